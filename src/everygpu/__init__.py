@@ -1,0 +1,55 @@
+"""Give a PyTorch model every GPU of the box with one line: ``model = everygpu.DataParallel(model)``.
+
+Names are imported on first use, so that ``everygpu run`` can choose the visible devices before torch
+is loaded, and ``everygpu --help`` answers at once.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from everygpu.checkpoint import load as load
+    from everygpu.checkpoint import save as save
+    from everygpu.devices import seed_all as seed_all
+    from everygpu.devices import select_devices as select_devices
+    from everygpu.devices import visible_devices as visible_devices
+    from everygpu.errors import EveryGPUError as EveryGPUError
+    from everygpu.feed import Meter as Meter
+    from everygpu.parallel import DataParallel as DataParallel
+    from everygpu.parallel import Replicated as Replicated
+    from everygpu.parallel import data_parallel as data_parallel
+    from everygpu.parallel import gather as gather
+    from everygpu.parallel import parallel_apply as parallel_apply
+    from everygpu.parallel import replicate as replicate
+    from everygpu.parallel import scatter as scatter
+
+__version__ = "0.1.0.dev0"
+
+_HOME = {
+    "DataParallel": "parallel",
+    "EveryGPUError": "errors",
+    "Meter": "feed",
+    "Replicated": "parallel",
+    "data_parallel": "parallel",
+    "gather": "parallel",
+    "load": "checkpoint",
+    "parallel_apply": "parallel",
+    "replicate": "parallel",
+    "save": "checkpoint",
+    "scatter": "parallel",
+    "seed_all": "devices",
+    "select_devices": "devices",
+    "visible_devices": "devices",
+}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

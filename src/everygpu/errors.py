@@ -1,0 +1,80 @@
+"""Every error that everygpu raises on purpose.
+
+    EveryGPUError
+    ├── OptionError (ValueError)              an option has a value outside what it may be
+    ├── DeviceError (RuntimeError)            a device name is wrong, absent, doubled or refused
+    ├── ModuleError (TypeError)               what was passed as the module can't be replicated
+    ├── PlacementError (RuntimeError)         the module's tensors are spread over several devices
+    ├── SplitError (ValueError)               the batch can't be cut into shards
+    ├── GatherError (ValueError)              the replicas' outputs can't be joined
+    ├── ReplicaError (RuntimeError)           names the replica an exception came from
+    └── CheckpointError (RuntimeError)
+        ├── CheckpointNotFoundError (FileNotFoundError)
+        ├── CheckpointDamagedError (ValueError)    truncated, altered or incomplete
+        ├── CheckpointForeignError (ValueError)    not written by everygpu, or by a newer format
+        ├── CheckpointContentError (TypeError)     a value that has no place in a checkpoint
+        └── CheckpointMismatchError (KeyError)     keys or shapes differ from the target's
+
+Each inherits the builtin that callers already catch where torch or Python raises it. Messages read
+``<function>: <what is required>, got <value>. <What to do.>``
+"""
+
+
+class EveryGPUError(Exception):
+    """Base class: catch it to catch everything this package raises on purpose."""
+
+
+class OptionError(EveryGPUError, ValueError):
+    """An option has a value outside what it may be."""
+
+
+class DeviceError(EveryGPUError, RuntimeError):
+    """A device is unknown, absent, named twice, or fails what was asked of it."""
+
+
+class ModuleError(EveryGPUError, TypeError):
+    """What was passed as the module can't be replicated."""
+
+
+class PlacementError(EveryGPUError, RuntimeError):
+    """The module's parameters and buffers are not together on one device."""
+
+
+class SplitError(EveryGPUError, ValueError):
+    """The batch can't be cut into one shard per replica."""
+
+
+class GatherError(EveryGPUError, ValueError):
+    """The replicas' outputs can't be joined into one."""
+
+
+class ReplicaError(EveryGPUError, RuntimeError):
+    """Names the replica, device and shards behind an exception; it is that exception's ``__cause__``."""
+
+
+class CheckpointError(EveryGPUError, RuntimeError):
+    """Base class of everything that goes wrong with a checkpoint."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at the path."""
+
+
+class CheckpointDamagedError(CheckpointError, ValueError):
+    """The checkpoint is truncated, altered or incomplete."""
+
+
+class CheckpointForeignError(CheckpointError, ValueError):
+    """The path holds something else than a checkpoint this version can read."""
+
+
+class CheckpointContentError(CheckpointError, TypeError):
+    """A value that was asked to be saved has no place in a checkpoint."""
+
+
+class CheckpointMismatchError(CheckpointError, KeyError):
+    """Keys or shapes in the checkpoint differ from those of the target."""
+
+    def __str__(self) -> str:
+        # KeyError prints the repr of its argument; the message has several lines.
+        return str(self.args[0]) if self.args else ""

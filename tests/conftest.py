@@ -1,0 +1,56 @@
+"""Fixtures shared by all tests: the devices to run on, and a check that no test leaves anything behind."""
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+OPEN_FILES = Path("/proc/self/fd")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def devices(request: pytest.FixtureRequest) -> Callable[[int], list[torch.device]]:
+    """``devices(n)`` gives n replicas' devices: CPU replicas by default, real GPUs under ``-m gpu``."""
+
+    def choose(num_replicas: int) -> list[torch.device]:
+        if request.param == "cpu":
+            return [torch.device("cpu")] * num_replicas
+        count = torch.cuda.device_count()
+        if count < 2:
+            pytest.skip("needs two or more CUDA devices")
+        return [torch.device("cuda", i) for i in range(min(num_replicas, count))]
+
+    return choose
+
+
+def _wait_for_threads(before: set[threading.Thread]) -> set[threading.Thread]:
+    """Give threads of dropped objects two seconds to end; return those that did not."""
+    deadline = time.monotonic() + 2
+    while (extra := set(threading.enumerate()) - before) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    return {thread for thread in extra if not thread.name.startswith("pytest_timeout")}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaves a thread, an open file, a changed environment or torch state behind."""
+    threads = set(threading.enumerate())
+    environment = dict(os.environ)
+    files = len(list(OPEN_FILES.iterdir())) if OPEN_FILES.is_dir() else 0
+    yield
+    assert not _wait_for_threads(threads), "the test left threads behind"
+    changed = {k for k in set(environment) | set(os.environ) if environment.get(k) != os.environ.get(k)}
+    assert not changed - {"PYTEST_CURRENT_TEST"}, f"the test changed the environment: {changed}"
+    assert torch.is_grad_enabled(), "the test left grad mode off"
+    assert torch.get_default_device() == torch.device("cpu"), "the test left a default device"
+    if OPEN_FILES.is_dir() and not torch.cuda.is_initialized():
+        gc_needed = len(list(OPEN_FILES.iterdir())) > files
+        if gc_needed:
+            gc.collect()
+        assert len(list(OPEN_FILES.iterdir())) <= files, "the test left files open"
