@@ -1,0 +1,211 @@
+"""Run one call per replica, side by side."""
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everygpu import tree
+from everygpu.devices.parse import DeviceLike, parse_devices
+from everygpu.errors import OptionError, ReplicaError
+from everygpu.parallel.thread_state import ThreadState, on_device
+
+
+def parallel_apply(
+    modules: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[Mapping[str, Any]] | None = None,
+    devices: Sequence[DeviceLike] | None = None,
+) -> list[Any]:
+    """Call each module with its inputs, all at once.
+
+    Args:
+        modules: One per call.
+        inputs: Positional arguments of each call: a tuple, or a single value.
+        kwargs_tup: Keyword arguments of each call.
+        devices: Where each module lives; found from its parameters or inputs when left out.
+    Returns:
+        The outputs, in order.
+    Raises:
+        OptionError: the arguments are not equally many.
+        Exception: what a replica raised; its ``__cause__`` names the replica.
+    Source:
+        ``torch.nn.parallel.parallel_apply``, which carries only autocast's on/off to its threads.
+    """
+    calls = list(inputs)
+    kwargs = list(kwargs_tup) if kwargs_tup is not None else [{} for _ in calls]
+    found = [_device_of(m, i) for m, i in zip(modules, calls)] if devices is None else parse_devices(devices)
+    if not len(modules) == len(calls) == len(kwargs) == len(found):
+        raise OptionError(
+            f"parallel_apply: needs as many inputs, kwargs and devices as modules, got {len(modules)} modules, "
+            f"{len(calls)} inputs, {len(kwargs)} kwargs and {len(found)} devices."
+        )
+    arguments = [c if isinstance(c, tuple) else (c,) for c in calls]
+    workers = Workers(len(modules) - 1)
+    try:
+        return workers.run(list(zip(modules, arguments, kwargs)), found)
+    finally:
+        workers.close()
+
+
+class Workers:
+    """One persistent thread per replica after the first, which runs in the caller's.
+
+    The threads start at the first call and end with this object.
+
+    Args:
+        num_threads: Replicas after the first.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._threads: list[ThreadPoolExecutor] = []
+        self._pid = 0
+
+    def run(
+        self,
+        calls: Sequence[tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]],
+        devices: Sequence[torch.device],
+        positions: Sequence[int] | None = None,
+    ) -> list[Any]:
+        """Make the calls side by side and wait for all of them.
+
+        Replicas that share a device share its random generator, so they take turns, in order: a seeded run
+        gives the same numbers every time.
+
+        Args:
+            calls: Module, positional and keyword arguments of each replica.
+            devices: One per call.
+            positions: What to call the replicas in errors; counted from 0 when left out.
+        """
+        state = ThreadState(list(devices))
+        gate = _Gate(devices)
+        names = positions if positions is not None else range(len(calls))
+        jobs = [_Job(gate, i, *call) for i, call in enumerate(calls)]
+        futures: list[Future[Any]] = []
+        try:
+            for worker, job, device in zip(self._started(), jobs[1:], devices[1:]):
+                futures.append(worker.submit(state.run, state.snapshot(), device, job))
+            outcomes = [_attempt(lambda: _run_here(jobs[0], devices[0], alone=len(jobs) == 1))]
+            outcomes += [_attempt(future.result) for future in futures]
+        except BaseException:  # Ctrl-C while waiting: no replica may run on into the next call
+            gate.stop()
+            wait(futures)
+            raise
+        _raise_first(outcomes, list(zip(names, devices, calls)))
+        return [value for value, _ in outcomes]
+
+    def close(self) -> None:
+        """End the threads."""
+        for thread in self._threads:
+            thread.shutdown(wait=True)
+        self._threads = []
+
+    def _started(self) -> list[ThreadPoolExecutor]:
+        if self._pid != os.getpid():  # first call, or a fork, which copies no threads
+            self._pid = os.getpid()
+            self._threads = [
+                ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"everygpu-replica-{i + 1}")
+                for i in range(self._num_threads)
+            ]
+        return self._threads
+
+
+class _Gate:
+    """Lets replicas on the same device through one after another, and nobody after a failure."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._done = [threading.Event() for _ in devices]
+        last: dict[torch.device, int] = {}
+        self._before: list[int | None] = []
+        for i, device in enumerate(devices):
+            self._before.append(last.get(device))
+            last[device] = i
+        self._stopped = False
+
+    def enter(self, index: int) -> None:
+        """Wait for one's turn.
+
+        Raises:
+            CancelledError: another replica has failed, and this one has not begun.
+        """
+        before = self._before[index]
+        if before is not None:
+            self._done[before].wait()
+        if self._stopped:
+            raise CancelledError
+
+    def leave(self, index: int) -> None:
+        self._done[index].set()
+
+    def stop(self) -> None:
+        self._stopped = True
+        for done in self._done:
+            done.set()
+
+
+class _Job:
+    """One replica's call."""
+
+    def __init__(
+        self, gate: _Gate, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._gate, self._index = gate, index
+        self._module, self._args, self._kwargs = module, args, kwargs
+
+    def __call__(self) -> Any:
+        try:
+            self._gate.enter(self._index)
+            return self._module(*self._args, **self._kwargs)
+        except BaseException:
+            self._gate.stop()
+            raise
+        finally:
+            self._gate.leave(self._index)
+
+
+Outcome = tuple[Any, BaseException | None]
+
+
+def _attempt(function: Callable[[], Any]) -> Outcome:
+    try:
+        return function(), None
+    except Exception as error:  # noqa: BLE001 - raised again once all replicas have stopped
+        return None, error
+
+
+def _run_here(job: _Job, device: torch.device, *, alone: bool) -> Any:
+    if device.type == "cpu" or alone:
+        return job()
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    with on_device(device, stream):
+        return job()
+
+
+def _raise_first(outcomes: Sequence[Outcome], calls: Sequence[tuple[int, torch.device, Any]]) -> None:
+    """Raise the first replica's exception as it was, with the replica named as its cause."""
+    for (_, error), (position, device, (_, args, kwargs)) in zip(outcomes, calls):
+        if error is None or isinstance(error, CancelledError):
+            continue
+        shapes = ", ".join(_shapes(args, kwargs)) or "no tensors"
+        where = ReplicaError(f"forward: replica {position} on {device} failed, called with {shapes}.")
+        where.__cause__ = error.__cause__
+        try:
+            raise error from where
+        finally:
+            del error, outcomes  # the traceback holds this frame: let go of the replicas' outputs
+
+
+def _shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    named = [*tree.leaves(args, "args"), *tree.leaves(dict(kwargs), "kwargs")]
+    return [f"{path} {tuple(leaf.shape)}" for path, leaf in named if isinstance(leaf, Tensor)]
+
+
+def _device_of(module: nn.Module, inputs: Any) -> torch.device:
+    tensors = [*module.parameters(), *module.buffers()]
+    tensors += [leaf for _, leaf in tree.leaves(inputs, "") if isinstance(leaf, Tensor)]
+    return tensors[0].device if tensors else torch.device("cpu")

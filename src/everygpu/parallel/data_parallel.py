@@ -1,0 +1,208 @@
+"""The drop-in layer: one module, every device."""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from everygpu.devices import parse_device, parse_devices, spread_seeds
+from everygpu.devices.parse import DeviceLike
+from everygpu.errors import EveryGPUError, OptionError
+from everygpu.keys import align_keys, unwrap
+from everygpu.parallel.apply import Workers
+from everygpu.parallel.gather import gather
+from everygpu.parallel.placement import check_module, place_module
+from everygpu.parallel.replicate import ReplicaSet
+from everygpu.parallel.scatter import Shard, move_tree, scatter_call
+from everygpu.parallel.split import Split, check_split
+
+BUFFER_RULES = ("first", "mean")
+
+
+class DataParallel(nn.Module):
+    """Run a module on several devices at once, each on a share of the batch.
+
+    Called like the module itself: the batch is cut into shards, replicas run side by side, and the result is
+    what the module alone would have given on the whole batch; so are the gradients of its parameters and
+    inputs. The optimizer, the training loop and the checkpoint stay as they are.
+
+    Args:
+        module: Any ``torch.nn.Module``. It is the first replica itself: its buffers and attributes change as
+            in a run on one device. It is moved to ``device_ids[0]`` if it is elsewhere.
+        device_ids: Ints (CUDA indices), names or ``torch.device``; all CUDA devices when left out, or the
+            CPU. ``["cpu"] * n`` gives n replicas on the CPU.
+        output_device: Where outputs go; ``device_ids[0]`` when left out.
+        dim: Where the rows of the batch are.
+        split: ``"chunk"``: as ``torch.chunk``, which may leave the last devices idle; ``"even"``: shares
+            differ by one row at most; a list of weights, one per device.
+        buffers: ``"first"``: the module keeps the buffers as its own shard changed them; ``"mean"``: float
+            buffers such as BatchNorm's statistics are averaged over the replicas, weighted by rows.
+        strict_device: Raise when the module is not on ``device_ids[0]``, instead of moving it.
+    Raises:
+        ModuleError: ``module`` can't be replicated.
+        DeviceError: a device is unknown, absent or named twice.
+        PlacementError: the module is spread over several devices.
+        OptionError: an option has no such value.
+    Source:
+        ``torch.nn.DataParallel``; the differences are listed in docs/differences.md.
+    """
+
+    module: nn.Module
+    wraps_a_module = True
+    """Marks the class for ``everygpu.keys.unwrap``."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[DeviceLike] | None = None,
+        output_device: DeviceLike | None = None,
+        dim: int = 0,
+        *,
+        split: Split = "chunk",
+        buffers: str = "first",
+        strict_device: bool = False,
+    ) -> None:
+        super().__init__()
+        check_module(module, "DataParallel")
+        self.device_ids = parse_devices(device_ids)
+        self.output_device = self.device_ids[0] if output_device is None else parse_device(output_device)
+        check_split(split, len(self.device_ids))
+        if buffers not in BUFFER_RULES:
+            raise OptionError(f"DataParallel: buffers must be one of {BUFFER_RULES}, got {buffers!r}.")
+        self.dim = dim
+        self.split = split
+        self.buffers_rule = buffers
+        self.strict_device = strict_device
+        self.module = module
+        place_module(module, self.device_ids[0], "DataParallel", strict=strict_device)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self._replicas: ReplicaSet | None = None
+        self._workers = Workers(len(self.device_ids) - 1)
+        self._turn = threading.Lock()
+        self._caller: int | None = None
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module on all devices; see the class."""
+        if len(self.device_ids) == 1:
+            return self._forward_alone(inputs, kwargs)
+        with self._one_at_a_time():
+            shards = scatter_call(inputs, kwargs, self.device_ids, self.dim, self.split)
+            replicas = self._refresh([s.position for s in shards])
+            outputs = self._apply_to(replicas, shards)
+            self._settle_buffers(shards)
+            return gather(outputs, self.output_device, self.dim)
+
+    def _refresh(self, positions: list[int]) -> list[nn.Module]:
+        if self._replicas is None:
+            self._replicas = ReplicaSet(self.module, self.device_ids, strict_device=self.strict_device)
+        return self._replicas.refresh(positions)
+
+    def _apply_to(self, replicas: list[nn.Module], shards: list[Shard]) -> list[Any]:
+        spread_seeds(self.device_ids)
+        positions = [s.position for s in shards]
+        calls = [(replica, s.args, s.kwargs) for replica, s in zip(replicas, shards)]
+        return self._workers.run(calls, [self.device_ids[p] for p in positions], positions)
+
+    def _settle_buffers(self, shards: list[Shard]) -> None:
+        if self.buffers_rule == "mean" and self._replicas is not None:
+            weights = [1 if s.rows is None else s.rows for s in shards]
+            self._replicas.average_buffers([s.position for s in shards], weights)
+
+    def _forward_alone(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run on one device: no shards, no threads, only what is elsewhere is moved."""
+        device = self.device_ids[0]
+        first = next(self.module.parameters(), None)
+        if first is not None and first.device != device:
+            place_module(self.module, device, "DataParallel", strict=self.strict_device)
+        output = self.module(*move_tree(inputs, device), **move_tree(kwargs, device))
+        return output if self.output_device == device else move_tree(output, self.output_device)
+
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        """Let one thread at a time use the replicas; others wait for their turn."""
+        if self._caller == threading.get_ident():
+            raise EveryGPUError(
+                "DataParallel: forward can't be called from within its own forward. Call the inner module."
+            )
+        with self._turn:
+            self._caller = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._caller = None
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's own state dict, without ``module.`` in front: it loads anywhere."""
+        return unwrap(self).state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state dict saved with or without ``module.``, ``_orig_mod.`` or ``_fsdp_wrapped_module.``."""
+        inner = unwrap(self)
+        return inner.load_state_dict(align_keys(state_dict, inner.state_dict().keys()), strict, assign)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load as part of a larger model, whose state dict has this wrapper's parameters prefix-free."""
+        own = {prefix + "module." + key for key in self.module.state_dict()}
+        for key in [k for k in state_dict if k.startswith(prefix)]:
+            wrapped = prefix + "module." + key[len(prefix) :]
+            if wrapped in own:
+                state_dict[wrapped] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # While unpickling there is no module yet: looking it up must not come back here.
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or name.startswith("__"):
+                raise
+            return getattr(module, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_replicas", "_workers", "_turn", "_caller")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._prepare()
+
+    def extra_repr(self) -> str:
+        return f"device_ids={[str(d) for d in self.device_ids]}, split={self.split!r}"
+
+
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[DeviceLike] | None = None,
+    output_device: DeviceLike | None = None,
+    dim: int = 0,
+    module_kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """Run a module on several devices once.
+
+    Args:
+        module: Any ``torch.nn.Module``; see ``DataParallel``.
+        inputs: Positional arguments: a tuple, or a single value.
+        device_ids: As for ``DataParallel``.
+        output_device: As for ``DataParallel``.
+        dim: Where the rows of the batch are.
+        module_kwargs: Keyword arguments.
+    Returns:
+        What the module returns for the whole batch.
+    Raises:
+        EveryGPUError: as ``DataParallel`` does.
+    Source:
+        ``torch.nn.parallel.data_parallel``. Replicas are made for this one call: in a loop, keep a
+        ``DataParallel``.
+    """
+    model = DataParallel(module, device_ids, output_device, dim)
+    args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+    try:
+        return model(*args, **(module_kwargs or {}))
+    finally:
+        model._workers.close()

@@ -1,0 +1,147 @@
+"""Join the replicas' outputs into what one device would have returned."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everygpu import tree
+from everygpu.devices.parse import DeviceLike, parse_device
+from everygpu.errors import GatherError
+
+
+def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
+    """Join the replicas' outputs.
+
+    Tensors of shape (..., rows, ...) are concatenated along ``dim``; 0-dim tensors become a vector with one
+    entry per replica; tensors that are on the CPU in all replicas stay there; NumPy arrays are concatenated.
+    Other values that are equal in all replicas pass through, differing ones come back as a list. Containers
+    are rebuilt.
+
+    Args:
+        outputs: One per replica, alike in structure.
+        target_device: Where the joined tensors go.
+        dim: Where the rows are.
+    Returns:
+        One output; gradients flow back to the replicas' tensors.
+    Raises:
+        GatherError: the outputs differ in structure or in a shape that must agree.
+    Source:
+        ``torch.nn.parallel.gather``, which loses None, strings and numbers, and warns at scalars.
+    """
+    if not outputs:
+        raise GatherError("gather: needs the output of at least one replica, got none.")
+    return _join(list(outputs), parse_device(target_device), dim, "out")
+
+
+def _join(values: list[Any], device: torch.device, dim: int, path: str) -> Any:
+    first = values[0]
+    opened = [tree.open_container(v) for v in values]
+    if all(isinstance(v, Tensor) for v in values):
+        return _join_tensors(values, device, dim, path)
+    if all(node is None for node in opened):
+        return _join_leaves(values, dim, path)
+    containers = [node for node in opened if node is not None]
+    if len(containers) < len(values) or any(type(v) is not type(first) for v in values):
+        raise _structure_error(path, [_describe(v) for v in values])
+    places = [dict(zip(node.accessors, node.children)) for node in containers]
+    if any(place.keys() != places[0].keys() for place in places):
+        raise _structure_error(path, [_describe_places(first, list(place)) for place in places])
+    joined = [_join([place[a] for place in places], device, dim, path + a) for a in containers[0].accessors]
+    return containers[0].rebuild(joined)
+
+
+def _join_tensors(tensors: list[Tensor], device: torch.device, dim: int, path: str) -> Tensor:
+    target = torch.device("cpu") if all(t.device.type == "cpu" for t in tensors) else device
+    shapes = [tuple(t.shape) for t in tensors]
+    moved = [t.to(target, non_blocking=target.type != "cpu") for t in tensors]
+    if all(t.ndim == 0 for t in moved):
+        return torch.stack(moved)
+    _check_shapes(shapes, dim, path)
+    return torch.cat(moved, dim)
+
+
+def _check_shapes(shapes: list[tuple[int, ...]], dim: int, path: str) -> None:
+    ndim = len(shapes[0])
+    if any(len(shape) != ndim for shape in shapes):
+        raise _structure_error(path, [f"shape {shape}" for shape in shapes])
+    if not -ndim <= dim < ndim:
+        raise GatherError(
+            f"gather: {path} must have the batch on dim {dim}, got shape {shapes[0]}. "
+            f"Return it with that dimension, or as a 0-dim tensor for one entry per replica."
+        )
+    others = [shape[: dim % ndim] + shape[dim % ndim + 1 :] for shape in shapes]
+    if any(other != others[0] for other in others):
+        raise GatherError(
+            f"gather: {path} must have equal shapes except on dim {dim}, got {_list(shapes)} from the replicas. "
+            f"Pad to a common length inside forward."
+        )
+
+
+def _join_leaves(values: list[Any], dim: int, path: str) -> Any:
+    arrays = [v for v in values if _is_array(v)]
+    if any(isinstance(v, Tensor) for v in values) or (arrays and len(arrays) < len(values)):
+        raise _structure_error(path, [_describe(v) for v in values])
+    if arrays:
+        return _join_arrays(arrays, dim, path)
+    if any(_holds_tensors(v) for v in values):
+        raise GatherError(
+            f"gather: {path} is a {type(values[0]).__name__} with tensors in it, which has no order to join by. "
+            f"Return a list or a dict."
+        )
+    none = [v is None for v in values]
+    if any(none) and not all(none):
+        raise _structure_error(path, [_describe(v) for v in values])
+    return values[0] if all(_same(v, values[0]) for v in values[1:]) else values
+
+
+def _join_arrays(arrays: list[Any], dim: int, path: str) -> Any:
+    numpy = sys.modules["numpy"]  # an array is here, so NumPy is loaded; torch works without it
+    if all(a.ndim == 0 for a in arrays):
+        return numpy.stack(arrays)
+    _check_shapes([a.shape for a in arrays], dim, path)
+    return numpy.concatenate(arrays, dim)
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _holds_tensors(value: Any) -> bool:
+    return isinstance(value, (set, frozenset)) and any(isinstance(v, Tensor) for v in value)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    try:
+        return bool(a == b) or bool(a != a and b != b)  # nan differs from itself
+    except (RuntimeError, TypeError, ValueError):  # == gives no plain truth value
+        return False
+
+
+def _structure_error(path: str, found: list[str]) -> GatherError:
+    other = next((i for i, f in enumerate(found) if f != found[0]), 0)
+    return GatherError(
+        f"gather: {path} must have the same structure in all replicas, got {found[0]} from replica 0 and "
+        f"{found[other]} from replica {other}. Return the same kind of value whatever rows a replica sees."
+    )
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return "None" if value is None else type(value).__name__
+
+
+def _describe_places(value: Any, accessors: list[str]) -> str:
+    return f"{type(value).__name__} of {len(accessors)} ({', '.join(accessors[:8])})"
+
+
+def _list(shapes: list[tuple[int, ...]]) -> str:
+    return ", ".join(str(shape) for shape in shapes)

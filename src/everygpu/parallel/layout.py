@@ -1,0 +1,108 @@
+"""Where parameters and buffers sit in a module tree."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Table = dict[str, Any]
+"""A module's ``_parameters`` or ``_buffers``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meta:
+    """What a tensor's copies are made for; when it changes they are made anew."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    device: torch.device
+    requires_grad: bool
+    is_parameter: bool
+
+    def fits(self, t: Tensor) -> bool:
+        """Tell whether copies made for this still do for ``t``."""
+        return (
+            t.dtype is self.dtype
+            and t.shape == self.shape
+            and t.requires_grad is self.requires_grad
+            and t.device == self.device
+            and isinstance(t, nn.Parameter) is self.is_parameter
+            and (t.layout != torch.strided or t.stride() == self.stride)
+        )
+
+
+class Layout:
+    """The modules of a tree and the tensors in them.
+
+    Attributes:
+        modules: The tree's modules, the root first, each once.
+        tensors: Its parameters and buffers, each once however often it is tied.
+        order: For each place that can hold a tensor, the index into ``tensors``; None for an empty place.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.modules = list(root.modules())
+        self._children = [list(m._modules.items()) for m in self.modules]
+        self._keys, self._contents = _read(self.modules)
+        self.tensors = _unique(self._contents)
+        self.order = _indices(self._contents, self.tensors)
+        self.metas = [_meta(t) for t in self.tensors]
+
+    def is_current(self) -> bool:
+        """Tell whether the tree is still arranged like this, taking on new tensors that fit in place of old ones."""
+        if any(list(m._modules.items()) != known for m, known in zip(self.modules, self._children)):
+            return False
+        keys, contents = _read(self.modules)
+        if keys != self._keys:
+            return False
+        if not all(map(_is, contents, self._contents)):
+            tensors = _unique(contents)
+            if _indices(contents, tensors) != self.order:
+                return False
+            self._contents, self.tensors = contents, tensors
+        return all(meta.fits(t) for meta, t in zip(self.metas, self.tensors))
+
+    def places(self, modules: Sequence[nn.Module]) -> list[tuple[Table, str]]:
+        """List the places of another tree of the same arrangement, in the order of ``order``."""
+        return [(table, key) for table, key in zip(_tables(modules, self._keys), _flat(self._keys))]
+
+
+def _read(modules: Sequence[nn.Module]) -> tuple[list[list[str]], list[Tensor | None]]:
+    tables = [table for m in modules for table in (m._parameters, m._buffers)]
+    return [list(table) for table in tables], [t for table in tables for t in table.values()]
+
+
+def _tables(modules: Sequence[nn.Module], keys: Sequence[Sequence[str]]) -> list[Table]:
+    tables: list[Table] = [table for m in modules for table in (m._parameters, m._buffers)]
+    return [table for table, names in zip(tables, keys) for _ in names]
+
+
+def _flat(keys: Sequence[Sequence[str]]) -> list[str]:
+    return [key for names in keys for key in names]
+
+
+def _unique(contents: Sequence[Tensor | None]) -> list[Tensor]:
+    return list({id(t): t for t in contents if t is not None}.values())
+
+
+def _indices(contents: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> list[int | None]:
+    index = {id(t): i for i, t in enumerate(tensors)}
+    return [None if t is None else index[id(t)] for t in contents]
+
+
+def _meta(t: Tensor) -> Meta:
+    return Meta(
+        shape=t.shape,
+        dtype=t.dtype,
+        stride=t.stride() if t.layout == torch.strided else (),
+        device=t.device,
+        requires_grad=t.requires_grad,
+        is_parameter=isinstance(t, nn.Parameter),
+    )
+
+
+def _is(a: object, b: object) -> bool:
+    return a is b

@@ -1,0 +1,76 @@
+"""What may be replicated, and where it has to be."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everygpu.errors import ModuleError, PlacementError
+
+logger = logging.getLogger("everygpu")
+
+
+def check_module(module: Any, caller: str) -> None:
+    """Refuse what can't be replicated.
+
+    Raises:
+        ModuleError: saying what was passed and what to pass.
+    """
+    if isinstance(module, torch.optim.Optimizer):
+        raise ModuleError(
+            f"{caller}: needs a torch.nn.Module, got the optimizer {type(module).__name__}. Wrap the model, and "
+            f"build the optimizer from model.parameters() as usual."
+        )
+    if isinstance(module, type) and issubclass(module, nn.Module):
+        raise ModuleError(f"{caller}: needs a module, got the class {module.__name__}. Call it: {module.__name__}(...).")
+    if not isinstance(module, nn.Module):
+        raise ModuleError(
+            f"{caller}: needs a torch.nn.Module, got {type(module).__name__}. "
+            f"Put a function into the forward of an nn.Module."
+        )
+    for name, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule):
+            raise ModuleError(
+                f"{caller}: a TorchScript module can't be replicated, got one at {name or 'the top'!r}. "
+                f"Wrap the eager module it was made from."
+            )
+
+
+def place_module(module: nn.Module, device: torch.device, caller: str, *, strict: bool = False) -> None:
+    """Make sure that all parameters and buffers are on one device, moving them there together.
+
+    Raises:
+        PlacementError: they are spread over several devices; or elsewhere, and ``strict``.
+        ModuleError: a lazy parameter has no shape yet.
+    """
+    found: dict[torch.device, str] = {}
+    for name, tensor in named_tensors(module):
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            raise ModuleError(
+                f"{caller}: parameters need a shape, got the lazy {name!r}. Run one batch through the module first."
+            )
+        found.setdefault(tensor.device, name)
+    if len(found) > 1:
+        (first, a), (second, b) = list(found.items())[:2]
+        raise PlacementError(
+            f"{caller}: the module must be on one device, got {a!r} on {first} and {b!r} on {second}. "
+            f"Move it with module.to({str(device)!r})."
+        )
+    elsewhere = next((d for d in found if d != device), None)
+    if elsewhere is None:
+        return
+    if strict:
+        raise PlacementError(
+            f"module must have its parameters and buffers on device {device} (device_ids[0]) but found one of them "
+            f"on device: {elsewhere}"
+        )
+    logger.info("%s: moving the module from %s to %s", caller, elsewhere, device)
+    module.to(device)
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters, then buffers, each once."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()

@@ -1,0 +1,149 @@
+"""Persistent replicas of a module, refreshed from it before each forward."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from everygpu.devices.parse import DeviceLike, parse_devices
+from everygpu.parallel.broadcast import Bucket, broadcast_tensor, group
+from everygpu.parallel.layout import Layout
+from everygpu.parallel.mirror import Mirror, Watch
+from everygpu.parallel.placement import check_module, place_module
+
+BUCKET_BYTES = 25 * 2**20
+"""Size at which a bucket is closed: DistributedDataParallel's default, large enough for full bandwidth."""
+
+
+def replicate(network: nn.Module, devices: Sequence[DeviceLike], detach: bool = False) -> list[nn.Module]:
+    """Make one replica of a module on each device.
+
+    Args:
+        network: The module; it is the first replica itself, so its buffers and attributes stay alive. It is
+            moved to ``devices[0]`` if it is elsewhere.
+        devices: As ints (CUDA indices), names or ``torch.device``.
+        detach: Cut the replicas' parameters off from the module's, so that no gradients flow back.
+    Returns:
+        One module per device. Gradients of the replicas' parameters are added to the module's.
+    Raises:
+        ModuleError: ``network`` is no module, or one that can't be replicated.
+        PlacementError: its parameters are spread over several devices.
+        DeviceError: a device is unknown or absent.
+    Source:
+        ``torch.nn.parallel.replicate``, whose replicas have no ``parameters()``.
+    """
+    parsed = parse_devices(devices)
+    check_module(network, "replicate")
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
+        return ReplicaSet(network, parsed).refresh(range(len(parsed)))
+
+
+class ReplicaSet:
+    """A module and its replicas on the devices after the first.
+
+    Args:
+        module: Serves as the replica on ``devices[0]``, and is moved there if it is elsewhere.
+        devices: One per replica.
+        strict_device: Refuse to move the module.
+    """
+
+    def __init__(self, module: nn.Module, devices: Sequence[torch.device], *, strict_device: bool = False) -> None:
+        self._module = module
+        self._devices = list(devices)
+        self._strict_device = strict_device
+        self._arrange()
+
+    def refresh(self, positions: Sequence[int]) -> list[nn.Module]:
+        """Bring replicas up to date with the module as it is now.
+
+        Args:
+            positions: Which replicas, counted in ``devices``.
+        Returns:
+            The replicas at these positions; their parameters are connected to the module's.
+        """
+        if not self._layout.is_current():
+            self._arrange()
+        changed = self._watch.changed()
+        for mirror in self._mirrors:
+            mirror.expire(changed)
+        others = [p - 1 for p in positions if p > 0]
+        for i, tensors in zip(others, self._send(others)):
+            for (table, key), index in zip(self._places[i + 1], self._layout.order):
+                table[key] = None if index is None else tensors[index]
+            self._mirrors[i].follow({id(mine): copy for mine, copy in zip(self._layout.tensors, tensors)})
+        return [self._mirrors[p - 1].root if p else self._module for p in positions]
+
+    def average_buffers(self, positions: Sequence[int], weights: Sequence[int]) -> None:
+        """Give the module's float buffers the weighted average over the replicas that ran.
+
+        Args:
+            positions: The replicas that ran.
+            weights: One per position, such as its rows.
+        """
+        total = sum(weights)
+        if total == 0:
+            return
+        with torch.no_grad():
+            for place in self._float_buffers():
+                mine, *theirs = (self._places[p][place][0][self._places[p][place][1]] for p in (0, *positions))
+                mine.add_(sum(_difference(t, mine) * (w / total) for t, w in zip(theirs, weights)))
+
+    def _arrange(self) -> None:
+        """Make mirrors and buckets for the module as it is now."""
+        place_module(self._module, self._devices[0], "DataParallel", strict=self._strict_device)
+        others = self._devices[1:]
+        self._layout = Layout(self._module)
+        self._watch = Watch(self._layout.modules)
+        self._mirrors = [Mirror(self._layout.modules, device) for device in others]
+        trees = [self._layout.modules, *(mirror.modules for mirror in self._mirrors)]
+        self._places = [self._layout.places(tree) for tree in trees]
+        tensors = self._layout.tensors
+        flat = [i for i, t in enumerate(tensors) if _can_share_a_buffer(t)]
+        groups = group([tensors[i] for i in flat], lambda t: (t.dtype, t.requires_grad), BUCKET_BYTES)
+        self._members = [[flat[k] for k in members] for members in groups]
+        self._loose = sorted(set(range(len(tensors))) - set(flat))
+        self._buckets = [
+            Bucket([tensors[i] for i in members], self._devices[0], others) for members in self._members
+        ]
+
+    def _send(self, replicas: Sequence[int]) -> list[list[Tensor]]:
+        """Return, for each of ``replicas``, its copies of the layout's tensors."""
+        tensors = self._layout.tensors
+        rows: list[dict[int, Tensor]] = [{} for _ in replicas]
+        for members, bucket in zip(self._members, self._buckets):
+            for row, copies in zip(rows, bucket.refresh([tensors[i] for i in members], replicas)):
+                row.update(zip(members, copies))
+        for i in self._loose:
+            copies = broadcast_tensor(tensors[i], [self._devices[0], *(self._devices[r + 1] for r in replicas)])
+            for row, copy in zip(rows, copies[1:]):
+                row[i] = _as_parameter(copy) if isinstance(tensors[i], nn.Parameter) else copy
+        return [[row[i] for i in range(len(tensors))] for row in rows]
+
+    def _float_buffers(self) -> list[int]:
+        """Return the places of float buffers, a shared one once."""
+        tensors, seen = self._layout.tensors, set()
+        places = []
+        for place, index in enumerate(self._layout.order):
+            if index is None or index in seen:
+                continue
+            seen.add(index)
+            t = tensors[index]
+            if not isinstance(t, nn.Parameter) and t.is_floating_point() and not t.requires_grad:
+                places.append(place)
+        return places
+
+
+def _difference(theirs: Tensor, mine: Tensor) -> Tensor:
+    # Equal values differ by exactly nothing, infinities of a mask included: inf - inf would be nan.
+    theirs = theirs.to(mine.device)
+    return torch.where(theirs == mine, torch.zeros_like(mine), theirs - mine)
+
+
+def _can_share_a_buffer(t: Tensor) -> bool:
+    return t.layout == torch.strided and type(t.data) is Tensor and not t.is_quantized
+
+
+def _as_parameter(t: Tensor) -> Tensor:
+    # What makes isinstance(t, nn.Parameter) true for tensors of other classes.
+    t._is_param = True  # type: ignore[attr-defined]
+    return t

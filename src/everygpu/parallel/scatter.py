@@ -1,0 +1,136 @@
+"""Cut a batch into one shard per replica, each on its device."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from everygpu import tree
+from everygpu.devices.parse import DeviceLike, parse_devices
+from everygpu.parallel.broadcast import broadcast_tensor
+from everygpu.parallel.split import Replicated, Split, SplitPlan, find_rows, is_splittable, plan_split
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """What one replica is called with."""
+
+    position: int
+    """Which replica, counted in ``device_ids``."""
+    rows: int | None
+    """Rows of the batch; None when the call has no tensor to split."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def scatter(
+    inputs: Any,
+    device_ids: Sequence[DeviceLike],
+    dim: int = 0,
+    *,
+    split: Split = "chunk",
+) -> list[Any]:
+    """Cut every tensor in ``inputs`` along ``dim`` and put one part on each device.
+
+    Args:
+        inputs: A tensor of shape (..., rows, ...), or any nesting of containers with such tensors. 0-dim
+            tensors, ``Replicated`` values and everything that is no tensor go to every device.
+        device_ids: Devices, as ints (CUDA indices), names or ``torch.device``.
+        dim: Where the rows are.
+        split: ``"chunk"``, ``"even"`` or weights; see ``plan_split``.
+    Returns:
+        One structure like ``inputs`` for each device that gets rows. Gradients flow back to ``inputs``.
+    Raises:
+        SplitError: tensors disagree on the number of rows.
+        DeviceError: a device is unknown or absent.
+    Source:
+        ``torch.nn.parallel.scatter``, which silently drops rows where tensors disagree.
+    """
+    devices = parse_devices(device_ids)
+    shards = scatter_call((inputs,), {}, devices, dim, split)
+    return [shard.args[0] for shard in shards]
+
+
+def scatter_call(
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    devices: Sequence[torch.device],
+    dim: int,
+    split: Split,
+) -> list[Shard]:
+    """Cut a call's arguments by one plan, so that every replica gets all of them.
+
+    Returns:
+        The shards of the replicas that run, in order. A call without tensors runs on every device; one
+        without any argument on the first only.
+    """
+    named = [(f"args[{i}]", a) for i, a in enumerate(args)] + [(f'kwargs["{k}"]', v) for k, v in kwargs.items()]
+    num_rows = find_rows(named, dim)
+    plan = None if num_rows is None else plan_split(num_rows, len(devices), split)
+    if plan is None:
+        active = tuple(range(len(devices))) if named else (0,)
+    else:
+        active = plan.active
+    share = _Sharer(plan, active, [devices[i] for i in active], dim)
+    arg_columns = tree.fan_out(share, list(args), len(active))
+    kwarg_columns = tree.fan_out(share, dict(kwargs), len(active))
+    return [
+        Shard(
+            position=position,
+            rows=None if plan is None else plan.rows[position],
+            args=tuple(arg_columns[i]),
+            kwargs=kwarg_columns[i],
+        )
+        for i, position in enumerate(active)
+    ]
+
+
+def move_tree(value: Any, device: torch.device) -> Any:
+    """Put every tensor of a nested value on one device, unwrapping ``Replicated``; no copy where it is there."""
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Replicated):
+            return move_tree(leaf.value, device)
+        return leaf.to(device, non_blocking=True) if isinstance(leaf, (Tensor, PackedSequence)) else leaf
+
+    return tree.map_leaves(move, value)
+
+
+class _Sharer:
+    """Decides what each running replica gets of one leaf."""
+
+    def __init__(
+        self, plan: SplitPlan | None, active: Sequence[int], devices: Sequence[torch.device], dim: int
+    ) -> None:
+        self.plan = plan
+        self.active = active
+        self.devices = devices
+        self.dim = dim
+
+    def __call__(self, leaf: Any) -> Sequence[Any]:
+        if isinstance(leaf, Replicated):
+            return tree.fan_out(self._copies, leaf.value, len(self.devices))
+        if self.plan is not None and is_splittable(leaf, "an input", self.dim):
+            return self._rows(leaf, self.plan)
+        return self._copies(leaf)
+
+    def _rows(self, x: Tensor, plan: SplitPlan) -> list[Tensor]:
+        starts = [sum(plan.rows[:position]) for position in self.active]
+        shards = []
+        for start, position, device in zip(starts, self.active, self.devices):
+            shard = x.narrow(self.dim, start, plan.rows[position])
+            # Replicas may write into their shard. Views of one tensor that is part of a graph must not be
+            # written from several threads: each write would rebase the history of all.
+            on_tape = x.requires_grad and torch.is_grad_enabled() and shard.device == device
+            shards.append(shard.clone() if on_tape else shard.to(device, non_blocking=True))
+        return shards
+
+    def _copies(self, leaf: Any) -> Sequence[Any]:
+        if isinstance(leaf, Tensor):
+            return broadcast_tensor(leaf, self.devices)
+        if isinstance(leaf, PackedSequence):
+            return [leaf.to(device) for device in self.devices]
+        return [leaf] * len(self.devices)

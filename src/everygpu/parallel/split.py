@@ -1,0 +1,150 @@
+"""How many rows of the batch each replica gets."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everygpu import tree
+from everygpu.errors import OptionError, SplitError
+
+Split = str | Sequence[float]
+"""``"chunk"``, ``"even"``, or one weight per device."""
+
+
+class Replicated:
+    """Mark an input that every replica gets whole instead of a share of its rows.
+
+    Args:
+        value: A tensor, or any nesting of containers with tensors in them.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"Replicated({self.value!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """Rows per replica, by position. Replicas with no rows don't run."""
+
+    rows: tuple[int, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the whole batch."""
+        return sum(self.rows)
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        """Positions of the replicas that run: those with rows, or the first alone when the batch is empty."""
+        return tuple(i for i, rows in enumerate(self.rows) if rows) or (0,)
+
+
+def plan_split(num_rows: int, num_devices: int, split: Split = "chunk") -> SplitPlan:
+    """Decide how many rows each device gets.
+
+    Args:
+        num_rows: Rows in the batch, 0 or more.
+        num_devices: Devices at hand, 1 or more.
+        split: ``"chunk"``: the sizes ``torch.chunk`` gives, which may leave the last devices idle;
+            ``"even"``: no two shares differ by more than one row; a list of ``num_devices`` weights, 0 or
+            more: shares in proportion, rounded to whole rows.
+    Returns:
+        A plan of ``num_devices`` shares.
+    Raises:
+        OptionError: ``split`` is none of these.
+    Source:
+        ``torch.chunk``, which torch.nn.DataParallel splits with.
+    """
+    if split == "chunk":
+        size = max(1, -(-num_rows // num_devices))
+        shares = [max(0, min(size, num_rows - i * size)) for i in range(num_devices)]
+    elif split == "even":
+        base, extra = divmod(num_rows, num_devices)
+        shares = [base + (i < extra) for i in range(num_devices)]
+    else:
+        shares = _weighted_shares(num_rows, _check_weights(split, num_devices))
+    return SplitPlan(tuple(shares))
+
+
+def check_split(split: Split, num_devices: int) -> None:
+    """Refuse a ``split`` that ``plan_split`` would refuse, before any batch is there."""
+    if split not in ("chunk", "even"):
+        _check_weights(split, num_devices)
+
+
+def find_rows(named: Sequence[tuple[str, Any]], dim: int) -> int | None:
+    """Read the batch size off the tensors of a call.
+
+    Args:
+        named: Arguments with their names, such as ``("args[0]", x)``; containers are searched.
+        dim: The dimension along which tensors are split.
+    Returns:
+        The batch size all tensors agree on; None when there is no tensor to split.
+    Raises:
+        SplitError: two tensors disagree, or one has no such dimension.
+    """
+    found: tuple[str, int] | None = None
+    for name, value in named:
+        for path, leaf in tree.leaves(value, name):
+            if not is_splittable(leaf, path, dim):
+                continue
+            size = leaf.shape[dim]
+            if found is not None and size != found[1]:
+                raise SplitError(
+                    f"scatter: every tensor must have the same number of rows on dim {dim}, got {found[1]} in "
+                    f"{found[0]} and {size} in {path} {tuple(leaf.shape)}. Wrap an input that every replica "
+                    f"needs whole in everygpu.Replicated(...)."
+                )
+            found = found or (path, size)
+    return found[1] if found else None
+
+
+def is_splittable(leaf: Any, path: str, dim: int) -> bool:
+    """Tell whether a leaf has rows to share; 0-dim tensors have none and go to every replica.
+
+    Raises:
+        SplitError: the tensor has dimensions, but not this one; or it is packed.
+    """
+    if isinstance(leaf, torch.nn.utils.rnn.PackedSequence):
+        raise SplitError(
+            f"scatter: {path} is a PackedSequence, whose rows are interleaved and can't be split. "
+            f"Pass the padded batch and pack it inside forward."
+        )
+    if not isinstance(leaf, Tensor) or leaf.ndim == 0:
+        return False
+    if not -leaf.ndim <= dim < leaf.ndim:
+        raise SplitError(
+            f"scatter: every tensor needs the batch on dim {dim}, got shape {tuple(leaf.shape)} in {path}. "
+            f"Wrap it in everygpu.Replicated(...) if every replica needs it whole."
+        )
+    return True
+
+
+def _check_weights(split: Split, num_devices: int) -> Sequence[float]:
+    weights = [] if isinstance(split, str) else [float(w) for w in split]
+    finite = all(0 <= w < float("inf") for w in weights)
+    if len(weights) != num_devices or not finite or sum(weights) == 0:
+        raise OptionError(
+            f"split: must be 'chunk', 'even' or one weight of 0 or more for each of the {num_devices} devices, "
+            f"got {split!r}."
+        )
+    return weights
+
+
+def _weighted_shares(num_rows: int, weights: Sequence[float]) -> list[int]:
+    """Round running totals, so that shares are whole, sum to the batch and stay within one row of exact."""
+    total, seen, given, shares = sum(weights), 0.0, 0, []
+    for weight in weights:
+        seen += weight
+        upto = round(num_rows * seen / total)
+        shares.append(upto - given)
+        given = upto
+    return shares

@@ -1,0 +1,82 @@
+"""What torch and Python keep per thread, carried from the caller to the replicas' threads."""
+
+import contextvars
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+T = TypeVar("T")
+
+
+class ThreadState:
+    """The calling thread's state: grad and inference mode, autocast, function modes, saved-tensor hooks,
+    context variables and current streams.
+
+    Args:
+        devices: Devices whose autocast settings and streams matter.
+    """
+
+    def __init__(self, devices: list[torch.device]) -> None:
+        kinds = dict.fromkeys(["cpu", *(d.type for d in devices)])
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocast = [(k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
+        self._autocast_cache = torch.is_autocast_cache_enabled()
+        self._modes = list(_get_current_function_mode_stack())
+        self._saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._streams = {d: torch.cuda.current_stream(d) for d in devices if d.type == "cuda"}
+
+    def snapshot(self) -> contextvars.Context:
+        """Copy the context variables; one copy can run in one thread only."""
+        return contextvars.copy_context()
+
+    def run(self, context: contextvars.Context, device: torch.device, function: Callable[[], T]) -> T:
+        """Call a function in another thread as if from the captured one, with ``device`` current."""
+
+        def call() -> T:
+            with self._restored(device), on_device(device, self._streams.get(device)):
+                return function()
+
+        return context.run(call)
+
+    @contextmanager
+    def _restored(self, device: torch.device) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self._grad))
+            for kind, dtype in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self._autocast_cache))
+            if self._saved_tensors_hooks is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saved_tensors_hooks))
+            for mode in self._modes:
+                stack.enter_context(_for_device(mode, device))
+            yield
+
+
+def _for_device(mode: Any, device: torch.device) -> Any:
+    """Turn ``with torch.device("cuda:0")`` around the call into the replica's device."""
+    if isinstance(mode, DeviceContext):
+        return DeviceContext(device if mode.device.type == device.type else mode.device)
+    return mode
+
+
+@contextmanager
+def on_device(device: torch.device, stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Make a device current: ``.cuda()`` and tensors made without ``device=`` mean this one.
+
+    On the CPU nothing has to change: a default device that the caller has set stays.
+    """
+    with ExitStack() as stack:
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+            stack.enter_context(torch.cuda.stream(stream))
+        if device.type != "cpu" and not any(
+            isinstance(m, DeviceContext) for m in _get_current_function_mode_stack()
+        ):
+            stack.enter_context(DeviceContext(device))
+        yield
