@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from everygpu.devices import visible_devices as visible_devices
     from everygpu.errors import EveryGPUError as EveryGPUError
     from everygpu.feed import Meter as Meter
-    from everygpu.parallel import DataParallel as DataParallel
-    from everygpu.parallel import Replicated as Replicated
-    from everygpu.parallel import data_parallel as data_parallel
-    from everygpu.parallel import gather as gather
-    from everygpu.parallel import parallel_apply as parallel_apply
-    from everygpu.parallel import replicate as replicate
-    from everygpu.parallel import scatter as scatter
+    from everygpu.parallel.apply import parallel_apply as parallel_apply
+    from everygpu.parallel.data_parallel import DataParallel as DataParallel
+    from everygpu.parallel.data_parallel import data_parallel as data_parallel
+    from everygpu.parallel.gather import gather as gather
+    from everygpu.parallel.replicate import replicate as replicate
+    from everygpu.parallel.scatter import scatter as scatter
+    from everygpu.parallel.split import Replicated as Replicated
 
 __version__ = "0.1.0.dev0"
 
@@ -42,7 +42,7 @@ _HOME = {
     "visible_devices": "devices",
 }
 
-__all__ = sorted(_HOME)  # noqa: PLE0605
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> object:

@@ -51,7 +51,7 @@ class Bucket:
             self._transfer(originals, replicas)
         slots = [self._slots[i] for i in replicas]
         if self.requires_grad and torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            outputs = _Broadcast.apply(self, replicas, slots, *originals)
+            outputs = _Broadcast.apply(self, replicas, slots, *originals)  # type: ignore[no-untyped-call]
         else:
             with torch.inference_mode(False):
                 outputs = self.present(slots)
@@ -138,7 +138,7 @@ def broadcast_tensor(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]
         One tensor per device. Gradients are added up in the order of ``devices``.
     """
     if x.requires_grad and torch.is_grad_enabled() and len(devices) > 1:
-        return list(_Copies.apply(x, devices))
+        return list(_Copies.apply(x, devices))  # type: ignore[no-untyped-call]
     return [_copy_for(x, device, i) for i, device in enumerate(devices)]
 
 

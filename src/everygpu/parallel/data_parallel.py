@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from everygpu.devices import parse_device, parse_devices, spread_seeds
@@ -168,7 +167,7 @@ class DataParallel(nn.Module):
         return {k: v for k, v in self.__dict__.items() if k not in ("_replicas", "_workers", "_turn", "_caller")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._prepare()
 
     def extra_repr(self) -> str:

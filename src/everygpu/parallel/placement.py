@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from everygpu.errors import ModuleError, PlacementError
 
@@ -24,7 +25,9 @@ def check_module(module: Any, caller: str) -> None:
             f"build the optimizer from model.parameters() as usual."
         )
     if isinstance(module, type) and issubclass(module, nn.Module):
-        raise ModuleError(f"{caller}: needs a module, got the class {module.__name__}. Call it: {module.__name__}(...).")
+        raise ModuleError(
+            f"{caller}: needs a module, got the class {module.__name__}. Call it: {module.__name__}(...)."
+        )
     if not isinstance(module, nn.Module):
         raise ModuleError(
             f"{caller}: needs a torch.nn.Module, got {type(module).__name__}. "
@@ -47,7 +50,7 @@ def place_module(module: nn.Module, device: torch.device, caller: str, *, strict
     """
     found: dict[torch.device, str] = {}
     for name, tensor in named_tensors(module):
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if isinstance(tensor, UninitializedTensorMixin):
             raise ModuleError(
                 f"{caller}: parameters need a shape, got the lazy {name!r}. Run one batch through the module first."
             )

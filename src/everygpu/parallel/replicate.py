@@ -86,7 +86,8 @@ class ReplicaSet:
         with torch.no_grad():
             for place in self._float_buffers():
                 mine, *theirs = (self._places[p][place][0][self._places[p][place][1]] for p in (0, *positions))
-                mine.add_(sum(_difference(t, mine) * (w / total) for t, w in zip(theirs, weights)))
+                # As in batch_norm itself, the change is no edit: backward must not refuse what forward saved.
+                mine.data.add_(sum(_difference(t, mine) * (w / total) for t, w in zip(theirs, weights)))
 
     def _arrange(self) -> None:
         """Make mirrors and buckets for the module as it is now."""
@@ -102,9 +103,7 @@ class ReplicaSet:
         groups = group([tensors[i] for i in flat], lambda t: (t.dtype, t.requires_grad), BUCKET_BYTES)
         self._members = [[flat[k] for k in members] for members in groups]
         self._loose = sorted(set(range(len(tensors))) - set(flat))
-        self._buckets = [
-            Bucket([tensors[i] for i in members], self._devices[0], others) for members in self._members
-        ]
+        self._buckets = [Bucket([tensors[i] for i in members], self._devices[0], others) for members in self._members]
 
     def _send(self, replicas: Sequence[int]) -> list[list[Tensor]]:
         """Return, for each of ``replicas``, its copies of the layout's tensors."""
@@ -145,5 +144,5 @@ def _can_share_a_buffer(t: Tensor) -> bool:
 
 def _as_parameter(t: Tensor) -> Tensor:
     # What makes isinstance(t, nn.Parameter) true for tensors of other classes.
-    t._is_param = True  # type: ignore[attr-defined]
+    t._is_param = True
     return t

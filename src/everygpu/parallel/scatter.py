@@ -70,10 +70,8 @@ def scatter_call(
     named = [(f"args[{i}]", a) for i, a in enumerate(args)] + [(f'kwargs["{k}"]', v) for k, v in kwargs.items()]
     num_rows = find_rows(named, dim)
     plan = None if num_rows is None else plan_split(num_rows, len(devices), split)
-    if plan is None:
-        active = tuple(range(len(devices))) if named else (0,)
-    else:
-        active = plan.active
+    everyone = tuple(range(len(devices))) if named else (0,)
+    active = everyone if plan is None else plan.active
     share = _Sharer(plan, active, [devices[i] for i in active], dim)
     arg_columns = tree.fan_out(share, list(args), len(active))
     kwarg_columns = tree.fan_out(share, dict(kwargs), len(active))
@@ -94,7 +92,9 @@ def move_tree(value: Any, device: torch.device) -> Any:
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Replicated):
             return move_tree(leaf.value, device)
-        return leaf.to(device, non_blocking=True) if isinstance(leaf, (Tensor, PackedSequence)) else leaf
+        if isinstance(leaf, PackedSequence):
+            return leaf.to(device=device)  # type: ignore[call-arg]
+        return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
 
     return tree.map_leaves(move, value)
 
@@ -132,5 +132,5 @@ class _Sharer:
         if isinstance(leaf, Tensor):
             return broadcast_tensor(leaf, self.devices)
         if isinstance(leaf, PackedSequence):
-            return [leaf.to(device) for device in self.devices]
+            return [move_tree(leaf, device) for device in self.devices]
         return [leaf] * len(self.devices)

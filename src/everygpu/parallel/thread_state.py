@@ -26,7 +26,7 @@ class ThreadState:
         self._inference = torch.is_inference_mode_enabled()
         self._autocast = [(k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
         self._autocast_cache = torch.is_autocast_cache_enabled()
-        self._modes = list(_get_current_function_mode_stack())
+        self._modes = _function_modes()
         self._saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._streams = {d: torch.cuda.current_stream(d) for d in devices if d.type == "cuda"}
 
@@ -75,8 +75,10 @@ def on_device(device: torch.device, stream: torch.cuda.Stream | None) -> Iterato
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
             stack.enter_context(torch.cuda.stream(stream))
-        if device.type != "cpu" and not any(
-            isinstance(m, DeviceContext) for m in _get_current_function_mode_stack()
-        ):
+        if device.type != "cpu" and not any(isinstance(m, DeviceContext) for m in _function_modes()):
             stack.enter_context(DeviceContext(device))
         yield
+
+
+def _function_modes() -> list[Any]:
+    return list(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
