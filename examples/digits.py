@@ -56,7 +56,8 @@ def load_data() -> tuple[TensorDataset, TensorDataset]:
 def show_progress(title: str, total: int) -> Iterator:
     """Show a bar with loss and rows per second; yields a function to call after each batch."""
     text = "{task.description} {task.completed}/{task.total} rows  {task.fields[info]}"
-    with Progress(BarColumn(), TextColumn(text), console=console, transient=True) as progress:
+    hidden = not console.is_terminal
+    with Progress(BarColumn(), TextColumn(text), console=console, transient=True, disable=hidden) as progress:
         task, start = progress.add_task(title, total=total, info=""), time.perf_counter()
 
         def advance(rows: int, loss: everygpu.Meter) -> None:

@@ -1,0 +1,74 @@
+"""The examples as a user runs them: in a process of their own, judged by what they print."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EPOCH = re.compile(r"epoch +(\d+)  loss (\S+)  accuracy (\S+)")
+
+
+def command(script: str, *options: object) -> list[str]:
+    return [sys.executable, str(EXAMPLES / script), *map(str, options)]
+
+
+def run(script: str, *options: object) -> str:
+    # One thread: the same additions in the same order, whatever else the machine is doing.
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command(script, *options), capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def epochs(output: str) -> dict[int, tuple[str, str]]:
+    """Loss and accuracy as printed, by epoch."""
+    return {int(epoch): (loss, accuracy) for epoch, loss, accuracy in EPOCH.findall(output)}
+
+
+def interrupt_in_epoch_3(*options: object) -> None:
+    """Start training and kill the process without warning once it has begun the third epoch."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command("digits.py", *options), stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("epoch  2"):
+                break
+        process.kill()
+
+
+class TestDigits:
+    def test_reaches_its_accuracy_and_says_so_last(self, tmp_path: Path) -> None:
+        output = run("digits.py", "--replicas", 2, "--epochs", 6, "--checkpoint", tmp_path / "c")
+        last = re.fullmatch(r"test accuracy (0\.\d+|1\.0+)", output.strip().splitlines()[-1])
+        assert last is not None
+        assert float(last[1]) >= 0.98
+
+    def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(self, tmp_path: Path) -> None:
+        options = ("--replicas", 3, "--epochs", 4)
+        whole = epochs(run("digits.py", *options, "--checkpoint", tmp_path / "whole"))
+        interrupt_in_epoch_3(*options, "--checkpoint", tmp_path / "cut")
+        resumed = epochs(run("digits.py", *options, "--checkpoint", tmp_path / "cut", "--resume"))
+        assert set(whole) == {1, 2, 3, 4}
+        assert {3, 4} <= set(resumed) < set(whole)
+        assert resumed == {epoch: whole[epoch] for epoch in resumed}
+        files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut")]
+        assert files[0] == files[1]
+
+
+class TestTutorial:
+    @pytest.mark.parametrize(
+        ("replicas", "of_30", "of_10"),
+        [(2, [15] * 2, [5] * 2), (3, [10] * 3, [4, 4, 2]), (8, [4] * 7 + [2], [2] * 5)],
+    )
+    def test_sizes(self, replicas: int, of_30: list[int], of_10: list[int]) -> None:
+        sizes = re.findall(
+            r"(In model|Outside): input size \((\d+), 5\) output size \((\d+), 2\)",
+            run("tutorial.py", "--replicas", replicas),
+        )
+        expected = [*[("In model", n) for n in of_30], ("Outside", 30)] * 3
+        expected += [*[("In model", n) for n in of_10], ("Outside", 10)]
+        assert sizes == [(where, str(n), str(n)) for where, n in expected]
