@@ -1,0 +1,38 @@
+"""The ``everygpu`` command: one file a verb; the only place that prints."""
+
+from typing import Any
+
+import click
+from rich.console import Console
+
+from everygpu import __version__
+from everygpu.cli.devices import list_devices
+from everygpu.cli.run import run_chosen
+from everygpu.errors import CheckpointError, DeviceError, EveryGPUError, OptionError
+
+_EXIT_CODES = ((DeviceError, 3), (CheckpointError, 4), (OptionError, 2))
+
+
+class _Group(click.Group):
+    """Shows an error of ours as its message, without a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except EveryGPUError as error:
+            Console(stderr=True).out(f"Error: {error}", highlight=False)
+            ctx.exit(next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), 1))
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="everygpu")
+def main() -> None:
+    """Give a PyTorch script every GPU of the box.
+
+    Exit codes: 2 for a wrong option, 3 for devices that don't exist or don't fit, 4 for a checkpoint that
+    can't be read. `everygpu run` passes the script's own on.
+    """
+
+
+main.add_command(list_devices)
+main.add_command(run_chosen)

@@ -1,0 +1,159 @@
+"""What the NVIDIA driver says about each GPU, asked through NVML without making a CUDA context.
+
+The only module that imports ``pynvml``. Where NVML is absent or broken it says so in the log and
+answers None, and callers go on with the numbers torch has.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+_LOG = logging.getLogger("everygpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSample:
+    """One GPU, or one MIG instance of a GPU, as the driver reported it at one moment."""
+
+    index: int
+    """``nvidia-smi --query-gpu=index``: in PCI order; a MIG instance has its GPU's."""
+    name: str
+    """``nvidia-smi --query-gpu=name``."""
+    uuid: str
+    """``nvidia-smi --query-gpu=uuid``: ``GPU-…``; ``MIG-…`` for an instance, as in ``nvidia-smi -L``."""
+    pci_bus_id: str
+    """``nvidia-smi --query-gpu=pci.bus_id``: domain:bus:device.function in hexadecimal."""
+    total_memory_bytes: int | None
+    """``nvidia-smi --query-gpu=memory.total``; None where the GPU shares the host's memory."""
+    used_memory_bytes: int | None
+    """``nvidia-smi --query-gpu=memory.used``: without what the driver reserves for itself."""
+    free_memory_bytes: int | None
+    """``nvidia-smi --query-gpu=memory.free``."""
+    utilization_pct: float | None
+    """``nvidia-smi --query-gpu=utilization.gpu``: 0 to 100; None in MIG mode or when not reported."""
+    processes: tuple[tuple[int, int | None], ...] = ()
+    """``nvidia-smi --query-compute-apps=pid,used_memory``: pid and bytes, None bytes when not reported."""
+    mig_instances: "tuple[DeviceSample, ...] | None" = None
+    """``nvidia-smi --query-gpu=mig.mode.current`` and ``nvidia-smi -L``; None when MIG mode is off."""
+
+    @property
+    def label(self) -> str:
+        """How a table for people calls this device: its physical index."""
+        return f"GPU {self.index}"
+
+
+def sample_devices(library: Any = None) -> list[DeviceSample] | None:
+    """Ask NVML about every GPU of the box, visible to CUDA or not.
+
+    Args:
+        library: What to call in place of the ``pynvml`` module.
+    Returns:
+        One sample per GPU, in PCI order; a GPU that doesn't answer is left out, with a log line. None
+        when NVML itself is absent or broken.
+    Source:
+        ``nvmlDeviceGetHandleByIndex`` and the queries of ``nvidia-smi --query-gpu``. NVML ignores
+        ``CUDA_VISIBLE_DEVICES``.
+    """
+    nvml = _import_pynvml() if library is None else library
+    if nvml is None:
+        return None
+    try:
+        with _opened(nvml):
+            samples = [_sample_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+    except nvml.NVMLError as error:
+        _log_failure(nvml, error)
+        return None
+    return [sample for sample in samples if sample is not None]
+
+
+def _import_pynvml() -> Any:
+    try:
+        import pynvml
+    except ImportError as error:
+        _LOG.warning("NVML is not asked: %s. Install nvidia-ml-py for names and free memory of GPUs.", error)
+        return None
+    return pynvml
+
+
+@contextmanager
+def _opened(nvml: Any) -> Iterator[None]:
+    """Hold NVML open; init and shutdown are counted by NVML, so others' sessions stay open."""
+    nvml.nvmlInit()
+    try:
+        yield
+    finally:
+        with suppress(nvml.NVMLError):
+            nvml.nvmlShutdown()
+
+
+def _log_failure(nvml: Any, error: Any) -> None:
+    """Tell of a broken driver aloud, of a machine without one quietly."""
+    absent = (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
+    level = logging.INFO if error.value in absent else logging.WARNING
+    _LOG.log(level, "NVML does not answer (%s): GPUs are described by torch alone.", error)
+
+
+def _sample_gpu(nvml: Any, index: int) -> DeviceSample | None:
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        pci_bus_id = str(nvml.nvmlDeviceGetPciInfo(handle).busId)
+        instances = _sample_instances(nvml, handle, index, pci_bus_id)
+        return _sample_handle(nvml, handle, index, pci_bus_id, instances)
+    except nvml.NVMLError as error:
+        _LOG.warning("GPU %d is left out: NVML answers %s.", index, error)
+        return None
+
+
+def _sample_handle(
+    nvml: Any,
+    handle: Any,
+    index: int,
+    pci_bus_id: str,
+    mig_instances: tuple[DeviceSample, ...] | None = None,
+) -> DeviceSample:
+    total, used, free = _read_memory(nvml, handle)
+    utilization = _ask(nvml, "nvmlDeviceGetUtilizationRates", handle)
+    processes = _ask(nvml, "nvmlDeviceGetComputeRunningProcesses", handle) or []
+    return DeviceSample(
+        index=index,
+        name=str(nvml.nvmlDeviceGetName(handle)),
+        uuid=str(nvml.nvmlDeviceGetUUID(handle)),
+        pci_bus_id=pci_bus_id,
+        total_memory_bytes=total,
+        used_memory_bytes=used,
+        free_memory_bytes=free,
+        utilization_pct=None if utilization is None else float(utilization.gpu),
+        processes=tuple((process.pid, process.usedGpuMemory) for process in processes),
+        mig_instances=mig_instances,
+    )
+
+
+def _sample_instances(nvml: Any, parent: Any, index: int, pci_bus_id: str) -> tuple[DeviceSample, ...] | None:
+    """List a GPU's MIG instances: none created is an empty tuple, MIG mode off is None."""
+    mode = _ask(nvml, "nvmlDeviceGetMigMode", parent)
+    if mode is None or mode[0] == 0:
+        return None
+    slots = range(nvml.nvmlDeviceGetMaxMigDeviceCount(parent))
+    handles = [_ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", parent, slot) for slot in slots]
+    return tuple(_sample_handle(nvml, handle, index, pci_bus_id) for handle in handles if handle is not None)
+
+
+def _read_memory(nvml: Any, handle: Any) -> tuple[int, int, int] | tuple[None, None, None]:
+    # The first version of the query counts what the driver reserves (615 MiB on an H200) as used;
+    # nvidia-smi shows the second. Free memory is the same in both.
+    memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle, nvml.nvmlMemory_v2)
+    if memory is None:
+        memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
+    if memory is None:
+        return None, None, None
+    return int(memory.total), int(memory.used), int(memory.free)
+
+
+def _ask(nvml: Any, query: str, *args: Any) -> Any:
+    """Answer an optional query; None where this GPU or driver has no answer."""
+    try:
+        return getattr(nvml, query)(*args)
+    except nvml.NVMLError:
+        return None

@@ -1,0 +1,142 @@
+"""``everygpu devices``: the table, the JSON, and the words for a machine without GPUs."""
+
+import io
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from rich.console import Console
+
+from everygpu.cli import devices, main
+from everygpu.devices.visible import VisibleDevice
+from tests.devices.fake_nvml import GIB, make_sample
+
+
+def as_visible(position, sample, **changes):
+    fields = {
+        "device": torch.device("cuda", position),
+        "index": sample.index,
+        "name": sample.name,
+        "uuid": sample.uuid,
+        "total_memory_bytes": sample.total_memory_bytes,
+        "free_memory_bytes": sample.free_memory_bytes,
+        "utilization_pct": sample.utilization_pct,
+        "processes": sample.processes,
+    }
+    return VisibleDevice(**(fields | changes))
+
+
+BOX = [make_sample(0), make_sample(1, free=3 * GIB, utilization_pct=97.0, processes=((7, 5 * GIB), (8, None)))]
+
+
+@pytest.fixture
+def show(monkeypatch):
+    """Run the command on a machine where torch sees some devices and NVML others."""
+
+    def invoke(visible, samples, *arguments):
+        monkeypatch.setattr(devices, "visible_devices", lambda: visible)
+        monkeypatch.setattr(devices.nvml, "sample_devices", lambda: samples)
+        result = CliRunner().invoke(main, ["devices", *arguments])
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    return invoke
+
+
+@pytest.mark.parametrize("samples", [None, []])
+def test_no_gpu_is_said_plainly(show, samples):
+    out = show([], samples)
+    assert "No GPU on this machine" in out
+    assert "'cpu'" in out
+
+
+def test_no_gpu_in_json_is_an_empty_list(show):
+    assert json.loads(show([], None, "--json")) == {"devices": []}
+
+
+def test_cpu_build_of_torch_is_named(show, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert f"torch {torch.__version__} is built without CUDA" in show([], None)
+    assert "2 GPUs are out of torch's reach" in show([], BOX)
+    assert "install a CUDA build" in show([], BOX)
+
+
+def test_table_shows_logical_and_physical(show):
+    out = show([as_visible(0, BOX[1]), as_visible(1, BOX[0])], BOX)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if "│" in line]
+    assert rows[0] == ["cuda:0", "1", "NVIDIA H200", BOX[1].uuid, "3.0 GiB / 140.0 GiB", "97%", "7 (5.0 GiB)"]
+    assert rows[1] == ["", "", "", "", "", "", "8 (?)"]
+    assert rows[2] == ["cuda:1", "0", "NVIDIA H200", BOX[0].uuid, "100.0 GiB / 140.0 GiB", "0%", "-"]
+    assert "hidden" not in out
+
+
+def test_hidden_gpus_are_listed_with_the_reason(show, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    out = show([as_visible(0, BOX[1])], BOX)
+    assert "1 GPU is hidden by CUDA_VISIBLE_DEVICES='1'." in out
+    assert out.index(BOX[1].uuid) < out.index(BOX[0].uuid)
+
+
+def test_gpus_that_torch_cannot_reach_for_no_known_reason(show, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert "check that the driver fits torch's CUDA" in show([], BOX)
+
+
+def test_json_has_bytes_and_hidden_devices(show):
+    records = json.loads(show([as_visible(0, BOX[1])], BOX, "--json"))["devices"]
+    assert records[0] == {
+        "device": "cuda:0",
+        "index": 1,
+        "name": "NVIDIA H200",
+        "uuid": BOX[1].uuid,
+        "total_memory_bytes": 140 * GIB,
+        "free_memory_bytes": 3 * GIB,
+        "utilization_pct": 97.0,
+        "processes": [{"pid": 7, "used_memory_bytes": 5 * GIB}, {"pid": 8, "used_memory_bytes": None}],
+    }
+    assert (records[1]["device"], records[1]["index"]) == (None, 0)
+
+
+def test_what_is_not_known_has_a_sign(show):
+    mps = as_visible(
+        0,
+        BOX[0],
+        device=torch.device("mps"),
+        name="MPS",
+        index=None,
+        uuid=None,
+        free_memory_bytes=None,
+        total_memory_bytes=None,
+        utilization_pct=None,
+    )
+    (row,) = [line for line in show([mps], None).splitlines() if "mps" in line]
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == ["mps", "-", "MPS", "-", "? / ?", "-", "-"]
+
+
+def test_narrow_terminal_loses_nothing_of_the_uuid():
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(devices.build_table([BOX[0]]))
+    column = [line.split("│")[4].strip() for line in stream.getvalue().splitlines() if "│" in line]
+    assert "".join(column) == BOX[0].uuid
+
+
+def test_markup_in_a_name_is_shown_as_it_is(show):
+    assert "[bold]x" in show([as_visible(0, BOX[0], name="[bold]x")], BOX)
+
+
+def test_this_machine_answers():
+    result = CliRunner().invoke(main, ["devices"])
+    assert result.exit_code == 0
+    assert "GPU" in result.stdout
+
+
+@pytest.mark.gpu
+def test_real_devices_in_json():
+    records = json.loads(CliRunner().invoke(main, ["devices", "--json"]).stdout)["devices"]
+    logical = [record for record in records if record["device"] is not None]
+    assert [record["device"] for record in logical] == [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    for index, record in enumerate(logical):
+        assert record["uuid"] == f"GPU-{torch.cuda.get_device_properties(index).uuid}"

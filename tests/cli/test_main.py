@@ -1,0 +1,89 @@
+"""The group: version, help, and errors as messages with an exit code each."""
+
+import subprocess
+import sys
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from everygpu import __version__
+from everygpu.cli import main
+from everygpu.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    DeviceError,
+    EveryGPUError,
+    ModuleError,
+    OptionError,
+)
+
+
+@pytest.fixture
+def failing_command():
+    """Add a verb that raises what is put in the returned list."""
+    errors: list[BaseException] = []
+
+    @click.command("fail")
+    def fail():
+        raise errors[0]
+
+    main.add_command(fail)
+    yield errors
+    del main.commands["fail"]
+
+
+def test_version():
+    result = CliRunner().invoke(main, ["--version"])
+    assert result.exit_code == 0
+    assert result.stdout == f"everygpu, version {__version__}\n"
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_names_the_verbs(flag):
+    result = CliRunner().invoke(main, [flag])
+    assert result.exit_code == 0
+    assert "Run a script on chosen GPUs." in result.stdout
+    assert "List the GPUs" in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [["no-such-verb"], ["--no-such-option"], ["devices", "extra"]])
+def test_wrong_usage_is_two(arguments):
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert "Usage:" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (OptionError, 2),
+        (DeviceError, 3),
+        (CheckpointError, 4),
+        (CheckpointDamagedError, 4),
+        (ModuleError, 1),
+        (EveryGPUError, 1),
+    ],
+)
+def test_errors_of_ours_are_messages(failing_command, kind, code):
+    failing_command.append(kind("load: [red]needed[/red], got :0:.\n  a table  "))
+    result = CliRunner().invoke(main, ["fail"])
+    assert result.exit_code == code
+    assert result.stderr == "Error: load: [red]needed[/red], got :0:.\n  a table  \n"
+    assert result.stdout == ""
+
+
+def test_long_messages_are_not_folded(failing_command):
+    failing_command.append(DeviceError("word " * 100))
+    assert CliRunner().invoke(main, ["fail"]).stderr.count("\n") == 1
+
+
+def test_other_errors_are_not_hidden(failing_command):
+    failing_command.append(ZeroDivisionError("a bug"))
+    result = CliRunner().invoke(main, ["fail"])
+    assert isinstance(result.exception, ZeroDivisionError)
+
+
+def test_python_dash_m():
+    done = subprocess.run([sys.executable, "-m", "everygpu", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"everygpu, version {__version__}\n"

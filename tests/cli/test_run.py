@@ -1,0 +1,414 @@
+"""``everygpu run``: the GPUs it chooses, and a script that can't tell it from ``python``."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from everygpu.cli import main
+from everygpu.cli.run import Plan, Request, choose_gpus, parse_request, plan_run, run_script
+from everygpu.devices import nvml
+from everygpu.devices.nvml import sample_devices
+from everygpu.devices.select import Demand
+from everygpu.errors import DeviceError, OptionError
+from tests.devices.fake_nvml import GIB, MIG_UUIDS, FakeNvml, Gpu, make_sample, mig_gpu
+
+ROOT = Path(__file__).parents[2]
+BOX = [make_sample(0, free=10 * GIB), make_sample(1, free=90 * GIB), make_sample(2, free=50 * GIB)]
+UUIDS = [sample.uuid for sample in BOX]
+CPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
+FAKE_PYNVML = """
+import sys
+sys.path.append({root!r})
+from tests.devices.fake_nvml import FakeNvml, two_h200s
+sys.modules["pynvml"] = FakeNvml(*two_h200s(used=9 * 2**30))
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "request_"),
+    [
+        ("auto", Request()),
+        ("1", Request(count=1)),
+        ("12", Request(count=12)),
+        ("0,2", Request(indices=(0, 2))),
+        ("2,0", Request(indices=(2, 0))),
+        ("0,", Request(indices=(0,))),
+        ("3,", Request(indices=(3,))),
+    ],
+)
+def test_what_gpus_says(text, request_):
+    assert parse_request(text) == request_
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "all", "1.5", ",", "0,,1", "0;1", "0,1,0", "GPU-1", "0, 1"])
+def test_what_gpus_cannot_say(text):
+    with pytest.raises(click.BadParameter, match="got") as caught:
+        parse_request(text)
+    assert repr(text) in str(caught.value.message)
+
+
+@pytest.fixture
+def plan(monkeypatch):
+    """Plan a run on a box of samples; None stands for a machine without a driver."""
+
+    def make(gpus="auto", *, min_free=None, samples=BOX, **environ):
+        monkeypatch.setattr(nvml, "sample_devices", lambda: samples)
+        return plan_run(parse_request(gpus), min_free, environ)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("gpus", "min_free", "environ", "expected"),
+    [
+        ("auto", None, {}, [1, 2, 0]),
+        ("auto", "20GiB", {}, [1, 2]),
+        ("2", None, {}, [1, 2]),
+        ("2,0", None, {}, [2, 0]),
+        ("0,1", None, {}, [0, 1]),
+        ("0,", None, {}, [0]),
+        ("2,1", "20GiB", {}, [2, 1]),
+        ("auto", None, {"CUDA_VISIBLE_DEVICES": "0,2"}, [2, 0]),
+        ("1", None, {"CUDA_VISIBLE_DEVICES": "0,2"}, [2]),
+        ("auto", None, {"CUDA_VISIBLE_DEVICES": "2,9,1"}, [2]),
+        ("0,2", None, {"CUDA_VISIBLE_DEVICES": UUIDS[2] + "," + UUIDS[0]}, [0, 2]),
+    ],
+)
+def test_gpus_are_set_by_uuid(plan, gpus, min_free, environ, expected):
+    settings = {
+        "CUDA_VISIBLE_DEVICES": ",".join(UUIDS[index] for index in expected),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }
+    assert plan(gpus, min_free=min_free, **environ) == Plan(environ=settings, num_gpus=len(expected))
+
+
+@pytest.mark.parametrize("samples", [None, []])
+def test_auto_without_a_driver_leaves_torch_what_it_finds(plan, samples):
+    made = plan(samples=samples)
+    assert made.environ == {}
+    assert made.num_gpus == 0
+    assert "no NVIDIA GPU" in made.note
+
+
+@pytest.mark.parametrize(
+    ("min_free", "environ", "words"),
+    [
+        ("91GiB", {}, "no GPU with 91.0 GiB free: the script runs on the CPU"),
+        (None, {"CUDA_VISIBLE_DEVICES": ""}, "no GPU among CUDA_VISIBLE_DEVICES='': the script"),
+        (None, {"CUDA_VISIBLE_DEVICES": "1,1"}, "no GPU among CUDA_VISIBLE_DEVICES='1,1'"),
+    ],
+)
+def test_auto_falls_to_the_cpu_with_one_line(plan, min_free, environ, words):
+    made = plan(min_free=min_free, **environ)
+    assert made.environ == CPU
+    assert made.num_gpus == 0
+    assert words in made.note
+    assert "\n" not in made.note
+
+
+@pytest.mark.parametrize(
+    ("gpus", "min_free", "environ", "words"),
+    [
+        ("4", None, {}, "4 fitting devices required, got 3 of 3"),
+        ("3", "20GiB", {}, "GPU 0 .* below 20.0 GiB"),
+        ("0,7", None, {}, "2 fitting devices required, got 1 of 3"),
+        ("0,1", "20GiB", {}, "GPU 2 .* not asked for"),
+        ("0,1", None, {"CUDA_VISIBLE_DEVICES": "1,2"}, "GPU 0 .* hidden by CUDA_VISIBLE_DEVICES='1,2'"),
+        ("1", None, {"CUDA_VISIBLE_DEVICES": "-1"}, "GPU 2 .* hidden by CUDA_VISIBLE_DEVICES='-1'"),
+    ],
+)
+def test_what_is_asked_for_and_cannot_be_had(plan, gpus, min_free, environ, words):
+    with pytest.raises(DeviceError, match=words) as caught:
+        plan(gpus, min_free=min_free, **environ)
+    assert all(f"GPU {index}" in str(caught.value) for index in range(3))
+
+
+def test_asking_for_gpus_without_a_driver(plan):
+    with pytest.raises(DeviceError, match="got none"):
+        plan("1", samples=None)
+
+
+def test_wrong_size(plan):
+    with pytest.raises(OptionError, match="'lots'"):
+        plan(min_free="lots")
+
+
+def test_mig_instance_is_set_by_its_own_uuid():
+    box = sample_devices(FakeNvml(Gpu(), mig_gpu()))
+    request = Request(indices=(1,))
+    assert [gpu.uuid for gpu in choose_gpus(box, request, Demand(count=1), {})] == [MIG_UUIDS[0]]
+
+
+def test_mig_mode_without_instances_is_the_reason():
+    box = sample_devices(FakeNvml(Gpu(), mig_gpu(num_instances=0)))
+    with pytest.raises(DeviceError, match="GPU 1 .* in MIG mode without an instance"):
+        choose_gpus(box, Request(count=2), Demand(count=2), {})
+
+
+# ---- the script -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Write a script into a folder of its own, and return its path."""
+
+    def write(text, name="script.py"):
+        path = tmp_path / "folder" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(textwrap.dedent(text), encoding="utf-8")
+        return path
+
+    return write
+
+
+def everygpu(*arguments, fake_gpus=None, cwd=None, **environ):
+    """Run ``everygpu run`` as a user would; ``fake_gpus`` is a folder to put a driver's stand-in into."""
+    inherited = {name: value for name, value in os.environ.items() if "VISIBLE_DEVICES" not in name}
+    inherited.pop("CUDA_DEVICE_ORDER", None)
+    path = [str(ROOT / "src")]
+    if fake_gpus is not None:
+        (fake_gpus / "pynvml.py").write_text(FAKE_PYNVML.format(root=str(ROOT)))
+        path.insert(0, str(fake_gpus))
+    return subprocess.run(
+        [sys.executable, "-m", "everygpu", "run", *map(str, arguments)],
+        env={**inherited, "PYTHONPATH": os.pathsep.join(path), **environ},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+REPORT = """
+    import json, os, sys
+    print(json.dumps({
+        "name": __name__,
+        "file": __file__,
+        "argv": sys.argv,
+        "path0": sys.path[0],
+        "main": sys.modules["__main__"].__dict__ is globals(),
+        "spec": __spec__,
+        "package": __package__,
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "order": os.environ.get("CUDA_DEVICE_ORDER"),
+        "torch": "torch" in sys.modules,
+    }))
+"""
+ARGUMENTS = ["--gpus", "7", "--cpu", "--", "-x", "--help", "a b", ""]
+
+
+def test_script_sees_what_python_would_show_it(script):
+    path = script(REPORT)
+    relative = os.path.join("folder", path.name)
+    ours = json.loads(everygpu(relative, *ARGUMENTS, cwd=path.parents[1]).stdout)
+    plain = subprocess.run(
+        [sys.executable, relative, *ARGUMENTS], cwd=path.parents[1], capture_output=True, text=True, check=True
+    )
+    expected = json.loads(plain.stdout)
+    assert ours["argv"] == [relative, *ARGUMENTS]
+    for key in ("name", "file", "argv", "path0", "main", "spec", "package", "torch"):
+        assert ours[key] == expected[key], key
+
+
+def test_environment_is_set_before_the_script_starts(script, tmp_path):
+    done = everygpu("--gpus", "1", script(REPORT), fake_gpus=tmp_path)
+    report = json.loads(done.stdout)
+    assert report["visible"] == "GPU-a5013c05-0df6-c9f7-a45c-22c4343803ae"
+    assert report["order"] == "PCI_BUS_ID"
+    assert done.stderr == ""
+
+
+def test_unmet_request_is_three_and_the_script_does_not_run(script, tmp_path):
+    done = everygpu("--gpus", "3", script("print('ran')"), fake_gpus=tmp_path)
+    assert done.returncode == 3
+    assert done.stdout == ""
+    assert "3 fitting devices required, got 2 of 2" in done.stderr
+    assert "GPU 1   NVIDIA H200" in done.stderr
+
+
+def test_cpu_hides_the_gpus(script, tmp_path):
+    done = everygpu("--cpu", script(REPORT), fake_gpus=tmp_path)
+    assert json.loads(done.stdout)["visible"] == "-1"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "warns"),
+    [
+        ("import torch", True),
+        ("import torch, sys; sys.exit(0)", True),
+        ("import torch; torch.cuda.used = True", False),
+        ("import torch, sys; sys.exit(2)", False),
+        ("", False),
+    ],
+)
+def test_unused_gpus_are_told(script, tmp_path, text, warns):
+    # A stand-in for torch saves the seconds the real one takes.
+    (tmp_path / "torch.py").write_text(
+        "from types import SimpleNamespace as S\n"
+        "__version__ = '2.13.0+cpu'; version = S(cuda=None); cuda = S(used=False)\n"
+        "cuda.is_initialized = lambda: cuda.used"
+    )
+    error = everygpu(script(text), fake_gpus=tmp_path).stderr
+    assert ("CUDA is there but unused: the script had 2 GPU(s)" in error) == warns
+    assert len(error.splitlines()) == int(warns)
+
+
+class TestInThisProcess:
+    """Faster than a process each: what the script changes is put back by the fixture."""
+
+    @pytest.fixture(autouse=True)
+    def put_back(self, monkeypatch):
+        monkeypatch.setattr(sys, "argv", list(sys.argv))
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+        monkeypatch.setattr(nvml, "sample_devices", lambda: None)
+
+    @pytest.mark.parametrize(
+        ("ending", "code"),
+        [
+            ("", 0),
+            ("sys.exit()", None),
+            ("sys.exit(0)", 0),
+            ("sys.exit(5)", 5),
+            ("raise SystemExit(300)", 300),
+            ("sys.exit('broken')", "broken"),
+            ("raise KeyboardInterrupt", 130),
+            ("raise ValueError", 1),
+            ("input()", 1),
+            ("import everygpu; raise everygpu.EveryGPUError('the script has its own')", 1),
+        ],
+    )
+    def test_every_ending(self, script, ending, code, monkeypatch):
+        monkeypatch.setattr(sys, "stdin", open(os.devnull))  # noqa: SIM115 - closed below
+        try:
+            assert run_script(str(script(f"import sys\n{ending}")), []) == code
+        finally:
+            sys.stdin.close()
+
+    @pytest.mark.parametrize(("ending", "code"), [("7", 7), ("None", 0), ("'broken'", 1)])
+    def test_command_passes_the_code_on(self, script, ending, code):
+        result = CliRunner().invoke(main, ["run", str(script(f"import sys; sys.exit({ending})"))])
+        assert result.exit_code == code
+        assert "no NVIDIA GPU found" in result.stderr
+
+    def test_traceback_is_the_scripts_own(self, script, capsys):
+        path = script("def f():\n    raise ValueError('mine')\nf()")
+        assert run_script(str(path), []) == 1
+        error = capsys.readouterr().err
+        assert error.splitlines()[1] == f'  File "{path}", line 3, in <module>'
+        assert error.endswith("ValueError: mine\n")
+        assert error.count("  File ") == 2
+
+    def test_syntax_error_points_at_the_line(self, script, capsys):
+        path = script("x = = 1")
+        assert run_script(str(path), []) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(f'  File "{path}", line 1\n')
+        assert "runpy" not in error
+        assert "SyntaxError" in error
+
+    def test_hook_that_the_script_set_is_called(self, script, monkeypatch):
+        seen = []
+        monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append((kind, trace)))
+        run_script(str(script("1 / 0")), [])
+        assert seen[0][0] is ZeroDivisionError
+        assert seen[0][1].tb_lineno == 1
+
+    def test_future_flags_and_encoding_are_the_files_own(self, script):
+        path = script("x = 1")
+        path.write_bytes("# coding: latin-1\nassert '\xe9' == chr(233)\ndef f(a: nix): pass\n".encode("latin-1"))
+        assert run_script(str(path), []) == 1  # the annotation is evaluated, and there is no such name
+
+    def test_main_stays_for_threads_that_outlive_it(self, script):
+        run_script(str(script("marker = 42")), [])
+        assert sys.modules["__main__"].marker == 42
+
+    def test_safe_path_adds_no_folder(self, script, monkeypatch):
+        first = sys.path[0]
+        monkeypatch.setattr(sys, "flags", SimpleNamespace(safe_path=True))
+        run_script(str(script("")), [])
+        assert sys.path[0] == first
+
+    def test_symlink_has_the_folder_of_its_target(self, script, tmp_path):
+        link = tmp_path / "link.py"
+        link.symlink_to(script("import sys; sys.exit(sys.path[0])"))
+        assert run_script(str(link), []) == str((tmp_path / "folder").resolve())
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["run"],
+            ["run", "no_such_file.py"],
+            ["run", "."],
+            ["run", "--gpus", "none", "SCRIPT"],
+            ["run", "--gups", "2", "SCRIPT"],
+            ["run", "--cpu", "--gpus", "1", "SCRIPT"],
+            ["run", "--cpu", "--min-free", "1GiB", "SCRIPT"],
+            ["run", "--min-free", "lots", "SCRIPT"],
+        ],
+    )
+    def test_wrong_usage_is_two_and_the_script_does_not_run(self, script, arguments):
+        path = str(script("raise SystemExit(99)"))
+        result = CliRunner().invoke(main, [path if word == "SCRIPT" else word for word in arguments])
+        assert result.exit_code == 2
+        assert result.stderr != ""
+
+
+def test_worker_processes_find_the_script(script):
+    path = script(
+        """
+        import multiprocessing
+
+        def square(x):
+            return x * x
+
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(pool.map(square, [3]))
+        """
+    )
+    done = everygpu(path)
+    assert done.stdout == "[9]\n", done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+def test_interrupt_is_130(script, tmp_path):
+    ready = tmp_path / "ready"
+    path = script(f"import time; open({str(ready)!r}, 'w').close(); time.sleep(60)")
+    command = [sys.executable, "-m", "everygpu", "run", "--cpu", str(path)]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
+        while not ready.exists() and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        error = process.communicate(timeout=20)[1]
+    assert process.returncode == 130
+    assert error.endswith("KeyboardInterrupt\n")
+    assert "click" not in error
+
+
+@pytest.mark.gpu
+def test_real_gpus_are_those_asked_for(script):
+    samples = nvml.sample_devices()
+    path = script(
+        "import torch; print([str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())])"
+    )
+    done = everygpu("--gpus", "1,0", path)
+    assert done.stdout.strip() == str([samples[1].uuid[4:], samples[0].uuid[4:]])
+
+
+@pytest.mark.gpu
+def test_real_gpus_left_unused_are_told(script):
+    assert "CUDA is there but unused" in everygpu(script("import torch")).stderr
+    assert "unused" not in everygpu(script("import torch; torch.zeros(1, device='cuda')")).stderr

@@ -1,0 +1,148 @@
+"""A stand-in for the ``pynvml`` module, with answers as real drivers gave them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+from everygpu.devices.nvml import DeviceSample
+
+GIB = 2**30
+H200_UUIDS = ("GPU-a5013c05-0df6-c9f7-a45c-22c4343803ae", "GPU-6ef3c567-5f00-9821-2e52-23911c894a4c")
+MIG_UUIDS = ("MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f", "MIG-b0b2a0f5-3f34-5a0c-9d45-0a3f3f5f9d11")
+
+
+@dataclass(kw_only=True)
+class Gpu:
+    """One GPU or MIG instance: what its queries answer; None is NVML_ERROR_NOT_SUPPORTED."""
+
+    name: str = "NVIDIA H200"
+    uuid: str = H200_UUIDS[0]
+    bus_id: str = "00000000:00:06.0"
+    total: int | None = 140 * GIB
+    used: int = 0
+    reserved: int = GIB
+    utilization: int | None = 0
+    processes: Sequence[tuple[int, int | None]] = ()
+    mig: "list[Gpu] | None" = None
+    lost: bool = False
+
+
+class FakeNvml:
+    """Answers like ``pynvml``; counts init and shutdown."""
+
+    NVML_ERROR_NOT_SUPPORTED = 3
+    NVML_ERROR_DRIVER_NOT_LOADED = 9
+    NVML_ERROR_LIBRARY_NOT_FOUND = 12
+    NVML_ERROR_FUNCTION_NOT_FOUND = 13
+    NVML_ERROR_GPU_IS_LOST = 15
+    NVML_ERROR_LIB_RM_VERSION_MISMATCH = 18
+    nvmlMemory_v2 = 33554472  # noqa: N815 - pynvml's name
+
+    class NVMLError(Exception):
+        def __init__(self, value: int) -> None:
+            super().__init__(f"NVML error {value}")
+            self.value = value
+
+    def __init__(self, *gpus: Gpu, fail_init: int | None = None, old_driver: bool = False) -> None:
+        self.gpus = gpus
+        self.fail_init = fail_init
+        self.old_driver = old_driver
+        self.num_open = 0
+
+    def _fail(self, code: int) -> None:
+        raise self.NVMLError(code)
+
+    def _known(self, answer: object) -> object:
+        assert self.num_open > 0, "NVML was asked while it was not open"
+        if answer is None:
+            self._fail(self.NVML_ERROR_NOT_SUPPORTED)
+        return answer
+
+    def nvmlInit(self) -> None:
+        if self.fail_init is not None:
+            self._fail(self.fail_init)
+        self.num_open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.num_open -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        assert self.num_open > 0
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Gpu:
+        if self.gpus[index].lost:
+            self._fail(self.NVML_ERROR_GPU_IS_LOST)
+        return self.gpus[index]
+
+    def nvmlDeviceGetName(self, gpu: Gpu) -> object:
+        return self._known(gpu.name)
+
+    def nvmlDeviceGetUUID(self, gpu: Gpu) -> object:
+        return self._known(gpu.uuid)
+
+    def nvmlDeviceGetPciInfo(self, gpu: Gpu) -> SimpleNamespace:
+        return SimpleNamespace(busId=gpu.bus_id)
+
+    def nvmlDeviceGetMemoryInfo(self, gpu: Gpu, version: int | None = None) -> SimpleNamespace:
+        if version is not None and self.old_driver:
+            self._fail(self.NVML_ERROR_FUNCTION_NOT_FOUND)
+        self._known(gpu.total)
+        assert gpu.total is not None
+        used = gpu.used if version == self.nvmlMemory_v2 else gpu.used + gpu.reserved
+        return SimpleNamespace(total=gpu.total, used=used, free=gpu.total - gpu.used - gpu.reserved)
+
+    def nvmlDeviceGetUtilizationRates(self, gpu: Gpu) -> SimpleNamespace:
+        return SimpleNamespace(gpu=self._known(gpu.utilization))
+
+    def nvmlDeviceGetComputeRunningProcesses(self, gpu: Gpu) -> list[SimpleNamespace]:
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in gpu.processes]
+
+    def nvmlDeviceGetMigMode(self, gpu: Gpu) -> list[int]:
+        return [int(gpu.mig is not None)] * 2
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, gpu: Gpu) -> int:
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, gpu: Gpu, index: int) -> Gpu:
+        assert gpu.mig is not None
+        if index >= len(gpu.mig):
+            self._fail(self.NVML_ERROR_NOT_SUPPORTED)
+        return gpu.mig[index]
+
+
+def two_h200s(**changes: object) -> tuple[Gpu, Gpu]:
+    """The GPUs of the machine whose answers are recorded here, idle; ``changes`` go to the second."""
+    second = Gpu(uuid=H200_UUIDS[1], bus_id="00000000:00:07.0")
+    return Gpu(), replace(second, **changes)  # type: ignore[arg-type]
+
+
+def mig_gpu(num_instances: int = 2) -> Gpu:
+    """An A100 in MIG mode: it reports no utilisation of its own."""
+    slices = [
+        Gpu(name="NVIDIA A100 MIG 3g.20gb", uuid=uuid, total=20 * GIB, reserved=0, utilization=None)
+        for uuid in MIG_UUIDS[:num_instances]
+    ]
+    return Gpu(
+        name="NVIDIA A100-SXM4-40GB",
+        uuid="GPU-1f2e3d4c-aaaa-bbbb-cccc-123456789abc",
+        bus_id="00000000:0A:00.0",
+        total=40 * GIB,
+        utilization=None,
+        mig=slices,
+    )
+
+
+def make_sample(index: int, *, free: int | None = 100 * GIB, **changes: object) -> DeviceSample:
+    """Make an idle GPU's sample: ``make_sample(1, free=3 * GIB, utilization_pct=50.0)``."""
+    fields: dict[str, object] = {
+        "index": index,
+        "name": "NVIDIA H200",
+        "uuid": f"GPU-{index:08x}-0df6-c9f7-a45c-22c4343803ae",
+        "pci_bus_id": f"00000000:{index + 1:02X}:00.0",
+        "total_memory_bytes": None if free is None else 140 * GIB,
+        "used_memory_bytes": None if free is None else 140 * GIB - free,
+        "free_memory_bytes": free,
+        "utilization_pct": 0.0,
+    }
+    return DeviceSample(**(fields | changes))  # type: ignore[arg-type]

@@ -1,0 +1,174 @@
+"""What ``sample_devices`` makes of NVML's answers, good and bad."""
+
+import logging
+import sys
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+
+from everygpu.devices import nvml
+from everygpu.devices.nvml import sample_devices
+from tests.devices.fake_nvml import GIB, H200_UUIDS, MIG_UUIDS, FakeNvml, Gpu, mig_gpu, two_h200s
+
+
+def test_two_idle_gpus_in_pci_order():
+    first, second = sample_devices(FakeNvml(*two_h200s()))
+    assert (first.index, second.index) == (0, 1)
+    assert (first.uuid, second.uuid) == H200_UUIDS
+    assert first.name == "NVIDIA H200"
+    assert second.pci_bus_id == "00000000:00:07.0"
+    assert first.utilization_pct == 0.0
+    assert first.processes == ()
+    assert first.mig_instances is None
+    assert first.label == "GPU 0"
+
+
+def test_used_memory_leaves_out_what_the_driver_reserves():
+    (sample,) = sample_devices(FakeNvml(Gpu(total=140 * GIB, used=3 * GIB, reserved=GIB)))
+    assert sample.total_memory_bytes == 140 * GIB
+    assert sample.used_memory_bytes == 3 * GIB
+    assert sample.free_memory_bytes == 136 * GIB
+
+
+def test_old_driver_without_the_second_memory_query():
+    (sample,) = sample_devices(FakeNvml(Gpu(used=3 * GIB, reserved=GIB), old_driver=True))
+    assert sample.used_memory_bytes == 4 * GIB
+    assert sample.free_memory_bytes == 136 * GIB
+
+
+def test_busy_gpu_with_processes():
+    processes = [(4711, 8 * GIB), (4712, None)]
+    busy = sample_devices(FakeNvml(*two_h200s(utilization=97, processes=processes)))[1]
+    assert busy.utilization_pct == 97.0
+    assert busy.processes == ((4711, 8 * GIB), (4712, None))
+
+
+def test_what_a_gpu_does_not_report_is_none():
+    (sample,) = sample_devices(FakeNvml(Gpu(name="NVIDIA GB10", total=None, utilization=None)))
+    assert sample.name == "NVIDIA GB10"
+    assert sample.total_memory_bytes is sample.used_memory_bytes is sample.free_memory_bytes is None
+    assert sample.utilization_pct is None
+
+
+def test_mixed_box_keeps_each_gpu_its_own_numbers():
+    small = Gpu(name="NVIDIA T400", uuid="GPU-cafe", bus_id="00000000:81:00.0", total=4 * GIB, reserved=0)
+    names = {sample.name: sample.total_memory_bytes for sample in sample_devices(FakeNvml(small, Gpu()))}
+    assert names == {"NVIDIA T400": 4 * GIB, "NVIDIA H200": 140 * GIB}
+
+
+def test_mig_instances_are_listed_under_their_gpu():
+    (sample,) = sample_devices(FakeNvml(mig_gpu()))
+    assert sample.utilization_pct is None
+    assert [instance.uuid for instance in sample.mig_instances] == list(MIG_UUIDS)
+    instance = sample.mig_instances[1]
+    assert (instance.index, instance.pci_bus_id) == (sample.index, sample.pci_bus_id)
+    assert instance.total_memory_bytes == 20 * GIB
+    assert instance.mig_instances is None
+
+
+def test_mig_mode_without_instances_is_not_mig_mode_off():
+    (sample,) = sample_devices(FakeNvml(mig_gpu(num_instances=0)))
+    assert sample.mig_instances == ()
+
+
+def test_lost_gpu_is_left_out_and_the_others_keep_their_index(caplog):
+    first, second = two_h200s()
+    first.lost = True
+    (sample,) = sample_devices(FakeNvml(first, second))
+    assert (sample.index, sample.uuid) == (1, H200_UUIDS[1])
+    assert "GPU 0 is left out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("code", "level"),
+    [
+        (FakeNvml.NVML_ERROR_LIBRARY_NOT_FOUND, logging.INFO),
+        (FakeNvml.NVML_ERROR_DRIVER_NOT_LOADED, logging.INFO),
+        (FakeNvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, logging.WARNING),
+    ],
+)
+def test_absent_driver_is_told_quietly_and_a_broken_one_aloud(code, level, caplog):
+    caplog.set_level(logging.INFO, logger="everygpu")
+    assert sample_devices(FakeNvml(fail_init=code)) is None
+    (record,) = caplog.records
+    assert record.levelno == level
+    assert "NVML" in record.message
+
+
+def test_no_gpu_but_a_driver_is_an_empty_list():
+    assert sample_devices(FakeNvml()) == []
+
+
+@pytest.mark.parametrize("gpus", [two_h200s(), (Gpu(lost=True),), ()])
+def test_nvml_is_shut_down_whatever_happens(gpus):
+    library = FakeNvml(*gpus)
+    sample_devices(library)
+    assert library.num_open == 0
+
+
+def test_nvml_is_shut_down_when_the_count_fails(monkeypatch):
+    library = FakeNvml(*two_h200s())
+    monkeypatch.setattr(library, "nvmlDeviceGetCount", lambda: library._fail(999))
+    assert sample_devices(library) is None
+    assert library.num_open == 0
+
+
+def test_failing_shutdown_does_not_lose_the_answer(monkeypatch):
+    library = FakeNvml(*two_h200s())
+    monkeypatch.setattr(library, "nvmlShutdown", lambda: library._fail(999))
+    assert len(sample_devices(library)) == 2
+
+
+def test_other_exceptions_are_not_swallowed(monkeypatch):
+    library = FakeNvml(*two_h200s())
+    monkeypatch.setattr(library, "nvmlDeviceGetCount", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sample_devices(library)
+    assert library.num_open == 0
+
+
+def test_without_the_package_the_answer_is_none(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # makes import raise ImportError
+    assert sample_devices() is None
+    assert "nvidia-ml-py" in caplog.text
+
+
+def test_the_package_is_what_is_asked_by_default(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*two_h200s()))
+    assert len(sample_devices()) == 2
+
+
+def test_samples_do_not_change():
+    (sample,) = sample_devices(FakeNvml(Gpu()))
+    with pytest.raises(FrozenInstanceError):
+        sample.index = 3
+
+
+@pytest.mark.gpu
+def test_real_nvml_agrees_with_torch():
+    by_uuid = {sample.uuid: sample for sample in nvml.sample_devices()}
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        sample = by_uuid[f"GPU-{properties.uuid}"]
+        assert sample.name == properties.name
+        # CUDA leaves out what the driver reserves.
+        assert 0.9 * sample.total_memory_bytes < properties.total_memory <= sample.total_memory_bytes
+        assert sample.free_memory_bytes + sample.used_memory_bytes <= sample.total_memory_bytes
+        assert sample.utilization_pct is None or 0 <= sample.utilization_pct <= 100
+
+
+@pytest.mark.gpu
+def test_real_nvml_sees_memory_come_and_go():
+    index = torch.cuda.current_device()
+    uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+
+    def free() -> int:
+        return next(sample.free_memory_bytes for sample in sample_devices() if sample.uuid == uuid)
+
+    torch.zeros(1, device="cuda")
+    before = free()
+    block = torch.zeros(GIB, dtype=torch.uint8, device="cuda")
+    assert GIB * 0.9 < before - free() < GIB * 1.5
+    del block
+    torch.cuda.empty_cache()

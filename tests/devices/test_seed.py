@@ -1,0 +1,183 @@
+"""Seeds: the whole run repeats, and replicas draw different numbers."""
+
+import random
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import everygpu
+from everygpu.devices import seed, seed_all, spread_seeds
+from everygpu.devices.seed import derive_seed, spread_generators
+from everygpu.errors import OptionError
+
+
+@pytest.fixture(autouse=True)
+def keep_random_state():
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def test_same_seed_same_numbers_everywhere():
+    seed_all(5)
+    first = draw()
+    seed_all(5)
+    assert draw() == first
+    seed_all(6)
+    assert not set(first) & set(draw())
+
+
+def test_seed_is_torchs_own():
+    seed_all(5)
+    ours = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(ours, torch.rand(3))
+
+
+@pytest.mark.parametrize("number", [0, 2**32, 2**63, 2**64 - 1])
+def test_whole_range_is_taken(number):
+    seed_all(number)
+    assert torch.initial_seed() == number
+
+
+@pytest.mark.parametrize("wrong", [-1, 2**64, 1.0, True, "1", None])
+def test_what_is_no_seed(wrong):
+    with pytest.raises(OptionError, match="seed_all: the seed must be a whole number") as caught:
+        seed_all(wrong)
+    assert repr(wrong) in str(caught.value)
+
+
+def test_public_name():
+    assert everygpu.seed_all is seed_all
+
+
+def test_numpy_is_not_needed(monkeypatch):
+    np.random.seed(3)
+    before = np.random.get_state()[1].copy()
+    monkeypatch.setattr(seed, "sys", SimpleNamespace(modules={}))
+    seed_all(5)
+    assert np.array_equal(before, np.random.get_state()[1])
+
+
+def test_derived_seeds_are_those_of_splitmix64():
+    # The first numbers of the reference implementation in C for this seed.
+    expected = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+    assert [derive_seed(1234567, index) for index in range(1, 6)] == expected
+
+
+@given(number=st.integers(0, 2**64 - 1), num_devices=st.integers(1, 64))
+def test_derived_seeds_differ_and_are_seeds(number, num_devices):
+    derived = [derive_seed(number, index) for index in range(1, num_devices + 1)]
+    assert len(set(derived)) == num_devices
+    assert all(0 <= value < 2**64 for value in derived)
+    torch.Generator().manual_seed(derived[-1])
+
+
+def generators(*seeds: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+def test_equally_seeded_generators_come_to_draw_different_numbers():
+    made = generators(7, 7, 7)
+    spread_generators(made)
+    drawn = [tuple(torch.rand(4, generator=generator).tolist()) for generator in made]
+    assert len(set(drawn)) == 3
+    assert drawn[0] == tuple(torch.rand(4, generator=generators(7)[0]).tolist())
+
+
+def test_spreading_is_reproducible():
+    first, second = generators(7, 7, 7), generators(7, 7, 7)
+    spread_generators(first)
+    spread_generators(second)
+    assert [g.initial_seed() for g in first] == [g.initial_seed() for g in second]
+    assert first[2].initial_seed() == derive_seed(7, 2)
+
+
+def test_spreading_again_changes_no_state():
+    made = generators(7, 7)
+    spread_generators(made)
+    torch.rand(4, generator=made[1])
+    before = made[1].get_state()
+    spread_generators(made)
+    assert torch.equal(before, made[1].get_state())
+
+
+def test_seed_that_the_user_gave_one_device_is_kept():
+    made = generators(7, 8, 7)
+    spread_generators(made)
+    assert [g.initial_seed() for g in made] == [7, 8, derive_seed(7, 2)]
+
+
+def test_reseeding_takes_effect_again():
+    made = generators(7, 7)
+    spread_generators(made)
+    for generator in made:
+        generator.manual_seed(9)
+    spread_generators(made)
+    assert made[1].initial_seed() == derive_seed(9, 1)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 5])
+def test_cpu_replicas_are_left_alone(num_replicas):
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    spread_seeds([torch.device("cpu")] * num_replicas)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_cuda_generators_are_found_by_index(monkeypatch):
+    made = generators(7, 7, 7)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "default_generators", made)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    spread_seeds([torch.device("cuda"), torch.device("cuda", 0)])
+    assert [g.initial_seed() for g in made] == [derive_seed(7, 1), 7, 7]
+
+
+def test_one_gpu_is_left_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "init", lambda: pytest.fail("asked CUDA for one device"))
+    spread_seeds([torch.device("cuda", 0)])
+
+
+@pytest.mark.gpu
+def test_real_devices_draw_different_numbers_after_one_manual_seed():
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+
+    def draw_all() -> list[tuple[float, ...]]:
+        torch.manual_seed(11)
+        spread_seeds(devices)
+        return [tuple(torch.rand(4, device=device).tolist()) for device in devices]
+
+    first = draw_all()
+    assert len(set(first)) == len(devices)
+    assert draw_all() == first
+
+
+@pytest.mark.gpu
+def test_real_devices_are_spread_when_seeded_before_cuda_starts():
+    code = (
+        "import torch, everygpu; everygpu.seed_all(11);"
+        "from everygpu.devices import spread_seeds;"
+        "spread_seeds([torch.device('cuda', 0), torch.device('cuda', 1)]);"
+        "print([generator.initial_seed() for generator in torch.cuda.default_generators[:2]])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str([11, derive_seed(11, 1)])

@@ -1,0 +1,213 @@
+"""The choice of devices, and the table that explains a refusal."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import everygpu
+from everygpu.devices import visible
+from everygpu.devices.select import Demand, check_demand, choose, find_fault, format_verdicts, select_devices
+from everygpu.devices.visible import VisibleDevice
+from everygpu.errors import DeviceError, OptionError
+from tests.devices.fake_nvml import GIB, make_sample
+
+
+def indices(chosen):
+    return [sample.index for sample in chosen]
+
+
+BOX = [
+    make_sample(0, free=10 * GIB, utilization_pct=90.0),
+    make_sample(1, free=100 * GIB, utilization_pct=0.0),
+    make_sample(2, free=50 * GIB, utilization_pct=20.0),
+    make_sample(3, free=100 * GIB, utilization_pct=40.0),
+]
+
+
+@pytest.mark.parametrize(
+    ("demand", "expected"),
+    [
+        ({}, [1, 3, 2, 0]),
+        ({"count": 1}, [1]),
+        ({"count": 2}, [1, 3]),
+        ({"sort": "index"}, [0, 1, 2, 3]),
+        ({"sort": "utilization"}, [1, 2, 3, 0]),
+        ({"min_free_memory": "50GiB"}, [1, 3, 2]),
+        ({"min_free_memory": 50 * GIB + 1}, [1, 3]),
+        ({"min_total_memory": "140GiB"}, [1, 3, 2, 0]),
+        ({"max_utilization": 20}, [1, 2]),
+        ({"max_utilization": 0}, [1]),
+        ({"count": 3, "min_count": 1, "max_utilization": 20}, [1, 2]),
+        ({"count": 1, "min_count": 1, "sort": "index"}, [0]),
+        ({"min_free_memory": 0}, [1, 3, 2, 0]),
+    ],
+)
+def test_which_are_chosen(demand, expected):
+    assert indices(choose(BOX, check_demand(**demand))) == expected
+
+
+@pytest.mark.parametrize(
+    ("demand", "required", "fit"),
+    [
+        ({"count": 5}, 5, 4),
+        ({"count": 3, "max_utilization": 20}, 3, 2),
+        ({"min_free_memory": "101GiB"}, 1, 0),
+        ({"min_total_memory": "1TiB"}, 1, 0),
+        ({"min_count": 3, "max_utilization": 20}, 3, 2),
+        ({"count": 4, "min_count": 3, "max_utilization": 20}, 3, 2),
+    ],
+)
+def test_too_few_is_an_error_with_both_numbers(demand, required, fit):
+    with pytest.raises(DeviceError, match=rf"select_devices: {required} fitting devices? required, got {fit} of 4"):
+        choose(BOX, check_demand(**demand))
+
+
+def test_refusal_names_every_device_and_its_reason():
+    with pytest.raises(DeviceError) as caught:
+        choose(BOX, check_demand(count=4, min_free_memory="60GiB"), {3: "hidden"})
+    _, header, *rows = str(caught.value).splitlines()
+    assert header.split() == ["device", "name", "free", "total", "busy", "verdict"]
+    assert [row.split("  ")[1] for row in rows] == ["GPU 0", "GPU 1", "GPU 2", "GPU 3"]
+    assert rows[0].endswith("free memory 10.0 GiB, below 60.0 GiB")
+    assert rows[1].endswith("fits")
+    assert rows[2].endswith("free memory 50.0 GiB, below 60.0 GiB")
+    assert rows[3].endswith("hidden")
+
+
+def test_refused_devices_are_not_chosen():
+    assert indices(choose(BOX, Demand(), {1: "hidden", 0: "not asked for"})) == [3, 2]
+
+
+def test_no_device_at_all():
+    with pytest.raises(DeviceError, match="1 fitting device required, got none: this machine has no accelerator"):
+        choose([], Demand())
+
+
+@given(
+    free=st.lists(st.none() | st.integers(0, 99), min_size=1, max_size=8),
+    count=st.none() | st.integers(1, 8),
+    least=st.integers(0, 99),
+)
+def test_the_freest_that_fit_or_an_error(free, count, least):
+    box = [make_sample(index, free=number) for index, number in enumerate(free)]
+    fitting = sorted((number for number in free if number is not None and number >= least), reverse=True)
+    demand = check_demand(count=count, min_free_memory=least)
+    if len(fitting) < (count or 1):
+        with pytest.raises(DeviceError):
+            choose(box, demand)
+    else:
+        assert [sample.free_memory_bytes for sample in choose(box, demand)] == fitting[:count]
+
+
+@pytest.mark.parametrize(
+    ("demand", "fault"),
+    [
+        ({"min_free_memory": 1}, "free memory unknown, below 1 B"),
+        ({"min_total_memory": "1GiB"}, "total memory unknown, below 1.0 GiB"),
+        ({"max_utilization": 12.5}, "utilization unknown, above 12.5%"),
+        ({}, None),
+    ],
+)
+def test_what_is_not_known_does_not_fit(demand, fault):
+    unknown = make_sample(0, free=None, utilization_pct=None)
+    assert find_fault(unknown, check_demand(**demand)) == fault
+
+
+@pytest.mark.parametrize("sort", ["free", "utilization"])
+def test_what_is_not_known_comes_last(sort):
+    unknown = make_sample(0, free=None, utilization_pct=None)
+    assert indices(choose([unknown, *BOX[1:]], check_demand(sort=sort)))[-1] == 0
+
+
+def test_table_has_a_question_mark_for_what_is_not_known():
+    table = format_verdicts([make_sample(0, free=None, utilization_pct=None)], [None])
+    assert table.splitlines()[1].split() == ["GPU", "0", "NVIDIA", "H200", "?", "?", "?", "fits"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"count": 0},
+        {"count": -1},
+        {"count": True},
+        {"count": 1.5},
+        {"count": "2"},
+        {"min_count": 0},
+        {"count": 1, "min_count": 2},
+        {"max_utilization": -1},
+        {"max_utilization": 101},
+        {"sort": "speed"},
+        {"min_free_memory": "much"},
+        {"min_free_memory": -1},
+        {"min_total_memory": "8 apples"},
+    ],
+)
+def test_wrong_arguments(wrong):
+    with pytest.raises(OptionError, match="got"):
+        select_devices(**wrong)
+
+
+def as_visible(position, sample):
+    return VisibleDevice(
+        device=torch.device("cuda", position),
+        index=sample.index,
+        name=sample.name,
+        uuid=sample.uuid,
+        total_memory_bytes=sample.total_memory_bytes,
+        free_memory_bytes=sample.free_memory_bytes,
+        utilization_pct=sample.utilization_pct,
+    )
+
+
+@pytest.fixture
+def two_visible(monkeypatch):
+    """torch sees GPU 2 as cuda:0 and GPU 1, which is freer, as cuda:1."""
+    devices = [as_visible(0, BOX[2]), as_visible(1, BOX[1])]
+    monkeypatch.setattr(visible, "visible_devices", lambda: devices)
+
+
+@pytest.fixture
+def none_visible(monkeypatch):
+    monkeypatch.setattr(visible, "visible_devices", list)
+
+
+@pytest.mark.usefixtures("two_visible")
+def test_select_gives_logical_devices():
+    assert select_devices() == [torch.device("cuda:1"), torch.device("cuda:0")]
+    assert select_devices(1) == [torch.device("cuda:1")]
+    assert select_devices(sort="index") == [torch.device("cuda:0"), torch.device("cuda:1")]
+    assert select_devices(min_free_memory="60GiB") == [torch.device("cuda:1")]
+
+
+@pytest.mark.usefixtures("two_visible")
+def test_table_shows_both_indices():
+    with pytest.raises(DeviceError, match=r"cuda:0 \(GPU 2\).*\n.*cuda:1 \(GPU 1\)"):
+        select_devices(3)
+
+
+@pytest.mark.usefixtures("none_visible")
+@pytest.mark.parametrize("sort", ["free", "index"])
+def test_without_accelerator_nothing_asked_is_the_cpu(sort):
+    assert select_devices(sort=sort) == [torch.device("cpu")]
+
+
+@pytest.mark.usefixtures("none_visible")
+@pytest.mark.parametrize(
+    "asked", [{"count": 1}, {"min_count": 1}, {"min_free_memory": 0}, {"min_total_memory": 1}, {"max_utilization": 9}]
+)
+def test_without_accelerator_anything_asked_is_an_error(asked):
+    with pytest.raises(DeviceError, match="this machine has no accelerator"):
+        select_devices(**asked)
+
+
+def test_public_name():
+    assert everygpu.select_devices is select_devices
+
+
+@pytest.mark.gpu
+def test_real_devices():
+    chosen = select_devices(min_free_memory="1GiB")
+    assert sorted(device.index for device in chosen) == list(range(torch.cuda.device_count()))
+    with pytest.raises(DeviceError, match="GPU 0"):
+        select_devices(min_free_memory="900TiB")

@@ -1,0 +1,341 @@
+"""The driver's rules for the variables that hide devices, and the match of torch's devices to NVML's."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import everygpu
+from everygpu.devices import nvml
+from everygpu.devices.nvml import sample_devices
+from everygpu.devices.visible import (
+    match_sample,
+    pick_visible,
+    resolve_environ,
+    resolve_rocm,
+    resolve_visible,
+    visible_devices,
+)
+from tests.devices.fake_nvml import GIB, H200_UUIDS, MIG_UUIDS, FakeNvml, Gpu, make_sample, mig_gpu, two_h200s
+
+A, B = H200_UUIDS
+# What cuDeviceGetCount and cuDeviceGetUuid answered on two H200s, driver 580.159, for each value.
+RECORDED = {
+    "0,1": [0, 1],
+    "1,0": [1, 0],
+    "": [],
+    "-1": [],
+    "0,-1,1": [0],
+    "0,2,1": [0],
+    "0,0": [],
+    "0,1,0": [],
+    "0,-1,0": [0],
+    "0,5,0": [0],
+    "1gpu,0x": [1, 0],
+    " 1 , 0 ": [1, 0],
+    "0 1": [0],
+    "+1": [1],
+    "-0": [0],
+    "01": [1],
+    "0,,1": [0],
+    ",0": [],
+    "0,": [0],
+    A: [0],
+    "GPU-": [],
+    A[:9]: [0],
+    "GPU-" + A[4:].upper(): [0],
+    A.lower(): [],
+    f"{B},0": [1],
+    f"0,{B}": [0],
+    f"1,{B}": [1],
+    f"{A},{A}": [],
+    f"{A},GPU-": [0],
+    f"{A},{A[:9]}": [],
+    f"{B},no,{A}": [1],
+    "abc": [],
+    "0,abc": [0],
+    "all": [],
+    "none": [],
+    "NoDevFiles": [],
+    "MIG-x": [],
+    f"0,MIG-{B}": [0],
+    "0;1": [0],
+    "0.5": [0],
+    "0x1": [0],
+    "4294967296": [0],
+    "4294967297": [1],
+    '"0"': [],
+    " ": [],
+    f" {A}": [],
+    f"{A} ,{B}": [0, 1],
+    f"{A}, {B}": [0],
+    "0,1,-1,0": [0, 1],
+    A[4:]: [],
+    "GPU-zz,0": [],
+    "0,1x,1": [],
+    "0, 1": [0, 1],
+    "GPU": [],
+}
+
+
+@pytest.mark.parametrize("text", RECORDED)
+def test_same_as_the_driver(text):
+    assert pick_visible(text, H200_UUIDS) == RECORDED[text]
+
+
+def test_not_set_leaves_every_device():
+    assert pick_visible(None, H200_UUIDS) == [0, 1]
+
+
+@given(order=st.permutations(range(6)), count=st.integers(0, 6))
+def test_valid_indices_come_out_as_written(order, count):
+    uuids = [make_sample(index).uuid for index in range(6)]
+    expected = order[:count]
+    assert pick_visible(",".join(map(str, expected)), uuids) == expected
+    assert pick_visible(",".join(uuids[index] for index in expected), uuids) == expected
+
+
+@given(
+    entries=st.lists(st.integers(-2, 9) | st.sampled_from(["", "x", "GPU-0", " 3", "2y"]), max_size=8),
+    num_devices=st.integers(0, 8),
+)
+def test_any_list_is_cut_at_the_first_bad_entry_or_emptied_by_a_double(entries, num_devices):
+    uuids = [make_sample(index).uuid for index in range(num_devices)]
+    picked = pick_visible(",".join(map(str, entries)), uuids)
+    meant = [{" 3": 3, "2y": 2}.get(entry, entry) for entry in entries]
+    good = []
+    for entry in meant:
+        if not isinstance(entry, int) or not 0 <= entry < num_devices:
+            break
+        good.append(entry)
+    # A text that begins with GPU- is read as UUIDs; GPU-0 is a prefix of every one of them.
+    if entries and entries[0] == "GPU-0":
+        assert len(picked) <= 1
+    else:
+        assert picked == (good if len(set(good)) == len(good) else [])
+
+
+@given(text=st.text(max_size=40) | st.text("0123456789,- GPU", max_size=20), num_devices=st.integers(0, 4))
+def test_any_text_gives_distinct_devices_that_exist(text, num_devices):
+    picked = pick_visible(text, [make_sample(index).uuid for index in range(num_devices)])
+    assert len(set(picked)) == len(picked)
+    assert all(0 <= position < num_devices for position in picked)
+
+
+@given(uuids=st.lists(st.uuids(), min_size=1, max_size=8, unique=True), data=st.data())
+def test_a_prefix_names_a_device_exactly_when_it_is_the_only_one(uuids, data):
+    names = [f"GPU-{uuid}" for uuid in uuids]
+    prefix = data.draw(st.sampled_from(names))[: data.draw(st.integers(4, 40))]
+    sharing = [position for position, name in enumerate(names) if name.startswith(prefix)]
+    assert pick_visible(prefix, names) == (sharing if len(sharing) == 1 else [])
+
+
+def test_mig_instances_are_named_by_their_own_uuid():
+    box = sample_devices(FakeNvml(Gpu(), mig_gpu()))
+    assert [d.uuid for d in resolve_visible(MIG_UUIDS[1], box)] == [MIG_UUIDS[1]]
+    assert [d.uuid for d in resolve_visible(MIG_UUIDS[1][:12], box)] == [MIG_UUIDS[1]]
+    assert resolve_visible("MIG-00000000", box) == []
+    assert resolve_visible(f"{MIG_UUIDS[0]},{MIG_UUIDS[0]}", box) == []
+
+
+def test_gpu_in_mig_mode_stands_for_its_first_instance():
+    box = sample_devices(FakeNvml(Gpu(), mig_gpu()))
+    assert [d.uuid for d in resolve_visible(None, box)] == [A, MIG_UUIDS[0]]
+    assert [d.uuid for d in resolve_visible("1", box)] == [MIG_UUIDS[0]]
+    assert [d.uuid for d in resolve_visible("GPU-1f2e", box)] == [MIG_UUIDS[0]]
+
+
+def test_gpu_in_mig_mode_without_instances_is_no_device():
+    box = sample_devices(FakeNvml(mig_gpu(num_instances=0), Gpu()))
+    assert [d.uuid for d in resolve_visible(None, box)] == [A]
+
+
+def test_environment_is_read_as_given():
+    box = [make_sample(0), make_sample(1)]
+    assert [d.index for d in resolve_environ({"CUDA_VISIBLE_DEVICES": "1"}, box)] == [1]
+    assert [d.index for d in resolve_environ({}, box)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("environ", "warns"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "1"}, True),
+        ({"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, True),
+        ({"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, False),
+        ({"CUDA_VISIBLE_DEVICES": make_sample(1).uuid}, False),
+        ({}, False),
+    ],
+)
+def test_indices_on_a_box_of_unlike_gpus_are_told_to_be_uncertain(environ, warns, caplog):
+    box = [make_sample(0, name="NVIDIA T400"), make_sample(1)]
+    resolve_environ(environ, box)
+    assert ("CUDA_DEVICE_ORDER" in caplog.text) == warns
+
+
+def test_like_gpus_need_no_warning(caplog):
+    resolve_environ({"CUDA_VISIBLE_DEVICES": "1"}, [make_sample(0), make_sample(1)])
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"HIP_VISIBLE_DEVICES": "2,0"}, [2, 0]),
+        ({"CUDA_VISIBLE_DEVICES": "3"}, [3]),
+        ({"CUDA_VISIBLE_DEVICES": "3", "HIP_VISIBLE_DEVICES": "1"}, [1]),
+        ({"ROCR_VISIBLE_DEVICES": "1,3"}, [1, 3]),
+        ({"ROCR_VISIBLE_DEVICES": "3,1", "HIP_VISIBLE_DEVICES": "1"}, [1]),
+        ({"ROCR_VISIBLE_DEVICES": "1,3", "HIP_VISIBLE_DEVICES": "2"}, []),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-00000002", "HIP_VISIBLE_DEVICES": "0"}, [2]),
+        ({"HIP_VISIBLE_DEVICES": "-1"}, []),
+    ],
+)
+def test_rocm_filters_twice(environ, expected):
+    assert resolve_rocm(environ, [make_sample(index).uuid for index in range(4)]) == expected
+
+
+def fake_properties(uuid: str, *, domain: int = 0, bus: int = 0, slot: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(
+        uuid=uuid, name="NVIDIA H200", pci_domain_id=domain, pci_bus_id=bus, pci_device_id=slot, total_memory=1
+    )
+
+
+def test_match_by_uuid_whatever_the_order():
+    box = sample_devices(FakeNvml(*two_h200s()))
+    assert match_sample(fake_properties(B[4:]), box).index == 1
+    assert match_sample(fake_properties(A[4:].upper()), box[::-1]).index == 0
+
+
+def test_match_by_pci_address_when_the_uuid_is_unknown():
+    box = sample_devices(FakeNvml(*two_h200s(), mig_gpu()))
+    assert match_sample(fake_properties("0", slot=7), box).index == 1
+    assert match_sample(fake_properties("0", bus=10), box).index == 2
+    assert match_sample(fake_properties("0", domain=1, slot=7), box) is None
+
+
+def test_match_finds_a_mig_instance():
+    box = sample_devices(FakeNvml(Gpu(), mig_gpu()))
+    assert match_sample(fake_properties(MIG_UUIDS[1][4:]), box).uuid == MIG_UUIDS[1]
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """Make torch report devices by UUID, in the order given, and NVML the two H200s (or nothing)."""
+
+    def install(uuids, library):
+        properties = [fake_properties(uuid) for uuid in uuids]
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[device.index])
+        monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (5 + device.index, 9))
+        monkeypatch.setattr(nvml, "_import_pynvml", lambda: library)
+
+    return install
+
+
+def test_logical_devices_get_the_numbers_of_their_physical_ones(fake_cuda):
+    fake_cuda([B[4:], A[4:]], FakeNvml(*two_h200s(used=39 * GIB, utilization=50, processes=[(7, GIB)])))
+    first, second = visible_devices()
+    assert (first.device, second.device) == (torch.device("cuda:0"), torch.device("cuda:1"))
+    assert (first.index, second.index) == (1, 0)
+    assert (first.uuid, first.free_memory_bytes, first.total_memory_bytes) == (B, 100 * GIB, 140 * GIB)
+    assert (first.utilization_pct, first.processes) == (50.0, ((7, GIB),))
+    assert first.label == "cuda:0 (GPU 1)"
+
+
+def test_without_nvml_torch_tells_what_it_knows(fake_cuda):
+    fake_cuda([A[4:], B[4:]], None)
+    devices = visible_devices()
+    assert [d.free_memory_bytes for d in devices] == [5, 6]
+    assert devices[1].uuid == B
+    assert devices[1].index is None
+    assert devices[1].utilization_pct is None
+    assert devices[1].label == "cuda:1"
+
+
+def test_memory_that_nvml_does_not_know_is_asked_of_torch(fake_cuda):
+    fake_cuda([A[4:]], FakeNvml(Gpu(total=None)))
+    (device,) = visible_devices()
+    assert (device.index, device.free_memory_bytes, device.total_memory_bytes) == (0, 5, 9)
+
+
+def test_on_rocm_the_index_follows_from_the_environment(fake_cuda, monkeypatch):
+    fake_cuda(["a", "b"], FakeNvml(*two_h200s()))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "2,3")
+    assert [d.index for d in visible_devices()] == [2, 3]
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "GPU-abc,GPU-def")
+    assert [d.index for d in visible_devices()] == [None, None]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, NotImplementedError])
+def test_other_accelerator_is_one_device_whose_memory_may_be_unknown(monkeypatch, error):
+    def refuse(device):
+        raise error("not on this backend")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", refuse)
+    (device,) = visible_devices()
+    assert (device.device, device.name, device.label) == (torch.device("mps"), "MPS", "mps")
+    assert device.index is device.uuid is device.free_memory_bytes is None
+
+
+def test_no_accelerator_is_an_empty_list(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    assert visible_devices() == []
+
+
+def test_public_name():
+    assert everygpu.visible_devices is visible_devices
+
+
+def test_choosing_devices_does_not_load_torch():
+    code = (
+        "import sys, everygpu.devices.select, everygpu.devices.nvml, everygpu.devices.visible, everygpu.cli;"
+        "everygpu.devices.nvml.sample_devices();"
+        "assert 'torch' not in sys.modules, 'torch was loaded';"
+        "assert 'numpy' not in sys.modules, 'numpy was loaded'"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+def test_real_devices_match_and_need_no_context():
+    devices = visible_devices()
+    assert len(devices) == torch.cuda.device_count()
+    assert len({device.index for device in devices}) == len(devices)
+    for device in devices:
+        properties = torch.cuda.get_device_properties(device.device)
+        assert (device.uuid, device.name) == (f"GPU-{properties.uuid}", properties.name)
+        assert 0 < device.free_memory_bytes <= device.total_memory_bytes
+
+
+@pytest.mark.gpu
+def test_real_driver_numbers_devices_as_the_rules_say():
+    samples = sample_devices()
+    texts = ["1,0", "0,0", "1,-1,0", samples[1].uuid, samples[1].uuid[:13], "0,,1"]
+    code = (
+        "import torch; from torch.cuda import device_count, get_device_properties as ask;"
+        "print([str(ask(index).uuid) for index in range(device_count())])"
+    )
+    for text in texts:
+        expected = [sample.uuid[4:] for sample in resolve_visible(text, samples)]
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": text, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.strip() == str(expected), text
