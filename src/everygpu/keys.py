@@ -6,7 +6,15 @@ from typing import Any
 
 from torch import nn
 
-WRAPPER_SEGMENTS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module"})
+_WRAPPERS = {
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
+}
+"""By name: importing torch's compiler to compare classes takes a second."""
+
+WRAPPER_SEGMENTS = frozenset(_WRAPPERS.values())
 """What DataParallel and DistributedDataParallel, torch.compile and FSDP add to a name."""
 
 
@@ -41,17 +49,14 @@ def align_keys(state: Mapping[str, Any], expected: Collection[str]) -> dict[str,
 
 def unwrap(module: nn.Module) -> nn.Module:
     """Return the module that the user wrote, inside torch.compile's and the data-parallel wrappers."""
-    while True:
-        if "_orig_mod" in module._modules:
-            inner = module._modules["_orig_mod"]
-        elif isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)) or _is_ours(module):
-            inner = module._modules["module"]
-        else:
-            return module
-        assert inner is not None  # noqa: S101 - wrappers always hold a module
-        module = inner
+    while (child := wrapped_child(module)) is not None:
+        module = module.get_submodule(child)
+    return module
 
 
-def _is_ours(module: nn.Module) -> bool:
-    # By mark, not by class: this file is below the one that defines the class.
-    return bool(getattr(type(module), "wraps_a_module", False))
+def wrapped_child(module: nn.Module) -> str | None:
+    """Name the child in which a wrapper holds the user's module; None when the module is no wrapper."""
+    if getattr(type(module), "wraps_a_module", False):  # ours, which is defined above this file
+        return "module"
+    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__)
+    return next((_WRAPPERS[name] for name in names if name in _WRAPPERS), None)

@@ -51,7 +51,7 @@ class Bucket:
             self._transfer(originals, replicas)
         slots = [self._slots[i] for i in replicas]
         if self.requires_grad and torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            outputs = _Broadcast.apply(self, replicas, slots, *originals)  # type: ignore[no-untyped-call]
+            _, *outputs = _Broadcast.apply(self, replicas, slots, *originals)  # type: ignore[no-untyped-call]
         else:
             with torch.inference_mode(False):
                 outputs = self.present(slots)
@@ -156,10 +156,13 @@ class _Broadcast(torch.autograd.Function):
         ctx.bucket = bucket
         ctx.width = len(originals)
         ctx.streams = Streams(bucket.device, *(bucket.devices[i] for i in replicas))
-        return bucket.present(slots)
+        # Autograd runs a node where its first output is: this one has it add up on the primary device, in step
+        # with the gradients it adds to.
+        anchor = torch.empty(0, device=bucket.device)
+        return anchor, *bucket.present(slots)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         rows = [grads[i : i + ctx.width] for i in range(0, len(grads), ctx.width)]
         with ctx.streams.current():
             if torch.is_grad_enabled():

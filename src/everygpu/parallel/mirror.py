@@ -16,12 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from everygpu import tree
+from everygpu.keys import wrapped_child
 
 TABLES = ("_parameters", "_buffers", "_modules")
 """What a module keeps its tensors and children in; filled by the replica's owner, not copied."""
-
-COMPILED_INSIDE = "_orig_mod"
-"""Under this name the wrapper that ``torch.compile(module)`` returns keeps the module."""
 
 _INERT_TYPES = frozenset(
     {int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, type}
@@ -63,8 +61,8 @@ class Mirror:
         self._twins = {id(m): twin for m, twin in zip(modules, self.modules)}
         for original in modules:
             # The wrapper torch.compile makes calls the very module it was made from.
-            if COMPILED_INSIDE in original._modules:
-                self._twins[id(original)] = self._twins[id(original._modules[COMPILED_INSIDE])]
+            if wrapped_child(original) == "_orig_mod":
+                self._twins[id(original)] = self._twins[id(original.get_submodule("_orig_mod"))]
         for original, twin in zip(modules, self.modules):
             children = {k: None if c is None else self._twins[id(c)] for k, c in original._modules.items()}
             twin._modules.update(children)

@@ -1,0 +1,6 @@
+"""Checkpoints without pickle: a directory of safetensors and JSON, written beside and renamed."""
+
+from everygpu.checkpoint.load import load
+from everygpu.checkpoint.save import save
+
+__all__ = ["load", "save"]

@@ -1,0 +1,89 @@
+"""States of the random generators: Python's, NumPy's, torch's on the CPU and on each CUDA device."""
+
+import random
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everygpu.errors import CheckpointDamagedError
+
+
+def take_rng_states() -> dict[str, Any]:
+    """Return the states of every generator in use, without drawing from any.
+
+    Returns:
+        Python's and torch's; NumPy's where it is imported; CUDA's, by device, where CUDA is in use.
+    """
+    states: dict[str, Any] = {"python": random.getstate(), "torch": _to_bytes(torch.get_rng_state())}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        states["numpy"] = _to_lists(numpy.random.get_state(legacy=False))
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = [_to_bytes(state) for state in torch.cuda.get_rng_state_all()]
+    return states
+
+
+def plan_rng_restore(states: Any) -> Callable[[], None]:
+    """Check saved states and return what puts them back.
+
+    Args:
+        states: As `take_rng_states` returned them. States of CUDA devices that are not here are left
+            out, and so are NumPy's where it is not installed.
+    Returns:
+        A call without arguments that sets the generators.
+    Raises:
+        CheckpointDamagedError: the states are none that `take_rng_states` makes.
+    """
+    try:
+        python = random.Random()
+        python.setstate(states["python"])
+        torch_state = _to_tensor(states["torch"])
+        torch.Generator().set_state(torch_state)
+        cuda = [_to_tensor(state) for state in states.get("cuda", [])]
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as cause:
+        raise CheckpointDamagedError(f"load: the saved random states must be whole, got {cause!r}.") from cause
+
+    def restore() -> None:
+        random.setstate(states["python"])
+        torch.set_rng_state(torch_state)
+        _restore_numpy(states.get("numpy"))
+        _restore_cuda(cuda)
+
+    return restore
+
+
+def _restore_numpy(state: Any) -> None:
+    if state is None:
+        return
+    try:
+        numpy = import_module("numpy")
+    except ImportError:
+        return
+    numpy.random.set_state(state)
+
+
+def _restore_cuda(states: list[Tensor]) -> None:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index, state in enumerate(states[:count]):
+        torch.cuda.set_rng_state(state, index)
+
+
+def _to_bytes(state: Tensor) -> bytes:
+    return bytes(state.tolist())
+
+
+def _to_tensor(state: bytes) -> Tensor:
+    if not isinstance(state, bytes):
+        raise TypeError(f"a state must be bytes, not {type(state).__name__}")
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def _to_lists(state: Any) -> Any:
+    """Replace NumPy's arrays, which would be stored as tensors, by lists."""
+    if isinstance(state, dict):
+        return {key: _to_lists(item) for key, item in state.items()}
+    return state.tolist() if hasattr(state, "tolist") else state

@@ -1,0 +1,173 @@
+"""Tensors in a safetensors file, written one after another with the permissions that open() gives.
+
+The layout is 8 bytes of header length (little endian), a JSON header, and the tensors' bytes without gaps:
+https://github.com/huggingface/safetensors#format. What the format can't say is kept in the header's
+metadata under ``everygpu``: tensors that are stored once under several names, and element types that
+safetensors has no name for, which are stored as bytes with one more axis.
+"""
+
+import ctypes
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from everygpu.checkpoint.manifest import damaged
+from everygpu.errors import CheckpointContentError
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_METADATA = "__metadata__"
+_NOTES = "everygpu"
+_ALIGNMENT = 64
+_CHUNK_BYTES = 32 * 2**20
+
+
+def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors as one safetensors file.
+
+    Tensors that are the same view of the same memory are stored once. Extra memory is at most one
+    chunk of 32 MiB, plus one tensor where it is not contiguous.
+
+    Args:
+        file: Open for writing, at its start.
+        tensors: Any shape, dtype, strides and device, as `check_storable` allows.
+    """
+    aliases = _find_aliases(tensors)
+    # Widest elements first keeps every tensor aligned to its element size without gaps.
+    order = sorted(tensors.keys() - aliases.keys(), key=lambda name: (-tensors[name].element_size(), name))
+    header = _header({name: tensors[name] for name in order}, aliases)
+    file.write(struct.pack("<Q", len(header)) + header)
+    for name in order:
+        _write_elements(file, tensors[name])
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read all tensors of a file that `write_tensors` wrote.
+
+    Returns:
+        Tensors on the CPU, contiguous, perhaps backed by the file: copy what outlives the load.
+    Raises:
+        CheckpointDamagedError: the file is no valid safetensors file.
+    """
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            notes = json.loads((file.metadata() or {}).get(_NOTES, "{}"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return _apply_notes(tensors, notes)
+    except (
+        SafetensorError,
+        OSError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+    ) as cause:
+        raise damaged(path, f"is no valid safetensors file ({cause})") from cause
+
+
+def check_storable(tensor: Tensor, name: str) -> None:
+    """Refuse tensors whose elements are not plain memory.
+
+    Raises:
+        CheckpointContentError: the tensor is sparse, quantized, on the meta device or of a subclass that
+            keeps its elements elsewhere.
+    """
+    problem = None
+    if name == _METADATA:
+        problem = "one whose name the safetensors format reserves"
+    elif type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        problem = f"a {type(tensor).__name__}, which keeps its elements elsewhere"
+    elif tensor.layout != torch.strided:
+        problem = f"one with layout {tensor.layout}"
+    elif tensor.is_meta:
+        problem = "one on the meta device, which holds no data"
+    elif tensor.is_quantized:
+        problem = f"one quantized as {tensor.dtype}"
+    if problem is not None:
+        raise CheckpointContentError(
+            f"save: a tensor must be dense and hold its data, got {problem} at {name}. "
+            f"Turn it into an ordinary tensor first."
+        )
+
+
+def _find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Map each further name of a tensor to the first one."""
+    first: dict[object, str] = {}
+    aliases = {}
+    for name, tensor in tensors.items():
+        same = first.setdefault(_identity(tensor), name)
+        if same != name:
+            aliases[name] = same
+    return aliases
+
+
+def _identity(tensor: Tensor) -> object:
+    """What two tensors share if they are the same view of the same memory."""
+    place = (tensor.device, tensor.data_ptr(), tensor.is_conj(), tensor.is_neg())
+    return (*place, tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _header(tensors: Mapping[str, Tensor], aliases: dict[str, str]) -> bytes:
+    entries: dict[str, Any] = {}
+    dtypes = {}
+    begin = 0
+    for name, tensor in tensors.items():
+        shape = list(tensor.shape)
+        if tensor.dtype not in _DTYPE_NAMES:
+            dtypes[name] = str(tensor.dtype).removeprefix("torch.")
+            shape.append(tensor.element_size())
+        end = begin + tensor.numel() * tensor.element_size()
+        dtype = _DTYPE_NAMES.get(tensor.dtype, "U8")
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        begin = end
+    notes = json.dumps({"aliases": aliases, "dtypes": dtypes})
+    document = {_METADATA: {"format": "pt", _NOTES: notes}, **entries}
+    text = json.dumps(document, separators=(",", ":")).encode()
+    return text + b" " * (-(len(text) + 8) % _ALIGNMENT)
+
+
+def _write_elements(file: BinaryIO, tensor: Tensor) -> None:
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    flat = plain.contiguous().reshape(-1)
+    step = max(1, _CHUNK_BYTES // flat.element_size())
+    for begin in range(0, flat.numel(), step):
+        host = flat[begin : begin + step].cpu()
+        num_bytes = host.numel() * host.element_size()
+        # Tensors have no buffer protocol; NumPy has no bfloat16 and is no dependency.
+        file.write((ctypes.c_char * num_bytes).from_address(host.data_ptr()))
+
+
+def _apply_notes(tensors: dict[str, Tensor], notes: Any) -> dict[str, Tensor]:
+    for name, dtype in notes.get("dtypes", {}).items():
+        tensors[name] = tensors[name].view(_dtype_of(dtype)).squeeze(-1)
+    return tensors | {name: tensors[same] for name, same in notes.get("aliases", {}).items()}
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name!r} is no dtype")
+    return dtype

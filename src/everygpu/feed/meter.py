@@ -1,0 +1,113 @@
+"""A running mean for training loops."""
+
+import math
+from numbers import Real
+from operator import index
+
+import torch
+from torch import Tensor
+
+from everygpu.errors import OptionError
+
+
+class Meter:
+    """Average a loss or metric over the rows seen, without keeping a graph or waiting for a device.
+
+    ``update`` queues one small addition on the value's device. Reading ``value``, ``float(meter)`` or
+    printing waits for the devices, so read once in a while, not at every step::
+
+        meter = everygpu.Meter()
+        for x, y in loader:
+            ...
+            meter.update(loss, len(x))
+        print(f"loss {meter:.3f}")
+    """
+
+    __slots__ = ("_num_rows", "_number", "_sums")
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._sums: dict[torch.device, Tensor] = {}
+        self._number = 0.0
+        self._num_rows = 0
+
+    def update(self, value: float | Tensor, num_rows: int = 1) -> None:
+        """Add a mean over rows.
+
+        Args:
+            value: A number; a tensor of shape () on any device; or one of shape (replicas,), which counts
+                as the mean of its entries. Only real numbers.
+            num_rows: How many rows it is the mean of; with 0 the value is not looked at.
+        Raises:
+            OptionError: the value has another shape or is no real number, or num_rows is negative or
+                not an integer.
+        """
+        rows = _parse_num_rows(num_rows)
+        if isinstance(value, Tensor):
+            _check_tensor(value)
+            if rows:
+                self._add_tensor(value, rows)
+        elif isinstance(value, Real):
+            self._number += float(value) * rows if rows else 0.0
+        else:
+            raise OptionError(
+                f"Meter.update: value must be a number or a tensor, got {type(value).__qualname__}. "
+                f"Pass the loss itself."
+            )
+        self._num_rows += rows
+
+    @property
+    def num_rows(self) -> int:
+        """Rows seen since the last reset."""
+        return self._num_rows
+
+    @property
+    def value(self) -> float:
+        """The mean over all rows, nan before the first; reading it waits for the devices."""
+        if self._num_rows == 0:
+            return math.nan
+        return (self._number + sum(total.item() for total in self._sums.values())) / self._num_rows
+
+    def _add_tensor(self, value: Tensor, rows: int) -> None:
+        # Not in place: a sum that began in inference mode may not be changed outside of it.
+        with torch.no_grad():
+            total = value.detach().to(_sum_dtype(value.device)).mean() * rows
+            known = self._sums.get(value.device)
+            self._sums[value.device] = total if known is None else known + total
+
+    def __float__(self) -> float:
+        return self.value
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec) if spec else str(self)
+
+    def __str__(self) -> str:
+        return f"{self.value:.4g}"
+
+    def __repr__(self) -> str:
+        return f"Meter(value={self.value!r}, num_rows={self._num_rows})"
+
+
+def _parse_num_rows(num_rows: int) -> int:
+    # A tensor would make index() wait for its device.
+    if not isinstance(num_rows, Tensor) and hasattr(num_rows, "__index__") and index(num_rows) >= 0:
+        return index(num_rows)
+    raise OptionError(
+        f"Meter.update: num_rows must be an integer of at least 0, got {type(num_rows).__qualname__} "
+        f"{'' if isinstance(num_rows, Tensor) else repr(num_rows)}. Pass the batch's length, len(x)."
+    )
+
+
+def _check_tensor(value: Tensor) -> None:
+    if value.ndim > 1 or value.numel() == 0 or value.is_complex():
+        raise OptionError(
+            f"Meter.update: a tensor must be real with shape () or (replicas,), got {value.dtype} with shape "
+            f"{tuple(value.shape)}. Average it over the rows first."
+        )
+
+
+def _sum_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -1,0 +1,407 @@
+"""Loading: into any wrapper and device, nothing changed unless everything fits, damage noticed and named."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import everygpu
+from everygpu.errors import (
+    CheckpointContentError,
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointForeignError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    DeviceError,
+)
+from tests.checkpoint.models import WRAPPERS, Net, Wrap, same_state, snapshot
+
+# By name: the package's attribute ``load`` is the function.
+load_module = import_module("everygpu.checkpoint.load")
+
+
+class Run:
+    """A model with everything that is trained with it."""
+
+    def __init__(self, seed: int, steps: int = 0) -> None:
+        self.model = Net(seed)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+        self.shuffle = torch.Generator().manual_seed(seed)
+        self.ema = Net(seed + 100)
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.model(torch.ones(4, 4)).sum().backward()
+            self.optimizer.step()
+            self.scheduler.step()
+
+    def parts(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "shuffle": self.shuffle,
+            "ema": self.ema,
+        }
+
+    def state(self) -> list[object]:
+        return [
+            *snapshot(self.model, self.optimizer, self.scheduler, self.ema),
+            self.shuffle.get_state(),
+            torch.get_rng_state(),
+        ]
+
+
+@pytest.fixture
+def source() -> Run:
+    return Run(seed=1, steps=2)
+
+
+@pytest.fixture
+def path(tmp_path: Path, source: Run) -> Path:
+    return everygpu.save(tmp_path / "ckpt", **source.parts(), epoch=3)
+
+
+def assert_nothing_changes(error: type[Exception], path: Path, match: str, **what: Any) -> None:
+    """A load into a whole run raises the error and leaves every part of the run as it was."""
+    target = Run(seed=2, steps=1)
+    before = target.state()
+    with pytest.raises(error, match=match):
+        everygpu.load(path, rng=True, **target.parts() | what)
+    assert same_state(target.state(), before)
+
+
+def test_every_part_comes_back(path: Path, source: Run) -> None:
+    target = Run(seed=2)
+    assert everygpu.load(path, **target.parts()) == {"epoch": 3}
+    assert same_state(target.state(), source.state())
+
+
+def test_parts_that_are_not_asked_for_are_left_alone(path: Path) -> None:
+    target = Run(seed=2)
+    before = target.state()
+    everygpu.load(path, model=Net(5))
+    assert same_state(target.state(), before)
+
+
+def test_stateful_extras_that_are_not_asked_for_come_back_as_their_state(path: Path, source: Run) -> None:
+    rest = everygpu.load(path)
+    assert rest.keys() == {"epoch", "shuffle", "ema"}
+    assert torch.equal(rest["shuffle"], source.shuffle.get_state())
+    target = Net(7)
+    target.load_state_dict(rest["ema"])
+    assert same_state(dict(target.state_dict()), dict(source.ema.state_dict()))
+
+
+def test_random_states_come_back_only_when_asked_for(path: Path) -> None:
+    expected = torch.randn(2)
+    torch.manual_seed(0)
+    unchanged = torch.get_rng_state()
+    everygpu.load(path)
+    assert torch.equal(torch.get_rng_state(), unchanged)
+    everygpu.load(path, rng=True)
+    assert torch.equal(torch.randn(2), expected)
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrap_source", WRAPPERS.values(), ids=[f"from {name}" for name in WRAPPERS])
+@pytest.mark.parametrize("wrap_target", WRAPPERS.values(), ids=[f"to {name}" for name in WRAPPERS])
+def test_any_wrapper_loads_into_any_other(tmp_path: Path, wrap_source: Wrap, wrap_target: Wrap) -> None:
+    source, target = Net(1), Net(2)
+    everygpu.load(everygpu.save(tmp_path / "ckpt", model=wrap_source(source)), model=wrap_target(target))
+    assert same_state(dict(target.state_dict()), dict(source.state_dict()))
+    assert target.head.weight is target.embed.weight
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_ddp_loads_from_and_into_a_bare_module(tmp_path: Path) -> None:
+    source, target, back = Net(1), nn.parallel.DistributedDataParallel(Net(2)), Net(3)
+    everygpu.load(everygpu.save(tmp_path / "a", model=source), model=target)
+    everygpu.load(everygpu.save(tmp_path / "b", model=target), model=back)
+    assert same_state(dict(back.state_dict()), dict(source.state_dict()))
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=list(WRAPPERS))
+def test_wrappers_inside_a_model_load_into_bare_ones(tmp_path: Path, wrap: Wrap) -> None:
+    source, target = nn.Sequential(wrap(Net(1)), nn.Linear(1, 1)), nn.Sequential(Net(2), nn.Linear(1, 1))
+    everygpu.load(everygpu.save(tmp_path / "a", model=source), model=target)
+    assert torch.equal(target[0].embed.weight, Net(1).embed.weight)
+    back = nn.Sequential(wrap(Net(3)), nn.Linear(1, 1))
+    everygpu.load(everygpu.save(tmp_path / "b", model=target), model=back)
+    assert same_state(dict(back.state_dict()), dict(source.state_dict()))
+
+
+def test_a_wrapper_nobody_knows_is_seen_through(tmp_path: Path) -> None:
+    class Custom(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    source, target = nn.Linear(2, 2), nn.Linear(2, 2)
+    everygpu.load(everygpu.save(tmp_path / "a", model=Custom(source)), model=target)
+    assert torch.equal(target.weight, source.weight)
+    back = Custom(nn.Linear(2, 2))
+    everygpu.load(everygpu.save(tmp_path / "b", model=target), model=back)
+    assert torch.equal(back.module.weight, source.weight)
+
+
+def test_any_device_loads_from_any_other(tmp_path: Path, devices) -> None:
+    device = devices(2)[-1]
+    source, target = Run(seed=1, steps=2), Run(seed=2)
+    source.model.to(device)
+    target.model.to(device)
+    target.optimizer = torch.optim.AdamW(target.model.parameters())
+    path = everygpu.save(tmp_path / "ckpt", model=source.model, optimizer=source.optimizer, x=torch.ones(2).to(device))
+    rest = everygpu.load(path, model=target.model, optimizer=target.optimizer)
+    for parameter, state in target.optimizer.state.items():
+        assert state["exp_avg"].device == parameter.device == device
+        assert state["step"].device.type == "cpu"
+    assert same_state(dict(target.model.state_dict()), dict(source.model.state_dict()))
+    assert rest["x"].device.type == "cpu"
+    assert everygpu.load(path, map_location=device)["x"].device == device
+
+
+def test_map_location_takes_every_spelling_of_a_device(path: Path) -> None:
+    for spelling in (None, "cpu", torch.device("cpu"), "meta"):
+        expected = "cpu" if spelling is None else str(spelling)
+        assert everygpu.load(path, map_location=spelling)["shuffle"].device.type == expected
+
+
+@pytest.mark.parametrize("name", ["nonsense", "cuda:99", 3.5, lambda storage, location: storage], ids=str)
+def test_map_location_that_is_no_device_is_refused(path: Path, name: Any) -> None:
+    assert_nothing_changes(DeviceError, path, "map_location", map_location=name)
+
+
+def test_optimizer_tensors_do_not_depend_on_the_file(path: Path, source: Run) -> None:
+    target = Run(seed=2)
+    everygpu.load(path, **target.parts())
+    with open(path / "optimizer.safetensors", "r+b") as file:
+        file.write(b"\xff" * os.path.getsize(file.name))
+    assert same_state(snapshot(target.optimizer), snapshot(source.optimizer))
+
+
+# What is at the path.
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    assert_nothing_changes(CheckpointNotFoundError, tmp_path / "none", "none with nothing there")
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors", "x"])
+def test_a_file_there(tmp_path: Path, name: str) -> None:
+    torch.save(Net().state_dict(), tmp_path / name)
+    assert_nothing_changes(CheckpointForeignError, tmp_path / name, r"weights_only=True")
+
+
+def test_a_directory_of_something_else(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    assert_nothing_changes(CheckpointForeignError, tmp_path, "neither manifest.json nor state.json")
+
+
+def test_a_newer_format(path: Path) -> None:
+    edit(path / "manifest.json", version=99)
+    assert_nothing_changes(CheckpointForeignError, path, "got 99")
+
+
+FILES = ["model.safetensors", "optimizer.safetensors", "state.safetensors", "state.json", "manifest.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("keep", [0, 1, 8, 0.5, -1], ids=str)
+def test_a_truncated_file_is_named(path: Path, name: str, keep: float) -> None:
+    data = (path / name).read_bytes()
+    cut = data[: int(keep * len(data)) if keep == 0.5 else int(keep)]
+    (path / name).write_bytes(cut)
+    if name == "manifest.json" and keep == -1:
+        assert everygpu.load(path)["epoch"] == 3  # only the line's end is missing
+        return
+    assert_nothing_changes(CheckpointDamagedError, path, name)
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.endswith("safetensors")])
+def test_a_truncated_file_whose_size_the_manifest_agrees_with_is_named(path: Path, name: str) -> None:
+    data = (path / name).read_bytes()
+    (path / name).write_bytes(data[:-4])
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    edit(path / "manifest.json", files=files | {name: {"size_bytes": len(data) - 4}})
+    assert_nothing_changes(CheckpointDamagedError, path, name)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_named(path: Path, name: str) -> None:
+    (path / name).unlink()
+    assert_nothing_changes(CheckpointDamagedError, path, name)
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_state(path: Path, **changes: Any) -> None:
+    """Change state.json and make the manifest agree."""
+    edit(path / "state.json", **changes)
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    files["state.json"]["size_bytes"] = (path / "state.json").stat().st_size
+    edit(path / "manifest.json", files=files)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": None},
+        {"model": {}},
+        {"model": {"kind": "module", "state": {}}},
+        {"model": {"kind": "module", "state": {"values": [], "versions": {}}}},
+        {"model": {"kind": "module", "state": {"values": {"w": {"$tensor": "gone"}}, "versions": {}}}},
+        {"optimizer": {"kind": "pickle", "state": {"$unknown": 1}}},
+        {"optimizer": {"kind": "pickle", "state": {}}},
+        {"scheduler": {"kind": "state_dict", "state": {"$tuple": 5}}},
+        {"extras": []},
+        {"extras": {"a": {"kind": ["plain"], "state": 1}}},
+        {"rng": {"$tensor": "x"}},
+    ],
+    ids=str,
+)
+def test_a_state_of_another_structure_is_damage(path: Path, changes: dict[str, Any]) -> None:
+    edit_state(path, **changes)
+    assert_nothing_changes(CheckpointDamagedError, path, r"state\.json")
+
+
+def test_broken_random_states_are_damage(path: Path) -> None:
+    edit_state(path, rng={"python": None, "torch": None})
+    assert_nothing_changes(CheckpointDamagedError, path, "random states")
+
+
+# What the targets are.
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_another_model(path: Path, strict: bool) -> None:
+    model = Net()
+    model.module = nn.Linear(3, 3)
+    assert_nothing_changes(CheckpointMismatchError, path, r"module\.weight: \(6, 6\)", model=model, strict=strict)
+
+
+def test_an_ema_of_another_model(path: Path) -> None:
+    assert_nothing_changes(CheckpointMismatchError, path, "names and shapes of ema", ema=nn.Linear(1, 1))
+
+
+def test_another_optimizer(path: Path) -> None:
+    other = torch.optim.AdamW(nn.Linear(1, 1).parameters())
+    assert_nothing_changes(CheckpointMismatchError, path, r"\[5\] parameters, got \[2\]", optimizer=other)
+
+
+def test_a_generator_saved_as_something_else(path: Path) -> None:
+    assert_nothing_changes(CheckpointMismatchError, path, "epoch must be what was saved", epoch=torch.Generator())
+
+
+def test_an_extra_that_was_not_saved(path: Path) -> None:
+    assert_nothing_changes(
+        CheckpointMismatchError, path, r"shufle\. .*Did you mean shuffle\?", shufle=torch.Generator()
+    )
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer", "scheduler"])
+def test_a_part_that_was_not_saved(tmp_path: Path, source: Run, part: str) -> None:
+    parts = source.parts()
+    del parts[part]
+    path = everygpu.save(tmp_path / "partial", **parts)
+    assert_nothing_changes(CheckpointMismatchError, path, f"got none named {part}")
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ({"epoch": 0}, "epoch must be an object to restore in place, got int"),
+        ({"model": {}}, r"model must be a torch\.nn\.Module, got dict"),
+        ({"optimizer": Net}, "optimizer must be an object"),
+        ({"scheduler": torch.Generator()}, "scheduler must be an object"),
+    ],
+)
+def test_a_target_that_can_t_be_loaded_into(path: Path, what: dict[str, Any], named: str) -> None:
+    assert_nothing_changes(CheckpointContentError, path, named, **what)
+
+
+def test_an_extra_that_refuses_its_state_leaves_the_rest(path: Path, tmp_path: Path, source: Run) -> None:
+    class Refusing:
+        def state_dict(self) -> dict[str, int]:
+            return {"a": 1}
+
+        def load_state_dict(self, state: object) -> None:
+            raise RuntimeError("not mine")
+
+    path = everygpu.save(tmp_path / "refused", model=source.model, optimizer=source.optimizer, picky=Refusing())
+    target = Run(seed=2)
+    before = target.state()
+    with pytest.raises(RuntimeError, match="not mine"):
+        everygpu.load(path, model=target.model, optimizer=target.optimizer, picky=Refusing())
+    assert same_state(target.state(), before)
+
+
+def test_a_failed_load_does_not_spoil_the_next(path: Path, source: Run) -> None:
+    target = Run(seed=2)
+    with pytest.raises(CheckpointMismatchError):
+        everygpu.load(path, **target.parts() | {"model": nn.Linear(1, 1)})
+    everygpu.load(path, **target.parts())
+    assert same_state(target.state(), source.state())
+
+
+# While a save goes on.
+
+
+def test_a_checkpoint_replaced_while_it_is_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = everygpu.save(tmp_path / "ckpt", value=1, model=Net(1))
+    real, replaced = load_module.read_tensors, []
+
+    def read_late(file: Path) -> Any:
+        if not replaced:
+            replaced.append(everygpu.save(path, value=2, model=Net(2)))
+        return real(file)
+
+    monkeypatch.setattr(load_module, "read_tensors", read_late)
+    target = Net(3)
+    assert everygpu.load(path, model=target) == {"value": 2}
+    assert same_state(dict(target.state_dict()), dict(Net(2).state_dict()))
+
+
+def test_a_checkpoint_that_keeps_being_replaced_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = everygpu.save(tmp_path / "ckpt", model=Net(1))
+    real = load_module.read_tensors
+
+    def read_late(file: Path) -> Any:
+        everygpu.save(path, model=Net(2))
+        return real(file)
+
+    monkeypatch.setattr(load_module, "read_tensors", read_late)
+    with pytest.raises(CheckpointError, match="replaced 5 times"):
+        everygpu.load(path, model=Net(3))
+
+
+def test_a_save_cut_off_between_its_renames_is_recovered(path: Path, source: Run) -> None:
+    os.rename(path, path.parent / ".ckpt.old-123-0badcafe")
+    target = Run(seed=2)
+    with pytest.warns(UserWarning, match="cut off"):
+        assert everygpu.load(path, **target.parts()) == {"epoch": 3}
+    assert same_state(target.state(), source.state())
+
+
+def test_a_copied_checkpoint_loads(path: Path, tmp_path: Path) -> None:
+    shutil.copytree(path, tmp_path / "elsewhere" / "copy")
+    shutil.rmtree(path)
+    assert everygpu.load(tmp_path / "elsewhere" / "copy")["epoch"] == 3

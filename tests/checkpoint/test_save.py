@@ -1,0 +1,291 @@
+"""Saving: what is on the disk, that failures leave the old checkpoint, and what is refused."""
+
+import json
+import os
+import stat
+import threading
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+from torch import nn
+
+import everygpu
+from everygpu.checkpoint import tensors as tensors_module
+from everygpu.errors import CheckpointContentError, CheckpointError, CheckpointForeignError
+from tests.checkpoint.models import WRAPPERS, Counting, Net, Wrap, same_state
+
+# By name: the package's attribute ``save`` is the function.
+save_module = import_module("everygpu.checkpoint.save")
+
+
+def names_in(path: Path) -> set[str]:
+    return {entry.name for entry in path.iterdir()}
+
+
+def test_it_returns_the_path_as_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert everygpu.save("runs/last") == Path("runs/last")
+    assert everygpu.load(Path("runs/last")) == {}
+
+
+def test_only_the_parts_passed_are_written(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    always = {"state.json", "manifest.json"}
+    assert names_in(everygpu.save(tmp_path / "a")) == always
+    assert names_in(everygpu.save(tmp_path / "b", model=model)) == always | {"model.safetensors"}
+    assert names_in(everygpu.save(tmp_path / "c", optimizer=optimizer)) == always | {"optimizer.safetensors"}
+    assert names_in(everygpu.save(tmp_path / "d", epoch=3, name="x")) == always
+    assert names_in(everygpu.save(tmp_path / "e", best=torch.ones(1))) == always | {"state.safetensors"}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=list(WRAPPERS))
+def test_the_model_file_has_the_bare_model_s_names(tmp_path: Path, wrap: Wrap) -> None:
+    model = Net(seed=3)
+    everygpu.save(tmp_path / "ckpt", model=wrap(model))
+    loaded = load_file(tmp_path / "ckpt" / "model.safetensors")
+    own = model.state_dict()
+    assert set(loaded) == set(own) - {"head.weight"}
+    assert all(torch.equal(loaded[name], own[name]) for name in loaded)
+
+
+def test_safetensors_loads_the_model_file_into_a_model_with_tied_weights(tmp_path: Path) -> None:
+    everygpu.save(tmp_path / "ckpt", model=Net(seed=3))
+    target = Net(seed=4)
+    load_model(target, tmp_path / "ckpt" / "model.safetensors")
+    assert same_state(dict(target.state_dict()), dict(Net(seed=3).state_dict()))
+
+
+def test_there_is_json_and_safetensors_and_nothing_else(tmp_path: Path) -> None:
+    model = Net()
+    everygpu.save(
+        tmp_path / "ckpt", model=model, optimizer=torch.optim.SGD(model.parameters()), ema=Net(), a=torch.ones(1)
+    )
+    for entry in (tmp_path / "ckpt").iterdir():
+        if entry.suffix == ".json":
+            json.loads(entry.read_text())
+        else:
+            with safe_open(str(entry), "pt") as file:
+                file.keys()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_pickle_is_never_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pickle
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("pickle was used")
+
+    for module, name in [(pickle, "dumps"), (pickle, "dump"), (pickle, "loads"), (pickle, "load"), (torch, "save")]:
+        monkeypatch.setattr(module, name, refuse)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    everygpu.save(tmp_path / "ckpt", model=model, optimizer=optimizer, extra={"a": (1, torch.ones(1))})
+    everygpu.load(tmp_path / "ckpt", model=model, optimizer=optimizer, rng=True)
+
+
+def test_saving_changes_nothing_in_the_run(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4, 4)).sum().backward()
+    optimizer.step()
+    before = (model.state_dict(), optimizer.state_dict(), torch.get_rng_state())
+    everygpu.save(tmp_path / "ckpt", model=model, optimizer=optimizer)
+    assert same_state((model.state_dict(), optimizer.state_dict(), torch.get_rng_state()), before)
+    assert model.head.weight is model.embed.weight
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+class StoppedError(Exception):
+    """Any error that is not the file system's."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device"), StoppedError(), KeyboardInterrupt()],
+    ids=["full", "bug", "stop"],
+)
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [(os, "fsync"), (os, "rename"), (save_module, "write_tensors"), (save_module, "_write_text"), (json, "dumps")],
+    ids=["fsync", "rename", "tensors", "text", "json"],
+)
+def test_a_failure_anywhere_leaves_the_old_checkpoint(
+    tmp_path: Path, where: Any, name: str, error: BaseException
+) -> None:
+    path = everygpu.save(tmp_path / "ckpt", model=Net(seed=1), epoch=1, best=torch.ones(1))
+    failures = 0
+    while raised := save_failing_at(failures + 1, where, name, error, path):
+        failures += 1
+        assert type(raised) is (CheckpointError if isinstance(error, OSError) else type(error))
+        assert raised is error or raised.__cause__ is error
+        target = Net(seed=3)
+        assert everygpu.load(path, model=target) == {"epoch": 1, "best": torch.ones(1)}
+        assert same_state(dict(target.state_dict()), dict(Net(seed=1).state_dict()))
+        assert names_in(tmp_path) == {"ckpt"}
+    assert failures >= 2
+    assert everygpu.load(path)["epoch"] == 2
+
+
+def save_failing_at(call: int, where: Any, name: str, error: BaseException, path: Path) -> BaseException | None:
+    """Save with an error in the given call of a function; return what came of it."""
+    real, calls = getattr(where, name), []
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == call:
+            raise error
+        return real(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(where, name, failing)
+        try:
+            everygpu.save(path, model=Net(seed=2), epoch=2, best=torch.zeros(1))
+        except BaseException as raised:
+            return raised
+    return None
+
+
+def test_a_full_disk_in_the_middle_of_a_tensor_is_a_typed_error(tmp_path: Path, monkeypatch) -> None:
+    everygpu.save(tmp_path / "ckpt", epoch=1)
+
+    def fill(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tensors_module, "_write_elements", fill)
+    with pytest.raises(CheckpointError, match=r"save: .*ckpt must be writable, got .*No space left"):
+        everygpu.save(tmp_path / "ckpt", model=Net())
+    assert everygpu.load(tmp_path / "ckpt") == {"epoch": 1}
+    assert names_in(tmp_path) == {"ckpt"}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_without_permission_is_a_typed_error(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            everygpu.save(tmp_path / "ckpt")
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_a_parent_that_is_a_file_is_a_typed_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="must be writable"):
+        everygpu.save(tmp_path / "file" / "ckpt")
+
+
+def test_every_file_is_as_umask_says(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        path = everygpu.save(tmp_path / "ckpt", model=Net(), best=torch.ones(1))
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(entry.stat().st_mode) for entry in path.iterdir()} == {0o640}
+    assert stat.S_IMODE(path.stat().st_mode) == 0o750
+
+
+def test_a_linked_directory_is_written_through(tmp_path: Path) -> None:
+    (tmp_path / "big-disk").mkdir()
+    (tmp_path / "ckpt").symlink_to("big-disk/run7")
+    for epoch in (1, 2):
+        everygpu.save(tmp_path / "ckpt", epoch=epoch)
+    assert (tmp_path / "ckpt").is_symlink()
+    assert everygpu.load(tmp_path / "big-disk" / "run7") == everygpu.load(tmp_path / "ckpt") == {"epoch": 2}
+
+
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("precious")
+    for path in (tmp_path, tmp_path / "notes.txt"):
+        with pytest.raises(CheckpointForeignError):
+            everygpu.save(path, epoch=1)
+    assert (tmp_path / "notes.txt").read_text() == "precious"
+    assert names_in(tmp_path) == {"notes.txt"}
+
+
+def test_a_damaged_checkpoint_may_be_replaced(tmp_path: Path) -> None:
+    path = everygpu.save(tmp_path / "ckpt", model=Net(), epoch=1)
+    (path / "manifest.json").unlink()
+    everygpu.save(path, epoch=2)
+    assert everygpu.load(path) == {"epoch": 2}
+
+
+def test_savers_of_one_path_never_mix(tmp_path: Path) -> None:
+    """Threads stand in for processes; a saver may fail, a checkpoint may not be a mix."""
+
+    def keep_saving(value: float) -> None:
+        for _ in range(15):
+            try:
+                everygpu.save(tmp_path / "ckpt", model=nn.Linear(2, 2).requires_grad_(False), value=value)
+            except CheckpointError:
+                continue
+
+    threads = [threading.Thread(target=keep_saving, args=(value,)) for value in (1.0, 2.0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert everygpu.load(tmp_path / "ckpt", model=nn.Linear(2, 2))["value"] in (1.0, 2.0)
+    assert not [name for name in names_in(tmp_path) if ".tmp-" in name]
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ({"model": Net().state_dict()}, "model must be a torch.nn.Module, got OrderedDict"),
+        ({"model": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, "model must be .*, got SGD"),
+        ({"model": lambda x: x}, "model must be .*, got function"),
+        ({"optimizer": {}}, "optimizer must be .*, got dict"),
+        ({"optimizer": Net()}, "optimizer must be .*, got Net"),
+        ({"scheduler": 3}, "scheduler must be .*, got int"),
+        ({"config": {"fn": [len]}}, r"extras\.config\.fn\.0 must be .*, got builtin_function_or_method"),
+        ({"nested": {"ema": Net()}}, r"extras\.nested\.ema must be .*, got Net"),
+        ({"loss": torch.eye(2).to_sparse()}, r"at extras\.loss"),
+        ({"model": Counting(object())}, r"_extra_state must be .*, got object"),
+        ({"model": nn.Linear(1, 1, device="meta")}, "meta device"),
+        ({"strict": 1}, "must not be those of load's options, got 'strict'"),
+        ({"rng": 1}, "'rng'"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, str) else "",
+)
+def test_what_can_t_be_saved_is_refused_before_anything_is_written(tmp_path: Path, what: Any, named: str) -> None:
+    path = everygpu.save(tmp_path / "ckpt", epoch=1)
+    with pytest.raises(CheckpointContentError, match=named):
+        everygpu.save(path, **what)
+    assert everygpu.load(path) == {"epoch": 1}
+    assert names_in(tmp_path) == {"ckpt"}
+    with pytest.raises(TypeError):
+        everygpu.save(tmp_path / "other", **what)
+    assert names_in(tmp_path) == {"ckpt"}
+
+
+def test_extras_of_all_kinds_come_back(tmp_path: Path) -> None:
+    extras = {
+        "epoch": 3,
+        "losses": [0.5, float("nan"), float("-inf")],
+        "shape": (1, (2, 3)),
+        "by_class": {0: "cat", 1: "dog", None: True},
+        "confusion": torch.eye(3, dtype=torch.bfloat16),
+        "nested": {"deep": [{"tensor": torch.tensor(3)}]},
+        "best": np.float32(0.25),
+        "path": None,
+    }
+    del extras["path"]
+    back = everygpu.load(everygpu.save(tmp_path / "ckpt", **extras))
+    assert same_state(back, extras | {"best": 0.25})
+
+
+def test_returned_tensors_do_not_depend_on_the_file(tmp_path: Path) -> None:
+    path = everygpu.save(tmp_path / "ckpt", x=torch.arange(4), y=np.arange(3))
+    back = everygpu.load(path)
+    with open(path / "state.safetensors", "r+b") as file:
+        file.write(b"\xff" * os.path.getsize(file.name))
+    back["y"][0] = 7
+    assert back["x"].tolist() == [0, 1, 2, 3]
+    assert back["y"].tolist() == [7, 1, 2]

@@ -1,0 +1,319 @@
+"""States of modules, optimizers, schedulers and generators: taken without change, put back only after checks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, lr_scheduler
+from torch.optim.swa_utils import AveragedModel
+
+from everygpu.checkpoint.encode import decode, encode
+from everygpu.checkpoint.states import kind_of, plan_restore, require_kind, take_state
+from everygpu.errors import CheckpointContentError, CheckpointMismatchError
+from tests.checkpoint.models import Counting, Net, same_state, snapshot
+
+
+def stored(value: object) -> Any:
+    """The state as it comes back from disk."""
+    tensors: dict[str, torch.Tensor] = {}
+    skeleton = encode(take_state(value), "x", tensors)
+    return decode(skeleton, {name: tensor.clone() for name, tensor in tensors.items()})
+
+
+def restore(target: object, source: object, strict: bool = True) -> None:
+    plan_restore(target, "target", kind_of(source), stored(source), strict)()
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (nn.Linear(1, 1), "module"),
+        (AdamW([nn.Parameter(torch.ones(1))]), "state_dict"),
+        (torch.amp.GradScaler("cpu"), "state_dict"),
+        (torch.Generator(), "generator"),
+        (torch.ones(1), "plain"),
+        (AdamW, "plain"),
+        ({"state_dict": 1}, "plain"),
+        (3, "plain"),
+        (None, "plain"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_kinds(value: object, kind: str) -> None:
+    assert kind_of(value) == kind
+
+
+def test_a_module_comes_back() -> None:
+    source, target = Net(seed=1), Net(seed=2)
+    assert not same_state(dict(target.state_dict()), dict(source.state_dict()))
+    restore(target, source)
+    assert same_state(dict(target.state_dict()), dict(source.state_dict()))
+
+
+def test_planning_changes_nothing() -> None:
+    target = Net(seed=2)
+    before = snapshot(target)
+    plan_restore(target, "model", "module", stored(Net(seed=1)), True)
+    assert same_state(snapshot(target), before)
+
+
+def test_non_persistent_buffers_are_left_out() -> None:
+    assert "scratch" not in take_state(Net())["values"]
+
+
+@pytest.mark.parametrize("extra", [None, {"steps": 3, (1, 2): [torch.ones(2)]}, torch.ones(3), "text"], ids=str)
+def test_extra_state_comes_back(extra: object) -> None:
+    target = Counting("old")
+    restore(target, Counting(extra))
+    assert same_state(target.extra, extra)
+
+
+def test_versions_of_modules_come_back() -> None:
+    seen = []
+
+    class Versioned(nn.Linear):
+        _version = 7
+
+        def _load_from_state_dict(self, state_dict: Any, prefix: Any, local_metadata: Any, *args: Any) -> None:
+            seen.append(local_metadata.get("version"))
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    source = nn.DataParallel(nn.Sequential(Versioned(1, 1)))
+    restore(nn.Sequential(Versioned(1, 1)), source)
+    restore(nn.DataParallel(nn.Sequential(Versioned(1, 1))), source)
+    assert seen == [7, 7]
+
+
+def test_lazy_modules_take_their_shape_from_the_state() -> None:
+    target = nn.LazyLinear(3)
+    restore(target, nn.Linear(5, 3))
+    assert target.weight.shape == (3, 5)
+
+
+def test_a_half_precision_target_keeps_its_dtype() -> None:
+    target = nn.Linear(2, 2).bfloat16()
+    source = nn.Linear(2, 2)
+    restore(target, source)
+    assert torch.equal(target.weight, source.weight.bfloat16())
+
+
+def net_without(*names: str) -> nn.Module:
+    model = Net()
+    for name in names:
+        delattr(model, name)
+    return model
+
+
+def test_missing_and_unknown_names_are_listed_and_nothing_changes() -> None:
+    target = net_without("norm")
+    target.norms = nn.BatchNorm1d(6)
+    before = snapshot(target)
+    with pytest.raises(CheckpointMismatchError) as error:
+        restore(target, Net(seed=1))
+    message = str(error.value)
+    assert "norms.running_mean (nearest: norm.running_mean)" in message
+    assert "norm.bias (nearest: norms.bias)" in message
+    assert "5 missing, 5 unknown and 0 of another shape" in message
+    assert "strict=False" in message
+    assert same_state(snapshot(target), before)
+
+
+def test_not_strict_loads_what_both_have() -> None:
+    source, target = Net(seed=1), net_without("norm")
+    target.other = nn.Linear(1, 1)
+    restore(target, source, strict=False)
+    assert torch.equal(target.embed.weight, source.embed.weight)
+    assert torch.equal(target.module.weight, source.module.weight)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_another_shape_is_refused_and_nothing_changes(strict: bool) -> None:
+    target = Net(seed=2)
+    target.module = nn.Linear(7, 6)
+    before = snapshot(target)
+    with pytest.raises(CheckpointMismatchError, match=r"module\.weight: \(6, 6\) in the checkpoint, \(6, 7\)"):
+        restore(target, Net(seed=1), strict)
+    assert same_state(snapshot(target), before)
+
+
+def test_complex_into_real_is_refused() -> None:
+    with pytest.raises(CheckpointMismatchError, match=r"complex64"):
+        restore(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.complex64))
+
+
+def trained(make: Callable[[Any], Any], steps: int = 3) -> tuple[nn.Module, Any]:
+    model = Net()
+    optimizer = make(model.parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.full((4, 4), 1.0 + step)).square().sum()
+        loss.backward()
+        optimizer.step(lambda loss=loss: loss)
+    return model, optimizer
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "AdamW": lambda p: AdamW(p, lr=0.1),
+    "AdamW amsgrad": lambda p: AdamW(p, lr=0.1, amsgrad=True),
+    "Adam tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1)),
+    "SGD": lambda p: SGD(p, lr=0.1),
+    "SGD momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
+    "Adagrad": lambda p: torch.optim.Adagrad(p),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adamax": lambda p: torch.optim.Adamax(p),
+    "ASGD": lambda p: torch.optim.ASGD(p),
+    "LBFGS": lambda p: torch.optim.LBFGS(p, max_iter=2),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+    "RAdam": lambda p: torch.optim.RAdam(p),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, centered=True),
+    "Rprop": lambda p: torch.optim.Rprop(p),
+    "Adafactor": lambda p: torch.optim.Adafactor(p),
+    "groups": lambda p: SGD([{"params": [q], "lr": 0.1 * i, "name": f"g{i}"} for i, q in enumerate(p)], momentum=0.5),
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
+def test_every_optimizer_comes_back(make: Callable[[Any], Any]) -> None:
+    _, source = trained(make)
+    expected = source.state_dict()
+    assert same_state(stored(source), expected)
+    target = make(Net(seed=5).parameters())
+    restore(target, source)
+    assert same_state(target.state_dict(), expected)
+
+
+def test_an_optimizer_s_step_stays_a_cpu_tensor() -> None:
+    state = stored(trained(OPTIMIZERS["AdamW"])[1])
+    step = state["state"][0]["step"]
+    assert (step.shape, step.dtype, step.device.type) == ((), torch.float32, "cpu")
+    assert type(state["param_groups"][0]["betas"]) is tuple
+    assert state["param_groups"][0]["foreach"] is None
+
+
+@pytest.mark.parametrize("groups", [[1], [3, 1, 1], [4], [5, 1]], ids=str)
+def test_other_parameter_groups_are_refused_and_nothing_changes(groups: list[int]) -> None:
+    _, source = trained(OPTIMIZERS["SGD momentum"])
+    target = SGD([{"params": [nn.Parameter(torch.ones(1)) for _ in range(n)]} for n in groups], lr=3.0)
+    before = snapshot(target)
+    with pytest.raises(CheckpointMismatchError, match=r"\[5\] parameters, got"):
+        restore(target, source)
+    assert same_state(snapshot(target), before)
+
+
+def test_a_state_without_groups_is_refused_by_an_optimizer() -> None:
+    target = SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    for state in ({"last_epoch": 3}, [], {"param_groups": 3}, {"param_groups": [{}]}):
+        with pytest.raises(CheckpointMismatchError, match="parameter groups"):
+            plan_restore(target, "optimizer", "state_dict", state, True)
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3, 3]),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, 10),
+    "CosineWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o), lr_scheduler.CosineAnnealingLR(o, 5)], [2]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ExponentialLR(o, 0.9), lr_scheduler.StepLR(o, 2)]
+    ),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.1, 0.2),
+}
+
+
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=list(SCHEDULERS))
+def test_every_scheduler_goes_on_where_it_was(make: Callable[[Any], Any]) -> None:
+    def fresh() -> tuple[Any, Any]:
+        optimizer = SGD([nn.Parameter(torch.ones(1))], lr=1.0, momentum=0.9)
+        return optimizer, make(optimizer)
+
+    def advance(optimizer: Any, scheduler: Any, steps: int) -> list[float]:
+        rates = []
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+        return rates
+
+    source = fresh()
+    advance(*source, 3)
+    target = fresh()
+    for there, here in zip(target, source):
+        restore(there, here)
+    assert same_state(target[1].state_dict(), source[1].state_dict())
+    assert advance(*target, 5) == advance(*source, 5)
+
+
+def test_reduce_on_plateau_keeps_its_best_and_its_infinities() -> None:
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    source = lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+    assert stored(source)["best"] == float("inf")
+    for loss in (0.5, 0.7, 0.7):
+        source.step(loss)
+    target = lr_scheduler.ReduceLROnPlateau(optimizer)
+    restore(target, source)
+    assert target.best == 0.5
+    assert same_state(target.state_dict(), source.state_dict())
+
+
+def test_a_scheduler_that_holds_a_function_is_refused_by_name() -> None:
+    class Holding:
+        def state_dict(self) -> dict[str, object]:
+            return {"schedule": {"fn": len}}
+
+        def load_state_dict(self, state: object) -> None: ...
+
+    with pytest.raises(CheckpointContentError, match=r"x\.schedule\.fn"):
+        stored(Holding())
+
+
+def test_a_grad_scaler_comes_back() -> None:
+    source, target = torch.amp.GradScaler("cpu", init_scale=8.0), torch.amp.GradScaler("cpu")
+    restore(target, source)
+    assert target.get_scale() == 8.0
+
+
+def test_an_averaged_model_comes_back() -> None:
+    model = Net(seed=1)
+    source, target = AveragedModel(model), AveragedModel(Net(seed=2))
+    source.update_parameters(model)
+    restore(target, source)
+    assert same_state(dict(target.state_dict()), dict(source.state_dict()))
+    assert target.n_averaged == 1
+
+
+def test_a_generator_goes_on_where_it_was() -> None:
+    source, target = torch.Generator().manual_seed(3), torch.Generator().manual_seed(4)
+    torch.randn(5, generator=source)
+    restore(target, source)
+    assert torch.equal(torch.randn(5, generator=target), torch.randn(5, generator=source))
+
+
+def test_a_generator_s_state_is_taken_at_once() -> None:
+    source, target = torch.Generator().manual_seed(3), torch.Generator()
+    state = stored(source)
+    expected = torch.randn(2, generator=source)
+    plan_restore(target, "g", "generator", state, True)()
+    assert torch.equal(torch.randn(2, generator=target), expected)
+
+
+@pytest.mark.parametrize("state", [torch.zeros(16, dtype=torch.uint8), None, [1]], ids=str)
+def test_a_generator_of_another_device_is_refused(state: object) -> None:
+    with pytest.raises(CheckpointMismatchError, match="generator"):
+        plan_restore(torch.Generator(), "shuffle", "generator", state, True)
+
+
+@pytest.mark.parametrize("kind", ["plain", "state_dict", "generator"])
+def test_another_kind_is_refused(kind: Any) -> None:
+    with pytest.raises(CheckpointMismatchError, match=f"a {kind}, got Linear"):
+        plan_restore(nn.Linear(1, 1), "model", kind, {}, True)
+
+
+def test_arguments_of_another_kind_are_refused() -> None:
+    require_kind(nn.Linear(1, 1), "model", "a torch.nn.Module", "save", "module")
+    with pytest.raises(TypeError, match=r"save: model must be a torch\.nn\.Module, got dict"):
+        require_kind({}, "model", "a torch.nn.Module", "save", "module")
