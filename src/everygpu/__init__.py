@@ -8,8 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from everygpu.checkpoint import load as load
-    from everygpu.checkpoint import save as save
+    from everygpu.checkpoint.load import load as load
+    from everygpu.checkpoint.save import save as save
     from everygpu.devices import seed_all as seed_all
     from everygpu.devices import select_devices as select_devices
     from everygpu.devices import visible_devices as visible_devices

@@ -33,15 +33,16 @@ def align_keys(state: Mapping[str, Any], expected: Collection[str]) -> dict[str,
         state: A state dict, under any prefix.
         expected: The keys of the target.
     Returns:
-        The same values in the same order; keys that match nothing keep their names.
+        The same values; keys that match nothing, or what another key has matched, keep their names.
     """
     targets: dict[str, str | None] = {}
     for key in expected:
         targets[bare_key(key)] = None if bare_key(key) in targets else key
     names = set(expected)
-    aligned: dict[str, Any] = OrderedDict(
-        (key if key in names else targets.get(bare_key(key)) or key, value) for key, value in state.items()
-    )
+    aligned: dict[str, Any] = OrderedDict((key, value) for key, value in state.items() if key in names)
+    for key, value in state.items():
+        target = targets.get(bare_key(key)) or key
+        aligned.setdefault(key if target in aligned else target, value)
     if hasattr(state, "_metadata"):  # versions of modules, which torch needs to load old state dicts
         aligned._metadata = state._metadata  # type: ignore[attr-defined]
     return aligned

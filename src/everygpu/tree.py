@@ -44,12 +44,12 @@ def open_container(value: Any) -> Container | None:
         return None
     if kind in (list, tuple):
         return Container(accessors=_indices(value), children=tuple(value), rebuild=kind)
-    if kind is not dict and kind in _pytree.SUPPORTED_NODES:
-        return _open_registered(value)
     if isinstance(value, (dict, UserDict)):
         return _open_mapping(value)
     if isinstance(value, (list, tuple)):
         return _open_sequence(value)
+    if kind in _pytree.SUPPORTED_NODES:
+        return _open_registered(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _open_dataclass(value)
     return None

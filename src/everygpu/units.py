@@ -1,6 +1,7 @@
 """Sizes in bytes, as people write them."""
 
 import re
+from fractions import Fraction
 
 from everygpu.errors import OptionError
 
@@ -28,14 +29,14 @@ def parse_size(size: int | str) -> int:
     Raises:
         OptionError: the text is no size, or the number is negative.
     """
-    if isinstance(size, int):
+    if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
             raise OptionError(f"parse_size: a size must not be negative, got {size}.")
         return size
-    match = _SIZE.fullmatch(size)
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     if match is None:
         raise OptionError(f"parse_size: a size looks like '8GiB' or '500 MB', got {size!r}.")
-    return int(float(match[1]) * _FACTORS[(match[2] or "").lower()])
+    return int(Fraction(match[1]) * _FACTORS[(match[2] or "").lower()])
 
 
 def format_size(num_bytes: int) -> str:

@@ -73,8 +73,6 @@ class Case:
     name: str
     build: Callable[[], nn.Module]
     batch: Callable[[int], tuple[Any, ...]]
-    twice_differentiable: bool = True
-    """cuDNN has no second derivative of an LSTM; sparse gradients have none anywhere."""
 
     def make(self) -> nn.Module:
         torch.manual_seed(0)
@@ -97,7 +95,7 @@ CASES = [
         batch=lambda n: (torch.randn(n, 5),),
     ),
     Case(name="cnn", build=lambda: convolutional().eval(), batch=lambda n: (torch.randn(n, 2, 5, 5),)),
-    Case(name="lstm", build=Recurrent, batch=lambda n: (torch.randn(n, 3, 5),), twice_differentiable=False),
+    Case(name="lstm", build=Recurrent, batch=lambda n: (torch.randn(n, 3, 5),)),
     Case(
         name="transformer",
         build=Masked,
@@ -108,7 +106,6 @@ CASES = [
         name="sparse",
         build=SparseLookup,
         batch=lambda n: (torch.randint(0, 11, (n, 3)),),
-        twice_differentiable=False,
     ),
     Case(name="complex", build=ComplexMap, batch=lambda n: (torch.randn(n, 4),)),
 ]

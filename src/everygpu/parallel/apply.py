@@ -3,7 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -44,6 +44,8 @@ def parallel_apply(
             f"parallel_apply: needs as many inputs, kwargs and devices as modules, got {len(modules)} modules, "
             f"{len(calls)} inputs, {len(kwargs)} kwargs and {len(found)} devices."
         )
+    if not calls:
+        return []
     arguments = [c if isinstance(c, tuple) else (c,) for c in calls]
     workers = Workers(len(modules) - 1)
     try:
@@ -103,7 +105,7 @@ class Workers:
         """End the threads."""
         for thread in self._threads:
             thread.shutdown(wait=True)
-        self._threads = []
+        self._threads, self._pid = [], 0
 
     def _started(self) -> list[ThreadPoolExecutor]:
         if self._pid != os.getpid():  # first call, or a fork, which copies no threads
@@ -113,6 +115,10 @@ class Workers:
                 for i in range(self._num_threads)
             ]
         return self._threads
+
+
+class _Cancelled(Exception):  # noqa: N818 - no error: another replica's is
+    """A replica did not begin, because another one had failed."""
 
 
 class _Gate:
@@ -131,13 +137,13 @@ class _Gate:
         """Wait for one's turn.
 
         Raises:
-            CancelledError: another replica has failed, and this one has not begun.
+            _Cancelled: another replica has failed, and this one has not begun.
         """
         before = self._before[index]
         if before is not None:
             self._done[before].wait()
         if self._stopped:
-            raise CancelledError
+            raise _Cancelled
 
     def leave(self, index: int) -> None:
         self._done[index].set()
@@ -189,7 +195,7 @@ def _run_here(job: _Job, device: torch.device, *, alone: bool) -> Any:
 def _raise_first(outcomes: Sequence[Outcome], calls: Sequence[tuple[int, torch.device, Any]]) -> None:
     """Raise the first replica's exception as it was, with the replica named as its cause."""
     for (_, error), (position, device, (_, args, kwargs)) in zip(outcomes, calls):
-        if error is None or isinstance(error, CancelledError):
+        if error is None or isinstance(error, _Cancelled):
             continue
         shapes = ", ".join(_shapes(args, kwargs)) or "no tensors"
         where = ReplicaError(f"forward: replica {position} on {device} failed, called with {shapes}.")

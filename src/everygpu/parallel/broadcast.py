@@ -1,5 +1,6 @@
 """Tensors handed from the primary device to the others, and their gradients added up on the way back."""
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,54 +16,52 @@ ALIGNMENT_BYTES = 256
 
 Grads = Sequence[Tensor | None]
 
+_Version = tuple["weakref.ref[Tensor]", int]
+"""Which tensor, and how often it had been written."""
+
 
 class Bucket:
     """Tensors of one dtype that travel together, with a persistent copy on every other device.
 
     A copy is one flat buffer per device; its slots have the shapes and strides of the originals. Refreshing
-    writes the buffers in place, so slots keep their addresses. A slot's version counter, which autograd
-    checks in backward, moves only when the original's has: two forwards before one backward are fine,
-    and a backward through values changed since is torch's usual error.
+    writes the buffers in place, so memory and addresses stay the same from step to step. Memory that a graph
+    or a user still holds is not overwritten: the copy then moves to new memory, unless the values are the same.
+    So two forwards before one backward work, and so do weights swapped for an evaluation in between.
+
+    Args:
+        originals: At least one tensor, all of one dtype and alike in ``requires_grad``.
+        device: Where they are.
+        devices: Where the copies go.
     """
 
     def __init__(self, originals: Sequence[Tensor], device: torch.device, devices: Sequence[torch.device]) -> None:
         self.device = device
         self.devices = list(devices)
-        self.requires_grad = originals[0].requires_grad
         self._dtype = originals[0].dtype
+        self._requires_grad = originals[0].requires_grad
         self._metas = [(t.shape, _dense_strides(t)) for t in originals]
         self._offsets, self._numel = _offsets(originals)
-        self._flats: list[Tensor | None] = [None] * len(self.devices)
-        self._slots: list[list[Tensor]] = [[] for _ in self.devices]
-        self._seen: list[list[int]] = [[] for _ in self.devices]
-        self._kinds = [nn.Parameter if isinstance(t, nn.Parameter) else Tensor for t in originals]
+        self._copies: list[_Copy | None] = [None] * len(self.devices)
 
     def refresh(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> list[list[Tensor]]:
         """Bring copies up to date.
 
         Args:
             originals: The tensors now, shaped as at construction.
-            replicas: Which of ``devices`` to serve.
+            replicas: Which of ``devices`` to serve; nobody may hold on to what they were given last, but graphs
+                that have yet to run backward.
         Returns:
-            For each of ``replicas``, its tensors; connected to ``originals`` when autograd records.
+            For each of ``replicas``, its tensors; connected to ``originals``, also while autograd is off:
+            activation checkpointing runs a replica again later, when it is on.
         """
         # Outside inference mode, or buffers made in it could never be written by a training step.
         with torch.inference_mode(False), torch.no_grad():
             self._transfer(originals, replicas)
-        slots = [self._slots[i] for i in replicas]
-        if self.requires_grad and torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            _, *outputs = _Broadcast.apply(self, replicas, slots, *originals)  # type: ignore[no-untyped-call]
-        else:
-            with torch.inference_mode(False):
-                outputs = self.present(slots)
-                if self.requires_grad:
-                    outputs = tuple(t.requires_grad_() for t in outputs)
+            slots = [copy.slots for i in replicas if (copy := self._copies[i]) is not None]
+            with torch.set_grad_enabled(self._requires_grad):
+                _, *outputs = _Broadcast.apply(self, replicas, slots, *originals)  # type: ignore[no-untyped-call]
         width = len(originals)
-        return [list(outputs[i * width : (i + 1) * width]) for i in range(len(slots))]
-
-    def present(self, slots: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
-        """Make the tensors replicas see: new objects on the slots' memory and version counters."""
-        return tuple(Tensor._make_subclass(kind, slot) for row in slots for kind, slot in zip(self._kinds, row))
+        return [outputs[i * width : (i + 1) * width] for i in range(len(slots))]
 
     def sum_grads(self, grads: Sequence[Grads]) -> list[Tensor | None]:
         """Add the replicas' gradients, through one flat buffer each.
@@ -83,23 +82,25 @@ class Bucket:
         return totals
 
     def _transfer(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> None:
-        for i in replicas:
-            if self._flats[i] is None:
-                self._flats[i], self._slots[i] = self._allocate(self.devices[i])
-                self._seen[i] = [_version(t) for t in originals]
-        flats = [flat for i in replicas if (flat := self._flats[i]) is not None]
-        comm.broadcast(self._flatten(originals, self.device, range(len(originals))), flats)
         versions = [_version(t) for t in originals]
-        for i in replicas:
-            moved = [s for s, now, before in zip(self._slots[i], versions, self._seen[i]) if now != before]
-            if moved:
-                increment_version(moved)
-                self._seen[i] = versions
+        targets = [self._writable(i, versions) for i in replicas]
+        source = self._flatten(originals, self.device, range(len(originals)))
+        comm.broadcast(source, [target.flat for target in targets])
+        for i, target in zip(replicas, targets):
+            current = self._copies[i]
+            if current is None or (current is not target and not _equal_bytes(current.flat, target.flat)):
+                self._copies[i] = target
 
-    def _allocate(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-        flat = torch.zeros(self._numel, dtype=self._dtype, device=device)
+    def _writable(self, replica: int, versions: list[_Version]) -> "_Copy":
+        """Return memory for a copy: that in use, unless someone still needs what is in it."""
+        current = self._copies[replica]
+        if current is not None:
+            current.age(versions)
+            if not current.is_held():
+                return current
+        flat = torch.zeros(self._numel, dtype=self._dtype, device=self.devices[replica])
         # .data gives each slot a version counter of its own.
-        return flat, [view.data for view in self._views(flat, range(len(self._metas)))]
+        return _Copy(flat, [view.data for view in self._views(flat, range(len(self._metas)))], versions)
 
     def _views(self, flat: Tensor, which: Sequence[int]) -> list[Tensor]:
         return [flat.as_strided(*self._metas[k], self._offsets[k]) for k in which]
@@ -120,6 +121,31 @@ class Bucket:
         return self._views(comm.reduce(flats, self.device), which)
 
 
+class _Copy:
+    """A bucket's tensors on one device."""
+
+    def __init__(self, flat: Tensor, slots: list[Tensor], versions: list[_Version]) -> None:
+        self.flat = flat
+        self.slots = slots
+        self._versions = versions
+        self._own_uses = _num_uses(flat)
+
+    def age(self, versions: list[_Version]) -> None:
+        """Tell autograd which originals were written since: a backward through their values is torch's error.
+
+        An original that was replaced is not one that was written: what is in its slot is still its value.
+        """
+        pairs = zip(self.slots, self._versions, versions)
+        moved = [slot for slot, (was, v), (now, w) in pairs if was() is now() and v != w]
+        if moved:
+            increment_version(moved)
+        self._versions = versions
+
+    def is_held(self) -> bool:
+        """Tell whether anyone else, such as a graph before its backward, refers to this memory."""
+        return _num_uses(self.flat) > self._own_uses
+
+
 def _on_devices(grads: Sequence[Grads]) -> Iterator[tuple[Grads, torch.device]]:
     """Pair each replica's gradients with the device they are on, leaving out replicas that have none."""
     for row in grads:
@@ -137,14 +163,19 @@ def broadcast_tensor(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]
     Returns:
         One tensor per device. Gradients are added up in the order of ``devices``.
     """
-    if x.requires_grad and torch.is_grad_enabled() and len(devices) > 1:
-        return list(_Copies.apply(x, devices))  # type: ignore[no-untyped-call]
-    return [_copy_for(x, device, i) for i, device in enumerate(devices)]
+    with keep_requires_grad(x):
+        if x.requires_grad and torch.is_grad_enabled() and len(devices) > 1:
+            return list(_Copies.apply(x, devices))  # type: ignore[no-untyped-call]
+        # Replicas on one device must not share memory: one may write into it.
+        return [x.to(device, non_blocking=True, copy=i > 0) for i, device in enumerate(devices)]
 
 
-def _copy_for(x: Tensor, device: torch.device, position: int) -> Tensor:
-    # Replicas on one device must not share memory: one may write into it.
-    return x.to(device, non_blocking=True, copy=position > 0)
+@contextmanager
+def keep_requires_grad(x: Tensor) -> Iterator[None]:
+    """Record what is made of an input that takes a gradient, also under ``no_grad``: the parts take one too."""
+    record = torch.is_grad_enabled() or (x.requires_grad and not torch.is_inference_mode_enabled())
+    with torch.set_grad_enabled(record):
+        yield
 
 
 class _Broadcast(torch.autograd.Function):
@@ -159,7 +190,7 @@ class _Broadcast(torch.autograd.Function):
         # Autograd runs a node where its first output is: this one has it add up on the primary device, in step
         # with the gradients it adds to.
         anchor = torch.empty(0, device=bucket.device)
-        return anchor, *bucket.present(slots)
+        return anchor, *(_present(slot, t) for row in slots for slot, t in zip(row, originals))
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -219,8 +250,27 @@ def _sum_on(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return total
 
 
-def _version(t: Tensor) -> int:
-    return 0 if t.is_inference() else t._version
+def _version(t: Tensor) -> _Version:
+    return weakref.ref(t), 0 if t.is_inference() else t._version
+
+
+def _present(slot: Tensor, original: Tensor) -> Tensor:
+    """Make what a replica sees of a slot: a tensor of the original's class, with its attributes."""
+    kind = type(original) if isinstance(original, nn.Parameter) and type(original) is not Tensor else Tensor
+    seen = Tensor._make_subclass(kind, slot)
+    if isinstance(original, nn.Parameter) and not isinstance(seen, nn.Parameter):
+        seen._is_param = True
+    if vars(original):
+        vars(seen).update(vars(original))
+    return seen
+
+
+def _num_uses(flat: Tensor) -> int:
+    return torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
+
+
+def _equal_bytes(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def _offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:

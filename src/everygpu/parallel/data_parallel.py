@@ -1,8 +1,10 @@
 """The drop-in layer: one module, every device."""
 
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
@@ -17,6 +19,9 @@ from everygpu.parallel.placement import check_module, place_module
 from everygpu.parallel.replicate import ReplicaSet
 from everygpu.parallel.scatter import Shard, move_tree, scatter_call
 from everygpu.parallel.split import Split, check_split
+
+# Which wrappers' forwards the present call is inside of, in this thread and in the replicas' threads.
+_running: ContextVar[frozenset[int]] = ContextVar("everygpu_running", default=frozenset())
 
 BUFFER_RULES = ("first", "mean")
 
@@ -71,6 +76,8 @@ class DataParallel(nn.Module):
         check_split(split, len(self.device_ids))
         if buffers not in BUFFER_RULES:
             raise OptionError(f"DataParallel: buffers must be one of {BUFFER_RULES}, got {buffers!r}.")
+        if not isinstance(dim, int) or isinstance(dim, bool):
+            raise OptionError(f"DataParallel: dim must be an int, got {dim!r}.")
         self.dim = dim
         self.split = split
         self.buffers_rule = buffers
@@ -83,7 +90,7 @@ class DataParallel(nn.Module):
         self._replicas: ReplicaSet | None = None
         self._workers = Workers(len(self.device_ids) - 1)
         self._turn = threading.Lock()
-        self._caller: int | None = None
+        self._pid = os.getpid()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on all devices; see the class."""
@@ -97,7 +104,7 @@ class DataParallel(nn.Module):
             return gather(outputs, self.output_device, self.dim)
 
     def _refresh(self, positions: list[int]) -> list[nn.Module]:
-        if self._replicas is None:
+        if self._replicas is None or self._replicas.module is not self.module:
             self._replicas = ReplicaSet(self.module, self.device_ids, strict_device=self.strict_device)
         return self._replicas.refresh(positions)
 
@@ -124,16 +131,18 @@ class DataParallel(nn.Module):
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
         """Let one thread at a time use the replicas; others wait for their turn."""
-        if self._caller == threading.get_ident():
+        if id(self) in _running.get():
             raise EveryGPUError(
                 "DataParallel: forward can't be called from within its own forward. Call the inner module."
             )
+        if self._pid != os.getpid():  # a fork copies no threads, and locks as they were
+            self._prepare()
         with self._turn:
-            self._caller = threading.get_ident()
+            token = _running.set(_running.get() | {id(self)})
             try:
                 yield
             finally:
-                self._caller = None
+                _running.reset(token)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's own state dict, without ``module.`` in front: it loads anywhere."""
@@ -146,11 +155,10 @@ class DataParallel(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load as part of a larger model, whose state dict has this wrapper's parameters prefix-free."""
-        own = {prefix + "module." + key for key in self.module.state_dict()}
-        for key in [k for k in state_dict if k.startswith(prefix)]:
-            wrapped = prefix + "module." + key[len(prefix) :]
-            if wrapped in own:
-                state_dict[wrapped] = state_dict.pop(key)
+        names = [key for key in state_dict if key.startswith(prefix)]
+        mine = {key[len(prefix) :]: state_dict.pop(key) for key in names}
+        expected = [f"module.{key}" for key in self.module.state_dict()]
+        state_dict.update({prefix + key: value for key, value in align_keys(mine, expected).items()})
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getattr__(self, name: str) -> Any:
@@ -164,7 +172,7 @@ class DataParallel(nn.Module):
             return getattr(module, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_replicas", "_workers", "_turn", "_caller")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_replicas", "_workers", "_turn", "_pid")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -5,10 +5,8 @@ are brought up to date with the original's, so it behaves as a copy made at that
 """
 
 import copy
-import functools
 import types
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 
 from everygpu import tree
 from everygpu.keys import wrapped_child
+from everygpu.parallel.callables import open_callable, rebind_function
 
 TABLES = ("_parameters", "_buffers", "_modules")
 """What a module keeps its tensors and children in; filled by the replica's owner, not copied."""
@@ -24,26 +23,7 @@ TABLES = ("_parameters", "_buffers", "_modules")
 _INERT_TYPES = frozenset(
     {int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, type}
 )
-"""Values that can't refer to the module tree and compare by value."""
-
-Translate = Callable[[Any], Any]
-
-_CONTAINERS = (dict, list, set, tuple)
-
-
-class Watch:
-    """Notices which modules' plain attributes have changed since it last looked."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
-        self._records: list[_Record | None] = [None] * len(modules)
-
-    def changed(self) -> list[int]:
-        """Return the indices of the modules whose replicas are out of date."""
-        found = [i for i, m in enumerate(self._modules) if not _is_current(self._records[i], m)]
-        for i in found:
-            self._records[i] = _record(self._modules[i])
-        return found
+"""Values that can't refer to the module tree."""
 
 
 class Mirror:
@@ -66,8 +46,9 @@ class Mirror:
         for original, twin in zip(modules, self.modules):
             children = {k: None if c is None else self._twins[id(c)] for k, c in original._modules.items()}
             twin._modules.update(children)
+        # What forward does to a replica's attributes is undone before the next.
+        self._watch = Watch(self.modules)
         self._stale = set(range(len(modules)))
-        self._busy: set[int] = set()
 
     @property
     def root(self) -> nn.Module:
@@ -75,8 +56,15 @@ class Mirror:
         return self._twins[id(self._originals[0])]
 
     def expire(self, indices: Iterable[int]) -> None:
-        """Note that these modules' attributes have changed."""
-        self._stale.update(indices)
+        """Note that these modules' attributes have changed in the original, and which have in the replica."""
+        self._stale.update(indices, self._watch.changed())
+
+    def release(self) -> None:
+        """Drop the attributes that ``follow`` will set, and the tensors they hold."""
+        for index in self._stale:
+            twin = vars(self.modules[index])
+            for name in [k for k in twin if k not in TABLES]:
+                del twin[name]
 
     def follow(self, tensors: Mapping[int, Tensor]) -> None:
         """Bring the plain attributes of changed modules up to date.
@@ -84,32 +72,75 @@ class Mirror:
         Args:
             tensors: From ``id`` of each of the original's parameters and buffers to the replica's.
         """
+        translation = _Translation(self._twins, tensors, self._device)
         for index in self._stale:
-            original, twin = vars(self._originals[index]), vars(self.modules[index])
-            tables = {name: twin[name] for name in TABLES}
-            twin.clear()
-            twin.update((k, self._translate(v, tensors)) for k, v in original.items() if k not in tables)
-            twin.update(tables)
+            original, twin = self._originals[index], self.modules[index]
+            tables = {name: vars(twin)[name] for name in TABLES}
+            attributes = {k: translation.of(v) for k, v in vars(original).items() if k not in tables}
+            vars(twin).clear()
+            vars(twin).update(tables | attributes)
+            if type(twin) is not type(original):
+                object.__setattr__(twin, "__class__", type(original))
+        self._watch.accept(self._stale)
         self._stale.clear()
 
-    def _translate(self, value: Any, tensors: Mapping[int, Tensor]) -> Any:
-        """Turn a value of the original into what the replica should have in its place."""
-        kind = type(value)
-        if kind in _INERT_TYPES:
+
+class _Translation:
+    """Turns values of the original into what a replica has in their place."""
+
+    def __init__(self, twins: Mapping[int, nn.Module], tensors: Mapping[int, Tensor], device: torch.device) -> None:
+        self._twins = twins
+        self._tensors = tensors
+        self._device = device
+        self._done: dict[int, Any] = {}
+        self._open: set[int] = set()
+
+    def of(self, value: Any) -> Any:
+        """Translate an attribute: containers are copied, so that replicas don't write into each other's."""
+        if type(value) in _INERT_TYPES:
             return value
+        if isinstance(value, Tensor) and id(value) not in self._tensors:
+            return self._carry(value)
+        if not isinstance(value, (dict, list, tuple, set, frozenset)):
+            return self.reference(value)
+        if id(value) in self._open:  # it contains itself
+            return value
+        self._open.add(id(value))
+        try:
+            return self._container(value)
+        finally:
+            self._open.discard(id(value))
+
+    def reference(self, value: Any) -> Any:
+        """Translate what a function refers to: things of the module tree. Everything else stays shared."""
         if isinstance(value, nn.Module):
             return self._twins.get(id(value), value)
         if isinstance(value, Tensor):
-            twin = tensors.get(id(value))
-            return self._carry(value) if twin is None else twin
-        rebuild = _rebuilder(value)
-        if rebuild is None or id(value) in self._busy:  # a leaf, or something that contains itself
+            return self._tensors.get(id(value), value)
+        if id(value) in self._done:
+            return self._done[id(value)]
+        if isinstance(value, types.FunctionType):
+            return rebind_function(value, self.reference, self._done)
+        opened = open_callable(value)
+        if opened is None:
             return value
-        self._busy.add(id(value))
-        try:
-            return rebuild(value, functools.partial(self._translate, tensors=tensors))
-        finally:
-            self._busy.discard(id(value))
+        self._done[id(value)] = value
+        parts = [self.reference(part) for part in opened.children]
+        if not all(map(_is, parts, opened.children)):
+            self._done[id(value)] = opened.rebuild(parts)
+        return self._done[id(value)]
+
+    def _container(self, value: Any) -> Any:
+        if isinstance(value, (set, frozenset)):
+            plain = type(value) in (set, frozenset)
+            return type(value)(map(self.of, value)) if plain else copy.copy(value)
+        opened = tree.open_container(value)
+        if opened is None:
+            return value
+        children = [self.of(child) for child in opened.children]
+        if isinstance(value, tuple) and all(map(_is, children, opened.children)):
+            return value
+        return opened.rebuild(children)
 
     def _carry(self, x: Tensor) -> Tensor:
         """Copy a plain tensor attribute, as the original would have on its own device."""
@@ -118,14 +149,36 @@ class Mirror:
         return x.to(self._device, copy=not x.requires_grad)
 
 
+class Watch:
+    """Notices which modules' plain attributes have changed since it last looked."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._records: list[_Record | None] = [None] * len(modules)
+
+    def changed(self) -> list[int]:
+        """Return the indices of the modules that differ from when this was last called, and take note of them."""
+        found = [i for i, m in enumerate(self._modules) if not _is_current(self._records[i], m)]
+        self.accept(found)
+        return found
+
+    def accept(self, indices: Iterable[int]) -> None:
+        """Take note of these modules as they are now."""
+        for i in indices:
+            self._records[i] = _record(self._modules[i])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Record:
     """A module's plain attributes as they were."""
 
+    kind: type
     names: list[str]
     values: list[Any]
-    mutable: list[Any]
-    contents: list[Any]
+    empty: list[Any]
+    """Containers that had nothing in them, as most of a module's hooks."""
+    filled: list[tuple[Any, Any]]
+    """Other containers, each with a copy."""
     volatile: bool
     """Holds something whose change can't be seen from outside: it is translated every time."""
 
@@ -134,35 +187,20 @@ def _record(module: nn.Module) -> _Record:
     attributes = vars(module)
     plain = [v for k, v in attributes.items() if k not in TABLES]
     mutable = [v for v in plain if isinstance(v, (dict, list, set))]
-    loose = [v for v in plain if isinstance(v, _CONTAINERS) and not _is_inert(v)]
     return _Record(
+        kind=type(module),
         names=list(attributes),
         values=list(attributes.values()),
-        mutable=mutable,
-        contents=[copy.copy(v) for v in mutable] if not loose else [],
-        volatile=bool(loose) or any(isinstance(v, (Tensor, weakref.ref)) for v in plain),
+        empty=[v for v in mutable if not v],
+        filled=[(v, copy.copy(v)) for v in mutable if v],
+        volatile=any(_is_volatile(v) for v in plain),
     )
 
 
-def _is_current(record: "_Record | None", module: nn.Module) -> bool:
-    if record is None or record.volatile:
-        return False
-    attributes = vars(module)
-    values = attributes.values()
-    if len(values) != len(record.values) or not all(map(_is, values, record.values)):
-        return False
-    return list(attributes) == record.names and _equal(record.mutable, record.contents)
-
-
-def _is(a: object, b: object) -> bool:
-    return a is b
-
-
-def _equal(a: list[Any], b: list[Any]) -> bool:
-    try:
-        return a == b
-    except (RuntimeError, TypeError, ValueError):  # something came in that doesn't compare, such as a tensor
-        return False
+def _is_volatile(value: Any) -> bool:
+    if isinstance(value, (dict, list, set, frozenset, tuple)):
+        return not _is_inert(value)
+    return isinstance(value, Tensor) or _refers_to_tensors(value, set())
 
 
 def _is_inert(container: Any) -> bool:
@@ -170,78 +208,41 @@ def _is_inert(container: Any) -> bool:
     return set(map(type, items)) <= _INERT_TYPES
 
 
+def _refers_to_tensors(value: Any, seen: set[int]) -> bool:
+    opened = open_callable(value) if id(value) not in seen else None
+    if opened is None:
+        return False
+    seen.add(id(value))
+    return any(isinstance(part, Tensor) or _refers_to_tensors(part, seen) for part in opened.children)
+
+
+def _is_current(record: "_Record | None", module: nn.Module) -> bool:
+    if record is None or record.volatile or record.kind is not type(module):
+        return False
+    attributes = vars(module)
+    values = attributes.values()
+    if len(values) != len(record.values) or not all(map(_is, values, record.values)):
+        return False
+    if any(record.empty) or list(attributes) != record.names:
+        return False
+    return all(_same_items(now, before) for now, before in record.filled)
+
+
+def _same_items(now: Any, before: Any) -> bool:
+    """Compare by identity and in order: equal values of other types, or in another order, are a change."""
+    if isinstance(now, set):
+        return bool(now == before)
+    keys_agree = not isinstance(now, dict) or (len(now) == len(before) and all(map(_is, now, before)))
+    items, old = (now.values(), before.values()) if isinstance(now, dict) else (now, before)
+    return keys_agree and len(items) == len(old) and all(map(_is, items, old))
+
+
+def _is(a: object, b: object) -> bool:
+    return a is b
+
+
 def _blank_copy(original: nn.Module) -> nn.Module:
     # Not type(original)(): the constructor's arguments are unknown. Not copy.copy: classes may define it.
     twin: nn.Module = object.__new__(type(original))
     vars(twin).update({name: {} for name in TABLES})
     return twin
-
-
-def _rebuilder(value: Any) -> Callable[[Any, Translate], Any] | None:
-    if isinstance(value, (dict, list, tuple)):
-        return _rebuild_container
-    if isinstance(value, (set, frozenset)):
-        return _rebuild_set
-    return _REBINDERS.get(type(value))
-
-
-def _rebuild_container(value: Any, translate: Translate) -> Any:
-    opened = tree.open_container(value)
-    if opened is None:
-        return value
-    children = [translate(child) for child in opened.children]
-    if isinstance(value, tuple) and all(map(_is, children, opened.children)):
-        return value
-    return opened.rebuild(children)
-
-
-def _rebuild_set(value: Any, translate: Translate) -> Any:
-    return type(value)(map(translate, value)) if type(value) in (set, frozenset) else copy.copy(value)
-
-
-def _rebind_method(value: types.MethodType, translate: Translate) -> Any:
-    owner = translate(value.__self__)
-    return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
-
-
-def _rebind_partial(value: functools.partial[Any], translate: Translate) -> Any:
-    function, args, keywords = translate(value.func), translate(value.args), translate(value.keywords)
-    twin = functools.partial(function, *args, **keywords)
-    vars(twin).update({k: translate(v) for k, v in vars(value).items()})
-    return twin
-
-
-def _rebind_function(value: types.FunctionType, translate: Translate) -> Any:
-    """Rebuild a closure whose cells refer to the module tree: ``old = m.forward; m.forward = lambda x: old(x)``."""
-    cells = value.__closure__ or ()
-    contents = [_cell_contents(cell) for cell in cells]
-    new = [translate(c) for c in contents]
-    if all(map(_is, contents, new)):
-        return value
-    closure = tuple(cell if a is b else types.CellType(b) for cell, a, b in zip(cells, contents, new))
-    twin = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, closure)
-    twin.__kwdefaults__ = value.__kwdefaults__
-    twin.__doc__, twin.__qualname__ = value.__doc__, value.__qualname__
-    vars(twin).update(vars(value))
-    return twin
-
-
-def _cell_contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None
-
-
-def _rebind_weakref(value: "weakref.ref[Any]", translate: Translate) -> Any:
-    target = value()
-    twin = translate(target)
-    return value if twin is target else weakref.ref(twin)
-
-
-_REBINDERS: dict[type, Callable[[Any, Translate], Any]] = {
-    types.MethodType: _rebind_method,
-    functools.partial: _rebind_partial,
-    types.FunctionType: _rebind_function,
-    weakref.ref: _rebind_weakref,
-}

@@ -22,7 +22,7 @@ def replicate(network: nn.Module, devices: Sequence[DeviceLike], detach: bool = 
         network: The module; it is the first replica itself, so its buffers and attributes stay alive. It is
             moved to ``devices[0]`` if it is elsewhere.
         devices: As ints (CUDA indices), names or ``torch.device``.
-        detach: Cut the replicas' parameters off from the module's, so that no gradients flow back.
+        detach: Cut the other replicas' parameters off from the module's, so that no gradients flow back.
     Returns:
         One module per device. Gradients of the replicas' parameters are added to the module's.
     Raises:
@@ -34,8 +34,11 @@ def replicate(network: nn.Module, devices: Sequence[DeviceLike], detach: bool = 
     """
     parsed = parse_devices(devices)
     check_module(network, "replicate")
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
-        return ReplicaSet(network, parsed).refresh(range(len(parsed)))
+    replicas = ReplicaSet(network, parsed).refresh(range(len(parsed)))
+    if detach:
+        for replica in replicas[1:]:
+            _cut_off(replica)
+    return replicas
 
 
 class ReplicaSet:
@@ -48,7 +51,7 @@ class ReplicaSet:
     """
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device], *, strict_device: bool = False) -> None:
-        self._module = module
+        self.module = module
         self._devices = list(devices)
         self._strict_device = strict_device
         self._arrange()
@@ -67,11 +70,13 @@ class ReplicaSet:
         for mirror in self._mirrors:
             mirror.expire(changed)
         others = [p - 1 for p in positions if p > 0]
+        for i in others:
+            self._release(i)
         for i, tensors in zip(others, self._send(others)):
             for (table, key), index in zip(self._places[i + 1], self._layout.order):
                 table[key] = None if index is None else tensors[index]
             self._mirrors[i].follow({id(mine): copy for mine, copy in zip(self._layout.tensors, tensors)})
-        return [self._mirrors[p - 1].root if p else self._module for p in positions]
+        return [self._mirrors[p - 1].root if p else self.module for p in positions]
 
     def average_buffers(self, positions: Sequence[int], weights: Sequence[int]) -> None:
         """Give the module's float buffers the weighted average over the replicas that ran.
@@ -91,9 +96,9 @@ class ReplicaSet:
 
     def _arrange(self) -> None:
         """Make mirrors and buckets for the module as it is now."""
-        place_module(self._module, self._devices[0], "DataParallel", strict=self._strict_device)
+        place_module(self.module, self._devices[0], "DataParallel", strict=self._strict_device)
         others = self._devices[1:]
-        self._layout = Layout(self._module)
+        self._layout = Layout(self.module)
         self._watch = Watch(self._layout.modules)
         self._mirrors = [Mirror(self._layout.modules, device) for device in others]
         trees = [self._layout.modules, *(mirror.modules for mirror in self._mirrors)]
@@ -104,6 +109,12 @@ class ReplicaSet:
         self._members = [[flat[k] for k in members] for members in groups]
         self._loose = sorted(set(range(len(tensors))) - set(flat))
         self._buckets = [Bucket([tensors[i] for i in members], self._devices[0], others) for members in self._members]
+
+    def _release(self, replica: int) -> None:
+        """Let go of a replica's tensors, so that their memory may be written."""
+        for table, key in self._places[replica + 1]:
+            table[key] = None
+        self._mirrors[replica].release()
 
     def _send(self, replicas: Sequence[int]) -> list[list[Tensor]]:
         """Return, for each of ``replicas``, its copies of the layout's tensors."""
@@ -130,6 +141,13 @@ class ReplicaSet:
             if not isinstance(t, nn.Parameter) and t.is_floating_point() and not t.requires_grad:
                 places.append(place)
         return places
+
+
+def _cut_off(replica: nn.Module) -> None:
+    for module in replica.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                module._parameters[name] = nn.Parameter(p.detach(), p.requires_grad)
 
 
 def _difference(theirs: Tensor, mine: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from everygpu import tree
 from everygpu.devices.parse import DeviceLike, parse_devices
-from everygpu.parallel.broadcast import broadcast_tensor
+from everygpu.parallel.broadcast import broadcast_tensor, keep_requires_grad
 from everygpu.parallel.split import Replicated, Split, SplitPlan, find_rows, is_splittable, plan_split
 
 
@@ -119,14 +119,13 @@ class _Sharer:
 
     def _rows(self, x: Tensor, plan: SplitPlan) -> list[Tensor]:
         starts = [sum(plan.rows[:position]) for position in self.active]
-        shards = []
-        for start, position, device in zip(starts, self.active, self.devices):
-            shard = x.narrow(self.dim, start, plan.rows[position])
-            # Replicas may write into their shard. Views of one tensor that is part of a graph must not be
-            # written from several threads: each write would rebase the history of all.
-            on_tape = x.requires_grad and torch.is_grad_enabled() and shard.device == device
-            shards.append(shard.clone() if on_tape else shard.to(device, non_blocking=True))
-        return shards
+        # As on several GPUs: the first replica sees the input itself, the others see copies. Replicas may write
+        # into what they see, and views of one tensor would share its version counter and history.
+        with keep_requires_grad(x):
+            return [
+                x.narrow(self.dim, start, plan.rows[position]).to(device, non_blocking=True, copy=i > 0)
+                for i, (start, position, device) in enumerate(zip(starts, self.active, self.devices))
+            ]
 
     def _copies(self, leaf: Any) -> Sequence[Any]:
         if isinstance(leaf, Tensor):

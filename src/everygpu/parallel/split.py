@@ -63,10 +63,10 @@ def plan_split(num_rows: int, num_devices: int, split: Split = "chunk") -> Split
     Source:
         ``torch.chunk``, which torch.nn.DataParallel splits with.
     """
-    if split == "chunk":
+    if isinstance(split, str) and split == "chunk":
         size = max(1, -(-num_rows // num_devices))
         shares = [max(0, min(size, num_rows - i * size)) for i in range(num_devices)]
-    elif split == "even":
+    elif isinstance(split, str) and split == "even":
         base, extra = divmod(num_rows, num_devices)
         shares = [base + (i < extra) for i in range(num_devices)]
     else:
@@ -76,7 +76,7 @@ def plan_split(num_rows: int, num_devices: int, split: Split = "chunk") -> Split
 
 def check_split(split: Split, num_devices: int) -> None:
     """Refuse a ``split`` that ``plan_split`` would refuse, before any batch is there."""
-    if split not in ("chunk", "even"):
+    if not isinstance(split, str) or split not in ("chunk", "even"):
         _check_weights(split, num_devices)
 
 
@@ -128,8 +128,11 @@ def is_splittable(leaf: Any, path: str, dim: int) -> bool:
     return True
 
 
-def _check_weights(split: Split, num_devices: int) -> Sequence[float]:
-    weights = [] if isinstance(split, str) else [float(w) for w in split]
+def _check_weights(split: Any, num_devices: int) -> Sequence[float]:
+    try:
+        weights = [] if isinstance(split, str) else [float(w) for w in split]
+    except (TypeError, ValueError):  # no sequence, or not of numbers
+        weights = []
     finite = all(0 <= w < float("inf") for w in weights)
     if len(weights) != num_devices or not finite or sum(weights) == 0:
         raise OptionError(

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
 T = TypeVar("T")
@@ -54,14 +54,34 @@ class ThreadState:
             if self._saved_tensors_hooks is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saved_tensors_hooks))
             for mode in self._modes:
-                stack.enter_context(_for_device(mode, device))
+                stack.enter_context(_pushed(_for_device(mode, device)))
             yield
+
+
+class _FactoryDevice(DeviceContext):
+    """``with torch.device(…)`` for one thread: torch's own also sets a variable that all threads share."""
+
+    def __enter__(self) -> None:
+        _push_mode(self)  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        _pop_mode()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _pushed(mode: Any) -> Iterator[None]:
+    # Not mode.__enter__: the caller has entered it already, and what that does beyond pushing is done.
+    _push_mode(mode)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        _pop_mode()  # type: ignore[no-untyped-call]
 
 
 def _for_device(mode: Any, device: torch.device) -> Any:
     """Turn ``with torch.device("cuda:0")`` around the call into the replica's device."""
     if isinstance(mode, DeviceContext):
-        return DeviceContext(device if mode.device.type == device.type else mode.device)
+        return _FactoryDevice(device if mode.device.type == device.type else mode.device)
     return mode
 
 
@@ -76,7 +96,7 @@ def on_device(device: torch.device, stream: torch.cuda.Stream | None) -> Iterato
             stack.enter_context(torch.cuda.device(device))
             stack.enter_context(torch.cuda.stream(stream))
         if device.type != "cpu" and not any(isinstance(m, DeviceContext) for m in _function_modes()):
-            stack.enter_context(DeviceContext(device))
+            stack.enter_context(_FactoryDevice(device))
         yield
 
 

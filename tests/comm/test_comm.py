@@ -1,0 +1,71 @@
+"""Flat buffers copied to every device, and added up on one."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from everygpu import comm
+
+PROPERTY = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.uint8]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bool])
+def test_broadcast_overwrites_every_target(devices, dtype):
+    used = devices(3)
+    source = torch.tensor([1, 0, 3], device=used[0]).to(dtype)
+    targets = [torch.zeros(3, dtype=dtype, device=d) for d in used]
+    addresses = [t.data_ptr() for t in targets]
+
+    comm.broadcast(source, targets)
+
+    for target, device, address in zip(targets, used, addresses):
+        assert target.device == device
+        assert target.data_ptr() == address
+        assert target.cpu().equal(source.cpu())
+
+
+def test_broadcast_keeps_every_bit(devices):
+    used = devices(3)
+    odd = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45], device=used[0])
+    targets = [torch.ones(4, device=d) for d in used]
+    comm.broadcast(odd, targets)
+    for target in targets:
+        assert target.cpu().view(torch.int32).equal(odd.cpu().view(torch.int32))
+
+
+def test_broadcast_to_nobody():
+    comm.broadcast(torch.ones(3), [])
+
+
+@pytest.mark.parametrize("numel", [0, 1, 5])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reduce_adds_up_on_the_device_asked_for(devices, dtype, numel):
+    used = devices(3)
+    sources = [torch.full((numel,), i + 1, device=d).to(dtype) for i, d in enumerate(used)]
+    for target in set(used):
+        total = comm.reduce([s.clone() for s in sources], target)
+        assert total.device == target
+        assert total.dtype is dtype
+        assert total.tolist() == [sum(range(1, len(used) + 1))] * numel
+
+
+@PROPERTY
+@given(count=st.integers(1, 9), seed=st.integers(0, 1000))
+def test_reduce_adds_in_the_order_given(devices, count, seed):
+    used = devices(count)
+    generator = torch.Generator().manual_seed(seed)
+    sources = [torch.randn(16, generator=generator) * 10**i for i in range(len(used))]
+    expected = sources[0].clone()
+    for source in sources[1:]:
+        expected = expected + source
+    # Exactly: another order would round differently.
+    assert comm.reduce([s.to(d, copy=True) for s, d in zip(sources, used)], used[0]).cpu().equal(expected)
+
+
+def test_reduce_leaves_all_but_the_first_alone(devices):
+    used = devices(3)
+    sources = [torch.full((2,), float(i), device=d) for i, d in enumerate(used)]
+    comm.reduce(sources, used[0])
+    assert [s.tolist() for s in sources[1:]] == [[float(i)] * 2 for i in range(1, len(used))]

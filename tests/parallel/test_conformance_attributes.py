@@ -1,0 +1,280 @@
+"""Conformance rows about what a module or its replica is asked for: a20 to a24."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import everygpu
+from tests.parallel.oracle import Mlp, assert_same, assert_same_grads, pair, rows, score
+
+
+class Encoder(nn.Module):
+    """Has methods and attributes people reach for from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Mlp()
+        self.width = 3
+
+    @property
+    def total(self):
+        return sum(p.numel() for p in self.parameters())
+
+    def encode(self, x):
+        return self.body.first(x)
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def test_a20_attributes_of_the_module(devices):
+    devs = devices(2)
+    model, bare = pair(Encoder, devs)
+    x = rows(4, 3, device=devs[0])
+    assert model.width == 3
+    assert model.total == bare.total
+    assert model.body is model.module.body
+    torch.testing.assert_close(model.encode(x), bare.encode(x))
+    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+        _ = model.nothing_of_the_kind
+    assert not hasattr(model, "nothing_of_the_kind")
+
+
+def through_pickle(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def through_torch_save(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [through_pickle, through_torch_save, copy.deepcopy])
+@pytest.mark.parametrize("used", [False, True])
+def test_a20_a24_the_wrapper_survives_pickle_and_deepcopy(devices, copied, used):
+    devs = devices(3)
+    model, bare = pair(Encoder, devs, split="even", buffers="mean")
+    x = rows(7, 3, device=devs[0])
+    if used:
+        model(x)
+    twin = copied(model)
+    assert twin.width == 3
+    assert (twin.device_ids, twin.split, twin.buffers_rule) == (model.device_ids, "even", "mean")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    assert_same(twin, bare, x)
+
+
+def test_a20_no_recursion_before_there_is_a_module():
+    empty = everygpu.DataParallel.__new__(everygpu.DataParallel)
+    with pytest.raises(AttributeError):
+        _ = empty.width
+    with pytest.raises(AttributeError):
+        _ = empty.module
+    assert not hasattr(empty, "__deepcopy__")
+
+
+PREFIXES = ["", "module.", "_orig_mod.", "_fsdp_wrapped_module.", "module._orig_mod.", "_orig_mod.module.module."]
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_a21_keys_under_any_prefix_load(devices, prefix):
+    devs = devices(2)
+    model, bare = pair(lambda: nn.Sequential(Mlp(), nn.BatchNorm1d(2)), devs)
+    state = {prefix + k: v + 1 for k, v in bare.state_dict().items()}
+    result = model.load_state_dict(state)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    torch.testing.assert_close(dict(model.state_dict()), {k: v + 1 for k, v in bare.state_dict().items()})
+
+
+def test_a21_keys_are_saved_without_a_prefix(devices):
+    devs = devices(2)
+    model, bare = pair(Mlp, devs)
+    assert list(model.state_dict()) == list(bare.state_dict())
+    assert list(model.state_dict(prefix="net.")) == list(bare.state_dict(prefix="net."))
+    bare.load_state_dict(model.state_dict())
+
+
+def test_a21_keys_that_miss_or_exceed_are_reported(devices):
+    devs = devices(2)
+    model, bare = pair(Mlp, devs)
+    state = dict(bare.state_dict())
+    state["other"] = state.pop("first.bias")
+    with pytest.raises(RuntimeError, match=r"(?s)Missing key.*first\.bias.*Unexpected key.*other"):
+        model.load_state_dict(state)
+    result = model.load_state_dict(state, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == (["first.bias"], ["other"])
+
+
+def test_a21_a_submodule_that_is_really_called_module(devices):
+    devs = devices(2)
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.module(x)
+
+    model, bare = pair(Holder, devs)
+    assert list(model.state_dict()) == ["module.weight", "module.bias"]
+    model.load_state_dict(bare.state_dict())
+    model.load_state_dict({"module." + k: v for k, v in bare.state_dict().items()})
+    bare.load_state_dict(model.state_dict())
+
+
+def test_a21_the_wrapper_inside_a_larger_model(devices):
+    devs = devices(2)
+    model, bare = pair(Mlp, devs)
+    larger = nn.ModuleDict({"backbone": model, "head": nn.Linear(2, 2).to(devs[0], torch.float64)})
+    plain = nn.ModuleDict({"backbone": bare, "head": nn.Linear(2, 2).to(devs[0], torch.float64)})
+    assert list(larger.state_dict()) == list(plain.state_dict())
+    larger.load_state_dict({k: v + 1 for k, v in plain.state_dict().items()})
+    plain.load_state_dict(larger.state_dict())
+    torch.testing.assert_close(dict(larger.state_dict()), dict(plain.state_dict()))
+
+
+class Introspective(Mlp):
+    """Looks at its own parameters in forward, as transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.ones(1))
+        self.first.weight.gain = 2.0
+
+    def forward(self, x):
+        p = next(self.parameters())
+        names = [name for name, _ in self.named_parameters()]
+        keys = list(self.state_dict())
+        facts = (
+            type(p).__name__,
+            isinstance(p, nn.Parameter),
+            all(isinstance(q, nn.Parameter) for q in self.parameters()),
+            isinstance(self.shift, nn.Parameter),
+            p.dtype,
+            p.requires_grad == torch.is_grad_enabled() or p.requires_grad,
+            names,
+            keys,
+            len(list(self.buffers())),
+            sum(q.numel() for q in self.parameters()),
+            p is self.first.weight,
+            self.training,
+            p.device == x.device,
+        )
+        return super().forward(x.to(p.device, p.dtype)) + self.shift, facts
+
+
+def test_a22_parameters_are_real_in_every_replica(devices):
+    devs = devices(3)
+    model, bare = pair(Introspective, devs)
+    x = rows(7, 3, device=devs[0])
+    for _ in range(2):
+        out, facts = model(x)
+        expected, theirs = bare(x)
+        torch.testing.assert_close(out, expected)
+        assert facts == theirs  # a list of replicas' answers where they differ
+        with torch.no_grad():
+            assert model(x)[1] == theirs
+
+
+def test_a22_parameters_keep_their_own_attributes_and_class(devices):
+    devs = devices(3)
+
+    class Special(nn.Parameter):
+        pass
+
+    class Tagged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.weight.gain = 2.0
+            self.other = Special(torch.ones(3))
+
+        def forward(self, x):
+            return x * self.weight * self.weight.gain * self.other, type(self.other).__name__
+
+    model = everygpu.DataParallel(Tagged().to(devs[0]), devs)
+    out, kind = model(torch.ones(6, 3, device=devs[0]))
+    assert out.unique().tolist() == [2.0]
+    assert kind == "Special"
+
+
+class Lists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = nn.ParameterList([torch.ones(3) * i for i in range(1, 4)])
+        self.named = nn.ParameterDict({"a": torch.ones(3), "b": nn.Parameter(torch.ones(3) * 2)})
+        self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
+        self.heads = nn.ModuleDict({"left": nn.Linear(3, 2)})
+
+    def forward(self, x):
+        for p in self.listed:
+            x = x * p
+        for name, p in self.named.items():
+            x = torch.sin(x + p) if name == "a" else x * p
+        for layer in self.layers:
+            x = layer(x)
+        return self.heads["left"](x), len(self.listed), len(self.named), sorted(self.named.keys())
+
+
+def test_a23_parameter_lists_and_dicts_are_filled(devices):
+    devs = devices(3)
+    model, bare = pair(Lists, devs)
+    x = rows(7, 3, device=devs[0])
+    out, *facts = model(x)
+    expected, *theirs = bare(x)
+    assert facts == theirs == [3, 2, ["a", "b"]]
+    torch.testing.assert_close(out, expected)
+    score(out).backward()
+    score(expected).backward()
+    assert_same_grads(model, bare)
+    model.module.listed.append(torch.full((3,), 2.0).to(x))
+    assert model(x)[1] == 4
+
+
+class Copying(nn.Module):
+    """Copies a part of itself in forward, as averaging and meta-learning code does."""
+
+    def __init__(self, copied) -> None:
+        super().__init__()
+        self.copied = copied
+        self.body = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        self.rnn = nn.LSTM(3, 2, batch_first=True)
+
+    def forward(self, x):
+        twin, rnn = self.copied(self.body), self.copied(self.rnn)
+        facts = all(isinstance(p, nn.Parameter) and p.is_leaf for p in twin.parameters())
+        with torch.no_grad():
+            for p in twin.parameters():
+                p.mul_(2)
+        whole = self.copied(self)
+        out = self.body[0](x).sum(1, keepdim=True) + rnn(twin(x)[:, None])[0][:, 0].detach()
+        return out + whole.body[0].bias.detach().sum(), facts
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_torch_save])
+def test_a24_copies_made_inside_a_replicas_forward(devices, copied):
+    devs = devices(3)
+    model, bare = pair(lambda: Copying(copied), devs)
+    for m in (model, bare):
+        m.eval()
+    x = rows(7, 3, device=devs[0])
+    for _ in range(2):
+        out, leaves = model(x)
+        expected, _ = bare(x)
+        assert leaves is True
+        torch.testing.assert_close(out, expected)
+        for m, o in ((model, out), (bare, expected)):
+            m.zero_grad()
+            score(o).backward()
+        assert_same_grads(model, bare)
+        with torch.no_grad():
+            torch.testing.assert_close(model(x)[0], expected)

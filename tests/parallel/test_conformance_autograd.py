@@ -1,0 +1,530 @@
+"""Conformance rows about gradients: a03 (what backward may rely on), a31, a32."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import everygpu
+from tests.parallel.oracle import TOLERANCE, Mlp, assert_same, assert_same_grads, grads, pair, rows, score
+
+IN_PLACE = "modified by an inplace operation"
+"""From torch's error when a tensor that backward needs has been written since."""
+
+
+def fresh(model, bare):
+    """Forget the gradients of both."""
+    for m in (model, bare):
+        m.zero_grad()
+
+
+def test_a03_two_forwards_before_one_backward(devices):
+    devs = devices(3)
+    model, bare = pair(Mlp, devs)
+    for m in (model, bare):
+        first = m(rows(7, 3, device=devs[0], seed=1))
+        with torch.no_grad():
+            m(rows(4, 3, device=devs[0], seed=2))
+        m.eval()
+        second = m(rows(5, 3, device=devs[0], seed=3))
+        (score(first) * score(second)).backward()
+    assert_same_grads(model, bare)
+
+
+def test_a03_backward_of_the_first_forward_after_the_second(devices):
+    devs = devices(3)
+    model, bare = pair(Mlp, devs)
+    for m in (model, bare):
+        outputs = [m(rows(7, 3, device=devs[0], seed=seed)) for seed in range(3)]
+        for output in (outputs[1], outputs[2], outputs[0]):
+            score(output).backward()
+    assert_same_grads(model, bare)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["no forward since", "a forward since"])
+def test_a03_backward_after_an_in_place_change_is_torchs_error(devices, again):
+    devs = devices(3)
+    model, bare = pair(Mlp, devs)
+    x = rows(7, 3, device=devs[0])
+    for m in (model, bare):
+        loss = score(m(x))
+        with torch.no_grad():
+            m.second.weight.add_(1)
+        if again:
+            m(x)
+        with pytest.raises(RuntimeError, match=IN_PLACE):
+            loss.backward()
+    fresh(model, bare)
+    assert_same(model, bare, x)
+
+
+class Routed(nn.Module):
+    """Rows above zero go through one layer, the others through another, as in a mixture of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+        self.high = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+
+    def forward(self, x):
+        is_high = x[:, 0] > 0
+        parts = [layer(x[mask]) for layer, mask in ((self.low, ~is_high), (self.high, is_high)) if bool(mask.any())]
+        order = torch.cat([(~is_high).nonzero(), is_high.nonzero()]).flatten()
+        return torch.cat(parts)[order.argsort()]
+
+
+def routed_batch(device):
+    """All low rows first, so that only replicas after the first use ``high``."""
+    x = rows(8, 3, device=device).abs()
+    x[:5] *= -1
+    return x
+
+
+def test_a03_parameters_that_only_some_replicas_use(devices):
+    devs = devices(2)
+    model, bare = pair(Routed, devs)
+    assert_same(model, bare, routed_batch(devs[0]))
+    fresh(model, bare)
+    assert_same(model, bare, routed_batch(devs[0]).abs())
+    assert grads(model.module)["high.0.weight"] is not None
+
+
+def test_a03_parameters_that_no_replica_uses_have_no_gradient(devices):
+    devs = devices(3)
+    model, bare = pair(Routed, devs)
+    run = assert_same(model, bare, rows(7, 3, device=devs[0]).abs())
+    assert run.param_grads["low.0.weight"] is None
+
+
+def test_a03_in_place_change_of_what_only_another_replica_saved(devices):
+    """Replica 0 does not use ``high``: the replicas' own copies have to notice."""
+    devs = devices(2)
+    model, _ = pair(Routed, devs)
+    x = routed_batch(devs[0])
+    x[:4], x[4:] = x[:4], x[4:].abs()
+    loss = score(model(x))
+    with torch.no_grad():
+        model.module.high[2].weight.add_(1)
+    model(x)
+    with pytest.raises(RuntimeError, match=IN_PLACE):
+        loss.backward()
+
+
+def assign(m):
+    m.second.weight = nn.Parameter(m.second.weight.detach() + 1)
+    m.first.weight = nn.Parameter(m.first.weight.detach() * 2)
+
+
+def load_assigning(m):
+    m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("change", [assign, load_assigning])
+def test_a03_backward_after_new_parameters_never_gives_a_wrong_number(devices, change):
+    """On one device the old graph still has the old parameters. Here: the same numbers, or torch's error."""
+    devs = devices(3)
+    model, bare = pair(Mlp, devs)
+    x = rows(7, 3, device=devs[0])
+    kept, losses = [], []
+    for m in (model, bare):
+        change(m)  # parameters as new as those that come later: the same version counters
+        kept.append(list(m.parameters()))
+        losses.append(score(m(x)))
+        change(m)
+        m(x)
+    losses[1].backward()
+    try:
+        losses[0].backward()
+    except RuntimeError as error:
+        assert IN_PLACE in str(error)  # noqa: PT017
+    else:
+        torch.testing.assert_close([p.grad for p in kept[0]], [p.grad for p in kept[1]], **TOLERANCE)
+
+
+def test_a03_weights_swapped_through_data_and_back_between_forward_and_backward(devices):
+    """As an exponential moving average is evaluated in the middle of a step."""
+    devs = devices(3)
+    model, bare = pair(Mlp, devs)
+    x = rows(7, 3, device=devs[0])
+    for m in (model, bare):
+        student = m(x)
+        kept = [p.data.clone() for p in m.parameters()]
+        for p in m.parameters():
+            p.data.mul_(0.5)
+        with torch.no_grad():
+            teacher = m(x)
+        for p, old in zip(m.parameters(), kept):
+            p.data.copy_(old)
+        (student - teacher).square().sum().backward()
+    assert_same_grads(model, bare)
+
+
+def test_a03_gradients_accumulate_over_backwards(devices):
+    devs = devices(3)
+    model, bare = pair(Mlp, devs)
+    for m in (model, bare):
+        for seed in range(3):
+            score(m(rows(7 - seed, 3, device=devs[0], seed=seed))).backward()
+    assert_same_grads(model, bare)
+
+
+def test_a03_gradients_are_independent_tensors(devices):
+    """Changing one gradient must not count as changing another that a graph has saved."""
+    devs = devices(3)
+    model, bare = pair(Mlp, devs)
+    for m in (model, bare):
+        params = list(m.parameters())
+        found = torch.autograd.grad(score(m(rows(7, 3, device=devs[0]))), params)
+        loss = (params[0] * found[0]).sum()
+        for g in found[1:]:
+            g.zero_()
+        loss.backward()
+    assert_same_grads(model, bare)
+
+
+def test_a03_retain_graph(devices):
+    devs = devices(3)
+    model, bare = pair(Mlp, devs)
+    for m in (model, bare):
+        loss = score(m(rows(7, 3, device=devs[0])))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+    assert_same_grads(model, bare)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a31_autograd_grad_of_parameters(devices, create_graph):
+    devs = devices(3)
+    model, bare = pair(Mlp, devs)
+    x = rows(7, 3, device=devs[0])
+    found = [torch.autograd.grad(score(m(x)), list(m.parameters()), create_graph=create_graph) for m in (model, bare)]
+    torch.testing.assert_close(*found, **TOLERANCE)
+    assert all(g.requires_grad is create_graph for g in found[0])
+    some = [torch.autograd.grad(score(m(x)), [m.second.weight], create_graph=create_graph) for m in (model, bare)]
+    torch.testing.assert_close(*some, **TOLERANCE)
+
+
+def test_a31_double_backward_through_parameters_and_inputs(devices):
+    devs = devices(3)
+    model, bare = pair(Mlp, devs)
+    inputs = [rows(7, 3, device=devs[0]).requires_grad_() for _ in range(2)]
+    for m, x in zip((model, bare), inputs):
+        first = torch.autograd.grad(score(m(x)), [x, *m.parameters()], create_graph=True)
+        sum(g.square().sum() for g in first).backward()
+    assert_same_grads(model, bare)
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, **TOLERANCE)
+
+
+def test_a31_third_derivative(devices):
+    devs = devices(2)
+    model, bare = pair(Mlp, devs)
+    found = []
+    for m in (model, bare):
+        x = rows(5, 3, device=devs[0]).requires_grad_()
+        value = score(m(x))
+        for _ in range(3):
+            g = torch.autograd.grad(value, [x, m.first.weight, m.second.weight], create_graph=True)
+            value = sum(t.pow(3).sum() for t in g)
+        found.append(g)
+    torch.testing.assert_close(*found, **TOLERANCE)
+
+
+def test_a31_hessian_vector_product(devices):
+    devs = devices(3)
+    model, bare = pair(Mlp, devs)
+    products = []
+    for m in (model, bare):
+        params = list(m.parameters())
+        first = torch.autograd.grad(score(m(rows(7, 3, device=devs[0]))), params, create_graph=True)
+        along = sum((g * p.detach().cos()).sum() for g, p in zip(first, params))
+        products.append(torch.autograd.grad(along, params))
+    torch.testing.assert_close(*products, **TOLERANCE)
+
+
+@pytest.mark.parametrize("steps", [3])
+def test_a31_gradient_penalty(devices, steps):
+    """WGAN-GP: real, fake and mixed rows through one critic, the norm of its input gradient in the loss."""
+    devs = devices(3)
+    model, bare = pair(Mlp, devs)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, bare)]
+    for step in range(steps):
+        losses = []
+        for m, optimizer in zip((model, bare), optimizers):
+            optimizer.zero_grad()
+            real, fake = (rows(7, 3, device=devs[0], seed=10 * step + k) for k in range(2))
+            mixed = (real * 0.3 + fake * 0.7).requires_grad_()
+            (g,) = torch.autograd.grad(m(mixed).sum(), mixed, create_graph=True)
+            penalty = (g.norm(2, dim=1) - 1).square().mean()
+            loss = m(fake).mean() - m(real).mean() + 10 * penalty
+            loss.backward()
+            losses.append(loss.detach())
+        torch.testing.assert_close(*losses, **TOLERANCE)
+        assert_same_grads(model, bare)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+class Force(nn.Module):
+    """Returns an energy and its gradient, as force fields do: backward inside forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Mlp()
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            energy = self.body(x).sum(1)
+            (force,) = torch.autograd.grad(energy.sum(), x, create_graph=torch.is_grad_enabled())
+        return energy, force
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a31_gradient_taken_inside_forward(devices, requires_grad):
+    devs = devices(3)
+    model, bare = pair(Force, devs)
+    for seed in range(2):
+        fresh(model, bare)
+        assert_same(model, bare, rows(7, 3, device=devs[0], seed=seed).requires_grad_(requires_grad))
+    with torch.no_grad():
+        x = rows(7, 3, device=devs[0])
+        torch.testing.assert_close(model(x), bare(x), **TOLERANCE)
+
+
+class Inner(nn.Module):
+    """Calls backward in forward, and takes gradients of the parameters it has there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Mlp()
+
+    def forward(self, x):
+        self.body(x).square().sum().backward()
+        own = torch.autograd.grad(self.body(x).square().sum(), list(self.body.parameters()))
+        return x.new_tensor([[float(own[0].norm())]]).expand(len(x), 1)
+
+
+def test_a31_backward_called_inside_forward(devices):
+    devs = devices(3)
+    model, bare = pair(Inner, devs)
+    x = rows(7, 3, device=devs[0])
+    norms = model(x)
+    shards = x.chunk(len(devs))
+    expected = torch.cat([copy.deepcopy(bare)(shard) for shard in shards])
+    bare(x)
+    torch.testing.assert_close(norms, expected, **TOLERANCE)
+    assert_same_grads(model, bare)
+
+
+@pytest.mark.parametrize("num_rows", [2, 3])
+def test_a31_gradgradcheck(devices, num_rows):
+    devs = devices(2)
+    model, _ = pair(Mlp, devs)
+    x = rows(num_rows, 3, device=devs[0]).requires_grad_()
+
+    def call(x, *parameters):
+        return model(x)  # the parameters are the model's own, which the check changes in place
+
+    inputs = (x, *model.parameters())
+    assert torch.autograd.gradcheck(call, inputs)
+    assert torch.autograd.gradgradcheck(call, inputs)
+
+
+def test_a31_functional_call_with_other_parameters(devices):
+    """As meta-learning does: gradients flow to the parameters put in place of the module's."""
+    devs = devices(3)
+    model, bare = pair(Mlp, devs)
+    x = rows(7, 3, device=devs[0])
+    for m, prefix in ((model, "module."), (bare, "")):
+        names, params = zip(*bare.named_parameters()) if m is bare else zip(*model.module.named_parameters())
+        inner = torch.autograd.grad(score(m(x)), params, create_graph=True)
+        fast = {prefix + n: p - 0.01 * g for n, p, g in zip(names, params, inner)}
+        score(torch.func.functional_call(m, fast, (x,))).backward()
+    assert_same_grads(model, bare)
+    fresh(model, bare)
+    assert_same(model, bare, x)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant) -> None:
+        super().__init__()
+        self.body = Mlp()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a31_activation_checkpointing(devices, use_reentrant):
+    devs = devices(3)
+    model, bare = pair(lambda: Checkpointed(use_reentrant), devs)
+    assert_same(model, bare, rows(7, 3, device=devs[0]).requires_grad_())
+    fresh(model, bare)
+    for m in (model, bare):
+        outputs = [m(rows(7, 3, device=devs[0], seed=seed).requires_grad_()) for seed in range(2)]
+        (score(outputs[0]) * score(outputs[1])).backward()
+    assert_same_grads(model, bare)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a31_activation_checkpointing_with_an_evaluation_before_backward(devices, use_reentrant):
+    devs = devices(3)
+    model, bare = pair(lambda: Checkpointed(use_reentrant), devs)
+    for m in (model, bare):
+        output = m(rows(7, 3, device=devs[0]).requires_grad_())
+        with torch.no_grad():
+            m(rows(7, 3, device=devs[0], seed=2).requires_grad_())
+        score(output).backward()
+    assert_same_grads(model, bare)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 4)
+        self.head = nn.Linear(4, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        assert self.head.weight is self.embed.weight
+        return self.head(self.embed(ids).tanh())
+
+
+def test_a31_tied_weights(devices):
+    devs = devices(3)
+    model, bare = pair(Tied, devs)
+    ids = torch.arange(21, device=devs[0]).reshape(7, 3) % 11
+    assert_same(model, bare, ids)
+    for m in (model, bare):
+        first = torch.autograd.grad(score(m(ids)), list(m.parameters()), create_graph=True)
+        sum(g.square().sum() for g in first).backward()
+    assert_same_grads(model, bare)
+
+
+def test_a31_frozen_parameters_get_no_gradient(devices):
+    devs = devices(3)
+    model, bare = pair(Mlp, devs)
+    for m in (model, bare):
+        m.first.requires_grad_(False)
+    run = assert_same(model, bare, rows(7, 3, device=devs[0]).requires_grad_())
+    assert run.param_grads["first.weight"] is None
+    for m in (model, bare):
+        m.first.requires_grad_(True)
+        m.second.bias.requires_grad_(False)
+        m.zero_grad()
+    assert_same(model, bare, rows(7, 3, device=devs[0]))
+
+
+def test_a31_inputs_that_are_part_of_a_graph(devices):
+    devs = devices(3)
+    model, bare = pair(Mlp, devs)
+    leaves = [rows(7, 3, device=devs[0]).requires_grad_() for _ in range(2)]
+    for m, leaf in zip((model, bare), leaves):
+        score(m(leaf.exp()[:, [2, 0, 1]])).backward()
+    torch.testing.assert_close(leaves[0].grad, leaves[1].grad, **TOLERANCE)
+    assert_same_grads(model, bare)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spectrum = nn.Parameter(torch.randn(3, 4, dtype=torch.complex128))
+        self.shift = nn.Parameter(torch.randn(4))
+        self.register_buffer("phase", torch.randn(4, dtype=torch.complex128))
+
+    def to(self, device, dtype=None):
+        for p in self.parameters():
+            p.data = p.data.to(device, torch.complex128 if p.is_complex() else torch.float64)
+        self.phase = self.phase.to(device)
+        return self
+
+    def forward(self, x):
+        z = x.to(torch.complex128) @ self.spectrum.conj() + self.shift * self.phase
+        return z.conj() * z.abs(), (z * self.spectrum[0]).imag
+
+
+def test_a32_complex_parameters(devices):
+    devs = devices(3)
+    model, bare = pair(Complex, devs)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, bare)]
+    for seed in range(3):
+        assert_same(model, bare, rows(7, 3, device=devs[0], seed=seed).requires_grad_())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for m in (model, bare):
+        outputs = m(rows(7, 3, device=devs[0]))
+        first = torch.autograd.grad(score(outputs), list(m.parameters()), create_graph=True)
+        sum(g.abs().square().sum() for g in first).backward()
+    assert_same_grads(model, bare)
+
+
+class Words(nn.Module):
+    def __init__(self, tied=False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 4, sparse=True)
+        self.bag = nn.EmbeddingBag(11, 4, sparse=True, mode="sum")
+        self.head = nn.Linear(4, 2)
+        self.tied = tied
+
+    def forward(self, ids):
+        out = self.head(self.embed(ids).mean(1) + self.bag(ids))
+        # 7 begins the last of three shards: there the gradient is dense, in the others sparse.
+        dense = self.tied and int(ids[0, 0]) == 7
+        return out + F.linear(self.embed.weight, self.embed.weight).sum() if dense else out
+
+
+def test_a32_sparse_gradients(devices):
+    devs = devices(3)
+    model, bare = pair(Words, devs)
+    sparse = [torch.optim.SparseAdam([m.embed.weight, m.bag.weight], lr=0.01) for m in (model, bare)]
+    dense = [torch.optim.SGD(m.head.parameters(), lr=0.1) for m in (model, bare)]
+    for step in range(3):
+        ids = (torch.arange(21, device=devs[0]).reshape(7, 3) * (step + 1)) % 11
+        for optimizer in (*sparse, *dense):
+            optimizer.zero_grad()
+        assert_same(model, bare, ids)
+        assert model.embed.weight.grad.is_sparse
+        assert model.bag.weight.grad.is_sparse
+        for optimizer in (*sparse, *dense):
+            optimizer.step()
+        torch.testing.assert_close(dict(model.state_dict()), dict(bare.state_dict()), **TOLERANCE)
+
+
+def test_a32_sparse_and_dense_gradients_of_one_parameter(devices):
+    devs = devices(3)
+    model, bare = pair(functools.partial(Words, tied=True), devs)
+    ids = torch.arange(21, device=devs[0]).reshape(7, 3) % 11
+    shards = ids.chunk(len(devs))
+    score(model(ids)).backward()
+    score(torch.cat([bare(shard) for shard in shards])).backward()
+    torch.testing.assert_close(model.embed.weight.grad.to_dense(), bare.embed.weight.grad.to_dense(), **TOLERANCE)
+    torch.testing.assert_close(model.bag.weight.grad.to_dense(), bare.bag.weight.grad.to_dense(), **TOLERANCE)
+
+
+def test_a32_half_precision_and_integer_tensors_travel_unchanged(devices):
+    devs = devices(3)
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+                self.register_parameter("p_" + str(dtype)[6:], nn.Parameter(torch.arange(5, dtype=dtype)))
+            for dtype in (torch.int8, torch.int64, torch.bool, torch.complex64):
+                self.register_buffer("b_" + str(dtype)[6:], torch.arange(5).to(dtype))
+            self.register_parameter("empty", nn.Parameter(torch.zeros(0, 3)))
+            self.register_parameter("scalar", nn.Parameter(torch.tensor(2.0)))
+
+        def forward(self, x):
+            own = [*self.parameters(), *self.buffers()]
+            return [str(t.dtype) for t in own], [t.tolist() for t in own], [tuple(t.shape) for t in own]
+
+    module = Mixed().to(devs[0])
+    assert everygpu.DataParallel(module, devs)(rows(6, 2, device=devs[0])) == module(None)

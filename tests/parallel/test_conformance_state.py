@@ -1,0 +1,385 @@
+"""Conformance rows about what torch and Python keep per thread: a29, a30, a38, a39."""
+
+import contextlib
+import contextvars
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import CURRENT_DEVICE
+
+import everygpu
+from tests.parallel.oracle import assert_same, assert_same_grads, pair, rows, score
+
+ASKED = contextvars.ContextVar("ASKED", default="nothing")
+
+
+class Tell(nn.Module):
+    """Returns one answer per replica: a value where all agree, a list where they differ."""
+
+    def __init__(self, ask) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 2)
+        self.ask = ask
+
+    def forward(self, x):
+        return self.lin(x), self.ask(self, x)
+
+
+def told(ask, devs, **options):
+    """Make a model whose replicas answer a question, float32 as autocast wants it."""
+    return everygpu.DataParallel(Tell(ask).to(devs[0]), devs, **options)
+
+
+def autocast_facts(module, x):
+    kind = x.device.type
+    return (
+        str(module.lin(x).dtype),
+        torch.is_autocast_enabled(kind),
+        str(torch.get_autocast_dtype(kind)),
+        torch.is_autocast_cache_enabled(),
+        torch.is_autocast_enabled("cpu"),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cache_enabled", [True, False])
+def test_a29_autocast_dtype_is_the_same_in_every_replica(devices, dtype, cache_enabled):
+    devs = devices(3)
+    model = told(autocast_facts, devs)
+    x = rows(7, 3, device=devs[0]).float()
+    before = model(x)[1]
+    with torch.autocast(devs[0].type, dtype, cache_enabled=cache_enabled):
+        out, facts = model(x)
+        assert facts == autocast_facts(model.module, x)
+    assert facts[0] == str(dtype)
+    assert out.dtype is dtype
+    score(out.double()).backward()
+    assert model.module.lin.weight.grad.dtype is torch.float32
+    assert model(x)[1] == before == autocast_facts(model.module, x), "nothing stays in the threads"
+
+
+def test_a29_autocast_off_inside_autocast(devices):
+    devs = devices(3)
+    model = told(autocast_facts, devs)
+    x = rows(7, 3, device=devs[0]).float()
+    with torch.autocast(devs[0].type, torch.bfloat16), torch.autocast(devs[0].type, enabled=False):
+        assert model(x)[1][:2] == ("torch.float32", False)
+
+
+def test_a29_autocast_of_the_cpu_beside_the_devices(devices):
+    devs = devices(3)
+
+    def ask(module, x):
+        a = torch.ones(2, 2)
+        return str(torch.mm(a.cpu(), a.cpu()).dtype)
+
+    x = rows(7, 3, device=devs[0]).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert told(ask, devs)(x)[1] == "torch.bfloat16"
+
+
+def test_a29_autocast_gradients_equal_one_device(devices):
+    devs = devices(3)
+    torch.manual_seed(0)
+    model, bare = pair(lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)), devs)
+    for m in (model, bare):
+        m.float()
+        x = rows(8, 3, device=devs[0]).float()
+        for _ in range(2):
+            with torch.autocast(devs[0].type, torch.bfloat16):
+                out = m(x)
+            out.float().square().mean().backward()
+            with torch.no_grad(), torch.autocast(devs[0].type, torch.bfloat16):
+                m(x)
+            for p in m.parameters():
+                p.data.add_(0.5)
+    for ours, theirs in zip(model.parameters(), bare.parameters()):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.02, atol=0.02)
+
+
+def grad_facts(module, x):
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), module.lin(x).requires_grad
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a30_grad_and_inference_mode(devices, mode):
+    devs = devices(3)
+    model = told(grad_facts, devs)
+    x = rows(7, 3, device=devs[0]).float()
+    with mode():
+        out, facts = model(x)
+        assert facts == grad_facts(model.module, x)
+        assert out.is_inference() is torch.is_inference_mode_enabled()
+    assert model(x)[1] == (True, False, True), "nothing stays in the threads"
+
+
+def test_a30_grad_mode_within_inference_mode(devices):
+    devs = devices(3)
+    model = told(grad_facts, devs)
+    x = rows(7, 3, device=devs[0]).float()
+    with torch.inference_mode(), torch.inference_mode(False), torch.no_grad():
+        assert model(x)[1] == (False, False, False)
+    with torch.inference_mode(), torch.enable_grad():
+        assert model(x)[1] == grad_facts(model.module, x)
+
+
+def test_a30_training_after_inference_mode(devices):
+    devs = devices(3)
+    model, bare = pair(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval(), devs)
+    x = rows(7, 3, device=devs[0])
+    for _ in range(2):
+        with torch.inference_mode():
+            torch.testing.assert_close(model(x), bare(x))
+        for m in (model, bare):
+            m.zero_grad()
+            with torch.no_grad():
+                for p in m.parameters():
+                    p.add_(0.1)
+        assert_same(model, bare, x)
+
+
+def test_a30_a_module_made_in_inference_mode(devices):
+    devs = devices(3)
+    with torch.inference_mode():
+        model, bare = pair(lambda: nn.Linear(3, 2), devs)
+        x = rows(7, 3, device=devs[0])
+        torch.testing.assert_close(model(x), bare(x))
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), bare(x))
+
+
+class Swap(TorchFunctionMode):
+    """Runs sigmoid where relu is called, and counts."""
+
+    def __init__(self, by) -> None:
+        super().__init__()
+        self.by = by
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.relu:
+            return torch.sigmoid(*args) * self.by
+        return func(*args, **(kwargs or {}))
+
+
+class Add(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out + 1 if func is torch.relu else out
+
+
+class Relu(nn.Module):
+    def forward(self, x):
+        return torch.relu(x)
+
+
+@pytest.mark.parametrize("modes", [[Swap(2)], [Swap(2), Add()], [Add(), Swap(3)], [Add(), Add()]])
+def test_a30_function_modes_are_in_force_in_every_replica(devices, modes):
+    devs = devices(3)
+    model, bare = everygpu.DataParallel(Relu(), devs), Relu()
+    x = rows(7, 3, device=devs[0])
+    with contextlib.ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        torch.testing.assert_close(model(x), bare(x))
+    assert not torch.equal(bare(x), x.sigmoid())
+    torch.testing.assert_close(model(x), x.relu())
+
+
+def factory_facts(module, x):
+    made = [torch.ones(2), torch.arange(3), torch.tensor([1.0]), torch.empty(0), torch.randn(1), torch.zeros(1, 2)]
+    devices = {t.device.type for t in made}
+    return sorted(devices), all(t.device in (x.device, torch.device("meta")) for t in made)
+
+
+def test_a30_tensors_made_in_forward_are_on_the_replicas_device(devices):
+    devs = devices(3)
+    x = rows(7, 3, device=devs[0]).float()
+    assert told(factory_facts, devs)(x)[1] == ([devs[0].type], True)
+
+
+def test_a30_default_device(devices):
+    devs = devices(3)
+    model = told(factory_facts, devs)
+    x = rows(7, 3, device=devs[0]).float()
+    with torch.device("meta"):
+        assert model(x)[1] == (["meta"], True)
+    with devs[0]:
+        assert model(x)[1] == ([devs[0].type], True)
+    torch.set_default_device("meta")
+    try:
+        assert model(x)[1] == (["meta"], True)
+    finally:
+        torch.set_default_device(None)
+    assert model(x)[1] == ([devs[0].type], True), "nothing stays in the threads"
+    assert torch.ones(1).device.type == "cpu"
+
+
+def test_a30_the_callers_default_device_is_as_before(devices):
+    devs = devices(3)
+    model = told(factory_facts, devs)
+    for _ in range(3):
+        model(rows(7, 3, device=devs[0]).float())
+    import torch.utils._device as device_module
+
+    assert device_module.CURRENT_DEVICE is CURRENT_DEVICE is None
+    assert torch.ones(1).device.type == "cpu"
+
+
+def test_a30_context_variables(devices):
+    devs = devices(3)
+
+    def ask(module, x):
+        before = ASKED.get()
+        ASKED.set("changed by a replica")
+        return before
+
+    model = told(ask, devs)
+    x = rows(7, 3, device=devs[0]).float()
+
+    def call():
+        ASKED.set("from the caller")
+        return model(x)[1]
+
+    assert contextvars.copy_context().run(call) == "from the caller"
+    assert contextvars.copy_context().run(lambda: model(x)[1]) == "nothing"
+
+
+def test_a30_saved_tensors_hooks(devices):
+    devs = devices(3)
+    model, bare = pair(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), devs)
+    packing, unpacked = set(), []
+
+    def pack(t):
+        packing.add(threading.get_ident())
+        return t.cpu(), t.device
+
+    def unpack(packed):
+        unpacked.append(1)
+        return packed[0].to(packed[1])
+
+    x = rows(7, 3, device=devs[0])
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        out, expected = model(x), bare(x)
+    assert len(packing) == len(devs)
+    score(expected).backward()
+    assert unpacked
+    score(out).backward()
+    assert_same_grads(model, bare)
+    packing.clear()
+    model(x)
+    assert not packing, "nothing stays in the threads"
+
+
+def test_a30_save_on_cpu(devices):
+    devs = devices(3)
+    model, bare = pair(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), devs)
+    x = rows(7, 3, device=devs[0])
+    for m in (model, bare):
+        with torch.autograd.graph.save_on_cpu():
+            out = m(x)
+        score(out).backward()
+    assert_same_grads(model, bare)
+
+
+def test_a30_global_switches(devices):
+    devs = devices(3)
+    model = told(lambda module, x: (str(torch.get_default_dtype()), torch.is_anomaly_enabled()), devs)
+    x = rows(7, 3, device=devs[0]).float()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert model(x)[1] == ("torch.float64", False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def device_facts(module, x):
+    here = torch.cuda.current_device()
+    stream = torch.cuda.current_stream()
+    return [
+        (
+            x.device.index,
+            here,
+            stream.device.index,
+            torch.ones(1).cuda().device.index,
+            torch.ones(1, device="cuda").device.index,
+            next(module.parameters()).device.index,
+        )
+    ]
+
+
+@pytest.mark.gpu
+def test_a38_every_thread_has_its_device_set():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two or more CUDA devices")
+    count = torch.cuda.device_count()
+    devs = [torch.device("cuda", i) for i in range(count)]
+    model = told(device_facts, devs)
+    with torch.cuda.device(1):
+        out = model(torch.ones(2 * count, 3, device=devs[0]))[1]
+        assert torch.cuda.current_device() == 1, "the caller's device is as before"
+    (answers,) = out
+    assert answers == [(i,) * 6 for i in range(count)]
+
+
+@pytest.mark.gpu
+def test_a38_no_memory_on_devices_that_take_no_part():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two or more CUDA devices")
+    last = torch.cuda.device_count() - 1
+    used = torch.cuda.memory_allocated(0)
+    model = everygpu.DataParallel(nn.Linear(1024, 1024), [last])
+    model(torch.ones(8, 1024)).sum().backward()
+    assert torch.cuda.memory_allocated(0) == used
+
+
+@pytest.mark.gpu
+def test_a38_work_runs_on_the_callers_stream():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two or more CUDA devices")
+    devs = [torch.device("cuda", i) for i in range(2)]
+    side = [torch.cuda.Stream(d) for d in devs]
+    model = told(lambda module, x: [torch.cuda.current_stream(x.device).cuda_stream], devs)
+    with torch.cuda.stream(side[1]), torch.cuda.stream(side[0]):
+        (answers,) = model(torch.ones(4, 3, device=devs[0]))[1]
+    assert answers == [s.cuda_stream for s in side]
+
+
+class Drop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.drop(x)
+
+
+@pytest.mark.parametrize("seed", [everygpu.seed_all, torch.manual_seed])
+def test_a39_dropout_masks_differ_between_replicas_and_repeat_under_a_seed(devices, seed):
+    devs = devices(3)
+    model = everygpu.DataParallel(Drop(), devs)
+    x = torch.ones(6 * len(devs), 20, device=devs[0])
+    runs = []
+    for number in (7, 7, 8):
+        seed(number)
+        runs.append([model(x) for _ in range(3)])
+    for out in runs[0]:
+        masks = out.chunk(len(devs))
+        assert all(not torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
+    for first, second, other in zip(*runs):
+        assert torch.equal(first, second)
+        assert not torch.equal(first, other)
+    assert not torch.equal(runs[0][0], runs[0][1])
+
+
+def test_a39_a_new_model_repeats_the_run(devices):
+    devs = devices(3)
+    x = torch.ones(6 * len(devs), 20, device=devs[0])
+    runs = []
+    for _ in range(2):
+        everygpu.seed_all(3)
+        model = everygpu.DataParallel(Drop(), devs)
+        runs.append([model(x), model(x)])
+    torch.testing.assert_close(*runs)

@@ -1,0 +1,113 @@
+"""Names of parameters under any wrappers' prefixes."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+import everygpu
+from everygpu.keys import align_keys, bare_key, unwrap
+
+
+@pytest.mark.parametrize(
+    ("key", "bare"),
+    [
+        ("weight", "weight"),
+        ("module.weight", "weight"),
+        ("_orig_mod.module.weight", "weight"),
+        ("module.encoder._orig_mod.layers.0._fsdp_wrapped_module.weight", "encoder.layers.0.weight"),
+        ("modules.weight", "modules.weight"),
+        ("encoder.module_list.0", "encoder.module_list.0"),
+        ("", ""),
+    ],
+)
+def test_bare_key_leaves_out_wrappers(key, bare):
+    assert bare_key(key) == bare
+
+
+@pytest.mark.parametrize("saved", ["", "module.", "_orig_mod.", "module._orig_mod.", "_fsdp_wrapped_module."])
+@pytest.mark.parametrize("wanted", ["", "module.", "_orig_mod.module."])
+def test_keys_take_the_prefix_of_the_target(saved, wanted):
+    state = {f"{saved}a.weight": 1, f"{saved}a.bias": 2}
+    assert align_keys(state, [f"{wanted}a.bias", f"{wanted}a.weight"]) == {
+        f"{wanted}a.weight": 1,
+        f"{wanted}a.bias": 2,
+    }
+
+
+def test_order_of_the_state_is_kept():
+    state = {"module.b": 1, "module.a": 2}
+    assert list(align_keys(state, ["a", "b"])) == ["b", "a"]
+
+
+def test_key_without_a_match_keeps_its_name():
+    assert align_keys({"module.a": 1, "module.extra": 2}, ["a", "b"]) == {"a": 1, "module.extra": 2}
+
+
+def test_submodule_really_called_module_is_left_alone():
+    inner = nn.Sequential(OrderedDict(module=nn.Linear(2, 2), weight=nn.Linear(2, 2)))
+    state = inner.state_dict()
+    assert list(align_keys(state, state.keys())) == list(state)
+
+
+def test_key_that_two_targets_could_mean_is_left_alone():
+    expected = ["a.weight", "module.a.weight"]
+    assert align_keys({"_orig_mod.a.weight": 1}, expected) == {"_orig_mod.a.weight": 1}
+    assert align_keys({"a.weight": 1, "module.a.weight": 2}, expected) == {"a.weight": 1, "module.a.weight": 2}
+
+
+def test_two_values_never_become_one():
+    aligned = align_keys({"weight": 1, "module.weight": 2}, ["weight"])
+    assert aligned == {"weight": 1, "module.weight": 2}
+
+
+def test_versions_of_modules_are_kept():
+    state = nn.BatchNorm1d(3).state_dict()
+    aligned = align_keys({f"module.{k}": v for k, v in state.items()}, state.keys())
+    assert not hasattr(aligned, "_metadata")
+    wrapped = OrderedDict((f"module.{k}", v) for k, v in state.items())
+    wrapped._metadata = state._metadata
+    assert align_keys(wrapped, state.keys())._metadata is state._metadata
+
+
+def wrap_ours(module):
+    return everygpu.DataParallel(module, ["cpu", "cpu"])
+
+
+def compiled(module):
+    return torch.compile(module, backend="eager")
+
+
+def wrap_torchs(module):
+    return nn.DataParallel(module, [])
+
+
+@pytest.mark.parametrize(
+    "wrappers",
+    [
+        [],
+        [wrap_ours],
+        [compiled],
+        [compiled, wrap_ours],
+        [wrap_ours, compiled],
+        [wrap_torchs, compiled, wrap_ours],
+    ],
+    ids=lambda ws: "-".join(w.__name__ for w in ws) or "bare",
+)
+def test_unwrap_finds_the_users_module(wrappers):
+    module = wrapped = nn.Linear(2, 2)
+    for wrap in wrappers:
+        wrapped = wrap(wrapped)
+    assert unwrap(wrapped) is module
+
+
+def test_unwrap_leaves_a_users_own_wrapper():
+    class Ensemble(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = nn.Linear(2, 2)
+
+    outer = Ensemble()
+    assert unwrap(outer) is outer
+    assert unwrap(wrap_ours(outer)) is outer
