@@ -1,6 +1,6 @@
 """What DataParallel costs when there is one device: a training step with it against one without.
 
-    python benchmarks/one_device.py [--device cuda:0] [--models transformer resnet50] [--json FILE]
+python benchmarks/one_device.py [--device cuda:0] [--models transformer resnet50] [--json FILE]
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""Train for many steps: no hang, no growing memory, finite losses, equal replicas.
+"""Train for many steps: no hang, no growing memory, finite losses.
 
-    python benchmarks/soak.py [--steps 10000] [--replicas 2]     # all GPUs, or replicas on the CPU
+python benchmarks/soak.py [--steps 10000] [--replicas 2]     # all GPUs, or replicas on the CPU
 """
 
 import argparse
@@ -59,7 +59,9 @@ def main() -> None:
             warm = used_bytes(devices)
         if (i + 1) % max(1, options.steps // 10) == 0:
             rate = (i + 1) / (time.perf_counter() - start)
-            print(f"step {i + 1:6}  loss {loss.item():.5f}  {rate:6.1f} steps/s  memory {used_bytes(devices)}", flush=True)
+            print(
+                f"step {i + 1:6}  loss {loss.item():.5f}  {rate:6.1f} steps/s  memory {used_bytes(devices)}", flush=True
+            )
     growth = [now - before for before, now in zip(warm, used_bytes(devices))]
     print(f"growth since step {options.steps // 10}: {growth} bytes (host, then GPUs)")
     assert torch.isfinite(loss), "the loss is not finite"

@@ -302,7 +302,8 @@ class TestInThisProcess:
         assert result.exit_code == code
         assert "no NVIDIA GPU found" in result.stderr
 
-    def test_traceback_is_the_scripts_own(self, script, capsys):
+    def test_traceback_is_the_scripts_own(self, script, capsys, monkeypatch):
+        monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # torch.distributed sets its own
         path = script("def f():\n    raise ValueError('mine')\nf()")
         assert run_script(str(path), []) == 1
         error = capsys.readouterr().err
@@ -310,7 +311,8 @@ class TestInThisProcess:
         assert error.endswith("ValueError: mine\n")
         assert error.count("  File ") == 2
 
-    def test_syntax_error_points_at_the_line(self, script, capsys):
+    def test_syntax_error_points_at_the_line(self, script, capsys, monkeypatch):
+        monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
         path = script("x = = 1")
         assert run_script(str(path), []) == 1
         error = capsys.readouterr().err
