@@ -64,8 +64,8 @@ def main() -> None:
             )
     growth = [now - before for before, now in zip(warm, used_bytes(devices))]
     print(f"growth since step {options.steps // 10}: {growth} bytes (host, then GPUs)")
-    assert torch.isfinite(loss), "the loss is not finite"
-    assert max(growth) < 64 * 2**20, "memory grew"
+    if not torch.isfinite(loss) or max(growth) >= 64 * 2**20:
+        raise SystemExit("the loss is not finite, or memory grew")
 
 
 if __name__ == "__main__":

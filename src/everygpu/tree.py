@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-# A PackedSequence is a tuple by accident: its fields make sense only together.
+# Sizes and packed sequences are tuples by accident: their parts make sense only together.
 _LEAF_TYPES = frozenset(
-    {torch.Tensor, torch.nn.Parameter, int, float, str, bool, type(None), torch.nn.utils.rnn.PackedSequence}
+    {torch.Tensor, torch.nn.Parameter, torch.Size, torch.nn.utils.rnn.PackedSequence}
+    | {int, float, str, bool, type(None)}
 )
 
 

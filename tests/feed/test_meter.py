@@ -145,11 +145,12 @@ def test_update_does_not_read_the_value(monkeypatch: pytest.MonkeyPatch, name: s
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_update_does_not_wait_for_a_gpu() -> None:
     meter = Meter()
     values = [torch.full((2,), float(i), device=f"cuda:{i}") for i in range(torch.cuda.device_count())]
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         for value in values:
             meter.update(value, 2)
             meter.update(value.mean(), 2)

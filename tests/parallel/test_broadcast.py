@@ -254,6 +254,7 @@ class TestGradients:
         assert totals[2].tolist() == [1] * 3
         assert bucket.sum_grads([[None] * 3 for _ in used[1:]]) == [None] * 3
 
+    @pytest.mark.filterwarnings("ignore:The AccumulateGrad node")  # torch warns at any .to() of a leaf
     def test_can_be_differentiated_again(self, devices):
         used = devices(3)
         original = nn.Parameter(torch.randn(3, dtype=torch.float64, device=used[0]))

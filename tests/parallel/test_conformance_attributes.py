@@ -260,6 +260,7 @@ class Copying(nn.Module):
         return out + whole.body[0].bias.detach().sum(), facts
 
 
+@pytest.mark.filterwarnings("ignore:RNN module weights")  # so does a copy of any recurrent net on a GPU
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_torch_save])
 def test_a24_copies_made_inside_a_replicas_forward(devices, copied):
     devs = devices(3)

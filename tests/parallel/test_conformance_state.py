@@ -321,7 +321,7 @@ def test_a38_every_thread_has_its_device_set():
         out = model(torch.ones(2 * count, 3, device=devs[0]))[1]
         assert torch.cuda.current_device() == 1, "the caller's device is as before"
     (answers,) = out
-    assert answers == [(i,) * 6 for i in range(count)]
+    assert answers == (list(range(count)),) * 6
 
 
 @pytest.mark.gpu

@@ -446,7 +446,7 @@ class TestObjectsCome:
         while (threading.active_count() > threads or any(ref() for ref in left)) and time.monotonic() < deadline:
             gc.collect()
             time.sleep(0.01)
-        assert threading.active_count() == threads
+        assert threading.active_count() <= threads
         assert not [ref for ref in left if ref() is not None]
 
     def test_dropping_one_needs_no_garbage_collector(self):

@@ -111,6 +111,12 @@ class TestOtherValues:
         assert joined[1] is b
         assert join(a, a) is a
 
+    def test_sizes_are_values(self):
+        assert join(torch.Size([4, 2]), torch.Size([4, 2])) == torch.Size([4, 2])
+        assert join({"size": torch.Size([4, 2])}, {"size": torch.Size([3, 2])}) == {
+            "size": [torch.Size([4, 2]), torch.Size([3, 2])]
+        }
+
     def test_numpy_arrays_are_joined(self):
         assert join(np.ones((2, 3)), np.zeros((1, 3))).tolist() == [[1] * 3, [1] * 3, [0] * 3]
         assert join(np.ones((2, 3)), np.zeros((2, 1)), dim=1).shape == (2, 4)

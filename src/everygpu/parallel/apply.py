@@ -1,5 +1,7 @@
 """Run one call per replica, side by side."""
 
+import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -84,6 +86,7 @@ class Workers:
             devices: One per call.
             positions: What to call the replicas in errors; counted from 0 when left out.
         """
+        _load_linear_algebra(devices)
         state = ThreadState(list(devices))
         gate = _Gate(devices)
         names = positions if positions is not None else range(len(calls))
@@ -96,7 +99,8 @@ class Workers:
             outcomes += [_attempt(future.result) for future in futures]
         except BaseException:  # Ctrl-C while waiting: no replica may run on into the next call
             gate.stop()
-            wait(futures)
+            with contextlib.suppress(RuntimeError):  # a thread that can't start has nothing to wait for
+                wait([thread.submit(_nothing) for thread in self._threads])
             raise
         _raise_first(outcomes, list(zip(names, devices, calls)))
         return [value for value, _ in outcomes]
@@ -115,6 +119,24 @@ class Workers:
                 for i in range(self._num_threads)
             ]
         return self._threads
+
+
+@functools.cache
+def _load_linear_algebra_on(kind: str) -> None:
+    torch.linalg.inv(torch.ones((0, 0), device=kind))
+
+
+def _load_linear_algebra(devices: Sequence[torch.device]) -> None:
+    """Have torch load what it loads at the first use of torch.linalg: done in two threads at once, it fails.
+
+    Source: https://github.com/pytorch/pytorch/issues/90613
+    """
+    if len(devices) > 1 and devices[0].type == "cuda":
+        _load_linear_algebra_on("cuda")
+
+
+def _nothing() -> None:
+    """Run after what a thread is doing."""
 
 
 class _Cancelled(Exception):  # noqa: N818 - no error: another replica's is

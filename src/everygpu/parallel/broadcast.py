@@ -1,5 +1,6 @@
 """Tensors handed from the primary device to the others, and their gradients added up on the way back."""
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,15 +33,24 @@ class Bucket:
         originals: At least one tensor, all of one dtype and alike in ``requires_grad``.
         device: Where they are.
         devices: Where the copies go.
+        keep_storage: Lay the copies out as the originals are in the one storage they share, not side by side.
     """
 
-    def __init__(self, originals: Sequence[Tensor], device: torch.device, devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self,
+        originals: Sequence[Tensor],
+        device: torch.device,
+        devices: Sequence[torch.device],
+        *,
+        keep_storage: bool = False,
+    ) -> None:
         self.device = device
         self.devices = list(devices)
         self._dtype = originals[0].dtype
         self._requires_grad = originals[0].requires_grad
         self._metas = [(t.shape, _dense_strides(t)) for t in originals]
-        self._offsets, self._numel = _offsets(originals)
+        self._offsets, self._numel = _storage_offsets(originals) if keep_storage else _aligned_offsets(originals)
+        self._has_gaps = sum(t.numel() for t in originals) < self._numel
         self._copies: list[_Copy | None] = [None] * len(self.devices)
 
     def refresh(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> list[list[Tensor]]:
@@ -106,10 +116,10 @@ class Bucket:
         return [flat.as_strided(*self._metas[k], self._offsets[k]) for k in which]
 
     def _flatten(self, tensors: Grads, device: torch.device, which: Sequence[int]) -> Tensor:
-        flat = torch.empty(self._numel, dtype=self._dtype, device=device)
+        missing = self._has_gaps or len(which) < len(self._metas) or any(t is None for t in tensors)
+        make = torch.zeros if missing else torch.empty
+        flat = make(self._numel, dtype=self._dtype, device=device)
         pairs = [(v, t) for v, t in zip(self._views(flat, which), tensors) if t is not None]
-        if len(pairs) < len(self._metas):
-            flat.zero_()
         if pairs:
             torch._foreach_copy_([v for v, _ in pairs], [t.detach() for _, t in pairs])
         return flat
@@ -273,7 +283,23 @@ def _equal_bytes(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def _offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+def keeps_storage(tensors: Sequence[Tensor]) -> bool:
+    """Tell whether tensors lie side by side in one storage, as the weights cuDNN wants for a recurrent layer."""
+    if len(tensors) < 2 or len({t.untyped_storage().data_ptr() for t in tensors}) > 1:
+        return False
+    spans = sorted((t.storage_offset(), t.storage_offset() + t.numel()) for t in tensors)
+    apart = all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    # A few views of a large table are not worth copying the table for.
+    used = sum(t.nbytes for t in tensors)
+    return apart and all(t.is_contiguous() for t in tensors) and 2 * used >= tensors[0].untyped_storage().nbytes()
+
+
+def _storage_offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+    size = tensors[0].untyped_storage().nbytes() // tensors[0].element_size()
+    return [int(t.storage_offset()) for t in tensors], size
+
+
+def _aligned_offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
     step = max(1, ALIGNMENT_BYTES // tensors[0].element_size())
     offsets, end = [], 0
     for t in tensors:

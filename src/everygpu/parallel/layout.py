@@ -18,6 +18,7 @@ class Meta:
     shape: torch.Size
     dtype: torch.dtype
     stride: tuple[int, ...]
+    offset: int
     device: torch.device
     requires_grad: bool
     is_parameter: bool
@@ -30,7 +31,7 @@ class Meta:
             and t.requires_grad is self.requires_grad
             and t.device == self.device
             and isinstance(t, nn.Parameter) is self.is_parameter
-            and (t.layout != torch.strided or t.stride() == self.stride)
+            and (t.layout != torch.strided or (t.stride() == self.stride and t.storage_offset() == self.offset))
         )
 
 
@@ -98,6 +99,7 @@ def _meta(t: Tensor) -> Meta:
         shape=t.shape,
         dtype=t.dtype,
         stride=t.stride() if t.layout == torch.strided else (),
+        offset=int(t.storage_offset()) if t.layout == torch.strided else 0,
         device=t.device,
         requires_grad=t.requires_grad,
         is_parameter=isinstance(t, nn.Parameter),

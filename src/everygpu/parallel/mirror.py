@@ -121,7 +121,8 @@ class _Translation:
             return self._done[id(value)]
         if isinstance(value, types.FunctionType):
             return rebind_function(value, self.reference, self._done)
-        opened = open_callable(value)
+        # Lists and dicts are the caller's own, for hooks to write into.
+        opened = tree.open_container(value) if isinstance(value, tuple) else open_callable(value)
         if opened is None:
             return value
         self._done[id(value)] = value

@@ -1,12 +1,12 @@
 """Persistent replicas of a module, refreshed from it before each forward."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from everygpu.devices.parse import DeviceLike, parse_devices
-from everygpu.parallel.broadcast import Bucket, broadcast_tensor, group
+from everygpu.parallel.broadcast import Bucket, broadcast_tensor, group, keeps_storage
 from everygpu.parallel.layout import Layout
 from everygpu.parallel.mirror import Mirror, Watch
 from everygpu.parallel.placement import check_module, place_module
@@ -105,10 +105,13 @@ class ReplicaSet:
         self._places = [self._layout.places(tree) for tree in trees]
         tensors = self._layout.tensors
         flat = [i for i, t in enumerate(tensors) if _can_share_a_buffer(t)]
-        groups = group([tensors[i] for i in flat], lambda t: (t.dtype, t.requires_grad), BUCKET_BYTES)
-        self._members = [[flat[k] for k in members] for members in groups]
         self._loose = sorted(set(range(len(tensors))) - set(flat))
-        self._buckets = [Bucket([tensors[i] for i in members], self._devices[0], others) for members in self._members]
+        self._members: list[list[int]] = []
+        self._buckets: list[Bucket] = []
+        for members, together in _group(tensors, flat):
+            self._members.append(members)
+            originals = [tensors[i] for i in members]
+            self._buckets.append(Bucket(originals, self._devices[0], others, keep_storage=together))
 
     def _release(self, replica: int) -> None:
         """Let go of a replica's tensors, so that their memory may be written."""
@@ -141,6 +144,20 @@ class ReplicaSet:
             if not isinstance(t, nn.Parameter) and t.is_floating_point() and not t.requires_grad:
                 places.append(place)
         return places
+
+
+def _group(tensors: Sequence[Tensor], which: Sequence[int]) -> Iterator[tuple[list[int], bool]]:
+    """Yield the tensors of each bucket, and whether their common storage is to be kept."""
+    owners: dict[tuple[int, torch.dtype, bool], list[int]] = {}
+    for i in which:
+        t = tensors[i]
+        owners.setdefault((t.untyped_storage().data_ptr(), t.dtype, t.requires_grad), []).append(i)
+    together = [members for members in owners.values() if keeps_storage([tensors[i] for i in members])]
+    yield from ((members, True) for members in together)
+    taken = {i for members in together for i in members}
+    rest = [i for i in which if i not in taken]
+    for members in group([tensors[i] for i in rest], lambda t: (t.dtype, t.requires_grad), BUCKET_BYTES):
+        yield [rest[k] for k in members], False
 
 
 def _cut_off(replica: nn.Module) -> None:
