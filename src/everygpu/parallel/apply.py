@@ -123,7 +123,7 @@ class Workers:
 
 @functools.cache
 def _load_linear_algebra_on(kind: str) -> None:
-    torch.linalg.inv(torch.ones((0, 0), device=kind))
+    torch.linalg.inv(torch.ones((1, 1), device=kind))
 
 
 def _load_linear_algebra(devices: Sequence[torch.device]) -> None:

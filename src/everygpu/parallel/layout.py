@@ -1,5 +1,6 @@
 """Where parameters and buffers sit in a module tree."""
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +60,7 @@ class Layout:
         keys, contents = _read(self.modules)
         if keys != self._keys:
             return False
-        if not all(map(_is, contents, self._contents)):
+        if not all(map(operator.is_, contents, self._contents)):
             tensors = _unique(contents)
             if _indices(contents, tensors) != self.order:
                 return False
@@ -104,7 +105,3 @@ def _meta(t: Tensor) -> Meta:
         requires_grad=t.requires_grad,
         is_parameter=isinstance(t, nn.Parameter),
     )
-
-
-def _is(a: object, b: object) -> bool:
-    return a is b

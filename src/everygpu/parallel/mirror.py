@@ -5,6 +5,7 @@ are brought up to date with the original's, so it behaves as a copy made at that
 """
 
 import copy
+import operator
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -127,7 +128,7 @@ class _Translation:
             return value
         self._done[id(value)] = value
         parts = [self.reference(part) for part in opened.children]
-        if not all(map(_is, parts, opened.children)):
+        if not all(map(operator.is_, parts, opened.children)):
             self._done[id(value)] = opened.rebuild(parts)
         return self._done[id(value)]
 
@@ -139,7 +140,7 @@ class _Translation:
         if opened is None:
             return value
         children = [self.of(child) for child in opened.children]
-        if isinstance(value, tuple) and all(map(_is, children, opened.children)):
+        if isinstance(value, tuple) and all(map(operator.is_, children, opened.children)):
             return value
         return opened.rebuild(children)
 
@@ -222,7 +223,7 @@ def _is_current(record: "_Record | None", module: nn.Module) -> bool:
         return False
     attributes = vars(module)
     values = attributes.values()
-    if len(values) != len(record.values) or not all(map(_is, values, record.values)):
+    if len(values) != len(record.values) or not all(map(operator.is_, values, record.values)):
         return False
     if any(record.empty) or list(attributes) != record.names:
         return False
@@ -233,13 +234,9 @@ def _same_items(now: Any, before: Any) -> bool:
     """Compare by identity and in order: equal values of other types, or in another order, are a change."""
     if isinstance(now, set):
         return bool(now == before)
-    keys_agree = not isinstance(now, dict) or (len(now) == len(before) and all(map(_is, now, before)))
+    keys_agree = not isinstance(now, dict) or (len(now) == len(before) and all(map(operator.is_, now, before)))
     items, old = (now.values(), before.values()) if isinstance(now, dict) else (now, before)
-    return keys_agree and len(items) == len(old) and all(map(_is, items, old))
-
-
-def _is(a: object, b: object) -> bool:
-    return a is b
+    return keys_agree and len(items) == len(old) and all(map(operator.is_, items, old))
 
 
 def _blank_copy(original: nn.Module) -> nn.Module:
