@@ -1,0 +1,48 @@
+"""Collectives over several GPUs of one process: the one place that talks to NCCL.
+
+A call launches one kernel per GPU, on the current streams, in one group. NCCL asks that a communicator is used by
+one thread at a time, so calls are serialised.
+"""
+
+import os
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.cuda import nccl
+
+# NCCL's own state is per process: communicators are kept by torch, one for each list of devices.
+_one_at_a_time = threading.Lock()
+
+
+def can_serve(tensors: Sequence[Tensor]) -> bool:
+    """Tell whether NCCL can move these buffers: on different GPUs, and none of what makes it hang.
+
+    With CUDA_LAUNCH_BLOCKING=1 a launch waits for its kernel, which waits for the other GPUs' kernels, which
+    the same thread has yet to launch.
+    """
+    devices = {t.device for t in tensors}
+    if len(devices) < max(2, len(tensors)) or any(d.type != "cuda" for d in devices):
+        return False
+    return hasattr(torch._C, "_nccl_broadcast") and os.environ.get("CUDA_LAUNCH_BLOCKING", "0") in ("", "0")
+
+
+def broadcast(source: Tensor, targets: Sequence[Tensor]) -> None:
+    """Copy one buffer into each of the others; any dtype, as bytes."""
+    buffers = [t.view(torch.uint8) for t in (source, *targets)]
+    with _one_at_a_time:
+        nccl.broadcast(buffers, root=0)
+
+
+def reduce(sources: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Add buffers up on another device; floating point and complex."""
+    total = torch.zeros(sources[0].shape, dtype=sources[0].dtype, device=device)
+    buffers = [_as_real(t) for t in (total, *sources)]
+    with _one_at_a_time:
+        nccl.reduce(buffers, output=buffers[0], root=0)
+    return total
+
+
+def _as_real(t: Tensor) -> Tensor:
+    return torch.view_as_real(t).flatten() if t.is_complex() else t
