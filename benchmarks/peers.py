@@ -200,10 +200,9 @@ def describe(row: dict[str, Any]) -> str:
     if "error" in row:
         return f"{head} {row['error']}"
     peaks = row["peak_gib"]
-    return (
-        f"{head} {row['ms']:9.2f} ms ({row['ms_min']:.2f} to {row['ms_max']:.2f})  {row['samples_per_s']:10,.0f}/s  "
-        f"peak {max(peaks):6.2f} GiB, max/min {max(peaks) / max(min(peaks), 0.01):5.2f}  start-up {row['startup_s']:.0f} s"
-    )
+    times = f"{row['ms']:9.2f} ms ({row['ms_min']:.2f} to {row['ms_max']:.2f})"
+    memory = f"peak {max(peaks):6.2f} GiB, max/min {max(peaks) / max(min(peaks), 0.01):5.2f}"
+    return f"{head} {times}  {row['samples_per_s']:10,.0f}/s  {memory}  start-up {row['startup_s']:.0f} s"
 
 
 def main() -> None:

@@ -98,6 +98,9 @@ WORKLOADS = {
         optimizer=_sgd,
     ),
     "resnet18": Workload(
-        build=lambda: _resnet("resnet18", 10), batch=lambda n, d: _images(n, 32, 10, d), rows_per_gpu=128, optimizer=_sgd
+        build=lambda: _resnet("resnet18", 10),
+        batch=lambda n, d: _images(n, 32, 10, d),
+        rows_per_gpu=128,
+        optimizer=_sgd,
     ),
 }  # fmt: skip
