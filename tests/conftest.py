@@ -34,7 +34,12 @@ def _wait_for_threads(before: set[threading.Thread]) -> set[threading.Thread]:
     while (extra := set(threading.enumerate()) - before) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
-    return {thread for thread in extra if not thread.name.startswith("pytest_timeout")}
+    return {thread for thread in extra if not _is_foreign(thread)}
+
+
+def _is_foreign(thread: threading.Thread) -> bool:
+    """Tell whether a thread is pytest's, or torch's own: autograd's, or one its compiler starts."""
+    return thread.name.startswith(("pytest_timeout", "tqdm_monitor")) or isinstance(thread, threading._DummyThread)
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from everygpu.parallel.gather import gather as gather
     from everygpu.parallel.replicate import replicate as replicate
     from everygpu.parallel.scatter import scatter as scatter
+    from everygpu.parallel.sharded_batch import ShardedBatch as ShardedBatch
     from everygpu.parallel.split import Replicated as Replicated
 
 __version__ = "0.1.0.dev0"
@@ -30,6 +31,7 @@ _HOME = {
     "EveryGPUError": "errors",
     "Meter": "feed",
     "Replicated": "parallel",
+    "ShardedBatch": "parallel",
     "data_parallel": "parallel",
     "gather": "parallel",
     "load": "checkpoint",

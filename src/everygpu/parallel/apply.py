@@ -16,6 +16,12 @@ from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import OptionError, ReplicaError
 from everygpu.parallel.thread_state import ThreadState, on_device
 
+Call = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]
+"""A module with its positional and keyword arguments."""
+
+Outcome = tuple[Any, BaseException | None]
+"""What a replica returned, or raised."""
+
 
 def parallel_apply(
     modules: Sequence[nn.Module],
@@ -72,7 +78,7 @@ class Workers:
 
     def run(
         self,
-        calls: Sequence[tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]],
+        calls: Sequence[Call],
         devices: Sequence[torch.device],
         positions: Sequence[int] | None = None,
     ) -> list[Any]:
@@ -95,14 +101,14 @@ class Workers:
         try:
             for worker, job, device in zip(self._started(), jobs[1:], devices[1:]):
                 futures.append(worker.submit(state.run, state.snapshot(), device, job))
-            outcomes = [_attempt(lambda: _run_here(jobs[0], devices[0], alone=len(jobs) == 1))]
-            outcomes += [_attempt(future.result) for future in futures]
+            outcomes = [attempt(lambda: _run_here(jobs[0], devices[0], alone=len(jobs) == 1))]
+            outcomes += [attempt(future.result) for future in futures]
         except BaseException:  # Ctrl-C while waiting: no replica may run on into the next call
             gate.stop()
             with contextlib.suppress(RuntimeError):  # a thread that can't start has nothing to wait for
                 wait([thread.submit(_nothing) for thread in self._threads])
             raise
-        _raise_first(outcomes, list(zip(names, devices, calls)))
+        raise_first(outcomes, list(zip(names, devices, calls)))
         return [value for value, _ in outcomes]
 
     def close(self) -> None:
@@ -196,13 +202,11 @@ class _Job:
             self._gate.leave(self._index)
 
 
-Outcome = tuple[Any, BaseException | None]
-
-
-def _attempt(function: Callable[[], Any]) -> Outcome:
+def attempt(function: Callable[[], Any]) -> Outcome:
+    """Call a function, keeping an exception for when all replicas have stopped."""
     try:
         return function(), None
-    except Exception as error:  # noqa: BLE001 - raised again once all replicas have stopped
+    except Exception as error:  # noqa: BLE001 - raised again by raise_first
         return None, error
 
 
@@ -214,7 +218,7 @@ def _run_here(job: _Job, device: torch.device, *, alone: bool) -> Any:
         return job()
 
 
-def _raise_first(outcomes: Sequence[Outcome], calls: Sequence[tuple[int, torch.device, Any]]) -> None:
+def raise_first(outcomes: Sequence[Outcome], calls: Sequence[tuple[int, torch.device, Any]]) -> None:
     """Raise the first replica's exception as it was, with the replica named as its cause."""
     for (_, error), (position, device, (_, args, kwargs)) in zip(outcomes, calls):
         if error is None or isinstance(error, _Cancelled):

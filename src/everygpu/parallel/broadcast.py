@@ -34,6 +34,8 @@ class Bucket:
         device: Where they are.
         devices: Where the copies go.
         keep_storage: Lay the copies out as the originals are in the one storage they share, not side by side.
+        fixed: Keep addresses also where others refer to the memory, as CUDA graphs do for good; only a graph
+            before its backward still counts.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Bucket:
         devices: Sequence[torch.device],
         *,
         keep_storage: bool = False,
+        fixed: bool = False,
     ) -> None:
         self.device = device
         self.devices = list(devices)
@@ -51,6 +54,8 @@ class Bucket:
         self._metas = [(t.shape, _dense_strides(t)) for t in originals]
         self._offsets, self._numel = _storage_offsets(originals) if keep_storage else _aligned_offsets(originals)
         self._has_gaps = sum(t.numel() for t in originals) < self._numel
+        self._fixed = fixed
+        self._uses: list[weakref.ref[_Use]] = []
         self._copies: list[_Copy | None] = [None] * len(self.devices)
 
     def refresh(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> list[list[Tensor]]:
@@ -106,11 +111,22 @@ class Bucket:
         current = self._copies[replica]
         if current is not None:
             current.age(versions)
-            if not current.is_held():
+            if not (self._awaits_backward() if self._fixed else current.is_held()):
                 return current
         flat = torch.zeros(self._numel, dtype=self._dtype, device=self.devices[replica])
         # .data gives each slot a version counter of its own.
         return _Copy(flat, [view.data for view in self._views(flat, range(len(self._metas)))], versions)
+
+    def _awaits_backward(self) -> bool:
+        self._uses = [ref for ref in self._uses if (use := ref()) is not None and not use.is_over]
+        return bool(self._uses)
+
+    def begin_use(self) -> "_Use":
+        """Note that a graph has been connected; it says when its backward has run, or disappears."""
+        use = _Use()
+        if self._fixed:
+            self._uses.append(weakref.ref(use))
+        return use
 
     def _views(self, flat: Tensor, which: Sequence[int]) -> list[Tensor]:
         return [flat.as_strided(*self._metas[k], self._offsets[k]) for k in which]
@@ -129,6 +145,12 @@ class Bucket:
             return []
         flats = [self._flatten(row, device, which) for row, device in _on_devices(grads)]
         return self._views(comm.reduce(flats, self.device), which)
+
+
+class _Use:
+    """A graph's interest in a bucket's values, which ends with its backward or with the graph."""
+
+    is_over = False
 
 
 class _Copy:
@@ -195,15 +217,18 @@ class _Broadcast(torch.autograd.Function):
     def forward(ctx: Any, bucket: Bucket, replicas: Any, slots: Any, *originals: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.bucket = bucket
+        ctx.use = bucket.begin_use()
         ctx.width = len(originals)
         ctx.streams = Streams(bucket.device, *(bucket.devices[i] for i in replicas))
         # Autograd runs a node where its first output is: this one has it add up on the primary device, in step
         # with the gradients it adds to.
         anchor = torch.empty(0, device=bucket.device)
-        return anchor, *(_present(slot, t) for row in slots for slot, t in zip(row, originals))
+        looks = [_Look(t) for t in originals]
+        return anchor, *(look.on(slot) for row in slots for slot, look in zip(row, looks))
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.use.is_over = True
         rows = [grads[i : i + ctx.width] for i in range(0, len(grads), ctx.width)]
         with ctx.streams.current():
             if torch.is_grad_enabled():
@@ -264,15 +289,25 @@ def _version(t: Tensor) -> _Version:
     return weakref.ref(t), 0 if t.is_inference() else t._version
 
 
-def _present(slot: Tensor, original: Tensor) -> Tensor:
-    """Make what a replica sees of a slot: a tensor of the original's class, with its attributes."""
-    kind = type(original) if isinstance(original, nn.Parameter) and type(original) is not Tensor else Tensor
-    seen = Tensor._make_subclass(kind, slot)
-    if isinstance(original, nn.Parameter) and not isinstance(seen, nn.Parameter):
-        seen._is_param = True
-    if vars(original):
-        vars(seen).update(vars(original))
-    return seen
+class _Look:
+    """What replicas see in place of a tensor: its class and attributes, on a slot's memory."""
+
+    __slots__ = ("attributes", "kind", "mark")
+
+    def __init__(self, original: Tensor) -> None:
+        is_parameter = isinstance(original, nn.Parameter)
+        self.kind = type(original) if is_parameter else Tensor
+        self.attributes = dict(vars(original))
+        # A plain tensor may count as a parameter by this mark alone.
+        self.mark = is_parameter and self.kind is Tensor
+
+    def on(self, slot: Tensor) -> Tensor:
+        seen = Tensor._make_subclass(self.kind, slot)
+        if self.attributes:
+            vars(seen).update(self.attributes)
+        if self.mark:
+            seen._is_param = True
+        return seen
 
 
 def _num_uses(flat: Tensor) -> int:

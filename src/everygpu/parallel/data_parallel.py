@@ -1,5 +1,6 @@
 """The drop-in layer: one module, every device."""
 
+import itertools
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,14 +8,15 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from everygpu.devices import parse_device, parse_devices, spread_seeds
 from everygpu.devices.parse import DeviceLike
 from everygpu.errors import EveryGPUError, OptionError
-from everygpu.keys import align_keys, unwrap
+from everygpu.keys import align_keys, unwrap, wrapped_child
 from everygpu.parallel.apply import Workers
-from everygpu.parallel.gather import gather
+from everygpu.parallel.compiled import CompiledReplicas
+from everygpu.parallel.gather import Joiner, gather_outputs
 from everygpu.parallel.placement import check_module, place_module
 from everygpu.parallel.replicate import ReplicaSet
 from everygpu.parallel.scatter import Shard, move_tree, scatter_call
@@ -24,6 +26,11 @@ from everygpu.parallel.split import Split, check_split
 _running: ContextVar[frozenset[int]] = ContextVar("everygpu_running", default=frozenset())
 
 BUFFER_RULES = ("first", "mean")
+# What a copy or a pickle makes anew.
+_TRANSIENT = ("_replicas", "_workers", "_turn", "_first_parameter", "_pid")
+
+ENGINES = ("auto", "threads", "compile")
+GATHER_RULES = ("sharded", "joined")
 
 
 class DataParallel(nn.Module):
@@ -42,6 +49,10 @@ class DataParallel(nn.Module):
         dim: Where the rows of the batch are.
         split: ``"chunk"``: as ``torch.chunk``, which may leave the last devices idle; ``"even"``: shares
             differ by one row at most; a list of weights, one per device.
+        gather: ``"sharded"``: outputs are ``ShardedBatch``es, whose rows stay on their devices until someone
+            asks for the whole; ``"joined"``: plain tensors on ``output_device``.
+        engine: ``"threads"``: replicas run eagerly, each in a thread; ``"compile"``: they are compiled, and
+            launched from one thread; ``"auto"``: compiled if ``module`` went through ``torch.compile``.
         buffers: ``"first"``: the module keeps the buffers as its own shard changed them; ``"mean"``: float
             buffers such as BatchNorm's statistics are averaged over the replicas, weighted by rows.
         strict_device: Raise when the module is not on ``device_ids[0]``, instead of moving it.
@@ -66,6 +77,8 @@ class DataParallel(nn.Module):
         dim: int = 0,
         *,
         split: Split = "chunk",
+        gather: str = "sharded",
+        engine: str = "auto",
         buffers: str = "first",
         strict_device: bool = False,
     ) -> None:
@@ -74,12 +87,18 @@ class DataParallel(nn.Module):
         self.device_ids = parse_devices(device_ids)
         self.output_device = self.device_ids[0] if output_device is None else parse_device(output_device)
         check_split(split, len(self.device_ids))
+        if engine not in ENGINES:
+            raise OptionError(f"DataParallel: engine must be one of {ENGINES}, got {engine!r}.")
+        if gather not in GATHER_RULES:
+            raise OptionError(f"DataParallel: gather must be one of {GATHER_RULES}, got {gather!r}.")
         if buffers not in BUFFER_RULES:
             raise OptionError(f"DataParallel: buffers must be one of {BUFFER_RULES}, got {buffers!r}.")
         if not isinstance(dim, int) or isinstance(dim, bool):
             raise OptionError(f"DataParallel: dim must be an int, got {dim!r}.")
         self.dim = dim
         self.split = split
+        self.gather = gather
+        self.engine = engine
         self.buffers_rule = buffers
         self.strict_device = strict_device
         self.module = module
@@ -88,9 +107,16 @@ class DataParallel(nn.Module):
 
     def _prepare(self) -> None:
         self._replicas: ReplicaSet | None = None
-        self._workers = Workers(len(self.device_ids) - 1)
+        self._workers = self._make_workers()
         self._turn = threading.Lock()
+        # Looked at in every call on one device, where walking the module would cost more than all the rest.
+        self._first_parameter = tuple(itertools.islice(self.module.parameters(), 1))
         self._pid = os.getpid()
+
+    def _make_workers(self) -> Workers | CompiledReplicas:
+        workers = Workers(len(self.device_ids) - 1)
+        compiled = wrapped_child(self.module) == "_orig_mod" if self.engine == "auto" else self.engine == "compile"
+        return CompiledReplicas(self.module, workers) if compiled else workers
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on all devices; see the class."""
@@ -101,11 +127,12 @@ class DataParallel(nn.Module):
             replicas = self._refresh([s.position for s in shards])
             outputs = self._apply_to(replicas, shards)
             self._settle_buffers(shards)
-            return gather(outputs, self.output_device, self.dim)
+            return gather_outputs(outputs, self._joiner(shards))
 
     def _refresh(self, positions: list[int]) -> list[nn.Module]:
         if self._replicas is None or self._replicas.module is not self.module:
-            self._replicas = ReplicaSet(self.module, self.device_ids, strict_device=self.strict_device)
+            fixed = isinstance(self._workers, CompiledReplicas)
+            self._replicas = ReplicaSet(self.module, self.device_ids, strict_device=self.strict_device, fixed=fixed)
         return self._replicas.refresh(positions)
 
     def _apply_to(self, replicas: list[nn.Module], shards: list[Shard]) -> list[Any]:
@@ -113,6 +140,10 @@ class DataParallel(nn.Module):
         positions = [s.position for s in shards]
         calls = [(replica, s.args, s.kwargs) for replica, s in zip(replicas, shards)]
         return self._workers.run(calls, [self.device_ids[p] for p in positions], positions)
+
+    def _joiner(self, shards: list[Shard]) -> Joiner:
+        rows = tuple(1 if s.rows is None else s.rows for s in shards) if self.gather == "sharded" else None
+        return Joiner(device=self.output_device, dim=self.dim, rows=rows)
 
     def _settle_buffers(self, shards: list[Shard]) -> None:
         if self.buffers_rule == "mean" and self._replicas is not None:
@@ -122,10 +153,11 @@ class DataParallel(nn.Module):
     def _forward_alone(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run on one device: no shards, no threads, only what is elsewhere is moved."""
         device = self.device_ids[0]
-        first = next(self.module.parameters(), None)
-        if first is not None and first.device != device:
+        if any(p.device != device for p in self._first_parameter):
             place_module(self.module, device, "DataParallel", strict=self.strict_device)
-        output = self.module(*move_tree(inputs, device), **move_tree(kwargs, device))
+        if kwargs or any(type(x) is not Tensor or x.device != device for x in inputs):
+            inputs, kwargs = move_tree(inputs, device), move_tree(kwargs, device)
+        output = self.module(*inputs, **kwargs)
         return output if self.output_device == device else move_tree(output, self.output_device)
 
     @contextmanager
@@ -172,7 +204,7 @@ class DataParallel(nn.Module):
             return getattr(module, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_replicas", "_workers", "_turn", "_pid")}
+        return {k: v for k, v in self.__dict__.items() if k not in _TRANSIENT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

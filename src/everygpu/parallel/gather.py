@@ -1,7 +1,7 @@
 """Join the replicas' outputs into what one device would have returned."""
 
 import sys
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,11 +9,12 @@ from torch import Tensor
 
 from everygpu import tree
 from everygpu.devices.parse import DeviceLike, parse_device
-from everygpu.errors import GatherError
+from everygpu.errors import GatherError, OptionError
+from everygpu.parallel.sharded_batch import ShardedBatch, join, shard_batch
 
 
-def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
-    """Join the replicas' outputs.
+def gather(outputs: Any, target_device: DeviceLike | None = None, dim: int = 0) -> Any:
+    """Join the replicas' outputs, or a batch whose rows are still on their devices.
 
     Tensors of shape (..., rows, ...) are concatenated along ``dim``; 0-dim tensors become a vector with one
     entry per replica; tensors that are on the CPU in all replicas stay there; NumPy arrays are concatenated.
@@ -21,46 +22,93 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
     are rebuilt.
 
     Args:
-        outputs: One per replica, alike in structure.
-        target_device: Where the joined tensors go.
+        outputs: A list with one output per replica, alike in structure; or what ``DataParallel`` returned.
+        target_device: Where the joined tensors go; needed for a list of outputs.
         dim: Where the rows are.
     Returns:
-        One output; gradients flow back to the replicas' tensors.
+        One output of plain tensors; gradients flow back to the replicas' tensors.
     Raises:
         GatherError: the outputs differ in structure or in a shape that must agree.
+        OptionError: there are several outputs and no device to join them on.
     Source:
         ``torch.nn.parallel.gather``, which loses None, strings and numbers, and warns at scalars.
     """
+    device = None if target_device is None else parse_device(target_device)
+    if device is None or isinstance(outputs, ShardedBatch):
+        return _join_batches(outputs, device)
     if not outputs:
         raise GatherError("gather: needs the output of at least one replica, got none.")
-    return _join(list(outputs), parse_device(target_device), dim, "out")
+    return gather_outputs(list(outputs), Joiner(device=device, dim=dim))
 
 
-def _join(values: list[Any], device: torch.device, dim: int, path: str) -> Any:
+def _join_batches(tree_of_batches: Any, device: torch.device | None) -> Any:
+    """Join what ``DataParallel`` returned; without a device, a list of plain tensors can't be meant."""
+    leaves = [leaf for _, leaf in tree.leaves(tree_of_batches, "")]
+    if device is None and not any(isinstance(leaf, ShardedBatch) for leaf in leaves):
+        raise OptionError("gather: several outputs need a target_device to be joined on, got None.")
+
+    def whole(leaf: Any) -> Any:
+        joined = join(leaf) if isinstance(leaf, ShardedBatch) else leaf
+        return joined if device is None or not isinstance(joined, Tensor) else joined.to(device)
+
+    return tree.map_leaves(whole, tree_of_batches)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joiner:
+    """How tensors are joined."""
+
+    device: torch.device
+    """Where to, unless all of them are on the CPU."""
+    dim: int
+    rows: tuple[int, ...] | None = None
+    """Rows of the batch behind each replica: tensors are kept on their devices, as a ``ShardedBatch``."""
+
+    def join(self, tensors: list[Tensor], path: str) -> Tensor:
+        """Join one tensor of the output."""
+        target = torch.device("cpu") if all(t.device.type == "cpu" for t in tensors) else self.device
+        stay = self.rows is not None and len(tensors) > 1 and _may_stay(tensors)
+        entries, dim, rows = [_own(t) for t in tensors] if stay else tensors, self.dim, None
+        if all(t.ndim == 0 for t in tensors):
+            entries, dim, rows = [t.unsqueeze(0) for t in entries], 0, self.rows
+        else:
+            _check_shapes([tuple(t.shape) for t in tensors], self.dim, path)
+        if stay:
+            return shard_batch(entries, target, dim, rows)
+        return torch.cat([t.to(target, non_blocking=target.type != "cpu") for t in entries], dim)
+
+
+def _may_stay(tensors: list[Tensor]) -> bool:
+    plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.layout == torch.strided for t in tensors)
+    return plain and len({t.dtype for t in tensors}) == 1
+
+
+def _own(t: Tensor) -> Tensor:
+    """Copy what a replica may have returned without making it: an input, a parameter or a buffer is written later."""
+    root = t if t._base is None else t._base
+    return t.clone() if root.is_leaf else t
+
+
+def gather_outputs(outputs: list[Any], joiner: Joiner) -> Any:
+    """Join the outputs of at least one replica; see ``gather``."""
+    return _join(outputs, joiner, "out")
+
+
+def _join(values: list[Any], joiner: Joiner, path: str) -> Any:
     first = values[0]
     opened = [tree.open_container(v) for v in values]
     if all(isinstance(v, Tensor) for v in values):
-        return _join_tensors(values, device, dim, path)
+        return joiner.join(values, path)
     if all(node is None for node in opened):
-        return _join_leaves(values, dim, path)
+        return _join_leaves(values, joiner.dim, path)
     containers = [node for node in opened if node is not None]
     if len(containers) < len(values) or any(type(v) is not type(first) for v in values):
         raise _structure_error(path, [_describe(v) for v in values])
     places = [dict(zip(node.accessors, node.children)) for node in containers]
     if any(place.keys() != places[0].keys() for place in places):
         raise _structure_error(path, [_describe_places(first, list(place)) for place in places])
-    joined = [_join([place[a] for place in places], device, dim, path + a) for a in containers[0].accessors]
+    joined = [_join([place[a] for place in places], joiner, path + a) for a in containers[0].accessors]
     return containers[0].rebuild(joined)
-
-
-def _join_tensors(tensors: list[Tensor], device: torch.device, dim: int, path: str) -> Tensor:
-    target = torch.device("cpu") if all(t.device.type == "cpu" for t in tensors) else device
-    shapes = [tuple(t.shape) for t in tensors]
-    moved = [t.to(target, non_blocking=target.type != "cpu") for t in tensors]
-    if all(t.ndim == 0 for t in moved):
-        return torch.stack(moved)
-    _check_shapes(shapes, dim, path)
-    return torch.cat(moved, dim)
 
 
 def _check_shapes(shapes: list[tuple[int, ...]], dim: int, path: str) -> None:

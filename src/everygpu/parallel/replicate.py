@@ -48,10 +48,19 @@ class ReplicaSet:
         module: Serves as the replica on ``devices[0]``, and is moved there if it is elsewhere.
         devices: One per replica.
         strict_device: Refuse to move the module.
+        fixed: Keep the replicas' tensors at their addresses, for CUDA graphs.
     """
 
-    def __init__(self, module: nn.Module, devices: Sequence[torch.device], *, strict_device: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device],
+        *,
+        strict_device: bool = False,
+        fixed: bool = False,
+    ) -> None:
         self.module = module
+        self._fixed = fixed
         self._devices = list(devices)
         self._strict_device = strict_device
         self._arrange()
@@ -111,7 +120,7 @@ class ReplicaSet:
         for members, together in _group(tensors, flat):
             self._members.append(members)
             originals = [tensors[i] for i in members]
-            self._buckets.append(Bucket(originals, self._devices[0], others, keep_storage=together))
+            self._buckets.append(Bucket(originals, self._devices[0], others, keep_storage=together, fixed=self._fixed))
 
     def _release(self, replica: int) -> None:
         """Let go of a replica's tensors, so that their memory may be written."""

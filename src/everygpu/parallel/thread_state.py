@@ -86,17 +86,23 @@ def _for_device(mode: Any, device: torch.device) -> Any:
 
 
 @contextmanager
-def on_device(device: torch.device, stream: torch.cuda.Stream | None) -> Iterator[None]:
+def on_device(device: torch.device, stream: torch.cuda.Stream | None, *, shared: bool = True) -> Iterator[None]:
     """Make a device current: ``.cuda()`` and tensors made without ``device=`` mean this one.
 
     On the CPU nothing has to change: a default device that the caller has set stays.
+
+    Args:
+        device: The replica's device.
+        stream: What its work is queued on, for CUDA.
+        shared: Other threads do the same at this time.
     """
     with ExitStack() as stack:
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
             stack.enter_context(torch.cuda.stream(stream))
         if device.type != "cpu" and not any(isinstance(m, DeviceContext) for m in _function_modes()):
-            stack.enter_context(_FactoryDevice(device))
+            # torch's own is the one its compiler knows; ours the one that threads don't share.
+            stack.enter_context(_FactoryDevice(device) if shared else DeviceContext(device))
         yield
 
 

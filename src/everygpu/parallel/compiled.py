@@ -1,0 +1,124 @@
+"""Run compiled replicas one after another from the calling thread.
+
+A compiled call is a few launches, or the replay of a CUDA graph: it returns long before the device is done, so
+one thread keeps all devices busy, where eager replicas would wait for each other's Python. torch's guards see to it
+that Python state, shapes and control flow mean what they mean without compiling.
+"""
+
+import logging
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everygpu import tree
+from everygpu.keys import wrapped_child
+from everygpu.parallel.apply import Call, Workers, attempt, raise_first
+from everygpu.parallel.thread_state import on_device
+
+MAX_SIGNATURES = 8
+"""Each combination of shapes costs a compilation for every replica: after this many, replicas run eagerly."""
+
+logger = logging.getLogger("everygpu")
+
+
+class CompiledReplicas:
+    """Compiled counterparts of the replicas, made at their first call.
+
+    Args:
+        module: The user's module; where it went through ``torch.compile``, replicas are compiled with the same
+            options, else for the least overhead.
+        workers: Run the replicas where compiling doesn't pay off or fails.
+    """
+
+    def __init__(self, module: nn.Module, workers: Workers) -> None:
+        self._compile = _compiler_of(module)
+        self._workers = workers
+        self._compiled: dict[int, tuple[nn.Module, Callable[..., Any]]] = {}
+        self._signatures: set[Any] = set()
+        self._given_up = False
+
+    def run(
+        self, calls: Sequence[Call], devices: Sequence[torch.device], positions: Sequence[int] | None = None
+    ) -> list[Any]:
+        """Make the calls in order, each with its device current; see ``Workers.run``."""
+        if self._given_up or not self._accepts(calls):
+            return self._workers.run(calls, devices, positions)
+        names = positions if positions is not None else range(len(calls))
+        outcomes = []
+        for position, call, device in zip(names, calls, devices):
+            outcomes.append(attempt(lambda p=position, c=call, d=device: self._call(p, c, d)))  # type: ignore[misc]
+            if outcomes[-1][1] is not None:
+                break
+        if any(_is_compilers(error) for _, error in outcomes):
+            self._give_up(f"compiling failed: {outcomes[-1][1]}")
+            return self._workers.run(calls, devices, positions)
+        raise_first(outcomes, list(zip(names, devices, calls)))
+        return [value for value, _ in outcomes]
+
+    def close(self) -> None:
+        """End the threads."""
+        self._workers.close()
+
+    def _call(self, position: int, call: Call, device: torch.device) -> Any:
+        module, args, kwargs = call
+        known, function = self._compiled.get(position, (None, None))
+        if function is None or known is not module:
+            function = self._compile(_as_function(module))
+            self._compiled[position] = module, function
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        with on_device(device, stream, shared=False):
+            return tree.map_leaves(_leave_graph_memory, function(*args, **kwargs))
+
+    def _accepts(self, calls: Sequence[Call]) -> bool:
+        self._signatures.add(tuple(_signature(call) for call in calls))
+        if len(self._signatures) > MAX_SIGNATURES:
+            self._give_up(f"inputs came in more than {MAX_SIGNATURES} combinations of shapes")
+        return not self._given_up
+
+    def _give_up(self, why: str) -> None:
+        logger.warning("DataParallel: replicas run eagerly in threads from now on: %s", why)
+        self._given_up = True
+        self._compiled.clear()
+
+
+def _compiler_of(module: nn.Module) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    if wrapped_child(module) == "_orig_mod":
+        context: Callable[[Callable[..., Any]], Callable[..., Any]] = module.dynamo_ctx  # type: ignore[assignment]
+        return context
+    mode = "reduce-overhead" if torch.cuda.is_available() else None
+    return lambda function: torch.compile(function, mode=mode, dynamic=False)
+
+
+def _as_function(module: nn.Module) -> Callable[..., Any]:
+    """Wrap a replica in a function with code of its own.
+
+    torch keeps compiled versions by code object, and searches them in turn: replicas of one class would look
+    through each other's.
+    """
+    inner = module.get_submodule("_orig_mod") if wrapped_child(module) == "_orig_mod" else module
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    return types.FunctionType(
+        call.__code__.replace(co_name="replica"), call.__globals__, "replica", None, call.__closure__
+    )
+
+
+def _leave_graph_memory(leaf: Any) -> Any:
+    """Copy a result out of memory that the next replay of a CUDA graph writes."""
+    return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_cuda else leaf
+
+
+def _signature(call: Call) -> Any:
+    module, args, kwargs = call
+    leaves = [*tree.leaves(args, ""), *tree.leaves(dict(kwargs), "")]
+    shapes = tuple((p, x.shape, x.dtype) if isinstance(x, Tensor) else (p, type(x)) for p, x in leaves)
+    return module.training, torch.is_grad_enabled(), shapes
+
+
+def _is_compilers(error: BaseException | None) -> bool:
+    return error is not None and type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))

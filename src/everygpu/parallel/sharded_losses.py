@@ -1,0 +1,128 @@
+"""Losses on the parts of a ``ShardedBatch``: means over uneven parts are those of the whole."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everygpu.parallel.sharded_batch import Args, Kwargs, Layout, Rule, ShardedBatch, has_shards, wrap
+from everygpu.parallel.sharded_frame import (
+    HALF,
+    Frame,
+    add_up,
+    by_element,
+    constant,
+    cut_alike,
+    each,
+    frame_of,
+    named,
+    operations,
+    spread,
+    whole_or_parts,
+)
+
+NONE, MEAN, SUM = 0, 1, 2
+"""How torch's operations number their reductions."""
+
+
+def elementwise_loss(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Losses whose mean is over all elements, equally many in each row."""
+    call = named(func, args, kwargs)
+    reduction = call.get("reduction", MEAN)
+    if reduction == NONE:
+        return by_element(func, args, kwargs)
+    frame = frame_of(*args)
+    # A sum in half precision could overflow in one part only.
+    if frame is None or kwargs or (reduction == SUM and args[0].dtype in HALF):
+        return NotImplemented
+    parts = each(func, [spread(a, frame) for a in args], {}, frame.layout)
+    if parts is None or frame.layout.num_rows == 0:
+        return NotImplemented
+    shares = [n / frame.layout.num_rows if reduction == MEAN else 1 for n in frame.layout.sizes]
+    filled = [p.float() * share if p.dtype in HALF else p * share for p, share in zip(parts, shares) if share]
+    return add_up(filled, frame.layout).to(parts[0].dtype)
+
+
+def elementwise_loss_backward(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Their gradients: a part's mean counts by its rows."""
+    call = named(func, args, kwargs)
+    frame = frame_of(*args)
+    if frame is None or kwargs or frame.layout.num_rows == 0:
+        return NotImplemented
+    columns = [spread(a, frame) for a in args]
+    if call["reduction"] == MEAN and columns[0] is not None:
+        columns[0] = [g * (n / frame.layout.num_rows) for g, n in zip(columns[0], frame.layout.sizes)]
+    parts = each(func, columns, {}, frame.layout)
+    return NotImplemented if parts is None else frame.batch(parts)
+
+
+def class_loss(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``nll_loss``, whose mean counts only rows that are not ignored, by class weight."""
+    x, target, weight, reduction, ignore_index = args
+    frame = _class_frame(x, target)
+    if frame is None:
+        return NotImplemented
+    layout = frame.layout
+    columns = _class_columns(x, target, weight, frame)
+    if any(c is None for c in columns):
+        return NotImplemented
+    if reduction == NONE:
+        pairs = _class_losses(func, columns, NONE, ignore_index, layout)
+        return wrap([loss for loss, _ in pairs], layout, 0), torch.zeros((), dtype=x.dtype, device=layout.home)
+    # The sum over a part is taken in float32 at least: in half precision it could overflow where a mean does not.
+    if x.dtype in HALF:
+        columns = [c if k == 1 else [None if t is None else t.float() for t in c] for k, c in enumerate(columns)]
+    pairs = _class_losses(func, columns, SUM, ignore_index, layout)
+    loss, count = add_up([p for p, _ in pairs], layout), add_up([n for _, n in pairs], layout)
+    return (loss / count if reduction == MEAN else loss).to(x.dtype), count.to(x.dtype)
+
+
+def _class_losses(func: Any, columns: list[Any], reduction: int, ignore_index: int, layout: Layout) -> list[Any]:
+    return [func(x, target, weight, reduction, ignore_index) for x, target, weight in zip(*columns)]
+
+
+def class_loss_backward(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Its gradient: every part divides by what the whole counted."""
+    grad, x, target, weight, reduction, ignore_index, count = args
+    frame = _class_frame(x, target)
+    if frame is None:
+        return NotImplemented
+    layout = frame.layout
+    grads = cut_alike(grad, frame._replace(from_right=grad.ndim)) if grad.ndim else whole_or_parts(grad, layout)
+    columns = _class_columns(x, target, weight, frame)
+    constants = [constant(c, layout) for c in (reduction, ignore_index)]
+    parts = each(func, [grads, *columns, *constants, whole_or_parts(count, layout)], {}, layout)
+    return NotImplemented if parts is None else wrap(parts, layout, 0)
+
+
+def _class_frame(x: Tensor, target: Tensor) -> Frame | None:
+    """Return the layout of scores of shape (rows, classes, ...) and targets of shape (rows, ...)."""
+    if not isinstance(x, ShardedBatch) or not has_shards(x) or x.ndim < 2 or x.shard_dim != 0:
+        return None
+    if target.ndim != x.ndim - 1 or (isinstance(target, ShardedBatch) and target.shard_dim != 0):
+        return None
+    return frame_of(x)
+
+
+def _class_columns(x: Any, target: Tensor, weight: Tensor | None, frame: Frame) -> list[Any]:
+    layout = frame.layout
+    targets = cut_alike(target, frame._replace(from_right=target.ndim))
+    weights = constant(None, layout) if weight is None else whole_or_parts(weight, layout)
+    return [x._parts, targets, weights]
+
+
+def _build_rules() -> dict[Any, Rule]:
+    rules: dict[Any, Rule] = {}
+    for rule, names in (
+        (elementwise_loss, "mse_loss smooth_l1_loss huber_loss binary_cross_entropy "
+                           "binary_cross_entropy_with_logits soft_margin_loss"),
+        (elementwise_loss_backward, "mse_loss_backward smooth_l1_loss_backward huber_loss_backward "
+                                    "binary_cross_entropy_backward soft_margin_loss_backward"),
+        (class_loss, "nll_loss_forward nll_loss2d_forward"),
+        (class_loss_backward, "nll_loss_backward nll_loss2d_backward"),
+    ):  # fmt: skip
+        rules.update(dict.fromkeys(operations(names), rule))
+    return rules
+
+
+LOSSES: dict[Any, Rule] = _build_rules()

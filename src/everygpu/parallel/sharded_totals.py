@@ -1,0 +1,144 @@
+"""Sums and means over the rows of a ``ShardedBatch``, whose gradients stay on the devices.
+
+torch's own gradient of a sum begins as one tensor of the joined shape. These functions lay it out as the batch
+is, and so keep the gradients of losses written by hand off the primary device.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from everygpu.parallel.sharded_batch import Args, Join, Kwargs, ShardedBatch, has_shards, join, move, shards_of
+from everygpu.parallel.sharded_frame import HALF, add_up, dims_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """One sum: ``factors[i]`` times the sum of part i, added up."""
+
+    dims: tuple[int, ...]
+    keepdim: bool
+    dtype: torch.dtype | None
+    factors: tuple[float, ...]
+    is_weighed: bool
+
+
+def total(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``sum`` and ``mean``; the mean of results per replica weighs them by the rows behind them."""
+    call = _named(args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        plan = None if call is None else _plan(call, is_mean=func in (torch.mean, Tensor.mean))
+        if call is None or plan is None:
+            return func(*args, **kwargs)
+        return _Total.apply(call["input"], func, plan)  # type: ignore[no-untyped-call]
+
+
+def _named(args: Args, kwargs: Kwargs) -> Kwargs | None:
+    """Name what ``sum`` and ``mean`` take; None if it is anything unusual, such as ``out``."""
+    other_names = {"self": "input", "axis": "dim", "keepdims": "keepdim"}
+    given = {**dict(zip(("input", "dim", "keepdim"), args)), **{other_names.get(k, k): v for k, v in kwargs.items()}}
+    call = {"dim": None, "keepdim": False, "dtype": None, **given}
+    dims = call["dim"] if isinstance(call["dim"], (tuple, list)) else [call["dim"] or 0]
+    usual = len(args) <= 3 and set(call) == {"input", "dim", "keepdim", "dtype"} and all(type(d) is int for d in dims)
+    return call if usual else None
+
+
+def _plan(call: Kwargs, *, is_mean: bool) -> _Plan | None:
+    """Return how to take a total here; None where torch's own does as well."""
+    x = call["input"]
+    if not isinstance(x, ShardedBatch) or torch._C._are_functorch_transforms_active() or x.ndim == 0:
+        return None
+    dims = tuple(dims_of(call["dim"], x.ndim))
+    count = math.prod(x.shape[d] for d in dims)
+    dtype = call["dtype"] or x.dtype
+    if x.shard_dim not in dims or not count or not (dtype.is_floating_point or dtype.is_complex):
+        return None
+    factors: tuple[float, ...] | None = None
+    if is_mean and sum(x.shard_rows or ()) > 0:
+        factors = _shares(x.shard_rows or (), count)
+    elif not (has_shards(x) and x.requires_grad and torch.is_grad_enabled()):
+        return None
+    plain = (1 / count if is_mean else 1.0,) * len(x._layout.sizes)
+    return _Plan(
+        dims=dims,
+        keepdim=call["keepdim"],
+        dtype=call["dtype"],
+        factors=factors or plain,
+        is_weighed=factors is not None,
+    )
+
+
+def _shares(rows: Sequence[int], count: int) -> tuple[float, ...]:
+    """Turn rows behind each entry into factors of the mean over ``count`` numbers."""
+    return tuple(n / sum(rows) * len(rows) / count for n in rows)
+
+
+class _Total(torch.autograd.Function):
+    """A sum or mean over the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: ShardedBatch, func: Any, plan: _Plan) -> Tensor:
+        ctx.plan, ctx.layout, ctx.dim, ctx.dtype = plan, x._layout, x.shard_dim, x.dtype
+        ctx.shapes = [[n if d == ctx.dim else s for d, s in enumerate(x.shape)] for n in x._layout.sizes]
+        if plan.is_weighed:
+            return _weigh(x, plan)
+        result: Tensor = func(x, plan.dims, plan.keepdim, dtype=plan.dtype)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        plan = ctx.plan
+        grad = join(grad) if isinstance(grad, ShardedBatch) else grad
+        for d in () if plan.keepdim else sorted(plan.dims):
+            grad = grad.unsqueeze(d)
+        with ctx.layout.on_streams():
+            parts = [
+                (move(grad, device) * factor).to(ctx.dtype).expand(shape)
+                for device, factor, shape in zip(ctx.layout.devices, plan.factors, ctx.shapes)
+            ]
+            return Join.apply(ctx.layout, ctx.dim, *parts), None, None  # type: ignore[no-untyped-call]
+
+
+def _weigh(x: ShardedBatch, plan: _Plan) -> Tensor:
+    dtype = plan.dtype or x.dtype
+    wide = torch.float32 if dtype in HALF else dtype
+    parts = zip(shards_of(x, x._layout, x.shard_dim), plan.factors)
+    # What a replica without rows returned counts for nothing, not even if it is nan.
+    sums = [part.to(wide).sum(plan.dims, plan.keepdim) * factor for part, factor in parts if factor]
+    return add_up(sums, x._layout).to(dtype)
+
+
+def reduced(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Losses that torch composes: the loss of each element, then their mean or sum."""
+    call = inspect.signature(func).bind(*args, **kwargs).arguments
+    reduction = call.pop("reduction", "mean")
+    is_old = call.get("size_average") is not None or call.get("reduce") is not None
+    with torch._C.DisableTorchFunctionSubclass():
+        if is_old or reduction not in ("mean", "sum"):
+            return func(*args, **kwargs)
+        losses = func(**call, reduction="none")
+        return total(torch.mean if reduction == "mean" else torch.sum, (losses,), {})
+
+
+_COMPOSED: Sequence[str] = [
+    "l1_loss",
+    "kl_div",
+    "poisson_nll_loss",
+    "hinge_embedding_loss",
+    "cosine_embedding_loss",
+    "margin_ranking_loss",
+    "triplet_margin_loss",
+    "gaussian_nll_loss",
+    "multilabel_soft_margin_loss",
+]
+
+TOTALS: dict[Any, Callable[[Any, Args, Kwargs], Any]] = {
+    **dict.fromkeys((torch.sum, torch.mean, Tensor.sum, Tensor.mean), total),
+    **dict.fromkeys((getattr(F, name) for name in _COMPOSED), reduced),
+}

@@ -1,0 +1,191 @@
+"""Compiled replicas: the same results, Python included, and a way back to threads."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import everygpu
+from everygpu.errors import OptionError, ReplicaError
+from everygpu.parallel import compiled
+from everygpu.parallel.compiled import MAX_SIGNATURES, CompiledReplicas
+
+# torch's own modules warn about themselves when its compiler is imported.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Trace and guard as ever, without generating code: seconds less for each replica."""
+    monkeypatch.setattr(compiled, "_compiler_of", lambda module: lambda f: torch.compile(f, backend="aot_eager"))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+        self.scale = 1.0
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.body(x) * self.scale
+
+
+def build(device):
+    torch.manual_seed(0)
+    return Net().to(device)
+
+
+def train(model, x, y, steps=4):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def batch(device, rows=12):
+    torch.manual_seed(1)
+    return torch.randn(rows, 4, device=device), torch.randint(0, 3, (rows,), device=device)
+
+
+class TestSameAsThreads:
+    def test_a28_training_a_compiled_module(self, devices):
+        used = devices(3)
+        x, y = batch(used[0])
+        net = build(used[0])
+        eager = everygpu.DataParallel(copy.deepcopy(net), used, engine="threads")
+        ours = everygpu.DataParallel(torch.compile(net, backend="aot_eager"), used)
+        assert isinstance(ours._workers, CompiledReplicas)
+        assert train(ours, x, y) == pytest.approx(train(eager, x, y))
+        torch.testing.assert_close(list(ours.parameters()), list(eager.parameters()))
+        torch.testing.assert_close(list(ours.buffers()), list(eager.buffers()))
+        assert list(ours.state_dict()) == list(net.state_dict())
+
+    def test_every_replica_is_compiled_once(self, devices, quick, monkeypatch):
+        used = devices(3)
+        made = []
+
+        def counting(module):
+            return lambda f: made.append(f) or torch.compile(f, backend="aot_eager")
+
+        monkeypatch.setattr(compiled, "_compiler_of", counting)
+        x, y = batch(used[0])
+        train(everygpu.DataParallel(build(used[0]), used, engine="compile"), x, y)
+        assert len(made) == len(used)
+        assert len({f.__code__ for f in made}) >= 1
+
+    def test_python_state_means_what_it_does_eagerly(self, devices, quick):
+        used = devices(2)
+        x, _ = batch(used[0])
+        model = everygpu.DataParallel(build(used[0]), used, engine="compile").eval()
+        first = everygpu.gather(model(x))
+        model.module.scale = 3.0
+        torch.testing.assert_close(everygpu.gather(model(x)), first * 3)
+        assert model.module.calls == 2
+
+    def test_changed_weights_arrive(self, devices, quick):
+        used = devices(2)
+        x, _ = batch(used[0])
+        model = everygpu.DataParallel(build(used[0]), used, engine="compile").eval()
+        model(x)
+        for write in (lambda p: p.data.mul_(2), lambda p: setattr(p, "data", p.data + 1)):
+            for p in model.parameters():
+                write(p)
+            torch.testing.assert_close(everygpu.gather(model(x)), model.module(x))
+
+    def test_two_forwards_before_one_backward(self, devices, quick):
+        used = devices(2)
+        x, _ = batch(used[0])
+        bare = build(used[0]).eval()
+        model = everygpu.DataParallel(copy.deepcopy(bare), used, engine="compile")
+        for net in (bare, model):
+            (net(x).square().sum() * net(x * 2).square().sum()).backward()
+        torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in bare.parameters()])
+
+    def test_weights_swapped_for_an_evaluation_before_backward(self, devices, quick):
+        used = devices(2)
+        x, _ = batch(used[0])
+        bare = build(used[0]).eval()
+        model = everygpu.DataParallel(copy.deepcopy(bare), used, engine="compile")
+        for net in (bare, model):
+            out = net(x)
+            kept = [p.detach().clone() for p in net.parameters()]
+            for p in net.parameters():
+                p.data.mul_(0.5)
+            with torch.no_grad():
+                net(x)
+            for p, k in zip(net.parameters(), kept):
+                p.data.copy_(k)
+            out.square().sum().backward()
+        torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in bare.parameters()])
+
+    def test_addresses_stay_from_step_to_step(self, devices, quick):
+        used = devices(2)
+        x, y = batch(used[0])
+        model = everygpu.DataParallel(build(used[0]), used, engine="compile")
+        train(model, x, y, steps=1)
+        replica = model._replicas.refresh([1])[0]
+        before = [p.data_ptr() for p in replica.parameters()]
+        held = [p.detach() for p in replica.parameters()]  # as a CUDA graph does
+        train(model, x, y, steps=2)
+        assert [p.data_ptr() for p in model._replicas.refresh([1])[0].parameters()] == before
+        assert held
+
+
+class TestWaysBack:
+    def test_many_shapes_end_compiling_with_one_warning(self, quick, caplog):
+        model = everygpu.DataParallel(build("cpu"), ["cpu"] * 2, engine="compile").eval()
+        bare = copy.deepcopy(model.module)
+        with caplog.at_level(logging.WARNING, "everygpu"):
+            for rows in range(2, MAX_SIGNATURES + 6):
+                x = torch.randn(rows, 4)
+                torch.testing.assert_close(everygpu.gather(model(x)), bare(x))
+        assert len([r for r in caplog.records if "combinations of shapes" in r.message]) == 1
+
+    def test_compiler_that_fails_is_done_without(self, monkeypatch, caplog):
+        def broken(graph, inputs):
+            raise NotImplementedError("no such operation")
+
+        monkeypatch.setattr(compiled, "_compiler_of", lambda m: lambda f: torch.compile(f, backend=broken))
+        model = everygpu.DataParallel(build("cpu"), ["cpu"] * 2, engine="compile").eval()
+        x, _ = batch("cpu")
+        with caplog.at_level(logging.WARNING, "everygpu"):
+            torch.testing.assert_close(everygpu.gather(model(x)), model.module(x))
+        assert "compiling failed" in caplog.text
+
+    def test_exception_in_a_replica_is_the_users(self, quick):
+        class Picky(Net):
+            def forward(self, x):
+                if x.shape[0] == 1:
+                    raise ValueError("one row")
+                return super().forward(x)
+
+        model = everygpu.DataParallel(Picky(), ["cpu"] * 2, engine="compile").eval()
+        with pytest.raises(ValueError, match="one row") as caught:
+            model(torch.randn(3, 4))
+        assert isinstance(caught.value.__cause__, ReplicaError)
+        assert "replica 1" in str(caught.value.__cause__)
+        assert model(torch.randn(4, 4)).shape == (4, 3)
+
+    def test_engine_is_one_of_three(self):
+        with pytest.raises(OptionError, match="threads"):
+            everygpu.DataParallel(build("cpu"), ["cpu"], engine="fast")
+
+    def test_auto_leaves_a_plain_module_eager(self):
+        assert not isinstance(everygpu.DataParallel(build("cpu"), ["cpu"] * 2)._workers, CompiledReplicas)
