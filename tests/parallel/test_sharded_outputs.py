@@ -1,0 +1,244 @@
+"""What DataParallel returns: outputs that stay on their devices, in scripts that know nothing of it."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import everygpu
+from everygpu import ShardedBatch
+from everygpu.errors import OptionError
+
+LOSSES = {
+    "cross_entropy": lambda out, y: F.cross_entropy(out, y),
+    "ignoring a class": lambda out, y: F.cross_entropy(out, y, ignore_index=1),
+    "weighted": lambda out, y: F.cross_entropy(out, y, weight=torch.arange(1, 5).to(out)),
+    "smoothed": lambda out, y: F.cross_entropy(out, y, label_smoothing=0.1),
+    "module": lambda out, y: nn.CrossEntropyLoss()(out, y),
+    "nll": lambda out, y: F.nll_loss(F.log_softmax(out, 1), y),
+    "mse": lambda out, y: F.mse_loss(out, F.one_hot(y, 4).to(out.dtype)),
+    "by hand": lambda out, y: ((out - y[:, None]) ** 2).mean(),
+    "sum over rows": lambda out, y: out.exp().sum(0).log().mean(),
+    "unreduced": lambda out, y: F.cross_entropy(out, y, reduction="none").mean(),
+    "bce": lambda out, y: F.binary_cross_entropy_with_logits(out[:, 0], (y > 1).to(out.dtype)),
+}
+SIZES = [(12, 3), (11, 3), (7, 4), (1, 3), (5, 1)]
+
+
+def build(device):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).double().to(device)
+
+
+def batch(rows, device):
+    torch.manual_seed(1)
+    return torch.randn(rows, 5, device=device).double(), torch.randint(0, 4, (rows,), device=device)
+
+
+def pair(devices, **options):
+    bare = build(devices[0])
+    return bare, everygpu.DataParallel(copy.deepcopy(bare), devices, **options)
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+@pytest.mark.parametrize(("rows", "count"), SIZES)
+def test_losses_and_gradients_equal_one_device(devices, loss, rows, count):
+    used = devices(count)
+    bare, model = pair(used)
+    x, y = batch(rows, used[0])
+    y[:2] = torch.tensor([0, 2], device=y.device)[: len(y[:2])]  # never all rows of one ignored class
+    expected, actual = loss(bare(x), y), loss(model(x), y)
+    torch.testing.assert_close(everygpu.gather(actual, used[0]) if actual.ndim else actual, expected)
+    expected.backward()
+    actual.backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in bare.parameters()])
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+def test_a01_no_device_gets_the_others_outputs(devices, loss):
+    used = devices(3)
+    _, model = pair(used)
+    x, y = batch(12, used[0])
+    out = model(x)
+    loss(out, y).backward()
+    assert isinstance(out, ShardedBatch)
+    assert [s.device for s in out.shards] == used
+    assert out._whole is None, "the joined tensor was made"
+
+
+def test_a_loop_with_accuracy(devices):
+    used = devices(3)
+    bare, model = pair(used)
+    x, y = batch(11, used[0])
+    results = []
+    for net in (bare, model):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        for _ in range(5):
+            out = net(x)
+            loss = F.cross_entropy(out, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        hits = (out.argmax(1) == y).sum().item()
+        top = out.topk(2, dim=1).indices.eq(y[:, None]).any(1).sum().item()
+        results.append((loss.item(), hits, top))
+    assert results[1] == pytest.approx(results[0])
+
+
+def test_language_model_loop(devices):
+    used = devices(3)
+    torch.manual_seed(0)
+    bare = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 9)).double().to(used[0])
+    model = everygpu.DataParallel(copy.deepcopy(bare), used)
+    ids = torch.randint(0, 9, (7, 5), device=used[0])
+    for net in (bare, model):
+        logits = net(ids)
+        shifted = logits[..., :-1, :].contiguous()
+        F.cross_entropy(shifted.view(-1, 9), ids[..., 1:].reshape(-1)).backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in bare.parameters()])
+
+
+OTHER_USES = {
+    "numpy": lambda out: out.detach().cpu().numpy(),
+    "list": lambda out: out.tolist(),
+    "row": lambda out: out[3].detach(),
+    "rows": lambda out: out[torch.tensor([0, 5, 6])].detach(),
+    "mask": lambda out: out[out[:, 0] > 0].detach(),
+    "iteration": lambda out: [row.detach() for row in out],
+    "length": len,
+    "cat": lambda out: torch.cat([out, out]).detach(),
+    "stack": lambda out: torch.stack([out, out]).detach(),
+    "norm": lambda out: torch.linalg.norm(out).detach(),
+    "sort rows": lambda out: out.sort(0).values.detach(),
+    "matmul": lambda out: (out @ out.T).detach(),
+    "einsum": lambda out: torch.einsum("nc,nd->cd", out, out).detach(),
+    "pickle": lambda out: pickle.loads(pickle.dumps(out.detach())),
+    "deepcopy": lambda out: copy.deepcopy(out.detach()),
+    "repr": lambda out: str(out.detach()).replace("ShardedBatch", "tensor").split(),
+    "float": lambda out: float(out.detach().sum()),
+    "in place": lambda out: out.detach().clone().mul_(2).add_(1),
+    "written row": lambda out: _write_row(out.detach().clone()),
+    "cumsum": lambda out: out.cumsum(0).detach(),
+    "std": lambda out: out.std().detach(),
+    "max": lambda out: out.max().detach(),
+    "flat": lambda out: out.flatten().detach(),
+    "transposed": lambda out: out.T.detach(),
+    "half": lambda out: out.half().detach(),
+}
+
+
+def _write_row(x):
+    x[2] = 0
+    return x
+
+
+def plain(value):
+    return everygpu.gather(value) if isinstance(value, ShardedBatch) else value
+
+
+@pytest.mark.parametrize("use", OTHER_USES.values(), ids=OTHER_USES.keys())
+def test_any_other_use_sees_the_joined_tensor(devices, use):
+    used = devices(3)
+    bare, model = pair(used)
+    x, _ = batch(11, used[0])
+    expected, actual = use(bare(x)), plain(use(model(x)))
+    if isinstance(expected, list) and isinstance(expected[0], str):
+        assert actual == expected
+    else:
+        torch.testing.assert_close(actual, expected)
+
+
+class WithLoss(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.net(x), y)
+
+
+@pytest.mark.parametrize(("rows", "count"), SIZES)
+def test_loss_inside_the_module_is_weighed_by_rows(devices, rows, count):
+    used = devices(count)
+    bare = WithLoss(build(used[0]))
+    model = everygpu.DataParallel(copy.deepcopy(bare), used)
+    x, y = batch(rows, used[0])
+    expected, losses = bare(x, y), model(x, y)
+    torch.testing.assert_close(losses.mean(), expected)
+    losses.mean().backward()
+    expected.backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in bare.parameters()])
+
+
+def test_gradient_with_respect_to_the_output(devices):
+    used = devices(3)
+    bare, model = pair(used)
+    x, _ = batch(11, used[0])
+    grads = []
+    for net in (bare, model):
+        out = net(x)
+        (g,) = torch.autograd.grad(out.pow(3).sum(), out)
+        grads.append(plain(g))
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+def test_hooks_and_retained_gradients(devices):
+    used = devices(3)
+    bare, model = pair(used)
+    x, _ = batch(11, used[0])
+    seen = []
+    for net in (bare, model):
+        out = net(x)
+        out.retain_grad()
+        out.register_hook(lambda g: seen.append(plain(g)))
+        (out * 2).pow(2).sum().backward()
+        seen.append(plain(out.grad))
+    torch.testing.assert_close(seen[2:], seen[:2])
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 3
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
+def test_custom_function(devices):
+    used = devices(3)
+    bare, model = pair(used)
+    x, _ = batch(11, used[0])
+    for net in (bare, model):
+        Tripled.apply(net(x)).pow(2).sum().backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in bare.parameters()])
+
+
+def test_joined_under_no_grad_and_used_with_grad(devices):
+    used = devices(3)
+    bare, model = pair(used)
+    x, _ = batch(11, used[0])
+    for net in (bare, model):
+        out = net(x)
+        with torch.no_grad():
+            out.cpu()
+        torch.linalg.norm(out).backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in bare.parameters()])
+
+
+def test_gather_joined_gives_plain_tensors(devices):
+    used = devices(3)
+    bare, model = pair(used, gather="joined")
+    x, _ = batch(11, used[0])
+    assert type(model(x)) is torch.Tensor
+    torch.testing.assert_close(model(x), bare(x))
+    assert model(x).device == used[0]
+
+
+def test_gather_is_one_of_two():
+    with pytest.raises(OptionError, match="joined"):
+        everygpu.DataParallel(build("cpu"), ["cpu"], gather="somehow")
