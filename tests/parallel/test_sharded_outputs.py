@@ -242,3 +242,15 @@ def test_gather_joined_gives_plain_tensors(devices):
 def test_gather_is_one_of_two():
     with pytest.raises(OptionError, match="joined"):
         everygpu.DataParallel(build("cpu"), ["cpu"], gather="somehow")
+
+
+def test_gather_leaves_what_is_joined_already_alone(devices):
+    used = devices(3)
+    _, model = pair(used)
+    x, _ = batch(1, used[0])
+    out = model(x)
+    assert type(out) is torch.Tensor, "one replica ran"
+    assert everygpu.gather(out) is out
+    assert everygpu.gather({"scores": out, "name": "net"}) == {"scores": out, "name": "net"}
+    with pytest.raises(OptionError, match="target_device"):
+        everygpu.gather([out, out])

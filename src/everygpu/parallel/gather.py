@@ -41,17 +41,17 @@ def gather(outputs: Any, target_device: DeviceLike | None = None, dim: int = 0) 
     return gather_outputs(list(outputs), Joiner(device=device, dim=dim))
 
 
-def _join_batches(tree_of_batches: Any, device: torch.device | None) -> Any:
-    """Join what ``DataParallel`` returned; without a device, a list of plain tensors can't be meant."""
-    leaves = [leaf for _, leaf in tree.leaves(tree_of_batches, "")]
-    if device is None and not any(isinstance(leaf, ShardedBatch) for leaf in leaves):
-        raise OptionError("gather: several outputs need a target_device to be joined on, got None.")
+def _join_batches(output: Any, device: torch.device | None) -> Any:
+    """Join what ``DataParallel`` returned; what is joined already stays as it is."""
+    found = any(isinstance(leaf, ShardedBatch) for _, leaf in tree.leaves(output, ""))
+    if device is None and isinstance(output, list) and not found:
+        raise OptionError("gather: a list of outputs needs a target_device to be joined on, got None.")
 
     def whole(leaf: Any) -> Any:
         joined = join(leaf) if isinstance(leaf, ShardedBatch) else leaf
         return joined if device is None or not isinstance(joined, Tensor) else joined.to(device)
 
-    return tree.map_leaves(whole, tree_of_batches)
+    return tree.map_leaves(whole, output)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
