@@ -147,6 +147,13 @@ class TestSameAsThreads:
         assert [p.data_ptr() for p in model._replicas.refresh([1])[0].parameters()] == before
         assert held
 
+    def test_one_device_is_compiled_too(self, quick):
+        x, y = batch("cpu")
+        eager = everygpu.DataParallel(build("cpu"), ["cpu"])
+        ours = everygpu.DataParallel(build("cpu"), ["cpu"], engine="compile")
+        assert train(ours, x, y) == pytest.approx(train(eager, x, y))
+        assert len(ours._workers._compiled) == 1
+
 
 class TestWaysBack:
     def test_many_shapes_end_compiling_with_one_warning(self, quick, caplog):

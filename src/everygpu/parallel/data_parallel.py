@@ -157,7 +157,10 @@ class DataParallel(nn.Module):
             place_module(self.module, device, "DataParallel", strict=self.strict_device)
         if kwargs or any(type(x) is not Tensor or x.device != device for x in inputs):
             inputs, kwargs = move_tree(inputs, device), move_tree(kwargs, device)
-        output = self.module(*inputs, **kwargs)
+        if isinstance(self._workers, CompiledReplicas):
+            (output,) = self._workers.run([(self.module, inputs, kwargs)], [device])
+        else:
+            output = self.module(*inputs, **kwargs)
         return output if self.output_device == device else move_tree(output, self.output_device)
 
     @contextmanager
