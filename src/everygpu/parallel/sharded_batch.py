@@ -226,12 +226,13 @@ def wrap_view(
     """Make a batch that shares its memory with another.
 
     Args:
-        like: Has the view's shape and strides.
+        like: Has the view's shape and strides, and its offset within the base.
         parts: What the view shows of the base's parts.
         view: Makes the view of the joined tensor.
     """
     base._memory.is_viewed = True
-    batch = _new(like.shape, like.stride(), int(like.storage_offset()), parts, layout, dim)
+    offset = int(base.storage_offset() + like.storage_offset())
+    batch = _new(like.shape, like.stride(), offset, parts, layout, dim)
     batch._memory = base._memory
     batch._view = lambda: view(whole(base))
     return batch
@@ -313,6 +314,13 @@ def _is_dense(x: Tensor, order: Sequence[int]) -> bool:
     return all(x.shape[d] == 1 or x.stride(d) == step for d, step in zip(order, steps))
 
 
+def _solid(x: Tensor) -> Tensor:
+    """Make real memory of zeros that have none and of lazily conjugated numbers: dispatch is past both here."""
+    if x._is_zerotensor():
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    return x.resolve_conj().resolve_neg()
+
+
 class Join(torch.autograd.Function):
     """Connect a batch to its shards."""
 
@@ -320,7 +328,7 @@ class Join(torch.autograd.Function):
     def forward(ctx: Any, layout: Layout, dim: int, *shards: Tensor) -> ShardedBatch:
         ctx.set_materialize_grads(False)
         ctx.layout, ctx.dim = layout, dim
-        return wrap([s.detach() for s in shards], layout, dim)
+        return wrap([_solid(s.detach()) for s in shards], layout, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:

@@ -101,13 +101,10 @@ def cut_alike(value: Any, frame: Frame) -> Sequence[Tensor] | None:
     return cut(x, dim, frame.layout) if dim >= 0 else None
 
 
-def whole_or_parts(x: Tensor, layout: Layout) -> Sequence[Tensor] | None:
-    """Give every part its share of a batch, or a whole plain tensor."""
-    if isinstance(x, ShardedBatch) and has_shards(x):
-        return x._parts
-    if x.device != layout.home:
-        return None
-    return [move(whole(x) if isinstance(x, ShardedBatch) else x, d) for d in layout.devices]
+def everywhere(x: Tensor, layout: Layout) -> list[Tensor] | None:
+    """Give every part the whole of an operand."""
+    plain = whole(x) if isinstance(x, ShardedBatch) else x
+    return [move(plain, d) for d in layout.devices] if plain.device == layout.home else None
 
 
 def each(func: Any, columns: Sequence[Sequence[Any] | None], kwargs: Kwargs, layout: Layout) -> list[Any] | None:

@@ -14,11 +14,11 @@ from everygpu.parallel.sharded_frame import (
     constant,
     cut_alike,
     each,
+    everywhere,
     frame_of,
     named,
     operations,
     spread,
-    whole_or_parts,
 )
 
 NONE, MEAN, SUM = 0, 1, 2
@@ -50,7 +50,7 @@ def elementwise_loss_backward(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if frame is None or kwargs or frame.layout.num_rows == 0:
         return NotImplemented
     columns = [spread(a, frame) for a in args]
-    if call["reduction"] == MEAN and columns[0] is not None:
+    if call.get("reduction", MEAN) == MEAN and columns[0] is not None:
         columns[0] = [g * (n / frame.layout.num_rows) for g, n in zip(columns[0], frame.layout.sizes)]
     parts = each(func, columns, {}, frame.layout)
     return NotImplemented if parts is None else frame.batch(parts)
@@ -88,10 +88,10 @@ def class_loss_backward(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if frame is None:
         return NotImplemented
     layout = frame.layout
-    grads = cut_alike(grad, frame._replace(from_right=grad.ndim)) if grad.ndim else whole_or_parts(grad, layout)
+    grads = cut_alike(grad, frame._replace(from_right=grad.ndim)) if grad.ndim else everywhere(grad, layout)
     columns = _class_columns(x, target, weight, frame)
     constants = [constant(c, layout) for c in (reduction, ignore_index)]
-    parts = each(func, [grads, *columns, *constants, whole_or_parts(count, layout)], {}, layout)
+    parts = each(func, [grads, *columns, *constants, everywhere(count, layout)], {}, layout)
     return NotImplemented if parts is None else wrap(parts, layout, 0)
 
 
@@ -107,7 +107,7 @@ def _class_frame(x: Tensor, target: Tensor) -> Frame | None:
 def _class_columns(x: Any, target: Tensor, weight: Tensor | None, frame: Frame) -> list[Any]:
     layout = frame.layout
     targets = cut_alike(target, frame._replace(from_right=target.ndim))
-    weights = constant(None, layout) if weight is None else whole_or_parts(weight, layout)
+    weights = constant(None, layout) if weight is None else everywhere(weight, layout)
     return [x._parts, targets, weights]
 
 

@@ -13,12 +13,9 @@ from torch import Tensor
 from everygpu.parallel.sharded_batch import (
     Args,
     Kwargs,
-    Layout,
     Rule,
     ShardedBatch,
     has_shards,
-    same_rows,
-    whole,
     wrap,
 )
 from everygpu.parallel.sharded_frame import (
@@ -27,16 +24,15 @@ from everygpu.parallel.sharded_frame import (
     batches,
     by_element,
     constant,
-    cut,
     cut_alike,
     dims_of,
     each,
+    everywhere,
     frame_of,
     home,
     named,
     operations,
     spread,
-    whole_or_parts,
 )
 from everygpu.parallel.sharded_losses import LOSSES
 from everygpu.parallel.sharded_views import VIEWS
@@ -142,44 +138,29 @@ def extreme(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def matrix_product(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``mm``, ``mv``: rows times a matrix, a matrix times columns, or a sum over the rows."""
     a, b = args
-    frame = frame_of(a) or frame_of(b)
-    if frame is None:
-        return NotImplemented
-    layout = frame.layout
     a_dim, b_dim = _row_dim(a), _row_dim(b)
     if a_dim == a.ndim - 1 or b_dim == 0:
-        return _sum_of_products(func, a, b, layout)
-    if a_dim is not None and b_dim is not None:
+        return _sum_of_products(func, a, b)
+    if (a_dim is None) == (b_dim is None):
         return NotImplemented
-    columns = [whole_or_parts(a, layout), whole_or_parts(b, layout)]
+    layout = (b if a_dim is None else a)._layout
+    columns = [everywhere(a, layout), b._parts] if a_dim is None else [a._parts, everywhere(b, layout)]
     parts = each(func, columns, kwargs, layout)
-    if parts is None:
-        return NotImplemented
-    return wrap(parts, layout, 0 if a_dim is not None else 1)
+    return NotImplemented if parts is None else wrap(parts, layout, 1 if a_dim is None else 0)
 
 
 def _row_dim(x: Tensor) -> int | None:
     return x.shard_dim if isinstance(x, ShardedBatch) and has_shards(x) else None
 
 
-def _sum_of_products(func: Any, a: Tensor, b: Tensor, layout: Layout) -> Any:
+def _sum_of_products(func: Any, a: Tensor, b: Tensor) -> Any:
     """The gradient of a weight: rows on the inner dimension of both."""
-    if frame_of(a) is not None and frame_of(b) is not None and not _same_parts(a, b):
+    frame = frame_of(b if _row_dim(b) == 0 else a)
+    if frame is None:
         return NotImplemented
-    lefts = a._parts if _row_dim(a) == a.ndim - 1 else _cut_plain(a, a.ndim - 1, layout)  # type: ignore[attr-defined]
-    rights = b._parts if _row_dim(b) == 0 else _cut_plain(b, 0, layout)  # type: ignore[attr-defined]
-    parts = each(func, [lefts, rights], {}, layout)
-    return NotImplemented if parts is None else add_up(parts, layout)
-
-
-def _same_parts(a: Any, b: Any) -> bool:
-    return same_rows(a._layout, b._layout)
-
-
-def _cut_plain(x: Tensor, dim: int, layout: Layout) -> list[Tensor] | None:
-    if _row_dim(x) is not None:
-        return None
-    return cut(whole(x) if isinstance(x, ShardedBatch) else x, dim, layout)
+    columns = [cut_alike(a, frame._replace(from_right=1)), cut_alike(b, frame._replace(from_right=b.ndim))]
+    parts = each(func, columns, {}, frame.layout)
+    return NotImplemented if parts is None else add_up(parts, frame.layout)
 
 
 def affine(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -188,9 +169,7 @@ def affine(func: Any, args: Args, kwargs: Kwargs) -> Any:
     frame = frame_of(a)
     if frame is None or frame.from_right != 2 or _row_dim(b) is not None or bias.ndim > 2:
         return NotImplemented
-    if isinstance(bias, ShardedBatch) and has_shards(bias) and frame_of(bias, a) is None:
-        return NotImplemented
-    columns = [spread(bias, frame), a._parts, whole_or_parts(b, frame.layout)]
+    columns = [spread(bias, frame), a._parts, everywhere(b, frame.layout)]
     parts = each(func, columns, kwargs, frame.layout)
     return NotImplemented if parts is None else wrap(parts, frame.layout, 0)
 
@@ -230,10 +209,11 @@ UNARY = (
     "celu elu gelu log_sigmoid_forward conj_physical selu isfinite"
 )
 BINARY = (
-    "add.Tensor add.Scalar addcdiv addcmul atan2 bitwise_and bitwise_or bitwise_xor copysign div eq floor_divide fmax "
-    "fmin fmod.Tensor fmod.Scalar ge gt hypot le lerp logaddexp logaddexp2 logical_and logical_or logical_xor lt "
-    "masked_fill maximum minimum mul.Tensor mul.Scalar ne pow.Tensor_Tensor pow.Tensor_Scalar pow.Scalar remainder "
-    "rsub sub.Tensor sub.Scalar where.self where.ScalarOther where.ScalarSelf where.Scalar xlogy _prelu_kernel"
+    "add.Tensor add.Scalar addcdiv addcmul atan2 bitwise_and bitwise_or bitwise_xor copysign div eq.Tensor eq.Scalar "
+    "floor_divide fmax fmin fmod.Tensor fmod.Scalar ge gt hypot le lerp logaddexp logaddexp2 logical_and logical_or "
+    "logical_xor lt masked_fill maximum minimum mul.Tensor mul.Scalar ne.Tensor ne.Scalar pow.Tensor_Tensor "
+    "pow.Tensor_Scalar pow.Scalar remainder rsub sub.Tensor sub.Scalar where.self where.ScalarOther where.ScalarSelf "
+    "where.Scalar xlogy _prelu_kernel"
 )
 GRADIENTS = (
     "elu_backward gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward "
@@ -257,9 +237,9 @@ def _build_rules() -> dict[Any, Rule]:
                       "linalg_vector_norm norm.ScalarOpt_dim any.dim all.dim any.dims all.dims"),
         (total, "sum.default sum.dim_IntList mean.default mean.dim"),
         (extreme, "max.default min.default any.default all.default amax amin"),
-        (matrix_product, "mm mv"),
-        (affine, "addmm"),
-        (batched_product, "bmm"),
+        (matrix_product, "mm.default mv.default"),
+        (affine, "addmm.default"),
+        (batched_product, "bmm.default"),
         (beside, "cat.default stack.default"),
     ):  # fmt: skip
         rules.update(dict.fromkeys(operations(names), rule))

@@ -114,31 +114,34 @@ def _weigh(x: ShardedBatch, plan: _Plan) -> Tensor:
     return add_up(sums, x._layout).to(dtype)
 
 
-def reduced(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def composed_loss(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Losses that torch composes: the loss of each element, then their mean or sum."""
     call = inspect.signature(func).bind(*args, **kwargs).arguments
     reduction = call.pop("reduction", "mean")
     is_old = call.get("size_average") is not None or call.get("reduce") is not None
     with torch._C.DisableTorchFunctionSubclass():
-        if is_old or reduction not in ("mean", "sum"):
+        if is_old or reduction not in _REDUCTIONS[func is F.kl_div]:
             return func(*args, **kwargs)
         losses = func(**call, reduction="none")
-        return total(torch.mean if reduction == "mean" else torch.sum, (losses,), {})
+        result = total(torch.mean if reduction == "mean" else torch.sum, (losses,), {})
+        return result / call["input"].shape[0] if reduction == "batchmean" else result
 
 
-_COMPOSED: Sequence[str] = [
-    "l1_loss",
-    "kl_div",
-    "poisson_nll_loss",
-    "hinge_embedding_loss",
-    "cosine_embedding_loss",
-    "margin_ranking_loss",
-    "triplet_margin_loss",
-    "gaussian_nll_loss",
-    "multilabel_soft_margin_loss",
-]
+# The mean of kl_div is left to torch, which warns of it.
+_REDUCTIONS = {False: ("mean", "sum"), True: ("batchmean", "sum")}
+_COMPOSED = (
+    F.l1_loss,
+    F.kl_div,
+    F.poisson_nll_loss,
+    F.hinge_embedding_loss,
+    F.cosine_embedding_loss,
+    F.margin_ranking_loss,
+    F.triplet_margin_loss,
+    F.gaussian_nll_loss,
+    F.multilabel_soft_margin_loss,
+)
 
 TOTALS: dict[Any, Callable[[Any, Args, Kwargs], Any]] = {
     **dict.fromkeys((torch.sum, torch.mean, Tensor.sum, Tensor.mean), total),
-    **dict.fromkeys((getattr(F, name) for name in _COMPOSED), reduced),
+    **dict.fromkeys(_COMPOSED, composed_loss),
 }

@@ -21,6 +21,8 @@ from everygpu.parallel.sharded_batch import (
 )
 from everygpu.parallel.sharded_frame import named, operations
 
+KEEP = torch.preserve_format
+
 View = tuple[int, Layout, Sequence[Any]]
 """Where a view has its rows, how they are laid out, and what it shows of each part."""
 
@@ -164,11 +166,17 @@ def _copied(func: Any, args: Args, kwargs: Kwargs) -> Any:
     call = named(func, args, kwargs)
     if call.get("layout") not in (None, torch.strided) or call.get("pin_memory"):
         return NotImplemented
-    device = call.get("device")
-    if device is not None and device != x._layout.home:
-        return NotImplemented
+    device = call.get("device") or x._layout.home
+    if device != x._layout.home:
+        return _sent(x, device, call)
     rest = {k: v for k, v in call.items() if k in ("dtype", "memory_format")}
     return wrap([func(p, **rest) for p in x._parts], x._layout, x.shard_dim)
+
+
+def _sent(x: ShardedBatch, device: torch.device, call: Kwargs) -> Any:
+    if x._whole is not None or not x.is_contiguous() or call.get("memory_format", KEEP) not in (None, KEEP):
+        return NotImplemented
+    return torch.cat([p.to(device, call.get("dtype")).contiguous() for p in x._parts], x.shard_dim)
 
 
 def _made_alike(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -192,8 +200,8 @@ def _is_empty(func: Any) -> bool:
 
 def _alike_by_part(func: Any, x: ShardedBatch, call: Kwargs) -> ShardedBatch:
     rest = {k: v for k, v in call.items() if k in ("dtype", "memory_format", "fill_value")}
-    parts = [func(p, **({"size": p.shape} if "size" in call else {}), **rest) for p in x._parts]
-    return wrap(parts, x._layout, x.shard_dim)
+    sizes = [{"size": p.shape} if "size" in call else {} for p in x._parts]
+    return wrap([func(p, **size, **rest) for p, size in zip(x._parts, sizes)], x._layout, x.shard_dim)
 
 
 def _build_rules() -> dict[Any, Rule]:
