@@ -1,5 +1,6 @@
 """The same tensor twice, whole and as a batch of shards, and the check that nothing tells them apart."""
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from everygpu.parallel.sharded_batch import ShardedBatch, join, shard_batch
 
@@ -49,13 +50,17 @@ def made(args: Any, sizes: Sequence[int], *, sharded: bool) -> tuple[Any, list[T
     """Make operands of ``Rows``, whole or as batches, with the leaves that their gradients go to."""
     leaves: list[Tensor] = []
 
-    def make(rows: Rows) -> Tensor:
+    def make(rows: Any) -> Any:
+        if isinstance(rows, Tensor):
+            return rows.clone()  # it may be written
+        if not isinstance(rows, Rows):
+            return rows
         leaf = rows.value.clone().requires_grad_(rows.value.is_floating_point())
         leaves.append(leaf)
         x = leaf * 1 if leaf.requires_grad else leaf
         return lay_out(x, rows.sizes or sizes, rows.dim) if sharded and rows.as_batch else x
 
-    return tree_map_only(Rows, make, args, is_leaf=lambda v: isinstance(v, Rows)), leaves
+    return tree_map(make, args), leaves
 
 
 def plain(x: Any) -> Any:
@@ -72,7 +77,8 @@ def assert_like(actual: Any, expected: Any, what: str = "result") -> None:
             assert isinstance(a, Tensor), f"{what}: {type(a)} instead of a tensor"
             assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device), f"{what}: {a.shape} {a.dtype}"
             assert a.requires_grad == b.requires_grad, f"{what}: requires_grad is {a.requires_grad}"
-            torch.testing.assert_close(plain(a), b, rtol=1e-6, atol=1e-7, equal_nan=True, msg=lambda m: f"{what}: {m}")
+            ours_now, message = plain(a.detach()), functools.partial(str.format, what + ": {}")
+            torch.testing.assert_close(ours_now, b.detach(), rtol=1e-6, atol=1e-7, equal_nan=True, msg=message)
         elif isinstance(b, np.ndarray):
             np.testing.assert_array_equal(a, b)
         else:
@@ -93,7 +99,8 @@ def weigh(result: Any) -> Tensor | None:
     return sum(parts[1:], parts[0]).double() if parts else None
 
 
-def gradients(score: Tensor | None, leaves: Iterable[Tensor], *, create_graph: bool = False) -> list[Tensor]:
+def gradients(result: Any, leaves: Iterable[Tensor], *, create_graph: bool = False) -> list[Tensor]:
+    score = weigh(result)
     wanted = [x for x in leaves if x.requires_grad]
     if score is None or not wanted:
         return []
@@ -117,12 +124,12 @@ def assert_same_call(function: Callable[..., Any], args: Any, sizes: Sequence[in
         return
     assert_like(actual, expected)
     assert_like(batch_args, whole_args, "operands afterwards")
-    first, refusal = attempt(gradients, weigh(expected), whole_leaves, create_graph=twice)
+    first, refusal = attempt(gradients, expected, whole_leaves, create_graph=twice)
     if refusal is not None:
         return
-    mine = gradients(weigh(actual), batch_leaves, create_graph=twice)
+    mine = gradients(actual, batch_leaves, create_graph=twice)
     assert_like([g.detach() for g in mine], [g.detach() for g in first], "gradient")
     if twice:
-        second, refusal = attempt(gradients, weigh(first), whole_leaves)
+        second, refusal = attempt(gradients, first, whole_leaves)
         if refusal is None:
-            assert_like(gradients(weigh(mine), batch_leaves), second, "second derivative")
+            assert_like(gradients(mine, batch_leaves), second, "second derivative")

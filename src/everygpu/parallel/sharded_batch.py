@@ -212,7 +212,8 @@ def wrap(parts: Sequence[Tensor], layout: Layout, dim: int) -> ShardedBatch:
     """Make a batch of parts that have no graph."""
     shape = list(parts[0].shape)
     shape[dim] = layout.num_rows
-    return _new(shape, _joined_strides(parts, shape), 0, parts, layout, dim)
+    is_inference = torch.is_inference_mode_enabled()
+    return _new(shape, _joined_strides(parts, shape), 0, parts, layout, dim, is_inference=is_inference)
 
 
 def wrap_view(
@@ -232,7 +233,7 @@ def wrap_view(
     """
     base._memory.is_viewed = True
     offset = int(base.storage_offset() + like.storage_offset())
-    batch = _new(like.shape, like.stride(), offset, parts, layout, dim)
+    batch = _new(like.shape, like.stride(), offset, parts, layout, dim, is_inference=base.is_inference())
     batch._memory = base._memory
     batch._view = lambda: view(whole(base))
     return batch
@@ -245,8 +246,10 @@ def _new(
     parts: Sequence[Tensor],
     layout: Layout,
     dim: int,
+    *,
+    is_inference: bool,
 ) -> ShardedBatch:
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass(), _inference_mode(is_inference):
         batch: ShardedBatch = Tensor._make_wrapper_subclass(
             ShardedBatch, shape, strides, offset, dtype=parts[0].dtype, device=layout.home
         )
@@ -261,13 +264,17 @@ def _new(
     return batch
 
 
+def _inference_mode(on: bool) -> AbstractContextManager[object]:
+    return nullcontext() if on == torch.is_inference_mode_enabled() else torch.inference_mode(on)
+
+
 def whole(x: ShardedBatch) -> Tensor:
     """Return the joined values, the same memory every time."""
     with x._memory.lock:
         if x._whole is None:
             with (
                 torch._C.DisableTorchFunctionSubclass(),
-                torch.inference_mode(x.is_inference()),
+                _inference_mode(x.is_inference()),
                 torch.no_grad(),
                 x._layout.on_streams(),
                 _on_home_stream(x._layout.home_stream),

@@ -166,10 +166,18 @@ def named(func: Any, args: Args, kwargs: Kwargs) -> Kwargs:
 
 
 def dims_of(dim: Any, ndim: int) -> list[int]:
-    """Return the dimensions meant by an argument; all, if it is None or empty."""
+    """Return the dimensions meant by an argument; all, if it is None or empty.
+
+    Raises:
+        IndexError: as torch raises it.
+    """
     if dim is None or (isinstance(dim, (tuple, list)) and not dim):
         return list(range(ndim))
-    return [d % ndim for d in (dim if isinstance(dim, (tuple, list)) else [dim])] if ndim else []
+    dims = list(dim) if isinstance(dim, (tuple, list)) else [dim]
+    for d in dims:
+        if not -ndim <= d < ndim:
+            raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {d})")
+    return [d % ndim for d in dims]
 
 
 def operations(names: str) -> Iterator[Any]:

@@ -75,6 +75,9 @@ def along(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return frame.batch(parts) if isinstance(parts[0], Tensor) else batches(frame, parts)
 
 
+SPREADS = (torch.ops.aten.var.correction, torch.ops.aten.std.correction)
+
+
 def over_others(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Reductions over dimensions other than the rows'."""
     x = args[0]
@@ -83,7 +86,9 @@ def over_others(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if frame is None or call.get("dim") is None:
         return NotImplemented
     dims = dims_of(call["dim"], x.ndim)
-    if x.shard_dim in dims:
+    # Of an empty part torch would warn that it has no variance.
+    is_spread = func in SPREADS and not all(p.numel() for p in x._parts)
+    if x.shard_dim in dims or is_spread:
         return NotImplemented
     parts = each(func, [x._parts, *(constant(a, frame.layout) for a in args[1:])], kwargs, frame.layout)
     dim = x.shard_dim if call.get("keepdim") else x.shard_dim - sum(d < x.shard_dim for d in dims)
@@ -197,7 +202,7 @@ def beside(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if not is_new and dim == row:
         return NotImplemented
     columns = [cut_alike(t, frame) for t in tensors]
-    parts = each(lambda *shards: func(shards, dim), columns, {}, frame.layout)
+    parts = each(lambda *shards: func(shards, call.get("dim", 0)), columns, {}, frame.layout)
     return NotImplemented if parts is None else wrap(parts, frame.layout, row + (is_new and dim <= row))
 
 
