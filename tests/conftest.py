@@ -9,6 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
+
+# The same examples every time, so that a checkout passes or fails for good. To look for new ones:
+# `HYPOTHESIS_PROFILE=explore make test`, with other examples at each run.
+settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+settings.register_profile("explore", deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 OPEN_FILES = Path("/proc/self/fd")
 

@@ -492,6 +492,19 @@ class TestUse:
         assert_same_call(joined, (Rows(numbers(6, C), 0),), [4, 2])
 
 
+@pytest.mark.parametrize("sizes", [[1, 1], [1, 0, 1], [2, 1], [1], [5]])
+def test_memory_is_laid_out_as_in_the_joined_tensor(sizes: list[int]) -> None:
+    n = sum(sizes)
+
+    def layouts(x: Tensor) -> Any:
+        pictures = x.view(n, 2, 3, 4).contiguous(memory_format=torch.channels_last)
+        last = (pictures * 2).permute(0, 2, 3, 1)
+        results = (x * 2, (x.t() * 2).t(), pictures * 2, last, last.clone(), pictures.relu().transpose(0, 1) + 1)
+        return [(r.is_contiguous(), attempt(lambda r=r: r.view(-1))[1]) for r in results]
+
+    assert_same_call(layouts, (Rows(numbers(n, 24), 0),), sizes)
+
+
 # Random chains.
 
 

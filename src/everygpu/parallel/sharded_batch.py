@@ -213,7 +213,7 @@ def wrap(parts: Sequence[Tensor], layout: Layout, dim: int) -> ShardedBatch:
     shape = list(parts[0].shape)
     shape[dim] = layout.num_rows
     is_inference = torch.is_inference_mode_enabled()
-    return _new(shape, _joined_strides(parts, shape), 0, parts, layout, dim, is_inference=is_inference)
+    return _new(shape, _joined_strides(parts, shape, dim), 0, parts, layout, dim, is_inference=is_inference)
 
 
 def wrap_view(
@@ -303,11 +303,12 @@ def _cat(x: ShardedBatch) -> Tensor:
     return joined
 
 
-def _joined_strides(parts: Sequence[Tensor], shape: Sequence[int]) -> list[int]:
+def _joined_strides(parts: Sequence[Tensor], shape: Sequence[int], dim: int) -> list[int]:
     """Order the joined dimensions in memory as the parts' are, if these are dense, as operations on it would."""
     order = list(range(len(shape)))[::-1]
-    if not all(p.is_contiguous() for p in parts):
-        model = max(parts, key=lambda p: p.numel())
+    model = max(parts, key=lambda p: p.shape[dim])
+    # Where the rows are in the memory of a single row, only its strides tell.
+    if model.shape[dim] == 1 or not all(p.is_contiguous() for p in parts):
         by_stride = sorted(order, key=lambda d: (model.stride(d), -d))
         order = by_stride if _is_dense(model, by_stride) else order
     strides = [0] * len(shape)
