@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from everygpu.parallel.scatter import scatter as scatter
     from everygpu.parallel.sharded_batch import ShardedBatch as ShardedBatch
     from everygpu.parallel.split import Replicated as Replicated
+    from everygpu.step.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
 
 __version__ = "0.1.0.dev0"
 
@@ -32,6 +33,7 @@ _HOME = {
     "Meter": "feed",
     "Replicated": "parallel",
     "ShardedBatch": "parallel",
+    "ShardedOptimizer": "step.sharded_optimizer",
     "data_parallel": "parallel",
     "gather": "parallel",
     "load": "checkpoint",

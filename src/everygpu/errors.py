@@ -7,6 +7,7 @@
     ├── PlacementError (RuntimeError)         the module's tensors are spread over several devices
     ├── SplitError (ValueError)               the batch can't be cut into shards
     ├── GatherError (ValueError)              the replicas' outputs can't be joined
+    ├── OptimizerError (TypeError)            what was passed as the optimizer can't be used so
     ├── ReplicaError (RuntimeError)           names the replica an exception came from
     └── CheckpointError (RuntimeError)
         ├── CheckpointNotFoundError (FileNotFoundError)
@@ -46,6 +47,10 @@ class SplitError(EveryGPUError, ValueError):
 
 class GatherError(EveryGPUError, ValueError):
     """The replicas' outputs can't be joined into one."""
+
+
+class OptimizerError(EveryGPUError, TypeError):
+    """What was passed as the optimizer, or one of its gradients, can't be used in this way."""
 
 
 class ReplicaError(EveryGPUError, RuntimeError):

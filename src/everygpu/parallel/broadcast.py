@@ -51,8 +51,8 @@ class Bucket:
         self.devices = list(devices)
         self._dtype = originals[0].dtype
         self._requires_grad = originals[0].requires_grad
-        self._metas = [(t.shape, _dense_strides(t)) for t in originals]
-        self._offsets, self._numel = _storage_offsets(originals) if keep_storage else _aligned_offsets(originals)
+        self._metas = [(t.shape, dense_strides(t)) for t in originals]
+        self._offsets, self._numel = storage_offsets(originals) if keep_storage else _aligned_offsets(originals)
         self._has_gaps = sum(t.numel() for t in originals) < self._numel
         self._fixed = fixed
         self._uses: list[weakref.ref[_Use]] = []
@@ -223,7 +223,7 @@ class _Broadcast(torch.autograd.Function):
         # Autograd runs a node where its first output is: this one has it add up on the primary device, in step
         # with the gradients it adds to.
         anchor = torch.empty(0, device=bucket.device)
-        looks = [_Look(t) for t in originals]
+        looks = [Look(t) for t in originals]
         return anchor, *(look.on(slot) for row in slots for slot, look in zip(row, looks))
 
     @staticmethod
@@ -289,7 +289,7 @@ def _version(t: Tensor) -> _Version:
     return weakref.ref(t), 0 if t.is_inference() else t._version
 
 
-class _Look:
+class Look:
     """What replicas see in place of a tensor: its class and attributes, on a slot's memory."""
 
     __slots__ = ("attributes", "kind", "mark")
@@ -329,7 +329,7 @@ def keeps_storage(tensors: Sequence[Tensor]) -> bool:
     return apart and all(t.is_contiguous() for t in tensors) and 2 * used >= tensors[0].untyped_storage().nbytes()
 
 
-def _storage_offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+def storage_offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
     size = tensors[0].untyped_storage().nbytes() // tensors[0].element_size()
     return [int(t.storage_offset()) for t in tensors], size
 
@@ -343,7 +343,7 @@ def _aligned_offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def _dense_strides(t: Tensor) -> tuple[int, ...]:
+def dense_strides(t: Tensor) -> tuple[int, ...]:
     """Strides of a copy: those of the tensor if it fills its memory, as channels_last does, else contiguous."""
     return torch.empty_like(t, device="meta").stride()
 
@@ -364,3 +364,27 @@ def group(tensors: Sequence[Tensor], key: Callable[[Tensor], Any], limit_bytes: 
         members.append(index)
         filling[key(t)] = (members, size + t.nbytes)
     return groups
+
+
+def group_by_storage(
+    tensors: Sequence[Tensor], which: Sequence[int], limit_bytes: int
+) -> Iterator[tuple[list[int], bool]]:
+    """Put tensors together that can travel together.
+
+    Args:
+        tensors: Strided.
+        which: Those to group, in order, as indices.
+        limit_bytes: Size at which a group is closed.
+    Yields:
+        The indices of each group, and whether its members lie in one storage that is to be kept.
+    """
+    owners: dict[tuple[int, torch.dtype, bool], list[int]] = {}
+    for i in which:
+        t = tensors[i]
+        owners.setdefault((t.untyped_storage().data_ptr(), t.dtype, t.requires_grad), []).append(i)
+    together = [members for members in owners.values() if keeps_storage([tensors[i] for i in members])]
+    yield from ((members, True) for members in together)
+    taken = {i for members in together for i in members}
+    rest = [i for i in which if i not in taken]
+    for members in group([tensors[i] for i in rest], lambda t: (t.dtype, t.requires_grad), limit_bytes):
+        yield [rest[k] for k in members], False

@@ -1,12 +1,12 @@
 """Persistent replicas of a module, refreshed from it before each forward."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from everygpu.devices.parse import DeviceLike, parse_devices
-from everygpu.parallel.broadcast import Bucket, broadcast_tensor, group, keeps_storage
+from everygpu.parallel.broadcast import Bucket, broadcast_tensor, group_by_storage
 from everygpu.parallel.layout import Layout
 from everygpu.parallel.mirror import Mirror, Watch
 from everygpu.parallel.placement import check_module, place_module
@@ -117,7 +117,7 @@ class ReplicaSet:
         self._loose = sorted(set(range(len(tensors))) - set(flat))
         self._members: list[list[int]] = []
         self._buckets: list[Bucket] = []
-        for members, together in _group(tensors, flat):
+        for members, together in group_by_storage(tensors, flat, BUCKET_BYTES):
             self._members.append(members)
             originals = [tensors[i] for i in members]
             self._buckets.append(Bucket(originals, self._devices[0], others, keep_storage=together, fixed=self._fixed))
@@ -153,20 +153,6 @@ class ReplicaSet:
             if not isinstance(t, nn.Parameter) and t.is_floating_point() and not t.requires_grad:
                 places.append(place)
         return places
-
-
-def _group(tensors: Sequence[Tensor], which: Sequence[int]) -> Iterator[tuple[list[int], bool]]:
-    """Yield the tensors of each bucket, and whether their common storage is to be kept."""
-    owners: dict[tuple[int, torch.dtype, bool], list[int]] = {}
-    for i in which:
-        t = tensors[i]
-        owners.setdefault((t.untyped_storage().data_ptr(), t.dtype, t.requires_grad), []).append(i)
-    together = [members for members in owners.values() if keeps_storage([tensors[i] for i in members])]
-    yield from ((members, True) for members in together)
-    taken = {i for members in together for i in members}
-    rest = [i for i in which if i not in taken]
-    for members in group([tensors[i] for i in rest], lambda t: (t.dtype, t.requires_grad), BUCKET_BYTES):
-        yield [rest[k] for k in members], False
 
 
 def _cut_off(replica: nn.Module) -> None:
