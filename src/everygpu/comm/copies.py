@@ -21,15 +21,18 @@ def reduce(sources: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def reduce_scatter(buffers: Sequence[Tensor]) -> None:
-    """Add the j-th chunks of all buffers up in the j-th buffer."""
-    for own, column in zip(range(len(buffers)), zip(*(b.chunk(len(buffers)) for b in buffers))):
-        for other in (*column[:own], *column[own + 1 :]):
-            column[own].add_(other.to(column[own].device, non_blocking=True))
+    """Add the j-th chunks of all buffers up in the j-th buffer, in their order."""
+    for own, column in enumerate(zip(*(b.chunk(len(buffers)) for b in buffers))):
+        total = column[0].to(column[own].device, non_blocking=True, copy=own > 0)
+        for chunk in column[1:]:
+            total.add_(chunk.to(total.device, non_blocking=True))
+        if own > 0:
+            column[own].copy_(total)
 
 
 def all_gather(buffers: Sequence[Tensor]) -> None:
     """Copy the j-th buffer's j-th chunk into the other buffers."""
-    for own, column in zip(range(len(buffers)), zip(*(b.chunk(len(buffers)) for b in buffers))):
+    for own, column in enumerate(zip(*(b.chunk(len(buffers)) for b in buffers))):
         broadcast(column[own], (*column[:own], *column[own + 1 :]))
 
 
