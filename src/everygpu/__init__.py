@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from everygpu.parallel.sharded_batch import ShardedBatch as ShardedBatch
     from everygpu.parallel.split import Replicated as Replicated
     from everygpu.step.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
+    from everygpu.step.stats import StepStats as StepStats
+    from everygpu.step.train_step import TrainStep as TrainStep
 
 __version__ = "0.1.0.dev0"
 
@@ -34,6 +36,8 @@ _HOME = {
     "Replicated": "parallel",
     "ShardedBatch": "parallel",
     "ShardedOptimizer": "step.sharded_optimizer",
+    "StepStats": "step.stats",
+    "TrainStep": "step.train_step",
     "data_parallel": "parallel",
     "gather": "parallel",
     "load": "checkpoint",

@@ -8,6 +8,7 @@
     ├── SplitError (ValueError)               the batch can't be cut into shards
     ├── GatherError (ValueError)              the replicas' outputs can't be joined
     ├── OptimizerError (TypeError)            what was passed as the optimizer can't be used so
+    ├── LossError (ValueError)                what the loss returned can't be trained on
     ├── ReplicaError (RuntimeError)           names the replica an exception came from
     └── CheckpointError (RuntimeError)
         ├── CheckpointNotFoundError (FileNotFoundError)
@@ -51,6 +52,10 @@ class GatherError(EveryGPUError, ValueError):
 
 class OptimizerError(EveryGPUError, TypeError):
     """What was passed as the optimizer, or one of its gradients, can't be used in this way."""
+
+
+class LossError(EveryGPUError, ValueError):
+    """What the loss function, or the model in its place, returned is not one number."""
 
 
 class ReplicaError(EveryGPUError, RuntimeError):

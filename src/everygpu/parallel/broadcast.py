@@ -36,6 +36,8 @@ class Bucket:
         keep_storage: Lay the copies out as the originals are in the one storage they share, not side by side.
         fixed: Keep addresses also where others refer to the memory, as CUDA graphs do for good; only a graph
             before its backward still counts.
+        trust_versions: Send only when an original was replaced, or written as far as torch counts it: not
+            through ``.data``.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Bucket:
         *,
         keep_storage: bool = False,
         fixed: bool = False,
+        trust_versions: bool = False,
     ) -> None:
         self.device = device
         self.devices = list(devices)
@@ -55,6 +58,7 @@ class Bucket:
         self._offsets, self._numel = storage_offsets(originals) if keep_storage else _aligned_offsets(originals)
         self._has_gaps = sum(t.numel() for t in originals) < self._numel
         self._fixed = fixed
+        self._trust_versions = trust_versions
         self._uses: list[weakref.ref[_Use]] = []
         self._copies: list[_Copy | None] = [None] * len(self.devices)
 
@@ -98,6 +102,10 @@ class Bucket:
 
     def _transfer(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> None:
         versions = [_version(t) for t in originals]
+        if self._trust_versions:
+            replicas = [i for i in replicas if (copy := self._copies[i]) is None or not copy.is_of(versions)]
+            if not replicas:
+                return
         targets = [self._writable(i, versions) for i in replicas]
         source = self._flatten(originals, self.device, range(len(originals)))
         comm.broadcast(source, [target.flat for target in targets])
@@ -172,6 +180,11 @@ class _Copy:
         if moved:
             increment_version(moved)
         self._versions = versions
+
+    def is_of(self, versions: list[_Version]) -> bool:
+        """Tell whether the originals are the same tensors, and as often written, as when this copy was made."""
+        pairs = zip(self._versions, versions)
+        return all(was() is now() and v == w for (was, v), (now, w) in pairs)
 
     def is_held(self) -> bool:
         """Tell whether anyone else, such as a graph before its backward, refers to this memory."""

@@ -126,6 +126,10 @@ class ShardedOptimizer(Optimizer):
         self._params, self._shards = list(params), shards
         self._spread_state()
 
+    def holds(self, shards: Shards) -> bool:
+        """Tell whether the state is in these shards now."""
+        return self._shards is shards
+
     def run(self, shards: Shards, touched: set[int], found_inf: Tensor | None = None) -> None:
         """Step all devices' optimizers, with the stock one's hooks around."""
         for hook in list(self.module._optimizer_step_pre_hooks.values()):

@@ -92,10 +92,14 @@ class Shards:
             _follow(optimizer, options, device)
             for f in fragments:
                 f.param.grad = f.grad if f.piece.index in touched else None
-            if found_inf is not None:
-                optimizer.found_inf = found_inf.to(device, non_blocking=True)  # type: ignore[attr-defined]
+            # Where fused optimizers look for it.
+            optimizer.found_inf = None if found_inf is None else found_inf.to(device)  # type: ignore[attr-defined]
             with on_device(device, _stream(device), shared=False):
                 optimizer.step()
+
+    def is_fused(self) -> bool:
+        """Tell whether every optimizer can skip a step on its device."""
+        return all(g.get("fused") for o in self.optimizers if o is not None for g in o.param_groups)
 
     def collect_state(self, home: torch.device) -> dict[Tensor, State]:
         """Put the state together as the stock optimizer would have it.
