@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from everygpu.parallel.scatter import scatter as scatter
     from everygpu.parallel.sharded_batch import ShardedBatch as ShardedBatch
     from everygpu.parallel.split import Replicated as Replicated
+    from everygpu.parallel.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
     from everygpu.step.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
     from everygpu.step.stats import StepStats as StepStats
     from everygpu.step.train_step import TrainStep as TrainStep
@@ -37,6 +38,7 @@ _HOME = {
     "ShardedBatch": "parallel",
     "ShardedOptimizer": "step.sharded_optimizer",
     "StepStats": "step.stats",
+    "SyncBatchNorm": "parallel.sync_batch_norm",
     "TrainStep": "step.train_step",
     "data_parallel": "parallel",
     "gather": "parallel",
