@@ -6,9 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from everygpu.checkpoint.foreign.bounds import check_bounds
 from everygpu.checkpoint.foreign.dcp import read_dcp
 from everygpu.checkpoint.foreign.faults import broken
@@ -18,7 +15,6 @@ from everygpu.checkpoint.foreign.sharded import read_shards
 from everygpu.checkpoint.foreign.torch_file import read_torch_file
 from everygpu.checkpoint.tensors import read_tensors
 from everygpu.errors import CheckpointError
-from everygpu.tree import map_leaves
 
 _LOG = logging.getLogger("everygpu")
 
@@ -65,16 +61,6 @@ def read_foreign(path: Path, *, section: str | None = None, with_values: bool = 
     for note in contents.notes:
         _LOG.warning("%s: %s.", path, note)
     return contents
-
-
-def detach(value: Any, device: torch.device) -> Any:
-    """Copy every tensor in a value, so that it outlives the file.
-
-    Args:
-        value: Tensors in containers.
-        device: Where the copies go.
-    """
-    return map_leaves(lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _read_document(place: Place, with_values: bool) -> Any:

@@ -1,0 +1,68 @@
+"""A foreign checkpoint as parts to restore, each of the kind that its target is: the file does not say."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from everygpu.checkpoint.foreign.prefixes import fit_names, rename, strip_prefix
+from everygpu.checkpoint.foreign.read import read_foreign
+from everygpu.checkpoint.foreign.sections import find_state
+from everygpu.checkpoint.states import Kind, kind_of
+from everygpu.keys import bare_key
+from everygpu.tree import map_leaves
+
+Part: TypeAlias = tuple[Kind, Any]
+"""As `states.plan_restore` takes them."""
+
+
+def read_parts(
+    path: Path, targets: Mapping[str, Any], extras: Mapping[str, Any], device: torch.device
+) -> tuple[dict[str, Part], dict[str, Part]]:
+    """Read what another program wrote as if `everygpu.save` had written it.
+
+    Args:
+        path: As `read_foreign` takes it.
+        targets: Those of model, optimizer and scheduler that are wanted.
+        extras: Objects to restore that the file has under their names.
+        device: Where tensors go that are for neither of them.
+    Returns:
+        The wanted parts that are there; everything else in the file.
+    Raises:
+        CheckpointMismatchError: a model is wanted, and the file has none or several to choose from.
+    """
+    found = read_foreign(path)
+    parts: dict[str, Part] = {}
+    if "model" in targets:
+        parts["model"] = _module_part(found.require_model(path), found.versions, targets["model"])
+    for name, state in (("optimizer", found.optimizer), ("scheduler", found.scheduler)):
+        if name in targets and state is not None:
+            parts[name] = ("state_dict", detach(state, torch.device("cpu")))
+    return parts, {name: _part(value, extras.get(name), device) for name, value in found.extras.items()}
+
+
+def detach(value: Any, device: torch.device) -> Any:
+    """Copy every tensor in a value, so that it outlives the file."""
+    return map_leaves(lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _part(value: Any, target: object, device: torch.device) -> Part:
+    state = find_state(value) if isinstance(target, nn.Module) else None
+    if isinstance(target, nn.Module) and state is not None:
+        return _module_part(state, {}, target)
+    is_a_state = isinstance(value, Mapping | Tensor) and not isinstance(target, nn.Module)
+    return kind_of(target) if is_a_state else "plain", detach(value, device)
+
+
+def _module_part(state: Mapping[str, Any], versions: Mapping[str, Any], target: nn.Module) -> Part:
+    prefix = fit_names(state, target.state_dict().keys())
+    values = rename(state, lambda name: strip_prefix(name, prefix)) if prefix else dict(state)
+    # Tensors are copied into the module's own; extra state is kept by whoever gets it.
+    cpu = torch.device("cpu")
+    values = {name: value if isinstance(value, Tensor) else detach(value, cpu) for name, value in values.items()}
+    # The module at "model" stands behind "model." too.
+    paths = {f"{bare_key(path)}.".lstrip("."): version for path, version in versions.items()}
+    inner = {path.removeprefix(prefix)[:-1]: about for path, about in paths.items() if path.startswith(prefix)}
+    return "module", {"values": values, "versions": inner}
