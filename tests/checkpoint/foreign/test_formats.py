@@ -115,12 +115,6 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
         read_foreign(tmp_path / "pipe")
 
 
-def test_what_is_left_out_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    torch.save({"model": STATE, "ema": STATE}, tmp_path / "a.pt")
-    read_foreign(tmp_path / "a.pt")
-    assert "a.pt: the model is taken from 'model'; there is also 'ema'." in caplog.text
-
-
 def test_a_file_that_holds_itself_is_damaged(tmp_path: Path) -> None:
     loop: dict[str, object] = {"w": torch.ones(1)}
     loop["x"] = [loop]

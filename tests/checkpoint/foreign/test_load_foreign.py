@@ -220,3 +220,10 @@ def test_extra_state_of_modules(tmp_path: Path) -> None:
     with open(path, "r+b") as file:
         file.write(b"\xff" * path.stat().st_size)
     assert same_state(target[1].count, source[1].count)
+
+
+def test_what_was_chosen_or_left_out_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch.save({"model": Net(1).state_dict() | {"note": "x"}, "ema": Net(2).state_dict()}, tmp_path / "a.pt")
+    everygpu.load(tmp_path / "a.pt", model=Net(3))
+    assert "a.pt: the model is taken from 'model'; there is also 'ema'." in caplog.text
+    assert "'note' in 'model' is left out" in caplog.text

@@ -1,5 +1,6 @@
 """A foreign checkpoint as parts to restore, each of the kind that its target is: the file does not say."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,6 +14,8 @@ from everygpu.checkpoint.foreign.sections import find_state
 from everygpu.checkpoint.states import Kind, kind_of
 from everygpu.keys import bare_key
 from everygpu.tree import map_leaves
+
+_LOG = logging.getLogger("everygpu")
 
 Part: TypeAlias = tuple[Kind, Any]
 """As `states.plan_restore` takes them."""
@@ -34,6 +37,8 @@ def read_parts(
         CheckpointMismatchError: a model is wanted, and the file has none or several to choose from.
     """
     found = read_foreign(path)
+    for note in found.notes:
+        _LOG.warning("%s: %s.", path, note)
     parts: dict[str, Part] = {}
     if "model" in targets:
         parts["model"] = _module_part(found.require_model(path), found.versions, targets["model"])

@@ -1,6 +1,5 @@
 """Read a checkpoint that another program wrote, whatever its format."""
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +14,6 @@ from everygpu.checkpoint.foreign.sharded import read_shards
 from everygpu.checkpoint.foreign.torch_file import read_torch_file
 from everygpu.checkpoint.tensors import read_tensors
 from everygpu.errors import CheckpointError
-
-_LOG = logging.getLogger("everygpu")
 
 _WORDS = {
     "torch": "torch.save",
@@ -56,11 +53,7 @@ def read_foreign(path: Path, *, section: str | None = None, with_values: bool = 
     """
     place = locate(path)
     contents = sort_document(_read_document(place, with_values), _WORDS[place.format], section)
-    if path.is_dir():
-        contents = _with_companions(contents, path)
-    for note in contents.notes:
-        _LOG.warning("%s: %s.", path, note)
-    return contents
+    return _with_companions(contents, path) if path.is_dir() else contents
 
 
 def _read_document(place: Place, with_values: bool) -> Any:

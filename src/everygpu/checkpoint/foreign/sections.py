@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from everygpu.checkpoint.states import Kind
 from everygpu.errors import CheckpointMismatchError
 
 MODEL_NAMES = (
@@ -52,6 +53,10 @@ class Contents:
     """What was chosen among several, and what was left out and why."""
     libraries: Mapping[str, str] = field(default_factory=dict)
     """Versions of libraries, where the checkpoint names them."""
+    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    """How extras were saved, where the checkpoint says so."""
+    rng: Any = None
+    """Random states, where the checkpoint is ours."""
 
     def require_model(self, path: object) -> Mapping[str, Any]:
         """Return the model's names and tensors.
