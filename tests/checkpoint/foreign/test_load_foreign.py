@@ -222,6 +222,21 @@ def test_extra_state_of_modules(tmp_path: Path) -> None:
     assert same_state(target[1].count, source[1].count)
 
 
+@pytest.mark.parametrize("kept", ["embed.weight", "head.weight"])
+@pytest.mark.parametrize("wrap", [WRAPPERS["bare"], WRAPPERS["compiled"], Lit], ids=["bare", "compiled", "lightning"])
+def test_one_name_of_tied_tensors_is_enough(tmp_path: Path, kept: str, wrap: Wrap) -> None:
+    left_out = ({"embed.weight", "head.weight"} - {kept}).pop()
+    state = {f"model.{name}": tensor.clone() for name, tensor in Net(1).state_dict().items() if name != left_out}
+    save_file(state, tmp_path / "model.safetensors")
+    target = Net(2)
+    everygpu.load(tmp_path, model=wrap(target))
+    assert same_state(snapshot(target), snapshot(Net(1)))
+    del state[f"model.{kept}"]
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointMismatchError, match="2 missing"):
+        everygpu.load(tmp_path, model=wrap(target))
+
+
 def test_what_was_chosen_or_left_out_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.save({"model": Net(1).state_dict() | {"note": "x"}, "ema": Net(2).state_dict()}, tmp_path / "a.pt")
     everygpu.load(tmp_path / "a.pt", model=Net(3))

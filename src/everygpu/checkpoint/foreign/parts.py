@@ -64,6 +64,7 @@ def _part(value: Any, target: object, device: torch.device) -> Part:
 def _module_part(state: Mapping[str, Any], versions: Mapping[str, Any], target: nn.Module) -> Part:
     prefix = fit_names(state, target.state_dict().keys())
     values = rename(state, lambda name: strip_prefix(name, prefix)) if prefix else dict(state)
+    values = _with_tied(values, target)
     # Tensors are copied into the module's own; extra state is kept by whoever gets it.
     cpu = torch.device("cpu")
     values = {name: value if isinstance(value, Tensor) else detach(value, cpu) for name, value in values.items()}
@@ -71,3 +72,22 @@ def _module_part(state: Mapping[str, Any], versions: Mapping[str, Any], target: 
     paths = {f"{bare_key(path)}.".lstrip("."): version for path, version in versions.items()}
     inner = {path.removeprefix(prefix)[:-1]: about for path, about in paths.items() if path.startswith(prefix)}
     return "module", {"values": values, "versions": inner}
+
+
+def _with_tied(values: dict[str, Any], target: nn.Module) -> dict[str, Any]:
+    """Add names that are missing where the target has their tensor under a name that is there.
+
+    Of tied tensors, safetensors files of Transformers and Accelerate keep one.
+    """
+    names = {bare_key(name): name for name in values}
+    own = {name: tensor for name, tensor in target.state_dict().items() if isinstance(tensor, Tensor)}
+    there = {_place(tensor): names[bare_key(name)] for name, tensor in own.items() if bare_key(name) in names}
+    missing = {name: there.get(_place(tensor)) for name, tensor in own.items() if bare_key(name) not in names}
+    return values | {name: values[tied] for name, tied in missing.items() if tied is not None}
+
+
+def _place(tensor: Tensor) -> object:
+    """What two names of one tensor have in common; tensors without memory have nothing in common."""
+    if tensor.is_meta or tensor.layout != torch.strided or tensor.numel() == 0:
+        return object()
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
