@@ -109,7 +109,7 @@ def test_what_is_loaded_does_not_depend_on_the_file(tmp_path: Path) -> None:
     assert rest["x"].sum() == 999
 
 
-def test_lightning(tmp_path: Path) -> None:
+def test_lightning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (model, optimizer), (target, restored) = trained(1), trained(2)
     checkpoint = {
         "epoch": 4,
@@ -117,7 +117,9 @@ def test_lightning(tmp_path: Path) -> None:
         "pytorch-lightning_version": "2.5.0",
         "state_dict": Lit(model).state_dict(),
         "loops": {"fit_loop": {"state_dict": {}}},
-        "callbacks": {},
+        "callbacks": {
+            "ModelCheckpoint{'monitor': 'loss'}": {"best_model_score": torch.tensor(0.5), "k": 1, "dir": "x"}
+        },
         "optimizer_states": [optimizer.state_dict()],
         "lr_schedulers": [],
         "hyper_parameters": {"lr": 0.1},
@@ -126,6 +128,7 @@ def test_lightning(tmp_path: Path) -> None:
     rest = everygpu.load(tmp_path / "last.ckpt", model=target, optimizer=restored)
     assert (rest["epoch"], rest["global_step"], rest["hyper_parameters"]) == (4, 100, {"lr": 0.1})
     assert same_state(snapshot(target, restored), snapshot(model, optimizer))
+    assert caplog.text == ""  # the callback's score is no second model
     whole = Lit(Net(3))
     everygpu.load(tmp_path / "last.ckpt", model=whole)
     assert same_state(snapshot(whole.model), snapshot(model))

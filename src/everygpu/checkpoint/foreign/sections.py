@@ -126,11 +126,16 @@ def find_sections(document: Mapping[Any, Any], depth: int = 1) -> list[str]:
     order = {name: position for position, name in enumerate(MODEL_NAMES)}
     for name in sorted((n for n in document if isinstance(n, str)), key=lambda n: order.get(n, len(order))):
         value = document[name]
-        if is_state(value):
+        if is_state(value) and (name in order or _is_mostly_tensors(value)):
             found.append(name)
         elif isinstance(value, Mapping) and not is_optimizer_state(value) and depth < _MAX_DEPTH:
             found += [f"{name}.{inner}" for inner in find_sections(value, depth + 1)]
     return found
+
+
+def _is_mostly_tensors(value: Mapping[Any, Any]) -> bool:
+    """Tell a state dict from a record with a tensor in it, such as the best score in a callback's state."""
+    return 2 * sum(isinstance(item, Tensor) for item in value.values()) >= len(value)
 
 
 def _choose(candidates: list[str]) -> str | None:
