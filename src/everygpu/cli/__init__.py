@@ -20,6 +20,8 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            ctx.exit(130)
         except EveryGPUError as error:
             Console(stderr=True).out(f"Error: {_printable(str(error))}", highlight=False)
             ctx.exit(next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), 1))
@@ -36,8 +38,8 @@ def main() -> None:
     """Give a PyTorch script every GPU of the box.
 
     Exit codes: 2 for a wrong option, 3 for devices that don't exist or don't fit, 4 for a checkpoint that
-    can't be read. `everygpu run` passes the script's own on; `everygpu checkpoint diff` ends with 1 where the
-    two differ.
+    can't be read, 130 after Ctrl-C. `everygpu run` passes the script's own on; `everygpu checkpoint diff` ends
+    with 1 where the two differ.
     """
 
 
