@@ -1,14 +1,18 @@
 """Transfers through host memory: the same results as direct ones, and used exactly when those can't be trusted."""
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from everygpu import DataParallel, comm
+from everygpu import DataParallel, comm, parallel
 from everygpu.comm import copies, staged
 from everygpu.devices import p2p
+from everygpu.parallel import placement
 
 PROPERTY = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool]
@@ -199,7 +203,42 @@ def test_training_through_host_memory_is_bit_equal(calls, gather):
     again.load_state_dict(state)
     through_host = step(DataParallel(again, ["cpu"] * 3, gather=gather), "cpu")
     assert all(a.equal(b) for a, b in zip(plain, through_host))
-    assert {"broadcast", "reduce"} <= set(calls)
+    assert {"copy", "broadcast", "reduce"} <= set(calls)
+
+
+def moves(source):
+    """Find what moves tensors to a device without asking ``comm``: ``.to`` of more than a dtype, ``.cuda``."""
+    for node in ast.walk(ast.parse(source)):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        words = " ".join(ast.unparse(argument) for argument in (*node.args, *(k.value for k in node.keywords)))
+        if node.func.attr == "cuda" or (node.func.attr == "to" and "device" in words) or "non_blocking" in words:
+            yield ast.unparse(node)
+
+
+# Packed sequences aren't tensors; a module is moved to the CPU first where copies can't be trusted.
+ELSEWHERE = {"leaf.to(device=device)", "module.to(device)"}
+
+
+def test_nothing_else_moves_tensors_between_devices():
+    folder = Path(parallel.__file__).parent
+    found = {call for path in folder.glob("*.py") for call in moves(path.read_text())}
+    assert found == ELSEWHERE
+    assert list(moves("x.to(self.device); x.to(torch.float32); y.cuda()")) == ["x.to(self.device)", "y.cuda()"]
+
+
+@pytest.mark.parametrize(("trusted", "ways"), [(True, ["meta"]), (False, ["cpu", "meta"])])
+def test_module_goes_over_the_cpu_where_copies_cannot_be_trusted(monkeypatch, trusted, ways):
+    seen = []
+
+    class Watched(nn.Linear):
+        def to(self, device):
+            seen.append(str(device))
+            return super().to(device)
+
+    monkeypatch.setattr(placement, "trusted_peers", lambda devices: trusted)
+    placement.place_module(Watched(2, 2), torch.device("meta"), "test")
+    assert seen == ways
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from everygpu import tree
+from everygpu import comm, tree
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.parallel.broadcast import broadcast_tensor, keep_requires_grad
 from everygpu.parallel.split import Replicated, Split, SplitPlan, find_rows, is_splittable, plan_split
@@ -94,7 +94,7 @@ def move_tree(value: Any, device: torch.device) -> Any:
             return move_tree(leaf.value, device)
         if isinstance(leaf, PackedSequence):
             return leaf.to(device=device)  # type: ignore[call-arg]
-        return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+        return comm.copy(leaf, device) if isinstance(leaf, Tensor) else leaf
 
     return tree.map_leaves(move, value)
 
@@ -123,7 +123,7 @@ class _Sharer:
         # into what they see, and views of one tensor would share its version counter and history.
         with keep_requires_grad(x):
             return [
-                x.narrow(self.dim, start, plan.rows[position]).to(device, non_blocking=True, copy=i > 0)
+                comm.copy(x.narrow(self.dim, start, plan.rows[position]), device, fresh=i > 0)
                 for i, (start, position, device) in enumerate(zip(starts, self.active, self.devices))
             ]
 
