@@ -8,6 +8,7 @@ from rich.console import Console
 from everygpu import __version__
 from everygpu.cli.checkpoint import checkpoint
 from everygpu.cli.devices import list_devices
+from everygpu.cli.doctor import find_faults
 from everygpu.cli.run import run_chosen
 from everygpu.errors import CheckpointError, DeviceError, EveryGPUError, OptionError
 
@@ -44,5 +45,6 @@ def main() -> None:
 
 
 main.add_command(checkpoint)
+main.add_command(find_faults)
 main.add_command(list_devices)
 main.add_command(run_chosen)
