@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -97,6 +99,18 @@ def test_wait_starts_when_the_gpu_is_free(box):
             out, error = second.stdout.read(), second.stderr.read()
     assert (out, second.returncode) == (f"{A}\n", 0)
     assert error.count("reserved by process") == 2
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+def test_waiting_is_left_by_an_interrupt(box):
+    with staying(box, "--gpus", "2"):
+        command = command_of("run", "--wait", box / "say.py", fake_gpus=box)
+        with subprocess.Popen(**command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as second:
+            second.stderr.readline()
+            second.send_signal(signal.SIGINT)
+            assert second.stdout.read() == ""
+            assert "Traceback" not in second.stderr.read()
+    assert second.returncode == 130
 
 
 def test_wait_ends_with_the_time(box):

@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,7 +66,7 @@ def examine(monkeypatch, tmp_path):
 
         monkeypatch.setattr(nvml, "_import_pynvml", lambda: library)
         monkeypatch.setattr(doctor, "describe_torch", lambda: build)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=f"u{i}"))
+        monkeypatch.setattr(p2p, "list_uuids", lambda: ["u0", "u1"])
         monkeypatch.setattr(p2p, "examine_and_keep", test)
         diagnosis = diagnose(environ or {}, system=system, **options)
         return diagnosis, {f.check: f.state for f in reversed(diagnosis.findings)}, tests

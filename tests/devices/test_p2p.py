@@ -188,6 +188,13 @@ def test_process_sees_the_same_devices_in_the_same_order():
     assert environ["X"] == "y"
 
 
+def test_devices_without_a_uuid_are_known_by_their_place(machine, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(name="old ROCm"))
+    assert p2p.list_uuids() == ["0", "1", "2"]
+    assert trusted_peers(cuda(0, 1))
+    assert len(machine.commands) == 1
+
+
 def test_full_test_measures_and_is_remembered(machine):
     machine.outcome = Outcome(pairs=reports(_01=WRONG), collective=RIGHT)
     assert examine_and_keep(UUIDS, full=True).collective == RIGHT

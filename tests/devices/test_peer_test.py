@@ -110,6 +110,12 @@ def test_device_without_room_is_left_out(capsys, monkeypatch):
     assert [line["pair"] for line in said if "pair" in line] == [[0, 2], [2, 0]]
 
 
+def test_device_that_is_wrong_with_itself_is_left_out(capsys, monkeypatch):
+    monkeypatch.setattr(peer_test, "find_wrong", lambda *arguments: "uint8 by a kernel")
+    said = lines_of(capsys, "2", devices=CPUS[:2])
+    assert said == [{"ready": []}, {"done": True}]
+
+
 def test_pair_without_room_is_not_reported(capsys):
     def refuse(target, source):
         raise torch.OutOfMemoryError("full")

@@ -61,8 +61,7 @@ def diagnose(environ: Mapping[str, str], *, test_peers: bool = True, system: Pat
 def _test_peers(build: TorchBuild) -> Outcome | None:
     if build.num_devices < 2:
         return None
-    uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(build.num_devices)]
-    return p2p.examine_and_keep(uuids, full=True)
+    return p2p.examine_and_keep(p2p.list_uuids(), full=True)
 
 
 def describe_torch() -> TorchBuild:

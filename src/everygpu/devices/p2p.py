@@ -60,9 +60,15 @@ def _broken_pairs() -> frozenset[Pair]:
         return everyone if policy == "staged" else frozenset()
     if not any(torch.cuda.can_device_access_peer(*pair) for pair in everyone):
         return frozenset()  # the driver stages copies itself
-    uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    uuids = list_uuids()
     reports = look_up(uuids) or examine_and_keep(uuids).pairs
     return _explain(find_broken(reports))
+
+
+def list_uuids() -> list[str]:
+    """List the UUIDs of all visible devices, without ``GPU-``; initialises CUDA, but makes no context."""
+    every = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [str(getattr(properties, "uuid", i)) for i, properties in enumerate(every)]
 
 
 def find_broken(reports: Mapping[Pair, PairReport]) -> dict[Pair, PairReport]:
@@ -92,9 +98,10 @@ def examine_and_keep(uuids: Sequence[str], *, full: bool = False) -> Outcome:
         uuids: Of all visible devices, in torch's order, without ``GPU-``.
         full: Measure the speed of each pair, and try NCCL; takes longer.
     """
-    patience = Patience(total_s=60.0, step_s=10.0) if full else Patience()
+    patience = Patience(total_s=120.0, step_s=15.0) if full else Patience()
     flags = ["--measure", "--collective"] if full else []
-    command = [sys.executable, "-m", MODULE, str(len(uuids)), *flags]
+    _LOG.info("Testing copies between %d GPUs, once for this driver.", len(uuids))
+    command = [sys.executable or "python", "-m", MODULE, str(len(uuids)), *flags]
     report = examine(command, child_environ(uuids, os.environ), len(uuids), patience)
     keep(uuids, report.pairs)
     return report

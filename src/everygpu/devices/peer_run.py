@@ -44,9 +44,9 @@ class Patience:
 
     start_s: float = 60.0
     """To load torch and to find the devices: a slow disk is no broken GPU."""
-    step_s: float = 3.0
-    """For a single pair."""
-    total_s: float = 8.0
+    step_s: float = 4.0
+    """For a single pair, which takes milliseconds: a hanging one is found within this time."""
+    total_s: float = 30.0
     """For all pairs."""
 
 

@@ -66,13 +66,17 @@ def _say(**what: Any) -> None:
 
 
 def _try_pattern(device: torch.device) -> Tensor | None:
-    """Make the pattern on a device, through host memory; None where there is no room for a context."""
+    """Make the pattern on a device, through host memory; None where there is no room for a context.
+
+    Tries the device with itself, too: that loads all kernels, whose time is no copy's.
+    """
     try:
         pattern = make_pattern()
         there = pattern.to(device)
-        return there if torch.equal(there.cpu(), pattern) else None
+        is_sound = torch.equal(there.cpu(), pattern) and find_wrong(there, there, 1, copy) is None
     except RuntimeError:
         return None
+    return there if is_sound else None
 
 
 def make_pattern() -> Tensor:
