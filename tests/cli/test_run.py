@@ -57,10 +57,11 @@ def test_what_gpus_cannot_say(text):
 def plan(monkeypatch):
     """Plan a run on a box of samples; None stands for a machine without a driver."""
 
-    def make(gpus="auto", *, min_free=None, samples=BOX, manners=Manners(share=True), **environ):  # noqa: B008
+    def make(gpus="auto", *, min_free=None, min_count=None, samples=BOX, manners=Manners(share=True), **environ):  # noqa: B008
         monkeypatch.setattr(nvml, "sample_devices", lambda: samples)
         request = parse_request(gpus)
-        return plan_run(request, Filters(min_free=min_free).demand(request.num_asked), environ, manners)
+        filters = Filters(min_free=min_free, min_count=min_count)
+        return plan_run(request, filters.demand(request.num_asked), environ, manners)
 
     return make
 
@@ -133,6 +134,14 @@ def test_what_is_asked_for_and_cannot_be_had(plan, gpus, min_free, environ, word
 def test_asking_for_gpus_without_a_driver(plan):
     with pytest.raises(DeviceError, match="got none"):
         plan("1", samples=None)
+
+
+def test_the_fewest_that_will_do(plan):
+    assert plan("3", min_free="20GiB", min_count=2).num_gpus == 2
+    assert plan(min_free="20GiB", min_count=2).num_gpus == 2
+    for options in ({"min_free": "20GiB"}, {"samples": None}, {"CUDA_VISIBLE_DEVICES": ""}):
+        with pytest.raises(DeviceError, match="3 fitting devices required"):
+            plan(min_count=3, **options)  # the CPU will not do
 
 
 def test_wrong_size(plan):

@@ -234,7 +234,7 @@ def fake_properties(uuid: str, *, domain: int = 0, bus: int = 0, slot: int = 0) 
     )
 
 
-def test_match_by_uuid_whatever_the_order():
+def test_a37_match_by_uuid_whatever_the_order():
     box = sample_devices(FakeNvml(*two_h200s()))
     assert match_sample(fake_properties(B[4:]), box).index == 1
     assert match_sample(fake_properties(A[4:].upper()), box[::-1]).index == 0
@@ -267,7 +267,7 @@ def fake_cuda(monkeypatch):
     return install
 
 
-def test_logical_devices_get_the_numbers_of_their_physical_ones(fake_cuda):
+def test_a37_logical_devices_get_the_numbers_of_their_physical_ones(fake_cuda):
     fake_cuda([B[4:], A[4:]], FakeNvml(*two_h200s(used=39 * GIB, utilization=50, processes=[(7, GIB)])))
     first, second = visible_devices()
     assert (first.device, second.device) == (torch.device("cuda:0"), torch.device("cuda:1"))

@@ -95,20 +95,21 @@ def plan_run(request: Request, demand: Demand, environ: Mapping[str, str], manne
         manners: Whether to wait, and whether to mind other runs.
     Raises:
         DeviceError: a request for certain GPUs, or a number of them, can't be met; or all that fit are
-            reserved.
+            reserved. Where no number is asked for and none fits, the CPU will do.
     """
 
     def select(holders: Mapping[str, Holder]) -> list[DeviceSample]:
         return choose_gpus(nvml.sample_devices() or [], request, demand, environ, holders)
 
     samples = nvml.sample_devices() or []
-    if not samples and request.is_auto:
+    cpu_will_do = request.is_auto and demand.min_count is None
+    if not samples and cpu_will_do:
         return Plan(note="no NVIDIA GPU found: the script runs on what torch finds, or the CPU.")
     is_hopeful = _fits(samples, request, demand.lasting, environ)
     try:
         taken = _take(select, manners if is_hopeful else replace(manners, wait_s=0.0))
     except DeviceError as error:
-        if request.is_auto and not _fits(samples, request, demand, environ):
+        if cpu_will_do and not _fits(samples, request, demand, environ):
             return Plan(environ=NO_GPU, note=_explain_cpu(demand, environ))
         raise DeviceError(f"{error}\n{_HINT}") if is_hopeful else error from None
     visible = ",".join(gpu.uuid for gpu in taken.devices)

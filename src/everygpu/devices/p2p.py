@@ -79,7 +79,7 @@ def find_broken(reports: Mapping[Pair, PairReport]) -> dict[Pair, PairReport]:
 def _explain(broken: Mapping[Pair, PairReport]) -> frozenset[Pair]:
     for (source, target), report in itertools.islice(broken.items(), 1):
         what = "never arrive" if report.verdict == "hangs" else f"arrive wrong ({report.detail})"
-        others = f", and so do those of {len(broken) - 1} other pairs" if len(broken) > 1 else ""
+        others = f", as between {len(broken) - 1} more pair(s)" if len(broken) > 1 else ""
         _LOG.warning(
             "Direct copies from cuda:%d to cuda:%d %s%s: copies between GPUs go through host memory, which is "
             "slower. `everygpu doctor` tests again and says what to do.",

@@ -93,10 +93,15 @@ def move_tree(value: Any, device: torch.device) -> Any:
         if isinstance(leaf, Replicated):
             return move_tree(leaf.value, device)
         if isinstance(leaf, PackedSequence):
-            return leaf.to(device=device)  # type: ignore[call-arg]
+            return _move_packed(leaf, device)
         return comm.copy(leaf, device) if isinstance(leaf, Tensor) else leaf
 
     return tree.map_leaves(move, value)
+
+
+def _move_packed(x: PackedSequence, device: torch.device) -> PackedSequence:
+    orders = [None if order is None else comm.copy(order, device) for order in (x.sorted_indices, x.unsorted_indices)]
+    return PackedSequence(comm.copy(x.data, device), x.batch_sizes, *orders)
 
 
 class _Sharer:
