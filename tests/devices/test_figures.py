@@ -54,6 +54,14 @@ def test_what_is_published_is_read():
     assert read_runs() == []
 
 
+def test_run_is_known_by_its_script_unless_it_says_otherwise(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["dir/train.py", "--config", "large.py"])
+    source = Publisher()
+    source.publish(FIGURES)
+    assert [run.command for run in read_runs()] == ["train.py"]
+    source.close()
+
+
 def test_what_is_not_measured_is_none():
     source = publisher()
     source.publish(Figures(devices=("cpu", "cpu"), num_steps=0))

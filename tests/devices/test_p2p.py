@@ -214,14 +214,16 @@ def test_memory_is_readable_json(tmp_path):
 
 
 @pytest.mark.gpu
-def test_real_gpus_are_tested_in_ten_seconds(monkeypatch, tmp_path, caplog):
+def test_real_gpus_are_tested_in_seconds(monkeypatch, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     count = torch.cuda.device_count()
     if count < 2:
         pytest.skip("needs two or more CUDA devices")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
+    began = time.monotonic()
     outcome = examine_and_keep(uuids)
+    assert time.monotonic() - began < 40  # with the start of a process that loads torch from a cold disk
     assert {report.verdict for report in outcome.pairs.values()} == {"right"}, outcome
     began = time.monotonic()
     assert look_up(uuids) is not None

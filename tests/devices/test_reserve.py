@@ -13,7 +13,7 @@ import pytest
 
 from everygpu import locks
 from everygpu.devices import reserve as reservations
-from everygpu.devices.reserve import OWN, Holder, find_holders, reserve
+from everygpu.devices.reserve import OWN, Holder, find_holders, name_command, reserve
 from everygpu.errors import DeviceError
 from tests.devices.fake_nvml import make_sample
 
@@ -77,6 +77,21 @@ def test_killed_run_holds_nothing():
         process.kill()
         process.wait()
         assert find_holders({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("argv", "name"),
+    [
+        (["/usr/bin/everygpu", "run", "--gpus", "2", "dir/train.py", "config.py"], "train.py"),
+        (["/site-packages/everygpu/__main__.py", "run", "train.py"], "train.py"),
+        (["dir/train.py", "other.py"], "train.py"),
+        (["/usr/bin/everygpu", "run", "train"], "everygpu"),
+        ([], "python"),
+    ],
+)
+def test_run_is_named_by_its_script(monkeypatch, argv, name):
+    monkeypatch.setattr(sys, "argv", argv)
+    assert name_command() == name
 
 
 def test_own_gpus_are_not_held_by_another():

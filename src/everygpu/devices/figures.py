@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from everygpu.devices.reserve import name_command
 from everygpu.folders import runtime_folder, write_whole
 from everygpu.locks import Lock, is_locked, wait_for_lock
 
@@ -57,15 +58,17 @@ class Publisher:
     Where the folder can't be written, one line in the log says so, and publishing does nothing.
     """
 
-    def __init__(self, command: str, *, interval_s: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, command: str | None = None, *, interval_s: float = 1.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Begin to publish.
 
         Args:
-            command: What people know the run by, such as the script's name.
+            command: What people know the run by; the script's name when left out.
             interval_s: Seconds between two writes, at least.
             clock: Seconds, growing.
         """
-        self._command = command
+        self._command = name_command() if command is None else command
         self._interval_s = interval_s
         self._clock = clock
         self._due_s = clock()

@@ -135,7 +135,7 @@ def _read_holder(path: Path) -> Holder:
 
 
 def _hold(folder: Path, uuids: Sequence[str]) -> Iterator[Lock]:
-    text = json.dumps({"pid": os.getpid(), "command": _name_command()})
+    text = json.dumps({"pid": os.getpid(), "command": name_command()})
     for uuid in uuids:
         # The UUIDs of old MIG instances have slashes.
         lock = try_lock(folder / f"{quote(uuid, safe='')}.lock")
@@ -144,7 +144,8 @@ def _hold(folder: Path, uuids: Sequence[str]) -> Iterator[Lock]:
             yield lock
 
 
-def _name_command() -> str:
-    """Name the script that is run, for the tables of others."""
-    scripts = [os.path.basename(word) for word in sys.argv[1:] if word.endswith(".py")]
-    return scripts[0] if scripts else os.path.basename(sys.argv[0])
+def name_command() -> str:
+    """Name what this process runs, for the tables of others: its script, else its program."""
+    names = [os.path.basename(word) for word in sys.argv]
+    scripts = [name for name in names if name.endswith(".py") and name != "__main__.py"]
+    return scripts[0] if scripts else (names or ["python"])[0]
