@@ -111,7 +111,7 @@ def test_what_others_write_to_the_stream_is_skipped():
 
 def test_process_that_stays_after_it_is_done_is_not_waited_for():
     began = time.monotonic()
-    run(READY, DONE, "time.sleep(100)")
+    run(READY, DONE, "time.sleep(100)", patience=Patience(step_s=60, total_s=60))
     assert time.monotonic() - began < 10
 
 

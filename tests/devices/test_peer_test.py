@@ -71,11 +71,10 @@ def test_bytes_of_another_device_are_noticed():
     pattern = make_pattern()
 
     def from_device_0(target, source):
-        dtype = source.dtype
-        num_bytes = target.numel() * target.element_size()
-        copy(target, pattern[:num_bytes].view(dtype).view(target.shape))
+        theirs = pattern[: source.numel() * source.element_size()].view(source.dtype)
+        copy(target, theirs if source.is_contiguous() else theirs.view(source.t().shape).t())
 
-    assert find_wrong(pattern, pattern, 0, copy) is None
+    assert find_wrong(pattern, pattern, 0, from_device_0) is None
     assert find_wrong(pattern, pattern, 3, from_device_0) is not None
 
 
