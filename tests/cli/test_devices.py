@@ -11,9 +11,10 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from everygpu.cli import devices, live, main
+from everygpu.devices.nvml import sample_devices
 from everygpu.devices.reserve import Holder
 from everygpu.devices.visible import VisibleDevice
-from tests.devices.fake_nvml import GIB, make_sample
+from tests.devices.fake_nvml import GIB, FakeNvml, make_sample, mig_gpu
 
 
 def as_visible(position, sample, **changes):
@@ -140,6 +141,23 @@ def test_narrow_terminal_loses_nothing_of_the_uuid():
 
 def test_markup_in_a_name_is_shown_as_it_is(show):
     assert "[bold]x" in show([as_visible(0, BOX[0], name="[bold]x")], BOX)
+
+
+def test_mig_instances_are_listed_with_their_uuids(show, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    box = sample_devices(FakeNvml(mig_gpu()))
+    first, second = box[0].mig_instances
+    assert [line.split("│")[2].strip() for line in show([], box).splitlines() if "│" in line] == ["0:0", "0:1"]
+    out = show([as_visible(0, first)], box)
+    assert first.uuid in out
+    assert second.uuid in out
+    assert "out of torch's reach" not in out  # CUDA uses one instance in a process
+    assert "1 GPU is out of torch's reach" in show([], box)
+
+
+def test_gpu_in_mig_mode_without_instances_is_listed_itself(show):
+    assert "GPU-1f2e3d4c" in show([], sample_devices(FakeNvml(mig_gpu(num_instances=0))))
 
 
 HOLDERS = {BOX[0].uuid: Holder(pid=12, command="train.py")}

@@ -93,15 +93,18 @@ def build_view(select: Request | None, filters: Filters) -> RenderableType:
     if not rows:
         none = f"No GPU on this machine that torch or an NVIDIA driver sees{_cpu_only_hint()}."
         return Text(f"{none}\nEverything runs on the CPU: device 'cpu'.")
-    num_hidden = sum(isinstance(row, DeviceSample) for row in rows)
+    # Of the instances of a GPU, CUDA uses one: the others are no cause for concern.
+    seen = {row.index for row in rows if isinstance(row, VisibleDevice)}
+    num_hidden = len({row.index for row in rows} - seen)
     notes = [Text(explain_hidden(num_hidden))] if num_hidden and select is None else []
     return Group(build_table(rows, holders), *notes)
 
 
 def find_hidden(visible: Sequence[VisibleDevice], samples: Sequence[DeviceSample]) -> list[DeviceSample]:
-    """List the physical GPUs that torch can't use, in PCI order."""
-    seen = {device.index for device in visible}
-    return [sample for sample in samples if sample.index not in seen]
+    """List the physical GPUs, and MIG instances, that torch can't use, in PCI order."""
+    seen = {device.uuid for device in visible}
+    parts = [part for sample in samples for part in sample.mig_instances or (sample,)]
+    return [part for part in parts if part.uuid not in seen]
 
 
 def explain_hidden(num_hidden: int) -> str:
@@ -147,7 +150,7 @@ def build_table(rows: Sequence[Row], holders: Mapping[str, Holder]) -> Table:
         used_by = [f"{pid} ({_size(used)})" for pid, used in device.processes]
         table.add_row(
             str(device.device) if isinstance(device, VisibleDevice) else "-",
-            "-" if device.index is None else str(device.index),
+            _number(device),
             device.name,
             device.uuid or "-",
             f"{_size(device.free_memory_bytes)} / {_size(device.total_memory_bytes)}",
@@ -155,6 +158,12 @@ def build_table(rows: Sequence[Row], holders: Mapping[str, Holder]) -> Table:
             "\n".join([*used_by, *([] if holder is None else [holder.reason])]) or "-",
         )
     return table
+
+
+def _number(device: Row) -> str:
+    if isinstance(device, DeviceSample):
+        return device.label.removeprefix("GPU ")
+    return "-" if device.index is None else str(device.index)
 
 
 def _size(num_bytes: int | None) -> str:
