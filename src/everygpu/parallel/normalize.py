@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from everygpu import comm
 from everygpu.errors import ReplicaError
 from everygpu.parallel.broadcast import Streams
 
@@ -23,9 +24,7 @@ def normalize_together(eps: float, records: "Records", brought: list[Brought]) -
     with _keeping_tensors():
         mean, var, *ys = _Normalize.apply(eps, records, len(xs), *xs, *weights, *biases)  # type: ignore[no-untyped-call]
     count = _count(xs)
-    return [
-        (y, mean.to(x.device, non_blocking=True), var.to(x.device, non_blocking=True), count) for x, y in zip(xs, ys)
-    ]
+    return [(y, comm.copy(mean, x.device), comm.copy(var, x.device), count) for x, y in zip(xs, ys)]
 
 
 @contextmanager
@@ -73,7 +72,7 @@ class _Normalize(torch.autograd.Function):
         ctx.mark_non_differentiable(mean, var)
         ctx.set_materialize_grads(False)
         ys = (
-            F.batch_norm(x, mean.to(x.device), var.to(x.device), w, b, training=False, eps=eps)
+            F.batch_norm(x, comm.copy(mean, x.device), comm.copy(var, x.device), w, b, training=False, eps=eps)
             for x, w, b in zip(xs, weights, biases)
         )
         # The first output is where autograd runs this node: on the first replica's device.
@@ -118,7 +117,7 @@ class Records:
         if len(alive) < 2:
             return alive[0] if alive else None
         mean = _local_mean(x)
-        return min(alive, key=lambda r: min(float((m.to(x.device) - mean).abs().sum()) for m in r.local_means))
+        return min(alive, key=lambda r: min(float((comm.copy(m, x.device) - mean).abs().sum()) for m in r.local_means))
 
     def __deepcopy__(self, memo: Any) -> "Records":
         return Records()
@@ -140,7 +139,7 @@ def run_again(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
             "replica alone. Call torch.utils.checkpoint.checkpoint with use_reentrant=False."
         )
     with torch.no_grad():
-        mean, var = record.mean.to(x.device), record.var.to(x.device)
+        mean, var = comm.copy(record.mean, x.device), comm.copy(record.var, x.device)
         y = F.batch_norm(x, mean, var, weight, bias, training=False, eps=eps)
     # The node in the graph is the one made in forward; here only what follows must be recorded as it was there.
     connected = x.requires_grad or any(t is not None and t.requires_grad for t in (weight, bias))
@@ -169,9 +168,9 @@ def _statistics(xs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     filled = [x for x in xs if x.numel()]
     pairs = [torch.var_mean(_wide(x), _dims(x), correction=0) for x in filled]
     shares = [x.numel() // x.shape[1] / total for x in filled]
-    means = [m.to(home) for _, m in pairs]
+    means = [comm.copy(m, home) for _, m in pairs]
     mean = torch.stack([m * share for m, share in zip(means, shares)]).sum(0)
-    spread = [(v.to(home) + (m - mean).square()) * share for (v, _), m, share in zip(pairs, means, shares)]
+    spread = [(comm.copy(v, home) + (m - mean).square()) * share for (v, _), m, share in zip(pairs, means, shares)]
     return mean, torch.stack(spread).sum(0)
 
 
@@ -190,12 +189,12 @@ def _grads(
     wide = [_wide(g) for g in grads]
     sums = [g.sum(_dims(g)) for g in wide]
     products = [(g * n).sum(_dims(g)) for g, n in zip(wide, normal)]
-    mean_sum = torch.stack([s.to(home) for s in sums]).sum(0) / count
-    mean_product = torch.stack([p.to(home) for p in products]).sum(0) / count
+    mean_sum = torch.stack([comm.copy(s, home) for s in sums]).sum(0) / count
+    mean_product = torch.stack([comm.copy(p, home) for p in products]).sum(0) / count
     inputs = [
         (
             (g - _along(mean_sum, g) - n * _along(mean_product, g))
-            * _along(scale if w is None else scale * w.to(home), g)
+            * _along(scale if w is None else scale * comm.copy(w, home), g)
         )
         for g, n, w in zip(wide, normal, weights)
     ]
@@ -208,7 +207,7 @@ def _grads(
 
 def _along(channels: Tensor, x: Tensor) -> Tensor:
     """Shape values per channel so that they broadcast over ``x``, on its device."""
-    return channels.to(x.device, non_blocking=True).view(1, -1, *[1] * (x.ndim - 2))
+    return comm.copy(channels, x.device).view(1, -1, *[1] * (x.ndim - 2))
 
 
 def _differentiable_grads(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from everygpu import comm
 from everygpu.parallel.thread_state import on_device
 from everygpu.step.flat import BucketPlan, Piece
 
@@ -93,7 +94,7 @@ class Shards:
             for f in fragments:
                 f.param.grad = f.grad if f.piece.index in touched else None
             # Where fused optimizers look for it.
-            optimizer.found_inf = None if found_inf is None else found_inf.to(device)  # type: ignore[attr-defined]
+            optimizer.found_inf = None if found_inf is None else comm.copy(found_inf, device)  # type: ignore[attr-defined]
             with on_device(device, _stream(device), shared=False):
                 optimizer.step()
 
@@ -178,7 +179,7 @@ def _follow(optimizer: Optimizer, options: Sequence[Mapping[str, Any]], device: 
         for name, value in group.items():
             if name in ("params", "param_names"):
                 continue
-            mine[name] = value.to(device) if isinstance(value, Tensor) and value.device.type != "cpu" else value
+            mine[name] = comm.copy(value, device) if isinstance(value, Tensor) and value.device.type != "cpu" else value
 
 
 def _stream(device: torch.device) -> "torch.cuda.Stream | None":
@@ -198,7 +199,7 @@ def _join_state(param: Tensor, parts: list[tuple[Fragment, State]], home: torch.
             whole = torch.empty_like(param, dtype=value.dtype, device=home, requires_grad=False)
             memory = whole.as_strided((whole.numel(),), (1,))
             for f, state in parts:
-                memory.narrow(0, f.piece.offset, f.piece.numel).copy_(state[name])
+                comm.fill(memory.narrow(0, f.piece.offset, f.piece.numel), state[name])
             joined[name] = whole
         else:
             joined[name] = value.clone() if isinstance(value, Tensor) else value
@@ -213,8 +214,8 @@ def _cut_value(param: Tensor, name: str, value: Any, f: Fragment) -> Any:
     if not isinstance(value, Tensor):
         return value
     if not _is_elementwise(param, name, value):
-        return value.clone() if value.device.type == "cpu" else value.to(f.param.device, copy=True)
+        return value.clone() if value.device.type == "cpu" else comm.copy(value, f.param.device, fresh=True)
     # In the order of the parameter's memory, whatever the state's own is.
     laid = torch.empty_like(param, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
     memory = laid.as_strided((laid.numel(),), (1,))
-    return memory.narrow(0, f.piece.offset, f.piece.numel).to(f.param.device, copy=True)
+    return comm.copy(memory.narrow(0, f.piece.offset, f.piece.numel), f.param.device, fresh=True)

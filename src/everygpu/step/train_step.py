@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from everygpu import tree
+from everygpu import comm, tree
 from everygpu.errors import LossError, OptimizerError, OptionError
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.sharded_batch import ShardedBatch
@@ -188,7 +188,7 @@ class TrainStep:
 
         def move(leaf: Any) -> Any:
             plain = isinstance(leaf, Tensor) and not isinstance(leaf, ShardedBatch)
-            return leaf.to(self.model.output_device, non_blocking=True) if plain else leaf
+            return comm.copy(leaf, self.model.output_device) if plain else leaf
 
         return tree.map_leaves(move, targets)
 

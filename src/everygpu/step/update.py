@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from everygpu import comm
+
 GROWTH, BACKOFF, GROWTH_INTERVAL, FIRST_SCALE = 2.0, 0.5, 2000, 2.0**16
 """``torch.amp.GradScaler``'s defaults."""
 
@@ -39,7 +41,7 @@ class LossScale:
 
     def scale(self, loss: Tensor) -> Tensor:
         """Multiply a loss; what was multiplied before the scale changes must be divided before, too."""
-        return loss * self._scale.to(loss.device)
+        return loss * comm.copy(self._scale, loss.device)
 
     def unscale(self, shares: Sequence[Share]) -> Tensor:
         """Divide gradients in place.
@@ -49,11 +51,7 @@ class LossScale:
         """
         found = [self._unscale(share) for share in shares if share.grads]
         home = self._scale.device
-        return (
-            torch.stack([f.to(home, non_blocking=True) for f in found]).amax()
-            if found
-            else torch.zeros((), device=home)
-        )
+        return torch.stack([comm.copy(f, home) for f in found]).amax() if found else torch.zeros((), device=home)
 
     def update(self, found_inf: Tensor) -> None:
         """Lower the scale after a step that was skipped, raise it after many that were not."""
@@ -76,8 +74,8 @@ class LossScale:
 
     def _unscale(self, share: Share) -> Tensor:
         found_inf = torch.zeros((), device=share.device)
-        inverse = self._scale.double().reciprocal().float().to(share.device, non_blocking=True)
-        torch._amp_foreach_non_finite_check_and_unscale_(share.grads, found_inf, inverse)
+        inverse = self._scale.double().reciprocal().float()
+        torch._amp_foreach_non_finite_check_and_unscale_(share.grads, found_inf, comm.copy(inverse, share.device))
         return found_inf
 
 
@@ -87,7 +85,7 @@ def total_norm(shares: Sequence[Share], home: torch.device) -> Tensor:
     Source:
         ``torch.nn.utils.get_total_norm``, over several devices.
     """
-    norms = [n.to(home, non_blocking=True) for share in shares for n in _norms(share.grads)]
+    norms = [comm.copy(n, home) for share in shares for n in _norms(share.grads)]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=home)
 
 
@@ -100,7 +98,7 @@ def clip(shares: Sequence[Share], norm: Tensor, max_norm: float) -> None:
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for share in shares:
         if share.grads:
-            torch._foreach_mul_(share.grads, factor.to(share.device, non_blocking=True))
+            torch._foreach_mul_(share.grads, comm.copy(factor, share.device))
 
 
 def multiply(shares: Sequence[Share], factor: float) -> None:
