@@ -5,6 +5,7 @@ are brought up to date with the original's, so it behaves as a copy made at that
 """
 
 import copy
+import itertools
 import operator
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -157,17 +158,54 @@ class Watch:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._records: list[_Record | None] = [None] * len(modules)
+        self._summary: _Summary | None = None
 
     def changed(self) -> list[int]:
         """Return the indices of the modules that differ from when this was last called, and take note of them."""
-        found = [i for i, m in enumerate(self._modules) if not _is_current(self._records[i], m)]
+        if self._summary is not None and self._summary.is_current(self._modules):
+            found = self._summary.volatile
+        else:
+            found = [i for i, m in enumerate(self._modules) if not _is_current(self._records[i], m)]
         self.accept(found)
+        if self._summary is None:
+            self._summary = _Summary([r for r in self._records if r is not None])
         return found
 
     def accept(self, indices: Iterable[int]) -> None:
         """Take note of these modules as they are now."""
         for i in indices:
-            self._records[i] = _record(self._modules[i])
+            before, now = self._records[i], _record(self._modules[i])
+            self._records[i] = now
+            if before is None or not before.volatile or not now.volatile:
+                self._summary = None
+
+
+class _Summary:
+    """All records side by side, so that one look tells whether any module has changed: most often none has."""
+
+    def __init__(self, records: "Sequence[_Record]") -> None:
+        self.volatile = [i for i, r in enumerate(records) if r.volatile]
+        self._steady = [i for i, r in enumerate(records) if not r.volatile]
+        steady = [records[i] for i in self._steady]
+        self._kinds = [r.kind for r in steady]
+        self._names = list(itertools.chain.from_iterable(r.names for r in steady))
+        self._values = list(itertools.chain.from_iterable(r.values for r in steady))
+        self._empty = list(itertools.chain.from_iterable(r.empty for r in steady))
+        self._filled = list(itertools.chain.from_iterable(r.filled for r in steady))
+
+    def is_current(self, modules: Sequence[nn.Module]) -> bool:
+        """Tell whether all but the volatile modules are as recorded."""
+        steady = [modules[i] for i in self._steady]
+        tables = list(map(vars, steady))
+        values = list(itertools.chain.from_iterable(table.values() for table in tables))
+        return (
+            len(values) == len(self._values)
+            and all(map(operator.is_, values, self._values))
+            and list(itertools.chain.from_iterable(tables)) == self._names
+            and list(map(type, steady)) == self._kinds
+            and not any(self._empty)
+            and all(_same_items(now, before) for now, before in self._filled)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from torch.autograd.graph import increment_version
 
 from everygpu import comm
 from everygpu.errors import PlacementError
-from everygpu.parallel.broadcast import Look, dense_strides
+from everygpu.parallel.broadcast import Look
 from everygpu.step.flat import BucketPlan, plan_buckets
 
 PerDevice = list[Tensor]
@@ -39,10 +39,10 @@ class Arena:
         self._slots = [_slots(self.plans, self.values, j) for j in range(len(devices))]
         self._grad_slots = [_slots(self.plans, self.grads, j) for j in range(len(devices))]
         self.twins = [self._make_twins(j) for j in range(1, len(devices))]
-        self._facts = [_facts(p) for p in params]
         self._versions: list[int] = []
         self._grad_versions: list[list[int]] = []
         self.adopt()
+        self._facts = [_facts(p) for p in params]
         self.begin()
 
     def fits(self, params: Sequence[Tensor]) -> bool:
@@ -148,7 +148,7 @@ def _slots(plans: Sequence[BucketPlan], buckets: Sequence[PerDevice], replica: i
 
 
 def _facts(p: Tensor) -> tuple[Any, ...]:
-    return p.shape, p.dtype, p.device, p.requires_grad, dense_strides(p)
+    return p.shape, p.dtype, p.device, p.requires_grad, p.stride()
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:

@@ -20,6 +20,9 @@ from everygpu.step.update import Share, is_fused
 class Holder(Protocol):
     """Where backward puts the gradients, and what becomes of them."""
 
+    def prepare(self) -> None:
+        """Take note of what has changed since the last step."""
+
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model on all devices."""
 
@@ -51,6 +54,9 @@ class WholeHolder:
     def __init__(self, model: DataParallel, optimizer: Optimizer) -> None:
         self._model = model
         self._optimizer = optimizer
+
+    def prepare(self) -> None:
+        """DataParallel does so at every forward."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self._model(*inputs, **kwargs)
@@ -91,13 +97,19 @@ class ShardedHolder:
     def __init__(self, model: DataParallel, optimizer: ShardedOptimizer) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._arena: Arena | None = None
-        self._shards: Shards | None = None
         self._replicas: ReplicaSet | None = None
         self._touched: set[int] = set()
+        self._arrange(self._trainable())
+
+    def prepare(self) -> None:
+        params = self._trainable()
+        if not self._arena.fits(params):
+            self._arrange(params)
+        elif not self._optimizer.holds(self._shards):
+            self._attach()
+        self._arena.follow_edits()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        self._settled()[0].follow_edits()
         if len(self._model.device_ids) == 1:
             return self._model(*inputs, **kwargs)
         if self._replicas is None or self._replicas.module is not self._model.module:
@@ -105,53 +117,53 @@ class ShardedHolder:
         return self._model.forward_with(self._replicas, *inputs, **kwargs)
 
     def begin(self) -> None:
-        self._settled()[0].begin()
+        self._arena.begin()
 
     def lend(self) -> None:
-        self._settled()[0].lend_grads()
+        self._arena.lend_grads()
 
     def withdraw(self) -> None:
-        self._settled()[0].withdraw_grads()
+        self._arena.withdraw_grads()
 
     def reduce(self) -> list[Share]:
-        arena, _ = self._settled()
-        self._touched = arena.touched()
-        arena.reduce()
-        columns = zip(*arena.chunks(arena.grads))
-        return [Share(device=d, grads=list(chunks)) for d, chunks in zip(arena.devices, columns)]
+        self._touched = self._arena.touched()
+        self._arena.reduce()
+        columns = zip(*self._arena.chunks(self._arena.grads))
+        return [Share(device=d, grads=list(chunks)) for d, chunks in zip(self._arena.devices, columns)]
 
     def apply(self, found_inf: Tensor | None) -> None:
-        arena, shards = self._settled()
         with torch.no_grad():
-            if found_inf is None or shards.is_fused():
-                self._optimizer.run(shards, self._touched, found_inf)
+            if found_inf is None or self._shards.is_fused():
+                self._optimizer.run(self._shards, self._touched, found_inf)
             elif not found_inf.item():
-                self._optimizer.run(shards, self._touched)
-        arena.hand_out()
+                self._optimizer.run(self._shards, self._touched)
+        self._arena.hand_out()
 
     def refresh(self) -> None:
-        arena, _ = self._settled()
-        arena.adopt()
+        self.prepare()
+        self._arena.adopt()
 
-    def _settled(self) -> tuple[Arena, Shards]:
-        """Return the memory and the optimizers on it, made anew when the parameters have changed in kind."""
-        params = [p for p in _params(self._optimizer) if p.requires_grad]
-        if self._arena is None or not self._arena.fits(params):
-            model = self._model
-            place_module(model.module, model.device_ids[0], "TrainStep", strict=model.strict_device)
-            self._arena = Arena(params, model.device_ids)
-            self._shards = self._replicas = None
-        if self._shards is None or not self._optimizer.holds(self._shards):
-            arena = self._arena
-            values, grads = arena.chunks(arena.values), arena.chunks(arena.grads)
-            self._shards = Shards(self._optimizer.module, arena.params, arena.plans, values, grads)
-            self._optimizer.attach(arena.params, self._shards)
-        return self._arena, self._shards
+    def _trainable(self) -> list[Tensor]:
+        return [p for p in _params(self._optimizer) if p.requires_grad]
+
+    def _arrange(self, params: list[Tensor]) -> None:
+        """Make memory for the parameters as they are now."""
+        model = self._model
+        place_module(model.module, model.device_ids[0], "TrainStep", strict=model.strict_device)
+        self._arena = Arena(params, model.device_ids)
+        self._replicas = None
+        self._attach()
+
+    def _attach(self) -> None:
+        """Have the optimizer's state where the gradients are."""
+        arena = self._arena
+        values, grads = arena.chunks(arena.values), arena.chunks(arena.grads)
+        self._shards = Shards(self._optimizer.module, arena.params, arena.plans, values, grads)
+        self._optimizer.attach(arena.params, self._shards)
 
     def _make_leaves(self) -> Leaves:
-        arena, _ = self._settled()
-        arena.adopt()
-        return {id(p): [twins[i] for twins in arena.twins] for i, p in enumerate(arena.params)}
+        self._arena.adopt()
+        return {id(p): [twins[i] for twins in self._arena.twins] for i, p in enumerate(self._arena.params)}
 
 
 def _params(optimizer: Optimizer) -> Iterator[Any]:

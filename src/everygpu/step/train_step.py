@@ -104,9 +104,10 @@ class TrainStep:
             Exception: what the model or the loss raised; parameters are then as before, and what was accumulated
                 for this update is dropped.
         """
-        if self._num_batches == 0:
-            self._holder.begin()
         try:
+            self._holder.prepare()
+            if self._num_batches == 0:
+                self._holder.begin()
             loss = self._learn(inputs, targets, kwargs)
         except BaseException:
             self._num_batches = 0
@@ -128,6 +129,7 @@ class TrainStep:
         Returns:
             The loss, shape (), and the model's output.
         """
+        self._holder.prepare()
         with _evaluating(self.model), torch.no_grad():
             loss, output = self._compute(inputs, targets, kwargs)
         return Evaluation(loss, output)
