@@ -88,6 +88,16 @@ def ours(work: Workload, num_gpus: int, **options: Any) -> Step:
     return plain_step(net, net.parameters(), work, work.rows_per_gpu * num_gpus, torch.device("cuda", 0))
 
 
+def train_step(work: Workload, num_gpus: int, **options: Any) -> Step:
+    import everygpu
+
+    devices = list(range(num_gpus))
+    net = everygpu.DataParallel(work.build(), devices, engine="compile" if options.get("compile") else "auto")
+    step = everygpu.TrainStep(net, work.loss, work.optimizer(net.parameters()), precision="bf16", **options)
+    x, y = work.batch(work.rows_per_gpu * num_gpus, torch.device("cuda", 0))
+    return lambda: step(x, y)
+
+
 def ddp_worker(rank: int, name: str, num_gpus: int, rounds: int, steps: int, compiled: bool, results: Any) -> None:
     import torch.distributed as dist
 
@@ -130,8 +140,10 @@ STEPS: dict[str, Callable[[Workload, int], Step]] = {
     "dp": data_parallel,
     "ours": ours,
     "ours_compiled": lambda work, n: ours(work, n, engine="compile"),
+    "step": train_step,
+    "step_compiled": lambda work, n: train_step(work, n, compile=True),
 }
-PEERS = ["single", "single_compiled", "single_graph", "dp", "ddp", "ddp_compiled", "ours"]
+PEERS = ["single", "single_compiled", "single_graph", "dp", "ddp", "ddp_compiled", "ours", "step"]
 
 
 def prepare() -> None:
