@@ -27,7 +27,7 @@ _running: ContextVar[frozenset[int]] = ContextVar("everygpu_running", default=fr
 
 BUFFER_RULES = ("first", "mean")
 # What a copy or a pickle makes anew.
-_TRANSIENT = ("_replicas", "_workers", "_turn", "_first_parameter", "_pid")
+_TRANSIENT = ("_replicas", "_fresh", "_workers", "_turn", "_first_parameter", "_pid")
 
 ENGINES = ("auto", "threads", "compile")
 GATHER_RULES = ("sharded", "joined")
@@ -109,6 +109,8 @@ class DataParallel(nn.Module):
 
     def _prepare(self) -> None:
         self._replicas: ReplicaSet | None = None
+        # Within ``frozen``: the replicas that are up to date.
+        self._fresh: set[int] | None = None
         self._workers = self._make_workers()
         self._turn = threading.Lock()
         # Looked at in every call on one device, where walking the module would cost more than all the rest.
@@ -127,11 +129,31 @@ class DataParallel(nn.Module):
         with self._one_at_a_time():
             if self._replicas is None or self._replicas.module is not self.module:
                 self._replicas = self.make_replicas()
-            return self._forward_on(self._replicas, inputs, kwargs)
+                self._fresh = None if self._fresh is None else set()
+            return self._forward_on(self._replicas, inputs, kwargs, self._fresh)
 
-    def _forward_on(self, replicas: ReplicaSet, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Promise that the module doesn't change within, so that it is sent to the devices only once.
+
+            with model.frozen(), torch.no_grad():
+                for batch in loader:
+                    model(batch)
+
+        Parameters, buffers, modes and attributes must stay as they are at the first forward. Forwards that record
+        gradients are as ever.
+        """
+        before, self._fresh = self._fresh, set()
+        try:
+            yield
+        finally:
+            self._fresh = before
+
+    def _forward_on(
+        self, replicas: ReplicaSet, inputs: tuple[Any, ...], kwargs: dict[str, Any], fresh: set[int] | None = None
+    ) -> Any:
         shards = scatter_call(inputs, kwargs, self.device_ids, self.dim, self.split)
-        modules = replicas.refresh([s.position for s in shards])
+        modules = replicas.refresh([s.position for s in shards], fresh)
         outputs = self._apply_to(modules, shards)
         self._settle_buffers(replicas, shards)
         return gather_outputs(outputs, self._joiner(shards))

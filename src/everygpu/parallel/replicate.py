@@ -73,26 +73,19 @@ class ReplicaSet:
         self._strict_device = strict_device
         self._arrange()
 
-    def refresh(self, positions: Sequence[int]) -> list[nn.Module]:
+    def refresh(self, positions: Sequence[int], fresh: set[int] | None = None) -> list[nn.Module]:
         """Bring replicas up to date with the module as it is now.
 
         Args:
             positions: Which replicas, counted in ``devices``.
+            fresh: Those that are known to be up to date, while no gradients are recorded; added to.
         Returns:
             The replicas at these positions; their parameters are connected to the module's.
         """
-        if not self._layout.is_current():
-            self._arrange()
-        changed = self._watch.changed()
-        for mirror in self._mirrors:
-            mirror.expire(changed)
-        others = [p - 1 for p in positions if p > 0]
-        for i in others:
-            self._release(i)
-        for i, tensors in zip(others, self._send(others)):
-            for (table, key), index in zip(self._places[i + 1], self._layout.order):
-                table[key] = None if index is None else tensors[index]
-            self._mirrors[i].follow({id(mine): copy for mine, copy in zip(self._layout.tensors, tensors)})
+        if fresh is None or torch.is_grad_enabled() or not fresh.issuperset(positions):
+            self._renew(positions)
+            if fresh is not None and not torch.is_grad_enabled():
+                fresh.update(positions)
         return [self._mirrors[p - 1].root if p else self.module for p in positions]
 
     def average_buffers(self, positions: Sequence[int], weights: Sequence[int]) -> None:
@@ -110,6 +103,20 @@ class ReplicaSet:
                 mine, *theirs = (self._places[p][place][0][self._places[p][place][1]] for p in (0, *positions))
                 # As in batch_norm itself, the change is no edit: backward must not refuse what forward saved.
                 mine.data.add_(sum(_difference(t, mine) * (w / total) for t, w in zip(theirs, weights)))
+
+    def _renew(self, positions: Sequence[int]) -> None:
+        if not self._layout.is_current():
+            self._arrange()
+        changed = self._watch.changed()
+        for mirror in self._mirrors:
+            mirror.expire(changed)
+        others = [p - 1 for p in positions if p > 0]
+        for i in others:
+            self._release(i)
+        for i, tensors in zip(others, self._send(others)):
+            for (table, key), index in zip(self._places[i + 1], self._layout.order):
+                table[key] = None if index is None else tensors[index]
+            self._mirrors[i].follow({id(mine): copy for mine, copy in zip(self._layout.tensors, tensors)})
 
     def _arrange(self) -> None:
         """Make mirrors and buckets for the module as it is now."""
