@@ -17,6 +17,7 @@ from everygpu.keys import align_keys, unwrap, wrapped_child
 from everygpu.parallel.apply import Workers
 from everygpu.parallel.compiled import CompiledReplicas
 from everygpu.parallel.gather import Joiner, gather_outputs
+from everygpu.parallel.lend import note_writes
 from everygpu.parallel.placement import check_module, place_module
 from everygpu.parallel.replicate import ReplicaSet
 from everygpu.parallel.scatter import Shard, move_tree, scatter_call
@@ -126,6 +127,7 @@ class DataParallel(nn.Module):
             shards = scatter_call(inputs, kwargs, self.device_ids, self.dim, self.split)
             replicas = self._refresh([s.position for s in shards])
             outputs = self._apply_to(replicas, shards)
+            note_writes((inputs, kwargs))
             self._settle_buffers(shards)
             return gather_outputs(outputs, self._joiner(shards))
 

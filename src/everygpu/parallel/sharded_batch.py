@@ -94,6 +94,7 @@ class ShardedBatch(Tensor):
     _parts: tuple[Tensor, ...]
     _whole: Tensor | None
     _view: Callable[[], Tensor] | None
+    _lent_versions: tuple[int, ...] | None
 
     @property
     def shards(self) -> tuple[Tensor, ...]:
@@ -261,6 +262,7 @@ def _new(
     batch._memory = Memory()
     batch._whole = None
     batch._view = None
+    batch._lent_versions = None
     return batch
 
 
