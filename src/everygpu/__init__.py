@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from everygpu.devices import select_devices as select_devices
     from everygpu.devices import visible_devices as visible_devices
     from everygpu.errors import EveryGPUError as EveryGPUError
+    from everygpu.feed import Feeder as Feeder
     from everygpu.feed import Meter as Meter
     from everygpu.parallel.apply import parallel_apply as parallel_apply
     from everygpu.parallel.data_parallel import DataParallel as DataParallel
@@ -29,6 +30,7 @@ __version__ = "0.1.0.dev0"
 _HOME = {
     "DataParallel": "parallel",
     "EveryGPUError": "errors",
+    "Feeder": "feed",
     "Meter": "feed",
     "Replicated": "parallel",
     "ShardedBatch": "parallel",

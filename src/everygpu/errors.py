@@ -8,6 +8,8 @@
     ├── SplitError (ValueError)               the batch can't be cut into shards
     ├── GatherError (ValueError)              the replicas' outputs can't be joined
     ├── ReplicaError (RuntimeError)           names the replica an exception came from
+    ├── WorkerError (RuntimeError)            a worker process of the loader died
+    ├── FeedTimeoutError (TimeoutError)       no batch came in time
     └── CheckpointError (RuntimeError)
         ├── CheckpointNotFoundError (FileNotFoundError)
         ├── CheckpointDamagedError (ValueError)    truncated, altered or incomplete
@@ -50,6 +52,14 @@ class GatherError(EveryGPUError, ValueError):
 
 class ReplicaError(EveryGPUError, RuntimeError):
     """Names the replica, device and shards behind an exception; it is that exception's ``__cause__``."""
+
+
+class WorkerError(EveryGPUError, RuntimeError):
+    """A worker process of the loader died: killed, or ended by a crash of its own."""
+
+
+class FeedTimeoutError(EveryGPUError, TimeoutError):
+    """The loader had no batch ready in the time it was given."""
 
 
 class CheckpointError(EveryGPUError, RuntimeError):

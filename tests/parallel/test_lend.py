@@ -146,6 +146,7 @@ class TestWriting:
         assert "0., 0." in repr(x)
         model = DataParallel(WritesInput(), ["cpu"] * 2)
         assert gather(model(x)).tolist() == [2] * 4
+        assert (x * 1).sum() == 0  # of the shards
         assert gather(x).tolist() == [0] * 4
 
     def test_into_a_view(self):

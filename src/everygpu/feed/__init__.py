@@ -1,5 +1,6 @@
 """Around the training loop: data to the devices, numbers back."""
 
+from everygpu.feed.feeder import Feeder
 from everygpu.feed.meter import Meter
 
-__all__ = ["Meter"]
+__all__ = ["Feeder", "Meter"]

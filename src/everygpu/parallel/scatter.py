@@ -116,6 +116,9 @@ class _Sharer:
 
     def __call__(self, leaf: Any) -> Sequence[Any]:
         if isinstance(leaf, Replicated):
+            copies = leaf.copies_on(self.devices, self.active)
+            if copies is not None:
+                return copies
             return tree.fan_out(self._copies, leaf.value, len(self.devices))
         if self.plan is not None and is_splittable(leaf, "an input", self.dim):
             return self._rows(leaf, self.plan)

@@ -19,12 +19,22 @@ class Replicated:
 
     Args:
         value: A tensor, or any nesting of containers with tensors in them.
+        copies: The same on the devices of the replicas, by position, as the Feeder has put them there.
     """
 
-    __slots__ = ("value",)
+    __slots__ = ("_copies", "value")
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, *, copies: Sequence[Any] | None = None) -> None:
         self.value = value
+        self._copies = copies
+
+    def copies_on(self, devices: Sequence[torch.device], positions: Sequence[int]) -> list[Any] | None:
+        """Return the copies for some replicas, or None where there are none on their devices."""
+        if self._copies is None or self._copies[0] is not self.value or max(positions) >= len(self._copies):
+            return None
+        found = [self._copies[position] for position in positions]
+        places = zip(found, devices)
+        return found if all(_is_on(copy, device) for copy, device in places) else None
 
     def __repr__(self) -> str:
         return f"Replicated({self.value!r})"
@@ -126,6 +136,10 @@ def is_splittable(leaf: Any, path: str, dim: int) -> bool:
             f"Wrap it in everygpu.Replicated(...) if every replica needs it whole."
         )
     return True
+
+
+def _is_on(value: Any, device: torch.device) -> bool:
+    return all(leaf.device == device for _, leaf in tree.leaves(value, "") if isinstance(leaf, Tensor))
 
 
 def _check_weights(split: Any, num_devices: int) -> Sequence[float]:
