@@ -17,7 +17,7 @@ from everygpu.feed.position import Position, begin_pass, generator_state, parse_
 from everygpu.feed.waiting import FeedReport, WaitMeter
 from everygpu.keys import wrapped_child
 from everygpu.parallel.data_parallel import DataParallel
-from everygpu.parallel.split import Split, check_split
+from everygpu.parallel.split import Split, settle_split
 
 Target: TypeAlias = nn.Module | DeviceLike | Iterable[DeviceLike] | None
 """A model, or devices."""
@@ -152,8 +152,8 @@ def find_route(target: Target, split: Split | None, dim: int | None) -> Route:
     else:
         devices, model_split, model_dim = _devices_of(target), "chunk", 0
     chosen = model_split if split is None else split
-    check_split(chosen, len(devices))
-    return Route(devices=tuple(devices), dim=model_dim if dim is None else dim, split=chosen)
+    settled = settle_split(chosen, devices)
+    return Route(devices=tuple(devices), dim=model_dim if dim is None else dim, split=settled)
 
 
 def _data_parallel_in(target: Target) -> DataParallel | None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from everygpu import tree
+from everygpu.devices import measure_shares
 from everygpu.errors import OptionError, SplitError
 
 Split = str | Sequence[float]
@@ -88,6 +89,23 @@ def check_split(split: Split, num_devices: int) -> None:
     """Refuse a ``split`` that ``plan_split`` would refuse, before any batch is there."""
     if not isinstance(split, str) or split not in ("chunk", "even"):
         _check_weights(split, num_devices)
+
+
+def settle_split(split: Split, devices: Sequence[torch.device]) -> Split:
+    """Turn ``"auto"`` into what measuring the devices says; leave everything else as it is.
+
+    Args:
+        split: As for ``DataParallel``.
+        devices: One per replica.
+    Returns:
+        ``"even"`` for devices that are equal, one weight per device for others.
+    Raises:
+        OptionError: ``split`` is nothing that ``DataParallel`` takes.
+    """
+    if not isinstance(split, str) or split != "auto":
+        check_split(split, len(devices))
+        return split
+    return (measure_shares(devices) if len(devices) > 1 else None) or "even"
 
 
 def find_rows(named: Sequence[tuple[str, Any]], dim: int) -> int | None:
