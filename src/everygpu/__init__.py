@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from everygpu.errors import EveryGPUError as EveryGPUError
     from everygpu.feed import Feeder as Feeder
     from everygpu.feed import Meter as Meter
+    from everygpu.feed import find_batch_size as find_batch_size
+    from everygpu.feed import tune_workers as tune_workers
     from everygpu.parallel.apply import parallel_apply as parallel_apply
     from everygpu.parallel.data_parallel import DataParallel as DataParallel
     from everygpu.parallel.data_parallel import data_parallel as data_parallel
@@ -35,6 +37,7 @@ _HOME = {
     "Replicated": "parallel",
     "ShardedBatch": "parallel",
     "data_parallel": "parallel",
+    "find_batch_size": "feed",
     "gather": "parallel",
     "load": "checkpoint",
     "parallel_apply": "parallel",
@@ -43,6 +46,7 @@ _HOME = {
     "scatter": "parallel",
     "seed_all": "devices",
     "select_devices": "devices",
+    "tune_workers": "feed",
     "visible_devices": "devices",
 }
 

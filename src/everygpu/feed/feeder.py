@@ -146,7 +146,7 @@ class Feeder:
 
 def find_route(target: Target, split: Split | None, dim: int | None) -> Route:
     """Work out where batches go; see ``Feeder``."""
-    model = _data_parallel_in(target)
+    model = data_parallel_in(target)
     if model is not None:
         devices, model_split, model_dim = list(model.device_ids), model.split, model.dim
     else:
@@ -156,7 +156,7 @@ def find_route(target: Target, split: Split | None, dim: int | None) -> Route:
     return Route(devices=tuple(devices), dim=model_dim if dim is None else dim, split=settled)
 
 
-def _data_parallel_in(target: Target) -> DataParallel | None:
+def data_parallel_in(target: Target) -> DataParallel | None:
     """Return the ``DataParallel`` that a target is, perhaps inside of torch.compile."""
     while isinstance(target, nn.Module) and not isinstance(target, DataParallel):
         child = wrapped_child(target)

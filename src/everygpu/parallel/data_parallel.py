@@ -183,6 +183,11 @@ class DataParallel(nn.Module):
             finally:
                 _running.reset(token)
 
+    def release(self) -> None:
+        """Give up the replicas, their memory and their threads; the next forward makes new ones."""
+        self._workers.close()
+        self._prepare()
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's own state dict, without ``module.`` in front: it loads anywhere."""
         return unwrap(self).state_dict(*args, **kwargs)
