@@ -121,6 +121,19 @@ def test_b16_a_stopped_worker_is_a_timeout(options):
     assert_nothing_left()
 
 
+def test_b16_leaving_the_loop_with_a_stopped_worker(monkeypatch):
+    monkeypatch.setattr("everygpu.feed.one_pass.GRACE_S", 0.3)
+    loader = DataLoader(Faulty(None, at=-1), batch_size=2, num_workers=1)
+    feed = iter(Feeder(loader, "cpu"))
+    next(feed)
+    for child in multiprocessing.active_children():
+        os.kill(child.pid, signal.SIGSTOP)
+    start = time.monotonic()
+    feed.close()
+    assert time.monotonic() - start < 2
+    assert_nothing_left()
+
+
 def test_b16_a_slow_loader_without_workers_is_a_timeout():
     released = threading.Event()
 

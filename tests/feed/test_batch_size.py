@@ -169,7 +169,13 @@ class TestRestoring:
         grads = [p.grad.clone() for p in model.parameters()]
         identities = [(id(p), id(p.grad), p.data_ptr()) for p in model.parameters()]
         model.eval()
-        training.search(FOUR)
+
+        def step(batch):
+            model.train()
+            training(batch)
+            optimizer.param_groups[0]["lr"] = 7.0  # as a scheduler does
+
+        find_batch_size(step, FOUR, model, optimizer, cache=False)
         torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before, rtol=0, atol=0)
         torch.testing.assert_close([p.grad for p in model.parameters()], grads, rtol=0, atol=0)
         assert [(id(p), id(p.grad), p.data_ptr()) for p in model.parameters()] == identities

@@ -8,6 +8,7 @@ from rich.console import Console
 from everygpu import __version__
 from everygpu.cli.devices import list_devices
 from everygpu.cli.run import run_chosen
+from everygpu.cli.tune import tune_script
 from everygpu.errors import CheckpointError, DeviceError, EveryGPUError, OptionError
 
 _EXIT_CODES = ((DeviceError, 3), (CheckpointError, 4), (OptionError, 2))
@@ -36,3 +37,4 @@ def main() -> None:
 
 main.add_command(list_devices)
 main.add_command(run_chosen)
+main.add_command(tune_script)

@@ -100,11 +100,16 @@ def find_batch_size(
     start = _check_options(batch, route.dim, lowest, max_rows, headroom_pct)
     search = _Search(step, batch, model, route, on_trial)
     key = describe_run(step, batch, model, optimizer, route, (lowest, max_rows, headroom_pct)) if cache else None
-    with _limited_memory(route.devices, headroom_pct), restored(model, optimizer):
+    with limited_memory(route.devices, headroom_pct), restored(model, optimizer):
         known = read_result(key) if key is not None else None
         if known is not None and search.fits(known):
             return search.report(known, max_rows, is_cached=True)
-        found = search.run(start, lowest, max_rows)
+        found = find_size(search.fits, start, lowest, max_rows, grain=len(route.devices))
+    if found is None:
+        raise torch.OutOfMemoryError(
+            f"find_batch_size: {lowest} rows must fit, got out of memory. Pass a smaller min_rows, or make the "
+            f"model's memory smaller: lower precision, activation checkpointing."
+        )
     if key is not None:
         write_result(key, found)
     return search.report(found, max_rows, is_cached=False)
@@ -137,44 +142,12 @@ class _Search:
     ) -> None:
         self._step, self._batch, self._dim = step, batch, route.dim
         self._wrapper = data_parallel_in(model)
-        self._grain = len(route.devices)
         self._gpus = [d for d in dict.fromkeys(route.devices) if d.type == "cuda"]
         self._on_trial = on_trial
         self._trials: list[BatchTrial] = []
 
-    def run(self, start: int, lowest: int, highest: int) -> int:
-        """Find a size that fits and one that doesn't, then bisect."""
-        fits, fails = self._bracket(start, lowest, highest)
-        while (middle := _between(fits, fails, self._grain)) is not None:
-            if self.fits(middle):
-                fits = middle
-            else:
-                fails = middle
-        return fits
-
-    def _bracket(self, start: int, lowest: int, highest: int) -> tuple[int, int]:
-        """Double a size that fits, halve one that doesn't, until the other kind is found too."""
-        if self.fits(start, must=start == lowest):
-            size, fails = start, highest + 1
-            while size < fails - 1:
-                larger = min(2 * size, highest)
-                if self.fits(larger):
-                    size = larger
-                else:
-                    fails = larger
-                    break
-            return size, fails
-        size = start
-        while not self.fits(smaller := max(size // 2, lowest), must=smaller == lowest):
-            size = smaller
-        return smaller, size
-
-    def fits(self, num_rows: int, *, must: bool = False) -> bool:
-        """Run a trial.
-
-        Raises:
-            torch.OutOfMemoryError: it doesn't fit but ``must``.
-        """
+    def fits(self, num_rows: int) -> bool:
+        """Run a trial."""
         for gpu in self._gpus:
             torch.cuda.reset_peak_memory_stats(gpu)
         error = _attempt(self._step, resize(self._batch, num_rows, self._dim))
@@ -186,17 +159,53 @@ class _Search:
         return_memory()
         if self._on_trial is not None:
             self._on_trial(trial)
-        if error is not None and must:
-            raise torch.OutOfMemoryError(
-                f"find_batch_size: {num_rows} rows must fit, got out of memory. Pass a smaller min_rows, or make the "
-                f"model's memory smaller: lower precision, activation checkpointing."
-            )
         return error is None
 
     def report(self, num_rows: int, max_rows: int, *, is_cached: bool) -> BatchSizeReport:
         return BatchSizeReport(
             num_rows=num_rows, trials=tuple(self._trials), is_cached=is_cached, is_limit=num_rows == max_rows
         )
+
+
+def find_size(fits: Callable[[int], bool], start: int, lowest: int, highest: int, grain: int) -> int | None:
+    """Search for the largest size that fits: double or halve until a smaller fits and a larger doesn't, then bisect.
+
+    Args:
+        fits: Tries a size.
+        start: The first to try.
+        lowest: The smallest to try.
+        highest: The largest to try.
+        grain: Sizes in between are multiples of this.
+    Returns:
+        A size that fits; None when the smallest doesn't.
+    """
+    low, high = _grow(fits, start, highest) if fits(start) else _shrink(fits, start, lowest)
+    if low is None:
+        return None
+    while (middle := _between(low, high, grain)) is not None:
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _grow(fits: Callable[[int], bool], size: int, highest: int) -> tuple[int, int]:
+    while size < highest:
+        larger = min(2 * size, highest)
+        if not fits(larger):
+            return size, larger
+        size = larger
+    return size, highest + 1
+
+
+def _shrink(fits: Callable[[int], bool], size: int, lowest: int) -> tuple[int | None, int]:
+    while size > lowest:
+        smaller = max(size // 2, lowest)
+        if fits(smaller):
+            return smaller, size
+        size = smaller
+    return None, size
 
 
 def _between(fits: int, fails: int, grain: int) -> int | None:
@@ -255,7 +264,7 @@ def return_memory() -> None:
 
 
 @contextmanager
-def _limited_memory(devices: Sequence[torch.device], headroom_pct: float) -> Iterator[None]:
+def limited_memory(devices: Sequence[torch.device], headroom_pct: float) -> Iterator[None]:
     """Let torch take only so much of each GPU that the headroom stays free of it."""
     gpus = [d for d in dict.fromkeys(devices) if d.type == "cuda"]
     return_memory()
