@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -47,6 +48,13 @@ def _wait_for_threads(before: set[threading.Thread]) -> set[threading.Thread]:
 def _is_foreign(thread: threading.Thread) -> bool:
     """Tell whether a thread is pytest's, or torch's own: autograd's, or one its compiler starts."""
     return thread.name.startswith(("pytest_timeout", "tqdm_monitor")) or isinstance(thread, threading._DummyThread)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interruptible() -> None:
+    """Heed Ctrl-C, here and in what tests start, also where the shell that runs this in the background does not."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from everygpu.parallel.scatter import scatter as scatter
     from everygpu.parallel.sharded_batch import ShardedBatch as ShardedBatch
     from everygpu.parallel.split import Replicated as Replicated
+    from everygpu.parallel.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+    from everygpu.step.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
+    from everygpu.step.stats import StepStats as StepStats
+    from everygpu.step.train_step import TrainStep as TrainStep
 
 __version__ = "0.1.0.dev0"
 
@@ -36,6 +40,10 @@ _HOME = {
     "Meter": "feed",
     "Replicated": "parallel",
     "ShardedBatch": "parallel",
+    "ShardedOptimizer": "step.sharded_optimizer",
+    "StepStats": "step.stats",
+    "SyncBatchNorm": "parallel.sync_batch_norm",
+    "TrainStep": "step.train_step",
     "data_parallel": "parallel",
     "find_batch_size": "feed",
     "gather": "parallel",

@@ -7,6 +7,8 @@
     ├── PlacementError (RuntimeError)         the module's tensors are spread over several devices
     ├── SplitError (ValueError)               the batch can't be cut into shards
     ├── GatherError (ValueError)              the replicas' outputs can't be joined
+    ├── OptimizerError (TypeError)            what was passed as the optimizer can't be used so
+    ├── LossError (ValueError)                what the loss returned can't be trained on
     ├── ReplicaError (RuntimeError)           names the replica an exception came from
     ├── WorkerError (RuntimeError)            a worker process of the loader died
     ├── FeedTimeoutError (TimeoutError)       no batch came in time
@@ -48,6 +50,14 @@ class SplitError(EveryGPUError, ValueError):
 
 class GatherError(EveryGPUError, ValueError):
     """The replicas' outputs can't be joined into one."""
+
+
+class OptimizerError(EveryGPUError, TypeError):
+    """What was passed as the optimizer, or one of its gradients, can't be used in this way."""
+
+
+class LossError(EveryGPUError, ValueError):
+    """What the loss function, or the model in its place, returned is not one number."""
 
 
 class ReplicaError(EveryGPUError, RuntimeError):

@@ -69,3 +69,44 @@ def test_reduce_leaves_all_but_the_first_alone(devices):
     sources = [torch.full((2,), float(i), device=d) for i, d in enumerate(used)]
     comm.reduce(sources, used[0])
     assert [s.tolist() for s in sources[1:]] == [[float(i)] * 2 for i in range(1, len(used))]
+
+
+def chunked(used, numel, dtype=torch.float32):
+    """One buffer per device, all different, of ``numel`` elements for each device."""
+    return [(torch.arange(numel * len(used)) * (i + 1) + i).to(dtype).to(d) for i, d in enumerate(used)]
+
+
+@pytest.mark.parametrize("numel", [0, 1, 5])
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("dtype", DTYPES[:6])
+def test_reduce_scatter_leaves_each_device_the_sum_of_its_chunk(devices, dtype, count, numel):
+    used = devices(count)
+    buffers = chunked(used, numel, dtype)
+    total = sum(b.cpu() for b in buffers)
+    comm.reduce_scatter(buffers)
+    for j, buffer in enumerate(buffers):
+        own = slice(j * numel, (j + 1) * numel)
+        assert buffer[own].cpu().equal(total[own])
+
+
+@pytest.mark.parametrize("numel", [0, 1, 5])
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_gather_makes_the_buffers_equal(devices, dtype, count, numel):
+    used = devices(count)
+    buffers = chunked(used, numel, dtype)
+    expected = torch.cat([b.cpu()[j * numel : (j + 1) * numel] for j, b in enumerate(buffers)])
+    comm.all_gather(buffers)
+    assert all(b.cpu().equal(expected) for b in buffers)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_scatter_and_gather_are_each_others_reverse(devices, count):
+    used = devices(count)
+    source = torch.randn(4 * len(used), device=used[0])
+    chunks = [torch.empty(4, device=d) for d in used]
+    comm.scatter(source, chunks)
+    assert chunks[-1].cpu().equal(source[-4:].cpu())
+    back = torch.empty_like(source)
+    comm.gather(chunks, back)
+    assert back.equal(source)

@@ -72,3 +72,15 @@ class TestTutorial:
         expected = [*[("In model", n) for n in of_30], ("Outside", 30)] * 3
         expected += [*[("In model", n) for n in of_10], ("Outside", 10)]
         assert sizes == [(where, str(n), str(n)) for where, n in expected]
+
+
+class TestCharLM:
+    def test_learns_and_writes(self) -> None:
+        output = run("charlm.py", "--replicas", 2, "--steps", 60)
+        losses = [float(loss) for loss in re.findall(r"step +\d+  loss (\S+)", output)]
+        assert len(losses) == 10
+        assert losses[0] > 3.5 > 3.0 > losses[-1]
+        test_loss, sample = output.split("test loss ")[1].split("\n", 1)
+        assert float(test_loss) < 3.0
+        assert sample.startswith("The ")
+        assert len(sample.replace("\n", "")) > 300

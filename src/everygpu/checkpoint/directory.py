@@ -89,8 +89,7 @@ def find_directory(path: Path) -> Path:
         return path
     if path.exists():
         raise CheckpointForeignError(
-            f"load: the path must be a directory that everygpu.save wrote, got the file {path}. Importing "
-            f".pt files is not there yet; use model.load_state_dict(torch.load(path, weights_only=True))."
+            f"load: the path must be a directory that everygpu.save wrote, got the file {path}. Pass the directory."
         )
     target = Path(os.path.realpath(path))
     replaced = [old for old in _replaced(target) if (old / MANIFEST_FILE).exists()]

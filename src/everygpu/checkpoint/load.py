@@ -13,6 +13,7 @@ from torch import Tensor
 from everygpu.checkpoint import manifest as files
 from everygpu.checkpoint.directory import find_directory
 from everygpu.checkpoint.encode import decode
+from everygpu.checkpoint.foreign import is_foreign, read_parts
 from everygpu.checkpoint.rng import plan_rng_restore
 from everygpu.checkpoint.states import Kind, kind_of, plan_restore, require_kind
 from everygpu.checkpoint.tensors import read_tensors
@@ -56,16 +57,21 @@ def load(
     map_location: Any = None,
     **extras: Any,
 ) -> dict[str, Any]:
-    """Load a checkpoint that `everygpu.save` wrote; everything is checked before anything is changed.
+    """Load a checkpoint; everything is checked before anything is changed.
+
+    Foreign checkpoints are read too, without executing anything in them: files of ``torch.save`` that hold
+    a state dict or a dict with one under a usual name, safetensors, both in shards with an index, and
+    directories of ``torch.distributed.checkpoint``. Names under a prefix of an outer module, as Lightning
+    writes them, fit the model inside.
 
     Args:
-        path: The checkpoint's directory.
+        path: The directory that `everygpu.save` wrote, or a foreign file or directory.
         model: The module to load into: bare, wrapped or compiled, on any device.
         optimizer: The optimizer to load into; its tensors go to its parameters' devices.
         scheduler: The scheduler to load into.
         strict: Whether the model's names must be exactly those saved. Shapes must fit in any case.
         rng: Whether to restore the random states of Python, NumPy and torch. CUDA devices that are
-            not here are left out.
+            not here are left out. Foreign checkpoints have none that could be read.
         map_location: The device for tensors in the result; by default the CPU.
         **extras: Objects that were saved as extras, restored in place.
     Returns:
@@ -73,7 +79,8 @@ def load(
         (a module as its names and tensors).
     Raises:
         CheckpointNotFoundError: there is nothing at the path.
-        CheckpointForeignError: it is no checkpoint of everygpu, or one of a newer format.
+        CheckpointForeignError: it is of no format that is known, or can't be read without executing what
+            is in it, or is of a newer format.
         CheckpointDamagedError: a file is missing, cut off or altered.
         CheckpointMismatchError: names, shapes or parameter groups differ, or a part was not saved.
         CheckpointContentError: a target can't be loaded into.
@@ -82,10 +89,18 @@ def load(
     targets = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     targets = {name: target for name, target in targets.items() if target is not None}
     _check_targets(targets, extras)
-    contents = _read(Path(path), targets, _parse_device(map_location))
+    device = _parse_device(map_location)
+    if is_foreign(Path(path)):
+        contents = _read_foreign(Path(path), targets, extras, device)
+    else:
+        contents = _read(Path(path), targets, device)
     # The model comes last: what is checked least is restored first.
     plans = [_plan(contents.extras, name, target, strict) for name, target in extras.items()]
     plans += [_plan(contents.parts, name, targets[name], strict) for name in reversed(targets)]
+    if rng and contents.rng is None:
+        raise CheckpointMismatchError(
+            f"load: random states are only in checkpoints of everygpu.save, got {path}. Leave out rng=True."
+        )
     if rng:
         plans.append(plan_rng_restore(contents.rng))
     rest = {name: _plain(part) for name, part in contents.extras.items() if name not in extras}
@@ -162,6 +177,15 @@ def _read_directory(directory: Path, wanted: dict[str, Any], device: torch.devic
         raise
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as cause:
         raise files.damaged(directory / files.STATE_FILE, f"has an unknown structure ({cause!r})") from cause
+
+
+def _read_foreign(path: Path, targets: dict[str, Any], extras: dict[str, Any], device: torch.device) -> Contents:
+    parts, rest = read_parts(path, targets, extras, device)
+    return Contents(
+        parts={name: Part(kind=kind, state=state) for name, (kind, state) in parts.items()},
+        extras={name: Part(kind=kind, state=state) for name, (kind, state) in rest.items()},
+        rng=None,
+    )
 
 
 def _own_tensors(part: str, read: Callable[[str], dict[str, Tensor]], rest: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import click
 from rich.console import Console
 
 from everygpu import __version__
+from everygpu.cli.checkpoint import checkpoint
 from everygpu.cli.devices import list_devices
 from everygpu.cli.run import run_chosen
 from everygpu.cli.tune import tune_script
@@ -21,8 +22,13 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except EveryGPUError as error:
-            Console(stderr=True).out(f"Error: {error}", highlight=False)
+            Console(stderr=True).out(f"Error: {_printable(str(error))}", highlight=False)
             ctx.exit(next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), 1))
+
+
+def _printable(text: str) -> str:
+    """Escape control characters: messages quote files, and a terminal would obey what is in them."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -31,10 +37,12 @@ def main() -> None:
     """Give a PyTorch script every GPU of the box.
 
     Exit codes: 2 for a wrong option, 3 for devices that don't exist or don't fit, 4 for a checkpoint that
-    can't be read. `everygpu run` passes the script's own on.
+    can't be read. `everygpu run` passes the script's own on; `everygpu checkpoint diff` ends with 1 where the
+    two differ.
     """
 
 
+main.add_command(checkpoint)
 main.add_command(list_devices)
 main.add_command(run_chosen)
 main.add_command(tune_script)

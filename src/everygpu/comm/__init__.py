@@ -1,7 +1,8 @@
 """Moving whole buffers between devices: one interface, the fastest transfer that serves.
 
 Every function works on flat buffers, one per device, and is ordered after the work already queued on the
-devices' current streams: NCCL among three GPUs or more, plain copies elsewhere.
+devices' current streams: NCCL among three GPUs or more, plain copies elsewhere. A buffer's chunks are as many
+equal parts of it as there are devices; the j-th is device j's own.
 """
 
 from collections.abc import Sequence
@@ -39,3 +40,43 @@ def reduce(sources: Sequence[Tensor], device: torch.device) -> Tensor:
     if len(sources) > 1 and nccl.can_serve([here, *sources]):
         return nccl.reduce(sources, device)
     return copies.reduce(sources, device)
+
+
+def reduce_scatter(buffers: Sequence[Tensor]) -> None:
+    """Add buffers up, each device getting the sum of its own chunk.
+
+    Args:
+        buffers: One per device, contiguous, of shape (numel,) and one dtype; numel is a multiple of their
+            number. Chunk j of buffer j becomes the sum of all j-th chunks; what the others hold is undefined.
+    """
+    if len(buffers) > 2 and nccl.can_serve(buffers):
+        nccl.reduce_scatter(buffers)
+    else:
+        copies.reduce_scatter(buffers)
+
+
+def all_gather(buffers: Sequence[Tensor]) -> None:
+    """Copy each device's own chunk into the other devices' buffers.
+
+    Args:
+        buffers: As for ``reduce_scatter``; afterwards they are equal.
+    """
+    if len(buffers) > 2 and nccl.can_serve(buffers):
+        nccl.all_gather(buffers)
+    else:
+        copies.all_gather(buffers)
+
+
+def scatter(source: Tensor, targets: Sequence[Tensor]) -> None:
+    """Copy the chunks of one buffer to their devices.
+
+    Args:
+        source: Shape (numel,), on any device.
+        targets: Shape (numel / their number,) each; overwritten.
+    """
+    copies.scatter(source, targets)
+
+
+def gather(sources: Sequence[Tensor], target: Tensor) -> None:
+    """Copy chunks from their devices into one buffer; the reverse of ``scatter``."""
+    copies.gather(sources, target)

@@ -44,5 +44,23 @@ def reduce(sources: Sequence[Tensor], device: torch.device) -> Tensor:
     return total
 
 
+def reduce_scatter(buffers: Sequence[Tensor]) -> None:
+    """Add the j-th chunks of all buffers up in the j-th buffer; floating point and complex."""
+    whole = [_as_real(b) for b in buffers]
+    with _one_at_a_time:
+        nccl.reduce_scatter(whole, _own_chunks(whole))
+
+
+def all_gather(buffers: Sequence[Tensor]) -> None:
+    """Copy the j-th buffer's j-th chunk into the other buffers; any dtype, as bytes."""
+    whole = [b.view(torch.uint8) for b in buffers]
+    with _one_at_a_time:
+        nccl.all_gather(_own_chunks(whole), whole)
+
+
+def _own_chunks(buffers: Sequence[Tensor]) -> list[Tensor]:
+    return [b.chunk(len(buffers))[own] for own, b in enumerate(buffers)]
+
+
 def _as_real(t: Tensor) -> Tensor:
     return torch.view_as_real(t).flatten() if t.is_complex() else t

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -15,6 +14,7 @@ from everygpu import tree
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import OptionError, ReplicaError
 from everygpu.parallel.thread_state import ThreadState, on_device
+from everygpu.parallel.turns import Cancelled, Turns
 
 Call = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]
 """A module with its positional and keyword arguments."""
@@ -94,9 +94,9 @@ class Workers:
         """
         _load_linear_algebra(devices)
         state = ThreadState(list(devices))
-        gate = _Gate(devices)
+        turns = Turns(devices)
         names = positions if positions is not None else range(len(calls))
-        jobs = [_Job(gate, i, *call) for i, call in enumerate(calls)]
+        jobs = [_Job(turns, i, *call) for i, call in enumerate(calls)]
         futures: list[Future[Any]] = []
         try:
             for worker, job, device in zip(self._started(), jobs[1:], devices[1:]):
@@ -104,7 +104,7 @@ class Workers:
             outcomes = [attempt(lambda: _run_here(jobs[0], devices[0], alone=len(jobs) == 1))]
             outcomes += [attempt(future.result) for future in futures]
         except BaseException:  # Ctrl-C while waiting: no replica may run on into the next call
-            gate.stop()
+            turns.stop()
             with contextlib.suppress(RuntimeError):  # a thread that can't start has nothing to wait for
                 wait([thread.submit(_nothing) for thread in self._threads])
             raise
@@ -145,61 +145,25 @@ def _nothing() -> None:
     """Run after what a thread is doing."""
 
 
-class _Cancelled(Exception):  # noqa: N818 - no error: another replica's is
-    """A replica did not begin, because another one had failed."""
-
-
-class _Gate:
-    """Lets replicas on the same device through one after another, and nobody after a failure."""
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._done = [threading.Event() for _ in devices]
-        last: dict[torch.device, int] = {}
-        self._before: list[int | None] = []
-        for i, device in enumerate(devices):
-            self._before.append(last.get(device))
-            last[device] = i
-        self._stopped = False
-
-    def enter(self, index: int) -> None:
-        """Wait for one's turn.
-
-        Raises:
-            _Cancelled: another replica has failed, and this one has not begun.
-        """
-        before = self._before[index]
-        if before is not None:
-            self._done[before].wait()
-        if self._stopped:
-            raise _Cancelled
-
-    def leave(self, index: int) -> None:
-        self._done[index].set()
-
-    def stop(self) -> None:
-        self._stopped = True
-        for done in self._done:
-            done.set()
-
-
 class _Job:
     """One replica's call."""
 
     def __init__(
-        self, gate: _Gate, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, turns: Turns, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        self._gate, self._index = gate, index
+        self._turns, self._index = turns, index
         self._module, self._args, self._kwargs = module, args, kwargs
 
     def __call__(self) -> Any:
         try:
-            self._gate.enter(self._index)
-            return self._module(*self._args, **self._kwargs)
+            self._turns.enter(self._index)
+            with self._turns.seat(self._index):
+                return self._module(*self._args, **self._kwargs)
         except BaseException:
-            self._gate.stop()
+            self._turns.stop()
             raise
         finally:
-            self._gate.leave(self._index)
+            self._turns.leave(self._index)
 
 
 def attempt(function: Callable[[], Any]) -> Outcome:
@@ -221,7 +185,7 @@ def _run_here(job: _Job, device: torch.device, *, alone: bool) -> Any:
 def raise_first(outcomes: Sequence[Outcome], calls: Sequence[tuple[int, torch.device, Any]]) -> None:
     """Raise the first replica's exception as it was, with the replica named as its cause."""
     for (_, error), (position, device, (_, args, kwargs)) in zip(outcomes, calls):
-        if error is None or isinstance(error, _Cancelled):
+        if error is None or isinstance(error, Cancelled):
             continue
         shapes = ", ".join(_shapes(args, kwargs)) or "no tensors"
         where = ReplicaError(f"forward: replica {position} on {device} failed, called with {shapes}.")

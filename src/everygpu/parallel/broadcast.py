@@ -36,6 +36,8 @@ class Bucket:
         keep_storage: Lay the copies out as the originals are in the one storage they share, not side by side.
         fixed: Keep addresses also where others refer to the memory, as CUDA graphs do for good; only a graph
             before its backward still counts.
+        trust_versions: Send only when an original was replaced, or written as far as torch counts it: not
+            through ``.data``.
     """
 
     def __init__(
@@ -46,15 +48,17 @@ class Bucket:
         *,
         keep_storage: bool = False,
         fixed: bool = False,
+        trust_versions: bool = False,
     ) -> None:
         self.device = device
         self.devices = list(devices)
         self._dtype = originals[0].dtype
         self._requires_grad = originals[0].requires_grad
-        self._metas = [(t.shape, _dense_strides(t)) for t in originals]
-        self._offsets, self._numel = _storage_offsets(originals) if keep_storage else _aligned_offsets(originals)
+        self._metas = [(t.shape, dense_strides(t)) for t in originals]
+        self._offsets, self._numel = storage_offsets(originals) if keep_storage else _aligned_offsets(originals)
         self._has_gaps = sum(t.numel() for t in originals) < self._numel
         self._fixed = fixed
+        self._trust_versions = trust_versions
         self._uses: list[weakref.ref[_Use]] = []
         self._copies: list[_Copy | None] = [None] * len(self.devices)
 
@@ -98,6 +102,10 @@ class Bucket:
 
     def _transfer(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> None:
         versions = [_version(t) for t in originals]
+        if self._trust_versions:
+            replicas = [i for i in replicas if (copy := self._copies[i]) is None or not copy.is_of(versions)]
+            if not replicas:
+                return
         targets = [self._writable(i, versions) for i in replicas]
         source = self._flatten(originals, self.device, range(len(originals)))
         comm.broadcast(source, [target.flat for target in targets])
@@ -173,6 +181,11 @@ class _Copy:
             increment_version(moved)
         self._versions = versions
 
+    def is_of(self, versions: list[_Version]) -> bool:
+        """Tell whether the originals are the same tensors, and as often written, as when this copy was made."""
+        pairs = zip(self._versions, versions)
+        return all(was() is now() and v == w for (was, v), (now, w) in pairs)
+
     def is_held(self) -> bool:
         """Tell whether anyone else, such as a graph before its backward, refers to this memory."""
         return _num_uses(self.flat) > self._own_uses
@@ -223,7 +236,7 @@ class _Broadcast(torch.autograd.Function):
         # Autograd runs a node where its first output is: this one has it add up on the primary device, in step
         # with the gradients it adds to.
         anchor = torch.empty(0, device=bucket.device)
-        looks = [_Look(t) for t in originals]
+        looks = [Look(t) for t in originals]
         return anchor, *(look.on(slot) for row in slots for slot, look in zip(row, looks))
 
     @staticmethod
@@ -289,7 +302,7 @@ def _version(t: Tensor) -> _Version:
     return weakref.ref(t), 0 if t.is_inference() else t._version
 
 
-class _Look:
+class Look:
     """What replicas see in place of a tensor: its class and attributes, on a slot's memory."""
 
     __slots__ = ("attributes", "kind", "mark")
@@ -329,7 +342,7 @@ def keeps_storage(tensors: Sequence[Tensor]) -> bool:
     return apart and all(t.is_contiguous() for t in tensors) and 2 * used >= tensors[0].untyped_storage().nbytes()
 
 
-def _storage_offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+def storage_offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
     size = tensors[0].untyped_storage().nbytes() // tensors[0].element_size()
     return [int(t.storage_offset()) for t in tensors], size
 
@@ -343,7 +356,7 @@ def _aligned_offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def _dense_strides(t: Tensor) -> tuple[int, ...]:
+def dense_strides(t: Tensor) -> tuple[int, ...]:
     """Strides of a copy: those of the tensor if it fills its memory, as channels_last does, else contiguous."""
     return torch.empty_like(t, device="meta").stride()
 
@@ -364,3 +377,27 @@ def group(tensors: Sequence[Tensor], key: Callable[[Tensor], Any], limit_bytes: 
         members.append(index)
         filling[key(t)] = (members, size + t.nbytes)
     return groups
+
+
+def group_by_storage(
+    tensors: Sequence[Tensor], which: Sequence[int], limit_bytes: int
+) -> Iterator[tuple[list[int], bool]]:
+    """Put tensors together that can travel together.
+
+    Args:
+        tensors: Strided.
+        which: Those to group, in order, as indices.
+        limit_bytes: Size at which a group is closed.
+    Yields:
+        The indices of each group, and whether its members lie in one storage that is to be kept.
+    """
+    owners: dict[tuple[int, torch.dtype, bool], list[int]] = {}
+    for i in which:
+        t = tensors[i]
+        owners.setdefault((t.untyped_storage().data_ptr(), t.dtype, t.requires_grad), []).append(i)
+    together = [members for members in owners.values() if keeps_storage([tensors[i] for i in members])]
+    yield from ((members, True) for members in together)
+    taken = {i for members in together for i in members}
+    rest = [i for i in which if i not in taken]
+    for members in group([tensors[i] for i in rest], lambda t: (t.dtype, t.requires_grad), limit_bytes):
+        yield [rest[k] for k in members], False

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from everygpu import tree
 from everygpu.keys import wrapped_child
 from everygpu.parallel.apply import Call, Workers, attempt, raise_first
+from everygpu.parallel.sync_batch_norm import SyncBatchNorm
 from everygpu.parallel.thread_state import on_device
 
 MAX_SIGNATURES = 8
@@ -73,6 +74,8 @@ class CompiledReplicas:
             return tree.map_leaves(_leave_graph_memory, function(*args, **kwargs))
 
     def _accepts(self, calls: Sequence[Call]) -> bool:
+        if len(calls) > 1 and any(isinstance(m, SyncBatchNorm) for m in calls[0][0].modules()):
+            self._give_up("SyncBatchNorm has replicas wait for each other, which takes a thread for each")
         self._signatures.add(tuple(_signature(call) for call in calls))
         if len(self._signatures) > MAX_SIGNATURES:
             self._give_up(f"inputs came in more than {MAX_SIGNATURES} combinations of shapes")

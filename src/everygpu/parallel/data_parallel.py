@@ -3,7 +3,7 @@
 import itertools
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -19,7 +19,7 @@ from everygpu.parallel.compiled import CompiledReplicas
 from everygpu.parallel.gather import Joiner, gather_outputs
 from everygpu.parallel.lend import note_writes
 from everygpu.parallel.placement import check_module, place_module
-from everygpu.parallel.replicate import ReplicaSet
+from everygpu.parallel.replicate import Leaves, ReplicaSet
 from everygpu.parallel.scatter import Shard, move_tree, scatter_call
 from everygpu.parallel.split import Split, check_split, settle_split
 
@@ -126,18 +126,29 @@ class DataParallel(nn.Module):
         if len(self.device_ids) == 1:
             return self._forward_alone(inputs, kwargs)
         with self._one_at_a_time():
-            shards = scatter_call(inputs, kwargs, self.device_ids, self.dim, self.split)
-            replicas = self._refresh([s.position for s in shards])
-            outputs = self._apply_to(replicas, shards)
-            note_writes((inputs, kwargs))
-            self._settle_buffers(shards)
-            return gather_outputs(outputs, self._joiner(shards))
+            if self._replicas is None or self._replicas.module is not self.module:
+                self._replicas = self.make_replicas()
+            return self._forward_on(self._replicas, inputs, kwargs)
 
-    def _refresh(self, positions: list[int]) -> list[nn.Module]:
-        if self._replicas is None or self._replicas.module is not self.module:
-            fixed = isinstance(self._workers, CompiledReplicas)
-            self._replicas = ReplicaSet(self.module, self.device_ids, strict_device=self.strict_device, fixed=fixed)
-        return self._replicas.refresh(positions)
+    def _forward_on(self, replicas: ReplicaSet, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        shards = scatter_call(inputs, kwargs, self.device_ids, self.dim, self.split)
+        modules = replicas.refresh([s.position for s in shards])
+        outputs = self._apply_to(modules, shards)
+        note_writes((inputs, kwargs))
+        self._settle_buffers(replicas, shards)
+        return gather_outputs(outputs, self._joiner(shards))
+
+    def make_replicas(self, make_leaves: Callable[[], Leaves] | None = None) -> ReplicaSet:
+        """Make replicas of the module as it is now; see ``ReplicaSet``."""
+        fixed = isinstance(self._workers, CompiledReplicas)
+        return ReplicaSet(
+            self.module, self.device_ids, strict_device=self.strict_device, fixed=fixed, make_leaves=make_leaves
+        )
+
+    def forward_with(self, replicas: ReplicaSet, *inputs: Any, **kwargs: Any) -> Any:
+        """Run on replicas that someone else keeps, as ``TrainStep`` does."""
+        with self._one_at_a_time():
+            return self._forward_on(replicas, inputs, kwargs)
 
     def _apply_to(self, replicas: list[nn.Module], shards: list[Shard]) -> list[Any]:
         spread_seeds(self.device_ids)
@@ -149,10 +160,10 @@ class DataParallel(nn.Module):
         rows = tuple(1 if s.rows is None else s.rows for s in shards) if self.gather == "sharded" else None
         return Joiner(device=self.output_device, dim=self.dim, rows=rows)
 
-    def _settle_buffers(self, shards: list[Shard]) -> None:
-        if self.buffers_rule == "mean" and self._replicas is not None:
+    def _settle_buffers(self, replicas: ReplicaSet, shards: list[Shard]) -> None:
+        if self.buffers_rule == "mean":
             weights = [1 if s.rows is None else s.rows for s in shards]
-            self._replicas.average_buffers([s.position for s in shards], weights)
+            replicas.average_buffers([s.position for s in shards], weights)
 
     def _forward_alone(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run on one device: no shards, no threads, only what is elsewhere is moved."""

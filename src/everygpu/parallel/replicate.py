@@ -1,15 +1,17 @@
 """Persistent replicas of a module, refreshed from it before each forward."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from everygpu.devices.parse import DeviceLike, parse_devices
-from everygpu.parallel.broadcast import Bucket, broadcast_tensor, group, keeps_storage
+from everygpu.parallel.broadcast import Bucket, broadcast_tensor, group_by_storage
 from everygpu.parallel.layout import Layout
 from everygpu.parallel.mirror import Mirror, Watch
 from everygpu.parallel.placement import check_module, place_module
+
+Leaves = Mapping[int, Sequence[Tensor]]
 
 BUCKET_BYTES = 25 * 2**20
 """Size at which a bucket is closed: DistributedDataParallel's default, large enough for full bandwidth."""
@@ -49,6 +51,9 @@ class ReplicaSet:
         devices: One per replica.
         strict_device: Refuse to move the module.
         fixed: Keep the replicas' tensors at their addresses, for CUDA graphs.
+        make_leaves: Gives replicas leaf parameters that someone else keeps up to date: from ``id`` of an original
+            to its twin on each device after the first. Asked whenever the module has changed its arrangement.
+            Frozen parameters are then sent only when torch counts a write to them.
     """
 
     def __init__(
@@ -58,9 +63,11 @@ class ReplicaSet:
         *,
         strict_device: bool = False,
         fixed: bool = False,
+        make_leaves: Callable[[], Leaves] | None = None,
     ) -> None:
         self.module = module
         self._fixed = fixed
+        self._make_leaves = make_leaves
         self._devices = list(devices)
         self._strict_device = strict_device
         self._arrange()
@@ -107,20 +114,33 @@ class ReplicaSet:
         """Make mirrors and buckets for the module as it is now."""
         place_module(self.module, self._devices[0], "DataParallel", strict=self._strict_device)
         others = self._devices[1:]
+        leaves = {} if self._make_leaves is None else self._make_leaves()
         self._layout = Layout(self.module)
         self._watch = Watch(self._layout.modules)
         self._mirrors = [Mirror(self._layout.modules, device) for device in others]
         trees = [self._layout.modules, *(mirror.modules for mirror in self._mirrors)]
         self._places = [self._layout.places(tree) for tree in trees]
         tensors = self._layout.tensors
-        flat = [i for i, t in enumerate(tensors) if _can_share_a_buffer(t)]
-        self._loose = sorted(set(range(len(tensors))) - set(flat))
+        self._leaves = [(i, leaves[id(t)]) for i, t in enumerate(tensors) if id(t) in leaves]
+        sent = [i for i, t in enumerate(tensors) if id(t) not in leaves]
+        flat = [i for i in sent if _can_share_a_buffer(tensors[i])]
+        self._loose = sorted(set(sent) - set(flat))
         self._members: list[list[int]] = []
         self._buckets: list[Bucket] = []
-        for members, together in _group(tensors, flat):
-            self._members.append(members)
-            originals = [tensors[i] for i in members]
-            self._buckets.append(Bucket(originals, self._devices[0], others, keep_storage=together, fixed=self._fixed))
+        frozen = [i for i in flat if self._make_leaves is not None and _is_frozen(tensors[i])]
+        for which in (frozen, [i for i in flat if i not in set(frozen)]):
+            for members, together in group_by_storage(tensors, which, BUCKET_BYTES):
+                self._members.append(members)
+                self._buckets.append(
+                    Bucket(
+                        [tensors[i] for i in members],
+                        self._devices[0],
+                        others,
+                        keep_storage=together,
+                        fixed=self._fixed,
+                        trust_versions=which is frozen,
+                    )
+                )
 
     def _release(self, replica: int) -> None:
         """Let go of a replica's tensors, so that their memory may be written."""
@@ -131,7 +151,7 @@ class ReplicaSet:
     def _send(self, replicas: Sequence[int]) -> list[list[Tensor]]:
         """Return, for each of ``replicas``, its copies of the layout's tensors."""
         tensors = self._layout.tensors
-        rows: list[dict[int, Tensor]] = [{} for _ in replicas]
+        rows = [{i: twins[r] for i, twins in self._leaves} for r in replicas]
         for members, bucket in zip(self._members, self._buckets):
             for row, copies in zip(rows, bucket.refresh([tensors[i] for i in members], replicas)):
                 row.update(zip(members, copies))
@@ -155,20 +175,6 @@ class ReplicaSet:
         return places
 
 
-def _group(tensors: Sequence[Tensor], which: Sequence[int]) -> Iterator[tuple[list[int], bool]]:
-    """Yield the tensors of each bucket, and whether their common storage is to be kept."""
-    owners: dict[tuple[int, torch.dtype, bool], list[int]] = {}
-    for i in which:
-        t = tensors[i]
-        owners.setdefault((t.untyped_storage().data_ptr(), t.dtype, t.requires_grad), []).append(i)
-    together = [members for members in owners.values() if keeps_storage([tensors[i] for i in members])]
-    yield from ((members, True) for members in together)
-    taken = {i for members in together for i in members}
-    rest = [i for i in which if i not in taken]
-    for members in group([tensors[i] for i in rest], lambda t: (t.dtype, t.requires_grad), BUCKET_BYTES):
-        yield [rest[k] for k in members], False
-
-
 def _cut_off(replica: nn.Module) -> None:
     for module in replica.modules():
         for name, p in module._parameters.items():
@@ -180,6 +186,10 @@ def _difference(theirs: Tensor, mine: Tensor) -> Tensor:
     # Equal values differ by exactly nothing, infinities of a mask included: inf - inf would be nan.
     theirs = theirs.to(mine.device)
     return torch.where(theirs == mine, torch.zeros_like(mine), theirs - mine)
+
+
+def _is_frozen(t: Tensor) -> bool:
+    return isinstance(t, nn.Parameter) and not t.requires_grad
 
 
 def _can_share_a_buffer(t: Tensor) -> bool:

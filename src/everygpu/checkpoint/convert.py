@@ -1,0 +1,219 @@
+"""Turn a checkpoint of one format into one of another."""
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from everygpu.checkpoint.contents import read_contents
+from everygpu.checkpoint.encode import encode
+from everygpu.checkpoint.foreign import Contents
+from everygpu.checkpoint.foreign.prefixes import rename
+from everygpu.checkpoint.foreign.sections import is_state
+from everygpu.checkpoint.load import load
+from everygpu.checkpoint.output import write_dcp, write_safetensors, write_torch
+from everygpu.checkpoint.rng import plan_rng_restore, take_rng_states
+from everygpu.checkpoint.save import save
+from everygpu.checkpoint.states import Kind
+from everygpu.errors import CheckpointContentError, CheckpointError, CheckpointForeignError, OptionError
+
+Target: TypeAlias = Literal["everygpu", "torch", "safetensors", "dcp"]
+
+_SUFFIXES: dict[str, Target] = {
+    ".pt": "torch",
+    ".pth": "torch",
+    ".ckpt": "torch",
+    ".bin": "torch",
+    ".safetensors": "safetensors",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What was written."""
+
+    target: Target
+    num_tensors: int
+    left_out: tuple[str, ...]
+    """What the source has and the result has not, and why."""
+    notes: tuple[str, ...]
+    """What was chosen in the source, or could not be read."""
+
+
+def convert(
+    source: Path,
+    destination: Path,
+    *,
+    target: Target | None = None,
+    section: str | None = None,
+    strip_prefix: str = "",
+    add_prefix: str = "",
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+) -> Outcome:
+    """Write a checkpoint in another format; what is at the destination stays until that is complete.
+
+    A directory of ours gets every part. The other formats get the model: a plain state dict.
+
+    Args:
+        source: A checkpoint of any format.
+        destination: Where to write.
+        target: The format; by default as the destination's name ends, a directory of ours otherwise.
+        section: The name of the state dict to take for the model's.
+        strip_prefix: Taken off the names that begin with it.
+        add_prefix: Put before every name, after that.
+        dtype: For floating-point tensors of the model.
+        overwrite: Whether a checkpoint at the destination may be replaced.
+    Raises:
+        OptionError: no name begins with the prefix.
+        CheckpointForeignError: something is at the destination and may not be replaced.
+        CheckpointMismatchError: there is no model, or two names would become one.
+        CheckpointContentError: the format can't hold a tensor.
+        CheckpointError: as `everygpu.load` and `everygpu.save`.
+    """
+    target = target or _SUFFIXES.get(destination.suffix, "everygpu")
+    _check_destination(destination, target, overwrite)
+    contents = read_contents(source, section=section)
+    model = contents.require_model(source)
+    new_name = _renamer(model, strip_prefix, add_prefix)
+    model = {name: _cast(value, dtype) for name, value in rename(model, new_name).items()}
+    versions = {new_name(f"{path}.".lstrip(".")).rstrip("."): about for path, about in contents.versions.items()}
+    try:
+        left_out = _write(destination, target, contents, model, versions)
+    except OSError as cause:
+        raise CheckpointError(
+            f"convert: {destination} must be writable, got {cause}. What was there before is untouched; make room or "
+            f"choose another place."
+        ) from cause
+    num_tensors = sum(isinstance(value, Tensor) for value in model.values())
+    return Outcome(target=target, num_tensors=num_tensors, left_out=tuple(left_out), notes=contents.notes)
+
+
+def _check_destination(destination: Path, target: Target, overwrite: bool) -> None:
+    if not destination.exists():
+        return
+    if destination.is_dir() != (target in ("everygpu", "dcp")):
+        kind = "directory" if destination.is_dir() else "file"
+        raise CheckpointForeignError(
+            f"convert: the destination must be free, or hold a checkpoint of the format {target}, got the {kind} "
+            f"{destination}. Choose another one."
+        )
+    is_empty = destination.is_dir() and not any(destination.iterdir())
+    if not overwrite and not is_empty:
+        raise CheckpointForeignError(
+            f"convert: the destination must be free, got {destination}, which exists. Pass --overwrite to replace it."
+        )
+
+
+def _renamer(model: Mapping[str, Any], strip: str, add: str) -> Callable[[str], str]:
+    if strip and not any(name.startswith(strip) for name in model):
+        starts = sorted({f"{name.split('.')[0]}." for name in model if "." in name})
+        raise OptionError(
+            f"convert: a name must begin with the prefix to strip, got {strip!r} where names begin with "
+            f"{', '.join(map(repr, starts[:8])) or 'no prefix'}. Choose one of these."
+        )
+    return lambda name: add + name.removeprefix(strip)
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and dtype and value.is_floating_point() else value
+
+
+def _write(
+    destination: Path, target: Target, contents: Contents, model: Mapping[str, Any], versions: Mapping[str, Any]
+) -> list[str]:
+    """Write in the format and return what that leaves out."""
+    if target == "everygpu":
+        return _write_native(destination, contents, model, versions)
+    parts = {"optimizer": contents.optimizer, "scheduler": contents.scheduler, **contents.extras}
+    left_out = [f"{name!r}: a plain state dict has no place for it" for name, part in parts.items() if part is not None]
+    if target == "torch":
+        write_torch(destination, model, versions)
+        return left_out
+    left_out += [f"{name!r}: no tensor" for name, value in model.items() if not isinstance(value, Tensor)]
+    write = write_safetensors if target == "safetensors" else write_dcp
+    write(destination, {name: value for name, value in model.items() if isinstance(value, Tensor)})
+    return left_out
+
+
+class _State(nn.Module):
+    """Stands for a module of which only the state is known; for an optimizer likewise."""
+
+    def __init__(self, state: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._state, self._versions = state, versions
+
+    def state_dict(self, *_: Any, **__: Any) -> Any:
+        state = OrderedDict(self._state)
+        state._metadata = OrderedDict(self._versions)  # type: ignore[attr-defined]
+        return state
+
+
+class _Stateful:
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def state_dict(self) -> Any:
+        return self._state
+
+    def load_state_dict(self, state: Any) -> None:
+        raise NotImplementedError
+
+
+def _write_native(
+    destination: Path, contents: Contents, model: Mapping[str, Any], versions: Mapping[str, Any]
+) -> list[str]:
+    extras, left_out = _storable(contents)
+    parts = {"optimizer": contents.optimizer, "scheduler": contents.scheduler}
+    stateful = {name: _Stateful(state) for name, state in parts.items() if state is not None}
+    with _random_states(contents.rng):
+        save(destination, model=_State(model, versions), **stateful, **extras)
+    return left_out
+
+
+def _storable(contents: Contents) -> tuple[dict[str, Any], list[str]]:
+    """Sort out the extras that can be saved."""
+    reserved = {*inspect.signature(save).parameters, *inspect.signature(load).parameters}
+    extras, left_out = {}, []
+    for name, value in contents.extras.items():
+        if name in reserved:
+            left_out.append(f"{name!r}: the name has a meaning of its own in save or load")
+            continue
+        try:
+            encode(value, name, {})
+        except CheckpointContentError as error:
+            left_out.append(f"{name!r}: {error}")
+        else:
+            extras[name] = _as_kind(value, contents.kinds.get(name))
+    return extras, left_out
+
+
+def _as_kind(value: Any, kind: Kind | None) -> Any:
+    """Dress a value as what it was, so that it is saved in the same way."""
+    if kind == "module" or (kind is None and is_state(value)):
+        return _State(value, {})
+    if kind == "generator":
+        generator = torch.Generator()
+        generator.set_state(value)
+        return generator
+    return _Stateful(value) if kind == "state_dict" else value
+
+
+@contextmanager
+def _random_states(states: Any) -> Iterator[None]:
+    """Let the process have the random states of a checkpoint for a moment: `save` takes them from it."""
+    if states is None:
+        yield
+        return
+    own = take_rng_states()
+    plan_rng_restore(states)()
+    try:
+        yield
+    finally:
+        plan_rng_restore(own)()

@@ -1,0 +1,7 @@
+"""Checkpoints that other programs wrote: found out by content, read without executing anything in them."""
+
+from everygpu.checkpoint.foreign.parts import read_parts
+from everygpu.checkpoint.foreign.read import is_foreign, read_foreign
+from everygpu.checkpoint.foreign.sections import Contents
+
+__all__ = ["Contents", "is_foreign", "read_foreign", "read_parts"]

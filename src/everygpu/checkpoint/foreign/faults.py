@@ -1,0 +1,30 @@
+"""The two ways a foreign file can fail: it is no file of a kind we read, or it is one and is broken."""
+
+from pathlib import Path
+
+from everygpu.errors import CheckpointDamagedError, CheckpointForeignError
+
+
+def refused(path: Path, what: str, advice: str) -> CheckpointForeignError:
+    """Say what a file is and why it is not read.
+
+    Args:
+        path: The file.
+        what: Continues "got PATH, ".
+        advice: A sentence: what to do.
+    """
+    return CheckpointForeignError(
+        f"load: the file must be one that can be read without executing anything in it, got {path}, {what}. {advice}"
+    )
+
+
+def broken(path: Path, what: str) -> CheckpointDamagedError:
+    """Say how a file is damaged.
+
+    Args:
+        path: The file.
+        what: Continues "got PATH that ".
+    """
+    return CheckpointDamagedError(
+        f"load: the file must be whole, got {path} that {what}. Nothing was loaded; fetch or save it again."
+    )

@@ -1,0 +1,136 @@
+"""Write a model's state in formats that other programs read, beside what is there and then in its place."""
+
+import os
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from everygpu.checkpoint.directory import new_directory
+from everygpu.checkpoint.foreign.formats import DCP_METADATA
+from everygpu.checkpoint.tensors import check_storable
+from everygpu.errors import CheckpointContentError, CheckpointForeignError
+
+DCP_SECTION = "model"
+"""The key that readers pass: ``torch.distributed.checkpoint.load({"model": model.state_dict()}, …)``."""
+
+
+def write_torch(path: Path, state: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
+    """Write a state dict as ``torch.save(model.state_dict(), path)`` does; tied tensors stay tied.
+
+    Args:
+        path: The file.
+        state: Names, tensors and modules' extra state.
+        versions: Of the modules' classes, by their path.
+    """
+    document = OrderedDict(_compact(state))
+    document._metadata = OrderedDict(versions)  # type: ignore[attr-defined]  # as Module.state_dict has it
+    with new_file_at(path) as temporary, open(temporary, "wb") as file:
+        torch.save(document, file)
+
+
+def write_safetensors(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Write tensors as one safetensors file; each name gets its own copy, as readers expect.
+
+    Raises:
+        CheckpointContentError: a tensor is of a kind or dtype that the format has no word for.
+    """
+    tensors = {name: _owned(tensor) for name, tensor in _check(state).items()}
+    with new_file_at(path) as temporary:
+        mode = temporary.stat().st_mode
+        try:
+            save_file(tensors, temporary, metadata={"format": "pt"})
+        except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as cause:
+            dtypes = sorted({str(tensor.dtype) for tensor in tensors.values()})
+            raise CheckpointContentError(
+                f"convert: the tensors must be of kinds that safetensors has, got {', '.join(dtypes)} ({cause}). "
+                f"Choose --dtype, or another format."
+            ) from cause
+        os.chmod(temporary, mode)  # the writer takes the group's rights away
+
+
+def write_dcp(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Write tensors as a directory of torch.distributed.checkpoint, under the key ``model``.
+
+    Raises:
+        CheckpointForeignError: the directory holds something else.
+    """
+    from torch.distributed.checkpoint.state_dict_saver import save  # takes half a second, and only this needs it
+
+    target = Path(os.path.realpath(path))
+    if target.exists():
+        others = [entry.name for entry in target.iterdir() if entry.suffix != ".distcp" and entry.name != DCP_METADATA]
+        if others:
+            raise CheckpointForeignError(
+                f"convert: the directory must be free or a distributed checkpoint, as it is replaced as a whole, got "
+                f"{path} with {min(others)!r} in it. Choose another one."
+            )
+    with new_directory(target) as directory, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+        save({DCP_SECTION: dict(_check(state))}, checkpoint_id=directory, no_dist=True)
+
+
+@contextmanager
+def new_file_at(path: Path) -> Iterator[Path]:
+    """Yield an empty file beside a path; it takes the path's place when the block ends, or is removed.
+
+    Args:
+        path: The file to write; a symbolic link is followed, the permissions of what is there are kept.
+    """
+    target = Path(os.path.realpath(path))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}-{token_hex(4)}")
+    try:
+        temporary.touch(exist_ok=False)
+        if target.exists():
+            os.chmod(temporary, target.stat().st_mode)
+        yield temporary
+        _sync(temporary)
+        os.replace(temporary, target)
+        _sync(target.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _sync(path: Path) -> None:
+    if os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    for name, tensor in state.items():
+        check_storable(tensor, name)
+    return state
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    """Return the tensor as one that fills its memory alone."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.clone()
+
+
+def _compact(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy tensors that are small parts of their memory: torch.save writes all of it."""
+    copies: dict[object, Tensor] = {}
+
+    def copy(tensor: Tensor) -> Tensor:
+        if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() == tensor.nbytes:
+            return tensor
+        key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        return copies.setdefault(key, tensor.clone())
+
+    return {name: copy(value) if isinstance(value, Tensor) else value for name, value in state.items()}

@@ -1,0 +1,35 @@
+"""``everygpu checkpoint``: look at checkpoints of any format, check, convert and compare them."""
+
+from importlib import import_module
+
+import click
+
+_VERBS = {
+    "convert": "convert_checkpoint",
+    "diff": "diff_checkpoints",
+    "show": "show_checkpoint",
+    "verify": "verify_checkpoint",
+}
+
+
+class _Group(click.Group):
+    """Imports a verb when it is asked for: they need torch, which `everygpu run` must not load before its time."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _VERBS:
+            return None
+        command: click.Command = getattr(import_module(f"{__name__}.{cmd_name}"), _VERBS[cmd_name])
+        return command
+
+
+@click.group("checkpoint", cls=_Group)
+def checkpoint() -> None:
+    """Show, verify, convert and compare checkpoints.
+
+    A checkpoint is a directory of everygpu.save, a file of torch.save, a safetensors file, an index of
+    shards, or a directory of torch.distributed.checkpoint, Transformers or Accelerate. Nothing in them is
+    executed.
+    """

@@ -1,0 +1,59 @@
+"""``everygpu checkpoint convert``: write a checkpoint in another format."""
+
+from pathlib import Path
+
+import click
+import torch
+
+from everygpu.checkpoint.convert import Target, convert
+from everygpu.cli.checkpoint.text import open_console, open_progress, plain
+
+_DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
+
+
+@click.command("convert")
+@click.argument("source", metavar="SRC", type=click.Path(path_type=Path))
+@click.argument("destination", metavar="DST", type=click.Path(path_type=Path))
+@click.option(
+    "--to",
+    "target",
+    type=click.Choice(["everygpu", "torch", "safetensors", "dcp"]),
+    help="The format; by default as DST ends: .pt, .pth, .ckpt, .bin, .safetensors, else an everygpu directory.",
+)
+@click.option("--section", metavar="NAME", help="The state dict to take, where the source has several.")
+@click.option("--strip-prefix", default="", metavar="TEXT", help="Take this off names that begin with it.")
+@click.option("--add-prefix", default="", metavar="TEXT", help="Put this before every name.")
+@click.option("--dtype", type=click.Choice(list(_DTYPES)), help="Cast the model's floating-point tensors.")
+@click.option("--overwrite", is_flag=True, help="Replace a checkpoint at DST.")
+def convert_checkpoint(
+    source: Path,
+    destination: Path,
+    target: Target | None,
+    section: str | None,
+    strip_prefix: str,
+    add_prefix: str,
+    dtype: str | None,
+    overwrite: bool,
+) -> None:
+    """Write SRC to DST in another format, or under other names.
+
+    An everygpu directory gets every part; the other formats get the model's state dict. What is at DST is
+    replaced when the new one is complete.
+    """
+    with open_progress(f"writing {destination.name}"):
+        outcome = convert(
+            source,
+            destination,
+            target=target,
+            section=section,
+            strip_prefix=strip_prefix,
+            add_prefix=add_prefix,
+            dtype=None if dtype is None else _DTYPES[dtype],
+            overwrite=overwrite,
+        )
+    console = open_console()
+    console.print(plain(f"{destination}: {outcome.num_tensors} tensors ({outcome.target})"))
+    for what in outcome.left_out:
+        console.print(plain(f"left out: {what}"))
+    for note in outcome.notes:
+        console.print(plain(f"note: {note}"))

@@ -1,0 +1,172 @@
+"""``everygpu checkpoint show``: what is in a checkpoint, as a tree of modules or as JSON."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.tree import Tree
+from torch import Tensor
+
+from everygpu.checkpoint.contents import read_contents
+from everygpu.checkpoint.foreign import Contents
+from everygpu.checkpoint.foreign.sections import is_optimizer_state
+from everygpu.cli.checkpoint.text import harmless, open_console, plain
+from everygpu.units import format_size
+
+_MAX_TEXT = 60
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    """A module: what is in it and in the modules inside."""
+
+    children: dict[str, "Node"] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    num_tensors: int = 0
+    num_values: int = 0
+    size_bytes: int = 0
+
+
+@click.command("show")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: sizes in bytes, every tensor.")
+@click.option("--depth", type=click.IntRange(min=0), metavar="N", help="Show modules down to this depth only.")
+@click.option("--section", metavar="NAME", help="The state dict to show, where the file has several.")
+def show_checkpoint(path: Path, as_json: bool, depth: int | None, section: str | None) -> None:
+    """Show the tensors in a checkpoint."""
+    contents = read_contents(path, section=section, with_values=False)
+    console = open_console()
+    if as_json:
+        console.out(json.dumps(describe(path, contents), indent=2))
+        return
+    for line in summarise(contents):
+        console.print(plain(line))
+    tensors = tensors_of(contents)
+    if tensors:
+        console.print(build_tree(grow(tensors), path.name, depth))
+
+
+def tensors_of(contents: Contents) -> dict[str, Tensor]:
+    """Return the model's tensors; none where there is no model."""
+    return {name: value for name, value in (contents.model or {}).items() if isinstance(value, Tensor)}
+
+
+def grow(tensors: Mapping[str, Tensor]) -> Node:
+    """Sort tensors into the modules their names tell of, and add up."""
+    root = Node()
+    seen: set[object] = set()
+    for name, tensor in tensors.items():
+        *modules, last = name.split(".")
+        size = 0 if _is_known(tensor, seen) else _size(tensor)
+        node = root
+        for module in (None, *modules):
+            node = node if module is None else node.children.setdefault(module, Node())
+            node.num_tensors += 1
+            node.num_values += tensor.numel()
+            node.size_bytes += size
+        node.tensors[last] = tensor
+    return root
+
+
+def build_tree(root: Node, name: str, depth: int | None) -> Tree:
+    """Lay a tree of modules out for a terminal."""
+    tree = Tree(plain(f"{name}  {_totals(root)}"))
+    _add(tree, root, depth)
+    return tree
+
+
+def summarise(contents: Contents) -> Iterable[str]:
+    """Yield the lines above the tree."""
+    yield f"format: {contents.format}"
+    if contents.libraries:
+        yield "written with: " + ", ".join(f"{name} {version}" for name, version in contents.libraries.items())
+    if contents.section:
+        yield f"model: under {contents.section!r}"
+    if contents.model is None:
+        yield f"no model: {contents.why_no_model}"
+    if is_optimizer_state(contents.optimizer):
+        yield f"optimizer: {_describe_optimizer(contents.optimizer)}"
+    if contents.scheduler is not None:
+        yield "scheduler: yes"
+    for name, value in contents.extras.items():
+        yield f"{name}: {_brief(value)}"
+    for note in contents.notes:
+        yield f"note: {note}"
+
+
+def describe(path: Path, contents: Contents) -> dict[str, Any]:
+    """Make a record for JSON."""
+    root = grow(tensors_of(contents))
+    return {
+        "path": str(path),
+        "format": contents.format,
+        "libraries": dict(contents.libraries),
+        "section": contents.section,
+        "num_tensors": root.num_tensors,
+        "num_values": root.num_values,
+        "size_bytes": root.size_bytes,
+        "tensors": [
+            {"name": name, "dtype": _dtype(tensor), "shape": list(tensor.shape), "size_bytes": _size(tensor)}
+            for name, tensor in tensors_of(contents).items()
+        ],
+        "optimizer": contents.optimizer is not None,
+        "scheduler": contents.scheduler is not None,
+        "extras": {name: _as_json(value) for name, value in contents.extras.items()},
+        "notes": list(contents.notes),
+    }
+
+
+def _add(tree: Tree, node: Node, depth: int | None) -> None:
+    if depth == 0:
+        return
+    for name, tensor in node.tensors.items():
+        tree.add(plain(f"{name}  {_dtype(tensor)} {tuple(tensor.shape)}  {format_size(_size(tensor))}"))
+    for name, child in node.children.items():
+        _add(tree.add(plain(f"{name}  {_totals(child)}")), child, None if depth is None else depth - 1)
+
+
+def _totals(node: Node) -> str:
+    tensors = "1 tensor" if node.num_tensors == 1 else f"{node.num_tensors} tensors"
+    return f"{tensors}, {node.num_values:,} values, {format_size(node.size_bytes)}"
+
+
+def _is_known(tensor: Tensor, seen: set[object]) -> bool:
+    """Tell whether the tensor was met under another name, so that its bytes count once."""
+    if tensor.is_meta or tensor.numel() == 0 or tensor.layout.__str__() != "torch.strided":
+        return False
+    place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    is_known = place in seen
+    seen.add(place)
+    return is_known
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _describe_optimizer(state: Mapping[str, Any]) -> str:
+    groups = state["param_groups"]
+    rates = sorted({str(group["lr"]) for group in groups if isinstance(group, Mapping) and "lr" in group})
+    rate = f", lr {', '.join(rates)}" if rates else ""
+    return f"{len(groups)} group{'s' if len(groups) != 1 else ''}, state of {len(state['state'])} parameters{rate}"
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{_dtype(value)} {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"{len(value)} entries: {', '.join(map(str, value))}"[:_MAX_TEXT]
+    text = repr(value)
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}…"
+
+
+def _as_json(value: Any) -> Any:
+    is_plain = value is None or isinstance(value, bool | int | str)
+    return value if is_plain else harmless(_brief(value))

@@ -1,0 +1,33 @@
+"""``everygpu checkpoint verify``: say what is wrong with a checkpoint."""
+
+from pathlib import Path
+
+import click
+
+from everygpu.checkpoint.verify import examine, total_bytes
+from everygpu.cli.checkpoint.text import harmless, open_console, open_progress, plain
+from everygpu.units import format_size
+
+_INVALID = 4
+
+
+@click.command("verify")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.pass_context
+def verify_checkpoint(context: click.Context, path: Path) -> None:
+    """Check a checkpoint against its manifest, or that it can be read.
+
+    Exits with 4 when something is wrong with it.
+    """
+    with open_progress("verifying", total_bytes(path)) as progress:
+        report = examine(path, lambda num_bytes: progress.advance(progress.task_ids[0], num_bytes))
+    console = open_console()
+    for fault in report.faults:
+        console.print(plain(f"{fault.file}: {fault.problem}"))
+    if report.faults:
+        console.print(plain(f"{path}: invalid"))
+        context.exit(_INVALID)
+    files = "1 file" if report.num_files == 1 else f"{report.num_files} files"
+    console.print(
+        f"{harmless(path)}: valid ({report.format}; {files}, {format_size(report.size_bytes)}; {report.means})"
+    )

@@ -1,0 +1,155 @@
+"""The memory of a training step: every trainable parameter and its gradient, side by side on every device."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from everygpu import comm
+from everygpu.errors import PlacementError
+from everygpu.parallel.broadcast import Look, dense_strides
+from everygpu.step.flat import BucketPlan, plan_buckets
+
+PerDevice = list[Tensor]
+
+
+class Arena:
+    """Parameters and gradients in flat buckets that stay where they are from step to step.
+
+    The primary's parameters move in, keeping their identity; each other device has leaf twins of them, so that
+    backward leaves every replica's gradients in that replica's buckets.
+
+    Args:
+        params: Trainable parameters, on ``devices[0]``.
+        devices: One per replica.
+    Raises:
+        PlacementError: a parameter is elsewhere.
+    """
+
+    def __init__(self, params: Sequence[Tensor], devices: Sequence[torch.device]) -> None:
+        _check_place(params, devices[0])
+        self.params = list(params)
+        self.devices = list(devices)
+        self.plans = plan_buckets(params, len(devices))
+        self.values = [_make_bucket(plan, devices) for plan in self.plans]
+        self.grads = [_make_bucket(plan, devices) for plan in self.plans]
+        # Views of their own version counters: of the values, to notice who writes; of the gradients, which are new.
+        self._slots = [_slots(self.plans, self.values, j) for j in range(len(devices))]
+        self._grad_slots = [_slots(self.plans, self.grads, j) for j in range(len(devices))]
+        self.twins = [self._make_twins(j) for j in range(1, len(devices))]
+        self._facts = [_facts(p) for p in params]
+        self._versions: list[int] = []
+        self._grad_versions: list[list[int]] = []
+        self.adopt()
+        self.begin()
+
+    def fits(self, params: Sequence[Tensor]) -> bool:
+        """Tell whether these are the parameters it was made for, as they were."""
+        return len(params) == len(self.params) and all(
+            p is mine and _facts(p) == facts for p, mine, facts in zip(params, self.params, self._facts)
+        )
+
+    def adopt(self) -> None:
+        """Take in the parameters' values from wherever they are now, and send them to every device."""
+        with torch.no_grad():
+            for p, slot in zip(self.params, self._slots[0]):
+                if p.data_ptr() != slot.data_ptr():
+                    slot.copy_(p)
+                    p.data = slot
+        self._send(range(len(self.plans)))
+
+    def follow_edits(self) -> None:
+        """Send what was written to the parameters since the last step: loaded, clamped, swapped for averages."""
+        if any(p.data_ptr() != slot.data_ptr() for p, slot in zip(self.params, self._slots[0])):
+            self.adopt()
+        written = {i for i, (p, v) in enumerate(zip(self.params, self._versions)) if p._version != v}
+        edited = [b for b, plan in enumerate(self.plans) if any(s.index in written for s in plan.slots)]
+        self._send(edited + [b for b in range(len(self.plans)) if b not in edited and self._differs(b)])
+
+    def begin(self) -> None:
+        """Start with gradients of zero."""
+        for bucket in self.grads:
+            for flat in bucket:
+                flat.zero_()
+        self._grad_versions = [[g._version for g in slots] for slots in self._grad_slots]
+
+    def lend_grads(self) -> None:
+        """Have backward add to the buckets."""
+        for tensors, slots in zip([self.params, *self.twins], self._grad_slots):
+            for t, grad in zip(tensors, slots):
+                t.grad = grad
+
+    def withdraw_grads(self) -> None:
+        """Leave the parameters without gradients, as what is in the buckets is no whole gradient of theirs."""
+        for p in self.params:
+            p.grad = None
+
+    def touched(self) -> set[int]:
+        """Return the parameters that have got a gradient since ``begin``, on any device."""
+        rows = [[g._version for g in slots] for slots in self._grad_slots]
+        pairs = [zip(now, then) for now, then in zip(rows, self._grad_versions)]
+        return {i for row in pairs for i, (now, then) in enumerate(row) if now != then}
+
+    def reduce(self) -> None:
+        """Add the gradients up: each device gets the sum of its own chunk."""
+        for bucket in self.grads:
+            comm.reduce_scatter(bucket)
+
+    def hand_out(self) -> None:
+        """Copy each device's own chunk of the values to the others."""
+        for bucket in self.values:
+            comm.all_gather(bucket)
+        # Graphs that still refer to the old values must notice.
+        for tensors in (self.params, *self.twins):
+            increment_version(tensors)
+        self._remember()
+
+    def chunks(self, buckets: Sequence[PerDevice]) -> list[PerDevice]:
+        """Cut each device's own chunk out of its buckets."""
+        return [[flat.chunk(len(flats))[j] for j, flat in enumerate(flats)] for flats in buckets]
+
+    def _send(self, which: Any) -> None:
+        for b in which:
+            first, *others = self.values[b]
+            comm.broadcast(first, others)
+        self._remember()
+
+    def _remember(self) -> None:
+        self._versions = [p._version for p in self.params]
+
+    def _differs(self, b: int) -> bool:
+        """Look for writes that torch doesn't count, such as ``p.data.clamp_()``; on the CPU, where looking is free."""
+        first, *others = self.values[b]
+        return first.device.type == "cpu" and any(not _same_bytes(first, other) for other in others)
+
+    def _make_twins(self, replica: int) -> list[Tensor]:
+        twins = [Look(p).on(slot) for p, slot in zip(self.params, self._slots[replica])]
+        return [t.requires_grad_() for t in twins]
+
+
+def _check_place(params: Sequence[Tensor], device: torch.device) -> None:
+    for i, p in enumerate(params):
+        if p.device != device:
+            raise PlacementError(
+                f"TrainStep: every parameter of the optimizer must be on {device}, got parameter {i} of shape "
+                f"{tuple(p.shape)} on {p.device}. Move its module there before making the optimizer."
+            )
+
+
+def _make_bucket(plan: BucketPlan, devices: Sequence[torch.device]) -> PerDevice:
+    return [torch.zeros(plan.numel, dtype=plan.dtype, device=device) for device in devices]
+
+
+def _slots(plans: Sequence[BucketPlan], buckets: Sequence[PerDevice], replica: int) -> list[Tensor]:
+    pairs = [(slot.index, slot.view(flats[replica]).data) for plan, flats in zip(plans, buckets) for slot in plan.slots]
+    return [view for _, view in sorted(pairs, key=lambda pair: pair[0])]
+
+
+def _facts(p: Tensor) -> tuple[Any, ...]:
+    return p.shape, p.dtype, p.device, p.requires_grad, dense_strides(p)
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))

@@ -1,0 +1,108 @@
+"""Parameters side by side in flat buckets, each cut into one chunk per device."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from everygpu.parallel.broadcast import dense_strides, group_by_storage, storage_offsets
+
+BLOCK_NUMEL = 1024
+"""Parameters begin at, and chunks are whole multiples of: what one program of an update kernel works on."""
+
+BUCKET_BYTES = 64 * 2**20
+"""Size at which a bucket is closed: large enough for full bandwidth, small enough that several overlap backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """Where a parameter lies in its bucket."""
+
+    index: int
+    """Which parameter."""
+    start: int
+    numel: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Return the parameter's place in a bucket's memory, shaped as the parameter is."""
+        return flat.as_strided(self.shape, self.strides, int(flat.storage_offset()) + self.start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What a chunk holds of a parameter."""
+
+    index: int
+    """Which parameter."""
+    start: int
+    """Where the piece begins in the chunk."""
+    offset: int
+    """Where it begins in the parameter's own memory."""
+    numel: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketPlan:
+    """Parameters of one dtype that travel together."""
+
+    dtype: torch.dtype
+    slots: tuple[Slot, ...]
+    chunk_numel: int
+    num_chunks: int
+
+    @property
+    def numel(self) -> int:
+        """Elements in the whole bucket, the gaps between parameters included."""
+        return self.chunk_numel * self.num_chunks
+
+    def pieces(self, chunk: int) -> Iterator[Piece]:
+        """List what the ``chunk``-th chunk holds."""
+        begin, end = chunk * self.chunk_numel, (chunk + 1) * self.chunk_numel
+        for slot in self.slots:
+            first, last = max(begin, slot.start), min(end, slot.start + slot.numel)
+            if first < last:
+                yield Piece(index=slot.index, start=first - begin, offset=first - slot.start, numel=last - first)
+            elif slot.numel == 0 and chunk == 0:  # optimizers keep a state for it all the same
+                yield Piece(index=slot.index, start=0, offset=0, numel=0)
+
+
+def plan_buckets(params: Sequence[Tensor], num_chunks: int, limit_bytes: int = BUCKET_BYTES) -> list[BucketPlan]:
+    """Lay parameters out in buckets.
+
+    Args:
+        params: Strided; of any dtypes and shapes. Those that lie side by side in one storage, as a recurrent
+            layer's weights, stay so.
+        num_chunks: Devices that share the work.
+        limit_bytes: Size at which a bucket is closed; a larger parameter has one of its own.
+    Returns:
+        Buckets in the order in which backward usually finishes them: the last parameters first.
+    """
+    backwards = range(len(params))[::-1]
+    return [
+        _plan_bucket(params, members, num_chunks, together)
+        for members, together in group_by_storage(params, backwards, limit_bytes)
+    ]
+
+
+def _plan_bucket(params: Sequence[Tensor], members: Sequence[int], num_chunks: int, together: bool) -> BucketPlan:
+    tensors = [params[i] for i in members]
+    starts, end = storage_offsets(tensors) if together else _block_offsets(tensors)
+    slots = [
+        Slot(index=i, start=start, numel=t.numel(), shape=t.shape, strides=dense_strides(t))
+        for i, t, start in zip(members, tensors, starts)
+    ]
+    blocks = -(-end // (num_chunks * BLOCK_NUMEL))
+    return BucketPlan(
+        dtype=tensors[0].dtype, slots=tuple(slots), chunk_numel=blocks * BLOCK_NUMEL, num_chunks=num_chunks
+    )
+
+
+def _block_offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+    offsets, end = [], 0
+    for t in tensors:
+        offsets.append(end)
+        end += -(-t.numel() // BLOCK_NUMEL) * BLOCK_NUMEL
+    return offsets, end

@@ -1,0 +1,287 @@
+"""A stock optimizer whose work and state are spread over the devices."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from everygpu import comm
+from everygpu.devices.parse import DeviceLike, parse_devices
+from everygpu.errors import OptimizerError
+from everygpu.step.flat import BucketPlan, plan_buckets
+from everygpu.step.shards import ELEMENTWISE, Shards, State, can_shard
+
+_OWNER = "_everygpu_sharded"
+"""Attribute of a stock optimizer: who holds its state."""
+
+
+class ShardedOptimizer(Optimizer):
+    """Spread a stock optimizer's work and state over several devices, 1/N on each.
+
+    Use it in place of the stock optimizer, in an ordinary loop after ``loss.backward()`` or in ``TrainStep``:
+
+        optimizer = everygpu.ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
+
+    The stock optimizer stays the one to ask: its ``param_groups`` are read at every step, so learning-rate
+    schedulers and edits take effect at the next; its ``state_dict()`` gives the whole state in torch's own format,
+    which loads into plain torch and back, whatever the number of devices. Between steps its ``state`` is empty.
+
+    Args:
+        optimizer: One of torch.optim that updates each element by itself: ASGD, Adadelta, Adagrad, Adam, AdamW,
+            Adamax, NAdam, RAdam, RMSprop, Rprop, SGD. What state it has is taken over.
+        device_ids: As for ``DataParallel``; when left out, every CUDA device if the parameters are on CUDA, else
+            the parameters' own device.
+    Attributes:
+        module: The stock optimizer.
+    Raises:
+        OptimizerError: this optimizer can't be sharded.
+        DeviceError: a device is unknown, absent or named twice.
+    Source:
+        ZeRO stage 1: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+        2020. ``torch.distributed.optim.ZeroRedundancyOptimizer`` deals out whole parameters, to processes.
+    """
+
+    def __init__(self, optimizer: Optimizer, device_ids: Sequence[DeviceLike] | None = None) -> None:
+        _check(optimizer)
+        self.module = optimizer
+        self.devices = _find_devices(optimizer, device_ids)
+        # Not Optimizer.__init__, which wants parameters of its own: this gives it its hooks.
+        super().__setstate__({"defaults": optimizer.defaults})
+        self._params: list[Tensor] = []
+        self._shards: Shards | None = None
+        _release(optimizer)
+        self._handles = self._watch_module()
+        setattr(optimizer, _OWNER, self)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The stock optimizer's groups."""
+        return self.module.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The stock optimizer's state, which is empty between steps; ``state_dict()`` has all of it."""
+        return self.module.state
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters from their gradients.
+
+        Args:
+            closure: Computes the loss again, as for any optimizer.
+        Returns:
+            What the closure returned.
+        Raises:
+            OptimizerError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._step_alone(self._own_shards())
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as the stock optimizer does."""
+        self.module.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state in torch's own format, on the parameters' device; on the CPU for several GPUs."""
+        return self.module.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state dict of the stock optimizer's class, whoever saved it."""
+        self.module.load_state_dict(dict(state_dict))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the stock optimizer."""
+        self.module.add_param_group(param_group)
+
+    def state_bytes(self) -> list[int]:
+        """Return how many bytes of state each device holds."""
+        return self._shards.state_bytes() if self._shards is not None else [0] * len(self.devices)
+
+    def release(self) -> None:
+        """Give the stock optimizer its whole state back; this object is of no use afterwards."""
+        if getattr(self.module, _OWNER, None) is self:
+            self._fill_state()
+            self._shards = None
+            for handle in self._handles:
+                handle.remove()
+            delattr(self.module, _OWNER)
+
+    # How TrainStep uses it.
+
+    def attach(self, params: Sequence[Tensor], shards: Shards) -> None:
+        """Move the state to other shards.
+
+        Args:
+            params: The parameters in these shards.
+            shards: They have no state yet.
+        """
+        self._fill_state()
+        self._params, self._shards = list(params), shards
+        self._spread_state()
+
+    def holds(self, shards: Shards) -> bool:
+        """Tell whether the state is in these shards now."""
+        return self._shards is shards
+
+    def run(self, shards: Shards, touched: set[int], found_inf: Tensor | None = None) -> None:
+        """Step all devices' optimizers, with the stock one's hooks around."""
+        for hook in list(self.module._optimizer_step_pre_hooks.values()):
+            hook(self.module, (), {})
+        shards.step(self.param_groups, touched, found_inf)
+        # Schedulers ask whether the optimizer has stepped.
+        self.module._opt_called = True  # type: ignore[attr-defined]
+        for hook in list(self.module._optimizer_step_post_hooks.values()):
+            hook(self.module, (), {})
+
+    # In an ordinary loop: gradients and parameters are on the primary device.
+
+    def _own_shards(self) -> "_ChunkShards":
+        params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        shards = self._shards
+        if not isinstance(shards, _ChunkShards) or not shards.memory.fits(params):
+            shards = _ChunkShards(self.module, _ChunkMemory(params, self.devices))
+            self.attach(params, shards)
+        return shards
+
+    def _step_alone(self, shards: "_ChunkShards") -> None:
+        memory = shards.memory
+        grads = [p.grad for p in memory.params]
+        for index, grad in enumerate(grads):
+            if grad is not None and grad.layout != torch.strided:
+                raise OptimizerError(
+                    f"ShardedOptimizer: gradients must be dense, got a sparse one for parameter {index} of shape "
+                    f"{tuple(memory.params[index].shape)}. Use the stock optimizer, or sparse=False."
+                )
+        memory.load(memory.params, memory.values)
+        memory.load(grads, memory.grads)
+        self.run(shards, {i for i, g in enumerate(grads) if g is not None})
+        memory.store()
+
+    # The stock optimizer's own state_dict and load_state_dict.
+
+    def _watch_module(self) -> list[RemovableHandle]:
+        def fill(_: Optimizer) -> None:
+            self._fill_state()
+
+        def clear(_: Optimizer, state_dict: dict[str, Any]) -> None:
+            self._drop_whole_state()
+
+        def spread(_: Optimizer) -> None:
+            if self._shards is not None:
+                self._shards.forget_state()
+                self._spread_state()
+
+        return [
+            self.module.register_state_dict_pre_hook(fill),
+            self.module.register_state_dict_post_hook(clear),
+            self.module.register_load_state_dict_post_hook(spread),
+        ]
+
+    def _fill_state(self) -> None:
+        if self._shards is not None:
+            several = len(set(self.devices)) > 1
+            home = torch.device("cpu") if several else self.devices[0]
+            self.module.state.update(self._shards.collect_state(home))
+
+    def _spread_state(self) -> None:
+        if self._shards is not None:
+            state: dict[Tensor, State] = dict(self.module.state)
+            self._shards.take_state(state)
+            self._drop_whole_state()
+
+    def _drop_whole_state(self) -> None:
+        """Leave the stock optimizer only the state of parameters that take no gradient now."""
+        for p in self._params if self._shards is not None else ():
+            self.module.state.pop(p, None)
+
+
+class _ChunkMemory:
+    """Each device's chunks, where parameters and gradients are on the primary device."""
+
+    def __init__(self, params: Sequence[Tensor], devices: Sequence[torch.device]) -> None:
+        self.params = list(params)
+        self._known = [_shape_of(p) for p in params]
+        self.plans = plan_buckets(params, len(devices))
+        self.values = [_make_chunks(plan, devices) for plan in self.plans]
+        self.grads = [_make_chunks(plan, devices) for plan in self.plans]
+
+    def fits(self, params: Sequence[Tensor]) -> bool:
+        """Tell whether these are the parameters it was made for, of the same shapes and dtypes."""
+        return len(params) == len(self.params) and all(
+            p is mine and _shape_of(p) == known for p, mine, known in zip(params, self.params, self._known)
+        )
+
+    def load(self, tensors: Sequence[Tensor | None], chunks: Sequence[Sequence[Tensor]]) -> None:
+        """Copy tensors, shaped as the parameters, to the chunks; zeros where there is None."""
+        for plan, targets in zip(self.plans, chunks):
+            flat = torch.zeros(plan.numel, dtype=plan.dtype, device=self.params[plan.slots[0].index].device)
+            pairs = [(slot.view(flat), t) for slot in plan.slots if (t := tensors[slot.index]) is not None]
+            if pairs:
+                torch._foreach_copy_([view for view, _ in pairs], [t.detach() for _, t in pairs])
+            comm.scatter(flat, targets)
+
+    def store(self) -> None:
+        """Copy the chunks' values to the parameters."""
+        for plan, sources in zip(self.plans, self.values):
+            members = [self.params[slot.index] for slot in plan.slots]
+            flat = torch.empty(plan.numel, dtype=plan.dtype, device=members[0].device)
+            comm.gather(sources, flat)
+            torch._foreach_copy_(members, [slot.view(flat) for slot in plan.slots])
+
+
+class _ChunkShards(Shards):
+    """Shards whose memory is the devices' own chunks."""
+
+    def __init__(self, optimizer: Optimizer, memory: _ChunkMemory) -> None:
+        super().__init__(optimizer, memory.params, memory.plans, memory.values, memory.grads)
+        self.memory = memory
+
+
+def _make_chunks(plan: BucketPlan, devices: Sequence[torch.device]) -> list[Tensor]:
+    return [torch.zeros(plan.chunk_numel, dtype=plan.dtype, device=device) for device in devices]
+
+
+def _shape_of(p: Tensor) -> tuple[Any, ...]:
+    return p.shape, p.dtype, p.device, p.stride(), p.requires_grad
+
+
+def _check(optimizer: Any) -> None:
+    if isinstance(optimizer, ShardedOptimizer) or not isinstance(optimizer, Optimizer):
+        raise OptimizerError(
+            f"ShardedOptimizer: needs a torch.optim.Optimizer, got {type(optimizer).__qualname__}. "
+            f"Pass for instance torch.optim.AdamW(model.parameters())."
+        )
+    if not can_shard(optimizer):
+        names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+        raise OptimizerError(
+            f"ShardedOptimizer: the optimizer must be one of {names}, not differentiable, got "
+            f"{type(optimizer).__qualname__}. Use it as it is: on the primary device."
+        )
+    if any(p.layout != torch.strided or p.is_quantized for p in _all_params([optimizer])):
+        raise OptimizerError("ShardedOptimizer: parameters must be dense, got a sparse one. Use the stock optimizer.")
+
+
+def _all_params(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def _find_devices(optimizer: Optimizer, device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
+    if device_ids is not None:
+        return parse_devices(device_ids)
+    home = next((p.device for p in _all_params([optimizer])), torch.device("cpu"))
+    if home.type != "cuda":
+        return [home]
+    return [home, *(d for d in parse_devices(None) if d != home)]
+
+
+def _release(optimizer: Optimizer) -> None:
+    owner = getattr(optimizer, _OWNER, None)
+    if owner is not None:
+        owner.release()

@@ -1,0 +1,220 @@
+"""A stock optimizer's work and state, spread over the devices.
+
+Each device holds a chunk of every bucket. What a chunk holds of a parameter is a parameter to an optimizer of the
+stock one's own class, so each element is updated by torch's own code, by exactly one device.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from everygpu.parallel.thread_state import on_device
+from everygpu.step.flat import BucketPlan, Piece
+
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+"""Optimizers that update each element by itself, so that it doesn't matter where a parameter is cut."""
+
+_PER_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
+"""Their states that are one number for the whole parameter."""
+
+State = dict[str, Any]
+
+
+def can_shard(optimizer: Optimizer) -> bool:
+    """Tell whether an optimizer's work can be spread: exactly torch's own, as a subclass may do anything."""
+    return type(optimizer) in ELEMENTWISE and not any(g.get("differentiable") for g in optimizer.param_groups)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fragment:
+    """A piece of a parameter, in the memory of the device that updates it."""
+
+    piece: Piece
+    param: nn.Parameter
+    """Shape (numel,); a view of the values' memory."""
+    grad: Tensor
+    """Shape (numel,); a view of the gradients' memory."""
+
+
+class Shards:
+    """The optimizers of all devices.
+
+    Args:
+        optimizer: The stock one. Its groups' options are read at every step; its state moves here.
+        params: Its parameters, in order.
+        plans: Their buckets.
+        values: For each bucket, one chunk per device of shape (chunk_numel,), holding the parameters.
+        grads: Likewise, for the gradients.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        params: Sequence[Tensor],
+        plans: Sequence[BucketPlan],
+        values: Sequence[Sequence[Tensor]],
+        grads: Sequence[Sequence[Tensor]],
+    ) -> None:
+        self.params = list(params)
+        self.grads = grads
+        self.devices = [chunk.device for chunk in values[0]] if values else []
+        self.fragments = [_cut(plans, values, grads, j) for j in range(len(self.devices))]
+        self.optimizers = [_make_optimizer(optimizer, self.params, fragments) for fragments in self.fragments]
+
+    def step(self, options: Sequence[Mapping[str, Any]], touched: set[int], found_inf: Tensor | None = None) -> None:
+        """Update every element once, from the gradients in their memory.
+
+        Args:
+            options: The stock optimizer's groups as they are now.
+            touched: Parameters that have a gradient; the others are left alone, as torch does.
+            found_inf: Shape (); where it is not 0, fused optimizers leave everything as it was.
+        """
+        for device, fragments, optimizer in zip(self.devices, self.fragments, self.optimizers):
+            if optimizer is None:
+                continue
+            _follow(optimizer, options, device)
+            for f in fragments:
+                f.param.grad = f.grad if f.piece.index in touched else None
+            # Where fused optimizers look for it.
+            optimizer.found_inf = None if found_inf is None else found_inf.to(device)  # type: ignore[attr-defined]
+            with on_device(device, _stream(device), shared=False):
+                optimizer.step()
+
+    def is_fused(self) -> bool:
+        """Tell whether every optimizer can skip a step on its device."""
+        return all(g.get("fused") for o in self.optimizers if o is not None for g in o.param_groups)
+
+    def collect_state(self, home: torch.device) -> dict[Tensor, State]:
+        """Put the state together as the stock optimizer would have it.
+
+        Args:
+            home: Where joined tensors go.
+        Returns:
+            From each parameter that has a state to it.
+        """
+        found: dict[int, list[tuple[Fragment, State]]] = defaultdict(list)
+        for fragments, optimizer in zip(self.fragments, self.optimizers):
+            for f in fragments:
+                if optimizer is not None and optimizer.state.get(f.param):
+                    found[f.piece.index].append((f, optimizer.state[f.param]))
+        return {self.params[i]: _join_state(self.params[i], found[i], home) for i in sorted(found)}
+
+    def take_state(self, state: Mapping[Tensor, State]) -> None:
+        """Give each device its part of a state as the stock optimizer has it; parameters left out have none."""
+        for fragments, optimizer in zip(self.fragments, self.optimizers):
+            for f in fragments:
+                whole = state.get(self.params[f.piece.index])
+                if optimizer is not None and whole:
+                    optimizer.state[f.param] = _cut_state(self.params[f.piece.index], whole, f)
+
+    def forget_state(self) -> None:
+        """Drop all state, before another is loaded."""
+        for optimizer in self.optimizers:
+            if optimizer is not None:
+                optimizer.state.clear()
+
+    def state_bytes(self) -> list[int]:
+        """Count the bytes of state on each device."""
+        tensors = [_tensors(o) for o in self.optimizers]
+        return [sum(t.nbytes for t in found) for found in tensors]
+
+
+def _tensors(optimizer: Optimizer | None) -> Iterator[Tensor]:
+    states = optimizer.state.values() if optimizer is not None else ()
+    yield from (v for state in states for v in state.values() if isinstance(v, Tensor))
+
+
+def _cut(
+    plans: Sequence[BucketPlan], values: Sequence[Sequence[Tensor]], grads: Sequence[Sequence[Tensor]], chunk: int
+) -> list[Fragment]:
+    return [
+        Fragment(
+            piece=piece,
+            param=nn.Parameter(value[chunk].narrow(0, piece.start, piece.numel)),
+            grad=grad[chunk].narrow(0, piece.start, piece.numel),
+        )
+        for plan, value, grad in zip(plans, values, grads)
+        for piece in plan.pieces(chunk)
+    ]
+
+
+def _make_optimizer(stock: Optimizer, params: Sequence[Tensor], fragments: Sequence[Fragment]) -> Optimizer | None:
+    owner = {id(p): k for k, group in enumerate(stock.param_groups) for p in group["params"]}
+    members: list[list[nn.Parameter]] = [[] for _ in stock.param_groups]
+    for f in fragments:
+        members[owner[id(params[f.piece.index])]].append(f.param)
+    if not fragments:
+        return None
+    kept = ("params", "param_names")
+    groups = [
+        {"params": mine, **{k: v for k, v in group.items() if k not in kept}}
+        for mine, group in zip(members, stock.param_groups)
+    ]
+    kind: Any = type(stock)
+    made: Optimizer = kind(groups)
+    return made
+
+
+def _follow(optimizer: Optimizer, options: Sequence[Mapping[str, Any]], device: torch.device) -> None:
+    """Take on the learning rate and all else that schedulers and users may have changed."""
+    for mine, group in zip(optimizer.param_groups, options):
+        for name, value in group.items():
+            if name in ("params", "param_names"):
+                continue
+            mine[name] = value.to(device) if isinstance(value, Tensor) and value.device.type != "cpu" else value
+
+
+def _stream(device: torch.device) -> "torch.cuda.Stream | None":
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def _is_elementwise(param: Tensor, name: str, value: Any) -> bool:
+    return isinstance(value, Tensor) and name not in _PER_PARAMETER and value.shape == param.shape
+
+
+def _join_state(param: Tensor, parts: list[tuple[Fragment, State]], home: torch.device) -> State:
+    parts = sorted(parts, key=lambda part: part[0].piece.offset)
+    first = parts[0][1]
+    joined: State = {}
+    for name, value in first.items():
+        if isinstance(value, Tensor) and name not in _PER_PARAMETER:
+            whole = torch.empty_like(param, dtype=value.dtype, device=home, requires_grad=False)
+            memory = whole.as_strided((whole.numel(),), (1,))
+            for f, state in parts:
+                memory.narrow(0, f.piece.offset, f.piece.numel).copy_(state[name])
+            joined[name] = whole
+        else:
+            joined[name] = value.clone() if isinstance(value, Tensor) else value
+    return joined
+
+
+def _cut_state(param: Tensor, whole: State, f: Fragment) -> State:
+    return {name: _cut_value(param, name, value, f) for name, value in whole.items()}
+
+
+def _cut_value(param: Tensor, name: str, value: Any, f: Fragment) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if not _is_elementwise(param, name, value):
+        return value.clone() if value.device.type == "cpu" else value.to(f.param.device, copy=True)
+    # In the order of the parameter's memory, whatever the state's own is.
+    laid = torch.empty_like(param, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
+    memory = laid.as_strided((laid.numel(),), (1,))
+    return memory.narrow(0, f.piece.offset, f.piece.numel).to(f.param.device, copy=True)

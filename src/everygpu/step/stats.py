@@ -1,0 +1,69 @@
+"""What a training step measured."""
+
+import itertools
+import time
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+
+Mark: TypeAlias = "float | torch.cuda.Event"
+
+PHASES = ("forward", "backward", "reduce", "update")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """Figures of the last step; see ``TrainStep.stats``."""
+
+    loss: float
+    """Of the last batch."""
+    grad_norm: float
+    """Of the whole gradient at the last update, before clipping; nan before the first."""
+    num_steps: int
+    """Updates so far, those skipped included."""
+    num_skipped: int
+    """Updates left out because a gradient was not finite, under float16."""
+    phase_s: dict[str, float] = field(default_factory=dict)
+    """Seconds of the last step by phase, on the first device: forward with the loss, backward, reduce (gradients
+    added up), update (clipping, optimizer, parameters handed out)."""
+
+
+class Stopwatch:
+    """Notes when phases end on a device, without waiting for it.
+
+    Args:
+        device: Whose time counts: the host's for the CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: dict[str, Mark] = {}
+
+    def start(self) -> None:
+        """Begin a step."""
+        self._marks = {"": self._now()}
+
+    def mark(self, phase: str) -> None:
+        """Note that a phase ends here."""
+        self._marks[phase] = self._now()
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds of each phase; waits for the device."""
+        names = list(self._marks)
+        pairs = itertools.pairwise(names)
+        return {phase: self._between(self._marks[before], self._marks[phase]) for before, phase in pairs}
+
+    def _now(self) -> Mark:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    @staticmethod
+    def _between(begin: Mark, end: Mark) -> float:
+        if isinstance(begin, float) or isinstance(end, float):
+            return float(end) - float(begin)  # type: ignore[arg-type]
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000

@@ -1,0 +1,120 @@
+"""From gradients to new parameters: unscaled, clipped, applied, on every device that holds a share of them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+GROWTH, BACKOFF, GROWTH_INTERVAL, FIRST_SCALE = 2.0, 0.5, 2000, 2.0**16
+"""``torch.amp.GradScaler``'s defaults."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One device's part of the gradients."""
+
+    device: torch.device
+    grads: list[Tensor]
+
+
+Apply = Callable[[Tensor | None], None]
+"""Steps the optimizer; takes a tensor that is not 0 where fused optimizers are to do nothing."""
+
+
+class LossScale:
+    """Keeps small gradients of float16 from vanishing: the loss is multiplied, the gradients divided again.
+
+    Args:
+        device: Where the loss is.
+    Source:
+        ``torch.amp.GradScaler``, whose numbers and state these are. Here nothing waits for the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._scale = torch.full((), FIRST_SCALE, device=device)
+        self._growth = torch.zeros((), dtype=torch.int32, device=device)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Multiply a loss; what was multiplied before the scale changes must be divided before, too."""
+        return loss * self._scale.to(loss.device)
+
+    def unscale(self, shares: Sequence[Share]) -> Tensor:
+        """Divide gradients in place.
+
+        Returns:
+            Shape (): 1 where any gradient is not finite, else 0.
+        """
+        found = [self._unscale(share) for share in shares if share.grads]
+        home = self._scale.device
+        return (
+            torch.stack([f.to(home, non_blocking=True) for f in found]).amax()
+            if found
+            else torch.zeros((), device=home)
+        )
+
+    def update(self, found_inf: Tensor) -> None:
+        """Lower the scale after a step that was skipped, raise it after many that were not."""
+        torch._amp_update_scale_(self._scale, self._growth, found_inf, GROWTH, BACKOFF, GROWTH_INTERVAL)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in ``torch.amp.GradScaler``'s format."""
+        return {
+            "scale": self._scale.item(),
+            "growth_factor": GROWTH,
+            "backoff_factor": BACKOFF,
+            "growth_interval": GROWTH_INTERVAL,
+            "_growth_tracker": int(self._growth.item()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take on a scale that this class or a ``torch.amp.GradScaler`` saved."""
+        self._scale.fill_(state["scale"])
+        self._growth.fill_(state["_growth_tracker"])
+
+    def _unscale(self, share: Share) -> Tensor:
+        found_inf = torch.zeros((), device=share.device)
+        inverse = self._scale.double().reciprocal().float().to(share.device, non_blocking=True)
+        torch._amp_foreach_non_finite_check_and_unscale_(share.grads, found_inf, inverse)
+        return found_inf
+
+
+def total_norm(shares: Sequence[Share], home: torch.device) -> Tensor:
+    """Return the norm of all gradients as if they were one vector, shape ().
+
+    Source:
+        ``torch.nn.utils.get_total_norm``, over several devices.
+    """
+    norms = [n.to(home, non_blocking=True) for share in shares for n in _norms(share.grads)]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=home)
+
+
+def clip(shares: Sequence[Share], norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients down in place so that their norm is at most ``max_norm``.
+
+    Source:
+        ``torch.nn.utils.clip_grads_with_norm_``.
+    """
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for share in shares:
+        if share.grads:
+            torch._foreach_mul_(share.grads, factor.to(share.device, non_blocking=True))
+
+
+def multiply(shares: Sequence[Share], factor: float) -> None:
+    """Multiply all gradients in place."""
+    for share in shares:
+        if share.grads:
+            torch._foreach_mul_(share.grads, factor)
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Tell whether a step can be skipped on the device, without asking it."""
+    return all(group.get("fused") for group in optimizer.param_groups)
+
+
+def _norms(grads: Sequence[Tensor]) -> list[Tensor]:
+    wide = torch.float64 if any(g.dtype in (torch.float64, torch.complex128) for g in grads) else torch.float32
+    return [norm.to(wide) for norm in torch._foreach_norm(list(grads))] if grads else []

@@ -1,0 +1,34 @@
+"""The group: its help, what it loads, and the commands as real processes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import everygpu
+
+
+def run(*arguments):
+    where = Path(everygpu.__file__).parents[1]  # PYTHONPATH may be relative, and the fixture changes directory
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, cwd=where)
+
+
+def test_help_names_the_verbs(call):
+    out = call("--help").stdout
+    for words in ("Show the tensors", "Check a checkpoint", "Write SRC to DST", "Compare the models"):
+        assert words in out
+    assert call("no-such-verb").exit_code == 2
+
+
+def test_the_command_line_loads_no_torch_before_a_verb_is_called():
+    code = "import sys, everygpu.cli; print('torch' in sys.modules)"
+    assert run("-c", code).stdout == "False\n"
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["ours", "a.pt"], 0), (["ours", "none"], 4)])
+def test_as_processes(here, arguments, code):
+    done = run("-m", "everygpu", "checkpoint", "diff", *(str(here / name) for name in arguments))
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ("7 equal, 0 different\n" if code == 0 else "")

@@ -1,0 +1,252 @@
+"""Batch normalisation over all replicas is that of one device on the whole batch."""
+
+import copy
+import io
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import everygpu
+from everygpu.errors import ModuleError, ReplicaError
+
+Devices = Callable[[int], list[torch.device]]
+PROPERTY = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def convolutional(*, momentum: float | None = 0.1, affine: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3),
+        nn.BatchNorm2d(6, momentum=momentum, affine=affine),
+        nn.ReLU(),
+        nn.Conv2d(6, 4, 3),
+        nn.BatchNorm2d(4, momentum=momentum, track_running_stats=affine),
+        nn.Flatten(),
+        nn.BatchNorm1d(16),
+        nn.Linear(16, 3),
+    ).double()
+
+
+def pair(devices: list[torch.device], **options: float | None) -> tuple[nn.Module, nn.Module, everygpu.DataParallel]:
+    plain = convolutional(**options).to(devices[0])  # type: ignore[arg-type]
+    ours = everygpu.SyncBatchNorm.convert(copy.deepcopy(plain))
+    return plain, ours, everygpu.DataParallel(ours, devices)
+
+
+def images(rows: int, device: torch.device) -> Tensor:
+    return torch.randn(rows, 3, 6, 6, generator=torch.Generator().manual_seed(rows)).double().to(device)
+
+
+def assert_same(ours: nn.Module, plain: nn.Module) -> None:
+    for (name, a), b in zip(ours.state_dict().items(), plain.state_dict().values()):
+        exact = a.dtype is torch.float64
+        torch.testing.assert_close(a, b, rtol=1e-10 if exact else 1e-5, atol=1e-12 if exact else 1e-7, msg=name)
+
+
+@PROPERTY
+@given(rows=st.integers(2, 20), count=st.integers(1, 6), momentum=st.sampled_from([0.1, None]), affine=st.booleans())
+def test_a33_equals_one_device_on_the_whole_batch(
+    devices: Devices, rows: int, count: int, momentum: float | None, affine: bool
+) -> None:
+    used = devices(count)
+    plain, ours, model = pair(used, momentum=momentum, affine=affine)
+    for _ in range(2):
+        x, same = images(rows, used[0]).requires_grad_(), images(rows, used[0]).requires_grad_()
+        out, expected = model(x), plain(same)
+        torch.testing.assert_close(everygpu.gather(out), expected, rtol=1e-9, atol=1e-11)
+        out.square().mean().backward()
+        expected.square().mean().backward()
+        torch.testing.assert_close(x.grad, same.grad, rtol=1e-8, atol=1e-11)
+        for p, q in zip(ours.parameters(), plain.parameters()):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-8, atol=1e-11)
+    assert_same(ours, plain)
+
+
+def test_eval_uses_the_running_statistics(devices: Devices) -> None:
+    plain, ours, model = pair(devices(3))
+    x = images(6, devices(1)[0])
+    for net in (plain, model):
+        net(x)
+        net.eval()
+    torch.testing.assert_close(everygpu.gather(model(x)), plain(x))
+    assert_same(ours, plain)
+
+
+def test_second_derivatives(devices: Devices) -> None:
+    used = devices(2)
+    plain, _, model = pair(used)
+    grads = []
+    for net in (plain, model):
+        x = images(5, used[0]).requires_grad_()
+        out = net(x)
+        (first,) = torch.autograd.grad(everygpu.gather(out).square().sum(), x, create_graph=True)
+        grads.append(torch.autograd.grad(first.square().sum(), [x, *net.parameters()], allow_unused=True))
+    for ours, theirs in zip(grads[1], grads[0]):
+        torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_keeps_its_dtype(devices: Devices, dtype: torch.dtype) -> None:
+    used = devices(2)
+    layer = everygpu.SyncBatchNorm(4).to(used[0])
+    plain = nn.BatchNorm1d(4).to(used[0])
+    x = torch.randn(10, 4, device=used[0]) * 3 + 1
+    out = everygpu.gather(everygpu.DataParallel(layer, used)(x.to(dtype).requires_grad_()))
+    assert out.dtype is dtype
+    torch.testing.assert_close(out.float(), plain(x), rtol=0.02, atol=0.02)
+    out.float().square().sum().backward()
+    assert layer.weight.grad.dtype is torch.float32
+
+
+def test_under_a_training_step(devices: Devices) -> None:
+    used = devices(3)
+    plain, ours, model = pair(used)
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (ours, plain)]
+    step = everygpu.TrainStep(model, F.cross_entropy, optimizers[0])
+    for rows in (7, 9, 4, 8):
+        x, y = images(rows, used[0]), torch.arange(rows, device=used[0]) % 3
+        got = step(x, y)
+        optimizers[1].zero_grad()
+        loss = F.cross_entropy(plain(x), y)
+        loss.backward()
+        optimizers[1].step()
+        torch.testing.assert_close(got, loss.detach())
+    for (name, a), b in zip(ours.state_dict().items(), plain.state_dict().values()):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8, msg=name)
+
+
+class Checkpointed(nn.Module):
+    """Convolutions and normalisations, the same layer used twice, run again in backward."""
+
+    def __init__(self, *, reentrant: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.norm, self.other = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+        self.reentrant = reentrant
+
+    def block(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x)).relu()
+        return self.norm(self.other(self.second(x)).tanh() * 2 + 1).sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=self.reentrant).flatten(1)
+
+
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_activation_checkpointing(devices: Devices, forwards: int) -> None:
+    used = devices(3)
+    plain = Checkpointed().double().to(used[0])
+    ours = everygpu.SyncBatchNorm.convert(copy.deepcopy(plain))
+    model = everygpu.DataParallel(ours, used)
+    for _ in range(2):
+        grads = []
+        for net in (model, plain):
+            xs = [images(7 + k, used[0]).requires_grad_() for k in range(forwards)]
+            outs = [net(x) for x in xs]
+            net.zero_grad()
+            sum(out.square().mean() for out in outs).backward()
+            grads.append([*(x.grad for x in xs), *(p.grad for p in net.parameters())])
+        for a, b in zip(*grads):
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-11)
+    # Running again changes the running statistics once more in torch, here not.
+    again = [(a, b) for (k, a), b in zip(ours.state_dict().items(), plain.state_dict().values()) if "running" not in k]
+    assert all(a.shape == b.shape for a, b in again)
+    assert ours.other.num_batches_tracked == 2 * forwards
+
+
+def test_reentrant_checkpointing_is_refused(devices: Devices) -> None:
+    used = devices(2)
+    ours = everygpu.SyncBatchNorm.convert(Checkpointed(reentrant=True).double().to(used[0]))
+    out = everygpu.DataParallel(ours, used)(images(6, used[0]).requires_grad_())
+    with pytest.raises(ReplicaError, match="use_reentrant=False"):
+        out.sum().backward()
+
+
+def test_convert_keeps_parameters_buffers_and_flags() -> None:
+    net = nn.ModuleDict(
+        {
+            "a": nn.BatchNorm3d(3, eps=0.1, momentum=0.3, affine=False).eval(),
+            "b": nn.Sequential(nn.SyncBatchNorm(5), nn.InstanceNorm1d(5), nn.Dropout()),
+            "c": nn.BatchNorm1d(2, track_running_stats=False),
+        }
+    )
+    before = dict(net.state_dict(keep_vars=True))
+    assert everygpu.SyncBatchNorm.convert(net) is net
+    after = dict(net.state_dict(keep_vars=True))
+    assert before.keys() == after.keys()
+    assert all(before[k] is after[k] for k in before)
+    assert [type(m).__name__ for m in (net["a"], net["b"][0], net["b"][1], net["c"])] == [
+        "SyncBatchNorm",
+        "SyncBatchNorm",
+        "InstanceNorm1d",
+        "SyncBatchNorm",
+    ]
+    assert (net["a"].eps, net["a"].momentum, net["a"].training) == (0.1, 0.3, False)
+    again = everygpu.SyncBatchNorm.convert(net["a"])
+    assert again is net["a"]
+
+
+def test_a_single_layer_is_returned_anew() -> None:
+    layer = nn.BatchNorm1d(3)
+    new = everygpu.SyncBatchNorm.convert(layer)
+    assert isinstance(new, everygpu.SyncBatchNorm)
+    assert new.weight is layer.weight
+
+
+def test_alone_it_is_an_ordinary_layer() -> None:
+    layer, plain = everygpu.SyncBatchNorm(3), nn.BatchNorm1d(3)
+    x = torch.randn(5, 3)
+    torch.testing.assert_close(layer(x), plain(x))
+    assert_same(layer, plain)
+    copied = copy.deepcopy(layer)
+    buffer = io.BytesIO()
+    torch.save(layer.state_dict(), buffer)
+    assert_same(copied, layer)
+
+
+def test_lazy_layers_are_refused() -> None:
+    with pytest.raises(ModuleError, match="LazyBatchNorm1d doesn't know its channels"):
+        everygpu.SyncBatchNorm.convert(nn.Sequential(nn.LazyBatchNorm1d()))
+
+
+def test_a_single_value_per_channel_is_refused_as_by_torch(devices: Devices) -> None:
+    model = everygpu.DataParallel(everygpu.SyncBatchNorm(3).to(devices(1)[0]), devices(2))
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        model(torch.randn(1, 3, device=devices(1)[0]))
+    # One row for each replica is enough: together they are two.
+    assert everygpu.gather(model(torch.randn(2, 3, device=devices(1)[0]))).shape == (2, 3)
+
+
+def test_replicas_that_take_different_ways_are_an_error(devices: Devices) -> None:
+    class Fickle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = everygpu.SyncBatchNorm(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x) if x[0, 0] > 0 else x
+
+    used = devices(2)
+    model = everygpu.DataParallel(Fickle().to(used[0]), used)
+    x = torch.ones(4, 2, device=used[0])
+    x[2:] = -1
+    with pytest.raises(ReplicaError, match="which replica 1 ended without reaching"):
+        model(x)
+    assert everygpu.gather(model(torch.ones(4, 2, device=used[0]))).shape == (4, 2)
+
+
+def test_compiled_replicas_fall_back_to_threads(caplog: pytest.LogCaptureFixture) -> None:
+    plain, ours, _ = pair([torch.device("cpu")])
+    model = everygpu.DataParallel(ours, ["cpu"] * 2, engine="compile")
+    with caplog.at_level(logging.WARNING, "everygpu"):
+        out = everygpu.gather(model(images(6, torch.device("cpu"))))
+    torch.testing.assert_close(out, plain(images(6, torch.device("cpu"))))
+    assert "SyncBatchNorm" in caplog.text

@@ -1,0 +1,347 @@
+"""A sharded optimizer does what the stock one does, and shows its state as the stock one would."""
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+import everygpu
+from everygpu.errors import DeviceError, OptimizerError
+
+Devices = Callable[[int], list[torch.device]]
+Make = Callable[[Any], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.01, t0=3),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "Adam-amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, maximize=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.3, betas=(0.8, 0.95)),
+    "AdamW-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "AdamW-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "AdamW-tensor-lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD-nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+}
+
+
+class Net(nn.Module):
+    """Parameters of many kinds: a matrix, channels_last, 0-dim, empty, large, of double precision, frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(40, 60)
+        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+        self.fine = nn.Parameter(torch.randn(7, dtype=torch.float64))
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(11))
+
+    def loss(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(8, 40, generator=generator).to(self.scale.device)
+        image = torch.randn(2, 3, 6, 6, generator=generator).to(self.scale.device)
+        total = self.linear(x).square().mean() * self.scale + self.conv(image).square().mean()
+        return total + self.fine.square().sum().float() + self.nothing.sum()
+
+
+def groups(net: Net) -> list[dict[str, Any]]:
+    late = [*net.conv.parameters(), net.scale]
+    ids = {id(p) for p in late}
+    return [{"params": [p for p in net.parameters() if id(p) not in ids]}, {"params": late, "lr": 0.02}]
+
+
+def train(net: Net, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        net.loss(step).backward()
+        optimizer.step()
+
+
+def assert_nets_equal(a: nn.Module, b: nn.Module) -> None:
+    for (name, p), q in zip(a.named_parameters(), b.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_states_equal(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert a["param_groups"] == b["param_groups"]
+    assert a["state"].keys() == b["state"].keys()
+    for index, ours in a["state"].items():
+        theirs = b["state"][index]
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            if isinstance(value, Tensor):
+                assert value.shape == theirs[name].shape, (index, name)
+                assert value.dtype == theirs[name].dtype, (index, name)
+                torch.testing.assert_close(value.cpu(), theirs[name].cpu(), rtol=1e-6, atol=1e-7)
+            else:
+                assert value == theirs[name]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_equals_the_stock_optimizer(devices: Devices, name: str, count: int) -> None:
+    used = devices(count)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    stock = OPTIMIZERS[name](groups(plain))
+    sharded = everygpu.ShardedOptimizer(OPTIMIZERS[name](groups(ours)), used)
+    train(plain, stock, range(6))
+    train(ours, sharded, range(6))
+    assert_nets_equal(ours, plain)
+    assert_states_equal(sharded.state_dict(), stock.state_dict())
+    assert ours.frozen.equal(plain.frozen)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_goes_to_plain_torch_and_back(devices: Devices, name: str) -> None:
+    used = devices(3)
+    make = OPTIMIZERS[name]
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    stock, sharded = make(groups(plain)), everygpu.ShardedOptimizer(make(groups(ours)), used)
+    train(plain, stock, range(8))
+
+    train(ours, sharded, range(3))
+    middle = make(groups(ours))
+    middle.load_state_dict(sharded.state_dict())
+    train(ours, middle, range(3, 5))
+    again = everygpu.ShardedOptimizer(make(groups(ours)), used[:2])
+    again.load_state_dict(middle.state_dict())
+    train(ours, again, range(5, 8))
+
+    assert_nets_equal(ours, plain)
+    stock.load_state_dict(stock.state_dict())  # which casts numbers to the parameter's dtype
+    assert_states_equal(again.state_dict(), stock.state_dict())
+
+
+def test_the_stock_optimizer_shows_and_loads_the_state(devices: Devices) -> None:
+    used = devices(2)
+    net = Net().to(used[0])
+    stock = torch.optim.AdamW(groups(net))
+    sharded = everygpu.ShardedOptimizer(stock, used)
+    train(net, sharded, range(2))
+    saved = stock.state_dict()
+    assert len(saved["state"]) == 7
+    assert not stock.state, "the state is on the devices"
+
+    kept = copy.deepcopy(saved)
+    train(net, sharded, range(2, 4))
+    stock.load_state_dict(kept)
+    assert_states_equal(sharded.state_dict(), kept)
+    assert not stock.state
+
+
+def test_a_state_that_is_there_already_is_taken_over(devices: Devices) -> None:
+    used = devices(2)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    stock, mine = torch.optim.Adam(groups(plain)), torch.optim.Adam(groups(ours))
+    train(plain, stock, range(5))
+    train(ours, mine, range(2))
+    train(ours, everygpu.ShardedOptimizer(mine, used), range(2, 5))
+    assert_nets_equal(ours, plain)
+
+
+def test_wrapping_again_takes_the_state_from_the_first(devices: Devices) -> None:
+    used = devices(3)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    stock, mine = torch.optim.Adam(groups(plain)), torch.optim.Adam(groups(ours))
+    train(plain, stock, range(5))
+    train(ours, everygpu.ShardedOptimizer(mine, used), range(2))
+    train(ours, everygpu.ShardedOptimizer(mine, used[:2]), range(2, 5))
+    assert_nets_equal(ours, plain)
+
+
+def test_release_gives_the_state_back(devices: Devices) -> None:
+    used = devices(2)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    stock, mine = torch.optim.Adam(groups(plain)), torch.optim.Adam(groups(ours))
+    train(plain, stock, range(4))
+    sharded = everygpu.ShardedOptimizer(mine, used)
+    train(ours, sharded, range(2))
+    sharded.release()
+    mine.load_state_dict(copy.deepcopy(mine.state_dict()))
+    train(ours, mine, range(2, 4))
+    assert_nets_equal(ours, plain)
+
+
+def test_each_device_holds_its_share_of_the_state() -> None:
+    weights = [nn.Parameter(torch.randn(1024, 64)) for _ in range(4)]
+    sharded = everygpu.ShardedOptimizer(torch.optim.AdamW(weights), ["cpu"] * 4)
+    for p in weights:
+        p.grad = torch.ones_like(p)
+    sharded.step()
+    whole = 2 * sum(p.nbytes for p in weights)
+    assert all(whole / 4 <= held <= whole / 4 + 100 for held in sharded.state_bytes())
+
+
+@pytest.mark.parametrize("on", ["stock", "sharded"])
+def test_schedulers_and_edits_take_effect_at_the_next_step(devices: Devices, on: str) -> None:
+    used = devices(2)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    stock, mine = torch.optim.SGD(groups(plain), lr=0.1), torch.optim.SGD(groups(ours), lr=0.1)
+    sharded = everygpu.ShardedOptimizer(mine, used)
+    pairs = [(plain, stock, stock), (ours, sharded, mine if on == "stock" else sharded)]
+    for net, optimizer, watched in pairs:
+        scheduler = lr_scheduler.StepLR(watched, 2, gamma=0.3)
+        for step in range(6):
+            train(net, optimizer, range(step, step + 1))
+            scheduler.step()
+        optimizer.param_groups[0]["weight_decay"] = 0.5
+        train(net, optimizer, range(6, 7))
+    assert_nets_equal(ours, plain)
+
+
+def test_parameters_added_later(devices: Devices) -> None:
+    used = devices(2)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    for net, wrap in ((plain, lambda o: o), (ours, lambda o: everygpu.ShardedOptimizer(o, used))):
+        optimizer = wrap(torch.optim.AdamW(net.linear.parameters(), lr=0.01))
+        train(net, optimizer, range(2))
+        optimizer.add_param_group({"params": [*net.conv.parameters()], "lr": 0.1})
+        train(net, optimizer, range(2, 4))
+        net.fine.requires_grad_(False)
+        train(net, optimizer, range(4, 6))
+    assert_nets_equal(ours, plain)
+
+
+def test_values_written_between_steps_are_seen(devices: Devices) -> None:
+    used = devices(2)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    for net, wrap in ((plain, lambda o: o), (ours, lambda o: everygpu.ShardedOptimizer(o, used))):
+        optimizer = wrap(torch.optim.Adam(net.parameters(), lr=0.01))
+        for step in range(4):
+            train(net, optimizer, range(step, step + 1))
+            net.linear.weight.data.clamp_(-0.1, 0.1)
+            net.conv.weight.data = net.conv.weight.data * 0.5
+    assert_nets_equal(ours, plain)
+
+
+def test_a_closure_is_called_with_gradients_on(devices: Devices) -> None:
+    used = devices(2)
+    net = Net().to(used[0])
+    sharded = everygpu.ShardedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), used)
+    before = net.linear.weight.detach().clone()
+
+    def closure() -> Tensor:
+        sharded.zero_grad()
+        loss = net.loss(0)
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        loss = sharded.step(closure)
+    assert loss.item() == pytest.approx(net.loss(0).item(), rel=0.9)
+    assert not net.linear.weight.equal(before)
+
+
+def test_hooks_of_both_are_called(devices: Devices) -> None:
+    used = devices(2)
+    net = Net().to(used[0])
+    stock = torch.optim.SGD(net.parameters(), lr=0.1)
+    sharded = everygpu.ShardedOptimizer(stock, used)
+    seen: list[str] = []
+    stock.register_step_pre_hook(lambda o, a, k: seen.append(f"before {o is stock}"))
+    stock.register_step_post_hook(lambda o, a, k: seen.append(f"after {o is stock}"))
+    sharded.register_step_post_hook(lambda o, a, k: seen.append(f"wrapper {o is sharded}"))
+    train(net, sharded, range(1))
+    assert seen == ["before True", "after True", "wrapper True"]
+
+
+def test_autograd_notices_the_update(devices: Devices) -> None:
+    used = devices(2)
+    net = Net().to(used[0])
+    sharded = everygpu.ShardedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), used)
+    x = torch.randn(2, 40, device=used[0], requires_grad=True)
+    loss = net.linear(x).square().sum()
+    train(net, sharded, range(1))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_gradient_scaler_works_with_it(devices: Devices) -> None:
+    used = devices(2)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    for net, wrap in ((plain, lambda o: o), (ours, lambda o: everygpu.ShardedOptimizer(o, used))):
+        optimizer = wrap(torch.optim.AdamW([net.linear.weight, net.scale], lr=0.01))
+        scaler = torch.amp.GradScaler(used[0].type, init_scale=16.0, growth_interval=2)
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale(net.loss(step) * (float("inf") if step == 1 else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert_nets_equal(ours, plain)
+
+
+def test_everything_goes_with_the_optimizer() -> None:
+    net = Net()
+    stock = torch.optim.AdamW(net.parameters())
+    train(net, everygpu.ShardedOptimizer(stock, ["cpu", "cpu"]), range(1))
+    gc.collect()
+    assert len(stock.state_dict()["state"]) == 7, "the state outlives the wrapper, with the stock optimizer"
+
+
+def test_saved_and_loaded_with_a_checkpoint(devices: Devices, tmp_path: Any) -> None:
+    used = devices(2)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    stock = torch.optim.AdamW(groups(plain))
+    train(plain, stock, range(5))
+    sharded = everygpu.ShardedOptimizer(torch.optim.AdamW(groups(ours)), used)
+    train(ours, sharded, range(2))
+    everygpu.save(tmp_path / "c", model=ours, optimizer=sharded)
+    later = Net()
+    fresh = torch.optim.AdamW(groups(later))
+    everygpu.load(tmp_path / "c", model=later, optimizer=fresh)
+    train(later, fresh, range(2, 5))
+    assert_nets_equal(later, plain.cpu())
+
+
+# What it refuses.
+
+
+def test_sparse_gradients_are_refused() -> None:
+    table = nn.Embedding(5, 3, sparse=True)
+    sharded = everygpu.ShardedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1), ["cpu", "cpu"])
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(OptimizerError, match=r"dense.*parameter 0 of shape \(5, 3\).*stock optimizer"):
+        sharded.step()
+
+
+class MyAdam(torch.optim.Adam):
+    pass
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.LBFGS(p),
+        lambda p: torch.optim.SparseAdam(p),
+        lambda p: MyAdam(p),
+        lambda p: torch.optim.Adam(p, differentiable=True),
+        lambda p: everygpu.ShardedOptimizer(torch.optim.SGD(p), ["cpu"]),
+        lambda p: p,
+    ],
+)
+def test_optimizers_that_cannot_be_sharded_are_refused(make: Any) -> None:
+    with pytest.raises(OptimizerError, match="ShardedOptimizer: "):
+        everygpu.ShardedOptimizer(make([nn.Parameter(torch.ones(2))]), ["cpu", "cpu"])
+
+
+def test_unknown_devices_are_refused() -> None:
+    with pytest.raises(DeviceError):
+        everygpu.ShardedOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(2))]), ["cpu", "nowhere"])
+
+
+def test_devices_are_found_from_the_parameters() -> None:
+    assert everygpu.ShardedOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(2))])).devices == [torch.device("cpu")]
