@@ -192,6 +192,29 @@ class TestRestoring:
             ends.append(training.model.state_dict())
         torch.testing.assert_close(*ends, rtol=0, atol=0)
 
+    @pytest.mark.parametrize("warm_steps", [0, 2])
+    def test_a_train_step_whose_state_is_on_all_devices(self, warm_steps):
+        ends = []
+        for searches in (False, True):
+            torch.manual_seed(0)
+            model = DataParallel(nn.Linear(2, 2), ["cpu"] * 2)
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+            train = everygpu.TrainStep(model, nn.CrossEntropyLoss(), optimizer)
+
+            def step(batch, train=train):
+                if len(batch[0]) > 20:
+                    raise torch.OutOfMemoryError
+                train(batch[0], batch[1] % 2)
+
+            for _ in range(warm_steps):
+                step(FOUR)
+            if searches:
+                assert find_batch_size(step, FOUR, model, optimizer, cache=False).num_rows >= 19
+            for _ in range(3):
+                step((torch.ones(4, 2), torch.arange(4)))
+            ends.append((model.state_dict(), optimizer.state_dict()["state"]))
+        torch.testing.assert_close(*ends, rtol=0, atol=0)
+
     def test_a_fresh_optimizer_stays_fresh(self):
         training = Training(20)
         training.search(FOUR)

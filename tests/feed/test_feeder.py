@@ -107,6 +107,19 @@ class TestTargets:
         model = torch.compile(DataParallel(nn.Linear(3, 2), ["cpu"] * 2), backend="eager")
         assert Feeder([], model).devices == [CPU] * 2
 
+    def test_a_train_step(self):
+        def train(feed_to_step):
+            torch.manual_seed(0)
+            model = DataParallel(nn.Linear(3, 2), ["cpu"] * 2, split="even")
+            step = everygpu.TrainStep(model, nn.CrossEntropyLoss(), torch.optim.Adam(model.parameters()))
+            data = [(torch.rand(5, 3), torch.arange(5) % 2) for _ in range(4)]
+            for x, y in Feeder(data, step) if feed_to_step else data:
+                assert isinstance(x, ShardedBatch) == feed_to_step
+                step(x, y)
+            return [p.detach().clone() for p in model.parameters()]
+
+        torch.testing.assert_close(train(True), train(False), rtol=1e-6, atol=1e-7)
+
     def test_a_bare_module_is_on_one_device(self):
         assert Feeder([], nn.Linear(3, 2)).devices == [CPU]
         assert Feeder([], nn.Identity()).devices == [CPU]

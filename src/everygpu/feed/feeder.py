@@ -18,8 +18,12 @@ from everygpu.feed.waiting import FeedReport, WaitMeter
 from everygpu.keys import wrapped_child
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.split import Split, settle_split
+from everygpu.step.train_step import TrainStep
 
-Target: TypeAlias = nn.Module | DeviceLike | Iterable[DeviceLike] | None
+Devices: TypeAlias = DeviceLike | Iterable[DeviceLike] | None
+"""As ``DataParallel`` takes them."""
+
+Target: TypeAlias = nn.Module | TrainStep | Devices
 """A model, or devices."""
 
 
@@ -39,7 +43,7 @@ class Feeder:
         loader: Any iterable of batches: tensors of shape (..., rows, ...) in any nesting of containers.
             ``Replicated`` values are copied whole to every device; what is no tensor stays as it is.
         model_or_devices: A ``DataParallel``, whose devices, ``dim`` and ``split`` are taken; another module, whose
-            device is; or devices as ``DataParallel`` takes them, None for all.
+            device is; a ``TrainStep``; or devices as ``DataParallel`` takes them, None for all.
         prefetch: How many batches to have on the devices ahead of the one in use. 0: no thread, each batch is
             sent when it is asked for.
         split: As for ``DataParallel``; taken from there when left out, else ``"chunk"``.
@@ -146,27 +150,27 @@ class Feeder:
 
 def find_route(target: Target, split: Split | None, dim: int | None) -> Route:
     """Work out where batches go; see ``Feeder``."""
-    model = data_parallel_in(target)
+    target = target.model if isinstance(target, TrainStep) else target
+    model = data_parallel_in(target) if isinstance(target, nn.Module) else None
     if model is not None:
         devices, model_split, model_dim = list(model.device_ids), model.split, model.dim
     else:
         devices, model_split, model_dim = _devices_of(target), "chunk", 0
-    chosen = model_split if split is None else split
-    settled = settle_split(chosen, devices)
+    settled = settle_split(model_split if split is None else split, devices)
     return Route(devices=tuple(devices), dim=model_dim if dim is None else dim, split=settled)
 
 
-def data_parallel_in(target: Target) -> DataParallel | None:
-    """Return the ``DataParallel`` that a target is, perhaps inside of torch.compile."""
-    while isinstance(target, nn.Module) and not isinstance(target, DataParallel):
-        child = wrapped_child(target)
+def data_parallel_in(model: nn.Module) -> DataParallel | None:
+    """Return the ``DataParallel`` that a model is, perhaps inside of torch.compile."""
+    while not isinstance(model, DataParallel):
+        child = wrapped_child(model)
         if child is None:
             return None
-        target = target.get_submodule(child)
-    return target if isinstance(target, DataParallel) else None
+        model = model.get_submodule(child)
+    return model
 
 
-def _devices_of(target: Target) -> list[torch.device]:
+def _devices_of(target: nn.Module | Devices) -> list[torch.device]:
     if not isinstance(target, nn.Module):
         return parse_devices(target)
     tensor = next(iter([*target.parameters(), *target.buffers()]), None)

@@ -28,7 +28,7 @@ def restored(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
     values = [_on_host(t) for t in tensors]
     grads = [(t.grad, _on_host(t.grad)) if t.is_leaf and t.grad is not None else None for t in tensors]
     flags = [(module, module.training) for module in model.modules()]
-    saved = None if optimizer is None else _SavedState(optimizer)
+    put_optimizer_back = None if optimizer is None else _save_optimizer(optimizer)
     with restored_generators():
         try:
             yield
@@ -36,8 +36,8 @@ def restored(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
             _put_back(tensors, values, grads)
             for module, is_training in flags:
                 module.training = is_training
-            if saved is not None:
-                saved.put_back()
+            if put_optimizer_back is not None:
+                put_optimizer_back()
 
 
 @contextmanager
@@ -62,6 +62,16 @@ def _put_back(tensors: list[Tensor], values: list[Tensor], grads: list[tuple[Ten
             t.copy_(value)
             if t.is_leaf:
                 t.grad = None if grad is None else grad[0].copy_(grad[1])
+
+
+def _save_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return a call that puts an optimizer back to where it is."""
+    stock = getattr(optimizer, "module", optimizer)
+    if not stock._optimizer_state_dict_pre_hooks:
+        return _SavedState(optimizer).put_back
+    # Its state is elsewhere, as ShardedOptimizer's is on all devices, and brought together by these hooks.
+    state = tree.map_leaves(lambda x: _on_host(x) if isinstance(x, Tensor) else x, optimizer.state_dict())
+    return lambda: optimizer.load_state_dict(state)
 
 
 class _SavedState:
