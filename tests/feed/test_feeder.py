@@ -92,6 +92,22 @@ def test_training_equals_one_device(devices, options):
     torch.testing.assert_close(model.module.state_dict(), bare.state_dict(), **TOLERANCE)
 
 
+@pytest.mark.parametrize("pinned", [False, True])
+def test_batches_are_right_while_the_devices_are_behind(devices, pinned):
+    """Memory of a batch may be used for the next only when the work that was queued on it is done."""
+    used = devices(2)
+    on_gpus = used[0].type == "cuda"
+    loader = (torch.full((64, 4096), float(i), pin_memory=pinned and on_gpus) for i in range(25))
+    totals = []
+    for x in Feeder(loader, used):
+        for device in used if on_gpus else ():
+            with torch.cuda.device(device):
+                torch.cuda._sleep(10_000_000)
+        totals.append(x.mean())
+        del x
+    assert [t.item() for t in totals] == list(range(25))
+
+
 class TestTargets:
     def test_a_wrapped_model_gives_devices_dim_and_split(self):
         model = DataParallel(nn.Linear(3, 2), ["cpu"] * 2, dim=1, split=[1, 3])

@@ -67,9 +67,8 @@ def receive(tensors: Sequence[Tensor], marks: Iterable[Mark]) -> None:
 
 def _staged(part: Tensor) -> Tensor:
     """Return pinned memory with the same values and strides, if that makes the copy sooner done."""
-    if part.device.type != "cpu" or part.nbytes < STAGE_FROM_BYTES:
-        return part
-    if type(part) is not Tensor or part.layout != torch.strided or part.is_pinned():
+    is_plain = type(part) is Tensor and part.layout == torch.strided and part.device.type == "cpu"
+    if not is_plain or part.nbytes < STAGE_FROM_BYTES or part.is_pinned():
         return part
     # torch frees this memory for the next one when the copy queued from it is done.
     return torch.empty_like(part, pin_memory=True).copy_(part)
