@@ -88,7 +88,7 @@ class TestMeasuring:
         plain = speed._tasks(CPU)
         one = speed._time_rounds(lambda: a @ a, CPU)
         two = speed._time_rounds(lambda: (a @ a, a @ a), CPU)
-        assert 1.2 < min(two) / min(one) < 3.5
+        assert 1.2 < min(two) / min(one) < 5
         assert set(plain) == {"torch.float32", "copy"}
 
 

@@ -122,14 +122,14 @@ class TestMeasuring:
         assert len(list(feeder)) == 12
         assert feeder.report().num_steps == 11
         assert feeder.report().wait_pct > 80
-        assert feeder.report().load_s == pytest.approx(0.02, rel=0.5)
+        assert 0.019 < feeder.report().load_s < 0.2
 
     def test_a_slow_loop_does_not_wait(self):
         feeder = Feeder([torch.ones(2)] * 12, "cpu")
         for _ in feeder:
             time.sleep(0.02)
-        assert feeder.report().wait_pct < 20
-        assert feeder.report().step_s == pytest.approx(0.02, rel=0.5)
+        assert feeder.report().wait_pct < 40
+        assert 0.019 < feeder.report().step_s < 0.2
 
     def test_time_between_passes_is_no_step(self):
         feeder = Feeder([torch.ones(2)] * 3, "cpu")
@@ -137,7 +137,7 @@ class TestMeasuring:
         time.sleep(0.1)
         list(feeder)
         assert feeder.report().num_steps == 4
-        assert feeder.report().step_s < 0.02
+        assert feeder.report().step_s < 0.05
 
     def test_an_input_bound_loop_is_warned(self, caplog):
         caplog.set_level(logging.WARNING, "everygpu")

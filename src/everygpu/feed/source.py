@@ -140,7 +140,9 @@ def _watch(iterator: Any, is_stopped: Callable[[], bool]) -> None:
 def _explain_death(dead: list[Any]) -> str:
     ends = ", ".join(f"pid {w.pid} {_explain_exit(w.exitcode)}" for w in dead)
     hints = {
-        signal.SIGKILL: "The kernel's out-of-memory killer does this: take fewer workers, or smaller items.",
+        getattr(
+            signal, "SIGKILL", None
+        ): "The kernel's out-of-memory killer does this: take fewer workers, or smaller items.",
         getattr(signal, "SIGBUS", None): "Shared memory may be full: see `df -h /dev/shm`, or take fewer workers.",
     }
     hint = next((hints[n] for w in dead if (n := -w.exitcode) in hints), "Run with num_workers=0 to see its error.")
