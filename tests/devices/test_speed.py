@@ -1,6 +1,7 @@
 """Shares by measured speed and memory: in proportion, capped by what is scarce, and even within the noise."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,14 +83,25 @@ class TestMeasuring:
         assert measure_shares([CPU] * 3) is None
         assert asked == [CPU]
 
-    def test_half_the_work_is_twice_the_rate(self, monkeypatch):
-        """The clock is real: a task of two products takes twice as long as one of one."""
-        a = torch.ones(256, 256)
-        plain = speed._tasks(CPU)
-        one = speed._time_rounds(lambda: a @ a, CPU)
-        two = speed._time_rounds(lambda: (a @ a, a @ a), CPU)
-        assert 1.2 < min(two) / min(one) < 5
-        assert set(plain) == {"torch.float32", "copy"}
+    @pytest.mark.parametrize(
+        ("seconds", "num_runs"), [(0.004, 2 + 2 + 5 * 3), (0.05, 2 + 2 + 5), (0.0001, 4 + 5 * 100)]
+    )
+    def test_rounds_are_long_enough_to_be_timed(self, monkeypatch, seconds, num_runs):
+        clock = SimpleNamespace(now=0.0, runs=0)
+        monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+        def task():
+            clock.now += seconds
+            clock.runs += 1
+
+        assert speed._time_rounds(task, CPU) == pytest.approx([seconds] * 5)
+        assert clock.runs == pytest.approx(num_runs, abs=5)
+
+    def test_rates_are_runs_per_second_and_varying_ones_are_told(self, monkeypatch):
+        monkeypatch.setattr(speed, "_time_rounds", lambda task, device: [0.1, 0.2, 0.2, 0.2, 0.3])
+        result = measure_speed(CPU)
+        assert result.rates == {"torch.float32": 5.0, "copy": 5.0}
+        assert result.spread == pytest.approx(1.0)
 
 
 @pytest.fixture
