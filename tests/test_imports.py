@@ -15,7 +15,7 @@ import everygpu
 ROOT = Path(everygpu.__file__).parent
 LAYERS = [
     {"errors"},
-    {"tree", "units", "keys"},
+    {"tree", "units", "keys", "folders", "locks"},
     {"devices"},
     {"comm"},
     {"parallel"},

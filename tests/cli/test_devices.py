@@ -2,15 +2,19 @@
 
 import io
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 from click.testing import CliRunner
 from rich.console import Console
 
-from everygpu.cli import devices, main
+from everygpu.cli import devices, live, main
+from everygpu.devices.nvml import sample_devices
+from everygpu.devices.reserve import Holder
 from everygpu.devices.visible import VisibleDevice
-from tests.devices.fake_nvml import GIB, make_sample
+from tests.devices.fake_nvml import GIB, FakeNvml, make_sample, mig_gpu
 
 
 def as_visible(position, sample, **changes):
@@ -31,17 +35,28 @@ BOX = [make_sample(0), make_sample(1, free=3 * GIB, utilization_pct=97.0, proces
 
 
 @pytest.fixture
-def show(monkeypatch):
-    """Run the command on a machine where torch sees some devices and NVML others."""
+def invoke(monkeypatch):
+    """Run the command on a machine where torch sees some devices, NVML others, and some are reserved."""
 
-    def invoke(visible, samples, *arguments):
+    def run(visible, samples, *arguments, holders=None):
         monkeypatch.setattr(devices, "visible_devices", lambda: visible)
         monkeypatch.setattr(devices.nvml, "sample_devices", lambda: samples)
-        result = CliRunner().invoke(main, ["devices", *arguments])
+        monkeypatch.setattr(devices, "find_holders", lambda: holders or {})
+        return CliRunner().invoke(main, ["devices", *arguments])
+
+    return run
+
+
+@pytest.fixture
+def show(invoke):
+    """The same, of which the output is wanted."""
+
+    def succeed(*arguments, **options):
+        result = invoke(*arguments, **options)
         assert result.exit_code == 0, result.output
         return result.stdout
 
-    return invoke
+    return succeed
 
 
 @pytest.mark.parametrize("samples", [None, []])
@@ -96,6 +111,7 @@ def test_json_has_bytes_and_hidden_devices(show):
         "free_memory_bytes": 3 * GIB,
         "utilization_pct": 97.0,
         "processes": [{"pid": 7, "used_memory_bytes": 5 * GIB}, {"pid": 8, "used_memory_bytes": None}],
+        "reserved_by": None,
     }
     assert (records[1]["device"], records[1]["index"]) == (None, 0)
 
@@ -118,13 +134,107 @@ def test_what_is_not_known_has_a_sign(show):
 
 def test_narrow_terminal_loses_nothing_of_the_uuid():
     stream = io.StringIO()
-    Console(file=stream, width=80).print(devices.build_table([BOX[0]]))
+    Console(file=stream, width=80).print(devices.build_table([BOX[0]], {}))
     column = [line.split("│")[4].strip() for line in stream.getvalue().splitlines() if "│" in line]
     assert "".join(column) == BOX[0].uuid
 
 
 def test_markup_in_a_name_is_shown_as_it_is(show):
     assert "[bold]x" in show([as_visible(0, BOX[0], name="[bold]x")], BOX)
+
+
+def test_mig_instances_are_listed_with_their_uuids(show, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    box = sample_devices(FakeNvml(mig_gpu()))
+    first, second = box[0].mig_instances
+    assert [line.split("│")[2].strip() for line in show([], box).splitlines() if "│" in line] == ["0:0", "0:1"]
+    out = show([as_visible(0, first)], box)
+    assert first.uuid in out
+    assert second.uuid in out
+    assert "out of torch's reach" not in out  # CUDA uses one instance in a process
+    assert "1 GPU is out of torch's reach" in show([], box)
+
+
+def test_gpu_in_mig_mode_without_instances_is_listed_itself(show):
+    assert "GPU-1f2e3d4c" in show([], sample_devices(FakeNvml(mig_gpu(num_instances=0))))
+
+
+HOLDERS = {BOX[0].uuid: Holder(pid=12, command="train.py")}
+
+
+def test_reservations_are_shown(show):
+    out = show([as_visible(0, BOX[1])], BOX, holders=HOLDERS)
+    assert "reserved by process 12 (train.py)" in out
+    records = json.loads(show([as_visible(0, BOX[1])], BOX, "--json", holders=HOLDERS))["devices"]
+    assert [record["reserved_by"] for record in records] == [None, {"pid": 12, "command": "train.py"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--select", "2"], [0, 1]),
+        (["--select", "1"], [0]),
+        (["--select", "1,0"], [1, 0]),
+        (["--select", "1", "--sort", "utilization", "--min-free", "1GiB"], [0]),
+        (["--select", "auto", "--exclude", "0"], [1]),
+        (["--exclude", "0,7"], [1]),
+        (["--max-utilization", "50"], [0]),
+        (["--name", "h200"], [0, 1]),
+        ([], [0, 1]),
+    ],
+)
+def test_visible_format_is_a_value_for_the_variable(show, arguments, expected):
+    out = show([], BOX, *arguments, "--format", "visible")
+    assert out == ",".join(BOX[index].uuid for index in expected) + "\n"
+
+
+def test_visible_format_leaves_out_what_is_reserved(show):
+    assert show([], BOX, "--select", "1", "--format", "visible", holders=HOLDERS) == BOX[1].uuid + "\n"
+
+
+@pytest.mark.parametrize("arguments", [["--select", "3"], ["--min-free", "101GiB"], ["--name", "A100"]])
+def test_selection_that_cannot_be_met_is_three_and_prints_nothing_to_stdout(invoke, arguments):
+    result = invoke([], BOX, *arguments, "--format", "visible")
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert "GPU 1   NVIDIA H200" in result.stderr
+
+
+def test_selected_rows_come_in_the_order_of_the_choice(show):
+    visible = [as_visible(0, BOX[1]), as_visible(1, BOX[0])]
+    records = json.loads(show(visible, BOX, "--select", "2", "--json"))["devices"]
+    assert [record["device"] for record in records] == ["cuda:1", "cuda:0"]
+    table = show(visible, BOX, "--select", "1")
+    assert "cuda:1" in table
+    assert "cuda:0" not in table
+
+
+def test_visible_format_needs_no_torch():
+    code = "import sys; sys.argv[1:] = ['devices', '--format', 'visible']\nfrom everygpu.cli import main\n"
+    code += "try: main()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--watch", "--json"], ["--watch", "--format=visible"], ["--select", "x"], ["--interval", "0"], ["--sort", "y"]],
+)
+def test_wrong_usage_is_two(invoke, arguments):
+    assert invoke([], BOX, *arguments).exit_code == 2
+
+
+def test_watch_asks_again_until_interrupted(show, monkeypatch):
+    times = []
+
+    def sleep(seconds):
+        times.append(seconds)
+        if len(times) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(live.time, "sleep", sleep)
+    out = show([as_visible(0, BOX[0])], BOX, "--watch", "--interval", "0.5")
+    assert out.count("cuda:0") == 3
+    assert times == [0.5] * 3
 
 
 def test_this_machine_answers():

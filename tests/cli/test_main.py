@@ -78,6 +78,11 @@ def test_long_messages_are_not_folded(failing_command):
     assert CliRunner().invoke(main, ["fail"]).stderr.count("\n") == 1
 
 
+def test_interrupt_is_130(failing_command):
+    failing_command.append(KeyboardInterrupt())
+    assert CliRunner().invoke(main, ["fail"]).exit_code == 130
+
+
 def test_other_errors_are_not_hidden(failing_command):
     failing_command.append(ZeroDivisionError("a bug"))
     result = CliRunner().invoke(main, ["fail"])

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import click
@@ -15,23 +14,20 @@ import pytest
 from click.testing import CliRunner
 
 from everygpu.cli import main
-from everygpu.cli.run import Plan, Request, choose_gpus, parse_request, plan_run, run_script
+from everygpu.cli.filters import Filters
+from everygpu.cli.plan import Manners, Plan, Request, choose_gpus, parse_request, plan_run
+from everygpu.cli.script import run_script
 from everygpu.devices import nvml
 from everygpu.devices.nvml import sample_devices
+from everygpu.devices.reserve import Holder
 from everygpu.devices.select import Demand
 from everygpu.errors import DeviceError, OptionError
-from tests.devices.fake_nvml import GIB, MIG_UUIDS, FakeNvml, Gpu, make_sample, mig_gpu
+from tests.cli.runs import command_of, everygpu, install_driver
+from tests.devices.fake_nvml import GIB, H200_UUIDS, MIG_UUIDS, FakeNvml, Gpu, make_sample, mig_gpu
 
-ROOT = Path(__file__).parents[2]
 BOX = [make_sample(0, free=10 * GIB), make_sample(1, free=90 * GIB), make_sample(2, free=50 * GIB)]
 UUIDS = [sample.uuid for sample in BOX]
 CPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
-FAKE_PYNVML = """
-import sys
-sys.path.append({root!r})
-from tests.devices.fake_nvml import FakeNvml, two_h200s
-sys.modules["pynvml"] = FakeNvml(*two_h200s(used=9 * 2**30))
-"""
 
 
 @pytest.mark.parametrize(
@@ -61,9 +57,11 @@ def test_what_gpus_cannot_say(text):
 def plan(monkeypatch):
     """Plan a run on a box of samples; None stands for a machine without a driver."""
 
-    def make(gpus="auto", *, min_free=None, samples=BOX, **environ):
+    def make(gpus="auto", *, min_free=None, min_count=None, samples=BOX, manners=Manners(share=True), **environ):  # noqa: B008
         monkeypatch.setattr(nvml, "sample_devices", lambda: samples)
-        return plan_run(parse_request(gpus), min_free, environ)
+        request = parse_request(gpus)
+        filters = Filters(min_free=min_free, min_count=min_count)
+        return plan_run(request, filters.demand(request.num_asked), environ, manners)
 
     return make
 
@@ -103,8 +101,8 @@ def test_auto_without_a_driver_leaves_torch_what_it_finds(plan, samples):
 @pytest.mark.parametrize(
     ("min_free", "environ", "words"),
     [
-        ("91GiB", {}, "no GPU with 91.0 GiB free: the script runs on the CPU"),
-        (None, {"CUDA_VISIBLE_DEVICES": ""}, "no GPU among CUDA_VISIBLE_DEVICES='': the script"),
+        ("91GiB", {}, "no GPU with 91.0 GiB free fits: the script runs on the CPU"),
+        (None, {"CUDA_VISIBLE_DEVICES": ""}, "no GPU among CUDA_VISIBLE_DEVICES='' fits: the script"),
         (None, {"CUDA_VISIBLE_DEVICES": "1,1"}, "no GPU among CUDA_VISIBLE_DEVICES='1,1'"),
     ],
 )
@@ -138,15 +136,54 @@ def test_asking_for_gpus_without_a_driver(plan):
         plan("1", samples=None)
 
 
+def test_the_fewest_that_will_do(plan):
+    assert plan("3", min_free="20GiB", min_count=2).num_gpus == 2
+    assert plan(min_free="20GiB", min_count=2).num_gpus == 2
+    for options in ({"min_free": "20GiB"}, {"samples": None}, {"CUDA_VISIBLE_DEVICES": ""}):
+        with pytest.raises(DeviceError, match="3 fitting devices required"):
+            plan(min_count=3, **options)  # the CPU will not do
+
+
 def test_wrong_size(plan):
     with pytest.raises(OptionError, match="'lots'"):
         plan(min_free="lots")
 
 
-def test_mig_instance_is_set_by_its_own_uuid():
-    box = sample_devices(FakeNvml(Gpu(), mig_gpu()))
-    request = Request(indices=(1,))
-    assert [gpu.uuid for gpu in choose_gpus(box, request, Demand(count=1), {})] == [MIG_UUIDS[0]]
+class TestMig:
+    """GPU 0 is whole, GPU 1 is cut into two instances of 20 GiB."""
+
+    BOX = sample_devices(FakeNvml(Gpu(), mig_gpu()))
+
+    def choose(self, request, environ=None, holders=None, **demand):
+        demand = Demand(count=request.num_asked, **demand)
+        return [gpu.uuid for gpu in choose_gpus(self.BOX, request, demand, environ or {}, holders)]
+
+    def test_instance_is_set_by_its_own_uuid(self):
+        assert self.choose(Request(indices=(1,))) == [MIG_UUIDS[0]]
+
+    def test_gpus_come_first(self):
+        assert self.choose(Request(count=1)) == [H200_UUIDS[0]]
+        assert self.choose(Request()) == [H200_UUIDS[0]]
+
+    def test_one_instance_where_no_gpu_fits(self):
+        taken = {H200_UUIDS[0]: Holder(pid=1, command="x"), MIG_UUIDS[0]: Holder(pid=2, command="y")}
+        assert self.choose(Request(count=1), holders=taken) == [MIG_UUIDS[1]]
+        assert self.choose(Request(), holders=taken) == [MIG_UUIDS[1]]
+
+    def test_never_two_for_one_process(self):
+        only_instances = sample_devices(FakeNvml(mig_gpu()))
+        assert len(choose_gpus(only_instances, Request(), Demand(), {})) == 1
+        with pytest.raises(DeviceError, match="GPU 1:0 .* a MIG instance: CUDA uses one in a process"):
+            self.choose(Request(count=2))
+
+    def test_what_the_variable_names_is_what_cuda_would_use(self):
+        assert self.choose(Request(), {"CUDA_VISIBLE_DEVICES": "1"}) == [MIG_UUIDS[0]]
+        assert self.choose(Request(), {"CUDA_VISIBLE_DEVICES": MIG_UUIDS[1]}) == [MIG_UUIDS[1]]
+
+    def test_a_held_instance_is_in_the_table(self):
+        taken = {MIG_UUIDS[0]: Holder(pid=2, command="y")}
+        with pytest.raises(DeviceError, match=r"GPU 1:0 .* reserved by process 2 \(y\)"):
+            self.choose(Request(count=1), holders=taken, min_free_bytes=200 * GIB)
 
 
 def test_mig_mode_without_instances_is_the_reason():
@@ -171,22 +208,11 @@ def script(tmp_path):
     return write
 
 
-def everygpu(*arguments, fake_gpus=None, cwd=None, **environ):
+def run(*arguments, fake_gpus=None, **options):
     """Run ``everygpu run`` as a user would; ``fake_gpus`` is a folder to put a driver's stand-in into."""
-    inherited = {name: value for name, value in os.environ.items() if "VISIBLE_DEVICES" not in name}
-    inherited.pop("CUDA_DEVICE_ORDER", None)
-    path = [str(ROOT / "src")]
     if fake_gpus is not None:
-        (fake_gpus / "pynvml.py").write_text(FAKE_PYNVML.format(root=str(ROOT)))
-        path.insert(0, str(fake_gpus))
-    return subprocess.run(
-        [sys.executable, "-m", "everygpu", "run", *map(str, arguments)],
-        env={**inherited, "PYTHONPATH": os.pathsep.join(path), **environ},
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        install_driver(fake_gpus)
+    return everygpu("run", *arguments, fake_gpus=fake_gpus, **options)
 
 
 REPORT = """
@@ -210,7 +236,7 @@ ARGUMENTS = ["--gpus", "7", "--cpu", "--", "-x", "--help", "a b", ""]
 def test_script_sees_what_python_would_show_it(script):
     path = script(REPORT)
     relative = os.path.join("folder", path.name)
-    ours = json.loads(everygpu(relative, *ARGUMENTS, cwd=path.parents[1]).stdout)
+    ours = json.loads(run(relative, *ARGUMENTS, cwd=path.parents[1]).stdout)
     plain = subprocess.run(
         [sys.executable, relative, *ARGUMENTS], cwd=path.parents[1], capture_output=True, text=True, check=True
     )
@@ -221,7 +247,7 @@ def test_script_sees_what_python_would_show_it(script):
 
 
 def test_environment_is_set_before_the_script_starts(script, tmp_path):
-    done = everygpu("--gpus", "1", script(REPORT), fake_gpus=tmp_path)
+    done = run("--gpus", "1", script(REPORT), fake_gpus=tmp_path)
     report = json.loads(done.stdout)
     assert report["visible"] == "GPU-a5013c05-0df6-c9f7-a45c-22c4343803ae"
     assert report["order"] == "PCI_BUS_ID"
@@ -229,7 +255,7 @@ def test_environment_is_set_before_the_script_starts(script, tmp_path):
 
 
 def test_unmet_request_is_three_and_the_script_does_not_run(script, tmp_path):
-    done = everygpu("--gpus", "3", script("print('ran')"), fake_gpus=tmp_path)
+    done = run("--gpus", "3", script("print('ran')"), fake_gpus=tmp_path)
     assert done.returncode == 3
     assert done.stdout == ""
     assert "3 fitting devices required, got 2 of 2" in done.stderr
@@ -237,7 +263,7 @@ def test_unmet_request_is_three_and_the_script_does_not_run(script, tmp_path):
 
 
 def test_cpu_hides_the_gpus(script, tmp_path):
-    done = everygpu("--cpu", script(REPORT), fake_gpus=tmp_path)
+    done = run("--cpu", script(REPORT), fake_gpus=tmp_path)
     assert json.loads(done.stdout)["visible"] == "-1"
     assert done.stderr == ""
 
@@ -259,7 +285,7 @@ def test_unused_gpus_are_told(script, tmp_path, text, warns):
         "__version__ = '2.13.0+cpu'; version = S(cuda=None); cuda = S(used=False)\n"
         "cuda.is_initialized = lambda: cuda.used"
     )
-    error = everygpu(script(text), fake_gpus=tmp_path).stderr
+    error = run(script(text), fake_gpus=tmp_path).stderr
     assert ("CUDA is there but unused: the script had 2 GPU(s)" in error) == warns
     assert len(error.splitlines()) == int(warns)
 
@@ -358,6 +384,15 @@ class TestInThisProcess:
             ["run", "--cpu", "--gpus", "1", "SCRIPT"],
             ["run", "--cpu", "--min-free", "1GiB", "SCRIPT"],
             ["run", "--min-free", "lots", "SCRIPT"],
+            ["run", "--cpu", "--name", "H200", "SCRIPT"],
+            ["run", "--min-count", "0", "SCRIPT"],
+            ["run", "--sort", "speed", "SCRIPT"],
+            ["run", "--timeout", "3", "SCRIPT"],
+            ["run", "--split", "3", "SCRIPT"],
+            ["run", "--processes", "0", "SCRIPT"],
+            ["run", "--processes", "all", "SCRIPT"],
+            ["run", "--nnodes", "2", "SCRIPT"],
+            ["run", "--processes", "2", "--nnodes", "2", "SCRIPT"],
         ],
     )
     def test_wrong_usage_is_two_and_the_script_does_not_run(self, script, arguments):
@@ -380,7 +415,7 @@ def test_worker_processes_find_the_script(script):
                 print(pool.map(square, [3]))
         """
     )
-    done = everygpu(path)
+    done = run(path)
     assert done.stdout == "[9]\n", done.stderr
 
 
@@ -388,9 +423,7 @@ def test_worker_processes_find_the_script(script):
 def test_interrupt_is_130(script, tmp_path):
     ready = tmp_path / "ready"
     path = script(f"import time; open({str(ready)!r}, 'w').close(); time.sleep(60)")
-    command = [sys.executable, "-m", "everygpu", "run", "--cpu", str(path)]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(**command_of("run", "--cpu", path), stderr=subprocess.PIPE) as process:
         while not ready.exists() and process.poll() is None:
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
@@ -406,11 +439,11 @@ def test_real_gpus_are_those_asked_for(script):
     path = script(
         "import torch; print([str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())])"
     )
-    done = everygpu("--gpus", "1,0", path)
+    done = run("--gpus", "1,0", path)
     assert done.stdout.strip() == str([samples[1].uuid[4:], samples[0].uuid[4:]])
 
 
 @pytest.mark.gpu
 def test_real_gpus_left_unused_are_told(script):
-    assert "CUDA is there but unused" in everygpu(script("import torch")).stderr
-    assert "unused" not in everygpu(script("import torch; torch.zeros(1, device='cuda')")).stderr
+    assert "CUDA is there but unused" in run(script("import torch")).stderr
+    assert "unused" not in run(script("import torch; torch.zeros(1, device='cuda')")).stderr

@@ -25,6 +25,11 @@ class Gpu:
     processes: Sequence[tuple[int, int | None]] = ()
     mig: "list[Gpu] | None" = None
     lost: bool = False
+    temperature: int | None = 31
+    power: int | None = 76_500
+    power_limit: int | None = 700_000
+    persistence: int | None = 1
+    slowdowns: int | None = 1
 
 
 class FakeNvml:
@@ -43,7 +48,14 @@ class FakeNvml:
             super().__init__(f"NVML error {value}")
             self.value = value
 
-    def __init__(self, *gpus: Gpu, fail_init: int | None = None, old_driver: bool = False) -> None:
+    def __init__(
+        self,
+        *gpus: Gpu,
+        fail_init: int | None = None,
+        old_driver: bool = False,
+        cuda_version: int | None = 13_000,
+    ) -> None:
+        self.cuda_version = cuda_version
         self.gpus = gpus
         self.fail_init = fail_init
         self.old_driver = old_driver
@@ -97,6 +109,31 @@ class FakeNvml:
 
     def nvmlDeviceGetComputeRunningProcesses(self, gpu: Gpu) -> list[SimpleNamespace]:
         return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in gpu.processes]
+
+    def nvmlDeviceGetTemperature(self, gpu: Gpu, sensor: int) -> object:
+        assert sensor == 0
+        return self._known(gpu.temperature)
+
+    def nvmlDeviceGetPowerUsage(self, gpu: Gpu) -> object:
+        return self._known(gpu.power)
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, gpu: Gpu) -> object:
+        return self._known(gpu.power_limit)
+
+    def nvmlDeviceGetPersistenceMode(self, gpu: Gpu) -> object:
+        return self._known(gpu.persistence)
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu: Gpu) -> object:
+        return self._known(gpu.slowdowns)
+
+    def nvmlSystemGetDriverVersion(self) -> object:
+        return self._known("580.159.03")
+
+    def nvmlSystemGetCudaDriverVersion(self) -> object:
+        return self._known(self.cuda_version)
+
+    def nvmlSystemGetProcessName(self, pid: int) -> object:
+        return self._known({7: "/usr/bin/python3", 4711: "python"}.get(pid))
 
     def nvmlDeviceGetMigMode(self, gpu: Gpu) -> list[int]:
         return [int(gpu.mig is not None)] * 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from everygpu.devices import nvml
-from everygpu.devices.nvml import sample_devices
+from everygpu.devices.nvml import DriverSample, NvmlFailure, name_processes, sample_devices, sample_driver
 from tests.devices.fake_nvml import GIB, H200_UUIDS, MIG_UUIDS, FakeNvml, Gpu, mig_gpu, two_h200s
 
 
@@ -143,6 +143,65 @@ def test_samples_do_not_change():
     (sample,) = sample_devices(FakeNvml(Gpu()))
     with pytest.raises(FrozenInstanceError):
         sample.index = 3
+
+
+def test_power_temperature_and_health():
+    hot = Gpu(temperature=88, power=701_250, slowdowns=0x04 | 0x20 | 0x80, persistence=0)
+    (sample,) = sample_devices(FakeNvml(hot))
+    assert (sample.temperature_c, sample.power_w, sample.power_limit_w) == (88.0, 701.25, 700.0)
+    assert sample.slowdowns == ("software thermal slowdown", "power brake")
+    assert sample.is_persistent is False
+
+
+@pytest.mark.parametrize("idle_or_capped", [0, 1, 2, 4, None])
+def test_idle_and_power_capped_clocks_are_no_slowdown(idle_or_capped):
+    (sample,) = sample_devices(FakeNvml(Gpu(slowdowns=idle_or_capped)))
+    assert sample.slowdowns == ()
+
+
+def test_health_that_is_not_reported_is_none():
+    (sample,) = sample_devices(FakeNvml(Gpu(temperature=None, power=None, power_limit=None, persistence=None)))
+    assert sample.temperature_c is sample.power_w is sample.power_limit_w is sample.is_persistent is None
+
+
+def test_instances_have_a_number_on_their_gpu():
+    (gpu,) = sample_devices(FakeNvml(mig_gpu()))
+    assert gpu.instance is None
+    assert [part.instance for part in gpu.mig_instances] == [0, 1]
+    assert [part.label for part in gpu.mig_instances] == ["GPU 0:0", "GPU 0:1"]
+
+
+def test_driver_and_the_cuda_it_serves():
+    library = FakeNvml(cuda_version=12_080)
+    assert sample_driver(library) == DriverSample(version="580.159.03", cuda_version=(12, 8))
+    assert sample_driver(FakeNvml(cuda_version=None)).cuda_version is None
+    assert library.num_open == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [(FakeNvml.NVML_ERROR_DRIVER_NOT_LOADED, True), (FakeNvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, False)],
+)
+def test_driver_that_does_not_answer_says_why(code, absent):
+    assert sample_driver(FakeNvml(fail_init=code)) == NvmlFailure(is_absent=absent, text=f"NVML error {code}")
+
+
+def test_driver_without_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert "nvidia-ml-py" in sample_driver().text
+    assert name_processes([7]) == {}
+
+
+def test_names_of_processes_that_may_be_known():
+    assert name_processes([7, 9, 4711], FakeNvml()) == {7: "/usr/bin/python3", 4711: "python"}
+    assert name_processes([7], FakeNvml(fail_init=9)) == {}
+
+
+@pytest.mark.gpu
+def test_real_nvml_knows_power_and_driver():
+    assert all(0 < sample.power_w < 2 * sample.power_limit_w for sample in sample_devices())
+    assert all(0 < sample.temperature_c < 110 for sample in sample_devices())
+    assert sample_driver().cuda_version >= (11, 0)
 
 
 @pytest.mark.gpu

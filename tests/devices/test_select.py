@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import everygpu
-from everygpu.devices import visible
+from everygpu.devices import reserve, visible
+from everygpu.devices.reserve import Holder
 from everygpu.devices.select import Demand, check_demand, choose, find_fault, format_verdicts, select_devices
 from everygpu.devices.visible import VisibleDevice
 from everygpu.errors import DeviceError, OptionError
@@ -41,6 +42,10 @@ BOX = [
         ({"count": 3, "min_count": 1, "max_utilization": 20}, [1, 2]),
         ({"count": 1, "min_count": 1, "sort": "index"}, [0]),
         ({"min_free_memory": 0}, [1, 3, 2, 0]),
+        ({"name": "h200"}, [1, 3, 2, 0]),
+        ({"exclude": [1, 3]}, [2, 0]),
+        ({"exclude": ["GPU-00000001"]}, [3, 2, 0]),
+        ({"exclude": [7, "T400"]}, [1, 3, 2, 0]),
     ],
 )
 def test_which_are_chosen(demand, expected):
@@ -73,6 +78,48 @@ def test_refusal_names_every_device_and_its_reason():
     assert rows[1].endswith("fits")
     assert rows[2].endswith("free memory 50.0 GiB, below 60.0 GiB")
     assert rows[3].endswith("hidden")
+
+
+UNLIKE = [
+    make_sample(0, name="NVIDIA T400", free=3 * GIB, total_memory_bytes=4 * GIB),
+    make_sample(1, name="NVIDIA A100-SXM4-40GB", free=1 * GIB, total_memory_bytes=40 * GIB),
+    make_sample(2, name="NVIDIA A100-SXM4-80GB", free=2 * GIB, total_memory_bytes=80 * GIB),
+]
+
+
+@pytest.mark.parametrize(
+    ("demand", "expected"),
+    [
+        ({"name": "a100"}, [2, 1]),
+        ({"name": "80GB"}, [2]),
+        ({"exclude": ["t400"]}, [2, 1]),
+        ({"name": "A100", "exclude": [2]}, [1]),
+        ({"sort": "total"}, [2, 1, 0]),
+        ({"sort": "free"}, [0, 2, 1]),
+    ],
+)
+def test_unlike_gpus_are_chosen_by_name_and_size(demand, expected):
+    assert indices(choose(UNLIKE, check_demand(**demand))) == expected
+
+
+def test_names_and_exclusions_are_reasons_in_the_table():
+    with pytest.raises(DeviceError) as caught:
+        choose(UNLIKE, check_demand(count=3, name="A100", exclude=[1]))
+    rows = str(caught.value).splitlines()[2:]
+    assert [row.split("  ")[-1] for row in rows] == ["not named 'A100'", "excluded by 1", "fits"]
+
+
+@pytest.mark.parametrize(
+    ("demand", "lasting"),
+    [
+        ({"count": 2, "max_utilization": 5}, Demand(count=2)),
+        ({"min_free_memory": 5, "min_total_memory": 3}, Demand(min_total_bytes=5)),
+        ({"min_free_memory": 3, "min_total_memory": 5}, Demand(min_total_bytes=5)),
+        ({"name": "A", "exclude": [0]}, Demand(name="A", exclude=(0,))),
+    ],
+)
+def test_what_waiting_does_not_change(demand, lasting):
+    assert check_demand(**demand).lasting == lasting
 
 
 def test_refused_devices_are_not_chosen():
@@ -141,6 +188,9 @@ def test_table_has_a_question_mark_for_what_is_not_known():
         {"min_free_memory": "much"},
         {"min_free_memory": -1},
         {"min_total_memory": "8 apples"},
+        {"exclude": "T400"},
+        {"exclude": [1.5]},
+        {"exclude": [""]},
     ],
 )
 def test_wrong_arguments(wrong):
@@ -158,6 +208,12 @@ def as_visible(position, sample):
         free_memory_bytes=sample.free_memory_bytes,
         utilization_pct=sample.utilization_pct,
     )
+
+
+@pytest.fixture(autouse=True)
+def own_folder(monkeypatch, tmp_path):
+    """Look for reservations where there are none of this machine's."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 
 @pytest.fixture
@@ -184,6 +240,15 @@ def test_select_gives_logical_devices():
 def test_table_shows_both_indices():
     with pytest.raises(DeviceError, match=r"cuda:0 \(GPU 2\).*\n.*cuda:1 \(GPU 1\)"):
         select_devices(3)
+
+
+@pytest.mark.usefixtures("two_visible")
+def test_what_another_run_has_reserved_is_left_out(monkeypatch):
+    holders = {BOX[1].uuid: Holder(pid=7, command="train.py")}
+    monkeypatch.setattr(reserve, "find_holders", lambda: holders)
+    assert select_devices() == [torch.device("cuda:0")]
+    with pytest.raises(DeviceError, match=r"cuda:1 \(GPU 1\) .* reserved by process 7 \(train.py\)"):
+        select_devices(2)
 
 
 @pytest.mark.usefixtures("none_visible")

@@ -1,5 +1,6 @@
 """The driver's rules for the variables that hide devices, and the match of torch's devices to NVML's."""
 
+import json
 import os
 import subprocess
 import sys
@@ -90,6 +91,33 @@ def test_same_as_the_driver(text):
 
 def test_not_set_leaves_every_device():
     assert pick_visible(None, H200_UUIDS) == [0, 1]
+
+
+FOUR = [f"GPU-{digit * 8}-0df6-c9f7-a45c-22c4343803ae" for digit in "abcd"]
+
+
+@pytest.mark.parametrize(
+    ("text", "physical"),
+    [
+        ("2,3", [2, 3]),
+        ("0,3,2", [0, 3, 2]),
+        (f"{FOUR[3]},{FOUR[1]}", [3, 1]),
+        ("GPU-b,GPU-d", [1, 3]),
+        ("-1", []),
+        ("0,0", []),
+        ("", []),
+        (None, [0, 1, 2, 3]),
+    ],
+)
+def test_table_of_four_gpus(fake_cuda, text, physical):
+    # CUDA shows torch what the rules leave, in that order; the table finds each by its UUID.
+    environ = {} if text is None else {"CUDA_VISIBLE_DEVICES": text}
+    library = FakeNvml(*(Gpu(uuid=uuid, bus_id=f"00000000:0{i}:00.0") for i, uuid in enumerate(FOUR)))
+    shown = resolve_environ(environ, sample_devices(library))
+    assert [sample.index for sample in shown] == physical
+    if physical:
+        fake_cuda([sample.uuid[4:] for sample in shown], library)
+        assert [(d.device.index, d.index) for d in visible_devices()] == list(enumerate(physical))
 
 
 @given(order=st.permutations(range(6)), count=st.integers(0, 6))
@@ -206,7 +234,7 @@ def fake_properties(uuid: str, *, domain: int = 0, bus: int = 0, slot: int = 0) 
     )
 
 
-def test_match_by_uuid_whatever_the_order():
+def test_a37_match_by_uuid_whatever_the_order():
     box = sample_devices(FakeNvml(*two_h200s()))
     assert match_sample(fake_properties(B[4:]), box).index == 1
     assert match_sample(fake_properties(A[4:].upper()), box[::-1]).index == 0
@@ -239,7 +267,7 @@ def fake_cuda(monkeypatch):
     return install
 
 
-def test_logical_devices_get_the_numbers_of_their_physical_ones(fake_cuda):
+def test_a37_logical_devices_get_the_numbers_of_their_physical_ones(fake_cuda):
     fake_cuda([B[4:], A[4:]], FakeNvml(*two_h200s(used=39 * GIB, utilization=50, processes=[(7, GIB)])))
     first, second = visible_devices()
     assert (first.device, second.device) == (torch.device("cuda:0"), torch.device("cuda:1"))
@@ -319,6 +347,26 @@ def test_real_devices_match_and_need_no_context():
         properties = torch.cuda.get_device_properties(device.device)
         assert (device.uuid, device.name) == (f"GPU-{properties.uuid}", properties.name)
         assert 0 < device.free_memory_bytes <= device.total_memory_bytes
+
+
+@pytest.mark.gpu
+def test_real_table_under_the_variable():
+    samples = sample_devices()
+    if len(samples) < 4:
+        pytest.skip("needs four or more GPUs")
+    by_uuid = f"{samples[3].uuid},{samples[1].uuid}"
+    for text, physical in {"2,3": [2, 3], "0,3,2": [0, 3, 2], by_uuid: [3, 1], "-1": [], "0,0": [], "": []}.items():
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "everygpu", "devices", "--json"],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": text, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        records = json.loads(done.stdout)["devices"]
+        shown = [(record["device"], record["index"]) for record in records if record["device"] is not None]
+        assert shown == [(f"cuda:{i}", index) for i, index in enumerate(physical)], text
+        assert len(records) == len(samples)
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ import everygpu
 from everygpu import DataParallel, Replicated, find_batch_size
 from everygpu.errors import OptionError, SplitError
 from everygpu.feed.batch_size import PRECISION, resize
-from everygpu.feed.tuning_cache import cache_directory
+from everygpu.folders import cache_folder
 
 EXAMPLE = (torch.arange(6.0).reshape(3, 2), torch.arange(3))
 FOUR = (torch.arange(8.0).reshape(4, 2), torch.arange(4))
@@ -302,7 +302,7 @@ class TestCache:
     @pytest.mark.parametrize("text", ["", "{", "[]", '{"num_rows": "4"}', '{"num_rows": -4}', "{}"])
     def test_a_damaged_record_is_measured_again(self, text):
         Training(5).search(cache=True)
-        (record,) = (cache_directory() / "batch_size").iterdir()
+        (record,) = (cache_folder() / "batch_size").iterdir()
         record.write_text(text)
         assert not Training(5).search(cache=True).is_cached
         assert json.loads(record.read_text()) == {"num_rows": 5}
@@ -312,20 +312,9 @@ class TestCache:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
         assert Training(5).search(cache=True).num_rows == 5
 
-    def test_off(self):
+    def test_off(self, tmp_path):
         Training(5).search(cache=False)
-        assert not cache_directory().exists()
-
-    @pytest.mark.parametrize(
-        ("platform", "variable", "tail"),
-        [("win32", "LOCALAPPDATA", "everygpu"), ("linux", "XDG_CACHE_HOME", "everygpu")],
-    )
-    def test_where_it_is(self, monkeypatch, tmp_path, platform, variable, tail):
-        monkeypatch.setattr("sys.platform", platform)
-        monkeypatch.setenv(variable, str(tmp_path))
-        assert cache_directory() == tmp_path / tail
-        monkeypatch.setattr("sys.platform", "darwin")
-        assert cache_directory().parts[-3:] == ("Library", "Caches", "everygpu")
+        assert not (tmp_path / "cache").exists()
 
 
 class TestResize:

@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import lookup_backend
 from torch.nn import functional as F
 
 import everygpu
@@ -27,7 +28,7 @@ def fresh_compiler():
 @pytest.fixture
 def quick(monkeypatch):
     """Trace and guard as ever, without generating code: seconds less for each replica."""
-    monkeypatch.setattr(compiled, "_compiler_of", lambda module: lambda f: torch.compile(f, backend="aot_eager"))
+    monkeypatch.setattr(compiled, "inductor", lambda mode: lookup_backend("aot_eager"))
 
 
 class Net(nn.Module):
@@ -39,6 +40,13 @@ class Net(nn.Module):
 
     def forward(self, x):
         self.calls += 1
+        return self.body(x) * self.scale
+
+
+class Plain(Net):
+    """Without the counter, for whose every value the compiler makes a graph."""
+
+    def forward(self, x):
         return self.body(x) * self.scale
 
 
@@ -77,18 +85,25 @@ class TestSameAsThreads:
         torch.testing.assert_close(list(ours.buffers()), list(eager.buffers()))
         assert list(ours.state_dict()) == list(net.state_dict())
 
-    def test_every_replica_is_compiled_once(self, devices, quick, monkeypatch):
+    def test_one_compilation_serves_all_replicas(self, devices, monkeypatch):
         used = devices(3)
         made = []
 
-        def counting(module):
-            return lambda f: made.append(f) or torch.compile(f, backend="aot_eager")
+        def counting(graph, inputs):
+            made.append(graph)
+            return lookup_backend("aot_eager")(graph, inputs)
 
-        monkeypatch.setattr(compiled, "_compiler_of", counting)
+        monkeypatch.setattr(compiled, "inductor", lambda mode: counting)
         x, y = batch(used[0])
-        train(everygpu.DataParallel(build(used[0]), used, engine="compile"), x, y)
-        assert len(made) == len(used)
-        assert len({f.__code__ for f in made}) >= 1
+        torch.manual_seed(0)
+        net = Plain().to(used[0])
+        eager = everygpu.DataParallel(copy.deepcopy(net), used, engine="threads")
+        ours = everygpu.DataParallel(net, used, engine="compile")
+        assert train(ours, x, y) == pytest.approx(train(eager, x, y))
+        torch.testing.assert_close(list(ours.parameters()), list(eager.parameters()))
+        torch.testing.assert_close(list(ours.buffers()), list(eager.buffers()))
+        # One graph is made for one device.
+        assert len(made) == len(set(used))
 
     def test_python_state_means_what_it_does_eagerly(self, devices, quick):
         used = devices(2)
@@ -169,7 +184,7 @@ class TestWaysBack:
         def broken(graph, inputs):
             raise NotImplementedError("no such operation")
 
-        monkeypatch.setattr(compiled, "_compiler_of", lambda m: lambda f: torch.compile(f, backend=broken))
+        monkeypatch.setattr(compiled, "inductor", lambda mode: broken)
         model = everygpu.DataParallel(build("cpu"), ["cpu"] * 2, engine="compile").eval()
         x, _ = batch("cpu")
         with caplog.at_level(logging.WARNING, "everygpu"):

@@ -329,7 +329,6 @@ def test_bad_input_exception_in_backward_leaves_the_object_working(devices):
         {"split": [1.0, float("nan")]},
         {"split": [1.0, "many"]},
         {"split": 2},
-        {"split": None},
         {"buffers": "last"},
         {"buffers": None},
         {"dim": "rows"},

@@ -97,6 +97,16 @@ class TestCalls:
         for split, rows in (("chunk", [2] * 5), ("even", [2, 2] + [1] * 6), ([1, 0, 1, 0, 0, 0, 0, 3], [2, 2, 6])):
             assert DataParallel(Count(), ["cpu"] * 8, split=split)(torch.ones(10, 1)).tolist() == rows
 
+    def test_split_that_the_command_line_asks_for_is_for_scripts_that_do_not_say(self, monkeypatch):
+        monkeypatch.setenv("EVERYGPU_SPLIT", "even")
+        assert DataParallel(nn.Linear(1, 1), ["cpu"] * 2).split == "even"
+        assert DataParallel(nn.Linear(1, 1), ["cpu"] * 2, split="chunk").split == "chunk"
+        monkeypatch.setenv("EVERYGPU_SPLIT", "")
+        assert DataParallel(nn.Linear(1, 1), ["cpu"] * 2).split == "chunk"
+        monkeypatch.setenv("EVERYGPU_SPLIT", "fair")
+        with pytest.raises(OptionError, match="'fair'"):
+            DataParallel(nn.Linear(1, 1), ["cpu"] * 2)
+
     def test_split_where_the_first_replica_gets_nothing(self, devices):
         used = devices(3)
         weights = [0, *range(1, len(used))]

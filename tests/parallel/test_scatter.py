@@ -243,6 +243,19 @@ class TestScatterCall:
 
 
 class TestMoveTree:
+    @pytest.mark.parametrize("enforce_sorted", [True, False])
+    def test_packed_sequences_keep_their_order(self, devices, enforce_sorted):
+        *_, last = devices(2)
+        x = torch.arange(12.0).view(3, 4)
+        lengths = [4, 2, 1] if enforce_sorted else [1, 4, 2]
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=enforce_sorted)
+        moved = move_tree(packed, last)
+        assert moved.data.device == last
+        assert moved.batch_sizes.equal(packed.batch_sizes)
+        unpacked, found = nn.utils.rnn.pad_packed_sequence(moved, batch_first=True)
+        assert found.tolist() == lengths
+        assert unpacked.cpu().equal(x * (torch.arange(4) < torch.tensor(lengths)[:, None]))
+
     def test_tensors_move_and_marks_come_off(self, devices):
         device = devices(1)[0]
         packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])

@@ -8,7 +8,9 @@ from rich.console import Console
 from everygpu import __version__
 from everygpu.cli.checkpoint import checkpoint
 from everygpu.cli.devices import list_devices
+from everygpu.cli.doctor import find_faults
 from everygpu.cli.run import run_chosen
+from everygpu.cli.top import watch_gpus
 from everygpu.cli.tune import tune_script
 from everygpu.errors import CheckpointError, DeviceError, EveryGPUError, OptionError
 
@@ -21,6 +23,8 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            ctx.exit(130)
         except EveryGPUError as error:
             Console(stderr=True).out(f"Error: {_printable(str(error))}", highlight=False)
             ctx.exit(next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), 1))
@@ -37,12 +41,14 @@ def main() -> None:
     """Give a PyTorch script every GPU of the box.
 
     Exit codes: 2 for a wrong option, 3 for devices that don't exist or don't fit, 4 for a checkpoint that
-    can't be read. `everygpu run` passes the script's own on; `everygpu checkpoint diff` ends with 1 where the
-    two differ.
+    can't be read, 130 after Ctrl-C. `everygpu run` passes the script's own on; `everygpu checkpoint diff` ends
+    with 1 where the two differ.
     """
 
 
 main.add_command(checkpoint)
+main.add_command(find_faults)
 main.add_command(list_devices)
 main.add_command(run_chosen)
 main.add_command(tune_script)
+main.add_command(watch_gpus)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from everygpu.cli.run import run_script
+from everygpu.cli.script import run_script
 from everygpu.feed.batch_size import STEPS_PER_TRIAL, limited_memory, resize
 from everygpu.parallel.split import find_rows
 

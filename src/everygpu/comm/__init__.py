@@ -1,8 +1,9 @@
-"""Moving whole buffers between devices: one interface, the fastest transfer that serves.
+"""Moving tensors between devices: one interface, the fastest transfer that serves.
 
-Every function works on flat buffers, one per device, and is ordered after the work already queued on the
-devices' current streams: NCCL among three GPUs or more, plain copies elsewhere. A buffer's chunks are as many
-equal parts of it as there are devices; the j-th is device j's own.
+Every function is ordered after the work already queued on the devices' current streams. Between GPUs whose
+direct copies don't arrive, everything goes through host memory; else buffers go by NCCL among three GPUs or
+more, and by plain copies elsewhere. A buffer's chunks are as many equal parts of it as there are devices; the
+j-th is device j's own.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,38 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from everygpu.comm import copies, nccl
+from everygpu.comm import copies, nccl, staged
+from everygpu.devices.p2p import trusted_peers
+
+
+def copy(x: Tensor, device: torch.device, *, fresh: bool = False) -> Tensor:
+    """Copy a tensor to a device.
+
+    Args:
+        x: Any shape, dtype and layout, on any device.
+        device: Where to; without waiting, unless it is the CPU.
+        fresh: Copy also if it is there already.
+    Returns:
+        The copy, or ``x`` itself; connected to ``x`` by autograd.
+    Source:
+        ``Tensor.to``.
+    """
+    if trusted_peers((x.device, device)):
+        return copies.copy(x, device, fresh=fresh)
+    return staged.copy(x, device)
+
+
+def fill(target: Tensor, source: Tensor) -> None:
+    """Copy a tensor into another, on any device.
+
+    Args:
+        target: Any strides; overwritten.
+        source: Of the same shape and dtype.
+    Source:
+        ``Tensor.copy_``.
+    """
+    backend = copies if trusted_peers((target.device, source.device)) else staged
+    backend.fill(target, source)
 
 
 def broadcast(source: Tensor, targets: Sequence[Tensor]) -> None:
@@ -20,7 +52,9 @@ def broadcast(source: Tensor, targets: Sequence[Tensor]) -> None:
         source: Shape (numel,), contiguous.
         targets: Buffers of the same shape and dtype, on any devices; overwritten.
     """
-    if len(targets) > 1 and nccl.can_serve([source, *targets]):
+    if not trusted_peers(t.device for t in (source, *targets)):
+        staged.broadcast(source, targets)
+    elif _takes_nccl([source, *targets]):
         nccl.broadcast(source, targets)
     else:
         copies.broadcast(source, targets)
@@ -37,7 +71,9 @@ def reduce(sources: Sequence[Tensor], device: torch.device) -> Tensor:
         The sum, shape (numel,), on ``device``.
     """
     here = torch.empty(0, device=device)
-    if len(sources) > 1 and nccl.can_serve([here, *sources]):
+    if not trusted_peers([device, *(s.device for s in sources)]):
+        return staged.reduce(sources, device)
+    if _takes_nccl([here, *sources]):
         return nccl.reduce(sources, device)
     return copies.reduce(sources, device)
 
@@ -49,10 +85,15 @@ def reduce_scatter(buffers: Sequence[Tensor]) -> None:
         buffers: One per device, contiguous, of shape (numel,) and one dtype; numel is a multiple of their
             number. Chunk j of buffer j becomes the sum of all j-th chunks; what the others hold is undefined.
     """
-    if len(buffers) > 2 and nccl.can_serve(buffers):
+    if _takes_nccl(buffers):
         nccl.reduce_scatter(buffers)
-    else:
-        copies.reduce_scatter(buffers)
+        return
+    for own, column in enumerate(_columns(buffers)):
+        total = copy(column[0], column[own].device, fresh=own > 0)
+        for chunk in column[1:]:
+            total.add_(copy(chunk, total.device))
+        if own > 0:
+            column[own].copy_(total)
 
 
 def all_gather(buffers: Sequence[Tensor]) -> None:
@@ -61,10 +102,11 @@ def all_gather(buffers: Sequence[Tensor]) -> None:
     Args:
         buffers: As for ``reduce_scatter``; afterwards they are equal.
     """
-    if len(buffers) > 2 and nccl.can_serve(buffers):
+    if _takes_nccl(buffers):
         nccl.all_gather(buffers)
-    else:
-        copies.all_gather(buffers)
+        return
+    for own, column in enumerate(_columns(buffers)):
+        broadcast(column[own], (*column[:own], *column[own + 1 :]))
 
 
 def scatter(source: Tensor, targets: Sequence[Tensor]) -> None:
@@ -74,9 +116,20 @@ def scatter(source: Tensor, targets: Sequence[Tensor]) -> None:
         source: Shape (numel,), on any device.
         targets: Shape (numel / their number,) each; overwritten.
     """
-    copies.scatter(source, targets)
+    for chunk, target in zip(source.chunk(len(targets)), targets):
+        fill(target, chunk)
 
 
 def gather(sources: Sequence[Tensor], target: Tensor) -> None:
     """Copy chunks from their devices into one buffer; the reverse of ``scatter``."""
-    copies.gather(sources, target)
+    for chunk, source in zip(target.chunk(len(sources)), sources):
+        fill(chunk, source)
+
+
+def _takes_nccl(buffers: Sequence[Tensor]) -> bool:
+    """Tell whether NCCL is to move these: between two GPUs, a copy is as fast."""
+    return len(buffers) > 2 and nccl.can_serve(buffers) and trusted_peers(b.device for b in buffers)
+
+
+def _columns(buffers: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    return list(zip(*(b.chunk(len(buffers)) for b in buffers)))

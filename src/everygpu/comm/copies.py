@@ -6,43 +6,26 @@ import torch
 from torch import Tensor
 
 
+def copy(x: Tensor, device: torch.device, *, fresh: bool = False) -> Tensor:
+    """Copy a tensor to a device; ``fresh``: also if it is there already."""
+    # Who reads host memory doesn't ask whether the copy is done.
+    return x.to(device, non_blocking=device.type != "cpu", copy=fresh)
+
+
+def fill(target: Tensor, source: Tensor) -> None:
+    """Copy a tensor into another of the same shape."""
+    target.copy_(source, non_blocking=target.device.type != "cpu")
+
+
 def broadcast(source: Tensor, targets: Sequence[Tensor]) -> None:
     """Copy one buffer into each of the others."""
     for target in targets:
-        target.copy_(source, non_blocking=True)
+        fill(target, source)
 
 
 def reduce(sources: Sequence[Tensor], device: torch.device) -> Tensor:
     """Add buffers up on one device, in the order given; the first may be overwritten."""
-    total = sources[0].to(device, non_blocking=True)
+    total = copy(sources[0], device)
     for source in sources[1:]:
-        total.add_(source.to(device, non_blocking=True))
+        total.add_(copy(source, device))
     return total
-
-
-def reduce_scatter(buffers: Sequence[Tensor]) -> None:
-    """Add the j-th chunks of all buffers up in the j-th buffer, in their order."""
-    for own, column in enumerate(zip(*(b.chunk(len(buffers)) for b in buffers))):
-        total = column[0].to(column[own].device, non_blocking=True, copy=own > 0)
-        for chunk in column[1:]:
-            total.add_(chunk.to(total.device, non_blocking=True))
-        if own > 0:
-            column[own].copy_(total)
-
-
-def all_gather(buffers: Sequence[Tensor]) -> None:
-    """Copy the j-th buffer's j-th chunk into the other buffers."""
-    for own, column in enumerate(zip(*(b.chunk(len(buffers)) for b in buffers))):
-        broadcast(column[own], (*column[:own], *column[own + 1 :]))
-
-
-def scatter(source: Tensor, targets: Sequence[Tensor]) -> None:
-    """Copy the chunks of one buffer to their devices."""
-    for chunk, target in zip(source.chunk(len(targets)), targets):
-        target.copy_(chunk, non_blocking=True)
-
-
-def gather(sources: Sequence[Tensor], target: Tensor) -> None:
-    """Copy chunks from their devices into one buffer."""
-    for chunk, source in zip(target.chunk(len(sources)), sources):
-        chunk.copy_(source, non_blocking=True)

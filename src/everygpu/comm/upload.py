@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from everygpu import comm
+
 STAGE_FROM_BYTES = 64 * 1024
 """The driver takes smaller copies from pageable memory at once, without waiting: staging them costs more.
 
@@ -36,13 +38,13 @@ def upload(part: Tensor, device: torch.device) -> Tensor:
         The copy; ``part`` itself where it is there already. On CUDA to be used only after ``receive``.
     """
     if device.type != "cuda":
-        return part.to(device, non_blocking=device.type != "cpu")
+        return comm.copy(part, device)
     stream = copy_stream(device)
     with torch.cuda.stream(stream):
         if part.device.type == "cuda":
             # torch queues a copy between GPUs on the source's current stream, and has this one wait for it.
             stream.wait_stream(torch.cuda.current_stream(part.device))
-        return _staged(part).to(device, non_blocking=True)
+        return comm.copy(_staged(part), device)
 
 
 def mark(devices: Iterable[torch.device]) -> list[Mark]:

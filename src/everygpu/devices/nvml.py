@@ -5,12 +5,21 @@ answers None, and callers go on with the numbers torch has.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 _LOG = logging.getLogger("everygpu")
+
+# nvml.h, nvmlClocksEventReasons. Power caps are how a busy GPU works, and idle ones slow down.
+_SLOWDOWNS = {
+    0x08: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+_TEMPERATURE_OF_GPU = 0  # nvml.h, NVML_TEMPERATURE_GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +46,42 @@ class DeviceSample:
     """``nvidia-smi --query-compute-apps=pid,used_memory``: pid and bytes, None bytes when not reported."""
     mig_instances: "tuple[DeviceSample, ...] | None" = None
     """``nvidia-smi --query-gpu=mig.mode.current`` and ``nvidia-smi -L``; None when MIG mode is off."""
+    instance: int | None = None
+    """``nvidia-smi -L``: number of a MIG instance on its GPU; None for a GPU."""
+    temperature_c: float | None = None
+    """``nvidia-smi --query-gpu=temperature.gpu``."""
+    power_w: float | None = None
+    """``nvidia-smi --query-gpu=power.draw``."""
+    power_limit_w: float | None = None
+    """``nvidia-smi --query-gpu=enforced.power.limit``."""
+    is_persistent: bool | None = None
+    """``nvidia-smi --query-gpu=persistence_mode``; None where there is no such mode (Windows)."""
+    slowdowns: tuple[str, ...] = ()
+    """``nvidia-smi --query-gpu=clocks_event_reasons.active``: of these, what holds a working GPU back."""
 
     @property
     def label(self) -> str:
         """How a table for people calls this device: its physical index."""
-        return f"GPU {self.index}"
+        return f"GPU {self.index}" if self.instance is None else f"GPU {self.index}:{self.instance}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverSample:
+    """The NVIDIA driver of this machine."""
+
+    version: str
+    """``nvidia-smi --query-gpu=driver_version``."""
+    cuda_version: tuple[int, int] | None
+    """``nvidia-smi``, "CUDA Version": the newest that the driver serves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NvmlFailure:
+    """Why NVML doesn't answer."""
+
+    is_absent: bool
+    """Whether there is no driver at all, rather than a broken one."""
+    text: str
 
 
 def sample_devices(library: Any = None) -> list[DeviceSample] | None:
@@ -68,6 +108,48 @@ def sample_devices(library: Any = None) -> list[DeviceSample] | None:
     return [sample for sample in samples if sample is not None]
 
 
+def sample_driver(library: Any = None) -> DriverSample | NvmlFailure:
+    """Ask NVML for the driver's version, or say why that can't be asked.
+
+    Args:
+        library: What to call in place of the ``pynvml`` module.
+    Source:
+        ``nvmlSystemGetDriverVersion``, ``nvmlSystemGetCudaDriverVersion``.
+    """
+    nvml = _import_pynvml() if library is None else library
+    if nvml is None:
+        return NvmlFailure(is_absent=True, text="the package nvidia-ml-py is missing")
+    try:
+        with _opened(nvml):
+            number = _ask(nvml, "nvmlSystemGetCudaDriverVersion")
+            cuda_version = None if number is None else (number // 1000, number % 1000 // 10)
+            return DriverSample(version=str(nvml.nvmlSystemGetDriverVersion()), cuda_version=cuda_version)
+    except nvml.NVMLError as error:
+        return NvmlFailure(is_absent=_is_absent(nvml, error), text=str(error))
+
+
+def name_processes(pids: Iterable[int], library: Any = None) -> dict[int, str]:
+    """Find the programs behind processes on the GPUs.
+
+    Args:
+        pids: As in ``DeviceSample.processes``.
+        library: What to call in place of the ``pynvml`` module.
+    Returns:
+        Paths or names, by pid, of those that this user may know.
+    Source:
+        ``nvidia-smi --query-compute-apps=pid,process_name``.
+    """
+    nvml = _import_pynvml() if library is None else library
+    if nvml is None:
+        return {}
+    try:
+        with _opened(nvml):
+            asked = {pid: _ask(nvml, "nvmlSystemGetProcessName", pid) for pid in pids}
+    except nvml.NVMLError:
+        return {}
+    return {pid: str(name) for pid, name in asked.items() if name}
+
+
 def _import_pynvml() -> Any:
     try:
         import pynvml
@@ -90,9 +172,12 @@ def _opened(nvml: Any) -> Iterator[None]:
 
 def _log_failure(nvml: Any, error: Any) -> None:
     """Tell of a broken driver aloud, of a machine without one quietly."""
-    absent = (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
-    level = logging.INFO if error.value in absent else logging.WARNING
+    level = logging.INFO if _is_absent(nvml, error) else logging.WARNING
     _LOG.log(level, "NVML does not answer (%s): GPUs are described by torch alone.", error)
+
+
+def _is_absent(nvml: Any, error: Any) -> bool:
+    return error.value in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
 
 
 def _sample_gpu(nvml: Any, index: int) -> DeviceSample | None:
@@ -100,21 +185,18 @@ def _sample_gpu(nvml: Any, index: int) -> DeviceSample | None:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         pci_bus_id = str(nvml.nvmlDeviceGetPciInfo(handle).busId)
         instances = _sample_instances(nvml, handle, index, pci_bus_id)
-        return _sample_handle(nvml, handle, index, pci_bus_id, instances)
+        return _sample_handle(nvml, handle, index, pci_bus_id, mig_instances=instances)
     except nvml.NVMLError as error:
         _LOG.warning("GPU %d is left out: NVML answers %s.", index, error)
         return None
 
 
-def _sample_handle(
-    nvml: Any,
-    handle: Any,
-    index: int,
-    pci_bus_id: str,
-    mig_instances: tuple[DeviceSample, ...] | None = None,
-) -> DeviceSample:
+def _sample_handle(nvml: Any, handle: Any, index: int, pci_bus_id: str, **more: Any) -> DeviceSample:
     total, used, free = _read_memory(nvml, handle)
     utilization = _ask(nvml, "nvmlDeviceGetUtilizationRates", handle)
+    temperature = _ask(nvml, "nvmlDeviceGetTemperature", handle, _TEMPERATURE_OF_GPU)
+    persistence = _ask(nvml, "nvmlDeviceGetPersistenceMode", handle)
+    slowed = _ask(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
     processes = _ask(nvml, "nvmlDeviceGetComputeRunningProcesses", handle) or []
     return DeviceSample(
         index=index,
@@ -126,8 +208,17 @@ def _sample_handle(
         free_memory_bytes=free,
         utilization_pct=None if utilization is None else float(utilization.gpu),
         processes=tuple((process.pid, process.usedGpuMemory) for process in processes),
-        mig_instances=mig_instances,
+        temperature_c=None if temperature is None else float(temperature),
+        power_w=_watts(_ask(nvml, "nvmlDeviceGetPowerUsage", handle)),
+        power_limit_w=_watts(_ask(nvml, "nvmlDeviceGetEnforcedPowerLimit", handle)),
+        is_persistent=None if persistence is None else bool(persistence),
+        slowdowns=tuple(words for bit, words in _SLOWDOWNS.items() if slowed & bit),
+        **more,
     )
+
+
+def _watts(milliwatts: int | None) -> float | None:
+    return None if milliwatts is None else milliwatts / 1000
 
 
 def _sample_instances(nvml: Any, parent: Any, index: int, pci_bus_id: str) -> tuple[DeviceSample, ...] | None:
@@ -137,7 +228,11 @@ def _sample_instances(nvml: Any, parent: Any, index: int, pci_bus_id: str) -> tu
         return None
     slots = range(nvml.nvmlDeviceGetMaxMigDeviceCount(parent))
     handles = [_ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", parent, slot) for slot in slots]
-    return tuple(_sample_handle(nvml, handle, index, pci_bus_id) for handle in handles if handle is not None)
+    return tuple(
+        _sample_handle(nvml, handle, index, pci_bus_id, instance=slot)
+        for slot, handle in enumerate(handles)
+        if handle is not None
+    )
 
 
 def _read_memory(nvml: Any, handle: Any) -> tuple[int, int, int] | tuple[None, None, None]:

@@ -1,17 +1,17 @@
 """Choose devices by what is free on them, or say device by device why that can't be done."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
-from everygpu.devices import visible
+from everygpu.devices import reserve, visible
 from everygpu.errors import DeviceError, OptionError
 from everygpu.units import format_size, parse_size
 
 if TYPE_CHECKING:
     import torch
 
-SortKey = Literal["free", "index", "utilization"]
+SortKey = Literal["free", "total", "index", "utilization"]
 
 
 class Candidate(Protocol):
@@ -20,7 +20,11 @@ class Candidate(Protocol):
     @property
     def label(self) -> str: ...
     @property
+    def index(self) -> int | None: ...
+    @property
     def name(self) -> str: ...
+    @property
+    def uuid(self) -> str | None: ...
     @property
     def total_memory_bytes(self) -> int | None: ...
     @property
@@ -46,8 +50,12 @@ class Demand:
     """Each device must have this much memory altogether."""
     max_utilization_pct: float | None = None
     """0 to 100: no device may be busier."""
+    name: str | None = None
+    """A part that each device's name must have, in any case."""
+    exclude: tuple[int | str, ...] = ()
+    """Devices to leave out: physical indices, or parts of a name or UUID."""
     sort: SortKey = "free"
-    """Which come first: the most free memory, the lowest index, or the least busy."""
+    """Which come first: the most free memory, the most memory, the lowest index, or the least busy."""
 
     @property
     def num_required(self) -> int:
@@ -59,9 +67,16 @@ class Demand:
         """Whether nothing is asked for, so that the CPU will do."""
         return self == Demand(sort=self.sort)
 
+    @property
+    def lasting(self) -> "Demand":
+        """The part of it that a device doesn't come to meet by waiting."""
+        needed = [size for size in (self.min_total_bytes, self.min_free_bytes) if size is not None]
+        return replace(self, min_free_bytes=None, max_utilization_pct=None, min_total_bytes=max(needed, default=None))
+
 
 _KEYS: Mapping[str, Callable[[Candidate], float]] = {
     "free": lambda device: -1.0 if device.free_memory_bytes is None else -float(device.free_memory_bytes),
+    "total": lambda device: -1.0 if device.total_memory_bytes is None else -float(device.total_memory_bytes),
     "index": lambda device: 0.0,  # a stable sort keeps the order given
     "utilization": lambda device: 101.0 if device.utilization_pct is None else device.utilization_pct,
 }
@@ -74,9 +89,13 @@ def select_devices(
     min_free_memory: int | str | None = None,
     min_total_memory: int | str | None = None,
     max_utilization: float | None = None,
+    name: str | None = None,
+    exclude: Sequence[int | str] = (),
     sort: SortKey = "free",
 ) -> "list[torch.device]":
     """Choose among the visible devices, the one with the most free memory first.
+
+    What another ``everygpu run`` has reserved is left out. Nothing is reserved here.
 
     Args:
         count: How many to take; None for every one that fits.
@@ -84,7 +103,9 @@ def select_devices(
         min_free_memory: Bytes, or a size such as ``"8GiB"``, that must be free on each.
         min_total_memory: Bytes, or a size, that each must have altogether.
         max_utilization: 0 to 100; busier devices are left out.
-        sort: ``"free"``, ``"index"`` or ``"utilization"``: which come first.
+        name: A part of the name, such as ``"H100"``, in any case.
+        exclude: Devices to leave out: indices as in nvidia-smi, or parts of a name or UUID.
+        sort: ``"free"``, ``"total"``, ``"index"`` or ``"utilization"``: which come first.
     Returns:
         Devices for ``device_ids``. ``[cpu]`` on a machine without an accelerator, if nothing was asked for.
     Raises:
@@ -99,12 +120,14 @@ def select_devices(
         min_free_memory=min_free_memory,
         min_total_memory=min_total_memory,
         max_utilization=max_utilization,
+        name=name,
+        exclude=exclude,
         sort=sort,
     )
     devices = visible.visible_devices()
     if not devices and demand.is_empty:
         return [torch.device("cpu")]
-    return [chosen.device for chosen in choose(devices, demand)]
+    return [chosen.device for chosen in choose(devices, demand, refuse_held(devices, reserve.find_holders()))]
 
 
 def check_demand(
@@ -114,6 +137,8 @@ def check_demand(
     min_free_memory: int | str | None = None,
     min_total_memory: int | str | None = None,
     max_utilization: float | None = None,
+    name: str | None = None,
+    exclude: Sequence[int | str] = (),
     sort: SortKey = "free",
 ) -> Demand:
     """Make a demand of the arguments of ``select_devices``.
@@ -132,6 +157,11 @@ def check_demand(
             f"select_devices: max_utilization must be from 0 to 100 percent, got {max_utilization!r}. "
             "Write 25 for a quarter."
         )
+    if isinstance(exclude, str) or not all(isinstance(entry, (int, str)) and entry != "" for entry in exclude):
+        raise OptionError(
+            f"select_devices: exclude must be a list of indices and of parts of names, got {exclude!r}. "
+            "Write for example [0, 'T400']."
+        )
     if sort not in _KEYS:
         raise OptionError(f"select_devices: sort must be one of {', '.join(_KEYS)}, got {sort!r}.")
     return Demand(
@@ -140,6 +170,8 @@ def check_demand(
         min_free_bytes=None if min_free_memory is None else parse_size(min_free_memory),
         min_total_bytes=None if min_total_memory is None else parse_size(min_total_memory),
         max_utilization_pct=max_utilization,
+        name=name,
+        exclude=tuple(exclude),
         sort=sort,
     )
 
@@ -174,14 +206,33 @@ def choose(
     return sorted(fitting, key=_KEYS[demand.sort])[: demand.count]
 
 
+def refuse_held(devices: Sequence[Candidate], holders: Mapping[str, reserve.Holder]) -> dict[int, str]:
+    """Make reasons for ``choose`` of what other runs have reserved."""
+    return {i: holders[d.uuid].reason for i, d in enumerate(devices) if d.uuid is not None and d.uuid in holders}
+
+
 def find_fault(device: Candidate, demand: Demand) -> str | None:
     """Say the first thing a device lacks for a demand; None when it fits. What isn't known doesn't fit."""
     faults = (
+        _fault_of_name(device, demand),
         _fault_of_size("total", device.total_memory_bytes, demand.min_total_bytes),
         _fault_of_size("free", device.free_memory_bytes, demand.min_free_bytes),
         _fault_of_load(device.utilization_pct, demand.max_utilization_pct),
     )
     return next((fault for fault in faults if fault is not None), None)
+
+
+def _fault_of_name(device: Candidate, demand: Demand) -> str | None:
+    if demand.name is not None and demand.name.lower() not in device.name.lower():
+        return f"not named {demand.name!r}"
+    entry = next((entry for entry in demand.exclude if _is_meant(device, entry)), None)
+    return None if entry is None else f"excluded by {entry!r}"
+
+
+def _is_meant(device: Candidate, entry: int | str) -> bool:
+    if isinstance(entry, int):
+        return device.index == entry
+    return entry.lower() in device.name.lower() or entry.lower() in (device.uuid or "").lower()
 
 
 def _fault_of_size(what: str, has_bytes: int | None, min_bytes: int | None) -> str | None:

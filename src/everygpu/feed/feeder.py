@@ -17,7 +17,7 @@ from everygpu.feed.position import Position, begin_pass, generator_state, parse_
 from everygpu.feed.waiting import FeedReport, WaitMeter
 from everygpu.keys import wrapped_child
 from everygpu.parallel.data_parallel import DataParallel
-from everygpu.parallel.split import Split, settle_split
+from everygpu.parallel.split import Split, default_split, settle_split
 from everygpu.step.train_step import TrainStep
 
 Devices: TypeAlias = DeviceLike | Iterable[DeviceLike] | None
@@ -46,7 +46,7 @@ class Feeder:
             device is; a ``TrainStep``; or devices as ``DataParallel`` takes them, None for all.
         prefetch: How many batches to have on the devices ahead of the one in use. 0: no thread, each batch is
             sent when it is asked for.
-        split: As for ``DataParallel``; taken from there when left out, else ``"chunk"``.
+        split: As for ``DataParallel``; taken from there when left out.
         dim: Likewise, else 0.
         timeout: Seconds after which a batch that has not come is an error; None to wait as long as it takes.
     Raises:
@@ -155,7 +155,7 @@ def find_route(target: Target, split: Split | None, dim: int | None) -> Route:
     if model is not None:
         devices, model_split, model_dim = list(model.device_ids), model.split, model.dim
     else:
-        devices, model_split, model_dim = _devices_of(target), "chunk", 0
+        devices, model_split, model_dim = _devices_of(target), default_split(), 0
     settled = settle_split(model_split if split is None else split, devices)
     return Route(devices=tuple(devices), dim=model_dim if dim is None else dim, split=settled)
 

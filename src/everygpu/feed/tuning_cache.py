@@ -7,9 +7,6 @@ needed: what can't be read or written is measured again.
 import contextlib
 import hashlib
 import json
-import os
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from torch import Tensor, nn
 
 from everygpu import tree
 from everygpu.feed.batches import Route
+from everygpu.folders import cache_folder, write_whole
 from everygpu.keys import unwrap
 
 _VERSION = 1
@@ -61,28 +59,14 @@ def read_result(key: str) -> int | None:
 
 def write_result(key: str, num_rows: int) -> None:
     """Remember a number of rows; a cache that can't be written is left as it is."""
-    path = _path_of(key)
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent)
-        with open(handle, "w") as file:
-            json.dump({"num_rows": num_rows}, file)
-        os.replace(name, path)
-
-
-def cache_directory() -> Path:
-    """Return where this user's programs keep what they can make again."""
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "everygpu"
+        path = _path_of(key)
+        path.parent.mkdir(exist_ok=True)
+        write_whole(path, json.dumps({"num_rows": num_rows}))
 
 
 def _path_of(key: str) -> Path:
-    return cache_directory() / "batch_size" / f"{key}.json"
+    return cache_folder() / "batch_size" / f"{key}.json"
 
 
 def _describe_leaf(leaf: Any, dim: int) -> tuple[Any, ...]:

@@ -212,7 +212,7 @@ def broadcast_tensor(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]
         if x.requires_grad and torch.is_grad_enabled() and len(devices) > 1:
             return list(_Copies.apply(x, devices))  # type: ignore[no-untyped-call]
         # Replicas on one device must not share memory: one may write into it.
-        return [x.to(device, non_blocking=True, copy=i > 0) for i, device in enumerate(devices)]
+        return [comm.copy(x, device, fresh=i > 0) for i, device in enumerate(devices)]
 
 
 @contextmanager
@@ -261,7 +261,7 @@ class _Copies(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.home = x.device
         ctx.streams = Streams(x.device, *devices)
-        return tuple(x.detach().to(d, non_blocking=True, copy=i > 0) for i, d in enumerate(devices))
+        return tuple(comm.copy(x.detach(), d, fresh=i > 0) for i, d in enumerate(devices))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
@@ -292,9 +292,9 @@ class Streams:
 def _sum_on(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     # Dense + sparse is defined, sparse + dense is not.
     first, *rest = sorted(tensors, key=lambda t: t.layout != torch.strided)
-    total = first.to(device)
+    total = comm.copy(first, device)
     for t in rest:
-        total = total + t.to(device)
+        total = total + comm.copy(t, device)
     return total
 
 

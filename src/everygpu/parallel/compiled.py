@@ -15,12 +15,15 @@ from torch import Tensor, nn
 
 from everygpu import tree
 from everygpu.keys import wrapped_child
-from everygpu.parallel.apply import Call, Workers, attempt, raise_first
+from everygpu.parallel.apply import Call, Outcome, Workers, attempt, raise_first
+from everygpu.parallel.shared_graph import Recorder, backend_of, find_recipe, inductor
 from everygpu.parallel.sync_batch_norm import SyncBatchNorm
 from everygpu.parallel.thread_state import on_device
 
 MAX_SIGNATURES = 8
 """Each combination of shapes costs a compilation for every replica: after this many, replicas run eagerly."""
+
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 logger = logging.getLogger("everygpu")
 
@@ -35,7 +38,7 @@ class CompiledReplicas:
     """
 
     def __init__(self, module: nn.Module, workers: Workers) -> None:
-        self._compile = _compiler_of(module)
+        self._compile, self._recorder = _compiler_of(module)
         self._workers = workers
         self._compiled: dict[int, tuple[nn.Module, Callable[..., Any]]] = {}
         self._signatures: set[Any] = set()
@@ -45,23 +48,35 @@ class CompiledReplicas:
         self, calls: Sequence[Call], devices: Sequence[torch.device], positions: Sequence[int] | None = None
     ) -> list[Any]:
         """Make the calls in order, each with its device current; see ``Workers.run``."""
+        calls = [(_inner(module), args, kwargs) for module, args, kwargs in calls]
         if self._given_up or not self._accepts(calls):
             return self._workers.run(calls, devices, positions)
         names = positions if positions is not None else range(len(calls))
-        outcomes = []
-        for position, call, device in zip(names, calls, devices):
-            outcomes.append(attempt(lambda p=position, c=call, d=device: self._call(p, c, d)))  # type: ignore[misc]
-            if outcomes[-1][1] is not None:
-                break
+        outcomes = self._launch(calls, devices, names)
         if any(_is_compilers(error) for _, error in outcomes):
             self._give_up(f"compiling failed: {outcomes[-1][1]}")
             return self._workers.run(calls, devices, positions)
         raise_first(outcomes, list(zip(names, devices, calls)))
-        return [value for value, _ in outcomes]
+        return [tree.map_leaves(_leave_graph_memory, value) for value, _ in outcomes]
 
     def close(self) -> None:
         """End the threads."""
         self._workers.close()
+
+    def _launch(self, calls: Sequence[Call], devices: Sequence[torch.device], names: Sequence[int]) -> list[Outcome]:
+        """Call the first replica, then the others: by its graph where that serves, else each compiled for itself."""
+        with self._recorder.recording() as runs:
+            outcomes = [attempt(lambda: self._call(names[0], calls[0], devices[0]))]
+        recipe = find_recipe(runs, calls[0], outcomes[0][0]) if _can_share(calls, devices) else None
+        for position, call, device in list(zip(names, calls, devices))[1:]:
+            if outcomes[-1][1] is not None:
+                break
+            inputs = None if recipe is None else recipe.inputs_for(call)
+            if recipe is None or inputs is None:
+                outcomes.append(attempt(lambda p=position, c=call, d=device: self._call(p, c, d)))  # type: ignore[misc]
+            else:
+                outcomes.append(attempt(lambda i=inputs, d=device: _on(d, recipe.run, i)))  # type: ignore[misc]
+        return outcomes
 
     def _call(self, position: int, call: Call, device: torch.device) -> Any:
         module, args, kwargs = call
@@ -69,9 +84,7 @@ class CompiledReplicas:
         if function is None or known is not module:
             function = self._compile(_as_function(module))
             self._compiled[position] = module, function
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        with on_device(device, stream, shared=False):
-            return tree.map_leaves(_leave_graph_memory, function(*args, **kwargs))
+        return _on(device, function, *args, **kwargs)
 
     def _accepts(self, calls: Sequence[Call]) -> bool:
         if len(calls) > 1 and any(isinstance(m, SyncBatchNorm) for m in calls[0][0].modules()):
@@ -87,12 +100,32 @@ class CompiledReplicas:
         self._compiled.clear()
 
 
-def _compiler_of(module: nn.Module) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _on(device: torch.device, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    with on_device(device, stream, shared=False):
+        return function(*args, **kwargs)
+
+
+def _can_share(calls: Sequence[Call], devices: Sequence[torch.device]) -> bool:
+    """Tell whether replicas may run one graph: called alike, on the one device it is made for."""
+    return len(calls) > 1 and len(set(devices)) == 1 and len({_signature(call) for call in calls}) == 1
+
+
+def _compiler_of(module: nn.Module) -> tuple[Compiler, Recorder]:
     if wrapped_child(module) == "_orig_mod":
-        context: Callable[[Callable[..., Any]], Callable[..., Any]] = module.dynamo_ctx  # type: ignore[assignment]
-        return context
-    mode = "reduce-overhead" if torch.cuda.is_available() else None
-    return lambda function: torch.compile(function, mode=mode, dynamic=False)
+        context: Any = module.dynamo_ctx
+        backend, options = backend_of(context), {"dynamic": context._dynamic, "fullgraph": context.fullgraph}
+        if backend is None:
+            return context, Recorder(inductor(None))
+    else:
+        backend, options = inductor("reduce-overhead" if torch.cuda.is_available() else None), {"dynamic": False}
+    recorder = Recorder(backend)
+    return lambda function: torch.compile(function, backend=recorder, **options), recorder
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    """Look into what ``torch.compile`` made of a module."""
+    return module.get_submodule("_orig_mod") if wrapped_child(module) == "_orig_mod" else module
 
 
 def _as_function(module: nn.Module) -> Callable[..., Any]:
@@ -101,10 +134,9 @@ def _as_function(module: nn.Module) -> Callable[..., Any]:
     torch keeps compiled versions by code object, and searches them in turn: replicas of one class would look
     through each other's.
     """
-    inner = module.get_submodule("_orig_mod") if wrapped_child(module) == "_orig_mod" else module
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return inner(*args, **kwargs)
+        return module(*args, **kwargs)
 
     return types.FunctionType(
         call.__code__.replace(co_name="replica"), call.__globals__, "replica", None, call.__closure__

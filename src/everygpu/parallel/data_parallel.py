@@ -21,7 +21,7 @@ from everygpu.parallel.lend import note_writes
 from everygpu.parallel.placement import check_module, place_module
 from everygpu.parallel.replicate import Leaves, ReplicaSet
 from everygpu.parallel.scatter import Shard, move_tree, scatter_call
-from everygpu.parallel.split import Split, check_split, settle_split
+from everygpu.parallel.split import Split, check_split, default_split, settle_split
 
 # Which wrappers' forwards the present call is inside of, in this thread and in the replicas' threads.
 _running: ContextVar[frozenset[int]] = ContextVar("everygpu_running", default=frozenset())
@@ -50,7 +50,8 @@ class DataParallel(nn.Module):
         dim: Where the rows of the batch are.
         split: ``"chunk"``: as ``torch.chunk``, which may leave the last devices idle; ``"even"``: shares
             differ by one row at most; a list of weights, one per device; ``"auto"``: weights by the devices'
-            speed and free memory, measured now, or even shares where these are equal.
+            speed and free memory, measured now, or even shares where these are equal. Left out, what
+            ``everygpu run --split`` says, else ``"chunk"``.
         gather: ``"sharded"``: outputs are ``ShardedBatch``es, whose rows stay on their devices until someone
             asks for the whole; ``"joined"``: plain tensors on ``output_device``.
         engine: ``"threads"``: replicas run eagerly, each in a thread; ``"compile"``: they are compiled, and
@@ -78,7 +79,7 @@ class DataParallel(nn.Module):
         output_device: DeviceLike | None = None,
         dim: int = 0,
         *,
-        split: Split = "chunk",
+        split: Split | None = None,
         gather: str = "sharded",
         engine: str = "auto",
         buffers: str = "first",
@@ -88,6 +89,7 @@ class DataParallel(nn.Module):
         check_module(module, "DataParallel")
         self.device_ids = parse_devices(device_ids)
         self.output_device = self.device_ids[0] if output_device is None else parse_device(output_device)
+        split = default_split() if split is None else split
         if not isinstance(split, str) or split != "auto":
             check_split(split, len(self.device_ids))
         if engine not in ENGINES:

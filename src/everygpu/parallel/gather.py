@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everygpu import tree
+from everygpu import comm, tree
 from everygpu.devices.parse import DeviceLike, parse_device
 from everygpu.errors import GatherError, OptionError
 from everygpu.parallel.sharded_batch import ShardedBatch, join, shard_batch
@@ -49,7 +49,7 @@ def _join_batches(output: Any, device: torch.device | None) -> Any:
 
     def whole(leaf: Any) -> Any:
         joined = join(leaf) if isinstance(leaf, ShardedBatch) else leaf
-        return joined if device is None or not isinstance(joined, Tensor) else joined.to(device)
+        return joined if device is None or not isinstance(joined, Tensor) else comm.copy(joined, device)
 
     return tree.map_leaves(whole, output)
 
@@ -75,7 +75,7 @@ class Joiner:
             _check_shapes([tuple(t.shape) for t in tensors], self.dim, path)
         if stay:
             return shard_batch(entries, target, dim, rows)
-        return torch.cat([t.to(target, non_blocking=target.type != "cpu") for t in entries], dim)
+        return torch.cat([comm.copy(t, target) for t in entries], dim)
 
 
 def _may_stay(tensors: list[Tensor]) -> bool:

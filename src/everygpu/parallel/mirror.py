@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everygpu import tree
+from everygpu import comm, tree
 from everygpu.keys import wrapped_child
 from everygpu.parallel.callables import open_callable, rebind_function
 
@@ -148,7 +148,7 @@ class _Translation:
         """Copy a plain tensor attribute, as the original would have on its own device."""
         if x.device.type == "cpu" and self._device.type != "cpu":
             return x
-        return x.to(self._device, copy=not x.requires_grad)
+        return comm.copy(x, self._device, fresh=not x.requires_grad)
 
 
 class Watch:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from everygpu.devices.p2p import trusted_peers
 from everygpu.errors import ModuleError, PlacementError
 
 logger = logging.getLogger("everygpu")
@@ -70,6 +71,8 @@ def place_module(module: nn.Module, device: torch.device, caller: str, *, strict
             f"on device: {elsewhere}"
         )
     logger.info("%s: moving the module from %s to %s", caller, elsewhere, device)
+    if not trusted_peers((elsewhere, device)):
+        module.to("cpu")
     module.to(device)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from everygpu import comm
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.parallel.broadcast import Bucket, broadcast_tensor, group_by_storage
 from everygpu.parallel.layout import Layout
@@ -184,7 +185,7 @@ def _cut_off(replica: nn.Module) -> None:
 
 def _difference(theirs: Tensor, mine: Tensor) -> Tensor:
     # Equal values differ by exactly nothing, infinities of a mask included: inf - inf would be nan.
-    theirs = theirs.to(mine.device)
+    theirs = comm.copy(theirs, mine.device)
     return torch.where(theirs == mine, torch.zeros_like(mine), theirs - mine)
 
 

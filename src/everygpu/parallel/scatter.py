@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from everygpu import tree
+from everygpu import comm, tree
 from everygpu.comm import upload
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.parallel.broadcast import broadcast_tensor, keep_requires_grad
@@ -97,10 +97,15 @@ def move_tree(value: Any, device: torch.device) -> Any:
         if isinstance(leaf, Replicated):
             return move_tree(leaf.value, device)
         if isinstance(leaf, PackedSequence):
-            return leaf.to(device=device)  # type: ignore[call-arg]
-        return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+            return _move_packed(leaf, device)
+        return comm.copy(leaf, device) if isinstance(leaf, Tensor) else leaf
 
     return tree.map_leaves(move, value)
+
+
+def _move_packed(x: PackedSequence, device: torch.device) -> PackedSequence:
+    orders = [None if order is None else comm.copy(order, device) for order in (x.sorted_indices, x.unsorted_indices)]
+    return PackedSequence(comm.copy(x.data, device), x.batch_sizes, *orders)
 
 
 class _Sharer:
@@ -138,7 +143,7 @@ class _Sharer:
         # into what they see, and views of one tensor would share its version counter and history.
         with keep_requires_grad(x):
             return [
-                part.to(device, non_blocking=True, copy=i > 0)
+                comm.copy(part, device, fresh=i > 0)
                 for i, (part, device) in enumerate(zip(_cut(x, rows, self.dim), self.devices))
             ]
 

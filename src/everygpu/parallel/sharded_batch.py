@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from everygpu import comm
+
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Method = TypeVar("Method", bound=Any)
@@ -202,7 +204,7 @@ def move(x: Tensor, device: torch.device) -> Tensor:
     seed = x
     for d in repeated:
         seed = seed.narrow(d, 0, 1)
-    moved = seed.to(device, non_blocking=device.type != "cpu")
+    moved = comm.copy(seed, device)
     return moved.expand(x.shape) if repeated else moved
 
 
@@ -301,7 +303,7 @@ def _on_home_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
 def _cat(x: ShardedBatch) -> Tensor:
     joined = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x._layout.home)
     for target, part in zip(torch.split(joined, list(x._layout.sizes), x.shard_dim), x._parts):
-        target.copy_(part, non_blocking=joined.is_cuda)
+        comm.fill(target, part)
     return joined
 
 

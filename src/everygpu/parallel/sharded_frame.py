@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from everygpu import comm
 from everygpu.parallel.sharded_batch import (
     Args,
     Kwargs,
@@ -117,7 +118,7 @@ def each(func: Any, columns: Sequence[Sequence[Any] | None], kwargs: Kwargs, lay
 
 def home(parts: Sequence[Tensor], layout: Layout) -> list[Tensor]:
     """Move results to where the joined tensor would be."""
-    return [p.to(layout.home, non_blocking=layout.home.type != "cpu") for p in parts]
+    return [comm.copy(p, layout.home) for p in parts]
 
 
 def add_up(parts: Sequence[Tensor], layout: Layout) -> Tensor:

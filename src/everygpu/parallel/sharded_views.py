@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from everygpu import comm
 from everygpu.parallel.sharded_batch import (
     Args,
     Kwargs,
@@ -176,7 +177,8 @@ def _copied(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _sent(x: ShardedBatch, device: torch.device, call: Kwargs) -> Any:
     if x._whole is not None or not x.is_contiguous() or call.get("memory_format", KEEP) not in (None, KEEP):
         return NotImplemented
-    return torch.cat([p.to(device, call.get("dtype")).contiguous() for p in x._parts], x.shard_dim)
+    parts = [p.to(call.get("dtype") or p.dtype) for p in x._parts]
+    return torch.cat([comm.copy(p, device).contiguous() for p in parts], x.shard_dim)
 
 
 def _made_alike(func: Any, args: Args, kwargs: Kwargs) -> Any:

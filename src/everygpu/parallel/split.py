@@ -1,5 +1,6 @@
 """How many rows of the batch each replica gets."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +90,11 @@ def check_split(split: Split, num_devices: int) -> None:
     """Refuse a ``split`` that ``plan_split`` would refuse, before any batch is there."""
     if not isinstance(split, str) or split not in ("chunk", "even"):
         _check_weights(split, num_devices)
+
+
+def default_split() -> Split:
+    """Say how a batch is cut where the script doesn't: as ``everygpu run --split`` asked, else ``"chunk"``."""
+    return os.environ.get("EVERYGPU_SPLIT") or "chunk"
 
 
 def settle_split(split: Split, devices: Sequence[torch.device]) -> Split:

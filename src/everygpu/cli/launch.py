@@ -1,0 +1,57 @@
+"""Hand over to torchrun: one process per GPU, on one box or several."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How many processes there are, and where they meet."""
+
+    num_processes: int
+    """On this box."""
+    nnodes: str | None = None
+    """As torchrun's ``--nnodes``: ``"2"`` or ``"1:4"``; None for this box alone."""
+    rdzv_endpoint: str | None = None
+    """As torchrun's ``--rdzv-endpoint``: host and port at which the boxes meet."""
+
+    def arguments(self, script: str, args: Sequence[str]) -> list[str]:
+        """Write torchrun's command line."""
+        if self.nnodes is None:
+            meeting = ["--standalone"]
+        else:
+            meeting = ["--nnodes", self.nnodes, "--rdzv-backend", "c10d"]
+            meeting += ["--rdzv-endpoint", self.rdzv_endpoint or "", "--rdzv-id", os.path.basename(script)]
+        return [*meeting, "--nproc-per-node", str(self.num_processes), script, *args]
+
+
+def launch(plan: Launch, script: str, args: Sequence[str]) -> tuple[int, str | None]:
+    """Run a script in several processes; this one waits for them, and holds what it has reserved.
+
+    Args:
+        plan: How many, and where.
+        script: Path of the file.
+        args: What follows it in ``sys.argv`` of each.
+    Returns:
+        The exit code of the process that failed first, 128 and the signal if one ended it or us, or 0; and a
+        line that says which it was.
+    Source:
+        ``torch.distributed.run.main``, which is the ``torchrun`` command.
+    """
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        run.main(plan.arguments(script, args))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return _shell_code(failure.exitcode), f"process {rank} ended with exit code {failure.exitcode}."
+    except SignalException as error:
+        return 128 + int(error.sigval), f"stopped by {error.sigval.name}; so were the processes."
+    return 0, None
+
+
+def _shell_code(code: int) -> int:
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,162 @@
+"""Copy known bytes between every two GPUs, in a process that may be killed: see ``p2p``.
+
+    python -m everygpu.devices.peer_test NUM_DEVICES [--measure] [--collective]
+
+Writes a line of JSON before and after each pair, so that whoever reads them knows which one hangs.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Transfer = Callable[[Tensor, Tensor], None]
+"""Copies the second tensor, on one device, into the first, on another."""
+
+DTYPES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.int64)
+_NUM_BYTES = (4_104, 2_097_152)  # a few pages and a bit, and what a bucket is made of
+_UNWRITTEN = 0xA5
+_MEASURED_BYTES = 256 * 2**20
+_NUM_MEASURED = 5
+
+
+def copy(target: Tensor, source: Tensor) -> None:
+    """Copy as all of everygpu does between GPUs it trusts."""
+    target.copy_(source, non_blocking=True)
+
+
+def main(arguments: Sequence[str], devices: Sequence[torch.device] | None = None, transfer: Transfer = copy) -> None:
+    """Test every ordered pair of devices and write what comes of it.
+
+    Args:
+        arguments: As on the command line.
+        devices: In place of the first CUDA devices.
+        transfer: In place of ``copy``.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("num_devices", type=int)
+    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--collective", action="store_true")
+    options = parser.parse_args(arguments)
+    used = devices or [torch.device("cuda", index) for index in range(options.num_devices)]
+    patterns = {i: pattern for i, device in enumerate(used) if (pattern := _try_pattern(device)) is not None}
+    _say(ready=list(patterns))
+    for source, target in itertools.permutations(patterns, 2):
+        _say(begin=[source, target])
+        try:
+            wrong = find_wrong(patterns[source], patterns[target], source, transfer)
+        except torch.OutOfMemoryError:
+            continue  # others fill the GPU: nothing is known of the pair
+        speed = _measure(used[source], used[target]) if options.measure and wrong is None else None
+        _say(pair=[source, target], wrong=wrong, gigabytes_per_s=speed)
+    if options.collective:
+        _say(begin="collective")
+        _say(collective=True, wrong=find_wrong_sum([used[i] for i in patterns]))
+    _say(done=True)
+
+
+def _say(**what: Any) -> None:
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+def _try_pattern(device: torch.device) -> Tensor | None:
+    """Make the pattern on a device, through host memory; None where there is no room for a context.
+
+    Tries the device with itself, too: that loads all kernels, whose time is no copy's.
+    """
+    try:
+        pattern = make_pattern()
+        there = pattern.to(device)
+        is_sound = torch.equal(there.cpu(), pattern) and find_wrong(there, there, 1, copy) is None
+    except RuntimeError:
+        return None
+    return there if is_sound else None
+
+
+def make_pattern() -> Tensor:
+    """Make bytes that name their place, shape (num_bytes,), uint8, on the CPU: every value, NaNs of all sorts."""
+    place = torch.arange(max(_NUM_BYTES), dtype=torch.int64)
+    return (place * 37 + (place >> 8) * 11 + (place >> 16) * 3).to(torch.uint8)
+
+
+def find_wrong(source: Tensor, target: Tensor, mark: int, transfer: Transfer) -> str | None:
+    """Copy from one device to another, in every dtype and way.
+
+    Args:
+        source: The pattern, on one device.
+        target: The pattern, on the other.
+        mark: A number of the source, added to its bytes: another device's would be noticed.
+        transfer: What copies.
+    Returns:
+        What didn't arrive as it was sent, such as ``"bfloat16 by a kernel"``; None when all did.
+    """
+    sent, expected = source + mark, target + mark
+    for num_bytes, dtype, (way, lay_out) in itertools.product(_NUM_BYTES, DTYPES, _WAYS.items()):
+        there = lay_out(sent[:num_bytes].view(dtype))
+        wanted = lay_out(expected[:num_bytes].view(dtype))
+        arrived = torch.full((num_bytes,), _UNWRITTEN, dtype=torch.uint8, device=target.device)
+        arrived = arrived.view(dtype).view(there.shape)
+        _wait_for(source.device, target.device)
+        transfer(arrived, there)
+        _wait_for(source.device, target.device)
+        if not torch.equal(arrived.view(torch.uint8), wanted.contiguous().view(torch.uint8)):
+            return f"{str(dtype).removeprefix('torch.')} by {way}, {num_bytes} bytes"
+    return None
+
+
+# A copy of memory as it lies is the copy engine's; of a transposed matrix, a kernel's, which reads the other
+# GPU's memory itself.
+_WAYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "the copy engine": lambda x: x,
+    "a kernel": lambda x: x.view(-1, 3).t() if x.numel() % 3 == 0 else x.view(-1, 2).t(),
+}
+
+
+def _wait_for(*devices: torch.device) -> None:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def _measure(source: torch.device, target: torch.device) -> float | None:
+    """Time large copies: 10**9 bytes a second; None where there is no room, or no GPU."""
+    if source.type != "cuda":
+        return None
+    try:
+        sent = torch.zeros(_MEASURED_BYTES, dtype=torch.uint8, device=source)
+        arrived = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device=target)
+    except torch.OutOfMemoryError:
+        return None
+    stream = torch.cuda.current_stream(source)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+    arrived.copy_(sent, non_blocking=True)
+    with torch.cuda.device(source):
+        marks[0].record(stream)
+        for _ in range(_NUM_MEASURED):
+            arrived.copy_(sent, non_blocking=True)
+        marks[1].record(stream)
+    _wait_for(source, target)
+    elapsed_ms = float(marks[0].elapsed_time(marks[1]))
+    return round(_NUM_MEASURED * _MEASURED_BYTES / elapsed_ms / 1e6, 1)
+
+
+def find_wrong_sum(devices: Sequence[torch.device]) -> str | None:
+    """Add up with NCCL over all devices; None when every one has the right sum, or there is no NCCL."""
+    if len(devices) < 2 or devices[0].type != "cuda" or not hasattr(torch._C, "_nccl_all_reduce"):
+        return None
+    buffers = [torch.full((2**20,), float(i + 1), device=device) for i, device in enumerate(devices)]
+    torch.cuda.nccl.all_reduce(buffers)  # type: ignore[no-untyped-call]
+    _wait_for(*devices)
+    total = sum(range(1, len(devices) + 1))
+    wrong = [str(b.device) for b in buffers if not bool((b == total).all())]
+    return f"NCCL's sum on {', '.join(wrong)}" if wrong else None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

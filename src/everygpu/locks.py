@@ -1,0 +1,127 @@
+"""A lock that a process holds as long as it lives, and that nobody has to clean up after it."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+_POLL_S = 0.02
+# On Windows a locked region can't be read by others, so it lies far behind the text.
+_REGION = 1 << 30
+
+
+class Lock:
+    """An open, locked file: free again at ``release``, or when the operating system ends the process.
+
+    So there are no stale locks: a file that is left over is not locked. Processes forked while it is held keep
+    it, for they go on with what it guards; started programs do not.
+    """
+
+    __slots__ = ("_handle", "_owner", "path")
+
+    def __init__(self, path: Path, handle: int) -> None:
+        self.path = path
+        self._handle: int | None = handle
+        self._owner = os.getpid()
+
+    def write(self, text: str) -> None:
+        """Say something about the holder to those who find the lock taken."""
+        if self._handle is not None:
+            os.ftruncate(self._handle, 0)
+            os.lseek(self._handle, 0, os.SEEK_SET)
+            os.write(self._handle, text.encode())
+
+    def release(self) -> None:
+        """Let others take it; a second time does nothing. The file stays: removing it would be a race."""
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        if self._owner == os.getpid():  # a forked process that lets go must not unlock it for its parent
+            _give(handle)
+        os.close(handle)
+
+    def __enter__(self) -> "Lock":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def try_lock(path: Path) -> Lock | None:
+    """Take a lock if it is free.
+
+    Args:
+        path: The lock's file; made if it isn't there, in a folder that is.
+    Returns:
+        The lock, held; None while another process, or this one, holds it.
+    Raises:
+        OSError: the file can't be opened, or its file system has no locks.
+    Source:
+        ``flock(2)``; ``LockFileEx`` on Windows. Both end with the process, also when it is killed.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        is_taken = not _take(handle)
+    except BaseException:
+        os.close(handle)
+        raise
+    if is_taken:
+        os.close(handle)
+        return None
+    return Lock(path, handle)
+
+
+def wait_for_lock(path: Path, timeout_s: float) -> Lock | None:
+    """Take a lock as soon as it is free; None if it isn't within the time.
+
+    Args:
+        path: As for ``try_lock``.
+        timeout_s: Seconds, 0 or more.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (lock := try_lock(path)) is None and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return lock
+
+
+def is_locked(path: Path) -> bool:
+    """Tell whether someone holds a lock, without making its file."""
+    if not path.exists():
+        return False
+    lock = try_lock(path)
+    if lock is None:
+        return True
+    lock.release()
+    return False
+
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def _take(handle: int) -> bool:
+        os.lseek(handle, _REGION, os.SEEK_SET)
+        try:
+            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+        except PermissionError:
+            return False
+        return True
+
+    def _give(handle: int) -> None:
+        os.lseek(handle, _REGION, os.SEEK_SET)
+        msvcrt.locking(handle, msvcrt.LK_UNLCK, 1)
+
+else:
+    import fcntl
+
+    def _take(handle: int) -> bool:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _give(handle: int) -> None:
+        fcntl.flock(handle, fcntl.LOCK_UN)

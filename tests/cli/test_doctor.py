@@ -1,0 +1,81 @@
+"""``everygpu doctor``: lines, matrix, JSON, exit code."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from everygpu.cli import doctor as command
+from everygpu.cli import main
+from everygpu.devices import doctor
+from everygpu.devices.checks import Finding
+from everygpu.devices.doctor import Diagnosis
+from everygpu.devices.peer_run import Outcome, PairReport
+
+OK = Finding(check="driver", state="ok", message="NVIDIA driver [580]")
+WARNING = Finding(check="P2P", state="warning", message="copies hang between 0>1", fix="Turn off IOMMU.")
+ERROR = Finding(check="torch", state="error", message="no CUDA", fix="Install it.")
+PEERS = Outcome(
+    pairs={(0, 1): PairReport(verdict="hangs", detail="x"), (1, 0): PairReport(verdict="right", gigabytes_per_s=393.2)}
+)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Run the command on a machine with certain findings; ``run.asked`` has how it was examined."""
+
+    def invoke(findings, *arguments, peers=None):
+        def diagnose(environ, *, test_peers):
+            invoke.asked = test_peers
+            return Diagnosis(findings=tuple(findings), peers=peers)
+
+        monkeypatch.setattr(doctor, "diagnose", diagnose)
+        return CliRunner().invoke(main, ["doctor", *arguments])
+
+    return invoke
+
+
+@pytest.mark.parametrize(("findings", "code"), [([OK], 0), ([OK, WARNING], 0), ([OK, WARNING, ERROR], 3), ([], 0)])
+def test_exit_code(run, findings, code):
+    assert run(findings).exit_code == code
+    assert run(findings, "--json").exit_code == code
+
+
+def test_each_finding_is_a_line_with_its_fix_below(run):
+    assert run([OK, WARNING, ERROR]).stdout.splitlines() == [
+        "ok      driver: NVIDIA driver [580]",
+        "WARNING P2P: copies hang between 0>1",
+        "        Turn off IOMMU.",
+        "ERROR   torch: no CUDA",
+        "        Install it.",
+    ]
+
+
+def test_matrix_has_speeds_and_verdicts(run):
+    rows = [line.split("│")[1:-1] for line in run([OK], peers=PEERS).stdout.splitlines() if "│" in line]
+    assert [[cell.strip() for cell in row] for row in rows] == [["from 0", "", "hangs"], ["from 1", "393.2", ""]]
+
+
+def test_pair_that_was_not_measured():
+    assert command._cell(PairReport(verdict="right")) == "right"
+
+
+def test_json(run):
+    report = json.loads(run([OK, ERROR], "--json", peers=PEERS).stdout)
+    assert report["usable"] is False
+    assert report["findings"][1] == {"check": "torch", "state": "error", "message": "no CUDA", "fix": "Install it."}
+    pair = {"source": 0, "target": 1, "verdict": "hangs", "detail": "x", "gigabytes_per_s": None}
+    assert report["pairs"][0] == pair
+    assert json.loads(run([OK], "--json").stdout)["pairs"] == []
+
+
+@pytest.mark.parametrize(("arguments", "asked"), [([], True), (["--quick"], False)])
+def test_quick_copies_nothing(run, arguments, asked):
+    run([OK], *arguments)
+    assert run.asked is asked
+
+
+def test_this_machine_is_examined():
+    result = CliRunner().invoke(main, ["doctor", "--quick"])
+    assert result.exit_code in (0, 3)
+    assert "torch: " in result.stdout

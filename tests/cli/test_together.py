@@ -1,0 +1,224 @@
+"""Several runs at once: each takes GPUs of its own, waits for them, or is told who has them."""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from everygpu.cli import plan as planning
+from everygpu.cli.plan import Manners, Request, plan_run
+from everygpu.devices import nvml
+from everygpu.devices.reserve import OWN
+from everygpu.devices.select import check_demand
+from everygpu.errors import DeviceError
+from tests.cli.runs import command_of, everygpu, install_driver
+from tests.devices.fake_nvml import GIB, H200_UUIDS, make_sample
+
+A, B = H200_UUIDS
+SAY = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); "
+
+
+@pytest.fixture
+def box(tmp_path):
+    """Two idle H200s, and scripts that say which they got."""
+    install_driver(tmp_path, "*two_h200s()")
+    (tmp_path / "say.py").write_text(SAY)
+    (tmp_path / "stay.py").write_text(f"{SAY} import sys; sys.stdin.read()")
+    return tmp_path
+
+
+@contextlib.contextmanager
+def staying(box, *options):
+    """Start a run that stays; gives the process and what it said."""
+    command = command_of("run", *options, box / "stay.py", fake_gpus=box)
+    with subprocess.Popen(**command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+def say(box, *options):
+    return everygpu("run", *options, box / "say.py", fake_gpus=box)
+
+
+def test_two_started_together_take_different_ones(box):
+    commands = [command_of("run", "--gpus", "1", box / "stay.py", fake_gpus=box) for _ in range(2)]
+    with contextlib.ExitStack() as stack:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        runs = [stack.enter_context(subprocess.Popen(**command, **pipes)) for command in commands]
+        assert {run.stdout.readline().strip() for run in runs} == {A, B}
+        third = say(box, "--gpus", "1")
+        assert third.returncode == 3
+        for run in runs:
+            assert f"reserved by process {run.pid} (stay.py)" in third.stderr
+            run.stdin.close()
+
+
+def test_filled_gpu_is_passed_over(box):
+    install_driver(box, "Gpu(used=139 * GIB, processes=[(4711, 139 * GIB)]), *two_h200s()[1:]")
+    assert say(box, "--gpus", "1").stdout == f"{B}\n"
+    assert say(box, "--min-free", "1GiB").stdout == f"{B}\n"
+
+
+def test_auto_takes_what_others_left(box):
+    with staying(box, "--gpus", "1") as (_, theirs):
+        assert theirs == A
+        assert say(box).stdout == f"{B}\n"
+
+
+def test_auto_does_not_fall_to_the_cpu_because_others_run(box):
+    with staying(box) as (process, theirs):
+        assert theirs == f"{A},{B}"
+        refused = say(box)
+        assert (refused.returncode, refused.stdout) == (3, "")
+        assert f"process {process.pid}" in refused.stderr
+        assert "--wait" in refused.stderr
+        assert say(box, "--share").stdout == f"{A},{B}\n"
+
+
+def test_reservation_ends_with_the_run_however_it_ends(box):
+    with staying(box, "--gpus", "2") as (process, _):
+        assert say(box, "--gpus", "1").returncode == 3
+        process.kill()
+        process.wait()
+        assert say(box, "--gpus", "2").stdout == f"{A},{B}\n"
+
+
+def test_wait_starts_when_the_gpu_is_free(box):
+    with staying(box, "--gpus", "2") as (first, _):
+        command = command_of("run", "--gpus", "1", "--wait", box / "say.py", fake_gpus=box)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen(**command, **pipes) as second:
+            assert "waiting for GPUs" in second.stderr.readline()
+            first.kill()
+            out, error = second.stdout.read(), second.stderr.read()
+    assert (out, second.returncode) == (f"{A}\n", 0)
+    assert error.count("reserved by process") == 2
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+def test_waiting_is_left_by_an_interrupt(box):
+    with staying(box, "--gpus", "2"):
+        command = command_of("run", "--wait", box / "say.py", fake_gpus=box)
+        with subprocess.Popen(**command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as second:
+            second.stderr.readline()
+            second.send_signal(signal.SIGINT)
+            assert second.stdout.read() == ""
+            assert "Traceback" not in second.stderr.read()
+    assert second.returncode == 130
+
+
+def test_wait_ends_with_the_time(box):
+    with staying(box, "--gpus", "2"):
+        done = say(box, "--gpus", "1", "--wait", "--timeout", "0.1")
+    assert (done.returncode, done.stdout) == (3, "")
+
+
+def test_waiting_for_what_cannot_be_is_refused_at_once(box):
+    for options in (["--gpus", "3"], ["--gpus", "1", "--name", "T400"], ["--gpus", "1", "--min-free", "1TiB"]):
+        done = say(box, *options, "--wait")
+        assert done.returncode == 3
+        assert "waiting" not in done.stderr
+        assert "--wait" not in done.stderr
+
+
+def test_run_inside_a_run_has_its_gpus(box):
+    (box / "outer.py").write_text(
+        "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-m', 'everygpu', 'run', sys.argv[1]]))"
+    )
+    done = everygpu("run", "--gpus", "1", box / "outer.py", box / "say.py", fake_gpus=box)
+    assert (done.returncode, done.stdout) == (0, f"{A}\n")
+
+
+def test_devices_shows_and_avoids_what_is_reserved(box):
+    with staying(box, "--gpus", "1") as (process, _):
+        chosen = everygpu("devices", "--select", "1", "--format", "visible", fake_gpus=box)
+        assert chosen.stdout == f"{B}\n"
+        records = json.loads(everygpu("devices", "--json", fake_gpus=box).stdout)["devices"]
+    assert [record["reserved_by"] for record in records] == [{"pid": process.pid, "command": "stay.py"}, None]
+
+
+# ---- without processes --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch, tmp_path):
+    """Let waiting take no time, and count it."""
+    now = [0.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(planning, "time", type("Clock", (), {"sleep": sleep, "monotonic": lambda: now[0]}))
+    return now
+
+
+def test_waiting_asks_the_driver_again(clock, monkeypatch):
+    def sample():
+        return [make_sample(0, free=(90 if clock[0] > 5 else 1) * GIB)]
+
+    monkeypatch.setattr(nvml, "sample_devices", sample)
+    told = []
+    manners = Manners(wait_s=100, tell=told.append)
+    plan = plan_run(Request(count=1), check_demand(count=1, min_free_memory="50GiB"), {}, manners)
+    assert plan.environ["CUDA_VISIBLE_DEVICES"] == plan.environ[OWN] == make_sample(0).uuid
+    assert clock[0] == 6.0
+    assert len(told) == 1
+    assert "free memory 1.0 GiB, below 50.0 GiB" in told[0]
+    plan.locks[0].release()
+
+
+def test_waiting_ends_on_time_to_the_second(clock, monkeypatch):
+    monkeypatch.setattr(nvml, "sample_devices", lambda: [make_sample(0, free=GIB)])
+    with pytest.raises(DeviceError, match="--wait starts the script"):
+        plan_run(Request(count=1), check_demand(count=1, min_free_memory="50GiB"), {}, Manners(wait_s=3))
+    assert clock[0] == 3.0
+
+
+def test_auto_waits_rather_than_take_the_cpu(clock, monkeypatch):
+    monkeypatch.setattr(nvml, "sample_devices", lambda: [make_sample(0, free=(90 if clock[0] else 1) * GIB)])
+    plan = plan_run(Request(), check_demand(min_free_memory="50GiB"), {}, Manners(wait_s=9, share=True))
+    assert plan.num_gpus == 1
+    assert plan.locks == ()
+    assert OWN not in plan.environ
+
+
+# ---- several processes --------------------------------------------------------------------------------
+
+REPORT = """
+import json, os, sys
+import torch.distributed as dist
+dist.init_process_group("gloo")
+print(json.dumps([dist.get_rank(), dist.get_world_size(), sys.argv[1:], os.environ.get("CUDA_VISIBLE_DEVICES"),
+                  os.environ.get("EVERYGPU_SPLIT")]) + "\\n", end="", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_processes_hands_over_to_torchrun(box):
+    (box / "report.py").write_text(REPORT)
+    done = everygpu("run", "--processes", "auto", "--split", "weighted", box / "report.py", "-x", "1", fake_gpus=box)
+    assert done.returncode == 0, done.stderr
+    reports = sorted(json.loads(line) for line in done.stdout.splitlines())
+    assert reports == [[rank, 2, ["-x", "1"], f"{A},{B}", "auto"] for rank in range(2)]
+
+
+def test_exit_code_of_the_process_that_failed_is_passed_on(box):
+    (box / "fail.py").write_text("import os, sys, time; os.environ['RANK'] == '1' and sys.exit(7); time.sleep(30)")
+    begin = time.monotonic()
+    done = everygpu("run", "--cpu", "--processes", "2", box / "fail.py", fake_gpus=box)
+    assert done.returncode == 7
+    assert "process 1 ended with exit code 7" in done.stderr
+    assert time.monotonic() - begin < 29
+
+
+def test_a_gpu_for_each_process_or_none_starts(box):
+    done = everygpu("run", "--processes", "3", box / "say.py", fake_gpus=box)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "3 fitting devices required, got 2 of 2" in done.stderr

@@ -1,0 +1,76 @@
+"""Conformance rows on links between GPUs: found out in a real process, and every transfer goes round them."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from everygpu import comm
+from everygpu.comm import staged
+from everygpu.devices import nvml, p2p
+from tests.devices.fake_nvml import FakeNvml, two_h200s
+
+PAIR = [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+@pytest.fixture
+def lying(monkeypatch, tmp_path):
+    """A machine with two GPUs whose driver says that they reach each other; gives a way to say how they lie."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(p2p.VARIABLE, raising=False)
+    monkeypatch.setattr(p2p, "MODULE", "tests.devices.lying_gpus")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=f"gpu-{i}"))
+    monkeypatch.setattr(nvml, "_import_pynvml", lambda: FakeNvml(*two_h200s()))
+    p2p._broken_pairs.cache_clear()
+    yield lambda fault: monkeypatch.setenv("LYING_GPUS", fault)
+    p2p._broken_pairs.cache_clear()
+
+
+def transfers_through_host(monkeypatch):
+    """Make one of each transfer between the two GPUs; give the backend's functions that were called."""
+    called = []
+    for name in ("copy", "fill", "broadcast", "reduce"):
+        monkeypatch.setattr(staged, name, lambda *args, name=name: called.append(name))
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: None)  # there is no second GPU to put it on
+    first, second = (SimpleNamespace(device=device) for device in PAIR)
+    comm.copy(first, PAIR[1])
+    comm.fill(first, second)
+    comm.broadcast(first, [second])
+    comm.reduce([first, second], PAIR[0])
+    return called
+
+
+def test_a34_b14_hanging_copies_are_found_and_gone_round(lying, monkeypatch, caplog):
+    lying("hang")
+    began = time.monotonic()
+    assert not p2p.trusted_peers(PAIR)
+    # The process's own start is included, on a machine that may be busy with other tests.
+    assert time.monotonic() - began < 20
+    assert transfers_through_host(monkeypatch) == ["copy", "fill", "broadcast", "reduce"]
+    (record,) = caplog.records
+    assert "never arrive" in record.message
+
+
+def test_a40_b14_wrong_bfloat16_is_found_and_gone_round(lying, monkeypatch, caplog):
+    lying("nan")
+    assert not p2p.trusted_peers(PAIR)
+    assert transfers_through_host(monkeypatch) == ["copy", "fill", "broadcast", "reduce"]
+    (record,) = caplog.records
+    assert "arrive wrong (bfloat16 by the copy engine, 4104 bytes), as between 1 more pair(s)" in record.message
+
+
+def test_b14_verdict_is_kept_for_the_next_process(lying, monkeypatch):
+    lying("nan")
+    assert not p2p.trusted_peers(PAIR)
+    p2p._broken_pairs.cache_clear()  # as a new process has it
+    monkeypatch.setattr(p2p, "examine", lambda *args: pytest.fail("tested again"))
+    assert not p2p.trusted_peers(PAIR)
+
+
+def test_b14_sound_copies_are_trusted(lying, caplog):
+    lying("")
+    assert p2p.trusted_peers(PAIR)
+    assert caplog.text == ""

@@ -1,0 +1,230 @@
+"""What is believed of copies between GPUs, and what is remembered of it."""
+
+import json
+import logging
+import os
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from everygpu.devices import nvml, p2p
+from everygpu.devices.p2p import VARIABLE, child_environ, examine_and_keep, keep, look_up, trusted_peers
+from everygpu.devices.peer_run import Outcome, PairReport
+from everygpu.errors import OptionError
+from tests.devices.fake_nvml import FakeNvml, two_h200s
+
+UUIDS = ["aaaa", "bbbb", "cccc"]
+RIGHT = PairReport(verdict="right")
+WRONG = PairReport(verdict="wrong", detail="bfloat16 by a kernel, 4104 bytes")
+HANGS = PairReport(verdict="hangs", detail="no answer in 3 s")
+
+
+def cuda(*indices):
+    return [torch.device("cuda", index) for index in indices]
+
+
+def reports(**broken):
+    """Make reports of three GPUs, right but for those named: ``reports(_01=WRONG)``."""
+    pairs = {(i, j): RIGHT for i in range(3) for j in range(3) if i != j}
+    return pairs | {(int(name[1]), int(name[2])): report for name, report in broken.items()}
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Three GPUs with peer access, whose test says what is put into the returned object."""
+    state = SimpleNamespace(outcome=Outcome(pairs=reports()), commands=[], peers=True, delay_s=0.0)
+
+    def examine(command, environ, num_devices, patience):
+        state.commands.append(command)
+        time.sleep(state.delay_s)
+        return state.outcome
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(p2p, "examine", examine)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: state.peers)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=UUIDS[i]))
+    monkeypatch.setattr(nvml, "_import_pynvml", lambda: FakeNvml(*two_h200s()))
+    p2p._broken_pairs.cache_clear()
+    yield state
+    p2p._broken_pairs.cache_clear()
+
+
+def forget_this_process():
+    p2p._broken_pairs.cache_clear()
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("devices", [[], cuda(1), cuda(1, 1), [CPU] * 4, [CPU, *cuda(2)]])
+def test_one_gpu_and_the_cpu_are_not_tested(machine, devices):
+    assert trusted_peers(devices)
+    assert machine.commands == []
+
+
+def test_sound_machine_is_trusted_and_tested_once(machine, caplog):
+    assert trusted_peers(cuda(0, 1, 2))
+    assert trusted_peers(cuda(2, 0))
+    forget_this_process()
+    assert trusted_peers(cuda(0, 1))
+    assert len(machine.commands) == 1
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("report", "words"),
+    [(WRONG, "arrive wrong (bfloat16 by a kernel, 4104 bytes)"), (HANGS, "never arrive")],
+)
+def test_broken_pair_is_not_trusted_and_told_once(machine, caplog, report, words):
+    machine.outcome = Outcome(pairs=reports(_20=report))
+    assert not trusted_peers(cuda(0, 1, 2))
+    assert not trusted_peers(cuda(0, 2))
+    assert trusted_peers(cuda(0, 1))
+    (record,) = caplog.records
+    assert f"Direct copies from cuda:2 to cuda:0 {words}" in record.message
+    assert "host memory" in record.message
+    forget_this_process()
+    assert not trusted_peers(cuda(0, 2))
+    assert len(machine.commands) == 1
+
+
+def test_several_broken_pairs_are_one_warning(machine, caplog):
+    machine.outcome = Outcome(pairs=dict.fromkeys(reports(), HANGS))
+    assert not trusted_peers(cuda(0, 1))
+    assert len(caplog.records) == 1
+    assert "as between 5 more pair(s)" in caplog.text
+
+
+def test_without_peer_access_the_driver_stages_and_nothing_is_tested(machine):
+    machine.peers = False
+    assert trusted_peers(cuda(0, 1))
+    assert machine.commands == []
+
+
+def test_what_could_not_be_tested_is_trusted_and_tested_again(machine):
+    machine.outcome = Outcome(pairs=dict.fromkeys(reports(), PairReport(verdict="untested")))
+    assert trusted_peers(cuda(0, 1))
+    forget_this_process()
+    trusted_peers(cuda(0, 1))
+    assert len(machine.commands) == 2
+
+
+def test_new_driver_is_tested_again(machine, monkeypatch):
+    trusted_peers(cuda(0, 1))
+    forget_this_process()
+    monkeypatch.setattr(FakeNvml, "nvmlSystemGetDriverVersion", lambda self: "999.1")
+    trusted_peers(cuda(0, 1))
+    assert len(machine.commands) == 2
+
+
+def test_new_gpu_is_tested_and_the_others_are_still_known(machine):
+    keep(UUIDS[:2], {(0, 1): RIGHT, (1, 0): RIGHT})
+    assert look_up(UUIDS) is None
+    trusted_peers(cuda(0, 1))
+    assert len(machine.commands) == 1
+    assert look_up(UUIDS[1::-1]) == {(0, 1): RIGHT, (1, 0): RIGHT}
+
+
+@pytest.mark.usefixtures("machine")
+def test_verdicts_belong_to_gpus_not_to_their_order():
+    keep(UUIDS, reports(_02=WRONG))
+    assert look_up(["cccc", "aaaa"]) == {(0, 1): RIGHT, (1, 0): WRONG}
+
+
+@pytest.mark.parametrize(("policy", "trusted"), [("trust", True), ("staged", False)])
+def test_variable_decides_without_a_test(machine, monkeypatch, policy, trusted):
+    machine.outcome = Outcome(pairs=reports(_01=WRONG))
+    monkeypatch.setenv(VARIABLE, policy)
+    assert trusted_peers(cuda(0, 1)) == trusted
+    assert machine.commands == []
+
+
+@pytest.mark.usefixtures("machine")
+def test_wrong_variable(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "no")
+    with pytest.raises(OptionError, match="'test', 'trust' or 'staged', got 'no'"):
+        trusted_peers(cuda(0, 1))
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"format": 9}', '{"format": 1, "driver": "580.159.03", "pairs": {"a b": 3}}']
+)
+def test_damaged_memory_is_forgotten(tmp_path, text):
+    keep(UUIDS, reports())
+    (path,) = tmp_path.rglob("p2p.json")
+    path.write_text(text)
+    assert look_up(UUIDS) is None
+    keep(UUIDS, reports())
+    assert look_up(UUIDS) == reports()
+
+
+def test_folder_that_cannot_be_written_is_no_harm(machine, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert trusted_peers(cuda(0, 1))
+
+
+def test_threads_that_ask_at_once_wait_for_one_test(machine):
+    machine.delay_s = 0.1
+    threads = [threading.Thread(target=trusted_peers, args=(cuda(0, 1),)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(machine.commands) == 1
+
+
+@pytest.mark.usefixtures("machine")
+def test_process_sees_the_same_devices_in_the_same_order():
+    environ = child_environ(UUIDS, {"CUDA_VISIBLE_DEVICES": "7", "PYTHONPATH": "mine", "X": "y"})
+    assert environ["CUDA_VISIBLE_DEVICES"] == "GPU-aaaa,GPU-bbbb,GPU-cccc"
+    assert environ["PYTHONPATH"].split(os.pathsep)[1:] == ["mine"]
+    assert environ["X"] == "y"
+
+
+def test_devices_without_a_uuid_are_known_by_their_place(machine, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(name="old ROCm"))
+    assert p2p.list_uuids() == ["0", "1", "2"]
+    assert trusted_peers(cuda(0, 1))
+    assert len(machine.commands) == 1
+
+
+def test_full_test_measures_and_is_remembered(machine):
+    machine.outcome = Outcome(pairs=reports(_01=WRONG), collective=RIGHT)
+    assert examine_and_keep(UUIDS, full=True).collective == RIGHT
+    assert machine.commands[0][-2:] == ["--measure", "--collective"]
+    assert look_up(UUIDS)[0, 1] == WRONG
+
+
+@pytest.mark.usefixtures("machine")
+def test_memory_is_readable_json(tmp_path):
+    keep(UUIDS[:2], {(0, 1): HANGS, (1, 0): PairReport(verdict="untested")})
+    (path,) = tmp_path.rglob("p2p.json")
+    assert json.loads(path.read_text()) == {
+        "format": 1,
+        "driver": "580.159.03",
+        "pairs": {"aaaa bbbb": {"verdict": "hangs", "detail": "no answer in 3 s"}},
+    }
+
+
+@pytest.mark.gpu
+def test_real_gpus_are_tested_in_seconds(monkeypatch, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    count = torch.cuda.device_count()
+    if count < 2:
+        pytest.skip("needs two or more CUDA devices")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
+    began = time.monotonic()
+    outcome = examine_and_keep(uuids)
+    assert time.monotonic() - began < 40  # with the start of a process that loads torch from a cold disk
+    assert {report.verdict for report in outcome.pairs.values()} == {"right"}, outcome
+    began = time.monotonic()
+    assert look_up(uuids) is not None
+    assert time.monotonic() - began < 1

@@ -1,0 +1,170 @@
+"""The test's process: what is made of what it says, of its silence, and of its end."""
+
+import json
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from everygpu.devices.p2p import MODULE, child_environ
+from everygpu.devices.peer_run import PairReport, Patience, examine
+
+QUICK = Patience(start_s=20, step_s=0.3, total_s=5)
+RIGHT = PairReport(verdict="right")
+UNTESTED = PairReport(verdict="untested")
+
+
+def run(*steps, num_devices=2, patience=QUICK):
+    """Examine a process that says lines, and runs code between them."""
+    lines = [step if isinstance(step, str) else f"print({json.dumps(step)!r}, flush=True)" for step in steps]
+    command = [sys.executable, "-c", "import os, sys, time\n" + "\n".join(lines)]
+    return examine(command, {}, num_devices, patience)
+
+
+READY, DONE = {"ready": [0, 1]}, {"done": True}
+
+
+def begin(source, target):
+    return {"begin": [source, target]}
+
+
+def pair(source, target, wrong=None, speed=None):
+    return {"pair": [source, target], "wrong": wrong, "gigabytes_per_s": speed}
+
+
+def test_all_right():
+    outcome = run(READY, begin(0, 1), pair(0, 1, speed=390.5), begin(1, 0), pair(1, 0), DONE)
+    assert outcome.pairs == {(0, 1): PairReport(verdict="right", gigabytes_per_s=390.5), (1, 0): RIGHT}
+    assert outcome.collective == UNTESTED
+
+
+def test_wrong_bytes_in_one_direction():
+    outcome = run(READY, begin(0, 1), pair(0, 1), begin(1, 0), pair(1, 0, wrong="bfloat16 by a kernel"), DONE)
+    assert outcome.pairs[0, 1] == RIGHT
+    assert outcome.pairs[1, 0] == PairReport(verdict="wrong", detail="bfloat16 by a kernel")
+
+
+def test_hanging_pair_is_named_and_the_process_ended():
+    began = time.monotonic()
+    ready = {"ready": [0, 1, 2]}
+    outcome = run(ready, begin(0, 1), pair(0, 1), begin(1, 0), "time.sleep(100)", num_devices=3)
+    assert time.monotonic() - began < 10
+    assert outcome.pairs[0, 1] == RIGHT
+    assert outcome.pairs[1, 0] == PairReport(verdict="hangs", detail="no answer in 0.3 s")
+    assert outcome.pairs[2, 1] == PairReport(verdict="hangs", detail="not tried any more")
+
+
+def test_slow_in_every_step_is_too_slow_in_the_end():
+    steps = ["for i in range(100): time.sleep(0.1); print('{\"begin\": [0, 1]}', flush=True)"]
+    outcome = run(READY, *steps, patience=Patience(start_s=20, step_s=5, total_s=0.5))
+    assert outcome.pairs[0, 1] == PairReport(verdict="hangs", detail="not done in 0.5 s")
+
+
+def test_slow_start_is_no_verdict():
+    outcome = run("time.sleep(100)", patience=Patience(start_s=0.3))
+    assert set(outcome.pairs.values()) == {UNTESTED}
+
+
+def test_time_to_start_does_not_count():
+    steps = ["time.sleep(0.6)", READY, begin(0, 1), pair(0, 1), begin(1, 0), pair(1, 0), DONE]
+    assert set(run(*steps, patience=Patience(start_s=20, step_s=0.5, total_s=0.5)).pairs.values()) == {RIGHT}
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(3)", "os._exit(3)"])
+def test_death_in_the_middle_of_a_pair_is_a_fault(ending):
+    outcome = run(READY, begin(0, 1), ending)
+    assert outcome.pairs[0, 1] == PairReport(verdict="wrong", detail="the test ended with exit code 3")
+    assert outcome.pairs[1, 0].verdict == "wrong"
+
+
+def test_death_before_the_first_pair_is_no_verdict():
+    assert set(run("sys.exit(3)").pairs.values()) == {UNTESTED}
+
+
+def test_program_that_is_not_there_is_no_verdict():
+    outcome = examine(["/no/such/python"], {}, 2, QUICK)
+    assert set(outcome.pairs.values()) == {UNTESTED}
+
+
+def test_devices_without_room_are_untested():
+    ready = {"ready": [0, 2]}
+    outcome = run(ready, begin(0, 2), pair(0, 2), begin(2, 0), pair(2, 0), DONE, num_devices=3)
+    assert {p for p, report in outcome.pairs.items() if report == UNTESTED} == {(0, 1), (1, 0), (1, 2), (2, 1)}
+
+
+def test_collective_hangs_or_is_wrong():
+    steps = [READY, begin(0, 1), pair(0, 1), begin(1, 0), pair(1, 0), {"begin": "collective"}]
+    outcome = run(*steps, "time.sleep(100)")
+    assert outcome.collective.verdict == "hangs"
+    assert set(outcome.pairs.values()) == {RIGHT}
+    outcome = run(*steps, {"collective": True, "wrong": "NCCL's sum on cuda:1"}, DONE)
+    assert outcome.collective == PairReport(verdict="wrong", detail="NCCL's sum on cuda:1")
+
+
+def test_what_others_write_to_the_stream_is_skipped():
+    noise = ["print('hello')", "print('[1]')", "print('\\xff' * 9, file=sys.stderr)", "print(5)"]
+    outcome = run(*noise, READY, *noise, begin(0, 1), pair(0, 1), begin(1, 0), pair(1, 0), *noise, DONE)
+    assert set(outcome.pairs.values()) == {RIGHT}
+
+
+def test_process_that_stays_after_it_is_done_is_not_waited_for():
+    began = time.monotonic()
+    run(READY, DONE, "time.sleep(100)", patience=Patience(step_s=60, total_s=60))
+    assert time.monotonic() - began < 10
+
+
+def test_process_that_cannot_be_killed_does_not_hold_us_up(monkeypatch, caplog):
+    processes = []
+
+    class Stuck(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            processes.append(self)
+
+        def kill(self):
+            pass
+
+    monkeypatch.setattr(subprocess, "Popen", Stuck)
+    outcome = run(READY, begin(0, 1), "time.sleep(100)")
+    assert outcome.pairs[0, 1].verdict == "hangs"
+    assert "can't be ended" in caplog.text
+    (process,) = processes
+    super(Stuck, process).kill()
+    process.wait()
+
+
+REAL = """
+    import sys, time, torch
+    from everygpu.devices import peer_test
+
+    def transfer(target, source):
+        peer_test.copy(target, source)
+        {spoil}
+
+    peer_test.main(["2"], [torch.device("cpu")] * 2, transfer)
+"""
+
+
+@pytest.mark.parametrize(
+    ("spoil", "verdict", "detail"),
+    [
+        ("", "right", ""),
+        ("target.view(torch.uint8).view(-1)[0] += 1", "wrong", "uint8 by the copy engine, 4104 bytes"),
+        ("time.sleep(100)", "hangs", "no answer in 2 s"),
+    ],
+)
+def test_real_test_with_transfers_that_corrupt_or_hang(spoil, verdict, detail):
+    command = [sys.executable, "-c", textwrap.dedent(REAL).format(spoil=spoil)]
+    began = time.monotonic()
+    outcome = examine(command, child_environ([], {}), 2, Patience(step_s=2))
+    assert outcome.pairs[0, 1] == PairReport(verdict=verdict, detail=detail)
+    assert time.monotonic() - began < 60
+
+
+def test_module_runs_as_a_program():
+    command = [sys.executable, "-m", MODULE, "0"]
+    done = subprocess.run(command, env=child_environ([], {}), capture_output=True, text=True, check=True)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [{"ready": []}, {"done": True}]
+    assert done.stderr == ""

@@ -1,0 +1,139 @@
+"""The test of copies itself, on the CPU with transfers that corrupt, and on GPUs."""
+
+import json
+
+import pytest
+import torch
+
+from everygpu.devices import peer_test
+from everygpu.devices.peer_test import DTYPES, copy, find_wrong, find_wrong_sum, main, make_pattern
+
+CPUS = [torch.device("cpu")] * 3
+
+
+def test_pattern_has_every_byte_and_names_its_place():
+    pattern = make_pattern()
+    assert pattern.unique().numel() == 256
+    blocks = pattern[: 2**16 // 512 * 512].view(-1, 512)
+    assert not any(blocks[i].equal(blocks[i + 1]) for i in range(len(blocks) - 1))
+
+
+def test_pattern_has_the_numbers_that_are_no_numbers():
+    assert make_pattern().view(torch.bfloat16).isnan().any()
+    assert make_pattern().view(torch.float32).isnan().any()
+
+
+def test_right_copies_are_right():
+    assert find_wrong(make_pattern(), make_pattern(), 1, copy) is None
+
+
+def spoil_element(target, source):
+    copy(target, source)
+    target.view(torch.uint8).view(-1)[-1] ^= 1
+
+
+def forget(target, source):
+    pass
+
+
+def spoil_one_dtype(target, source):
+    copy(target, source)
+    if source.dtype is torch.bfloat16:
+        target.fill_(float("nan"))
+
+
+def spoil_kernel(target, source):
+    if source.is_contiguous():
+        copy(target, source)
+
+
+def spoil_large(target, source):
+    copy(target, source)
+    if target.numel() * target.element_size() > 2**20:
+        target.view(torch.uint8).view(-1)[2**20] += 1
+
+
+@pytest.mark.parametrize(
+    ("transfer", "words"),
+    [
+        (spoil_element, "uint8 by the copy engine, 4104 bytes"),
+        (forget, "uint8 by the copy engine, 4104 bytes"),
+        (spoil_one_dtype, "bfloat16 by the copy engine"),
+        (spoil_kernel, "uint8 by a kernel"),
+        (spoil_large, "uint8 by the copy engine, 2097152 bytes"),
+    ],
+)
+def test_every_fault_is_found(transfer, words):
+    assert words in find_wrong(make_pattern(), make_pattern(), 2, transfer)
+
+
+def test_bytes_of_another_device_are_noticed():
+    pattern = make_pattern()
+
+    def from_device_0(target, source):
+        theirs = pattern[: source.numel() * source.element_size()].view(source.dtype)
+        copy(target, theirs if source.is_contiguous() else theirs.view(source.t().shape).t())
+
+    assert find_wrong(pattern, pattern, 0, from_device_0) is None
+    assert find_wrong(pattern, pattern, 3, from_device_0) is not None
+
+
+def lines_of(capsys, *arguments, **options):
+    main(arguments, **options)
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_every_ordered_pair_is_announced_and_reported(capsys):
+    said = lines_of(capsys, "3", "--collective", devices=CPUS)
+    pairs = [[0, 1], [0, 2], [1, 0], [1, 2], [2, 0], [2, 1]]
+    assert said[0] == {"ready": [0, 1, 2]}
+    assert [line["begin"] for line in said if "begin" in line] == [*pairs, "collective"]
+    assert [line["pair"] for line in said if "pair" in line] == pairs
+    assert all(line["wrong"] is None for line in said if "wrong" in line)
+    assert said[-1] == {"done": True}
+
+
+def test_device_without_room_is_left_out(capsys, monkeypatch):
+    plain = peer_test.make_pattern
+    calls = []
+
+    def make():
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("full")
+        return plain()
+
+    monkeypatch.setattr(peer_test, "make_pattern", make)
+    said = lines_of(capsys, "3", devices=CPUS)
+    assert said[0] == {"ready": [0, 2]}
+    assert [line["pair"] for line in said if "pair" in line] == [[0, 2], [2, 0]]
+
+
+def test_device_that_is_wrong_with_itself_is_left_out(capsys, monkeypatch):
+    monkeypatch.setattr(peer_test, "find_wrong", lambda *arguments: "uint8 by a kernel")
+    said = lines_of(capsys, "2", devices=CPUS[:2])
+    assert said == [{"ready": []}, {"done": True}]
+
+
+def test_pair_without_room_is_not_reported(capsys):
+    def refuse(target, source):
+        raise torch.OutOfMemoryError("full")
+
+    said = lines_of(capsys, "2", devices=CPUS[:2], transfer=refuse)
+    assert [line for line in said if "pair" in line] == []
+    assert said[-1] == {"done": True}
+
+
+def test_collective_of_one_device_is_no_test():
+    assert find_wrong_sum(CPUS) is None
+
+
+@pytest.mark.gpu
+def test_real_gpus(capsys):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two or more CUDA devices")
+    said = lines_of(capsys, "2", "--measure", "--collective")
+    speeds = [line["gigabytes_per_s"] for line in said if "pair" in line]
+    assert all(1 < speed < 2000 for speed in speeds)
+    assert [line["wrong"] for line in said if "wrong" in line] == [None] * 3
+    assert len(DTYPES) == 5
