@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from everygpu.devices import select_devices as select_devices
     from everygpu.devices import visible_devices as visible_devices
     from everygpu.errors import EveryGPUError as EveryGPUError
+    from everygpu.feed import Feeder as Feeder
     from everygpu.feed import Meter as Meter
+    from everygpu.feed import find_batch_size as find_batch_size
+    from everygpu.feed import tune_workers as tune_workers
     from everygpu.parallel.apply import parallel_apply as parallel_apply
     from everygpu.parallel.data_parallel import DataParallel as DataParallel
     from everygpu.parallel.data_parallel import data_parallel as data_parallel
@@ -33,6 +36,7 @@ __version__ = "0.1.0.dev0"
 _HOME = {
     "DataParallel": "parallel",
     "EveryGPUError": "errors",
+    "Feeder": "feed",
     "Meter": "feed",
     "Replicated": "parallel",
     "ShardedBatch": "parallel",
@@ -41,6 +45,7 @@ _HOME = {
     "SyncBatchNorm": "parallel.sync_batch_norm",
     "TrainStep": "step.train_step",
     "data_parallel": "parallel",
+    "find_batch_size": "feed",
     "gather": "parallel",
     "load": "checkpoint",
     "parallel_apply": "parallel",
@@ -49,6 +54,7 @@ _HOME = {
     "scatter": "parallel",
     "seed_all": "devices",
     "select_devices": "devices",
+    "tune_workers": "feed",
     "visible_devices": "devices",
 }
 

@@ -10,6 +10,8 @@
     ├── OptimizerError (TypeError)            what was passed as the optimizer can't be used so
     ├── LossError (ValueError)                what the loss returned can't be trained on
     ├── ReplicaError (RuntimeError)           names the replica an exception came from
+    ├── WorkerError (RuntimeError)            a worker process of the loader died
+    ├── FeedTimeoutError (TimeoutError)       no batch came in time
     └── CheckpointError (RuntimeError)
         ├── CheckpointNotFoundError (FileNotFoundError)
         ├── CheckpointDamagedError (ValueError)    truncated, altered or incomplete
@@ -60,6 +62,14 @@ class LossError(EveryGPUError, ValueError):
 
 class ReplicaError(EveryGPUError, RuntimeError):
     """Names the replica, device and shards behind an exception; it is that exception's ``__cause__``."""
+
+
+class WorkerError(EveryGPUError, RuntimeError):
+    """A worker process of the loader died: killed, or ended by a crash of its own."""
+
+
+class FeedTimeoutError(EveryGPUError, TimeoutError):
+    """The loader had no batch ready in the time it was given."""
 
 
 class CheckpointError(EveryGPUError, RuntimeError):

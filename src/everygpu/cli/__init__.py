@@ -11,6 +11,7 @@ from everygpu.cli.devices import list_devices
 from everygpu.cli.doctor import find_faults
 from everygpu.cli.run import run_chosen
 from everygpu.cli.top import watch_gpus
+from everygpu.cli.tune import tune_script
 from everygpu.errors import CheckpointError, DeviceError, EveryGPUError, OptionError
 
 _EXIT_CODES = ((DeviceError, 3), (CheckpointError, 4), (OptionError, 2))
@@ -49,4 +50,5 @@ main.add_command(checkpoint)
 main.add_command(find_faults)
 main.add_command(list_devices)
 main.add_command(run_chosen)
+main.add_command(tune_script)
 main.add_command(watch_gpus)

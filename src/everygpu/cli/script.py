@@ -4,16 +4,19 @@ import importlib.machinery
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 
-def run_script(script: str, args: Sequence[str]) -> str | int | None:
+def run_script(
+    script: str, args: Sequence[str], is_expected: Callable[[BaseException], bool] = lambda _: False
+) -> str | int | None:
     """Run a file as ``python script.py args…`` would, in this process.
 
     Args:
         script: Path of the file.
         args: What follows it in ``sys.argv``.
+        is_expected: Tells of an exception that ends the script as it should: it is not shown.
     Returns:
         What to give to ``sys.exit``: the script's own exit code or message; 1 after an exception, whose
         traceback has been shown; 130 after an interrupt.
@@ -34,6 +37,8 @@ def run_script(script: str, args: Sequence[str]) -> str | int | None:
         _show(error, path)
         return 130
     except BaseException as error:  # noqa: BLE001 - the interpreter's place: show it and end with 1
+        if is_expected(error):
+            return 0
         _show(error, path)
         return 1
     return 0

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from everygpu.devices.seed import seed_all as seed_all
     from everygpu.devices.seed import spread_seeds as spread_seeds
     from everygpu.devices.select import select_devices as select_devices
+    from everygpu.devices.speed import measure_shares as measure_shares
     from everygpu.devices.visible import visible_devices as visible_devices
 
 _HOME = {
     "Figures": "figures",
     "Publisher": "figures",
+    "measure_shares": "speed",
     "parse_device": "parse",
     "parse_devices": "parse",
     "seed_all": "seed",

@@ -1,5 +1,8 @@
-"""Around the training loop: data to the devices, numbers back."""
+"""Around the training loop: data to the devices, numbers back, and the sizes that fit."""
 
+from everygpu.feed.batch_size import find_batch_size
+from everygpu.feed.feeder import Feeder
 from everygpu.feed.meter import Meter
+from everygpu.feed.workers import tune_workers
 
-__all__ = ["Meter"]
+__all__ = ["Feeder", "Meter", "find_batch_size", "tune_workers"]

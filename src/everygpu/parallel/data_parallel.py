@@ -17,10 +17,11 @@ from everygpu.keys import align_keys, unwrap, wrapped_child
 from everygpu.parallel.apply import Workers
 from everygpu.parallel.compiled import CompiledReplicas
 from everygpu.parallel.gather import Joiner, gather_outputs
+from everygpu.parallel.lend import note_writes
 from everygpu.parallel.placement import check_module, place_module
 from everygpu.parallel.replicate import Leaves, ReplicaSet
 from everygpu.parallel.scatter import Shard, move_tree, scatter_call
-from everygpu.parallel.split import Split, check_split, default_split
+from everygpu.parallel.split import Split, check_split, default_split, settle_split
 
 # Which wrappers' forwards the present call is inside of, in this thread and in the replicas' threads.
 _running: ContextVar[frozenset[int]] = ContextVar("everygpu_running", default=frozenset())
@@ -48,8 +49,9 @@ class DataParallel(nn.Module):
         output_device: Where outputs go; ``device_ids[0]`` when left out.
         dim: Where the rows of the batch are.
         split: ``"chunk"``: as ``torch.chunk``, which may leave the last devices idle; ``"even"``: shares
-            differ by one row at most; a list of weights, one per device. Left out, what ``everygpu run --split``
-            says, else ``"chunk"``.
+            differ by one row at most; a list of weights, one per device; ``"auto"``: weights by the devices'
+            speed and free memory, measured now, or even shares where these are equal. Left out, what
+            ``everygpu run --split`` says, else ``"chunk"``.
         gather: ``"sharded"``: outputs are ``ShardedBatch``es, whose rows stay on their devices until someone
             asks for the whole; ``"joined"``: plain tensors on ``output_device``.
         engine: ``"threads"``: replicas run eagerly, each in a thread; ``"compile"``: they are compiled, and
@@ -88,7 +90,8 @@ class DataParallel(nn.Module):
         self.device_ids = parse_devices(device_ids)
         self.output_device = self.device_ids[0] if output_device is None else parse_device(output_device)
         split = default_split() if split is None else split
-        check_split(split, len(self.device_ids))
+        if not isinstance(split, str) or split != "auto":
+            check_split(split, len(self.device_ids))
         if engine not in ENGINES:
             raise OptionError(f"DataParallel: engine must be one of {ENGINES}, got {engine!r}.")
         if gather not in GATHER_RULES:
@@ -98,13 +101,13 @@ class DataParallel(nn.Module):
         if not isinstance(dim, int) or isinstance(dim, bool):
             raise OptionError(f"DataParallel: dim must be an int, got {dim!r}.")
         self.dim = dim
-        self.split = split
         self.gather = gather
         self.engine = engine
         self.buffers_rule = buffers
         self.strict_device = strict_device
         self.module = module
         place_module(module, self.device_ids[0], "DataParallel", strict=strict_device)
+        self.split = settle_split(split, self.device_ids)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -155,6 +158,7 @@ class DataParallel(nn.Module):
         shards = scatter_call(inputs, kwargs, self.device_ids, self.dim, self.split)
         modules = replicas.refresh([s.position for s in shards], fresh)
         outputs = self._apply_to(modules, shards)
+        note_writes((inputs, kwargs))
         self._settle_buffers(replicas, shards)
         return gather_outputs(outputs, self._joiner(shards))
 
@@ -213,6 +217,11 @@ class DataParallel(nn.Module):
                 yield
             finally:
                 _running.reset(token)
+
+    def release(self) -> None:
+        """Give up the replicas, their memory and their threads; the next forward makes new ones."""
+        self._workers.close()
+        self._prepare()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's own state dict, without ``module.`` in front: it loads anywhere."""

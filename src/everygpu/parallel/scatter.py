@@ -1,5 +1,6 @@
 """Cut a batch into one shard per replica, each on its device."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from everygpu import comm, tree
+from everygpu.comm import upload
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.parallel.broadcast import broadcast_tensor, keep_requires_grad
+from everygpu.parallel.lend import lend
+from everygpu.parallel.sharded_batch import ShardedBatch
 from everygpu.parallel.split import Replicated, Split, SplitPlan, find_rows, is_splittable, plan_split
 
 
@@ -117,19 +121,30 @@ class _Sharer:
 
     def __call__(self, leaf: Any) -> Sequence[Any]:
         if isinstance(leaf, Replicated):
+            copies = leaf.copies_on(self.devices, self.active)
+            if copies is not None:
+                return copies
             return tree.fan_out(self._copies, leaf.value, len(self.devices))
         if self.plan is not None and is_splittable(leaf, "an input", self.dim):
             return self._rows(leaf, self.plan)
         return self._copies(leaf)
 
     def _rows(self, x: Tensor, plan: SplitPlan) -> list[Tensor]:
-        starts = [sum(plan.rows[:position]) for position in self.active]
+        rows = [plan.rows[position] for position in self.active]
+        lent = lend(x, self.devices, rows, self.dim) if isinstance(x, ShardedBatch) else None
+        if lent is not None:
+            return lent
+        if x.device.type == "cpu" and self.devices[0].type == "cuda" and not x.requires_grad:
+            return _upload_rows(_cut(x, rows, self.dim), self.devices)
+        return self._moved_rows(x, rows)
+
+    def _moved_rows(self, x: Tensor, rows: Sequence[int]) -> list[Tensor]:
         # As on several GPUs: the first replica sees the input itself, the others see copies. Replicas may write
         # into what they see, and views of one tensor would share its version counter and history.
         with keep_requires_grad(x):
             return [
-                comm.copy(x.narrow(self.dim, start, plan.rows[position]), device, fresh=i > 0)
-                for i, (start, position, device) in enumerate(zip(starts, self.active, self.devices))
+                comm.copy(part, device, fresh=i > 0)
+                for i, (part, device) in enumerate(zip(_cut(x, rows, self.dim), self.devices))
             ]
 
     def _copies(self, leaf: Any) -> Sequence[Any]:
@@ -138,3 +153,16 @@ class _Sharer:
         if isinstance(leaf, PackedSequence):
             return [move_tree(leaf, device) for device in self.devices]
         return [leaf] * len(self.devices)
+
+
+def _cut(x: Tensor, rows: Sequence[int], dim: int) -> list[Tensor]:
+    # Not torch.split: what it gives may not be written into when there is a graph.
+    ends = itertools.accumulate(rows)
+    return [x.narrow(dim, end - num_rows, num_rows) for end, num_rows in zip(ends, rows)]
+
+
+def _upload_rows(parts: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
+    """Copy host memory straight to each device, while all of them go on with what they are at."""
+    arriving = [upload.upload(part, device) for part, device in zip(parts, devices)]
+    upload.receive(arriving, upload.mark(devices))
+    return arriving

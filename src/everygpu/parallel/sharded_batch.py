@@ -96,6 +96,7 @@ class ShardedBatch(Tensor):
     _parts: tuple[Tensor, ...]
     _whole: Tensor | None
     _view: Callable[[], Tensor] | None
+    _lent_versions: tuple[int, ...] | None
 
     @property
     def shards(self) -> tuple[Tensor, ...]:
@@ -263,6 +264,7 @@ def _new(
     batch._memory = Memory()
     batch._whole = None
     batch._view = None
+    batch._lent_versions = None
     return batch
 
 

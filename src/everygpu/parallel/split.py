@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from everygpu import tree
+from everygpu.devices import measure_shares
 from everygpu.errors import OptionError, SplitError
 
 Split = str | Sequence[float]
@@ -20,12 +21,22 @@ class Replicated:
 
     Args:
         value: A tensor, or any nesting of containers with tensors in them.
+        copies: The same on the devices of the replicas, by position, as the Feeder has put them there.
     """
 
-    __slots__ = ("value",)
+    __slots__ = ("_copies", "value")
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, *, copies: Sequence[Any] | None = None) -> None:
         self.value = value
+        self._copies = copies
+
+    def copies_on(self, devices: Sequence[torch.device], positions: Sequence[int]) -> list[Any] | None:
+        """Return the copies for some replicas, or None where there are none on their devices."""
+        if self._copies is None or self._copies[0] is not self.value or max(positions) >= len(self._copies):
+            return None
+        found = [self._copies[position] for position in positions]
+        places = zip(found, devices)
+        return found if all(_is_on(copy, device) for copy, device in places) else None
 
     def __repr__(self) -> str:
         return f"Replicated({self.value!r})"
@@ -86,6 +97,23 @@ def default_split() -> Split:
     return os.environ.get("EVERYGPU_SPLIT") or "chunk"
 
 
+def settle_split(split: Split, devices: Sequence[torch.device]) -> Split:
+    """Turn ``"auto"`` into what measuring the devices says; leave everything else as it is.
+
+    Args:
+        split: As for ``DataParallel``.
+        devices: One per replica.
+    Returns:
+        ``"even"`` for devices that are equal, one weight per device for others.
+    Raises:
+        OptionError: ``split`` is nothing that ``DataParallel`` takes.
+    """
+    if not isinstance(split, str) or split != "auto":
+        check_split(split, len(devices))
+        return split
+    return (measure_shares(devices) if len(devices) > 1 else None) or "even"
+
+
 def find_rows(named: Sequence[tuple[str, Any]], dim: int) -> int | None:
     """Read the batch size off the tensors of a call.
 
@@ -132,6 +160,10 @@ def is_splittable(leaf: Any, path: str, dim: int) -> bool:
             f"Wrap it in everygpu.Replicated(...) if every replica needs it whole."
         )
     return True
+
+
+def _is_on(value: Any, device: torch.device) -> bool:
+    return all(leaf.device == device for _, leaf in tree.leaves(value, "") if isinstance(leaf, Tensor))
 
 
 def _check_weights(split: Any, num_devices: int) -> Sequence[float]:

@@ -1,0 +1,126 @@
+"""A user's script, run until it asks its DataLoader for batches, and given others than it expects."""
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from everygpu.cli.script import run_script
+from everygpu.feed.batch_size import STEPS_PER_TRIAL, limited_memory, resize
+from everygpu.parallel.split import find_rows
+
+OnIterate = Callable[[Any, Callable[[], Iterator[Any]]], Iterator[Any]]
+"""From a DataLoader and the way to iterate it as usual, to what its consumer gets."""
+
+
+class Stop(BaseException):
+    """Ends a script from within; no Exception, so that it is not caught on the way."""
+
+
+def find_loader(script: str, args: Sequence[str], which: int) -> tuple[DataLoader[Any] | None, str | int | None]:
+    """Run a script until it iterates a DataLoader.
+
+    Args:
+        script: Path of the file.
+        args: Its arguments.
+        which: 1 for the first DataLoader that the script iterates, 2 for the next other one.
+    Returns:
+        The DataLoader, or None and the script's exit code when it ended before.
+    """
+    found: list[DataLoader[Any]] = []
+
+    def stop(loader: Any, _: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        found.append(loader)
+        raise Stop
+
+    with _on_iterate(which, stop):
+        code = _run(script, args)
+    return (found[0] if found else None), code
+
+
+def run_trial(
+    script: str, args: Sequence[str], which: int, num_rows: int, headroom_pct: float, result: Path
+) -> str | int | None:
+    """Run a script for a few steps on batches of another size, and write down whether memory ran out.
+
+    Args:
+        script: Path of the file.
+        args: Its arguments.
+        which: As for ``find_loader``.
+        num_rows: Rows of its batches; 0 to leave them as they are.
+        headroom_pct: Share of each GPU's memory that is to stay free.
+        result: A file for what came out; it stays empty when the script fails by itself.
+    Returns:
+        The script's exit code; 0 when it was ended here.
+    """
+    seen: dict[str, Any] = {}
+
+    def feed(_: Any, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        return _few_batches(iterate, num_rows, headroom_pct, seen)
+
+    with _on_iterate(which, feed):
+        code = _run(script, args, seen)
+    if "fits" in seen:
+        result.write_text(json.dumps(seen))
+    return code
+
+
+def _few_batches(
+    iterate: Callable[[], Iterator[Any]], num_rows: int, headroom_pct: float, seen: dict[str, Any]
+) -> Iterator[Any]:
+    batch = next(iterate())
+    seen["num_rows"] = num_rows or _num_rows(batch)
+    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    with limited_memory(gpus, headroom_pct):
+        for _ in range(STEPS_PER_TRIAL):
+            yield resize(batch, seen["num_rows"], 0)
+        for gpu in gpus:
+            torch.cuda.synchronize(gpu)
+        seen["peak_bytes"] = max((torch.cuda.max_memory_reserved(gpu) for gpu in gpus), default=None)
+        seen["fits"] = True
+    raise Stop
+
+
+def _num_rows(batch: Any) -> int:
+    return find_rows([("batch", batch)], 0) or 0
+
+
+def _run(script: str, args: Sequence[str], seen: dict[str, Any] | None = None) -> str | int | None:
+    """Run a script to its end, or to ours."""
+    ends: list[BaseException] = []
+
+    def keep(error: BaseException) -> bool:
+        is_ours = isinstance(error, Stop) or (seen is not None and isinstance(error, torch.OutOfMemoryError))
+        if is_ours:
+            ends.append(error)
+        return is_ours
+
+    code = run_script(script, args, keep)
+    if seen is not None and any(isinstance(e, torch.OutOfMemoryError) for e in ends):
+        seen["fits"] = False
+    return code
+
+
+@contextmanager
+def _on_iterate(which: int, answer: OnIterate) -> Iterator[None]:
+    """Have a function answer when the script iterates its n-th DataLoader, counted by when each is first iterated."""
+    plain = DataLoader.__iter__
+    known: list[Any] = []
+
+    def observed(loader: Any) -> Iterator[Any]:
+        if not any(loader is other for other in known):
+            known.append(loader)
+        if len(known) < which or loader is not known[which - 1]:
+            return plain(loader)
+        return answer(loader, functools.partial(plain, loader))
+
+    DataLoader.__iter__ = observed  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        DataLoader.__iter__ = plain  # type: ignore[method-assign]

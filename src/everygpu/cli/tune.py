@@ -1,0 +1,143 @@
+"""``everygpu tune``: how many workers a script's DataLoader needs, and how large its batches can be."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from everygpu.units import format_size
+
+MAX_ROWS = 2**16
+
+
+@click.command("tune", context_settings={"allow_interspersed_args": False})
+@click.option("--batch-size", is_flag=True, help="Search for the largest batch that fits, too.")
+@click.option("--loader", "which", default=1, show_default=True, help="Which DataLoader, in the order they are used.")
+@click.option("--seconds", default=3.0, show_default=True, help="How long to load data with each number of workers.")
+@click.option("--headroom", default=5.0, show_default=True, help="Percent of each GPU's memory that stays free.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: everything that was tried.")
+@click.option("--trial", nargs=2, type=(int, click.Path(path_type=Path)), hidden=True)
+@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def tune_script(
+    batch_size: bool,
+    which: int,
+    seconds: float,
+    headroom: float,
+    as_json: bool,
+    trial: tuple[int, Path] | None,
+    script: str,
+    args: tuple[str, ...],
+) -> None:
+    """Measure what a training script needs.
+
+    The script is run, unchanged, up to the point where it first iterates its DataLoader; what it does before that
+    happens as usual. That DataLoader is measured with 0, 1, 2, 4, … workers.
+
+    With --batch-size the script is run once more for every size that is tried, for two steps on batches made by
+    repeating rows of its own first batch.
+    """
+    from everygpu.cli import observe
+
+    if trial is not None:
+        sys.exit(observe.run_trial(script, args, which, trial[0], headroom, trial[1]))
+    console = Console(stderr=as_json, markup=False, emoji=False, highlight=False)
+    found: dict[str, Any] = {}
+    if batch_size:
+        found["batch_size"] = _tune_batch_size(console, script, args, which, headroom)
+    found["workers"] = _tune_workers(console, script, args, which, seconds)
+    if as_json:
+        Console(markup=False, emoji=False).out(json.dumps(found, indent=2), highlight=False)
+
+
+def _tune_workers(console: Console, script: str, args: Sequence[str], which: int, seconds: float) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from everygpu.cli import observe
+    from everygpu.devices import parse_devices
+    from everygpu.feed.workers import tune_workers
+
+    loader, code = observe.find_loader(script, args, which)
+    if loader is None:
+        raise click.ClickException(_explain_end(script, which, code))
+    with console.status("loading data…") as status:
+        report = tune_workers(
+            loader,
+            parse_devices(None)[:1],  # what is asked is the loading: one device takes any batch
+            seconds=seconds,
+            on_trial=lambda t: status.update(f"{t.num_workers} workers measured…"),
+        )
+    table = Table("workers", "batches/s", "first batch", highlight=False)
+    for t in report.trials:
+        mark = " ←" if t.num_workers == report.num_workers else ""
+        table.add_row(str(t.num_workers), f"{t.batches_per_s:.1f}{mark}", f"{t.first_batch_s:.2f} s")
+    console.print(table)
+    console.out(
+        f"num_workers={report.num_workers} is the smallest number that is as fast as any; now {loader.num_workers}."
+    )
+    return {
+        "num_workers": report.num_workers,
+        "num_workers_now": loader.num_workers,
+        "trials": [asdict(t) for t in report.trials],
+    }
+
+
+def _explain_end(script: str, which: int, code: str | int | None) -> str:
+    loader = "a DataLoader" if which == 1 else f"{which} DataLoaders"
+    return f"{script} must iterate {loader}, but ended before, with exit code {code}."
+
+
+def _tune_batch_size(console: Console, script: str, args: Sequence[str], which: int, headroom: float) -> dict[str, Any]:
+    from everygpu.feed.batch_size import find_size
+
+    table = Table("rows", "fits", "peak on one GPU", highlight=False)
+    trials: list[dict[str, Any]] = []
+    with console.status("running the script as it is…") as status:
+
+        def fits(num_rows: int) -> bool:
+            status.update(f"running the script with {num_rows} rows…")
+            trials.append(try_rows(num_rows, script, args, which, headroom))
+            return bool(trials[-1]["fits"])
+
+        first = try_rows(0, script, args, which, headroom)
+        now = first["num_rows"]
+        found = find_size(_remembered(fits, {now: first["fits"]}), now, 1, max(now, MAX_ROWS), grain=1)
+    for t in sorted([first, *trials], key=lambda t: int(t["num_rows"])):
+        peak = t.get("peak_bytes")
+        table.add_row(str(t["num_rows"]), "yes" if t["fits"] else "no", "-" if peak is None else format_size(peak))
+    console.print(table)
+    console.out(f"batches of {found} rows fit; now {now}." if found else "not even one row fits.")
+    return {"num_rows": found, "num_rows_now": now, "trials": [first, *trials]}
+
+
+def _remembered(fits: Callable[[int], bool], known: dict[int, bool]) -> Callable[[int], bool]:
+    return lambda num_rows: known[num_rows] if num_rows in known else fits(num_rows)
+
+
+def try_rows(num_rows: int, script: str, args: Sequence[str], which: int, headroom: float) -> dict[str, Any]:
+    """Run a script for a few steps on batches of another size, in a process of its own.
+
+    Args:
+        num_rows: Rows of a batch; 0 for as many as the script has.
+    Returns:
+        ``num_rows``, ``fits``, and where it fits ``peak_bytes``.
+    Raises:
+        click.ClickException: the script failed by itself; its last lines are in the message.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        options = ["--trial", str(num_rows), str(result), "--loader", str(which), "--headroom", str(headroom)]
+        command = [sys.executable, "-m", "everygpu", "tune", *options, script, *args]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if not result.exists():
+            last = "\n".join((done.stderr or done.stdout).splitlines()[-12:])
+            raise click.ClickException(f"{_explain_end(script, which, done.returncode)}\n{last}")
+        record: dict[str, Any] = json.loads(result.read_text())
+        return record

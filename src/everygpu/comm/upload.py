@@ -1,0 +1,76 @@
+"""Host memory to devices: through pinned memory, on streams of their own, beside the computation.
+
+A copy queued on the stream that computes waits for all that was queued before it. And one from pageable memory
+makes the driver wait for the stream too, so that the host can't run ahead of the device.
+"""
+
+import functools
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from everygpu import comm
+
+STAGE_FROM_BYTES = 64 * 1024
+"""The driver takes smaller copies from pageable memory at once, without waiting: staging them costs more.
+
+Source: "API synchronization behavior" in NVIDIA's documentation of the CUDA runtime.
+"""
+
+Mark = tuple[torch.device, torch.cuda.Event]
+"""Until when a device's copies were queued."""
+
+
+@functools.cache
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream that a CUDA device's copies from the host are queued on, the same every time."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def upload(part: Tensor, device: torch.device) -> Tensor:
+    """Queue a copy to a device; nobody waits for it yet.
+
+    Args:
+        part: Shape (...), on any device; not written until the copy is done. Without gradients.
+        device: Where it goes.
+    Returns:
+        The copy; ``part`` itself where it is there already. On CUDA to be used only after ``receive``.
+    """
+    if device.type != "cuda":
+        return comm.copy(part, device)
+    stream = copy_stream(device)
+    with torch.cuda.stream(stream):
+        if part.device.type == "cuda":
+            # torch queues a copy between GPUs on the source's current stream, and has this one wait for it.
+            stream.wait_stream(torch.cuda.current_stream(part.device))
+        return comm.copy(_staged(part), device)
+
+
+def mark(devices: Iterable[torch.device]) -> list[Mark]:
+    """Note how far the devices' copy streams have been filled."""
+    return [(d, copy_stream(d).record_event()) for d in dict.fromkeys(devices) if d.type == "cuda"]
+
+
+def receive(tensors: Sequence[Tensor], marks: Iterable[Mark]) -> None:
+    """Let the current streams use copies: they wait for the marks, the host does not.
+
+    Args:
+        tensors: Copies that were queued before the marks. Their memory is used again only when the work queued
+            on the current streams at the time they are dropped is done.
+        marks: What ``mark`` returned.
+    """
+    for device, event in marks:
+        torch.cuda.current_stream(device).wait_event(event)
+    for t in tensors:
+        if t.device.type == "cuda":
+            t.record_stream(torch.cuda.current_stream(t.device))
+
+
+def _staged(part: Tensor) -> Tensor:
+    """Return pinned memory with the same values and strides, if that makes the copy sooner done."""
+    is_plain = type(part) is Tensor and part.layout == torch.strided and part.device.type == "cpu"
+    if not is_plain or part.nbytes < STAGE_FROM_BYTES or part.is_pinned():
+        return part
+    # torch frees this memory for the next one when the copy queued from it is done.
+    return torch.empty_like(part, pin_memory=True).copy_(part)

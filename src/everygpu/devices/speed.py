@@ -1,0 +1,133 @@
+"""How fast each device is and how much memory it has left, and what share of the work that is worth."""
+
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+NOISE = 0.05
+"""Devices whose figures differ by less than this part are taken as equal; by what a figure itself varied, too."""
+
+_NUM_ROUNDS = 5
+_ROUND_S = 0.01
+_MATRIX_ROWS = {"cuda": 2048}
+_BUFFER_BYTES = {"cuda": 64 * 2**20}
+
+logger = logging.getLogger("everygpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpeed:
+    """What one device was measured to do."""
+
+    rates: dict[str, float]
+    """Runs per second of each task: products of matrices in several types, and copies within its memory."""
+    spread: float
+    """Part by which the rates varied from round to round; 0 for not at all."""
+    available_bytes: int | None
+    """Memory that is free, or held by this process; None on the CPU, where all replicas share it."""
+
+
+def measure_shares(devices: Sequence[torch.device]) -> list[float] | None:
+    """Measure what share of the rows each device should get.
+
+    A share is in proportion to the device's speed, or to its memory where that is scarcer: each relative to the
+    best device, the smaller counts. Memory held by this process counts as free, for every replica will hold as
+    much. Takes about 0.2 s per device.
+
+    Args:
+        devices: One per replica.
+    Returns:
+        One weight per device, adding up to 1; None when they are equal within what the measurement can tell.
+    """
+    known = {device: measure_speed(device) for device in dict.fromkeys(devices)}
+    return share_out([known[device] for device in devices])
+
+
+def share_out(speeds: Sequence[DeviceSpeed]) -> list[float] | None:
+    """Turn measurements into weights; see ``measure_shares``."""
+    by_speed = _relative([_overall_rate(s, speeds[0]) for s in speeds], max(NOISE, *(s.spread for s in speeds)))
+    memory = [s.available_bytes for s in speeds if s.available_bytes is not None]
+    by_memory = _relative(memory, NOISE) if len(memory) == len(speeds) else [1.0] * len(speeds)
+    weights = [min(pair) for pair in zip(by_speed, by_memory)]
+    if all(w == weights[0] for w in weights):
+        return None
+    shares = [round(w / sum(weights), 3) for w in weights]
+    logger.info("split='auto': shares %s, by relative speeds %s and memory %s", shares, by_speed, by_memory)
+    return shares
+
+
+def measure_speed(device: torch.device) -> DeviceSpeed:
+    """Time a few tasks on one device.
+
+    Args:
+        device: A GPU or the CPU. On CUDA the host waits for it.
+    """
+    available = _available_bytes(device)
+    rates, spreads = {}, []
+    with torch.inference_mode():
+        for name, task in _tasks(device).items():
+            rounds = _time_rounds(task, device)
+            rates[name] = 1 / statistics.median(rounds)
+            spreads.append((max(rounds) - min(rounds)) / statistics.median(rounds))
+    return DeviceSpeed(rates=rates, spread=statistics.median(spreads), available_bytes=available)
+
+
+def _relative(figures: Sequence[float], noise: float) -> list[float]:
+    """Divide by the largest; what comes within the noise of it is equal to it."""
+    best = max(figures)
+    ratios = [f / best if best else 1.0 for f in figures]
+    return [1.0 if r >= 1 - noise else round(r, 3) for r in ratios]
+
+
+def _overall_rate(speed: DeviceSpeed, unit: DeviceSpeed) -> float:
+    """Average the rates of all tasks, none weighing more for being quick: geometrically, in units of one device."""
+    ratios = [speed.rates[name] / rate for name, rate in unit.rates.items()]
+    return math.prod(ratios) ** (1 / len(ratios))
+
+
+def _tasks(device: torch.device) -> dict[str, Callable[[], Any]]:
+    num_rows = _MATRIX_ROWS.get(device.type, 256)
+    types = [torch.float32] if device.type == "cpu" else [torch.float32, torch.float16]
+    tasks: dict[str, Callable[[], Any]] = {}
+    for dtype in types:
+        a = torch.ones(num_rows, num_rows, dtype=dtype, device=device)
+        out = torch.empty_like(a)
+        tasks[str(dtype)] = lambda a=a, out=out: torch.mm(a, a, out=out)  # type: ignore[misc]
+    source = torch.ones(_BUFFER_BYTES.get(device.type, 2**20), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    tasks["copy"] = lambda: target.copy_(source)
+    return tasks
+
+
+def _time_rounds(task: Callable[[], Any], device: torch.device) -> list[float]:
+    """Return seconds per run, of several rounds that each last long enough to be timed."""
+    _run(task, 2, device)  # loads kernels, and wakes the clocks up
+    num_runs = max(1, math.ceil(_ROUND_S / max(1e-9, _run(task, 2, device))))
+    return [_run(task, num_runs, device) for _ in range(_NUM_ROUNDS)]
+
+
+def _run(task: Callable[[], Any], num_runs: int, device: torch.device) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    for _ in range(num_runs):
+        task()
+    _wait(device)
+    return (time.perf_counter() - start) / num_runs
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _available_bytes(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device)

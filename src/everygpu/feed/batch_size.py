@@ -1,0 +1,281 @@
+"""The largest batch that fits: found by running the user's own step on larger and larger ones."""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from everygpu import tree
+from everygpu.errors import OptionError
+from everygpu.feed.batches import Route
+from everygpu.feed.feeder import data_parallel_in, find_route
+from everygpu.feed.restore import restored
+from everygpu.feed.tuning_cache import describe_run, read_result, write_result
+from everygpu.parallel.split import Replicated, find_rows, is_splittable
+
+STEPS_PER_TRIAL = 2
+"""The first step makes the optimizer's state, the second has it beside its activations."""
+
+PRECISION = 0.05
+"""The search stops when the largest size that fits and the smallest that doesn't are this close."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTrial:
+    """One size that was tried."""
+
+    num_rows: int
+    fits: bool
+    peak_bytes: int | None
+    """Most memory that torch held on any one GPU; None without GPUs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizeReport:
+    """What ``find_batch_size`` found."""
+
+    num_rows: int
+    """The largest batch that fits, for all devices together."""
+    trials: tuple[BatchTrial, ...]
+    """In the order they were run."""
+    is_cached: bool
+    """Whether an earlier search had found it, and one trial has confirmed it."""
+    is_limit: bool
+    """Whether ``max_rows`` ended the search, not the memory."""
+
+
+def find_batch_size(
+    step: Callable[[Any], object],
+    batch: Any,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    min_rows: int | None = None,
+    max_rows: int = 2**16,
+    headroom_pct: float = 5.0,
+    cache: bool = True,
+    on_trial: Callable[[BatchTrial], object] | None = None,
+) -> BatchSizeReport:
+    """Find the largest batch that a training step has memory for, on every device.
+
+    The step runs on batches made by repeating the rows of ``batch``: from its own size on, sizes are doubled until
+    one doesn't fit, then bisected. Afterwards the model, the optimizer and all random generators are as they were,
+    and the memory is returned::
+
+        def step(batch):
+            x, y = batch
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+
+        report = everygpu.find_batch_size(step, next(iter(loader)), model, optimizer)
+        loader = DataLoader(dataset, batch_size=report.num_rows, ...)
+
+    Args:
+        step: Does everything that a training step does. Whatever it changes beside ``model`` and ``optimizer``
+            stays changed.
+        batch: An example, as the loader gives it: tensors of shape (..., rows, ...), 1 row or more, in any
+            nesting of containers.
+        model: A ``DataParallel``, or a module on one device.
+        optimizer: Of the step.
+        min_rows: The smallest size to try; one row per device when left out.
+        max_rows: The largest size to try.
+        headroom_pct: Share of each GPU's memory that stays free: 0 to less than 100.
+        cache: Remember the result for this model, step, batch, devices and versions, in the user's cache
+            directory; a remembered result is tried once before it is returned.
+        on_trial: Called after each trial.
+    Returns:
+        The size, and what was tried.
+    Raises:
+        OptionError: an option has no such value, or ``batch`` has no rows.
+        torch.OutOfMemoryError: not even ``min_rows`` fit.
+        Exception: what the step raises.
+    """
+    route = find_route(model, None, None)
+    lowest = min(len(route.devices), max_rows) if min_rows is None else min_rows
+    start = _check_options(batch, route.dim, lowest, max_rows, headroom_pct)
+    search = _Search(step, batch, model, route, on_trial)
+    key = describe_run(step, batch, model, optimizer, route, (lowest, max_rows, headroom_pct)) if cache else None
+    with limited_memory(route.devices, headroom_pct), restored(model, optimizer):
+        known = read_result(key) if key is not None else None
+        if known is not None and search.fits(known):
+            return search.report(known, max_rows, is_cached=True)
+        found = find_size(search.fits, start, lowest, max_rows, grain=len(route.devices))
+    if found is None:
+        raise torch.OutOfMemoryError(
+            f"find_batch_size: {lowest} rows must fit, got out of memory. Pass a smaller min_rows, or make the "
+            f"model's memory smaller: lower precision, activation checkpointing."
+        )
+    if key is not None:
+        write_result(key, found)
+    return search.report(found, max_rows, is_cached=False)
+
+
+def _check_options(batch: Any, dim: int, min_rows: int, max_rows: int, headroom_pct: float) -> int:
+    """Return the size to start with: the batch's own, within the limits."""
+    num_rows = find_rows([("batch", batch)], dim)
+    if not num_rows:
+        raise OptionError(
+            "find_batch_size: batch must have a tensor with rows, got none. Pass one batch of the loader."
+        )
+    if not 1 <= min_rows <= max_rows:
+        raise OptionError(f"find_batch_size: needs 1 <= min_rows <= max_rows, got {min_rows} and {max_rows}.")
+    if not 0 <= headroom_pct < 100:
+        raise OptionError(f"find_batch_size: headroom_pct must be from 0 to below 100, got {headroom_pct!r}.")
+    return min(max(num_rows, min_rows), max_rows)
+
+
+class _Search:
+    """Tries sizes and keeps what came out."""
+
+    def __init__(
+        self,
+        step: Callable[[Any], object],
+        batch: Any,
+        model: nn.Module,
+        route: Route,
+        on_trial: Callable[[BatchTrial], object] | None,
+    ) -> None:
+        self._step, self._batch, self._dim = step, batch, route.dim
+        self._wrapper = data_parallel_in(model)
+        self._gpus = [d for d in dict.fromkeys(route.devices) if d.type == "cuda"]
+        self._on_trial = on_trial
+        self._trials: list[BatchTrial] = []
+
+    def fits(self, num_rows: int) -> bool:
+        """Run a trial."""
+        for gpu in self._gpus:
+            torch.cuda.reset_peak_memory_stats(gpu)
+        error = _attempt(self._step, resize(self._batch, num_rows, self._dim))
+        peak = max((torch.cuda.max_memory_reserved(gpu) for gpu in self._gpus), default=None)
+        trial = BatchTrial(num_rows=num_rows, fits=error is None, peak_bytes=peak)
+        self._trials.append(trial)
+        if self._wrapper is not None:
+            self._wrapper.release()  # of each size, compiled replicas keep memory
+        return_memory()
+        if self._on_trial is not None:
+            self._on_trial(trial)
+        return error is None
+
+    def report(self, num_rows: int, max_rows: int, *, is_cached: bool) -> BatchSizeReport:
+        return BatchSizeReport(
+            num_rows=num_rows, trials=tuple(self._trials), is_cached=is_cached, is_limit=num_rows == max_rows
+        )
+
+
+def find_size(fits: Callable[[int], bool], start: int, lowest: int, highest: int, grain: int) -> int | None:
+    """Search for the largest size that fits: double or halve until a smaller fits and a larger doesn't, then bisect.
+
+    Args:
+        fits: Tries a size.
+        start: The first to try.
+        lowest: The smallest to try.
+        highest: The largest to try.
+        grain: Sizes in between are multiples of this.
+    Returns:
+        A size that fits; None when the smallest doesn't.
+    """
+    low, high = _grow(fits, start, highest) if fits(start) else _shrink(fits, start, lowest)
+    if low is None:
+        return None
+    while (middle := _between(low, high, grain)) is not None:
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _grow(fits: Callable[[int], bool], size: int, highest: int) -> tuple[int, int]:
+    while size < highest:
+        larger = min(2 * size, highest)
+        if not fits(larger):
+            return size, larger
+        size = larger
+    return size, highest + 1
+
+
+def _shrink(fits: Callable[[int], bool], size: int, lowest: int) -> tuple[int | None, int]:
+    while size > lowest:
+        smaller = max(size // 2, lowest)
+        if fits(smaller):
+            return smaller, size
+        size = smaller
+    return None, size
+
+
+def _between(fits: int, fails: int, grain: int) -> int | None:
+    """Choose a size in the middle: a multiple of the grain, or None when the two are close enough."""
+    if fails - fits <= max(1, PRECISION * fits):
+        return None
+    middle = (fits + fails) // 2
+    rounded = middle // grain * grain
+    if fits < rounded < fails:
+        return rounded
+    return None if fits >= grain else middle
+
+
+def _attempt(step: Callable[[Any], object], batch: Any) -> str | None:
+    """Run a few steps; return what was said when memory ran out, without the frames that hold on to it."""
+    try:
+        for _ in range(STEPS_PER_TRIAL):
+            step(batch)
+        for device in _devices_in_use():
+            torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError as error:
+        return str(error) or "out of memory"
+    return None
+
+
+def _devices_in_use() -> list[int]:
+    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+
+
+def resize(batch: Any, num_rows: int, dim: int) -> Any:
+    """Make a batch of another size by repeating rows.
+
+    Args:
+        batch: Any nesting of containers with tensors of shape (..., rows, ...), 1 row or more.
+        num_rows: Rows of the result.
+        dim: Where they are.
+    """
+
+    def repeat(leaf: Any) -> Any:
+        if isinstance(leaf, Replicated) or not is_splittable(leaf, "batch", dim):
+            return leaf
+        index = torch.arange(num_rows, device=leaf.device) % leaf.shape[dim]
+        return leaf.index_select(dim, index).requires_grad_(leaf.requires_grad)
+
+    with torch.no_grad():
+        return tree.map_leaves(repeat, batch)
+
+
+def return_memory() -> None:
+    """Give all memory that nobody holds back to the GPUs."""
+    if _devices_in_use():
+        gc.collect()
+    for device in _devices_in_use():
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
+
+
+@contextmanager
+def limited_memory(devices: Sequence[torch.device], headroom_pct: float) -> Iterator[None]:
+    """Let torch take only so much of each GPU that the headroom stays free of it."""
+    gpus = [d for d in dict.fromkeys(devices) if d.type == "cuda"]
+    return_memory()
+    before = [torch.cuda.get_per_process_memory_fraction(gpu) for gpu in gpus]
+    try:
+        for gpu, fraction in zip(gpus, before):
+            free, total = torch.cuda.mem_get_info(gpu)
+            most = (free + torch.cuda.memory_reserved(gpu)) / total - headroom_pct / 100
+            torch.cuda.set_per_process_memory_fraction(min(fraction, max(0.0, most)), gpu)
+        yield
+    finally:
+        for gpu, fraction in zip(gpus, before):
+            torch.cuda.set_per_process_memory_fraction(fraction, gpu)
+        return_memory()

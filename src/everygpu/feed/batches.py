@@ -1,0 +1,124 @@
+"""A batch on its way from the host to the devices: sent by one thread, put together by another.
+
+Sending queues the copies; only what the consumer does decides which streams wait for them, so the second half
+is its part.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from everygpu import tree
+from everygpu.comm.upload import Mark, mark, receive, upload
+from everygpu.parallel.scatter import move_tree
+from everygpu.parallel.sharded_batch import ShardedBatch, shard_batch
+from everygpu.parallel.split import Replicated, Split, SplitPlan, find_rows, is_splittable, plan_split
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """Where batches go."""
+
+    devices: tuple[torch.device, ...]
+    """One per replica."""
+    dim: int
+    split: Split
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parcel:
+    """One leaf of a batch."""
+
+    tensors: Sequence[Tensor] = ()
+    """What the consumer's streams have to wait for."""
+    unpack: Callable[[], Any]
+    """Makes of them what the consumer gets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentBatch:
+    """A batch whose copies are queued."""
+
+    structure: Any
+    """The containers, around leaves that are not used."""
+    parcels: list[Parcel]
+    """In the order of the leaves."""
+    marks: list[Mark]
+
+
+def send_batch(batch: Any, route: Route) -> SentBatch:
+    """Queue the copies of every tensor in a batch.
+
+    Args:
+        batch: Any nesting of containers. Tensors of shape (..., rows, ...), of whatever memory.
+        route: Where to.
+    Raises:
+        SplitError: tensors disagree on the number of rows.
+    """
+    plan = None
+    if len(route.devices) > 1:
+        num_rows = find_rows([("batch", batch)], route.dim)
+        plan = None if num_rows is None else plan_split(num_rows, len(route.devices), route.split)
+    with torch.no_grad():
+        parcels = [_pack(leaf, plan, route) for _, leaf in tree.leaves(batch, "batch")]
+    return SentBatch(structure=batch, parcels=parcels, marks=mark(route.devices))
+
+
+def unpack_batch(sent: SentBatch) -> Any:
+    """Put a batch together for the calling thread, whose current streams wait for the copies."""
+    receive([t for parcel in sent.parcels for t in parcel.tensors], sent.marks)
+    parcels = iter(sent.parcels)
+    return tree.map_leaves(lambda _: next(parcels).unpack(), sent.structure)
+
+
+def _pack(leaf: Any, plan: SplitPlan | None, route: Route) -> Parcel:
+    home = route.devices[0]
+    if isinstance(leaf, ShardedBatch):
+        return Parcel(unpack=lambda: leaf)
+    if isinstance(leaf, Replicated):
+        return _pack_replicated(leaf, route)
+    if isinstance(leaf, PackedSequence):  # only for one device, or ``find_rows`` would have refused it
+        return Parcel(unpack=lambda: move_tree(leaf, home))
+    if not isinstance(leaf, Tensor):
+        return Parcel(unpack=lambda: leaf)
+    if plan is not None and plan.active != (0,) and is_splittable(leaf, "batch", route.dim):
+        return _pack_rows(leaf, plan, route)
+    whole = upload(leaf, home)
+    return Parcel(tensors=[whole], unpack=lambda: _like(whole, leaf))
+
+
+def _pack_rows(x: Tensor, plan: SplitPlan, route: Route) -> Parcel:
+    home, dim = route.devices[0], route.dim
+    parts = []
+    for position in plan.active:
+        part = x.detach().narrow(dim, sum(plan.rows[:position]), plan.rows[position])
+        # .data, for a version counter of its own: on CPU replicas this is the loader's memory, not a copy.
+        parts.append(upload(part, route.devices[position]).data)
+    return Parcel(tensors=parts, unpack=lambda: _like(shard_batch(parts, home, dim), x))
+
+
+def _pack_replicated(marked: Replicated, route: Route) -> Parcel:
+    copies = [_copy_tree(marked.value, device, own=i > 0) for i, device in enumerate(route.devices)]
+    tensors = [leaf for _, leaf in tree.leaves(copies, "") if isinstance(leaf, Tensor)]
+    if len(copies) == 1:
+        return Parcel(tensors=tensors, unpack=lambda: copies[0])
+    return Parcel(tensors=tensors, unpack=lambda: Replicated(copies[0], copies=copies))
+
+
+def _copy_tree(value: Any, device: torch.device, *, own: bool) -> Any:
+    def copy(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return move_tree(leaf, device)
+        moved = upload(leaf.detach() if leaf.requires_grad else leaf, device)
+        # Replicas on one device must not share memory: one may write into it.
+        return moved.clone() if own and moved.device == leaf.device else moved
+
+    return tree.map_leaves(copy, value)
+
+
+def _like(x: Tensor, original: Tensor) -> Tensor:
+    return x.requires_grad_() if original.requires_grad and not x.requires_grad else x

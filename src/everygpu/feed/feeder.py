@@ -1,0 +1,177 @@
+"""Batches from a loader, on their devices before they are asked for."""
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from everygpu.devices import parse_devices
+from everygpu.devices.parse import DeviceLike
+from everygpu.errors import OptionError
+from everygpu.feed.batches import Route
+from everygpu.feed.one_pass import Feed, FeedOptions
+from everygpu.feed.position import Position, begin_pass, generator_state, parse_position
+from everygpu.feed.waiting import FeedReport, WaitMeter
+from everygpu.keys import wrapped_child
+from everygpu.parallel.data_parallel import DataParallel
+from everygpu.parallel.split import Split, default_split, settle_split
+from everygpu.step.train_step import TrainStep
+
+Devices: TypeAlias = DeviceLike | Iterable[DeviceLike] | None
+"""As ``DataParallel`` takes them."""
+
+Target: TypeAlias = nn.Module | TrainStep | Devices
+"""A model, or devices."""
+
+
+class Feeder:
+    """Iterate a loader's batches, each already on the devices that use it.
+
+    A thread loads batches ahead and copies the rows of each replica from pinned memory straight to its device,
+    beside the computation. Tensors come as ``ShardedBatch``es, which ``DataParallel`` uses where they are; on one
+    device as plain tensors::
+
+        for x, y in everygpu.Feeder(loader, model):
+            loss = criterion(model(x), y)
+
+    Leaving the loop early ends the thread and the loader's workers, and so does closing or dropping the iterator.
+
+    Args:
+        loader: Any iterable of batches: tensors of shape (..., rows, ...) in any nesting of containers.
+            ``Replicated`` values are copied whole to every device; what is no tensor stays as it is.
+        model_or_devices: A ``DataParallel``, whose devices, ``dim`` and ``split`` are taken; another module, whose
+            device is; a ``TrainStep``; or devices as ``DataParallel`` takes them, None for all.
+        prefetch: How many batches to have on the devices ahead of the one in use. 0: no thread, each batch is
+            sent when it is asked for.
+        split: As for ``DataParallel``; taken from there when left out.
+        dim: Likewise, else 0.
+        timeout: Seconds after which a batch that has not come is an error; None to wait as long as it takes.
+    Raises:
+        OptionError: an option has no such value.
+        DeviceError: a device is unknown, absent or named twice.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        model_or_devices: Target = None,
+        *,
+        prefetch: int = 2,
+        split: Split | None = None,
+        dim: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
+            raise OptionError(f"Feeder: prefetch must be a whole number from 0, got {prefetch!r}. Leave it out for 2.")
+        if timeout is not None and not timeout > 0:
+            raise OptionError(f"Feeder: timeout must be more than 0 seconds, got {timeout!r}. Leave it out to wait.")
+        if timeout is not None and prefetch == 0:
+            raise OptionError("Feeder: timeout needs a thread that loads ahead, got prefetch=0. Leave out one of them.")
+        self.loader = loader
+        self._options = FeedOptions(
+            loader=loader, route=find_route(model_or_devices, split, dim), prefetch=prefetch, timeout_s=timeout
+        )
+        self._meter = WaitMeter(loader, prefetch)
+        self._position = Position()
+        self._is_resumed = False
+        self._feed: weakref.ref[Feed] | None = None
+
+    def __iter__(self) -> Feed:
+        """Begin a pass; after ``load_state_dict`` where that one stood."""
+        # The generator's state is needed from before the loader draws its order from it.
+        now = generator_state(self.loader)
+        if self._is_resumed:
+            iterator = begin_pass(self.loader, self._position)
+        else:
+            left_early = self._position.batch > 0
+            self._position = Position(epoch=self._position.epoch + left_early)
+            iterator = iter(self.loader)
+        if self._position.batch == 0:
+            self._position = replace(self._position, generator=now)
+        self._is_resumed = False
+        feed = Feed(iterator, self._options, self._position, self._meter, self._note)
+        self._feed = weakref.ref(feed)
+        return feed
+
+    def __len__(self) -> int:
+        """Batches in a whole pass, if the loader knows."""
+        return len(self.loader)  # type: ignore[arg-type]
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """One per replica."""
+        return list(self._options.route.devices)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has been used up: batches handed out, not those prepared ahead.
+
+        Returns:
+            ``epoch`` (whole passes), ``batch`` (of the present pass), and what the loader needs to give the same
+            order again. ``everygpu.save(path, feeder=feeder)`` stores it.
+        """
+        return asdict(self._position)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next pass begin where ``state_dict`` was taken.
+
+        A DataLoader over a dataset with indices skips without loading; one that keeps its own position, such as
+        torchdata's StatefulDataLoader, is put there; other loaders are iterated that far. The order is the same
+        if it is drawn from torch's generator, or the one the DataLoader was given.
+
+        Raises:
+            OptionError: ``state`` is no such state.
+        """
+        self._position, self._is_resumed = parse_position(state), True
+
+    def report(self) -> FeedReport:
+        """Return how long the steps took so far, and how much of that was waiting for data."""
+        return self._meter.report()
+
+    def close(self) -> None:
+        """End the pass that is on, its thread and its workers."""
+        feed = None if self._feed is None else self._feed()
+        if feed is not None:
+            feed.close()
+
+    def __enter__(self) -> "Feeder":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _note(self, feed: Feed, position: Position) -> None:
+        """Note a position, if it is of the pass begun last."""
+        if self._feed is not None and self._feed() is feed:
+            self._position = position
+
+
+def find_route(target: Target, split: Split | None, dim: int | None) -> Route:
+    """Work out where batches go; see ``Feeder``."""
+    target = target.model if isinstance(target, TrainStep) else target
+    model = data_parallel_in(target) if isinstance(target, nn.Module) else None
+    if model is not None:
+        devices, model_split, model_dim = list(model.device_ids), model.split, model.dim
+    else:
+        devices, model_split, model_dim = _devices_of(target), default_split(), 0
+    settled = settle_split(model_split if split is None else split, devices)
+    return Route(devices=tuple(devices), dim=model_dim if dim is None else dim, split=settled)
+
+
+def data_parallel_in(model: nn.Module) -> DataParallel | None:
+    """Return the ``DataParallel`` that a model is, perhaps inside of torch.compile."""
+    while not isinstance(model, DataParallel):
+        child = wrapped_child(model)
+        if child is None:
+            return None
+        model = model.get_submodule(child)
+    return model
+
+
+def _devices_of(target: nn.Module | Devices) -> list[torch.device]:
+    if not isinstance(target, nn.Module):
+        return parse_devices(target)
+    tensor = next(iter([*target.parameters(), *target.buffers()]), None)
+    return [torch.device("cpu") if tensor is None else tensor.device]

@@ -1,0 +1,198 @@
+"""One pass over a loader: a thread prepares batches, its consumer takes them."""
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from everygpu.errors import FeedTimeoutError, WorkerError
+from everygpu.feed.batches import Route, SentBatch, send_batch, unpack_batch
+from everygpu.feed.channel import Channel, ChannelClosed
+from everygpu.feed.position import Position
+from everygpu.feed.source import Source
+from everygpu.feed.waiting import StepTime, WaitMeter
+
+GRACE_S = 5.0
+"""How long a worker process may take to end when it is asked to."""
+
+logger = logging.getLogger("everygpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedOptions:
+    """What all passes of a ``Feeder`` have in common."""
+
+    loader: Any
+    route: Route
+    prefetch: int
+    """Batches prepared ahead; 0 for none, and no thread."""
+    timeout_s: float | None
+    """How long a batch may take to come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """A batch on its way to the consumer."""
+
+    sent: SentBatch
+    loader_state: Any
+    load_s: float
+    send_s: float
+
+
+class Feed:
+    """One pass over a loader; made by ``iter(feeder)``.
+
+    Args:
+        iterator: Of the loader, where the pass begins.
+        options: Of the Feeder.
+        start: Where the pass begins.
+        meter: Is told how long each step took.
+        note: Is told the position after each batch, and at the end.
+    """
+
+    def __init__(
+        self,
+        iterator: Iterator[Any],
+        options: FeedOptions,
+        start: Position,
+        meter: WaitMeter,
+        note: Callable[["Feed", Position], None],
+    ) -> None:
+        channel: Channel[_Prepared] = Channel(max(1, options.prefetch))
+        self._channel = channel
+        self._source = Source(iterator, options.loader, lambda: channel.is_closed)
+        self._options = options
+        self._position = start
+        self._meter = meter
+        self._note = note
+        self._handed_over_at: float | None = None
+        self._end_state: list[Any] = []
+        self._thread: threading.Thread | None = None
+        if options.prefetch:
+            self._thread = threading.Thread(
+                target=_prepare_batches,
+                args=(self._source, channel, options.route, self._end_state),
+                name="everygpu-feeder",
+                daemon=True,  # in case the loader's next() never returns
+            )
+        # Also called when the interpreter ends, while threads still run.
+        self._finalizer = weakref.finalize(self, _end_pass, self._source, channel, self._thread, os.getpid())
+        if self._thread is not None:
+            self._thread.start()
+
+    def __iter__(self) -> "Feed":
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next batch; the current streams of all devices wait for its copies, the host does not.
+
+        Raises:
+            FeedTimeoutError: it has not come within the Feeder's ``timeout``.
+            WorkerError: a worker process of the loader died.
+            Exception: what the loader raised for this batch.
+        """
+        if not self._finalizer.alive:
+            raise StopIteration
+        asked_at = time.perf_counter()
+        try:
+            prepared = self._take()
+            batch = unpack_batch(prepared.sent)
+            self._count(prepared, asked_at)
+        except BaseException as error:
+            self._finish(error)
+            raise
+        return batch
+
+    def close(self) -> None:
+        """End the thread and the loader's workers; nothing happens the second time."""
+        self._finalizer()
+
+    def __enter__(self) -> "Feed":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _take(self) -> _Prepared:
+        if self._thread is None:
+            return _prepare(self._source, self._options.route)
+        try:
+            return self._channel.get(self._thread, self._options.timeout_s)
+        except FeedTimeoutError:
+            raise FeedTimeoutError(
+                f"Feeder: a batch must come within timeout={self._options.timeout_s:g} s, got none. "
+                f"{self._source.describe_workers()} Raise timeout, or look at what the loader waits for."
+            ) from None
+
+    def _count(self, prepared: _Prepared, asked_at: float) -> None:
+        now = time.perf_counter()
+        self._position = replace(self._position, batch=self._position.batch + 1, loader=prepared.loader_state)
+        self._note(self, self._position)
+        if self._handed_over_at is not None:
+            times = {"load_s": prepared.load_s, "send_s": prepared.send_s}
+            self._meter.add(StepTime(total_s=now - self._handed_over_at, wait_s=now - asked_at, **times))
+        self._handed_over_at = now
+
+    def _finish(self, error: BaseException) -> None:
+        if isinstance(error, StopIteration):
+            state = self._end_state[0] if self._thread is not None else self._source.state()
+            self._note(self, Position(epoch=self._position.epoch + 1, loader=state))
+        elif isinstance(error, (FeedTimeoutError, WorkerError)):
+            self._channel.close()
+            self._source.kill_workers()
+        self.close()
+
+
+def _prepare(source: Source, route: Route) -> _Prepared:
+    start = time.perf_counter()
+    batch = source.fetch()
+    loaded = time.perf_counter()
+    sent, state = send_batch(batch, route), source.state()
+    return _Prepared(sent=sent, loader_state=state, load_s=loaded - start, send_s=time.perf_counter() - loaded)
+
+
+def _prepare_batches(source: Source, channel: Channel[_Prepared], route: Route, end_state: list[Any]) -> None:
+    """Prepare batches until there are no more, or nobody wants them; the thread's whole life."""
+    kill = False
+    try:
+        while True:
+            channel.wait_for_room()
+            channel.put(_prepare(source, route))
+    except ChannelClosed:
+        pass
+    except StopIteration:
+        end_state.append(source.state())
+        channel.finish()
+    except BaseException as error:  # noqa: BLE001 - raised again where the batch is asked for
+        kill = isinstance(error, WorkerError)
+        channel.finish(error)
+    finally:
+        source.end(kill=kill)
+
+
+def _end_pass(source: Source, channel: Channel[_Prepared], thread: threading.Thread | None, pid: int) -> None:
+    """End a pass's thread and workers, whatever they are doing; in the thread of the consumer."""
+    channel.close()
+    if pid != os.getpid():  # a fork has copied neither
+        return
+    if thread is None:
+        source.end(kill=False)
+        return
+    if thread is threading.current_thread():  # the last reference was dropped there
+        return
+    try:
+        thread.join(GRACE_S)
+    except BaseException:  # Ctrl-C once more: whoever presses it wants an end
+        source.kill_workers()
+        thread.join(GRACE_S)
+        raise
+    if thread.is_alive():
+        source.kill_workers()
+        thread.join(GRACE_S)
+    if thread.is_alive():
+        logger.warning("Feeder: the loader's next() has not returned since the loop was left: its thread goes on.")

@@ -1,0 +1,137 @@
+"""Where in the data a run is, and how a loader is brought back there."""
+
+import copy
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from everygpu.errors import OptionError
+from everygpu.feed.source import keeps_position
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """What has been used up."""
+
+    epoch: int = 0
+    """Passes over the loader before this one."""
+    batch: int = 0
+    """Batches of this pass that the consumer was given."""
+    generator: bytes | None = None
+    """State of the generator that a shuffling loader draws its order from, as the pass began."""
+    loader: Any = None
+    """The loader's own position, where it keeps one."""
+
+
+def parse_position(state: Any) -> Position:
+    """Read what ``Feeder.state_dict`` returned.
+
+    Raises:
+        OptionError: it is something else.
+    """
+    try:
+        position = Position(**state)
+        is_fit = position.epoch >= 0 and position.batch >= 0 and isinstance(position.generator, (bytes, type(None)))
+    except TypeError:
+        is_fit = False
+    if not is_fit:
+        raise OptionError(
+            f"Feeder.load_state_dict: needs what Feeder.state_dict returned, got {state!r:.200}. Pass that."
+        )
+    return position
+
+
+def begin_pass(loader: Any, position: Position) -> Iterator[Any]:
+    """Start iterating a loader at a position.
+
+    A loader that keeps its own position is put there. A DataLoader over a dataset with indices goes there without
+    loading what it skips. Anything else is iterated that far.
+
+    Args:
+        loader: Any iterable.
+        position: Its first ``batch`` batches are left out.
+    Returns:
+        An iterator over the rest.
+    """
+    if keeps_position(loader) and position.loader is not None:
+        loader.load_state_dict(position.loader)
+        return iter(loader)
+    if position.batch == 0:
+        return iter(loader)
+    with _generator_at(loader, position.generator):
+        if _has_indices(loader):
+            return _skip_indices(loader, position.batch)
+        return _skip_batches(iter(loader), position.batch)
+
+
+def generator_state(loader: Any) -> bytes:
+    """Return the state of the generator that a shuffling loader draws its order from."""
+    return bytes(_generator_of(loader).get_state().tolist())
+
+
+def _generator_of(loader: Any) -> torch.Generator:
+    own = getattr(loader, "generator", None)
+    return own if isinstance(own, torch.Generator) else torch.default_generator
+
+
+@contextmanager
+def _generator_at(loader: Any, state: bytes | None) -> Iterator[None]:
+    """Have the loader draw the order that it drew before; what others draw goes on as it was."""
+    if state is None:
+        yield
+        return
+    generator = _generator_of(loader)
+    now = generator.get_state()
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    try:
+        yield
+    finally:
+        if generator is torch.default_generator:
+            generator.set_state(now)
+
+
+def _has_indices(loader: Any) -> bool:
+    is_loader = isinstance(loader, DataLoader) and hasattr(loader, "_index_sampler")
+    return is_loader and not isinstance(loader.dataset, IterableDataset)
+
+
+class _Rest:
+    """A sampler without its first batches of indices."""
+
+    def __init__(self, sampler: Any, num_skipped: int) -> None:
+        self._sampler = sampler
+        self._num_skipped = num_skipped
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self._sampler), self._num_skipped, None)
+
+    def __len__(self) -> int:
+        return max(0, len(self._sampler) - self._num_skipped)
+
+
+def _skip_indices(loader: DataLoader[Any], num_skipped: int) -> Iterator[Any]:
+    """Iterate a twin of the loader whose sampler begins later."""
+    twin = copy.copy(loader)
+    place = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    vars(twin)[place] = _Rest(loader._index_sampler, num_skipped)
+    vars(twin)["_iterator"] = None
+    iterator: Any = iter(twin)
+    if loader.num_workers == 0:
+        # Have it draw its order now, while the generator is where it was.
+        iterator._sampler_iter = _primed(iterator._sampler_iter)
+    return iterator  # type: ignore[no-any-return]
+
+
+def _primed(iterator: Iterator[Any]) -> Iterator[Any]:
+    return itertools.chain(list(itertools.islice(iterator, 1)), iterator)
+
+
+def _skip_batches(iterator: Iterator[Any], num_skipped: int) -> Iterator[Any]:
+    for _ in itertools.islice(iterator, num_skipped):
+        pass
+    return iterator

@@ -1,0 +1,109 @@
+"""Everything that trial steps change, put back."""
+
+import copy
+import functools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from everygpu import tree
+
+
+@contextmanager
+def restored(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Put back parameters, buffers, gradients, training flags, the optimizer's state and all random generators.
+
+    Copies wait on the CPU meanwhile, so that the GPUs' memory is the steps' own. The tensors stay the same
+    objects, for optimizers and others refer to them.
+
+    Args:
+        model: Any module.
+        optimizer: Of its parameters.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    values = [_on_host(t) for t in tensors]
+    grads = [(t.grad, _on_host(t.grad)) if t.is_leaf and t.grad is not None else None for t in tensors]
+    flags = [(module, module.training) for module in model.modules()]
+    put_optimizer_back = None if optimizer is None else _save_optimizer(optimizer)
+    with restored_generators():
+        try:
+            yield
+        finally:
+            _put_back(tensors, values, grads)
+            for module, is_training in flags:
+                module.training = is_training
+            if put_optimizer_back is not None:
+                put_optimizer_back()
+
+
+@contextmanager
+def restored_generators(*others: torch.Generator) -> Iterator[None]:
+    """Put back the random generators of Python, NumPy and torch, on every device, and some others."""
+    calls = _generator_states()
+    calls += [functools.partial(generator.set_state, generator.get_state()) for generator in others]
+    try:
+        yield
+    finally:
+        for call in calls:
+            call()
+
+
+def _on_host(t: Tensor) -> Tensor:
+    return t.detach().to("cpu", copy=True)
+
+
+def _put_back(tensors: list[Tensor], values: list[Tensor], grads: list[tuple[Tensor, Tensor] | None]) -> None:
+    with torch.no_grad():
+        for t, value, grad in zip(tensors, values, grads):
+            t.copy_(value)
+            if t.is_leaf:
+                t.grad = None if grad is None else grad[0].copy_(grad[1])
+
+
+def _save_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return a call that puts an optimizer back to where it is."""
+    stock = getattr(optimizer, "module", optimizer)
+    if not stock._optimizer_state_dict_pre_hooks:
+        return _SavedState(optimizer).put_back
+    # Its state is elsewhere, as ShardedOptimizer's is on all devices, and brought together by these hooks.
+    state = tree.map_leaves(lambda x: _on_host(x) if isinstance(x, Tensor) else x, optimizer.state_dict())
+    return lambda: optimizer.load_state_dict(state)
+
+
+class _SavedState:
+    """What an optimizer knew: the tensors it had, their values, and everything else."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._state = {p: tree.map_leaves(lambda leaf: leaf, known) for p, known in optimizer.state.items()}
+        self._groups = [{k: copy.copy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        everything = [*self._state.values(), *({**g, "params": None} for g in optimizer.param_groups)]
+        tensors = [leaf for _, leaf in tree.leaves(everything, "") if isinstance(leaf, Tensor)]
+        self._values = [(t, _on_host(t)) for t in tensors]
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            for t, value in self._values:
+                t.copy_(value)
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._state)
+        for group, saved in zip(self._optimizer.param_groups, self._groups):
+            group.update(saved)
+
+
+def _generator_states() -> list[Callable[[], object]]:
+    """Return calls that put the generators back to where they are."""
+    python, host = random.getstate(), torch.get_rng_state()
+    calls: list[Callable[[], object]] = [lambda: random.setstate(python), lambda: torch.set_rng_state(host)]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state = numpy.random.get_state()
+        calls.append(lambda: numpy.random.set_state(state))
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states = torch.cuda.get_rng_state_all()
+        calls.append(lambda: torch.cuda.set_rng_state_all(states))
+    return calls

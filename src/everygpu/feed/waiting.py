@@ -1,0 +1,162 @@
+"""How much of its time a training loop waits for data, and what to do about it."""
+
+import logging
+import os
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+WINDOW_STEPS = 100
+LIMIT_PCT = 10.0
+"""Waiting for more than this share of so many steps is worth a line in the log."""
+
+logger = logging.getLogger("everygpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Times around one batch, on the host's clock: the GPUs are not asked, so nothing waits for them."""
+
+    total_s: float
+    """From one batch being handed over to the next."""
+    wait_s: float
+    """The part of it in which the consumer waited."""
+    load_s: float
+    """What the loader took for the batch, beside the consumer's work."""
+    send_s: float
+    """What staging the batch and queuing its copies took, likewise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedReport:
+    """Means over the steps of a Feeder."""
+
+    num_steps: int
+    """Steps that were measured: the first batch of each pass, for which workers start, is not."""
+    step_s: float
+    """From one batch to the next."""
+    wait_s: float
+    """The part of a step in which the consumer waited for data."""
+    load_s: float
+    """What the loader took for a batch, beside the consumer's work."""
+    send_s: float
+    """What staging a batch and queuing its copies took, likewise."""
+
+    @property
+    def wait_pct(self) -> float:
+        """Share of the time in which the consumer waited: 0 to 100; 0 before the first step."""
+        return 100 * self.wait_s / self.step_s if self.step_s else 0.0
+
+
+def summarise(times: Iterable[StepTime]) -> FeedReport:
+    """Average over steps."""
+    steps = list(times)
+    num = max(1, len(steps))
+    return FeedReport(
+        num_steps=len(steps),
+        step_s=sum(t.total_s for t in steps) / num,
+        wait_s=sum(t.wait_s for t in steps) / num,
+        load_s=sum(t.load_s for t in steps) / num,
+        send_s=sum(t.send_s for t in steps) / num,
+    )
+
+
+class WaitMeter:
+    """Adds up the times of all steps, and warns once when data is what the devices wait for.
+
+    Args:
+        loader: The user's loader, for advice.
+        prefetch: Batches that are prepared ahead.
+    """
+
+    def __init__(self, loader: Any, prefetch: int) -> None:
+        self._loader = loader
+        self._prefetch = prefetch
+        self._recent: deque[StepTime] = deque(maxlen=WINDOW_STEPS)
+        self._sums = StepTime(total_s=0.0, wait_s=0.0, load_s=0.0, send_s=0.0)
+        self._num_steps = 0
+        self._has_warned = False
+
+    def add(self, step: StepTime) -> None:
+        """Count a step."""
+        self._recent.append(step)
+        self._num_steps += 1
+        self._sums = StepTime(
+            total_s=self._sums.total_s + step.total_s,
+            wait_s=self._sums.wait_s + step.wait_s,
+            load_s=self._sums.load_s + step.load_s,
+            send_s=self._sums.send_s + step.send_s,
+        )
+        if self._num_steps % WINDOW_STEPS == 0 and not self._has_warned:
+            self._warn(summarise(self._recent))
+
+    def report(self) -> FeedReport:
+        """Average over all steps."""
+        num = max(1, self._num_steps)
+        return FeedReport(
+            num_steps=self._num_steps,
+            step_s=self._sums.total_s / num,
+            wait_s=self._sums.wait_s / num,
+            load_s=self._sums.load_s / num,
+            send_s=self._sums.send_s / num,
+        )
+
+    def _warn(self, recent: FeedReport) -> None:
+        if recent.wait_pct <= LIMIT_PCT:
+            return
+        self._has_warned = True
+        logger.warning(
+            "Feeder: waited for data during %.0f%% of the last %d steps (%.1f of %.1f ms a step; a batch takes the "
+            "loader %.1f ms, sending it %.1f ms). %s",
+            recent.wait_pct,
+            recent.num_steps,
+            1e3 * recent.wait_s,
+            1e3 * recent.step_s,
+            1e3 * recent.load_s,
+            1e3 * recent.send_s,
+            advise(recent, self._loader, self._prefetch),
+        )
+
+
+def advise(report: FeedReport, loader: Any, prefetch: int) -> str:
+    """Name the one knob to turn first.
+
+    Args:
+        report: Of steps that waited too long.
+        loader: The user's loader.
+        prefetch: Batches that are prepared ahead.
+    """
+    if prefetch == 0:
+        return "Nothing is prepared ahead: leave out prefetch=0."
+    if report.send_s > report.load_s:
+        if isinstance(loader, DataLoader) and loader.num_workers and not loader.pin_memory:
+            return "Set pin_memory=True in the DataLoader, so that batches come in memory that GPUs copy from."
+        return "Send less: smaller types (uint8 instead of float32), converted on the GPU."
+    if report.load_s + report.send_s < report.step_s - report.wait_s:
+        return f"Batches come unevenly: raise prefetch={prefetch}, to have more of them ready."
+    return _advise_loader(loader)
+
+
+def _advise_loader(loader: Any) -> str:
+    if not isinstance(loader, DataLoader):
+        return "The iterable itself is slow: make it a Dataset, and load it with DataLoader(..., num_workers=...)."
+    measure = "everygpu.tune_workers(loader) measures which number is best."
+    if loader.num_workers == 0:
+        return f"Set num_workers in the DataLoader, 0 now: {measure}"
+    num_cores = count_cores()
+    if loader.num_workers < num_cores:
+        return f"Raise num_workers, {loader.num_workers} now on {num_cores} cores: {measure}"
+    return (
+        f"All {num_cores} cores load data ({loader.num_workers} workers): make the dataset's work for an item "
+        f"cheaper, store it prepared, or do part of it on the GPU."
+    )
+
+
+def count_cores() -> int:
+    """Count the CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

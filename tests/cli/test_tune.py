@@ -1,0 +1,182 @@
+"""``everygpu tune``: an unchanged script, run up to its DataLoader, or for two steps at another size."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+from torch.utils.data import DataLoader
+
+from everygpu.cli import main, observe, tune
+
+ROOT = Path(__file__).parents[2]
+HEAD = """
+import sys, torch
+from torch.utils.data import DataLoader, TensorDataset
+def loader(num, **options):
+    return DataLoader(TensorDataset(torch.arange(float(num)), torch.arange(num)), **options)
+"""
+TRAIN = """
+def main():
+    print("begin", *sys.argv[1:])
+    for x, y in loader(100, batch_size=8):
+        if len(x) > 20:
+            raise torch.OutOfMemoryError("does not fit")
+        print("step", len(x), len(y))
+    print("end")
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture(autouse=True)
+def same_interpreter(monkeypatch):
+    """Put back what running a script in this process changes."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    plain = DataLoader.__iter__
+    yield
+    assert DataLoader.__iter__ is plain
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text):
+        path = tmp_path / "train.py"
+        path.write_text(HEAD + textwrap.dedent(text))
+        return str(path)
+
+    return write
+
+
+class TestFindLoader:
+    def test_the_script_ends_where_it_iterates(self, script, capsys):
+        loader, code = observe.find_loader(script(TRAIN), ["--lr", "3"], 1)
+        assert (loader.batch_size, code) == (8, 0)
+        assert capsys.readouterr().out == "begin --lr 3\n"
+
+    def test_another_loader(self, script):
+        text = "for _ in range(2):\n  list(loader(4))\nfor x in loader(9, batch_size=3): print(len(x))"
+        loader, _ = observe.find_loader(script("small = loader(4)\nlist(small); list(small)\n" + text), [], 3)
+        assert len(loader.dataset) == 4
+        loader, _ = observe.find_loader(script("small = loader(4)\nlist(small); list(small)\n" + text), [], 4)
+        assert len(loader.dataset) == 9
+
+    def test_through_a_feeder(self, script):
+        loader, _ = observe.find_loader(script("import everygpu\nlist(everygpu.Feeder(loader(5)))"), [], 1)
+        assert len(loader.dataset) == 5
+
+    def test_it_is_not_caught_on_the_way(self, script):
+        text = "try:\n  list(loader(3))\nexcept Exception:\n  print('caught')"
+        assert observe.find_loader(script(text), [], 1)[0] is not None
+
+    @pytest.mark.parametrize(("text", "code"), [("", 0), ("sys.exit(3)", 3), ("1 / 0", 1)])
+    def test_a_script_without_one(self, script, text, code, capsys):
+        assert observe.find_loader(script(text), [], 1) == (None, code)
+        assert ("ZeroDivisionError" in capsys.readouterr().err) == (code == 1)
+
+
+class TestTrial:
+    def run(self, script, tmp_path, num_rows, text=TRAIN):
+        result = tmp_path / "result.json"
+        observe.run_trial(script(text), [], 1, num_rows, 5.0, result)
+        return json.loads(result.read_text()) if result.exists() else None
+
+    def test_a_size_that_fits(self, script, tmp_path, capsys):
+        record = self.run(script, tmp_path, 20)
+        assert (record["num_rows"], record["fits"]) == (20, True)
+        assert capsys.readouterr().out == "begin\nstep 20 20\nstep 20 20\n"
+
+    def test_a_size_that_does_not(self, script, tmp_path, capsys):
+        assert self.run(script, tmp_path, 21) == {"num_rows": 21, "fits": False}
+        assert "Traceback" not in capsys.readouterr().err
+
+    def test_the_scripts_own_size(self, script, tmp_path):
+        assert self.run(script, tmp_path, 0)["num_rows"] == 8
+
+    def test_other_loaders_are_left_alone(self, script, tmp_path, capsys):
+        text = "for x in loader(9, batch_size=3):\n  for y in loader(4, batch_size=2): print(len(x[0]), len(y[0]))"
+        self.run(script, tmp_path, 5, text)
+        assert capsys.readouterr().out.split() == ["5", "2"] * 4
+
+    def test_through_a_feeder(self, script, tmp_path, capsys):
+        text = "import everygpu\nfor x, y in everygpu.Feeder(loader(9), ['cpu'] * 2): print(len(x))"
+        assert self.run(script, tmp_path, 6, text)["fits"]
+        assert capsys.readouterr().out.split() == ["6", "6"]
+
+    def test_a_script_that_fails(self, script, tmp_path, capsys):
+        assert self.run(script, tmp_path, 4, "for x in loader(9):\n  raise ValueError('mine')") is None
+        assert "ValueError: mine" in capsys.readouterr().err
+
+
+class TestCommand:
+    @pytest.fixture
+    def measured(self, monkeypatch):
+        """Pretend that 37 rows fit, and note what is tried."""
+        tried = []
+
+        def try_rows(num_rows, script, args, which, headroom):
+            tried.append(num_rows)
+            return {"num_rows": num_rows or 8, "fits": num_rows <= 37, "peak_bytes": (num_rows or 8) * 2**20}
+
+        monkeypatch.setattr(tune, "try_rows", try_rows)
+        return tried
+
+    def invoke(self, *args, code=0):
+        done = CliRunner().invoke(main, ["tune", "--seconds", "0.02", *args], catch_exceptions=False)
+        assert done.exit_code == code, done.output
+        return done
+
+    def test_workers(self, script):
+        done = self.invoke(script(TRAIN))
+        assert "is the smallest number that is as fast as any; now 0." in done.stdout
+
+    def test_json(self, script, measured):
+        done = self.invoke("--batch-size", "--json", script("for x in loader(64, batch_size=2, num_workers=1): pass"))
+        found = json.loads(done.stdout)
+        assert found["workers"]["num_workers_now"] == 1
+        assert [t["num_workers"] for t in found["workers"]["trials"]][:2] == [0, 1]
+        assert (found["batch_size"]["num_rows"], found["batch_size"]["num_rows_now"]) == (37, 8)
+        assert measured == [0, 16, 32, 64, 48, 40, 36, 38, 37]
+
+    def test_batch_size(self, script, measured):
+        done = self.invoke("--batch-size", script(TRAIN))
+        assert "batches of 37 rows fit; now 8." in done.stdout
+        assert "37.0 MiB" in done.stdout
+
+    def test_a_script_that_iterates_nothing(self, script):
+        done = self.invoke(script("sys.exit(3)"), code=1)
+        assert "must iterate a DataLoader, but ended before, with exit code 3." in done.stderr
+
+    def test_a_second_loader_that_is_not_there(self, script):
+        done = self.invoke("--loader", "2", script("list(loader(3))"), code=1)
+        assert "must iterate 2 DataLoaders" in done.stderr
+
+
+class TestProcesses:
+    @pytest.fixture(autouse=True)
+    def path(self, monkeypatch):
+        monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+
+    def test_trials_in_processes_of_their_own(self, script):
+        path = script(TRAIN)
+        assert tune.try_rows(16, path, [], 1, 5.0) == {"num_rows": 16, "fits": True, "peak_bytes": None}
+        assert tune.try_rows(32, path, [], 1, 5.0) == {"num_rows": 32, "fits": False}
+
+    def test_a_script_that_fails_is_shown(self, script):
+        with pytest.raises(click.ClickException, match="exit code 1.*\n(.*\n)*.*KeyError: 'mine'"):
+            tune.try_rows(4, script("for x in loader(9):\n  raise KeyError('mine')"), [], 1, 5.0)
+
+    def test_the_whole_command(self, script):
+        command = [sys.executable, "-m", "everygpu", "tune", "--seconds", "0.02", script(TRAIN), "--lr", "3"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("begin --lr 3\n")
+        assert "num_workers=" in done.stdout

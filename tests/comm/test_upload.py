@@ -1,0 +1,131 @@
+"""Copies to devices: right values, the right streams, and pinned memory only where it pays."""
+
+import pytest
+import torch
+
+from everygpu import scatter
+from everygpu.comm import upload
+from everygpu.comm.upload import STAGE_FROM_BYTES, mark, receive
+
+
+def arrived(parts, used):
+    copies = [upload.upload(p, d) for p, d in zip(parts, used)]
+    receive(copies, mark(used))
+    return copies
+
+
+def shapes():
+    few, many = 3, STAGE_FROM_BYTES  # below and above the size that is staged
+    return [(few,), (many,), (many, 0), (0,), (2, many // 4)]
+
+
+@pytest.mark.parametrize("shape", shapes(), ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64], ids=str)
+def test_copies_are_the_values(devices, shape, dtype):
+    used = devices(2)
+    parts = [torch.rand(shape).mul(5).to(dtype) for _ in used]
+    for part, copy, device in zip(parts, arrived(parts, used), used):
+        assert copy.device == device
+        assert copy.cpu().equal(part)
+
+
+def test_strides_are_kept(devices):
+    used = devices(2)
+    x = torch.rand(8, 64, 16, 16).to(memory_format=torch.channels_last)
+    for copy in arrived([x[:4], x[4:]], used):
+        assert copy.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.rand(300, 300).t(),
+        lambda: torch.rand(1, 300).expand(300, 300),
+        lambda: torch.rand(300, 300, dtype=torch.complex64).conj(),
+        lambda: torch.rand(300, 600)[:, ::2],
+    ],
+    ids=["transposed", "expanded", "conjugate", "strided"],
+)
+def test_views(devices, make):
+    used = devices(2)
+    x = make()
+    for copy in arrived([x] * len(used), used):
+        assert copy.cpu().equal(x.resolve_conj())
+
+
+def test_the_cpu_copies_nothing():
+    x = torch.rand(STAGE_FROM_BYTES)
+    assert upload.upload(x, torch.device("cpu")) is x
+    assert mark([torch.device("cpu")]) == []
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        torch.zeros(9, 9).to_sparse(),
+        torch.zeros(STAGE_FROM_BYTES, device="meta"),
+        torch.zeros(STAGE_FROM_BYTES // 4 - 1),
+        torch.nn.Parameter(torch.zeros(STAGE_FROM_BYTES)),
+    ],
+    ids=["sparse", "elsewhere", "small", "subclass"],
+)
+def test_what_is_not_staged(part):
+    assert upload._staged(part) is part
+
+
+def test_the_source_may_be_dropped_and_its_memory_used_again(devices):
+    used = devices(2)
+    for value in range(20):
+        parts = [torch.full((STAGE_FROM_BYTES * 4,), float(value)) for _ in used]
+        copies = arrived(parts, used)
+        del parts
+        assert all((c == value).all() for c in copies)
+
+
+def test_scattered_rows_are_the_values(devices):
+    used = devices(3)
+    x = torch.rand(50, 5000)
+    for _ in range(10):
+        shards = scatter(x, used)
+        assert torch.cat([s.cpu() for s in shards]).equal(x)
+        assert [s.device for s in shards] == used
+
+
+@pytest.mark.gpu
+class TestStreams:
+    @pytest.fixture
+    def device(self, devices):
+        return devices(2)[-1] if "cuda" in str(devices(2)) else pytest.skip("of CUDA")
+
+    def test_a_copy_does_not_wait_for_the_computation(self, device):
+        x = torch.rand(1 << 20)
+        arrived([x], [device])  # warm
+        torch.cuda.synchronize(device)
+        with torch.cuda.device(device):
+            torch.cuda._sleep(2_000_000_000)
+            copy = upload.upload(x, device)
+            (event,) = (e for _, e in mark([device]))
+            event.synchronize()
+            assert not torch.cuda.current_stream(device).query(), "the copy waited"
+            receive([copy], mark([device]))
+        assert copy.cpu().equal(x)
+
+    def test_the_host_does_not_wait_for_the_computation(self, device):
+        x = torch.rand(1 << 20)
+        arrived([x], [device])
+        torch.cuda.synchronize(device)
+        with torch.cuda.device(device):
+            torch.cuda._sleep(2_000_000_000)
+            copies = arrived([x], [device])
+            assert not torch.cuda.current_stream(device).query(), "the host waited"
+        assert copies[0].cpu().equal(x)
+
+    def test_memory_is_not_used_again_while_the_computation_needs_it(self, device):
+        for value in range(1, 30):
+            (copy,) = arrived([torch.full((1 << 20,), float(value))], [device])
+            with torch.cuda.device(device):
+                torch.cuda._sleep(20_000_000)
+                total = copy.sum()
+            del copy  # its memory may be taken by the next copy, but only after the sum
+            arrived([torch.zeros(1 << 20)], [device])
+            assert total.item() == value * (1 << 20)

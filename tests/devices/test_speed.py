@@ -1,0 +1,162 @@
+"""Shares by measured speed and memory: in proportion, capped by what is scarce, and even within the noise."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import everygpu
+from everygpu import DataParallel, Feeder, gather
+from everygpu.devices import speed
+from everygpu.devices.speed import DeviceSpeed, measure_shares, measure_speed, share_out
+from everygpu.errors import OptionError
+from tests.parallel.oracle import Mlp, assert_same, pair, rows
+
+GIB = 2**30
+CPU = torch.device("cpu")
+
+
+def device(factor=1.0, memory=80 * GIB, spread=0.0):
+    """What a device this many times as fast as another would measure."""
+    rates = {"torch.float32": 100 * factor, "torch.float16": 800 * factor, "copy": 9000 * factor}
+    return DeviceSpeed(rates=rates, spread=spread, available_bytes=memory)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "shares"),
+    [
+        ([device(), device()], None),
+        ([device(), device(0.96)], None),
+        ([device(), device(0.5)], [0.667, 0.333]),
+        ([device(0.5), device(0.25), device(0.25)], [0.5, 0.25, 0.25]),
+        ([device(), device(memory=40 * GIB)], [0.667, 0.333]),
+        ([device(), device(memory=78 * GIB)], None),
+        ([device(), device(0.5, memory=60 * GIB)], [0.667, 0.333]),
+        ([device(), device(0.5, memory=20 * GIB)], [0.8, 0.2]),
+        ([device(memory=None), device(0.5, memory=None)], [0.667, 0.333]),
+        ([device(spread=0.6), device(0.5)], None),
+        ([device(spread=0.3), device(0.5)], [0.667, 0.333]),
+        ([device()], None),
+        ([device(memory=0), device(memory=0)], None),
+    ],
+)
+def test_shares(speeds, shares):
+    assert share_out(speeds) == shares
+
+
+def test_no_task_weighs_more_for_being_quick():
+    slow_copy = DeviceSpeed(rates={"mm": 1.0, "copy": 500.0}, spread=0.0, available_bytes=None)
+    slow_mm = DeviceSpeed(rates={"mm": 0.5, "copy": 1000.0}, spread=0.0, available_bytes=None)
+    assert share_out([slow_copy, slow_mm]) is None
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 1), st.integers(1, 100)), min_size=1, max_size=8))
+def test_shares_add_up_and_the_better_device_never_gets_less(figures):
+    speeds = [device(factor, memory * GIB) for factor, memory in figures]
+    shares = share_out(speeds) or [1 / len(speeds)] * len(speeds)
+    assert sum(shares) == pytest.approx(1, abs=0.01)
+    for a, (factor, memory) in zip(shares, figures):
+        for b, (other_factor, other_memory) in zip(shares, figures):
+            assert a >= b or factor < other_factor or memory < other_memory
+
+
+def test_shares_are_logged(caplog):
+    caplog.set_level(logging.INFO, "everygpu")
+    share_out([device(), device(0.5)])
+    assert "shares [0.667, 0.333]" in caplog.text
+
+
+class TestMeasuring:
+    def test_a_device(self, devices):
+        for used in dict.fromkeys(devices(2)):
+            result = measure_speed(used)
+            assert all(rate > 0 for rate in result.rates.values())
+            assert result.spread >= 0
+            assert (result.available_bytes is None) == (used.type == "cpu")
+
+    def test_a_device_named_twice_is_measured_once(self, monkeypatch):
+        asked = []
+        monkeypatch.setattr(speed, "measure_speed", lambda d: asked.append(d) or device())
+        assert measure_shares([CPU] * 3) is None
+        assert asked == [CPU]
+
+    @pytest.mark.parametrize(
+        ("seconds", "num_runs"), [(0.004, 2 + 2 + 5 * 3), (0.05, 2 + 2 + 5), (0.0001, 4 + 5 * 100)]
+    )
+    def test_rounds_are_long_enough_to_be_timed(self, monkeypatch, seconds, num_runs):
+        clock = SimpleNamespace(now=0.0, runs=0)
+        monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+        def task():
+            clock.now += seconds
+            clock.runs += 1
+
+        assert speed._time_rounds(task, CPU) == pytest.approx([seconds] * 5)
+        assert clock.runs == pytest.approx(num_runs, abs=5)
+
+    def test_rates_are_runs_per_second_and_varying_ones_are_told(self, monkeypatch):
+        monkeypatch.setattr(speed, "_time_rounds", lambda task, device: [0.1, 0.2, 0.2, 0.2, 0.3])
+        result = measure_speed(CPU)
+        assert result.rates == {"torch.float32": 5.0, "copy": 5.0}
+        assert result.spread == pytest.approx(1.0)
+
+
+@pytest.fixture
+def unequal(monkeypatch):
+    """Make the devices of a call measure as 1 to 2 to 1 …"""
+
+    def pretend(used):
+        return share_out([device(0.5 if i % 2 == 0 else 1.0) for i in range(len(used))])
+
+    monkeypatch.setattr("everygpu.parallel.split.measure_shares", pretend)
+
+
+class TestA36:
+    """Unequal GPUs: ``split="auto"``."""
+
+    def test_a36_the_result_equals_one_device(self, devices, unequal):
+        used = devices(3)
+        model, bare = pair(Mlp, used, split="auto")
+        for num_rows in (1, 2, 7, 16):
+            assert_same(model, bare, rows(num_rows, 3, device=used[0]))
+
+    def test_a36_each_gets_its_share(self, unequal):
+        model = DataParallel(Mlp(), ["cpu"] * 3, split="auto")
+        out = model(torch.ones(16, 3))
+        assert [len(s) for s in out.shards] == [4, 8, 4]
+        assert model.split == [0.25, 0.5, 0.25]
+
+    def test_a36_equal_devices_get_even_shares(self):
+        model = DataParallel(Mlp(), ["cpu"] * 3, split="auto")
+        assert model.split == "even"
+        assert [len(s) for s in model(torch.ones(10, 3)).shards] == [4, 3, 3]
+
+    def test_a36_the_feeder_splits_alike(self, unequal):
+        model = DataParallel(Mlp(), ["cpu"] * 3, split="auto")
+        for feeder in (Feeder([torch.ones(16, 3)], model), Feeder([torch.ones(16, 3)], ["cpu"] * 3, split="auto")):
+            (x,) = feeder
+            assert [len(s) for s in x.shards] == [4, 8, 4]
+
+    def test_a36_nothing_is_measured_for_one_device(self, monkeypatch):
+        monkeypatch.setattr("everygpu.parallel.split.measure_shares", lambda used: pytest.fail("measured"))
+        assert DataParallel(Mlp(), "cpu", split="auto").split == "even"
+
+    def test_a36_a_checkpoint_of_the_model_does_not_hold_it(self, unequal):
+        model = DataParallel(Mlp(), ["cpu"] * 2, split="auto")
+        assert model.state_dict().keys() == Mlp().state_dict().keys()
+        assert "split=[0.333, 0.667]" in repr(model)
+
+    def test_a36_only_where_devices_are_measured_beforehand(self):
+        with pytest.raises(OptionError, match="split: must be"):
+            everygpu.scatter(torch.ones(4), ["cpu"] * 2, split="auto")
+
+    def test_a36_on_gpus(self, devices):
+        used = devices(8)
+        model = DataParallel(Mlp(), used, split="auto")
+        out = model(torch.ones(64, 3))
+        assert gather(out).shape == (64, 2)
+        if used[0].type == "cuda" and len({torch.cuda.get_device_name(d) for d in used}) == 1:
+            assert model.split == "even", "GPUs of one kind, nobody else on them"

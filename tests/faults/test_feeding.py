@@ -1,0 +1,259 @@
+"""Loaders that die, stop and are interrupted: an error that says so, soon, and nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import multiprocessing
+from torch.utils.data import DataLoader, Dataset
+
+from everygpu import Feeder
+from everygpu.errors import FeedTimeoutError, WorkerError
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sends signals, and reads /proc")
+
+
+class Faulty(Dataset):
+    """Item ``at`` does something to its own worker process."""
+
+    def __init__(self, do, at):
+        self.do, self.at = do, at
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, i):
+        if i == self.at:
+            self.do()
+        return torch.full((2,), float(i))
+
+
+def kill_oneself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_oneself():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def exit_at_once():
+    os._exit(3)
+
+
+def drain(feeder):
+    """Iterate until an error, noting the batches and the seconds that the last one took.
+
+    A worker that dies or stops takes along what it has not handed over: no batch after the second can come.
+    """
+    seen, start = [], time.monotonic()
+    try:
+        for x in feeder:
+            seen.append(x[0, 0].item())
+            start = time.monotonic()
+    finally:
+        drain.seconds = time.monotonic() - start
+        assert seen == [0, 2][: len(seen)]
+
+
+def assert_nothing_left():
+    assert not multiprocessing.active_children()
+    assert not [t for t in threading.enumerate() if t.name == "everygpu-feeder"]
+
+
+def loader_of(do, **options):
+    options = {"num_workers": 1, "batch_size": 2, **options}
+    return DataLoader(Faulty(do, at=5), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"persistent_workers": True}], ids=str)
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_b15_a_killed_worker_is_a_typed_error_within_two_seconds(options, prefetch):
+    feeder = Feeder(loader_of(kill_oneself, **options), ["cpu"] * 2, prefetch=prefetch)
+    with pytest.raises(WorkerError, match=r"got pid \d+ killed by SIGKILL\. The kernel's out-of-memory killer"):
+        drain(feeder)
+    assert drain.seconds < 2
+    assert_nothing_left()
+
+
+def test_b15_a_worker_killed_while_the_loop_computes():
+    loader = DataLoader(Faulty(None, at=-1), batch_size=2, num_workers=2, prefetch_factor=1)
+    feed = iter(Feeder(loader, "cpu", prefetch=1))
+    next(feed)
+    for child in multiprocessing.active_children():
+        os.kill(child.pid, signal.SIGKILL)
+    time.sleep(0.3)  # torch would raise here, wherever the loop is
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="killed by SIGKILL"):
+        list(feed)
+    assert time.monotonic() - start < 2
+    assert_nothing_left()
+
+
+def test_b15_a_worker_that_exits():
+    with pytest.raises(WorkerError, match=r"ended with exit code 3\. Run with num_workers=0"):
+        drain(Feeder(loader_of(exit_at_once), "cpu"))
+    assert_nothing_left()
+
+
+def test_b15_the_loader_can_be_used_again():
+    loader = loader_of(kill_oneself, persistent_workers=True)
+    feeder = Feeder(loader, "cpu")
+    for _ in range(2):
+        with pytest.raises(WorkerError):
+            drain(feeder)
+        assert_nothing_left()
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"persistent_workers": True}], ids=str)
+def test_b16_a_stopped_worker_is_a_timeout(options):
+    feeder = Feeder(loader_of(stop_oneself, **options), ["cpu"] * 2, timeout=0.7)
+    with pytest.raises(FeedTimeoutError, match=r"within timeout=0\.7 s, got none.* \(stopped\)"):
+        drain(feeder)
+    assert 0.7 <= drain.seconds < 2
+    assert_nothing_left()
+
+
+def test_b16_leaving_the_loop_with_a_stopped_worker(monkeypatch):
+    monkeypatch.setattr("everygpu.feed.one_pass.GRACE_S", 0.3)
+    loader = DataLoader(Faulty(None, at=-1), batch_size=2, num_workers=1)
+    feed = iter(Feeder(loader, "cpu"))
+    next(feed)
+    for child in multiprocessing.active_children():
+        os.kill(child.pid, signal.SIGSTOP)
+    start = time.monotonic()
+    feed.close()
+    assert time.monotonic() - start < 2
+    assert_nothing_left()
+
+
+def test_b16_a_slow_loader_without_workers_is_a_timeout():
+    released = threading.Event()
+
+    def load():
+        yield torch.ones(2, 1)
+        released.wait(10)
+
+    feed = iter(Feeder(load(), "cpu", timeout=0.2))
+    next(feed)
+    threading.Timer(0.5, released.set).start()
+    with pytest.raises(FeedTimeoutError, match="no worker processes"):
+        next(feed)
+    assert_nothing_left()
+
+
+def test_b16_a_batch_in_time_is_none():
+    loader = DataLoader(Faulty(lambda: time.sleep(0.3), at=5), batch_size=2, num_workers=1)
+    assert len(list(Feeder(loader, "cpu", timeout=20))) == 50
+
+
+SCRIPT = """
+import itertools, os, signal, sys, threading, time
+import torch, everygpu
+from torch.utils.data import DataLoader, Dataset
+
+class Data(Dataset):
+    def __len__(self):
+        return 10**6
+    def __getitem__(self, i):
+        {item}
+        return torch.full((2,), float(i))
+
+model = everygpu.DataParallel(torch.nn.Linear(2, 2), ["cpu"] * 2)
+feeder = everygpu.Feeder(DataLoader(Data(), batch_size=2, num_workers=2), model)
+
+def train():
+    for i, x in enumerate(feeder):
+        model(x).sum().backward()
+        if i == 2:
+            pids = [p.pid for p in torch.multiprocessing.active_children()]
+            print(*pids, flush=True)
+
+try:
+    train()
+except KeyboardInterrupt:
+    pass
+print("threads", *(t.name for t in threading.enumerate() if "feeder" in t.name), flush=True)
+raise KeyboardInterrupt
+"""
+
+
+def start(script, tmp_path, *command):
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(script))
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, *command, str(path)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True
+    )
+
+
+def is_running(pid):
+    try:
+        return "zombie" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def interrupt(process, times, whole_group):
+    """Press Ctrl-C once or twice; return the workers' pids, the exit code, and what was printed."""
+    workers = [int(pid) for pid in process.stdout.readline().split()]
+    for i in range(times):
+        if i:
+            time.sleep(0.05)
+        if process.poll() is None:
+            (os.killpg if whole_group else os.kill)(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    return workers, process.returncode, out, err
+
+
+@pytest.mark.parametrize("whole_group", [True, False], ids=["terminal", "kill"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_b17_ctrl_c_leaves_no_thread_and_no_worker(tmp_path, times, whole_group):
+    process = start(SCRIPT.format(item="pass"), tmp_path, "-m", "everygpu", "run", "--cpu")
+    workers, code, out, err = interrupt(process, times, whole_group)
+    assert len(workers) == 2
+    assert code in ({130} if times == 1 else {130, -signal.SIGINT}), err  # a shell shows both as 130
+    if times == 1:
+        assert out.strip() == "threads", err
+        assert "KeyboardInterrupt" in err
+    assert not any(is_running(pid) for pid in workers)
+    assert "Fatal Python error" not in err
+
+
+def test_b17_ctrl_c_while_waiting_for_a_slow_loader(tmp_path):
+    item = "time.sleep(0 if i < 20 else 60)"
+    process = start(SCRIPT.format(item=item), tmp_path, "-m", "everygpu", "run", "--cpu")
+    begin = time.monotonic()
+    workers, code, out, err = interrupt(process, 1, whole_group=True)
+    assert code == 130, err
+    assert out.strip() == "threads", err
+    assert not any(is_running(pid) for pid in workers)
+    assert time.monotonic() - begin < 15
+
+
+def test_b17_without_everygpu_run(tmp_path):
+    process = start(SCRIPT.format(item="pass"), tmp_path)
+    workers, code, out, err = interrupt(process, 1, whole_group=True)
+    assert code == -signal.SIGINT, err  # which a shell shows as 130
+    assert out.strip() == "threads", err
+    assert not any(is_running(pid) for pid in workers)
+
+
+def test_a_script_that_ends_within_a_pass_ends(tmp_path):
+    script = """
+        import itertools, torch, everygpu
+        feed = iter(everygpu.Feeder(itertools.repeat(torch.ones(2)), "cpu"))
+        next(feed)
+        print("end", flush=True)
+    """
+    process = start(script, tmp_path)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (0, "end\n", "")

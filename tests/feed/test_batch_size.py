@@ -1,0 +1,391 @@
+"""The search for the largest batch: near the limit, few trials, and everything back as it was."""
+
+import copy
+import json
+import logging
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import everygpu
+from everygpu import DataParallel, Replicated, find_batch_size
+from everygpu.errors import OptionError, SplitError
+from everygpu.feed.batch_size import PRECISION, resize
+from everygpu.folders import cache_folder
+
+EXAMPLE = (torch.arange(6.0).reshape(3, 2), torch.arange(3))
+FOUR = (torch.arange(8.0).reshape(4, 2), torch.arange(4))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("sys.platform", "linux")
+
+
+class Training:
+    """A training step that has memory for so many rows."""
+
+    def __init__(self, limit, model=None):
+        self.limit = limit
+        self.model = nn.Linear(2, 2) if model is None else model
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+        self.sizes = []
+
+    def __call__(self, batch):
+        x, y = batch
+        self.sizes.append(len(x))
+        if len(x) > self.limit:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than there is")
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.model(x), y % 2)
+        loss.backward()
+        self.optimizer.step()
+
+    def search(self, batch=EXAMPLE, **options):
+        return find_batch_size(self, batch, self.model, self.optimizer, **{"cache": False, **options})
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 8, 31, 100, 1000, 4097])
+def test_lands_just_below_the_limit(limit):
+    training = Training(limit)
+    report = training.search()
+    assert report.num_rows <= limit
+    assert report.num_rows >= limit * (1 - PRECISION) - 1
+    assert not report.is_limit
+    assert len(report.trials) <= 2 * limit.bit_length() + 2
+    assert [t.num_rows for t in report.trials if t.fits][-1] == report.num_rows
+
+
+@settings(max_examples=50)
+@given(limit=st.integers(1, 500), lowest=st.integers(1, 40), most=st.integers(1, 300), count=st.integers(1, 5))
+def test_any_bounds(limit, lowest, most, count):
+    sizes = []
+
+    def step(batch):
+        sizes.append(len(batch))
+        if len(batch) > limit:
+            raise torch.OutOfMemoryError
+
+    most = max(lowest, most)
+    model = DataParallel(nn.Linear(1, 1), ["cpu"] * count)
+    options = {"batch": torch.ones(3), "model": model, "min_rows": lowest, "max_rows": most, "cache": False}
+    if limit < lowest:
+        with pytest.raises(torch.OutOfMemoryError, match=f"{lowest} rows must fit"):
+            find_batch_size(step, **options)
+        return
+    report = find_batch_size(step, **options)
+    reachable = min(limit, most)
+    assert lowest <= report.num_rows <= reachable
+    assert report.is_limit == (report.num_rows == most)
+    assert report.num_rows >= min(reachable * (1 - PRECISION) - count, reachable)
+    assert lowest <= min(sizes)
+    assert max(sizes) <= most
+
+
+def test_sizes_are_doubled_and_then_bisected():
+    training = Training(20)
+    report = training.search()
+    assert [t.num_rows for t in report.trials] == [3, 6, 12, 24, 18, 21, 19, 20]
+    assert [t.fits for t in report.trials] == [True] * 3 + [False, True, False, True, True]
+
+
+def test_the_example_itself_may_not_fit():
+    training = Training(5)
+    report = training.search(tuple(t.repeat_interleave(16, 0) for t in EXAMPLE))
+    assert [t.num_rows for t in report.trials] == [48, 24, 12, 6, 3, 4, 5]
+    assert report.num_rows == 5
+
+
+def test_every_device_gets_as_many_rows():
+    training = Training(100, DataParallel(nn.Linear(2, 2), ["cpu"] * 3))
+    report = training.search()
+    assert all(t.num_rows % 3 == 0 for t in report.trials)
+    assert report.num_rows in (96, 99)
+
+
+def test_progress_is_told(caplog):
+    told = []
+    report = Training(5).search(on_trial=told.append)
+    assert tuple(told) == report.trials
+    assert all(t.peak_bytes is None for t in told)
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_memory_that_runs_out_in_a_replica():
+    class Hungry(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, 2))
+
+        def forward(self, x):
+            if threading.current_thread().name.startswith("everygpu-replica") and len(x) > 10:
+                raise torch.OutOfMemoryError("on the second device")
+            return x @ self.weight
+
+    model = DataParallel(Hungry(), ["cpu"] * 2)
+    report = Training(1000, model).search()
+    assert 19 <= report.num_rows <= 21
+
+
+def test_other_errors_are_the_users():
+    def step(batch):
+        raise ValueError("labels must be below 10")
+
+    with pytest.raises(ValueError, match="below 10"):
+        find_batch_size(step, EXAMPLE, nn.Linear(2, 2), cache=False)
+
+
+class TestRestoring:
+    def warmed_up(self, make=torch.optim.Adam):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2))
+        training = Training(20, DataParallel(model, ["cpu"] * 2))
+        training.optimizer = make(model.parameters())
+        for _ in range(2):
+            training((torch.rand(4, 2), torch.arange(4)))
+        return training
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            torch.optim.Adam,
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+            lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1), foreach=False),
+            lambda p: torch.optim.Adam(p, amsgrad=True),
+        ],
+        ids=["Adam", "SGD", "tensor lr", "amsgrad"],
+    )
+    def test_model_and_optimizer_are_as_before(self, make):
+        training = self.warmed_up(make)
+        model, optimizer = training.model, training.optimizer
+        before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        grads = [p.grad.clone() for p in model.parameters()]
+        identities = [(id(p), id(p.grad), p.data_ptr()) for p in model.parameters()]
+        model.eval()
+
+        def step(batch):
+            model.train()
+            training(batch)
+            optimizer.param_groups[0]["lr"] = 7.0  # as a scheduler does
+
+        find_batch_size(step, FOUR, model, optimizer, cache=False)
+        torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before, rtol=0, atol=0)
+        torch.testing.assert_close([p.grad for p in model.parameters()], grads, rtol=0, atol=0)
+        assert [(id(p), id(p.grad), p.data_ptr()) for p in model.parameters()] == identities
+        assert not model.training
+
+    def test_training_goes_on_as_if_nothing_had_been(self):
+        ends = []
+        for searches in (False, True):
+            training = self.warmed_up()
+            if searches:
+                training.search(FOUR)
+            for _ in range(3):
+                training((torch.rand(4, 2), torch.arange(4)))
+            ends.append(training.model.state_dict())
+        torch.testing.assert_close(*ends, rtol=0, atol=0)
+
+    @pytest.mark.parametrize("warm_steps", [0, 2])
+    def test_a_train_step_whose_state_is_on_all_devices(self, warm_steps):
+        ends = []
+        for searches in (False, True):
+            torch.manual_seed(0)
+            model = DataParallel(nn.Linear(2, 2), ["cpu"] * 2)
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+            train = everygpu.TrainStep(model, nn.CrossEntropyLoss(), optimizer)
+
+            def step(batch, train=train):
+                if len(batch[0]) > 20:
+                    raise torch.OutOfMemoryError
+                train(batch[0], batch[1] % 2)
+
+            for _ in range(warm_steps):
+                step(FOUR)
+            if searches:
+                assert find_batch_size(step, FOUR, model, optimizer, cache=False).num_rows >= 19
+            for _ in range(3):
+                step((torch.ones(4, 2), torch.arange(4)))
+            ends.append((model.state_dict(), optimizer.state_dict()["state"]))
+        torch.testing.assert_close(*ends, rtol=0, atol=0)
+
+    def test_a_fresh_optimizer_stays_fresh(self):
+        training = Training(20)
+        training.search(FOUR)
+        assert not training.optimizer.state
+        assert all(p.grad is None for p in training.model.parameters())
+
+    def test_also_after_an_error(self):
+        training = self.warmed_up()
+        before = copy.deepcopy(training.model.state_dict())
+
+        def step(batch):
+            training(batch)
+            if len(batch[0]) > 8:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            find_batch_size(step, FOUR, training.model, training.optimizer, cache=False)
+        torch.testing.assert_close(training.model.state_dict(), before, rtol=0, atol=0)
+
+    def test_random_generators(self):
+        model = nn.Linear(2, 2)
+        states = (random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tolist())
+
+        def step(batch):
+            random.random(), torch.rand(2), np.random.rand()
+
+        find_batch_size(step, EXAMPLE, model, cache=False, max_rows=4)
+        assert random.getstate() == states[0]
+        assert torch.get_rng_state().equal(states[1])
+        assert np.random.get_state()[1].tolist() == states[2]
+
+    def test_replicas_and_their_threads_are_given_up(self):
+        model = DataParallel(nn.Linear(2, 2), ["cpu"] * 3)
+        training = Training(20, model)
+        training.search(FOUR)
+        assert model._replicas is None
+        assert len(model(torch.ones(6, 2))) == 6
+
+
+class TestCache:
+    def test_a_result_is_remembered_and_tried_once(self):
+        first, second = Training(50), Training(50)
+        found = first.search(cache=True)
+        again = second.search(cache=True)
+        assert (found.is_cached, again.is_cached) == (False, True)
+        assert again.num_rows == found.num_rows
+        assert [t.num_rows for t in again.trials] == [found.num_rows]
+
+    def test_a_result_that_no_longer_fits_is_searched_again(self):
+        Training(50).search(cache=True)
+        less = Training(20)
+        report = less.search(cache=True)
+        assert not report.is_cached
+        assert 18 <= report.num_rows <= 20
+        assert Training(20).search(cache=True).is_cached
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"model": nn.Linear(2, 2, bias=False)},
+            {"model": nn.Linear(2, 2).double()},
+            {"model": nn.Linear(2, 2).requires_grad_(False)},
+            {"batch": (torch.ones(3, 2).bfloat16(), torch.arange(3))},
+            {"model": DataParallel(nn.Linear(2, 2), ["cpu"] * 2)},
+            {"headroom_pct": 10},
+            {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)},
+            {"step": lambda batch: None},
+        ],
+        ids=lambda change: next(iter(change)),
+    )
+    def test_for_another_run_it_is_measured_again(self, change):
+        def step(batch):
+            batch[0].sum()
+
+        options = {"step": step, "batch": EXAMPLE, "model": nn.Linear(2, 2), "optimizer": None, "max_rows": 4}
+        assert not find_batch_size(**options).is_cached
+        assert find_batch_size(**options).is_cached
+        assert not find_batch_size(**{**options, **change}).is_cached
+
+    def test_another_version_of_torch(self, monkeypatch):
+        Training(5).search(cache=True)
+        monkeypatch.setattr(torch, "__version__", "99.0")
+        assert not Training(5).search(cache=True).is_cached
+
+    @pytest.mark.parametrize("text", ["", "{", "[]", '{"num_rows": "4"}', '{"num_rows": -4}', "{}"])
+    def test_a_damaged_record_is_measured_again(self, text):
+        Training(5).search(cache=True)
+        (record,) = (cache_folder() / "batch_size").iterdir()
+        record.write_text(text)
+        assert not Training(5).search(cache=True).is_cached
+        assert json.loads(record.read_text()) == {"num_rows": 5}
+
+    def test_a_cache_that_cannot_be_written(self, tmp_path, monkeypatch):
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        assert Training(5).search(cache=True).num_rows == 5
+
+    def test_off(self, tmp_path):
+        Training(5).search(cache=False)
+        assert not (tmp_path / "cache").exists()
+
+
+class TestResize:
+    @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 10])
+    def test_rows_are_repeated(self, num_rows):
+        batch = {"x": torch.arange(6).reshape(3, 2), "more": [torch.arange(3), "text", torch.tensor(1.0)]}
+        out = resize(batch, num_rows, 0)
+        assert out["x"][:, 0].tolist() == [2 * (i % 3) for i in range(num_rows)]
+        assert out["more"][0].tolist() == [i % 3 for i in range(num_rows)]
+        assert out["more"][1:] == ["text", torch.tensor(1.0)]
+
+    def test_on_another_dim(self):
+        assert resize(torch.ones(2, 3), 7, 1).shape == (2, 7)
+
+    def test_whole_inputs_stay(self):
+        mask = Replicated(torch.ones(5))
+        assert resize((torch.ones(2), mask), 4, 0)[1] is mask
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"min_rows": 0}, OptionError, "needs 1 <= min_rows <= max_rows, got 0"),
+        ({"min_rows": 9, "max_rows": 8}, OptionError, "got 9 and 8"),
+        ({"headroom_pct": 100}, OptionError, "headroom_pct must be"),
+        ({"headroom_pct": -1}, OptionError, "headroom_pct must be"),
+        ({"batch": "text"}, OptionError, "batch must have a tensor with rows"),
+        ({"batch": torch.ones(0, 2)}, OptionError, "batch must have a tensor with rows"),
+        ({"batch": (torch.ones(2), torch.ones(3))}, SplitError, "got 2 in batch"),
+    ],
+    ids=str,
+)
+def test_wrong_options(options, error, message):
+    arguments = {"step": lambda batch: None, "batch": EXAMPLE, "model": nn.Linear(2, 2), "cache": False, **options}
+    with pytest.raises(error, match=message):
+        find_batch_size(**arguments)
+
+
+@pytest.mark.gpu
+def test_on_gpus_it_lands_near_the_limit_and_returns_the_memory(devices):
+    used = devices(2)
+    if used[0].type != "cuda":
+        pytest.skip("of CUDA")
+    limit = 2 * 2**30
+    fractions = [torch.cuda.get_per_process_memory_fraction(d) for d in used]
+    for d in used:
+        total = torch.cuda.get_device_properties(d).total_memory
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(d) + limit) / total, d)
+    try:
+        model = DataParallel(nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4))), used)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+        def step(x):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        torch.cuda.empty_cache()
+        before = [torch.cuda.memory_reserved(d) for d in used]
+        report = find_batch_size(step, torch.ones(8, 4096), model, optimizer, cache=False, headroom_pct=0)
+        after = [torch.cuda.memory_reserved(d) for d in used]
+        for a, b in zip(after, before):
+            assert a <= 1.05 * b + 2**21
+        assert not report.is_limit
+        step(torch.ones(int(report.num_rows * 0.98), 4096))  # fits again
+        with pytest.raises(torch.OutOfMemoryError):
+            step(torch.ones(int(report.num_rows * 1.15), 4096))
+    finally:
+        for d, fraction in zip(used, fractions):
+            torch.cuda.set_per_process_memory_fraction(fraction, d)
+
+
+def test_it_is_public():
+    assert everygpu.find_batch_size is find_batch_size
