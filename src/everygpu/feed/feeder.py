@@ -14,6 +14,7 @@ from everygpu.errors import OptionError
 from everygpu.feed.batches import Route
 from everygpu.feed.one_pass import Feed, FeedOptions
 from everygpu.feed.position import Position, begin_pass, generator_state, parse_position
+from everygpu.feed.publishing import Board
 from everygpu.feed.waiting import FeedReport, WaitMeter
 from everygpu.keys import wrapped_child
 from everygpu.parallel.data_parallel import DataParallel
@@ -49,6 +50,7 @@ class Feeder:
         split: As for ``DataParallel``; taken from there when left out.
         dim: Likewise, else 0.
         timeout: Seconds after which a batch that has not come is an error; None to wait as long as it takes.
+        publish: Whether ``everygpu top`` is to show steps per second and the share of waiting; by default on GPUs.
     Raises:
         OptionError: an option has no such value.
         DeviceError: a device is unknown, absent or named twice.
@@ -63,6 +65,7 @@ class Feeder:
         split: Split | None = None,
         dim: int | None = None,
         timeout: float | None = None,
+        publish: bool | None = None,
     ) -> None:
         if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
             raise OptionError(f"Feeder: prefetch must be a whole number from 0, got {prefetch!r}. Leave it out for 2.")
@@ -74,7 +77,9 @@ class Feeder:
         self._options = FeedOptions(
             loader=loader, route=find_route(model_or_devices, split, dim), prefetch=prefetch, timeout_s=timeout
         )
-        self._meter = WaitMeter(loader, prefetch)
+        on_gpus = self._options.route.devices[0].type == "cuda"
+        self._board = Board(self._options.route.devices) if publish or (publish is None and on_gpus) else None
+        self._meter = WaitMeter(loader, prefetch, None if self._board is None else self._board.show)
         self._position = Position()
         self._is_resumed = False
         self._feed: weakref.ref[Feed] | None = None
@@ -131,10 +136,12 @@ class Feeder:
         return self._meter.report()
 
     def close(self) -> None:
-        """End the pass that is on, its thread and its workers."""
+        """End the pass that is on, its thread and its workers, and withdraw what is published."""
         feed = None if self._feed is None else self._feed()
         if feed is not None:
             feed.close()
+        if self._board is not None:
+            self._board.close()
 
     def __enter__(self) -> "Feeder":
         return self

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,10 +70,14 @@ class WaitMeter:
     Args:
         loader: The user's loader, for advice.
         prefetch: Batches that are prepared ahead.
+        on_step: Told, after each step, how many there were, and how to average the last ones.
     """
 
-    def __init__(self, loader: Any, prefetch: int) -> None:
+    def __init__(
+        self, loader: Any, prefetch: int, on_step: Callable[[int, Callable[[], FeedReport]], None] | None = None
+    ) -> None:
         self._loader = loader
+        self._on_step = on_step
         self._prefetch = prefetch
         self._recent: deque[StepTime] = deque(maxlen=WINDOW_STEPS)
         self._sums = StepTime(total_s=0.0, wait_s=0.0, load_s=0.0, send_s=0.0)
@@ -92,6 +96,8 @@ class WaitMeter:
         )
         if self._num_steps % WINDOW_STEPS == 0 and not self._has_warned:
             self._warn(summarise(self._recent))
+        if self._on_step is not None:
+            self._on_step(self._num_steps, lambda: summarise(self._recent))
 
     def report(self) -> FeedReport:
         """Average over all steps."""
