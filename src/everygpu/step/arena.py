@@ -101,7 +101,10 @@ class Arena:
         """Copy each device's own chunk of the values to the others."""
         for bucket in self.values:
             comm.all_gather(bucket)
-        # Graphs that still refer to the old values must notice.
+        self.note_update()
+
+    def note_update(self) -> None:
+        """Have graphs that still refer to the old values notice that there are new ones."""
         for tensors in (self.params, *self.twins):
             increment_version(tensors)
         self._remember()

@@ -12,6 +12,7 @@ from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.placement import place_module
 from everygpu.parallel.replicate import Leaves, ReplicaSet
 from everygpu.step.arena import Arena
+from everygpu.step.fused import FusedUpdate, can_fuse
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.shards import Shards
 from everygpu.step.update import Share, is_fused
@@ -40,6 +41,9 @@ class Holder(Protocol):
 
     def apply(self, found_inf: Tensor | None) -> None:
         """Step the optimizer; not at all where ``found_inf`` is not 0."""
+
+    def fuse(self, factor: float) -> bool:
+        """Reduce, multiply by a factor and apply in one go; or do nothing and return False."""
 
     def refresh(self) -> None:
         """Send the parameters to every device."""
@@ -87,6 +91,9 @@ class WholeHolder:
         elif not found_inf.item():
             optimizer.step()
 
+    def fuse(self, factor: float) -> bool:
+        return False
+
     def refresh(self) -> None:
         """DataParallel does so at every forward."""
 
@@ -132,12 +139,22 @@ class ShardedHolder:
         return [Share(device=d, grads=list(chunks)) for d, chunks in zip(self._arena.devices, columns)]
 
     def apply(self, found_inf: Tensor | None) -> None:
-        with torch.no_grad():
-            if found_inf is None or self._shards.is_fused():
-                self._optimizer.run(self._shards, self._touched, found_inf)
-            elif not found_inf.item():
-                self._optimizer.run(self._shards, self._touched)
+        if self._fused is not None and found_inf is None:
+            self._run_fused(self._fused, factor=1.0, is_reduced=True)
+            return
+        if found_inf is None or self._shards.is_fused() or not found_inf.item():
+            on_device = found_inf if self._shards.is_fused() else None
+            groups = self._optimizer.param_groups
+            with torch.no_grad():
+                self._optimizer.run(lambda: self._shards.step(groups, self._touched, on_device))
         self._arena.hand_out()
+
+    def fuse(self, factor: float) -> bool:
+        if self._fused is None:
+            return False
+        self._touched = self._arena.touched()
+        self._run_fused(self._fused, factor=factor, is_reduced=False)
+        return True
 
     def refresh(self) -> None:
         self.prepare()
@@ -160,6 +177,13 @@ class ShardedHolder:
         values, grads = arena.chunks(arena.values), arena.chunks(arena.grads)
         self._shards = Shards(self._optimizer.module, arena.params, arena.plans, values, grads)
         self._optimizer.attach(arena.params, self._shards)
+        stock = self._optimizer.module
+        self._fused = FusedUpdate(stock, arena, self._shards) if can_fuse(stock, arena) else None
+
+    def _run_fused(self, fused: FusedUpdate, *, factor: float, is_reduced: bool) -> None:
+        with torch.no_grad():
+            self._optimizer.run(lambda: fused.run(self._touched, factor=factor, is_reduced=is_reduced))
+        self._arena.note_update()
 
     def _make_leaves(self) -> Leaves:
         self._arena.adopt()

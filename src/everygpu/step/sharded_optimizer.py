@@ -130,11 +130,11 @@ class ShardedOptimizer(Optimizer):
         """Tell whether the state is in these shards now."""
         return self._shards is shards
 
-    def run(self, shards: Shards, touched: set[int], found_inf: Tensor | None = None) -> None:
-        """Step all devices' optimizers, with the stock one's hooks around."""
+    def run(self, step: Callable[[], None]) -> None:
+        """Have something update the parameters in the stock optimizer's place, with its hooks around."""
         for hook in list(self.module._optimizer_step_pre_hooks.values()):
             hook(self.module, (), {})
-        shards.step(self.param_groups, touched, found_inf)
+        step()
         # Schedulers ask whether the optimizer has stepped.
         self.module._opt_called = True  # type: ignore[attr-defined]
         for hook in list(self.module._optimizer_step_post_hooks.values()):
@@ -161,7 +161,8 @@ class ShardedOptimizer(Optimizer):
                 )
         memory.load(memory.params, memory.values)
         memory.load(grads, memory.grads)
-        self.run(shards, {i for i, g in enumerate(grads) if g is not None})
+        touched = {i for i, g in enumerate(grads) if g is not None}
+        self.run(lambda: shards.step(self.param_groups, touched))
         memory.store()
 
     # The stock optimizer's own state_dict and load_state_dict.

@@ -47,6 +47,8 @@ def can_shard(optimizer: Optimizer) -> bool:
 class Fragment:
     """A piece of a parameter, in the memory of the device that updates it."""
 
+    bucket: int
+    """Which bucket it is a piece of."""
     piece: Piece
     param: nn.Parameter
     """Shape (numel,); a view of the values' memory."""
@@ -147,11 +149,12 @@ def _cut(
 ) -> list[Fragment]:
     return [
         Fragment(
+            bucket=b,
             piece=piece,
             param=nn.Parameter(value[chunk].narrow(0, piece.start, piece.numel)),
             grad=grad[chunk].narrow(0, piece.start, piece.numel),
         )
-        for plan, value, grad in zip(plans, values, grads)
+        for b, (plan, value, grad) in enumerate(zip(plans, values, grads))
         for piece in plan.pieces(chunk)
     ]
 

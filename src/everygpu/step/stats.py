@@ -26,7 +26,7 @@ class StepStats:
     """Updates left out because a gradient was not finite, under float16."""
     phase_s: dict[str, float] = field(default_factory=dict)
     """Seconds of the last step by phase, on the first device: forward with the loss, backward, reduce (gradients
-    added up), update (clipping, optimizer, parameters handed out)."""
+    added up), update (clipping, optimizer, parameters handed out). Where one kernel does both, update has it all."""
 
 
 class Stopwatch:

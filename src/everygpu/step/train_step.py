@@ -196,6 +196,13 @@ class TrainStep:
 
     @torch.no_grad()
     def _update(self, factor: float) -> None:
+        whole = self._scale is None and self.clip_norm is None
+        if not (whole and self._holder.fuse(factor)):
+            self._update_in_turn(factor)
+        self._num_steps += 1
+        self._stopwatch.mark("update")
+
+    def _update_in_turn(self, factor: float) -> None:
         shares = self._holder.reduce()
         self._stopwatch.mark("reduce")
         if factor != 1:
@@ -208,8 +215,6 @@ class TrainStep:
         if self._scale is not None and found_inf is not None:
             self._scale.update(found_inf)
             self._num_skipped += found_inf
-        self._num_steps += 1
-        self._stopwatch.mark("update")
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._dtype is None else torch.autocast(self._home.type, self._dtype)

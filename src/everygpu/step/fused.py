@@ -1,0 +1,262 @@
+"""An update by one kernel per device, in place of adding up, stepping and handing out one after another."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from everygpu import comm
+from everygpu.devices.p2p import trusted_peers
+from everygpu.parallel.thread_state import on_device
+from everygpu.step.arena import Arena
+from everygpu.step.flat import BLOCK_NUMEL
+from everygpu.step.shards import Fragment, Shards, State
+
+Options = Mapping[str, Any]
+"""A parameter group of the stock optimizer."""
+
+STATES: dict[type[Optimizer], tuple[str, ...]] = {
+    torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
+    torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
+    torch.optim.SGD: ("momentum_buffer",),
+}
+"""What each kernel keeps for every element."""
+
+
+def can_fuse(optimizer: Optimizer, arena: Arena) -> bool:
+    """Tell whether there is a kernel for an optimizer, and devices that reach each other's memory."""
+    devices = set(arena.devices)
+    return (
+        len(devices) == len(arena.devices) > 1
+        and all(d.type == "cuda" for d in devices)
+        and all(torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b)
+        and trusted_peers(devices)
+        and has_kernel(optimizer, arena)
+        and _has_triton()
+    )
+
+
+def has_kernel(optimizer: Optimizer, arena: Arena) -> bool:
+    """Tell whether the kernels do what an optimizer does, for parameters as these."""
+    plain = all(
+        not group.get("amsgrad") and not any(isinstance(group[k], Tensor) for k in ("lr", "betas") if k in group)
+        for group in optimizer.param_groups
+    )
+    whole_blocks = all(slot.start % BLOCK_NUMEL == 0 for plan in arena.plans for slot in plan.slots)
+    single = all(plan.dtype is torch.float32 for plan in arena.plans)
+    return type(optimizer) in STATES and plain and whole_blocks and single
+
+
+def _has_triton() -> bool:
+    return bool(torch.utils._triton.has_triton())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Device:
+    """What one device's kernels work on."""
+
+    device: torch.device
+    fragments: list[Fragment]
+    optimizer: Optimizer | None
+    values: list[Tensor]
+    """For each bucket, the addresses of all devices' parameters."""
+    grads: list[Tensor]
+    own_grads: list[Tensor]
+    states: list[list[Tensor]]
+    """For each bucket, one chunk for each name in ``STATES``."""
+
+    def parts(self) -> Iterator[tuple[Fragment, State]]:
+        """Pair what this device updates with the state it has."""
+        if self.optimizer is not None:
+            yield from ((f, self.optimizer.state[f.param]) for f in self.fragments)
+
+
+class FusedUpdate:
+    """Runs the kernels for one arena.
+
+    The state stays in the stock optimizers of the shards, as views of the chunks that the kernels work on.
+
+    Args:
+        optimizer: The stock one.
+        arena: Parameters and gradients.
+        shards: The state.
+    """
+
+    def __init__(self, optimizer: Optimizer, arena: Arena, shards: Shards) -> None:
+        self._optimizer = optimizer
+        self._names = STATES[type(optimizer)]
+        self._arena = arena
+        _open_memory(arena.devices)
+        self._devices = [self._lay_out(shards, j) for j in range(len(arena.devices))]
+        self._rows: dict[Any, list[Tensor]] = {}
+
+    def run(self, touched: set[int], *, factor: float, is_reduced: bool) -> None:
+        """Update every touched parameter once, on all devices.
+
+        Args:
+            touched: Parameters that have a gradient.
+            factor: What the gradients are multiplied by.
+            is_reduced: Each device's own chunk of the gradients is the sum of all already.
+        """
+        self._adopt_states()
+        table, row_of = self._make_table(touched)
+        _meet(self._arena.devices)
+        for me, d in enumerate(self._devices):
+            with on_device(d.device, _stream(d.device), shared=False):
+                self._launch(d, me, table, row_of, factor, is_reduced)
+        _meet(self._arena.devices)
+        self._note_update(touched)
+
+    def _launch(
+        self, d: _Device, me: int, table: Tensor, row_of: Mapping[int, int], factor: float, is_reduced: bool
+    ) -> None:
+        from everygpu.step import kernels  # needs Triton, which not every machine has
+
+        run = kernels.run_sgd if isinstance(self._optimizer, torch.optim.SGD) else kernels.run_adam
+        options, rows = table.to(d.device, non_blocking=True), self._rows_for(d, row_of)
+        for b, plan in enumerate(self._arena.plans):
+            grads = d.own_grads[b] if is_reduced else d.grads[b]
+            begin = me * plan.chunk_numel
+            run(grads, d.values[b], d.states[b], rows[b], options, factor=factor, begin=begin, me=me)
+
+    def _lay_out(self, shards: Shards, me: int) -> _Device:
+        arena, device = self._arena, self._arena.devices[me]
+        return _Device(
+            device=device,
+            fragments=shards.fragments[me],
+            optimizer=shards.optimizers[me],
+            values=[_addresses(bucket, device) for bucket in arena.values],
+            grads=[_addresses(bucket, device) for bucket in arena.grads],
+            own_grads=[_addresses([bucket[me]], device) for bucket in arena.grads],
+            states=[[torch.zeros(plan.chunk_numel, device=device) for _ in self._names] for plan in arena.plans],
+        )
+
+    def _adopt_states(self) -> None:
+        """Bring states that the stock optimizers made, or that were loaded, to where the kernels find them."""
+        for d in self._devices:
+            for f, state in d.parts():
+                for name, chunk in zip(self._names, d.states[f.bucket]):
+                    view, kept = chunk.narrow(0, f.piece.start, f.piece.numel), state.get(name)
+                    if kept is None:
+                        view.zero_()
+                    elif kept.data_ptr() != view.data_ptr():
+                        state[name] = view.copy_(kept)
+
+    def _make_table(self, touched: set[int]) -> tuple[Tensor, dict[int, int]]:
+        """Return the rows of options, and which row each touched parameter has.
+
+        Parameters of one group that have been updated equally often share a row.
+        """
+        groups = self._optimizer.param_groups
+        group_of = {id(p): k for k, group in enumerate(groups) for p in group["params"]}
+        counts = self._counts()
+        keys = {i: (group_of[id(self._arena.params[i])], counts.get(i, 0)) for i in sorted(touched)}
+        numbers = {key: n for n, key in enumerate(dict.fromkeys(keys.values()))}
+        make = _sgd_row if isinstance(self._optimizer, torch.optim.SGD) else _adam_row
+        decoupled = isinstance(self._optimizer, torch.optim.AdamW)
+        rows = [make(groups[group], count, decoupled) for group, count in numbers]
+        table = torch.tensor(rows or [[0.0]], dtype=torch.float32)
+        on_gpus = self._arena.devices[0].type == "cuda"
+        return table.pin_memory() if on_gpus else table, {i: numbers[key] for i, key in keys.items()}
+
+    def _counts(self) -> dict[int, int]:
+        """Return how often each parameter has been updated; for SGD, 1 if it has a momentum."""
+        states = {f.piece.index: state for d in self._devices for f, state in d.parts() if state}
+        return {
+            i: int(s["step"]) if "step" in s else int(s.get("momentum_buffer") is not None) for i, s in states.items()
+        }
+
+    def _rows_for(self, d: _Device, row_of: Mapping[int, int]) -> list[Tensor]:
+        """Return, for each bucket, the row of each block of this device's chunk."""
+        key = (d.device, id(d), tuple(row_of.items()))
+        if key not in self._rows:
+            if len(self._rows) >= 4 * len(self._devices):
+                self._rows.clear()
+            rows = [torch.full((plan.chunk_numel // BLOCK_NUMEL,), -1, dtype=torch.int32) for plan in self._arena.plans]
+            for f in d.fragments:
+                first, last = f.piece.start // BLOCK_NUMEL, -(-(f.piece.start + f.piece.numel) // BLOCK_NUMEL)
+                rows[f.bucket][first:last] = row_of.get(f.piece.index, -1)
+            self._rows[key] = [r.to(d.device) for r in rows]
+        return self._rows[key]
+
+    def _note_update(self, touched: set[int]) -> None:
+        """Keep the states as the stock optimizers would."""
+        options = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
+        for d in self._devices:
+            steps = []
+            for f, state in d.parts():
+                if f.piece.index in touched:
+                    group = options[id(self._arena.params[f.piece.index])]
+                    if not state:
+                        state.update(self._first_state(d, f, group))
+                    steps += [state["step"]] if "step" in state else []
+            if steps:
+                torch._foreach_add_(steps, 1)
+
+    def _first_state(self, d: _Device, f: Fragment, group: Options) -> State:
+        views = [chunk.narrow(0, f.piece.start, f.piece.numel) for chunk in d.states[f.bucket]]
+        if isinstance(self._optimizer, torch.optim.SGD):
+            return {"momentum_buffer": views[0]} if group["momentum"] else {}
+        on_device = group.get("capturable") or group.get("fused")
+        step = torch.zeros((), device=d.device if on_device else "cpu")
+        return {"step": step, **dict(zip(self._names, views))}
+
+
+def _adam_row(group: Options, count: int, decoupled: bool) -> list[float]:
+    """Work out, in double precision, what one update needs; in the order of ``kernels.ADAM_COLUMNS``."""
+    beta1, beta2 = group["betas"]
+    decay = group["weight_decay"]
+    decoupled = bool(group.get("decoupled_weight_decay", decoupled))
+    return [
+        -1.0 if group["maximize"] else 1.0,
+        1 - group["lr"] * decay if decoupled else 1.0,
+        0.0 if decoupled else decay,
+        beta1,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        group["eps"],
+        group["lr"] / (1 - beta1 ** (count + 1)),
+        1 / math.sqrt(1 - beta2 ** (count + 1)),
+    ]
+
+
+def _sgd_row(group: Options, count: int, decoupled: bool) -> list[float]:
+    """In the order of ``kernels.SGD_COLUMNS``; the first momentum is the gradient, undampened."""
+    return [
+        -1.0 if group["maximize"] else 1.0,
+        group["weight_decay"],
+        group["momentum"],
+        1 - group["dampening"] if count else 1.0,
+        float(group["nesterov"]),
+        group["lr"],
+    ]
+
+
+def _open_memory(devices: Sequence[torch.device]) -> None:
+    """Have each device map the others' memory, as torch does at the first copy between two."""
+    for source in set(devices):
+        for target in set(devices) - {source}:
+            comm.copy(torch.zeros(1, device=source), target)
+
+
+def _addresses(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)
+
+
+def _stream(device: torch.device) -> "torch.cuda.Stream | None":
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def _meet(devices: Sequence[torch.device]) -> None:
+    """Have all devices' streams wait for each other: the kernels read and write the others' memory."""
+    streams = [torch.cuda.current_stream(d) for d in devices if d.type == "cuda"]
+    events = [stream.record_event() for stream in streams]
+    for stream in streams:
+        for other, event in zip(streams, events):
+            if other is not stream:
+                stream.wait_event(event)

@@ -1,0 +1,164 @@
+"""Kernels that add up all devices' gradients, update one device's share, and hand the new values to all.
+
+Each device runs them on its own chunk of a bucket, reading and writing the other devices' memory directly: every
+gradient crosses the wire once, every parameter once, and nothing is kept in between.
+"""
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from everygpu.step.flat import BLOCK_NUMEL
+
+ADAM_COLUMNS = ("sign", "decay", "l2", "beta1", "rest1", "beta2", "rest2", "eps", "step_size", "inverse_root2")
+"""Of a row of the table of options; ``rest`` is one minus beta, ``inverse_root2`` 1 / sqrt(1 - beta2 ** step)."""
+
+SGD_COLUMNS = ("sign", "l2", "momentum", "fresh", "nesterov", "lr")
+"""Likewise; ``fresh`` is how much of the gradient goes into the momentum."""
+
+
+@triton.jit
+def _sum_grads(grads, begin, offsets, SOURCES: tl.constexpr, BLOCK: tl.constexpr):
+    """Add one block of the gradients up, in the order of the devices."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for source in tl.static_range(SOURCES):
+        grad = tl.load(grads + source).to(tl.pointer_type(tl.float32))
+        total += tl.load(grad + begin + offsets)
+    return total
+
+
+@triton.jit
+def _hand_out(values, begin, offsets, new, me, DEVICES: tl.constexpr) -> None:
+    """Write one block of new values to all devices, each beginning with another one."""
+    for step in tl.static_range(DEVICES):
+        target = tl.load(values + (me + step) % DEVICES).to(tl.pointer_type(tl.float32))
+        tl.store(target + begin + offsets, new)
+
+
+@triton.jit(do_not_specialize=["me"])
+def _adam(
+    grads,
+    values,
+    mean_of,
+    square_of,
+    rows,
+    table,
+    factor,
+    begin,
+    me,
+    SOURCES: tl.constexpr,
+    DEVICES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    block = tl.program_id(0)
+    row = tl.load(rows + block)
+    if row >= 0:
+        offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        options = table + row * COLUMNS
+        own = tl.load(values + me).to(tl.pointer_type(tl.float32))
+        value = tl.load(own + begin + offsets)
+        grad = _sum_grads(grads, begin, offsets, SOURCES, BLOCK) * factor * tl.load(options)
+        grad += tl.load(options + 2) * value
+        mean = tl.load(mean_of + offsets)
+        square = tl.load(square_of + offsets)
+        mean += tl.load(options + 4) * (grad - mean)
+        square = tl.load(options + 5) * square + tl.load(options + 6) * grad * grad
+        tl.store(mean_of + offsets, mean)
+        tl.store(square_of + offsets, square)
+        value *= tl.load(options + 1)
+        value -= tl.load(options + 8) * mean / (tl.sqrt(square) * tl.load(options + 9) + tl.load(options + 7))
+        _hand_out(values, begin, offsets, value, me, DEVICES)
+
+
+@triton.jit(do_not_specialize=["me"])
+def _sgd(
+    grads,
+    values,
+    momentum_of,
+    rows,
+    table,
+    factor,
+    begin,
+    me,
+    SOURCES: tl.constexpr,
+    DEVICES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    block = tl.program_id(0)
+    row = tl.load(rows + block)
+    if row >= 0:
+        offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        options = table + row * COLUMNS
+        own = tl.load(values + me).to(tl.pointer_type(tl.float32))
+        value = tl.load(own + begin + offsets)
+        grad = _sum_grads(grads, begin, offsets, SOURCES, BLOCK) * factor * tl.load(options)
+        grad += tl.load(options + 1) * value
+        momentum = tl.load(options + 2)
+        if momentum != 0:
+            kept = momentum * tl.load(momentum_of + offsets) + tl.load(options + 3) * grad
+            tl.store(momentum_of + offsets, kept)
+            nesterov = tl.load(options + 4)
+            grad = nesterov * (grad + momentum * kept) + (1 - nesterov) * kept
+        _hand_out(values, begin, offsets, value - tl.load(options + 5) * grad, me, DEVICES)
+
+
+def run_adam(
+    grads: Tensor,
+    values: Tensor,
+    states: Sequence[Tensor],
+    rows: Tensor,
+    table: Tensor,
+    *,
+    factor: float,
+    begin: int,
+    me: int,
+) -> None:
+    """Update one chunk by Adam or AdamW, on the current stream of its device.
+
+    Args:
+        grads: Addresses of the buckets of gradients to add up, float32; shape (sources,), int64, on the device.
+        values: Likewise of all devices' buckets of parameters.
+        states: The chunk's running mean and running mean of squares, shape (numel,), float32.
+        rows: For each block of the chunk its row in the table, int32; -1 for one to leave alone.
+        table: Options, shape (rows, len(ADAM_COLUMNS)), float32.
+        factor: What the sum of the gradients is multiplied by.
+        begin: Where the chunk begins in its bucket.
+        me: This device's place in ``values``.
+    Source:
+        ``torch.optim.AdamW``; Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
+    """
+    grid, columns = (rows.numel(),), table.shape[1]
+    _adam[grid](
+        grads, values, *states, rows, table, factor, begin, me,
+        SOURCES=grads.numel(), DEVICES=values.numel(), COLUMNS=columns, BLOCK=BLOCK_NUMEL,
+    )  # fmt: skip
+
+
+def run_sgd(
+    grads: Tensor,
+    values: Tensor,
+    states: Sequence[Tensor],
+    rows: Tensor,
+    table: Tensor,
+    *,
+    factor: float,
+    begin: int,
+    me: int,
+) -> None:
+    """Update one chunk by SGD; see ``run_adam``.
+
+    Args:
+        states: The chunk's momentum, shape (numel,), float32; untouched where the options have none.
+        table: Options, shape (rows, len(SGD_COLUMNS)), float32.
+    Source:
+        ``torch.optim.SGD``.
+    """
+    grid, columns = (rows.numel(),), table.shape[1]
+    _sgd[grid](
+        grads, values, *states, rows, table, factor, begin, me,
+        SOURCES=grads.numel(), DEVICES=values.numel(), COLUMNS=columns, BLOCK=BLOCK_NUMEL,
+    )  # fmt: skip
