@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
+from time import sleep
 from typing import BinaryIO
 from warnings import warn
 
@@ -16,6 +17,10 @@ from everygpu.errors import CheckpointForeignError, CheckpointNotFoundError
 
 _LEFT = re.compile(r"\.(?P<name>.+)\.(?P<what>tmp|old)-\d+-[0-9a-f]{8}")
 """Names of what is being written, and of what has just been replaced."""
+
+_LOCK = re.compile(r"\.(?P<name>.+)\.lock")
+_MAX_LOOKS = 5
+_LOOK_AGAIN_S = 0.002
 
 
 def resolve_target(path: Path) -> Path:
@@ -96,13 +101,15 @@ def find_directory(path: Path) -> Path:
         CheckpointNotFoundError: nothing is there.
         CheckpointForeignError: a file is there.
     """
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise CheckpointForeignError(
-            f"load: the path must be a directory that everygpu.save wrote, got the file {path}. Importing "
-            f".pt files is not there yet; use model.load_state_dict(torch.load(path, weights_only=True))."
-        )
+    for _ in range(_MAX_LOOKS):
+        if path.is_dir():
+            return path
+        if path.is_file():
+            raise CheckpointForeignError(
+                f"load: the path must be a directory that everygpu.save wrote, got the file {path}. Importing "
+                f".pt files is not there yet; use model.load_state_dict(torch.load(path, weights_only=True))."
+            )
+        sleep(_LOOK_AGAIN_S)  # a save may be between its two renames
     replaced = find_replaced(path)
     if replaced is None:
         raise CheckpointNotFoundError(
@@ -114,8 +121,11 @@ def find_directory(path: Path) -> Path:
 
 def find_replaced(path: Path) -> Path | None:
     """Find what a save that was cut off between its two renames has left of a missing checkpoint."""
-    replaced = [old for old in _siblings(Path(os.path.realpath(path)), "old") if (old / MANIFEST_FILE).exists()]
-    return max(replaced, key=lambda old: (old / MANIFEST_FILE).stat().st_mtime_ns, default=None)
+    times = {}
+    for old in _siblings(Path(os.path.realpath(path)), "old"):
+        with suppress(OSError):  # without a manifest, or removed at this moment
+            times[old] = (old / MANIFEST_FILE).stat().st_mtime_ns
+    return max(times, key=times.__getitem__, default=None)
 
 
 def remove_directory(target: Path) -> None:
@@ -128,16 +138,20 @@ def remove_directory(target: Path) -> None:
 def remove_leftovers(directory: Path, names: re.Pattern[str]) -> None:
     """Remove what savers that were killed have left, and put back what they had moved out of the way.
 
+    A saver that is killed leaves its lock file too; the lock itself is free.
+
     Args:
         directory: Where they saved; the caller knows that none is saving there now.
         names: Matches the names they saved under.
     """
-    for entry in directory.iterdir():
-        match = _LEFT.fullmatch(entry.name)
+    for entry in list(directory.iterdir()):
+        match = _LEFT.fullmatch(entry.name) or _LOCK.fullmatch(entry.name)
         if match is None or not names.fullmatch(match["name"]):
             continue
         target = directory / match["name"]
-        if not target.exists() and find_replaced(target) == entry:
+        if entry.name.endswith(".lock"):
+            entry.unlink()
+        elif not target.exists() and find_replaced(target) == entry:
             os.rename(entry, target)
         else:
             _remove(entry)
@@ -180,8 +194,8 @@ def _siblings(target: Path, what: str) -> list[Path]:
 def _make_parents(directory: Path) -> None:
     """Make a directory and those above it, durably."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
-    for path in missing:
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
         _sync_directory(path.parent)
 
 
