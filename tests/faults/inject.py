@@ -28,6 +28,9 @@ Outcome = Counter[str]
 BOUNDARIES = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"})
 """Audit events at which a saver goes from one file or directory to the next."""
 
+_LONGEST_S = 20
+"""What takes longer hangs, and is killed."""
+
 
 def kill_randomly(saver: Saver, root: Path, num_kills: int, seed: int = 0) -> Outcome:
     """Kill a process while it overwrites a checkpoint, at random times; load what is there after each.
@@ -98,10 +101,14 @@ def die_at(boundary: int) -> None:
 
 
 def fork(work: Callable[[], object]) -> int:
-    """Do work in a process of its own, which ends with status 0, or with 1 if the work fails."""
+    """Do work in a process and group of its own, which ends with status 0, with 1 if the work fails, or is killed."""
     child = os.fork()
+    with contextlib.suppress(PermissionError, ProcessLookupError):
+        os.setpgid(child, child)  # on both sides: whoever comes first
     if child:
         return child
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_LONGEST_S)
     status = 1
     try:
         torch.set_num_threads(1)  # OpenMP's threads were not forked with it: they would be waited for

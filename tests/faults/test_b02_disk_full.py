@@ -78,12 +78,12 @@ def test_b02_a_manager_keeps_what_it_has(tmp_path: Path, asynchronous: bool) -> 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="needs to mount a small file system")
 def test_b02_a_small_file_system_is_really_full(tmp_path: Path) -> None:
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=120k", "none", str(tmp_path)], check=False)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160k", "none", str(tmp_path)], check=False)
     if mounted.returncode:
         pytest.skip("mounting is not allowed here")
     try:
         EVERYGPU.save(tmp_path / "ckpt", Weights(1))  # 40 kB
-        (tmp_path / "filler").write_bytes(b"x" * 50_000)
+        (tmp_path / "filler").write_bytes(b"x" * 70_000)
         with pytest.raises(CheckpointError, match="No space left"):
             EVERYGPU.save(tmp_path / "ckpt", Weights(2))
         (tmp_path / "filler").unlink()
