@@ -1,5 +1,6 @@
 """A file that is hashed while it is written."""
 
+import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
@@ -81,10 +82,21 @@ def new_hashed_file(path: Path, pool: Executor) -> Iterator[HashedFile]:
 
 
 def _write_chunk(path: Path, begin: int, pieces: list[memoryview]) -> str:
-    digest = sha256()
     with open(path, "r+b") as file:
         file.seek(begin)
-        for piece in pieces:
-            file.write(piece)
-            digest.update(piece)
+        file.writelines(pieces)
+        file.flush()
+        _begin_writing_back(file.fileno(), begin, sum(map(len, pieces)))
+    digest = sha256()
+    for piece in pieces:
+        digest.update(piece)
     return digest.hexdigest()
+
+
+def _begin_writing_back(descriptor: int, begin: int, num_bytes: int) -> None:
+    """Let the disk work while the rest is hashed: a sync of everything at the end takes several times longer.
+
+    Source: Linux starts to write back what it is told will not be needed; the pages stay until that is done.
+    """
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, begin, num_bytes, os.POSIX_FADV_DONTNEED)
