@@ -18,13 +18,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+from benchmarks.report import describe_machine
 from torch import nn
 
 import everygpu
-from benchmarks.report import describe_machine
 
 
 class Run:
@@ -115,8 +116,7 @@ def measure(run: Run, root: Path, num_rounds: int) -> dict[str, list[float]]:
         note("torch.save", lambda: run.torch_save(root / "a"))
         note("torch.save + fsync", lambda: run.torch_save_synced(root / "b"))
         note("everygpu.save", lambda: run.save(root / "c"))
-        what = {"model": run.model, "optimizer": run.optimizer}
-        note("asynchronous save returns", lambda step=step: checkpoints.save(step, **what))
+        note("asynchronous save returns", partial(checkpoints.save, step, model=run.model, optimizer=run.optimizer))
         note("asynchronous save is written", checkpoints.wait)
         note("torch.load", lambda: run.torch_load(root / "a"))
         note("everygpu.load", lambda: run.load(root / "c"))
@@ -150,6 +150,7 @@ def report(times: dict[str, list[float]], growth: dict[str, int], num_bytes: int
     print("| | median s | least to most |\n|---|---|---|")
     for name, values in times.items():
         print(f"| {name} | {medians[name]:.3f} | {min(values):.3f} to {max(values):.3f} |")
+    print()
     for name, other in [
         ("everygpu.save", "torch.save"),
         ("everygpu.save", "torch.save + fsync"),
@@ -177,6 +178,7 @@ def main() -> None:
         times = measure(run, Path(root), options.rounds)
     print(f"state of {run.num_bytes() / 1e9:.2f} GB on {options.device}, {options.rounds} rounds")
     report(times, growth, run.num_bytes())
+    print(f"load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs, ours included")
     print(", ".join(f"{name} {value}" for name, value in describe_machine().items() if value))
 
 

@@ -21,6 +21,7 @@ from everygpu.errors import (
     CheckpointContentError,
     CheckpointDamagedError,
     CheckpointError,
+    CheckpointForeignError,
     CheckpointNotFoundError,
     OptionError,
 )
@@ -180,6 +181,13 @@ def test_another_saver_in_the_directory_is_refused(tmp_path: Path) -> None:
         checkpoints.save(2)
     assert steps_in(tmp_path) == [1]
     checkpoints.save(2)
+
+
+def test_a_checkpoint_s_own_directory_is_refused(tmp_path: Path) -> None:
+    everygpu.save(tmp_path / "ckpt", value=1)
+    with pytest.raises(CheckpointForeignError, match="ckpt-run"):
+        CheckpointManager(tmp_path / "ckpt").save(1)
+    assert everygpu.load(tmp_path / "ckpt") == {"value": 1}
 
 
 @pytest.mark.parametrize(

@@ -72,13 +72,19 @@ def distributed_checkpoint() -> Saver:
     def save(path: Path, model: nn.Module) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.save(model.state_dict(), checkpoint_id=path, no_dist=True)
+            try:
+                dcp.save(model.state_dict(), checkpoint_id=path, no_dist=True)
+            except dcp.CheckpointException as error:  # no Exception, as others are
+                raise RuntimeError(str(error)) from error
 
     def load(path: Path) -> State:
         state = Weights(-1).state_dict()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.load(state, checkpoint_id=path, no_dist=True)
+            try:
+                dcp.load(state, checkpoint_id=path, no_dist=True)
+            except dcp.CheckpointException as error:  # no Exception, as others are
+                raise RuntimeError(str(error)) from error
         return state
 
     return Saver(name="torch.distributed.checkpoint", save=save, load=load)

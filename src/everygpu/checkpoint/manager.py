@@ -12,10 +12,11 @@ from typing import Any, get_args
 from everygpu.checkpoint.background import Background
 from everygpu.checkpoint.load import load
 from everygpu.checkpoint.lock import hold_lock
+from everygpu.checkpoint.manifest import MANIFEST_FILE
 from everygpu.checkpoint.run_directory import Mode, find_best, list_saved, next_place, recover, rotate, step_path
 from everygpu.checkpoint.save import Taken, take, write_checkpoint
 from everygpu.checkpoint.snapshot import Snapshot, SnapshotMemory
-from everygpu.errors import CheckpointError, OptionError
+from everygpu.errors import CheckpointError, CheckpointForeignError, OptionError
 
 _LOG = logging.getLogger("everygpu")
 
@@ -168,6 +169,11 @@ class CheckpointManager:
         self._write(snapshot.taken, step, metrics)
 
     def _write(self, taken: Taken, step: int, metrics: dict[str, float]) -> None:
+        if (self.directory / MANIFEST_FILE).exists():
+            raise CheckpointForeignError(
+                f"save: a CheckpointManager's directory must not be a checkpoint itself, got {self.directory}. "
+                f"Choose another one, for instance {self.directory.with_name(self.directory.name + '-run')}."
+            )
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with hold_lock(self.directory / ".lock") as is_alone:
