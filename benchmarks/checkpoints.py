@@ -114,16 +114,16 @@ def measure(run: Run, root: Path, num_rounds: int) -> dict[str, list[float]]:
 
     for step in range(num_rounds + 1):
         note("torch.save", lambda: run.torch_save(root / "a"))
-        note("torch.save + fsync", lambda: run.torch_save_synced(root / "b"))
-        note("everygpu.save", lambda: run.save(root / "c"))
-        note("asynchronous save returns", partial(checkpoints.save, step, model=run.model, optimizer=run.optimizer))
-        note("asynchronous save is written", checkpoints.wait)
         note("torch.load", lambda: run.torch_load(root / "a"))
+        (root / "a").unlink()
+        note("everygpu.save", lambda: run.save(root / "c"))
         note("everygpu.load", lambda: run.load(root / "c"))
         note("everygpu.load, verify=False", lambda: run.load(root / "c", verify=False))
-        (root / "a").unlink()
-        (root / "b").unlink()
         shutil.rmtree(root / "c")
+        note("torch.save + fsync", lambda: run.torch_save_synced(root / "b"))
+        (root / "b").unlink()
+        note("asynchronous save returns", partial(checkpoints.save, step, model=run.model, optimizer=run.optimizer))
+        note("asynchronous save is written", checkpoints.wait)
     checkpoints.close()
     return {name: values[1:] for name, values in times.items()}  # without the round that warms up
 
