@@ -103,29 +103,44 @@ def _anonymous_bytes() -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
 
 
-def measure(run: Run, root: Path, num_rounds: int) -> dict[str, list[float]]:
-    """Save and load with every way in turn; return the seconds of each."""
-    times: dict[str, list[float]] = {}
-    checkpoints = everygpu.CheckpointManager(root / "async", keep=1, asynchronous=True)
+Times = dict[str, list[float]]
+"""Seconds of each round, by what was done."""
 
-    def note(name: str, work: Callable[[], object]) -> None:
-        os.sync()
-        times.setdefault(name, []).append(seconds(work, run))
 
-    for step in range(num_rounds + 1):
-        note("torch.save", lambda: run.torch_save(root / "a"))
-        note("torch.load", lambda: run.torch_load(root / "a"))
+def note(times: Times, name: str, work: Callable[[], object], run: Run) -> None:
+    os.sync()  # what the last one left for later is not this one's
+    times.setdefault(name, []).append(seconds(work, run))
+
+
+def measure(run: Run, root: Path, num_rounds: int) -> Times:
+    """Save and load in turn; each file is removed before the next, so that all find the same memory for pages."""
+    times: Times = {}
+    for _ in range(num_rounds + 1):
+        note(times, "torch.save", lambda: run.torch_save(root / "a"), run)
+        note(times, "torch.load", lambda: run.torch_load(root / "a"), run)
         (root / "a").unlink()
-        note("everygpu.save", lambda: run.save(root / "c"))
-        note("everygpu.load", lambda: run.load(root / "c"))
-        note("everygpu.load, verify=False", lambda: run.load(root / "c", verify=False))
+        note(times, "everygpu.save", lambda: run.save(root / "c"), run)
+        note(times, "everygpu.load", lambda: run.load(root / "c"), run)
+        note(times, "everygpu.load, verify=False", lambda: run.load(root / "c", verify=False), run)
         shutil.rmtree(root / "c")
-        note("torch.save + fsync", lambda: run.torch_save_synced(root / "b"))
+        note(times, "torch.save + fsync", lambda: run.torch_save_synced(root / "b"), run)
         (root / "b").unlink()
-        note("asynchronous save returns", partial(checkpoints.save, step, model=run.model, optimizer=run.optimizer))
-        note("asynchronous save is written", checkpoints.wait)
-    checkpoints.close()
     return {name: values[1:] for name, values in times.items()}  # without the round that warms up
+
+
+def measure_background(run: Run, root: Path, num_rounds: int) -> Times:
+    """Save in the background, and for comparison not, in turn."""
+    times: Times = {}
+    checkpoints = everygpu.CheckpointManager(root / "async", keep=1, asynchronous=True)
+    for step in range(num_rounds + 1):
+        save = partial(checkpoints.save, step, model=run.model, optimizer=run.optimizer)
+        note(times, "synchronous save", lambda: run.save(root / "c"), run)
+        shutil.rmtree(root / "c")
+        note(times, "asynchronous save returns", save, run)
+        note(times, "asynchronous save is written", checkpoints.wait, run)
+        shutil.rmtree(root / "async")
+    checkpoints.close()
+    return {name: values[1:] for name, values in times.items()}
 
 
 def measure_memory(run: Run, root: Path) -> dict[str, int]:
@@ -156,7 +171,7 @@ def report(times: dict[str, list[float]], growth: dict[str, int], num_bytes: int
         ("everygpu.save", "torch.save + fsync"),
         ("everygpu.load", "torch.load"),
         ("everygpu.load, verify=False", "torch.load"),
-        ("asynchronous save returns", "everygpu.save"),
+        ("asynchronous save returns", "synchronous save"),
     ]:
         ratios = [a / b for a, b in zip(times[name], times[other])]
         ratio = medians[name] / medians[other]
@@ -176,6 +191,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.directory) as root:
         growth = measure_memory(run, Path(root))
         times = measure(run, Path(root), options.rounds)
+        times |= measure_background(run, Path(root), options.rounds)
     print(f"state of {run.num_bytes() / 1e9:.2f} GB on {options.device}, {options.rounds} rounds")
     report(times, growth, run.num_bytes())
     print(f"load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs, ours included")
