@@ -68,10 +68,12 @@ def show_progress(title: str, total: int) -> Iterator:
         yield advance
 
 
-def train_epoch(model: nn.Module, batches: DataLoader, optimizer: torch.optim.Optimizer, title: str) -> float:
+def train_epoch(
+    model: nn.Module, batches: everygpu.ResumableLoader, optimizer: torch.optim.Optimizer, title: str
+) -> float:
     model.train()
     mean_loss = everygpu.Meter()
-    with show_progress(title, len(batches.dataset)) as advance:
+    with show_progress(title, len(batches.loader.dataset)) as advance:
         for images, labels in batches:
             scores = model(images)
             loss = F.cross_entropy(scores, labels.to(scores.device))
@@ -116,25 +118,21 @@ def main() -> None:
 
     train_set, test_set = load_data()
     shuffle = torch.Generator().manual_seed(options.seed)
-    train_batches = DataLoader(train_set, options.batch_size, shuffle=True, generator=shuffle)
+    train_batches = everygpu.ResumableLoader(DataLoader(train_set, options.batch_size, shuffle=True, generator=shuffle))
     test_batches = DataLoader(test_set, 360)
     console.print(f"training on {', '.join(map(str, model.device_ids))}", highlight=False)
 
-    first_epoch = 0
+    checkpoints = everygpu.CheckpointManager(options.checkpoint, keep=1, keep_best={"accuracy": "max"})
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": train_batches}
     if options.resume:
-        saved = everygpu.load(
-            options.checkpoint, model=model, optimizer=optimizer, scheduler=scheduler, shuffle=shuffle, rng=True
-        )
-        first_epoch = saved["epoch"] + 1
+        checkpoints.load(**parts, rng=True)
 
-    for epoch in range(first_epoch, options.epochs):
-        loss = train_epoch(model, train_batches, optimizer, f"epoch {epoch + 1}")
+    for epoch in range(train_batches.epoch + 1, options.epochs + 1):
+        loss = train_epoch(model, train_batches, optimizer, f"epoch {epoch}")
         scheduler.step()
         accuracy = measure_accuracy(model, test_batches)
-        console.print(f"epoch {epoch + 1:2}  loss {loss:.6f}  accuracy {accuracy:.4f}", highlight=False)
-        everygpu.save(
-            options.checkpoint, model=model, optimizer=optimizer, scheduler=scheduler, shuffle=shuffle, epoch=epoch
-        )
+        console.print(f"epoch {epoch:2}  loss {loss:.6f}  accuracy {accuracy:.4f}", highlight=False)
+        checkpoints.save(epoch, metrics={"accuracy": accuracy}, **parts)
 
     # The checkpoint knows nothing of devices or replicas: it loads into the bare model, here on the CPU.
     bare = DigitNet()

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from everygpu.checkpoint.load import load as load
+    from everygpu.checkpoint.manager import CheckpointManager as CheckpointManager
+    from everygpu.checkpoint.position import ResumableLoader as ResumableLoader
     from everygpu.checkpoint.save import save as save
     from everygpu.devices import seed_all as seed_all
     from everygpu.devices import select_devices as select_devices
@@ -34,11 +36,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _HOME = {
+    "CheckpointManager": "checkpoint",
     "DataParallel": "parallel",
     "EveryGPUError": "errors",
     "Feeder": "feed",
     "Meter": "feed",
     "Replicated": "parallel",
+    "ResumableLoader": "checkpoint",
     "ShardedBatch": "parallel",
     "ShardedOptimizer": "step.sharded_optimizer",
     "StepStats": "step.stats",

@@ -17,6 +17,7 @@
         ├── CheckpointDamagedError (ValueError)    truncated, altered or incomplete
         ├── CheckpointForeignError (ValueError)    not written by everygpu, or by a newer format
         ├── CheckpointContentError (TypeError)     a value that has no place in a checkpoint
+        ├── CheckpointBusyError (BlockingIOError)  somebody else is saving there
         └── CheckpointMismatchError (KeyError)     keys or shapes differ from the target's
 
 Each inherits the builtin that callers already catch where torch or Python raises it. Messages read
@@ -90,6 +91,10 @@ class CheckpointForeignError(CheckpointError, ValueError):
 
 class CheckpointContentError(CheckpointError, TypeError):
     """A value that was asked to be saved has no place in a checkpoint."""
+
+
+class CheckpointBusyError(CheckpointError, BlockingIOError):
+    """Somebody else is saving to the same place."""
 
 
 class CheckpointMismatchError(CheckpointError, KeyError):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import everygpu
-from everygpu.checkpoint.contents import read_contents
+from everygpu.checkpoint.contents import read_any
 from everygpu.checkpoint.convert import Target, convert
 from everygpu.errors import (
     CheckpointContentError,
@@ -139,7 +139,7 @@ def test_converting_leaves_the_random_states_alone(tmp_path: Path) -> None:
 def test_prefixes(tmp_path: Path, name: str) -> None:
     torch.save(nn.Sequential(nn.BatchNorm1d(2)).state_dict(), tmp_path / "a.pt")
     convert(tmp_path / "a.pt", tmp_path / name, strip_prefix="0.", add_prefix="net.")
-    found = read_contents(tmp_path / name)
+    found = read_any(tmp_path / name)
     assert found.model is not None
     assert found.model.keys() == {f"net.{name}" for name in nn.BatchNorm1d(2).state_dict()}
     if name != "b.safetensors":
@@ -198,9 +198,9 @@ def test_a_destination_that_is_taken_is_only_replaced_when_asked_to(tmp_path: Pa
     convert(tmp_path / "a.pt", tmp_path / "c", target=target)
     with pytest.raises(CheckpointForeignError, match="Pass --overwrite"):
         convert(tmp_path / "b.pt", tmp_path / "c", target=target)
-    assert same_state(dict(read_contents(tmp_path / "c").model or {}), dict(Net(1).state_dict()))
+    assert same_state(dict(read_any(tmp_path / "c").model or {}), dict(Net(1).state_dict()))
     convert(tmp_path / "b.pt", tmp_path / "c", target=target, overwrite=True)
-    assert same_state(dict(read_contents(tmp_path / "c").model or {}), dict(Net(2).state_dict()))
+    assert same_state(dict(read_any(tmp_path / "c").model or {}), dict(Net(2).state_dict()))
     assert names_in(tmp_path) == {"a.pt", "b.pt", "c"}
 
 
@@ -256,7 +256,7 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_else(
     monkeypatch.setattr(writer, fail)
     with pytest.raises(CheckpointError, match="No space left"):
         convert(tmp_path / "a.pt", tmp_path / "b", target=target, overwrite=True)
-    assert same_state(dict(read_contents(tmp_path / "b").model or {}), dict(Net(1).state_dict()))
+    assert same_state(dict(read_any(tmp_path / "b").model or {}), dict(Net(1).state_dict()))
     assert names_in(tmp_path) == {"a.pt", "b"}
 
 
@@ -274,7 +274,7 @@ def test_tensors_that_a_format_has_no_word_for(tmp_path: Path) -> None:
 def test_extra_state_is_kept_or_named(tmp_path: Path) -> None:
     torch.save({"m.w": torch.ones(1), "m._extra_state": {"calls": 3}}, tmp_path / "a.pt")
     assert convert(tmp_path / "a.pt", tmp_path / "b").left_out == ()
-    assert read_contents(tmp_path / "b").model == {"m.w": torch.ones(1), "m._extra_state": {"calls": 3}}
+    assert read_any(tmp_path / "b").model == {"m.w": torch.ones(1), "m._extra_state": {"calls": 3}}
     assert convert(tmp_path / "b", tmp_path / "c.safetensors").left_out == ("'m._extra_state': no tensor",)
 
 

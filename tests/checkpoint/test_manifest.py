@@ -1,22 +1,28 @@
 """The manifest: what it promises about the files beside it is checked; nothing in it is trusted."""
 
 import json
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everygpu.checkpoint import digests
+from everygpu.checkpoint import manifest as module
 from everygpu.checkpoint.manifest import (
     FORMAT_NAME,
     FORMAT_VERSION,
+    Place,
+    check_files,
     describe_files,
+    make_manifest,
     manifest_to_json,
     read_json,
     read_manifest,
 )
 from everygpu.errors import CheckpointDamagedError, CheckpointError, CheckpointForeignError
+from tests.checkpoint.forge import edit_json, edit_manifest
 
 
 @pytest.fixture
@@ -28,16 +34,12 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def edit(directory: Path, **changes: Any) -> None:
-    path = directory / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 def test_it_says_what_it_is_and_what_wrote_it(directory: Path) -> None:
     document = json.loads((directory / "manifest.json").read_text())
     assert document["format"] == FORMAT_NAME
     assert document["version"] == FORMAT_VERSION
-    assert document["files"]["model.safetensors"] == {"size_bytes": 10, "sha256": None}
+    digest = sha256(b"x" * 10).hexdigest()
+    assert document["files"]["model.safetensors"] == {"size_bytes": 10, "sha256": [digest]}
     assert {"python", "torch", "safetensors"} <= document["libraries"].keys()
 
 
@@ -80,20 +82,20 @@ def test_a_manifest_that_is_no_text_is_damage(directory: Path) -> None:
 
 @pytest.mark.parametrize("name", [None, "pytorch", 3])
 def test_another_format_is_foreign(directory: Path, name: object) -> None:
-    edit(directory, format=name)
+    edit_manifest(directory, format=name)
     with pytest.raises(CheckpointForeignError):
         read_manifest(directory)
 
 
 def test_a_newer_version_is_foreign_and_says_so(directory: Path) -> None:
-    edit(directory, version=FORMAT_VERSION + 1)
+    edit_manifest(directory, version=FORMAT_VERSION + 1)
     with pytest.raises(CheckpointForeignError, match=r"Upgrade everygpu"):
         read_manifest(directory)
 
 
 @pytest.mark.parametrize("version", [None, "1", 1.0, True, 0, -1])
 def test_a_version_that_is_none_is_damage(directory: Path, version: object) -> None:
-    edit(directory, version=version)
+    edit_manifest(directory, version=version)
     with pytest.raises(CheckpointDamagedError, match="version"):
         read_manifest(directory)
 
@@ -109,19 +111,78 @@ def test_a_version_that_is_none_is_damage(directory: Path, version: object) -> N
         {"state.json": {"size_bytes": "3"}},
         {"state.json": {"size_bytes": True}},
         {"state.json": {"size_bytes": 3, "sha256": 5}},
-        {"state.json": {"size_bytes": 3}, "../state.json": {"size_bytes": 3}},
-        {"state.json": {"size_bytes": 3}, "manifest.json": {"size_bytes": 3}},
+        {"state.json": {"size_bytes": 3}},
+        {"state.json": {"size_bytes": -3, "sha256": []}},
+        {"state.json": {"size_bytes": 3, "sha256": []}},
+        {"state.json": {"size_bytes": 3, "sha256": [None]}},
+        {"state.json": {"size_bytes": 10**400, "sha256": []}},
+        {"state.json": {"size_bytes": 3, "sha256": ["0"]}, "../state.json": {"size_bytes": 0, "sha256": []}},
+        {"state.json": {"size_bytes": 3, "sha256": ["0"]}, "manifest.json": {"size_bytes": 0, "sha256": []}},
     ],
 )
 def test_a_file_list_that_is_none_is_damage(directory: Path, files: object) -> None:
-    edit(directory, files=files)
+    edit_manifest(directory, files=files)
     with pytest.raises(CheckpointDamagedError, match=r"manifest\.json"):
         read_manifest(directory)
 
 
-def test_a_manifest_without_digests_or_libraries_is_read(directory: Path) -> None:
-    edit(directory, files={"state.json": {"size_bytes": 3}}, libraries=None)
-    assert read_manifest(directory).files["state.json"].sha256 is None
+def test_a_manifest_without_libraries_is_read(directory: Path) -> None:
+    edit_manifest(directory, libraries=None)
+    assert read_manifest(directory).libraries == {}
+
+
+def test_a_changed_byte_anywhere_in_the_manifest_is_noticed(directory: Path) -> None:
+    text = (directory / "manifest.json").read_bytes()
+    for index in range(len(text)):
+        (directory / "manifest.json").write_bytes(text[:index] + bytes([text[index] ^ 1]) + text[index + 1 :])
+        with pytest.raises(CheckpointError, match=r"manifest\.json"):
+            read_manifest(directory)
+
+
+def test_a_manifest_without_its_digest_is_damage(directory: Path) -> None:
+    for digest in (None, "", 3, "0" * 63, "é" * 64):
+        edit_json(directory / "manifest.json", sha256=digest)
+        with pytest.raises(CheckpointDamagedError, match="own SHA-256"):
+            read_manifest(directory)
+
+
+def test_its_place_among_a_run_s_checkpoints_comes_back(directory: Path) -> None:
+    place = Place(step=7, serial=2, metrics={"loss": 0.5})
+    manifest = make_manifest(read_manifest(directory).files, place)
+    (directory / "manifest.json").write_text(manifest_to_json(manifest))
+    assert read_manifest(directory).place == place
+
+
+@pytest.mark.parametrize(
+    "place",
+    [None, 3, {"step": 1}, {"step": 1.5, "serial": 1, "metrics": {}}, {"step": 1, "serial": 1, "metrics": {"a": "b"}}],
+)
+def test_a_place_that_is_none_is_damage(directory: Path, place: object) -> None:
+    edit_manifest(directory, place=place)
+    with pytest.raises(CheckpointDamagedError, match="step, serial"):
+        read_manifest(directory)
+
+
+@pytest.mark.parametrize("position", [0, 7, 8, 15, 16, 20])
+def test_an_altered_byte_is_named_with_its_chunk(directory: Path, position: int, monkeypatch) -> None:
+    monkeypatch.setattr(digests, "CHUNK_BYTES", 8)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 8)
+    (directory / "model.safetensors").write_bytes(bytes(range(21)))
+    manifest = describe_files(directory, ["state.json", "model.safetensors"])
+    check_files(directory, manifest)
+    with open(directory / "model.safetensors", "r+b") as file:
+        file.seek(position)
+        file.write(b"\xff")
+    begin = position // 8 * 8
+    with pytest.raises(CheckpointDamagedError, match=rf"model\.safetensors that .* {begin} and {min(begin + 8, 21)}\."):
+        check_files(directory, manifest)
+
+
+def test_a_file_that_vanishes_while_it_is_checked_is_damage(directory: Path) -> None:
+    manifest = read_manifest(directory)
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(CheckpointDamagedError, match=r"model\.safetensors that can't be read"):
+        check_files(directory, manifest)
 
 
 def test_a_directory_of_something_else_is_foreign(tmp_path: Path) -> None:
@@ -145,14 +206,14 @@ json_values = st.recursive(
 
 
 @settings(max_examples=60, deadline=None)
-@given(key=st.sampled_from(["format", "version", "files", "libraries"]), value=json_values)
+@given(key=st.sampled_from(["format", "version", "chunk_bytes", "files", "libraries", "place"]), value=json_values)
 def test_a_manifest_with_anything_in_it_gives_a_typed_error_or_is_read(
     tmp_path_factory: pytest.TempPathFactory, key: str, value: object
 ) -> None:
     directory = tmp_path_factory.mktemp("fuzz")
     (directory / "state.json").write_text("{}\n")
     (directory / "manifest.json").write_text(manifest_to_json(describe_files(directory, ["state.json"])))
-    edit(directory, **{key: value})
+    edit_manifest(directory, **{key: value})
     try:
         read_manifest(directory)
     except CheckpointError:

@@ -10,6 +10,7 @@ from torch.optim import SGD, AdamW, lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
 from everygpu.checkpoint.encode import decode, encode
+from everygpu.checkpoint.modules import Fit
 from everygpu.checkpoint.states import kind_of, plan_restore, require_kind, take_state
 from everygpu.errors import CheckpointContentError, CheckpointMismatchError
 from tests.checkpoint.models import Counting, Net, same_state, snapshot
@@ -23,7 +24,7 @@ def stored(value: object) -> Any:
 
 
 def restore(target: object, source: object, strict: bool = True) -> None:
-    plan_restore(target, "target", kind_of(source), stored(source), strict)()
+    plan_restore(target, "target", kind_of(source), stored(source), Fit(strict=strict))()
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_a_module_comes_back() -> None:
 def test_planning_changes_nothing() -> None:
     target = Net(seed=2)
     before = snapshot(target)
-    plan_restore(target, "model", "module", stored(Net(seed=1)), True)
+    plan_restore(target, "model", "module", stored(Net(seed=1)), Fit())
     assert same_state(snapshot(target), before)
 
 
@@ -206,7 +207,7 @@ def test_a_state_without_groups_is_refused_by_an_optimizer() -> None:
     target = SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     for state in ({"last_epoch": 3}, [], {"param_groups": 3}, {"param_groups": [{}]}):
         with pytest.raises(CheckpointMismatchError, match="parameter groups"):
-            plan_restore(target, "optimizer", "state_dict", state, True)
+            plan_restore(target, "optimizer", "state_dict", state, Fit())
 
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
@@ -297,20 +298,20 @@ def test_a_generator_s_state_is_taken_at_once() -> None:
     source, target = torch.Generator().manual_seed(3), torch.Generator()
     state = stored(source)
     expected = torch.randn(2, generator=source)
-    plan_restore(target, "g", "generator", state, True)()
+    plan_restore(target, "g", "generator", state, Fit())()
     assert torch.equal(torch.randn(2, generator=target), expected)
 
 
 @pytest.mark.parametrize("state", [torch.zeros(16, dtype=torch.uint8), None, [1]], ids=str)
 def test_a_generator_of_another_device_is_refused(state: object) -> None:
     with pytest.raises(CheckpointMismatchError, match="generator"):
-        plan_restore(torch.Generator(), "shuffle", "generator", state, True)
+        plan_restore(torch.Generator(), "shuffle", "generator", state, Fit())
 
 
 @pytest.mark.parametrize("kind", ["plain", "state_dict", "generator"])
 def test_another_kind_is_refused(kind: Any) -> None:
     with pytest.raises(CheckpointMismatchError, match=f"a {kind}, got Linear"):
-        plan_restore(nn.Linear(1, 1), "model", kind, {}, True)
+        plan_restore(nn.Linear(1, 1), "model", kind, {}, Fit())
 
 
 def test_arguments_of_another_kind_are_refused() -> None:

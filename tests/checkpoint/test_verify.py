@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import everygpu
-from everygpu.checkpoint.verify import Report, examine, hash_file, total_bytes
+from everygpu.checkpoint.manifest import describe_files, manifest_to_json
+from everygpu.checkpoint.verify import Report, examine, total_bytes
 from everygpu.errors import CheckpointNotFoundError
 from tests.checkpoint.foreign.poison import must_not_run
 from tests.checkpoint.foreign.test_dcp import write_dcp
@@ -20,17 +21,12 @@ from tests.checkpoint.models import Net
 def path(tmp_path: Path) -> Path:
     model = Net(1)
     optimizer = torch.optim.Adam(model.parameters())
-    path = everygpu.save(tmp_path / "ckpt", model=model, optimizer=optimizer, epoch=3, x=torch.ones(2))
-    add_hashes(path)
-    return path
+    return everygpu.save(tmp_path / "ckpt", model=model, optimizer=optimizer, epoch=3, x=torch.ones(2))
 
 
-def add_hashes(path: Path) -> None:
-    """Write the digests into the manifest, whether or not `save` did."""
-    manifest = json.loads((path / "manifest.json").read_text())
-    for name, record in manifest["files"].items():
-        record["sha256"] = hash_file(path / name)
-    (path / "manifest.json").write_text(json.dumps(manifest))
+def describe_again(path: Path) -> None:
+    """Write a manifest for the files as they are now."""
+    (path / "manifest.json").write_text(manifest_to_json(describe_files(path, FILES)))
 
 
 def files_at_fault(report: Report) -> list[str]:
@@ -44,19 +40,29 @@ def test_a_good_checkpoint_has_no_fault(path: Path) -> None:
     seen: list[int] = []
     report = examine(path, seen.append)
     assert report.faults == ()
-    assert report.means == "sizes and sha256"
+    assert report.means == "sizes and SHA-256"
     assert report.num_files == 4
     assert sum(seen) == report.size_bytes == total_bytes(path) - (path / "manifest.json").stat().st_size
 
 
-def test_a_checkpoint_without_hashes_says_so(path: Path) -> None:
+def test_an_altered_manifest_is_the_fault_not_the_files(path: Path) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
-    for record in manifest["files"].values():
-        record["sha256"] = None
+    manifest["files"]["state.json"]["sha256"] = ["0" * 64]
     (path / "manifest.json").write_text(json.dumps(manifest))
-    report = examine(path)
-    assert report.faults == ()
-    assert "no sha256" in report.means
+    (fault,) = examine(path).faults
+    assert fault.file == "manifest.json"
+    assert "was altered" in fault.problem
+
+
+def test_all_checkpoints_of_a_run_are_examined(tmp_path: Path) -> None:
+    with everygpu.CheckpointManager(tmp_path / "run") as manager:
+        for step in (1, 2, 3):
+            manager.save(step, model=Net(step))
+    assert examine(tmp_path / "run").faults == ()
+    assert examine(tmp_path / "run").num_files == 6
+    damaged = tmp_path / "run" / "step-00000002" / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    assert files_at_fault(examine(tmp_path / "run")) == ["step-00000002/model.safetensors"]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -77,7 +83,7 @@ def test_all_faults_are_listed_not_just_the_first(path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": "x"}', '{"format": "everygpu.checkpoint", "version": 1}'])
 def test_a_broken_manifest_is_a_fault(path: Path, text: str) -> None:
     (path / "manifest.json").write_text(text)
-    assert files_at_fault(examine(path)) == ["ckpt"]
+    assert files_at_fault(examine(path)) == ["manifest.json"]
 
 
 @pytest.mark.parametrize(
@@ -86,10 +92,7 @@ def test_a_broken_manifest_is_a_fault(path: Path, text: str) -> None:
 def test_a_state_of_another_structure_is_a_fault(path: Path, changes: dict[str, Any]) -> None:
     state = path / "state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | changes))
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"]["state.json"]["size_bytes"] = state.stat().st_size
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    add_hashes(path)
+    describe_again(path)
     report = examine(path)
     assert len(report.faults) == 1
     assert "state.json" in report.faults[0].problem

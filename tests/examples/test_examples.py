@@ -55,7 +55,7 @@ class TestDigits:
         assert set(whole) == {1, 2, 3, 4}
         assert {3, 4} <= set(resumed) < set(whole)
         assert resumed == {epoch: whole[epoch] for epoch in resumed}
-        files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut")]
+        files = [(tmp_path / name / "step-00000004" / "model.safetensors").read_bytes() for name in ("whole", "cut")]
         assert files[0] == files[1]
 
 

@@ -12,17 +12,19 @@ from everygpu.checkpoint.encode import decode
 from everygpu.checkpoint.foreign import Contents, read_foreign
 from everygpu.checkpoint.foreign.formats import is_native
 from everygpu.checkpoint.foreign.sections import is_state
+from everygpu.checkpoint.run_directory import is_run_directory, list_saved
 from everygpu.checkpoint.tensors import read_tensors
 from everygpu.errors import CheckpointMismatchError, EveryGPUError
 
 NATIVE_FORMAT = "everygpu"
 
 
-def read_contents(path: Path, *, section: str | None = None, with_values: bool = True) -> Contents:
+def read_any(path: Path, *, section: str | None = None, with_values: bool = True) -> Contents:
     """Read a checkpoint of any format.
 
     Args:
-        path: A directory of `everygpu.save`, or what `read_foreign` takes.
+        path: A directory of `everygpu.save`; of a `CheckpointManager`, whose newest checkpoint is read; or what
+            `read_foreign` takes.
         section: The name of the state dict to take for the model's, where it is not the usual one.
         with_values: False allows tensors on the meta device.
     Returns:
@@ -30,6 +32,8 @@ def read_contents(path: Path, *, section: str | None = None, with_values: bool =
     Raises:
         CheckpointError: as `everygpu.load` does.
     """
+    saved = list_saved(path) if is_run_directory(path) else []
+    path = saved[0].path if saved else path
     if not path.exists() or is_native(path):
         contents = read_native(find_directory(path))
         return contents if section is None else _take_section(contents, section)

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from everygpu.checkpoint.contents import read_contents
+from everygpu.checkpoint.contents import read_any
 from everygpu.checkpoint.encode import encode
 from everygpu.checkpoint.foreign import Contents
 from everygpu.checkpoint.foreign.prefixes import rename
@@ -79,7 +79,7 @@ def convert(
     """
     target = target or _SUFFIXES.get(destination.suffix, "everygpu")
     _check_destination(destination, target, overwrite)
-    contents = read_contents(source, section=section)
+    contents = read_any(source, section=section)
     model = contents.require_model(source)
     new_name = _renamer(model, strip_prefix, add_prefix)
     model = {name: _cast(value, dtype) for name, value in rename(model, new_name).items()}

@@ -7,11 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
+from time import sleep
 from typing import BinaryIO
 from warnings import warn
 
+from everygpu.checkpoint.lock import hold_lock
 from everygpu.checkpoint.manifest import FILE_NAMES, MANIFEST_FILE
 from everygpu.errors import CheckpointForeignError, CheckpointNotFoundError
+
+_LEFT = re.compile(r"\.(?P<name>.+)\.(?P<what>tmp|old)-\d+-[0-9a-f]{8}")
+"""Names of what is being written, and of what has just been replaced."""
+
+_LOCK = re.compile(r"\.(?P<name>.+)\.lock")
+_MAX_LOOKS = 5
+_LOOK_AGAIN_S = 0.002
 
 
 def resolve_target(path: Path) -> Path:
@@ -46,23 +55,30 @@ def new_directory(target: Path) -> Iterator[Path]:
     A directory can't be renamed over one that is not empty, so the old one is renamed to a hidden
     sibling first and removed last. Whenever the process dies, one complete checkpoint is under the target's
     name or, between the two renames, under the sibling's, where `find_directory` looks. If the block or a
-    step of the exchange fails, the old one is put back and the new one is removed.
+    step of the exchange fails, the old one is put back and the new one is removed. What savers that were
+    killed have left is removed first: the lock tells that they are dead.
 
     Args:
         target: As `resolve_target` returned it. Missing parents are made.
+    Raises:
+        CheckpointBusyError: somebody else is saving to the target.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    new = _sibling(target, "tmp")
-    new.mkdir()
-    try:
-        if target.exists():
-            shutil.copymode(target, new)
-        yield new
-        _sync_directory(new)
-        _replace(new, target)
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
+    _make_parents(target.parent)
+    with hold_lock(target.with_name(f".{target.name}.lock")) as is_alone:
+        if is_alone:
+            for left in _siblings(target, "tmp"):
+                shutil.rmtree(left, ignore_errors=True)
+        new = _sibling(target, "tmp")
+        new.mkdir()
+        try:
+            if target.exists():
+                shutil.copymode(target, new)
+            yield new
+            _sync_directory(new)
+            _replace(new, target)
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
 
 
 @contextmanager
@@ -85,21 +101,59 @@ def find_directory(path: Path) -> Path:
         CheckpointNotFoundError: nothing is there.
         CheckpointForeignError: a file is there.
     """
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise CheckpointForeignError(
-            f"load: the path must be a directory that everygpu.save wrote, got the file {path}. Pass the directory."
-        )
-    target = Path(os.path.realpath(path))
-    replaced = [old for old in _replaced(target) if (old / MANIFEST_FILE).exists()]
-    if not replaced:
+    for _ in range(_MAX_LOOKS):
+        if path.is_dir():
+            return path
+        if path.is_file():
+            raise CheckpointForeignError(
+                f"load: the path must be a directory that everygpu.save wrote, got the file {path}. Pass the directory."
+            )
+        sleep(_LOOK_AGAIN_S)  # a save may be between its two renames
+    replaced = find_replaced(path)
+    if replaced is None:
         raise CheckpointNotFoundError(
             f"load: a checkpoint must exist, got {path} with nothing there. Check the path or save one first."
         )
-    newest = max(replaced, key=lambda old: (old / MANIFEST_FILE).stat().st_mtime_ns)
     warn(f"load: {path} is missing as a save was cut off; the one before it is taken.", stacklevel=4)
-    return newest
+    return replaced
+
+
+def find_replaced(path: Path) -> Path | None:
+    """Find what a save that was cut off between its two renames has left of a missing checkpoint."""
+    times = {}
+    for old in _siblings(Path(os.path.realpath(path)), "old"):
+        with suppress(OSError):  # without a manifest, or removed at this moment
+            times[old] = (old / MANIFEST_FILE).stat().st_mtime_ns
+    return max(times, key=times.__getitem__, default=None)
+
+
+def remove_directory(target: Path) -> None:
+    """Remove a checkpoint so that, wherever the process dies, it is there as a whole or not at all."""
+    left = _sibling(target, "tmp")
+    os.rename(target, left)
+    shutil.rmtree(left, ignore_errors=True)
+
+
+def remove_leftovers(directory: Path, names: re.Pattern[str]) -> None:
+    """Remove what savers that were killed have left, and put back what they had moved out of the way.
+
+    A saver that is killed leaves its lock file too; the lock itself is free.
+
+    Args:
+        directory: Where they saved; the caller knows that none is saving there now.
+        names: Matches the names they saved under.
+    """
+    for entry in list(directory.iterdir()):
+        match = _LEFT.fullmatch(entry.name) or _LOCK.fullmatch(entry.name)
+        if match is None or not names.fullmatch(match["name"]):
+            continue
+        target = directory / match["name"]
+        if entry.name.endswith(".lock"):
+            entry.unlink()
+        elif not target.exists() and find_replaced(target) == entry:
+            os.rename(entry, target)
+        else:
+            _remove(entry)
 
 
 def _replace(new: Path, target: Path) -> None:
@@ -118,7 +172,7 @@ def _replace(new: Path, target: Path) -> None:
         if had_old:
             os.rename(old, target)
         raise
-    for replaced in _replaced(target):
+    for replaced in _siblings(target, "old"):
         _remove(replaced)
 
 
@@ -129,11 +183,19 @@ def _remove(directory: Path) -> None:
         shutil.rmtree(directory)
 
 
-def _replaced(target: Path) -> list[Path]:
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.old-\d+-[0-9a-f]{{8}}")
+def _siblings(target: Path, what: str) -> list[Path]:
     if not target.parent.is_dir():
         return []
-    return [entry for entry in target.parent.iterdir() if pattern.fullmatch(entry.name)]
+    found = [(entry, _LEFT.fullmatch(entry.name)) for entry in target.parent.iterdir()]
+    return [entry for entry, match in found if match and (match["name"], match["what"]) == (target.name, what)]
+
+
+def _make_parents(directory: Path) -> None:
+    """Make a directory and those above it, durably."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        _sync_directory(path.parent)
 
 
 def _sibling(target: Path, what: str) -> Path:

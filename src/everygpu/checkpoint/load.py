@@ -2,48 +2,18 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import Tensor
 
-from everygpu.checkpoint import manifest as files
-from everygpu.checkpoint.directory import find_directory
-from everygpu.checkpoint.encode import decode
 from everygpu.checkpoint.foreign import is_foreign, read_parts
+from everygpu.checkpoint.modules import Fit, Match
+from everygpu.checkpoint.read import Contents, Part, read_contents
 from everygpu.checkpoint.rng import plan_rng_restore
-from everygpu.checkpoint.states import Kind, kind_of, plan_restore, require_kind
-from everygpu.checkpoint.tensors import read_tensors
-from everygpu.errors import (
-    CheckpointContentError,
-    CheckpointDamagedError,
-    CheckpointMismatchError,
-    DeviceError,
-    EveryGPUError,
-)
-
-_MAX_READS = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One saved object or value."""
-
-    kind: Kind
-    state: Any
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
-    """Everything a load needs from the disk."""
-
-    parts: dict[str, Part]
-    """Those of model, optimizer and scheduler that were saved and are wanted."""
-    extras: dict[str, Part]
-    rng: Any
+from everygpu.checkpoint.states import kind_of, plan_restore, require_kind
+from everygpu.errors import CheckpointContentError, CheckpointMismatchError, DeviceError, OptionError
 
 
 def load(
@@ -53,8 +23,12 @@ def load(
     optimizer: Any = None,
     scheduler: Any = None,
     strict: bool = True,
+    match: Match = "name",
+    prefix: str = "",
+    ignore_mismatched: bool = False,
     rng: bool = False,
     map_location: Any = None,
+    verify: bool = True,
     **extras: Any,
 ) -> dict[str, Any]:
     """Load a checkpoint; everything is checked before anything is changed.
@@ -65,14 +39,21 @@ def load(
     writes them, fit the model inside.
 
     Args:
-        path: The directory that `everygpu.save` wrote, or a foreign file or directory.
+        path: The directory that `everygpu.save` wrote; that of a `CheckpointManager`, whose newest checkpoint is
+            loaded, or the newest before it that is whole, with a warning that names the damage; or a foreign
+            file or directory.
         model: The module to load into: bare, wrapped or compiled, on any device.
         optimizer: The optimizer to load into; its tensors go to its parameters' devices.
         scheduler: The scheduler to load into.
-        strict: Whether the model's names must be exactly those saved. Shapes must fit in any case.
+        strict: Whether a module's names must be exactly those saved. Shapes must fit in any case.
+        match: ``"name"``; or ``"order"`` for a model whose tensors have the same shapes in the same order
+            under other names.
+        prefix: Load only those of the model's tensors whose saved names begin with it, without it.
+        ignore_mismatched: Leave the model's tensors of other shapes as they are, and name them in the log.
         rng: Whether to restore the random states of Python, NumPy and torch. CUDA devices that are
             not here are left out. Foreign checkpoints have none that could be read.
         map_location: The device for tensors in the result; by default the CPU.
+        verify: Whether to compare every byte with the SHA-256 in the manifest.
         **extras: Objects that were saved as extras, restored in place.
     Returns:
         The extras that were not passed: plain values as they were saved, objects as their state
@@ -85,18 +66,19 @@ def load(
         CheckpointMismatchError: names, shapes or parameter groups differ, or a part was not saved.
         CheckpointContentError: a target can't be loaded into.
         DeviceError: map_location is no device.
+        OptionError: match is neither of the two.
     """
     targets = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     targets = {name: target for name, target in targets.items() if target is not None}
     _check_targets(targets, extras)
+    _check_match(match)
+    fit = Fit(strict=strict, match=match, prefix=prefix, ignore_mismatched=ignore_mismatched)
     device = _parse_device(map_location)
     if is_foreign(Path(path)):
         contents = _read_foreign(Path(path), targets, extras, device)
     else:
-        contents = _read(Path(path), targets, device)
-    # The model comes last: what is checked least is restored first.
-    plans = [_plan(contents.extras, name, target, strict) for name, target in extras.items()]
-    plans += [_plan(contents.parts, name, targets[name], strict) for name in reversed(targets)]
+        contents = read_contents(Path(path), targets, device, verify)
+    plans = _plan_all(contents, targets, extras, fit)
     if rng and contents.rng is None:
         raise CheckpointMismatchError(
             f"load: random states are only in checkpoints of everygpu.save, got {path}. Leave out rng=True."
@@ -123,6 +105,11 @@ def _check_targets(targets: dict[str, Any], extras: dict[str, Any]) -> None:
             )
 
 
+def _check_match(match: object) -> None:
+    if match not in get_args(Match):
+        raise OptionError(f"load: match must be 'name' or 'order', got {match!r}. Choose one of the two.")
+
+
 def _parse_device(map_location: Any) -> torch.device:
     try:
         return torch.empty(0, device="cpu" if map_location is None else map_location).device
@@ -133,50 +120,13 @@ def _parse_device(map_location: Any) -> torch.device:
         ) from cause
 
 
-def _read(path: Path, wanted: dict[str, Any], device: torch.device) -> Contents:
-    """Read the checkpoint at the path; again, if a save replaced it meanwhile."""
-    for _ in range(_MAX_READS):
-        directory = find_directory(path)
-        before = _stamp(directory)
-        try:
-            contents = _read_directory(directory, wanted, device)
-        except EveryGPUError:
-            if _stamp(directory) == before:
-                raise
-        else:
-            if _stamp(directory) == before:
-                return contents
-    raise CheckpointDamagedError(
-        f"load: the checkpoint must stay in place while it is read, got {path} replaced {_MAX_READS} times. "
-        f"Load it while nothing is saving there."
-    )
-
-
-def _stamp(directory: Path) -> tuple[int, int] | None:
-    try:
-        stat = (directory / files.MANIFEST_FILE).stat()
-    except OSError:
-        return None
-    return stat.st_ino, stat.st_mtime_ns
-
-
-def _read_directory(directory: Path, wanted: dict[str, Any], device: torch.device) -> Contents:
-    manifest = files.read_manifest(directory)
-
-    def read(name: str) -> dict[str, Tensor]:
-        return read_tensors(directory / name) if name in manifest.files else {}
-
-    state = files.read_json(directory / files.STATE_FILE)
-    try:
-        saved = {name: state[name] for name in wanted if name in state}
-        rest = {name: tensor.to(device, copy=True) for name, tensor in read(files.STATE_TENSORS).items()}
-        parts = {name: _decode_part(part, _own_tensors(name, read, rest)) for name, part in saved.items()}
-        extras = {name: _decode_part(part, rest) for name, part in state["extras"].items()}
-        return Contents(parts=parts, extras=extras, rng=decode(state["rng"], {}))
-    except EveryGPUError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as cause:
-        raise files.damaged(directory / files.STATE_FILE, f"has an unknown structure ({cause!r})") from cause
+def _plan_all(
+    contents: Contents, targets: dict[str, Any], extras: dict[str, Any], fit: Fit
+) -> list[Callable[[], object]]:
+    others = Fit(strict=fit.strict)
+    plans = [_plan(contents.extras, name, target, others) for name, target in extras.items()]
+    # The model comes last: what is checked least is restored first.
+    return plans + [_plan(contents.parts, name, targets[name], fit) for name in reversed(targets)]
 
 
 def _read_foreign(path: Path, targets: dict[str, Any], extras: dict[str, Any], device: torch.device) -> Contents:
@@ -188,32 +138,14 @@ def _read_foreign(path: Path, targets: dict[str, Any], extras: dict[str, Any], d
     )
 
 
-def _own_tensors(part: str, read: Callable[[str], dict[str, Tensor]], rest: dict[str, Tensor]) -> dict[str, Tensor]:
-    if part == "model":
-        return read(files.MODEL_TENSORS)
-    if part == "optimizer":
-        # Copies: an optimizer keeps what it is given, and the file may be removed.
-        return {name: tensor.clone() for name, tensor in read(files.OPTIMIZER_TENSORS).items()}
-    return rest
-
-
-def _decode_part(part: Any, tensors: dict[str, Tensor]) -> Part:
-    kind, state = part["kind"], decode(part["state"], tensors)
-    if kind not in get_args(Kind):
-        raise ValueError(f"unknown kind {kind!r}")
-    if kind == "module" and not all(isinstance(state[key], dict) for key in ("values", "versions")):
-        raise TypeError("a module's values and versions must be dicts")
-    return Part(kind=kind, state=state)
-
-
-def _plan(parts: dict[str, Part], name: str, target: object, strict: bool) -> Callable[[], object]:
+def _plan(parts: dict[str, Part], name: str, target: object, fit: Fit) -> Callable[[], object]:
     if name not in parts:
         near = get_close_matches(name, parts, n=1)
         hint = f" Did you mean {near[0]}?" if near else " Leave it out, or save it too."
         raise CheckpointMismatchError(
             f"load: the checkpoint must have what is asked for, got none named {name}. Nothing was loaded.{hint}"
         )
-    return plan_restore(target, name, parts[name].kind, parts[name].state, strict)
+    return plan_restore(target, name, parts[name].kind, parts[name].state, fit)
 
 
 def _plain(part: Part) -> Any:

@@ -12,9 +12,11 @@ from torch import Tensor
 from everygpu.errors import CheckpointDamagedError
 
 
-def take_rng_states() -> dict[str, Any]:
+def take_rng_states(with_cuda: bool = True) -> dict[str, Any]:
     """Return the states of every generator in use, without drawing from any.
 
+    Args:
+        with_cuda: Whether to ask the CUDA devices too.
     Returns:
         Python's and torch's; NumPy's where it is imported; CUDA's, by device, where CUDA is in use.
     """
@@ -22,7 +24,7 @@ def take_rng_states() -> dict[str, Any]:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         states["numpy"] = _to_lists(numpy.random.get_state(legacy=False))
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if with_cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = [_to_bytes(state) for state in torch.cuda.get_rng_state_all()]
     return states
 

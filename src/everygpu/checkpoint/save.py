@@ -2,21 +2,37 @@
 
 import json
 import os
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from everygpu.checkpoint import manifest as files
-from everygpu.checkpoint.directory import new_directory, new_file, resolve_target
+from everygpu.checkpoint.digests import hashing_pool
+from everygpu.checkpoint.directory import new_directory, resolve_target
 from everygpu.checkpoint.encode import Json, encode
+from everygpu.checkpoint.hashed_file import new_hashed_file
+from everygpu.checkpoint.manifest import FileRecord, Place
 from everygpu.checkpoint.rng import take_rng_states
 from everygpu.checkpoint.states import kind_of, require_kind, take_state
 from everygpu.checkpoint.tensors import write_tensors
 from everygpu.errors import CheckpointContentError, CheckpointError
 
-LOAD_OPTIONS = frozenset({"strict", "rng", "map_location"})
+LOAD_OPTIONS = frozenset({"strict", "match", "prefix", "ignore_mismatched", "rng", "map_location", "verify"})
 """Names that `everygpu.load` takes for itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """The state of a run, taken apart into what goes into each file."""
+
+    state: Json
+    """The content of state.json."""
+    tensors: dict[str, dict[str, Tensor]]
+    """By file and name: the run's own tensors, not copies."""
 
 
 def save(
@@ -31,9 +47,9 @@ def save(
 
     The directory holds ``model.safetensors``, ``optimizer.safetensors``, ``state.json`` (structure,
     scheduler, extras, random states), ``state.safetensors`` where those have tensors, and
-    ``manifest.json``. It is written to ``.NAME.tmp-*`` beside the path, synced and renamed. The checkpoint
-    that was there is renamed to ``.NAME.old-*`` for that moment and removed at the end; if the process
-    dies in between, `everygpu.load` finds it there.
+    ``manifest.json`` with the SHA-256 of all of them. It is written to ``.NAME.tmp-*`` beside the path,
+    synced and renamed. The checkpoint that was there is renamed to ``.NAME.old-*`` for that moment and
+    removed at the end; if the process dies in between, `everygpu.load` finds it there.
 
     Args:
         path: The directory, new or an earlier checkpoint; symbolic links to it are followed.
@@ -42,14 +58,68 @@ def save(
         optimizer: Any object with state_dict and load_state_dict.
         scheduler: Likewise.
         **extras: Under any other name: values JSON can hold, tensors, NumPy arrays, in list, tuple and
-            dict at any depth; or an object with state_dict and load_state_dict, or a torch.Generator.
+            dict at any depth; or an object with state_dict and load_state_dict (a GradScaler, a
+            `ResumableLoader`), or a torch.Generator.
     Returns:
         The path.
     Raises:
         CheckpointContentError: a value has no place in a checkpoint; nothing was written.
         CheckpointForeignError: something else than a checkpoint is at the path; it is left alone.
+        CheckpointBusyError: somebody else is saving to the path; theirs goes on.
         CheckpointError: writing failed; the old checkpoint is untouched.
     """
+    return write_checkpoint(Path(path), take(model, optimizer, scheduler, extras))
+
+
+def take(model: object, optimizer: object, scheduler: object, extras: Mapping[str, object]) -> Taken:
+    """Collect the state of everything, without copying tensors.
+
+    Raises:
+        CheckpointContentError: a value has no place in a checkpoint.
+    """
+    _check_sources(model, {"optimizer": optimizer, "scheduler": scheduler}, extras)
+    tensors: dict[str, dict[str, Tensor]] = {files.MODEL_TENSORS: {}, files.OPTIMIZER_TENSORS: {}}
+    rest: dict[str, Tensor] = {}
+    state: dict[str, Json] = {"extras": {}, "rng": encode(take_rng_states(), "rng", rest)}
+    if model is not None:
+        state["model"] = _encode_part(model, "", tensors[files.MODEL_TENSORS])
+    if optimizer is not None:
+        state["optimizer"] = _encode_part(optimizer, "", tensors[files.OPTIMIZER_TENSORS])
+    if scheduler is not None:
+        state["scheduler"] = _encode_part(scheduler, "scheduler", rest)
+    for name, value in extras.items():
+        state["extras"][name] = _encode_part(value, f"extras.{name}", rest)
+    needed = {files.MODEL_TENSORS: model is not None, files.OPTIMIZER_TENSORS: optimizer is not None}
+    tensors = {name: content for name, content in tensors.items() if needed[name]}
+    return Taken(state=state, tensors=tensors | ({files.STATE_TENSORS: rest} if rest else {}))
+
+
+def write_checkpoint(path: Path, taken: Taken, place: Place | None = None) -> Path:
+    """Write what was taken from a run to a checkpoint directory.
+
+    Args:
+        path: The directory, new or an earlier checkpoint.
+        taken: As `take` returned it.
+        place: Where the checkpoint stands among those of its run.
+    Returns:
+        The path.
+    Raises:
+        CheckpointError: as `save` describes.
+    """
+    try:
+        with new_directory(resolve_target(path)) as directory:
+            _write(directory, taken, place)
+    except CheckpointError:
+        raise
+    except OSError as cause:
+        raise CheckpointError(
+            f"save: {path} must be writable, got {cause}. What was there before is untouched; make room or "
+            f"choose another place."
+        ) from cause
+    return path
+
+
+def _check_sources(model: object, trained_by: Mapping[str, object], extras: Mapping[str, object]) -> None:
     taken = LOAD_OPTIONS & extras.keys()
     if taken:
         raise CheckpointContentError(
@@ -57,45 +127,9 @@ def save(
         )
     if model is not None:
         require_kind(model, "model", "a torch.nn.Module", "save", "module")
-    for name, value in {"optimizer": optimizer, "scheduler": scheduler}.items():
+    for name, value in trained_by.items():
         if value is not None:
             require_kind(value, name, "an object with state_dict and load_state_dict", "save", "state_dict")
-    given = Path(path)
-    state, tensors = _take(model, {"optimizer": optimizer, "scheduler": scheduler}, extras)
-    try:
-        target = resolve_target(given)
-        with new_directory(target) as directory:
-            _write(directory, state, tensors)
-    except OSError as cause:
-        raise CheckpointError(
-            f"save: {given} must be writable, got {cause}. What was there before is untouched; make room or "
-            f"choose another place."
-        ) from cause
-    return given
-
-
-def _take(
-    model: object, trained_by: dict[str, object], extras: dict[str, object]
-) -> tuple[Json, dict[str, dict[str, Tensor]]]:
-    """Collect the state of everything: the content of state.json, and the tensors of each file."""
-    model_tensors: dict[str, Tensor] = {}
-    optimizer_tensors: dict[str, Tensor] = {}
-    state_tensors: dict[str, Tensor] = {}
-    state: dict[str, Json] = {"extras": {}, "rng": encode(take_rng_states(), "rng", state_tensors)}
-    tensors = {}
-    if model is not None:
-        state["model"] = _encode_part(model, "", model_tensors)
-        tensors[files.MODEL_TENSORS] = model_tensors
-    if trained_by["optimizer"] is not None:
-        state["optimizer"] = _encode_part(trained_by["optimizer"], "", optimizer_tensors)
-        tensors[files.OPTIMIZER_TENSORS] = optimizer_tensors
-    if trained_by["scheduler"] is not None:
-        state["scheduler"] = _encode_part(trained_by["scheduler"], "scheduler", state_tensors)
-    for name, value in extras.items():
-        state["extras"][name] = _encode_part(value, f"extras.{name}", state_tensors)
-    if state_tensors:
-        tensors[files.STATE_TENSORS] = state_tensors
-    return state, tensors
 
 
 def _encode_part(value: object, path: str, tensors: dict[str, Tensor]) -> Json:
@@ -107,15 +141,22 @@ def _encode_part(value: object, path: str, tensors: dict[str, Tensor]) -> Json:
     return {"kind": kind, "state": {"values": values, "versions": encode(state["versions"], path, tensors)}}
 
 
-def _write(directory: Path, state: Json, tensors: dict[str, dict[str, Tensor]]) -> None:
-    for name, content in tensors.items():
-        with new_file(directory / name) as file:
-            write_tensors(file, content)
-    _write_text(directory / files.STATE_FILE, json.dumps(state, allow_nan=False) + "\n")
-    manifest = files.describe_files(directory, [*tensors, files.STATE_FILE])
-    _write_text(directory / files.MANIFEST_FILE, files.manifest_to_json(manifest))
+def _write(directory: Path, taken: Taken, place: Place | None) -> None:
+    with hashing_pool() as pool:
+        records = {name: _write_tensors(directory / name, content, pool) for name, content in taken.tensors.items()}
+        text = json.dumps(taken.state, allow_nan=False) + "\n"
+        records[files.STATE_FILE] = _write_text(directory / files.STATE_FILE, text, pool)
+        manifest = files.manifest_to_json(files.make_manifest(records, place))
+        _write_text(directory / files.MANIFEST_FILE, manifest, pool)
 
 
-def _write_text(path: Path, text: str) -> None:
-    with new_file(path) as file:
+def _write_tensors(path: Path, tensors: dict[str, Tensor], pool: Executor) -> FileRecord:
+    with new_hashed_file(path, pool) as file:
+        write_tensors(file, tensors)
+        return file.finish()
+
+
+def _write_text(path: Path, text: str, pool: Executor) -> FileRecord:
+    with new_hashed_file(path, pool) as file:
         file.write(text.encode())
+        return file.finish()

@@ -9,9 +9,9 @@ safetensors has no name for, which are stored as bytes with one more axis.
 import ctypes
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -41,14 +41,20 @@ _DTYPE_NAMES = {
 _METADATA = "__metadata__"
 _NOTES = "everygpu"
 _ALIGNMENT = 64
-_CHUNK_BYTES = 32 * 2**20
+_CHUNK_BYTES = 8 * 2**20
 
 
-def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> None:
+class Writer(Protocol):
+    """What tensors are written to: a file, or one that hashes too."""
+
+    def write(self, data: Any, /) -> object: ...
+
+
+def write_tensors(file: Writer, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors as one safetensors file.
 
-    Tensors that are the same view of the same memory are stored once. Extra memory is at most one
-    chunk of 32 MiB, plus one tensor where it is not contiguous.
+    Tensors that are the same view of the same memory are stored once. Tensors are handed on in parts of
+    at most 8 MiB, which are copies where the tensor is not contiguous on the CPU.
 
     Args:
         file: Open for writing, at its start.
@@ -113,21 +119,21 @@ def check_storable(tensor: Tensor, name: str) -> None:
         )
 
 
+def identity(tensor: Tensor) -> object:
+    """Return what two tensors share if they are the same view of the same memory."""
+    place = (tensor.device, tensor.data_ptr(), tensor.is_conj(), tensor.is_neg())
+    return (*place, tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
 def _find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Map each further name of a tensor to the first one."""
     first: dict[object, str] = {}
     aliases = {}
     for name, tensor in tensors.items():
-        same = first.setdefault(_identity(tensor), name)
+        same = first.setdefault(identity(tensor), name)
         if same != name:
             aliases[name] = same
     return aliases
-
-
-def _identity(tensor: Tensor) -> object:
-    """What two tensors share if they are the same view of the same memory."""
-    place = (tensor.device, tensor.data_ptr(), tensor.is_conj(), tensor.is_neg())
-    return (*place, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
 def _header(tensors: Mapping[str, Tensor], aliases: dict[str, str]) -> bytes:
@@ -149,15 +155,26 @@ def _header(tensors: Mapping[str, Tensor], aliases: dict[str, str]) -> bytes:
     return text + b" " * (-(len(text) + 8) % _ALIGNMENT)
 
 
-def _write_elements(file: BinaryIO, tensor: Tensor) -> None:
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    flat = plain.contiguous().reshape(-1)
-    step = max(1, _CHUNK_BYTES // flat.element_size())
-    for begin in range(0, flat.numel(), step):
-        host = flat[begin : begin + step].cpu()
-        num_bytes = host.numel() * host.element_size()
+def _write_elements(file: Writer, tensor: Tensor) -> None:
+    for piece in _pieces(tensor.detach()):
         # Tensors have no buffer protocol; NumPy has no bfloat16 and is no dependency.
-        file.write((ctypes.c_char * num_bytes).from_address(host.data_ptr()))
+        memory: Any = (ctypes.c_char * (piece.numel() * piece.element_size())).from_address(piece.data_ptr())
+        memory.tensor = piece  # a file that writes later keeps it alive
+        file.write(memory)
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Cut a tensor into parts on the CPU that follow each other in row-major order, each small or a view."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    if num_bytes <= _CHUNK_BYTES or tensor.numel() == 1:
+        yield tensor.resolve_conj().resolve_neg().contiguous().cpu()
+        return
+    while len(tensor) == 1:
+        tensor = tensor[0]
+    if tensor.is_contiguous():
+        tensor = tensor.reshape(-1)
+    for part in torch.split(tensor, max(1, _CHUNK_BYTES * len(tensor) // num_bytes)):
+        yield from _pieces(part)
 
 
 def _apply_notes(tensors: dict[str, Tensor], notes: Any) -> dict[str, Tensor]:

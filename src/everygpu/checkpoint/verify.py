@@ -1,21 +1,21 @@
 """Look for faults in a checkpoint, all of them, without loading it into anything."""
 
-import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from everygpu.checkpoint import manifest as files
 from everygpu.checkpoint.contents import NATIVE_FORMAT, read_native
+from everygpu.checkpoint.digests import CHUNK_BYTES, hash_chunk
 from everygpu.checkpoint.directory import find_directory
 from everygpu.checkpoint.foreign import read_foreign
 from everygpu.checkpoint.foreign.formats import DCP_METADATA, Place, is_native, locate
 from everygpu.checkpoint.foreign.sharded import read_weight_map
 from everygpu.checkpoint.foreign.torch_file import find_archive_fault
+from everygpu.checkpoint.run_directory import is_run_directory, list_saved
 from everygpu.errors import CheckpointError
 
-_CHUNK_BYTES = 8 * 2**20
+_NATIVE_MEANS = "sizes and SHA-256"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +50,8 @@ def examine(path: Path, advance: Callable[[int], None] = lambda num_bytes: None)
     Raises:
         CheckpointNotFoundError: nothing is there.
     """
+    if is_run_directory(path):
+        return _examine_run(path, advance)
     if not path.exists() or is_native(path):
         return _examine_native(find_directory(path), advance)
     try:
@@ -60,55 +62,55 @@ def examine(path: Path, advance: Callable[[int], None] = lambda num_bytes: None)
 
 def total_bytes(path: Path) -> int:
     """Sum the sizes of the files that `examine` reads; 0 where nothing is there."""
-    return sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]) if file.is_file())
+    return sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
 
 
-def hash_file(path: Path, advance: Callable[[int], None] = lambda num_bytes: None) -> str:
-    """Return a file's sha256 as lower-case hex."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-            advance(len(chunk))
-    return digest.hexdigest()
+def _examine_run(path: Path, advance: Callable[[int], None]) -> Report:
+    """Examine every checkpoint of a run."""
+    reports = {saved.path.name: _examine_native(saved.path, advance) for saved in list_saved(path)}
+    faults = [
+        Fault(file=f"{name}/{fault.file}", problem=fault.problem)
+        for name, report in reports.items()
+        for fault in report.faults
+    ]
+    return Report(
+        format=f"{NATIVE_FORMAT}, {len(reports)} checkpoints of a run",
+        num_files=sum(report.num_files for report in reports.values()),
+        size_bytes=sum(report.size_bytes for report in reports.values()),
+        means=_NATIVE_MEANS,
+        faults=tuple(faults),
+    )
 
 
 def _examine_native(directory: Path, advance: Callable[[int], None]) -> Report:
-    records = list(_records(directory))
-    faults = [fault for record in records if (fault := _check_file(directory, *record, advance)) is not None]
+    try:
+        manifest = files.read_sealed_manifest(directory)
+    except CheckpointError as error:
+        return _report(NATIVE_FORMAT, [], _NATIVE_MEANS, [_fault(files.MANIFEST_FILE, error)])
+    checked = {name: _check_file(directory / name, record, advance) for name, record in manifest.files.items()}
+    faults = [fault for fault in checked.values() if fault is not None]
     if not faults:  # each of the files is as the manifest says: now what is in them
         try:
             read_native(directory)
         except CheckpointError as error:
             faults.append(_fault(directory.name, error))
-    is_hashed = bool(records) and all(digest is not None for _, _, digest in records)
-    present = [path for name, _, _ in records if (path := directory / name).is_file()]
-    means = "sizes and sha256" if is_hashed else "sizes and structure; its manifest has no sha256"
-    return _report(NATIVE_FORMAT, present, means, faults)
+    present = [path for name in manifest.files if (path := directory / name).is_file()]
+    return _report(NATIVE_FORMAT, present, _NATIVE_MEANS, faults)
 
 
-def _records(directory: Path) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, size and digest of the files that a manifest lists, as far as it can be read."""
-    try:
-        document = files.read_json(directory / files.MANIFEST_FILE)
-    except CheckpointError:
-        return
-    listed = document.get("files") if isinstance(document, dict) else None
-    for name, record in listed.items() if isinstance(listed, dict) else ():
-        if name in files.FILE_NAMES and isinstance(record, dict):
-            yield name, record.get("size_bytes"), record.get("sha256")
-
-
-def _check_file(directory: Path, name: str, size: Any, digest: Any, advance: Callable[[int], None]) -> Fault | None:
-    path = directory / name
+def _check_file(path: Path, record: files.FileRecord, advance: Callable[[int], None]) -> Fault | None:
     try:
         actual = path.stat().st_size
-        if actual != size:
-            return Fault(file=name, problem=f"has {actual} bytes where {size} were written")
-        if digest is not None and hash_file(path, advance) != digest:
-            return Fault(file=name, problem="was altered: its sha256 differs from the manifest's")
+        if actual != record.size_bytes:
+            return Fault(file=path.name, problem=f"has {actual} bytes where {record.size_bytes} were written")
+        for begin, digest in zip(range(0, actual, CHUNK_BYTES), record.sha256):
+            end = min(begin + CHUNK_BYTES, actual)
+            if hash_chunk(path, begin) != digest:
+                problem = f"was altered between its bytes {begin} and {end}: its SHA-256 differs from the manifest's"
+                return Fault(file=path.name, problem=problem)
+            advance(end - begin)
     except OSError as error:
-        return Fault(file=name, problem=f"can't be read ({error.strerror})")
+        return Fault(file=path.name, problem=f"can't be read ({error.strerror})")
     return None
 
 

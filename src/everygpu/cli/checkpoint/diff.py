@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from everygpu.checkpoint.compare import Difference, compare
-from everygpu.checkpoint.contents import read_contents
+from everygpu.checkpoint.contents import read_any
 from everygpu.cli.checkpoint.text import open_console, open_progress, plain
 
 _DIFFERENT = 1
@@ -23,7 +23,7 @@ def diff_checkpoints(context: click.Context, a: Path, b: Path, rtol: float, atol
     Exits with 0 when they are equal, or close where a tolerance is given, and with 1 when not. What
     wrappers add to names, such as `module.`, makes no difference.
     """
-    first, second = (read_contents(path).require_model(path) for path in (a, b))
+    first, second = (read_any(path).require_model(path) for path in (a, b))
     with open_progress("comparing", len(first)) as progress:
         found = compare(
             first, second, rtol=rtol, atol=atol, advance=lambda count: progress.advance(progress.task_ids[0], count)

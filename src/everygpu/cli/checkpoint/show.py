@@ -10,7 +10,7 @@ import click
 from rich.tree import Tree
 from torch import Tensor
 
-from everygpu.checkpoint.contents import read_contents
+from everygpu.checkpoint.contents import read_any
 from everygpu.checkpoint.foreign import Contents
 from everygpu.checkpoint.foreign.sections import is_optimizer_state
 from everygpu.cli.checkpoint.text import harmless, open_console, plain
@@ -37,7 +37,7 @@ class Node:
 @click.option("--section", metavar="NAME", help="The state dict to show, where the file has several.")
 def show_checkpoint(path: Path, as_json: bool, depth: int | None, section: str | None) -> None:
     """Show the tensors in a checkpoint."""
-    contents = read_contents(path, section=section, with_values=False)
+    contents = read_any(path, section=section, with_values=False)
     console = open_console()
     if as_json:
         console.out(json.dumps(describe(path, contents), indent=2))

@@ -1,0 +1,217 @@
+"""The checkpoints of one run: saved every so often, rotated, and found again."""
+
+import logging
+import math
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, get_args
+
+from everygpu.checkpoint.background import Background
+from everygpu.checkpoint.load import load
+from everygpu.checkpoint.lock import hold_lock
+from everygpu.checkpoint.manifest import MANIFEST_FILE
+from everygpu.checkpoint.run_directory import Mode, find_best, list_saved, next_place, recover, rotate, step_path
+from everygpu.checkpoint.save import Taken, take, write_checkpoint
+from everygpu.checkpoint.snapshot import Snapshot, SnapshotMemory
+from everygpu.errors import CheckpointError, CheckpointForeignError, OptionError
+
+_LOG = logging.getLogger("everygpu")
+
+
+class CheckpointManager:
+    """Saves a run's checkpoints to one directory, keeps the newest and the best, and loads them again.
+
+    ::
+
+        with everygpu.CheckpointManager("runs/digits", keep=3, every=500) as checkpoints:
+            if checkpoints.latest():
+                step = checkpoints.load(model=model, optimizer=optimizer, data=data, rng=True)["step"]
+            ...
+                checkpoints.save(step, model=model, optimizer=optimizer, data=data)
+
+    Not safe for several threads; several processes that save to one directory exclude each other.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        every: int = 1,
+        keep_best: Mapping[str, Mode] | None = None,
+        asynchronous: bool = False,
+    ) -> None:
+        """Say where and how checkpoints are kept; nothing is read or written yet.
+
+        Args:
+            directory: Of this run alone; made at the first save.
+            keep: How many of the newest checkpoints stay, 1 or more.
+            every: `save` does its work at steps that are multiples of it.
+            keep_best: Metrics whose best checkpoint stays too, each with ``"min"`` or ``"max"``, for
+                instance ``{"accuracy": "max"}``.
+            asynchronous: Whether `save` copies the state to host memory and writes it in a thread, while
+                training goes on. The memory, one copy of the state, is kept until `close`.
+        Raises:
+            OptionError: an option is outside what it may be.
+        """
+        self.directory = Path(directory)
+        self.keep = _require_positive("keep", keep)
+        self.every = _require_positive("every", every)
+        self.keep_best = {name: _require_mode(name, mode) for name, mode in (keep_best or {}).items()}
+        self.asynchronous = asynchronous
+        self._background = Background()
+        self._memory = SnapshotMemory()
+
+    def save(
+        self, step: int, *, metrics: Mapping[str, Any] | None = None, force: bool = False, **what: Any
+    ) -> Path | None:
+        """Save a checkpoint, then remove those that need not be kept.
+
+        Args:
+            step: Counts what the caller likes, batches or epochs; 0 or more. Saved as an extra: `load`
+                returns it.
+            metrics: Numbers to choose the best checkpoint by. Those that are not finite are left out.
+            force: Save at a step that is no multiple of ``every`` too.
+            **what: As `everygpu.save` takes it.
+        Returns:
+            The checkpoint's path; None if nothing was due. With ``asynchronous=True`` it is there when
+            `wait` returns.
+        Raises:
+            CheckpointError: as `everygpu.save` raises it, here or in the background since the last call.
+        """
+        self._background.check()
+        _require_step(step)
+        if step % self.every != 0 and not force:
+            return None
+        self._background.wait()
+        taken = take(what.pop("model", None), what.pop("optimizer", None), what.pop("scheduler", None),
+                     {**what, "step": step})  # fmt: skip
+        path, numbers = step_path(self.directory, step), _finite(metrics or {})
+        if self.asynchronous:
+            snapshot = self._memory.copy(taken)
+            self._background.start(partial(self._write_snapshot, snapshot, step, numbers))
+        else:
+            self._write(taken, step, numbers)
+        return path
+
+    def load(self, step: int | None = None, **what: Any) -> dict[str, Any]:
+        """Load the newest checkpoint that is whole, or that of a step.
+
+        Args:
+            step: Of the checkpoint to load; by default the newest. If that is damaged, the newest whole one
+                before it is taken, with a warning that names the damage.
+            **what: As `everygpu.load` takes it.
+        Returns:
+            What `everygpu.load` returns, with the ``step`` of the checkpoint.
+        Raises:
+            CheckpointError: as `everygpu.load` raises it.
+        """
+        self.wait()
+        return load(self.directory if step is None else step_path(self.directory, step), **what)
+
+    def latest(self) -> Path | None:
+        """Return the newest checkpoint whose files are there in full size; None if there is none."""
+        self._background.check()
+        return next((saved.path for saved in list_saved(self.directory) if saved.place), None)
+
+    def best(self, metric: str, mode: Mode | None = None) -> Path | None:
+        """Return the checkpoint whose metric is best, of equal ones the newest.
+
+        Args:
+            metric: A name that was passed to `save` in ``metrics``.
+            mode: Whether ``"min"`` or ``"max"`` is best; by default as ``keep_best`` says.
+        Returns:
+            Its path; None if no checkpoint has the metric.
+        Raises:
+            OptionError: nothing says which values are better.
+        """
+        self._background.check()
+        mode = _require_mode(metric, mode or self.keep_best.get(metric))
+        best = find_best(list_saved(self.directory), metric, mode)
+        return None if best is None else best.path
+
+    def wait(self) -> None:
+        """Wait for what is being saved in the background.
+
+        Raises:
+            CheckpointError: what went wrong there.
+        """
+        self._background.wait()
+
+    def close(self) -> None:
+        """Wait for what is being saved, and give the memory for snapshots back; the manager can be used again.
+
+        Raises:
+            CheckpointError: what went wrong in the background.
+        """
+        try:
+            self.wait()
+        finally:
+            self._memory.release()
+
+    def __enter__(self) -> "CheckpointManager":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except CheckpointError:
+            if error is None:  # else the log has it, and the block's own error is the one to see
+                raise
+
+    def _write_snapshot(self, snapshot: Snapshot, step: int, metrics: dict[str, float]) -> None:
+        snapshot.wait()
+        self._write(snapshot.taken, step, metrics)
+
+    def _write(self, taken: Taken, step: int, metrics: dict[str, float]) -> None:
+        if (self.directory / MANIFEST_FILE).exists():
+            raise CheckpointForeignError(
+                f"save: a CheckpointManager's directory must not be a checkpoint itself, got {self.directory}. "
+                f"Choose another one, for instance {self.directory.with_name(self.directory.name + '-run')}."
+            )
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with hold_lock(self.directory / ".lock") as is_alone:
+                if is_alone:
+                    recover(self.directory)
+                path = step_path(self.directory, step)
+                write_checkpoint(path, taken, next_place(self.directory, step, metrics))
+                rotate(self.directory, self.keep, self.keep_best)
+        except CheckpointError:
+            raise
+        except OSError as cause:
+            raise CheckpointError(
+                f"save: {self.directory} must be a writable directory, got {cause}. What was saved before is "
+                f"untouched; make room or choose another place."
+            ) from cause
+
+
+def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
+    numbers = {str(name): float(value) for name, value in metrics.items()}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def _require_positive(name: str, value: int) -> int:
+    if type(value) is not int or value < 1:
+        raise OptionError(f"CheckpointManager: {name} must be a whole number from 1 on, got {value!r}. Pass e.g. 3.")
+    return value
+
+
+def _require_step(step: int) -> None:
+    if type(step) is not int or step < 0:
+        raise OptionError(f"save: step must be a whole number from 0 on, got {step!r}. Count batches or epochs.")
+
+
+def _require_mode(metric: str, mode: Any) -> Mode:
+    if mode not in get_args(Mode):
+        raise OptionError(
+            f"CheckpointManager: for each metric it must be known whether 'min' or 'max' is best, got {mode!r} for "
+            f"{metric}. Pass mode='max', or keep_best={{{metric!r}: 'max'}} to the manager."
+        )
+    result: Mode = mode
+    return result

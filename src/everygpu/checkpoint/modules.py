@@ -1,0 +1,157 @@
+"""Take a module's state by name, and put it into a module of the same or other names."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor, nn
+
+from everygpu.checkpoint.keys import clean_names, describe_mismatch, match_names, name_cleaner
+from everygpu.errors import CheckpointMismatchError
+
+_LOG = logging.getLogger("everygpu")
+
+Match: TypeAlias = Literal["name", "order"]
+"""How saved tensors find theirs in the target: by name, or one after the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How exactly a module must be the one that was saved."""
+
+    strict: bool = True
+    """Whether names that only one of them has are an error."""
+    match: Match = "name"
+    prefix: str = ""
+    """Only saved names that begin with it are loaded, without it."""
+    ignore_mismatched: bool = False
+    """Whether tensors of another shape are left out, instead of being an error."""
+
+
+def module_state(model: nn.Module) -> dict[str, Any]:
+    """Return a module's values by name and the versions of its parts, without prefixes of wrappers."""
+    state = model.state_dict()
+    names = clean_names(model, state)
+    clean = name_cleaner(model)
+    versions = getattr(state, "_metadata", {})
+    return {
+        "values": {names[name]: value for name, value in state.items()},
+        # Modules read their own version from here to understand old states (BatchNorm, for one).
+        "versions": {clean(f"{path}.").rstrip("."): dict(version) for path, version in versions.items()},
+    }
+
+
+def plan_module(model: nn.Module, name: str, state: Any, fit: Fit) -> Callable[[], object]:
+    """Check that a state fits a module, and return what puts it there.
+
+    Args:
+        model: The module to change later.
+        name: What it is called in errors.
+        state: As `module_state` returned it.
+        fit: What may differ.
+    Raises:
+        CheckpointMismatchError: names or shapes differ more than they may.
+    """
+    saved = _select(state["values"], fit.prefix)
+    versions = {path.removeprefix(fit.prefix): version for path, version in state["versions"].items()}
+    own = model.state_dict()
+    pairs = _pair_by_order(name, saved, own) if fit.match == "order" else _pair_by_name(model, saved, own)
+    if fit.ignore_mismatched:
+        saved, own_left = _leave_out_mismatched(name, saved, own, pairs)
+    else:
+        own_left = own
+    _check_names(name, saved, own_left, pairs, fit.strict)
+    loaded = OrderedDict((pairs.get(there, there), value) for there, value in saved.items())
+    # torch reads the versions from this attribute: Module.load_state_dict.
+    loaded._metadata = _own_versions(model, own, versions)  # type: ignore[attr-defined]
+    strict = fit.strict and len(own_left) == len(own)
+    return lambda: model.load_state_dict(loaded, strict=strict)
+
+
+def _select(saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    selected = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
+    if saved and not selected:
+        raise CheckpointMismatchError(
+            f"load: prefix must begin some name in the checkpoint, got {prefix!r}, while the names are "
+            f"{', '.join(list(saved)[:3])}, … Pass what stands before the names of the part to load."
+        )
+    return selected
+
+
+def _pair_by_name(model: nn.Module, saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, str]:
+    own_names = {clean: raw for raw, clean in clean_names(model, own).items()}
+    return {there: own_names[here] for there, here in match_names(saved, own_names).items()}
+
+
+def _pair_by_order(name: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, str]:
+    """Pair the tensors of both sides one after the other; all must have the same shapes."""
+    theirs = [(key, value.shape) for key, value in saved.items() if isinstance(value, Tensor)]
+    ours = [(key, value.shape) for key, value in own.items() if isinstance(value, Tensor)]
+    for index, ((there, saved_shape), (here, shape)) in enumerate(zip(theirs, ours)):
+        if saved_shape != shape:
+            raise CheckpointMismatchError(
+                f"load: with match='order', tensor {index + 1} of the checkpoint must have the shape of {name}'s, "
+                f"{here} {tuple(shape)}, got {there} {tuple(saved_shape)}. Nothing was loaded; use match='name', "
+                f"or bring the modules into the same order."
+            )
+    if len(theirs) != len(ours):
+        longer = theirs if len(theirs) > len(ours) else ours
+        raise CheckpointMismatchError(
+            f"load: with match='order', the checkpoint must have as many tensors as {name}, {len(ours)}, got "
+            f"{len(theirs)}; the first without a partner is {longer[min(len(theirs), len(ours))][0]}. "
+            f"Nothing was loaded; prefix= selects a part of the checkpoint."
+        )
+    return {there: here for (there, _), (here, _) in zip(theirs, ours)}
+
+
+def _leave_out_mismatched(
+    name: str, saved: Mapping[str, Any], own: Mapping[str, Any], pairs: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return both sides without the tensors whose shapes differ; the log names them."""
+    differing = {there: _difference(saved[there], own[here]) for there, here in pairs.items()}
+    left_out = {there: what for there, what in differing.items() if what is not None}
+    if left_out:
+        listed = "".join(f"\n  {there}: {what}" for there, what in left_out.items())
+        _LOG.warning("load: %d tensors of %s keep their values, as their shapes differ:%s", len(left_out), name, listed)
+    kept_own = {pairs[there] for there in left_out}
+    return (
+        {there: value for there, value in saved.items() if there not in left_out},
+        {here: value for here, value in own.items() if here not in kept_own},
+    )
+
+
+def _check_names(
+    name: str, saved: Mapping[str, Any], own: Mapping[str, Any], pairs: Mapping[str, str], strict: bool
+) -> None:
+    pairs = {there: here for there, here in pairs.items() if there in saved}
+    missing = sorted(own.keys() - pairs.values()) if strict else []
+    unexpected = sorted(saved.keys() - pairs.keys()) if strict else []
+    differing = {there: _difference(saved[there], own[here]) for there, here in pairs.items()}
+    shapes = {there: what for there, what in differing.items() if what is not None}
+    if missing or unexpected or shapes:
+        advice = " ignore_mismatched=True leaves those of another shape out." if shapes else ""
+        advice += " strict=False loads the names that both have." if missing or unexpected else ""
+        raise CheckpointMismatchError(
+            f"load: the checkpoint must have the names and shapes of {name}, got "
+            f"{len(missing)} missing, {len(unexpected)} unknown and {len(shapes)} of another shape. "
+            f"Nothing was loaded.{advice}{describe_mismatch(missing, unexpected, shapes)}"
+        )
+
+
+def _difference(saved: object, own: object) -> str | None:
+    if not isinstance(saved, Tensor) or not isinstance(own, Tensor) or nn.parameter.is_lazy(own):
+        return None
+    if saved.shape != own.shape:
+        return f"{tuple(saved.shape)} in the checkpoint, {tuple(own.shape)} in the target"
+    if saved.is_complex() and not own.is_complex():
+        return f"{saved.dtype} in the checkpoint, {own.dtype} in the target"
+    return None
+
+
+def _own_versions(model: nn.Module, own: object, saved: Mapping[str, Any]) -> "OrderedDict[str, Any]":
+    clean = name_cleaner(model)
+    paths = getattr(own, "_metadata", {})
+    found = ((path, saved.get(clean(f"{path}.").rstrip("."))) for path in paths)
+    return OrderedDict((path, dict(version)) for path, version in found if version is not None)

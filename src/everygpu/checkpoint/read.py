@@ -1,0 +1,136 @@
+"""Read a checkpoint from the disk, checked, before a load changes anything."""
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+from warnings import warn
+
+import torch
+from torch import Tensor
+
+from everygpu.checkpoint import manifest as files
+from everygpu.checkpoint.directory import find_directory
+from everygpu.checkpoint.encode import decode
+from everygpu.checkpoint.run_directory import is_run_directory, list_saved
+from everygpu.checkpoint.states import Kind
+from everygpu.checkpoint.tensors import read_tensors
+from everygpu.errors import CheckpointDamagedError, CheckpointForeignError, EveryGPUError
+
+_LOG = logging.getLogger("everygpu")
+_MAX_READS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One saved object or value."""
+
+    kind: Kind
+    state: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """Everything a load needs from the disk."""
+
+    parts: dict[str, Part]
+    """Those of model, optimizer and scheduler that were saved and are wanted."""
+    extras: dict[str, Part]
+    rng: Any
+
+
+def read_contents(path: Path, wanted: Collection[str], device: torch.device, verify: bool) -> Contents:
+    """Read a checkpoint, or the newest one of a run's directory that is whole.
+
+    Args:
+        path: A checkpoint's directory, or one that a CheckpointManager saves to.
+        wanted: Which of model, optimizer and scheduler to read.
+        device: Where the extras' tensors go.
+        verify: Whether to compare all bytes with their digests.
+    Raises:
+        CheckpointError: as `everygpu.load` describes.
+    """
+    if not is_run_directory(path):
+        return _read_steadily(path, wanted, device, verify)
+    problems: list[str] = []
+    for saved in list_saved(path):
+        try:
+            contents = _read_steadily(saved.path, wanted, device, verify)
+        except (CheckpointDamagedError, CheckpointForeignError) as error:
+            problems.append(str(error))
+            continue
+        if problems:
+            listed = "".join(f"\n  {problem}" for problem in problems)
+            warn(f"load: {saved.path} is taken, as what was saved after it is damaged:{listed}", stacklevel=3)
+        return contents
+    listed = "".join(f"\n  {problem}" for problem in problems)
+    raise CheckpointDamagedError(f"load: one checkpoint in {path} must be whole, got none. Nothing was loaded.{listed}")
+
+
+def _read_steadily(path: Path, wanted: Collection[str], device: torch.device, verify: bool) -> Contents:
+    """Read the checkpoint at the path; again, if a save replaced it meanwhile."""
+    for _ in range(_MAX_READS):
+        directory = find_directory(path)
+        before = _stamp(directory)
+        try:
+            contents = _read_directory(directory, wanted, device, verify)
+        except EveryGPUError:
+            if _stamp(directory) == before:
+                raise
+        else:
+            if _stamp(directory) == before:
+                return contents
+    raise CheckpointDamagedError(
+        f"load: the checkpoint must stay in place while it is read, got {path} replaced {_MAX_READS} times. "
+        f"Load it while nothing is saving there."
+    )
+
+
+def _stamp(directory: Path) -> tuple[int, int] | None:
+    try:
+        stat = (directory / files.MANIFEST_FILE).stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns
+
+
+def _read_directory(directory: Path, wanted: Collection[str], device: torch.device, verify: bool) -> Contents:
+    manifest = files.read_manifest(directory)
+    if verify:
+        files.check_files(directory, manifest)
+    else:
+        _LOG.info("load: %s is read without comparing it with its SHA-256, as verify=False asks.", directory)
+
+    def read(name: str) -> dict[str, Tensor]:
+        return read_tensors(directory / name) if name in manifest.files else {}
+
+    state = files.read_json(directory / files.STATE_FILE)
+    try:
+        saved = {name: state[name] for name in wanted if name in state}
+        rest = {name: tensor.to(device, copy=True) for name, tensor in read(files.STATE_TENSORS).items()}
+        parts = {name: _decode_part(part, _own_tensors(name, read, rest)) for name, part in saved.items()}
+        extras = {name: _decode_part(part, rest) for name, part in state["extras"].items()}
+        return Contents(parts=parts, extras=extras, rng=decode(state["rng"], {}))
+    except EveryGPUError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as cause:
+        raise files.damaged(directory / files.STATE_FILE, f"has an unknown structure ({cause!r})") from cause
+
+
+def _own_tensors(part: str, read: Callable[[str], dict[str, Tensor]], rest: dict[str, Tensor]) -> dict[str, Tensor]:
+    if part == "model":
+        return read(files.MODEL_TENSORS)
+    if part == "optimizer":
+        # Copies: an optimizer keeps what it is given, and the file may be removed.
+        return {name: tensor.clone() for name, tensor in read(files.OPTIMIZER_TENSORS).items()}
+    return rest
+
+
+def _decode_part(part: Any, tensors: dict[str, Tensor]) -> Part:
+    kind, state = part["kind"], decode(part["state"], tensors)
+    if kind not in get_args(Kind):
+        raise ValueError(f"unknown kind {kind!r}")
+    if kind == "module" and not all(isinstance(state[key], dict) for key in ("values", "versions")):
+        raise TypeError("a module's values and versions must be dicts")
+    return Part(kind=kind, state=state)

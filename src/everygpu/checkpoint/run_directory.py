@@ -1,0 +1,107 @@
+"""The checkpoints of one run: a directory with one of them per step, named ``step-00001200``."""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from everygpu.checkpoint.directory import find_replaced, remove_directory, remove_leftovers
+from everygpu.checkpoint.manifest import MANIFEST_FILE, Place, read_manifest
+from everygpu.errors import CheckpointError
+
+Mode: TypeAlias = Literal["min", "max"]
+"""Whether a metric is better when it is lower or higher."""
+
+_NAME = re.compile(r"step-(\d{8,})")
+_LEFT_NAME = re.compile(r"\.(step-\d{8,})\.old-\d+-[0-9a-f]{8}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """One checkpoint of a run."""
+
+    path: Path
+    step: int
+    place: Place | None
+    """None where the manifest can't be read, or a file beside it has another size than it says."""
+
+
+def step_path(directory: Path, step: int) -> Path:
+    """Name the checkpoint of a step."""
+    return directory / f"step-{step:08d}"
+
+
+def is_run_directory(path: Path) -> bool:
+    """Tell whether a directory holds checkpoints of steps and is not one itself."""
+    return path.is_dir() and not (path / MANIFEST_FILE).exists() and bool(_names(path))
+
+
+def list_saved(directory: Path) -> list[Saved]:
+    """List a run's checkpoints, the one written last first.
+
+    A damaged one stands first if its step is beyond those of all others, else last.
+    """
+    saved = [_look(directory / name) for name in _names(directory)]
+    good = sorted((s for s in saved if s.place), key=lambda s: s.place.serial if s.place else 0, reverse=True)
+    last_step = max((s.step for s in good), default=-1)
+    damaged = sorted((s for s in saved if s.place is None), key=lambda s: s.step, reverse=True)
+    return [*(s for s in damaged if s.step > last_step), *good, *(s for s in damaged if s.step <= last_step)]
+
+
+def find_best(saved: Collection[Saved], metric: str, mode: Mode) -> Saved | None:
+    """Return the checkpoint whose metric is best, of equal ones the newest; None if none has it.
+
+    Args:
+        saved: As `list_saved` returned them.
+        metric: Its name.
+        mode: Which values are better.
+    """
+    choose = min if mode == "min" else max
+    having = [s for s in saved if s.place and metric in s.place.metrics]
+    return choose(having, key=lambda s: s.place.metrics[metric] if s.place else 0.0, default=None)
+
+
+def next_place(directory: Path, step: int, metrics: Mapping[str, float]) -> Place:
+    """Make the record of the checkpoint that is written next."""
+    serials = [saved.place.serial for saved in list_saved(directory) if saved.place]
+    return Place(step=step, serial=max(serials, default=0) + 1, metrics=dict(metrics))
+
+
+def rotate(directory: Path, keep: int, keep_best: Mapping[str, Mode]) -> None:
+    """Remove all but the newest checkpoints and the best ones.
+
+    Args:
+        directory: Of the run; nobody else may be saving there.
+        keep: How many of the newest stay.
+        keep_best: Metrics whose best checkpoint stays too.
+    """
+    saved = list_saved(directory)
+    good = [s for s in saved if s.place]
+    best = [find_best(good, metric, mode) for metric, mode in keep_best.items()]
+    stay = {s.path for s in [*good[:keep], *best] if s is not None}
+    for old in saved:
+        if old.path not in stay:
+            remove_directory(old.path)
+
+
+def recover(directory: Path) -> None:
+    """Clear away what killed savers of the run have left; nobody may be saving there."""
+    remove_leftovers(directory, _NAME)
+
+
+def _names(directory: Path) -> set[str]:
+    if not directory.is_dir():
+        return set()
+    matches = [_NAME.fullmatch(entry.name) for entry in directory.iterdir()]
+    left = [_LEFT_NAME.fullmatch(entry.name) for entry in directory.iterdir()]
+    return {match[0] for match in matches if match} | {match[1] for match in left if match}
+
+
+def _look(path: Path) -> Saved:
+    step = int(path.name.removeprefix("step-"))
+    try:
+        place = read_manifest(path if path.exists() else find_replaced(path) or path).place
+    except CheckpointError:
+        place = None
+    return Saved(path=path, step=step, place=place)

@@ -1,0 +1,263 @@
+"""The position in the data: after a resume come the samples that would have come, whoever fetches them."""
+
+import random
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+import everygpu
+from everygpu import ResumableLoader
+from everygpu.errors import CheckpointMismatchError, OptionError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
+]
+DATA = TensorDataset(torch.arange(23))
+
+
+class NumpyShuffled(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.permutation(23).tolist())
+
+    def __len__(self) -> int:
+        return 23
+
+
+class PythonShuffled(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.sample(range(23), 23))
+
+    def __len__(self) -> int:
+        return 23
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+LOADERS: dict[str, Any] = {
+    "in order": lambda seed: DataLoader(DATA, 4),
+    "shuffled": lambda seed: DataLoader(DATA, 4, shuffle=True),
+    "shuffled by a generator": lambda seed: DataLoader(DATA, 4, shuffle=True, generator=seeded(seed)),
+    "last dropped": lambda seed: DataLoader(DATA, 4, shuffle=True, drop_last=True),
+    "sampler": lambda seed: DataLoader(DATA, 4, sampler=SubsetRandomSampler(range(23), seeded(seed))),
+    "with replacement": lambda seed: DataLoader(DATA, 4, sampler=RandomSampler(DATA, True, 70)),
+    "weighted": lambda seed: DataLoader(DATA, 4, sampler=WeightedRandomSampler([1.0, 2.0] * 11, 22)),
+    "distributed": lambda seed: DataLoader(DATA, 4, sampler=DistributedSampler(DATA, 2, 1)),
+    "numpy": lambda seed: DataLoader(DATA, 4, sampler=NumpyShuffled()),
+    "python": lambda seed: DataLoader(DATA, 4, sampler=PythonShuffled()),
+    "batch sampler": lambda seed: DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 4, False)),
+    "no batches": lambda seed: DataLoader(DATA, batch_size=None, shuffle=True),
+}
+
+
+def seed_everything(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+class Run:
+    """Reads data, and draws random numbers in between as training does."""
+
+    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
+        seed_everything(seed)
+        self.data = ResumableLoader(loader)
+        self.seen: list[object] = []
+
+    def run(self, num_batches: int | None, num_epochs: int = 3) -> list[object]:
+        """Go on until so many batches are seen, or all epochs are over."""
+        while self.data.epoch < num_epochs:
+            for (batch,) in self.data:
+                draws = (torch.rand(1).item(), random.random(), np.random.rand())
+                self.seen.append((batch.tolist(), draws))
+                if len(self.seen) == num_batches:
+                    return self.seen
+        return self.seen
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=list(LOADERS))
+@pytest.mark.parametrize("stop", [0, 1, 5, 6, 8])
+def test_a_resumed_run_sees_what_comes_next(tmp_path: Path, make: Any, stop: int) -> None:
+    expected = Run(make(1), seed=1).run(None)
+    interrupted = Run(make(1), seed=1)
+    seen = interrupted.run(stop) if stop else []
+    everygpu.save(tmp_path / "ckpt", data=interrupted.data)
+    resumed = Run(make(2), seed=2)
+    everygpu.load(tmp_path / "ckpt", data=resumed.data, rng=True)
+    assert [*seen, *resumed.run(None)] == expected
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=list(LOADERS))
+def test_a_run_saved_between_two_passes_goes_on_with_the_second(tmp_path: Path, make: Any) -> None:
+    expected = Run(make(1), seed=1).run(None)
+    interrupted = Run(make(1), seed=1)
+    seen = list(interrupted.run(None, num_epochs=1))
+    everygpu.save(tmp_path / "ckpt", data=interrupted.data)
+    resumed = Run(make(2), seed=2)
+    everygpu.load(tmp_path / "ckpt", data=resumed.data, rng=True)
+    assert resumed.data.epoch == 1
+    assert [*seen, *resumed.run(None)] == expected
+
+
+def test_every_epoch_has_another_order() -> None:
+    """The tests here would notice if all epochs were the same."""
+    seen = [batch for batch, _ in Run(LOADERS["shuffled"](1), seed=1).run(None)]  # type: ignore[misc]
+    assert sorted(chain.from_iterable(seen[:6])) == list(range(23))
+    assert seen[:6] != seen[6:12]
+
+
+@pytest.mark.parametrize(("workers", "then"), [(0, 2), (2, 0), (1, 2), (2, 2)])
+@pytest.mark.parametrize("name", ["shuffled", "shuffled by a generator", "batch sampler"])
+def test_the_number_of_workers_may_change(tmp_path: Path, name: str, workers: int, then: int) -> None:
+    def with_workers(num_workers: int) -> DataLoader[Any]:
+        loader = LOADERS[name](1)
+        loader.num_workers = num_workers
+        loader.prefetch_factor = 2 if num_workers else None
+        return loader
+
+    expected = Run(with_workers(0), seed=1).run(None, num_epochs=2)
+    interrupted = Run(with_workers(workers), seed=1)
+    seen = list(interrupted.run(3))
+    everygpu.save(tmp_path / "ckpt", data=interrupted.data)
+    resumed = Run(with_workers(then), seed=2)
+    everygpu.load(tmp_path / "ckpt", data=resumed.data, rng=True)
+    assert [*seen, *resumed.run(None, num_epochs=2)] == expected
+
+
+@pytest.mark.parametrize("stop", [3, 6, 9])
+def test_workers_that_persist(tmp_path: Path, stop: int) -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(DATA, 4, shuffle=True, num_workers=1, persistent_workers=True)
+
+    expected = Run(make(), seed=1).run(None)
+    interrupted = Run(make(), seed=1)
+    seen = list(interrupted.run(stop))
+    everygpu.save(tmp_path / "ckpt", data=interrupted.data)
+    resumed = Run(make(), seed=2)
+    everygpu.load(tmp_path / "ckpt", data=resumed.data, rng=True)
+    assert [*seen, *resumed.run(None)] == expected
+
+
+def test_skipping_fetches_nothing(tmp_path: Path) -> None:
+    class Counted(Dataset[int]):
+        fetched: list[int] = []
+
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> int:
+            self.fetched.append(index)
+            return index
+
+    data = ResumableLoader(DataLoader(Counted(), 2))
+    data.load_state_dict({"epoch": 0, "num_batches": 4, "length": 6, "start": position_of(data)})
+    assert [batch.tolist() for batch in data] == [[8, 9], [10, 11]]
+    assert Counted.fetched == [8, 9, 10, 11]
+
+
+def position_of(data: ResumableLoader) -> Any:
+    data._order.remember()
+    return data._order.start
+
+
+class Stream(IterableDataset[tuple[torch.Tensor]]):
+    def __iter__(self) -> Iterator[tuple[torch.Tensor]]:
+        for value in torch.randperm(11):
+            yield (value,)
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4])
+def test_a_stream_is_fetched_again(tmp_path: Path, stop: int) -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(Stream(), 3)
+
+    expected = Run(make(), seed=1).run(None)
+    interrupted = Run(make(), seed=1)
+    seen = interrupted.run(stop)
+    everygpu.save(tmp_path / "ckpt", data=interrupted.data)
+    resumed = Run(make(), seed=2)
+    everygpu.load(tmp_path / "ckpt", data=resumed.data, rng=True)
+    assert [*seen, *resumed.run(None)] == expected
+
+
+def test_a_pass_left_early_is_over_when_the_next_begins() -> None:
+    data = ResumableLoader(DataLoader(DATA, 4))
+    next(iter(data))
+    assert data.epoch == 0
+    assert len(list(data)) == len(data) == 6
+    assert data.epoch == 2
+
+
+def test_batches_that_are_pending_are_not_counted(tmp_path: Path) -> None:
+    data = ResumableLoader(DataLoader(DATA, 4))
+    batches = iter(data)
+    for _ in range(3):
+        next(batches)
+    state = data.state_dict(num_pending=2)
+    batches.close()  # type: ignore[attr-defined]
+    again = ResumableLoader(DataLoader(DATA, 4))
+    again.load_state_dict(state)
+    assert next(iter(again))[0].tolist() == [4, 5, 6, 7]
+
+
+def test_other_data_is_refused_and_nothing_changes() -> None:
+    state = ResumableLoader(DataLoader(DATA, 4)).state_dict()
+    data = ResumableLoader(DataLoader(DATA, 5))
+    with pytest.raises(CheckpointMismatchError, match="as many batches as when it was saved, 6, got 5"):
+        data.load_state_dict(state | {"epoch": 3})
+    assert data.epoch == 0
+
+
+@pytest.mark.parametrize("loader", [[1, 2], None, DATA])
+def test_what_is_no_loader_is_refused(loader: Any) -> None:
+    with pytest.raises(OptionError, match="must be a torch"):
+        ResumableLoader(loader)
+
+
+def test_the_loader_itself_stays_as_it_was() -> None:
+    loader = DataLoader(DATA, 4)
+    sampler, batch_sampler = loader.sampler, loader.batch_sampler
+    ResumableLoader(loader)
+    assert loader.sampler is sampler
+    assert loader.batch_sampler is batch_sampler
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_torchdata_s_own_loader_is_saved_as_it_is(tmp_path: Path) -> None:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def make() -> Any:
+        torch.manual_seed(1)
+        return torchdata.StatefulDataLoader(DATA, 4, shuffle=True, generator=seeded(1))
+
+    expected = [batch[0].tolist() for batch in make()]
+    interrupted, seen = make(), []
+    for batch in interrupted:
+        seen.append(batch[0].tolist())
+        if len(seen) == 3:
+            break
+    everygpu.save(tmp_path / "ckpt", data=interrupted)
+    resumed = make()
+    everygpu.load(tmp_path / "ckpt", data=resumed)
+    assert seen + [batch[0].tolist() for batch in resumed] == expected
+    with pytest.raises(OptionError, match="torchdata"):
+        ResumableLoader(resumed)

@@ -1,0 +1,93 @@
+"""b02: the disk is full; a typed error, the old checkpoint untouched, nothing temporary left."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import everygpu
+from everygpu.errors import CheckpointError
+from tests.faults.inject import file_size_limit, files_of, full_at, is_disk_error
+from tests.faults.savers import EVERYGPU, Weights, version_of
+
+
+def assert_old_is_there(root: Path) -> None:
+    assert os.listdir(root) == ["ckpt"]
+    assert version_of(EVERYGPU.load(root / "ckpt")) == 1
+
+
+def test_b02_a_write_fails_after_any_number_of_bytes(tmp_path: Path) -> None:
+    EVERYGPU.save(tmp_path / "ckpt", Weights(1))
+    biggest = max(path.stat().st_size for path in files_of(tmp_path / "ckpt"))
+    limits = [*range(0, 2000, 40), *range(2000, biggest, 700), biggest - 1]
+    for limit in limits:
+        error = full_at(EVERYGPU, tmp_path, limit, Weights(2))
+        assert isinstance(error, CheckpointError), f"at {limit} bytes: {error!r}"
+        assert is_disk_error(error)
+        assert_old_is_there(tmp_path)
+    assert full_at(EVERYGPU, tmp_path, biggest, Weights(2)) is None
+    assert len(limits) >= 100
+
+
+def test_b02_any_call_to_the_system_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    EVERYGPU.save(tmp_path / "ckpt", Weights(1))
+    for name in ("mkdir", "fsync", "rename"):
+        real, failures = getattr(os, name), 0
+        while True:
+            calls = 0
+
+            def failing(*args: object, name: str = name, fail_at: int = failures + 1, **kwargs: object) -> object:
+                nonlocal calls
+                calls += 1
+                if calls == fail_at:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                return real(*args, **kwargs)  # noqa: B023
+
+            with monkeypatch.context() as patch:
+                patch.setattr(os, name, failing)
+                try:
+                    EVERYGPU.save(tmp_path / "ckpt", Weights(2))
+                    break
+                except CheckpointError as error:
+                    assert is_disk_error(error)  # noqa: PT017
+            failures += 1
+            assert_old_is_there(tmp_path)
+        assert failures >= 1
+        EVERYGPU.save(tmp_path / "ckpt", Weights(1))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_b02_a_manager_keeps_what_it_has(tmp_path: Path, asynchronous: bool) -> None:
+    checkpoints = everygpu.CheckpointManager(tmp_path, keep=1, asynchronous=asynchronous)
+    checkpoints.save(1, model=Weights(1))
+    checkpoints.wait()
+
+    def save() -> None:
+        checkpoints.save(2, model=Weights(2))
+        checkpoints.wait()
+
+    with file_size_limit(10_000), pytest.raises(CheckpointError, match="File too large"):
+        save()
+    assert os.listdir(tmp_path) == ["step-00000001"]
+    assert version_of(EVERYGPU.load(tmp_path)) == 1
+    checkpoints.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="needs to mount a small file system")
+def test_b02_a_small_file_system_is_really_full(tmp_path: Path) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160k", "none", str(tmp_path)], check=False)
+    if mounted.returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        EVERYGPU.save(tmp_path / "ckpt", Weights(1))  # 40 kB
+        (tmp_path / "filler").write_bytes(b"x" * 70_000)
+        with pytest.raises(CheckpointError, match="No space left"):
+            EVERYGPU.save(tmp_path / "ckpt", Weights(2))
+        (tmp_path / "filler").unlink()
+        assert_old_is_there(tmp_path)
+        EVERYGPU.save(tmp_path / "ckpt", Weights(2))
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)

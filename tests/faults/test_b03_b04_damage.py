@@ -1,0 +1,58 @@
+"""b03 and b04: a file is cut off, or one bit of it flipped; it is noticed, named, and stepped over."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import everygpu
+from everygpu.errors import CheckpointDamagedError, CheckpointError
+from tests.faults.inject import files_of, flip_bit, truncate
+from tests.faults.savers import Weights
+
+FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.json", "state.safetensors"]
+
+
+def save_two(directory: Path) -> everygpu.CheckpointManager:
+    """Save steps 1 and 2 of a run, with every kind of file."""
+    checkpoints = everygpu.CheckpointManager(directory)
+    for step in (1, 2):
+        model = Weights(step, 64)
+        optimizer = torch.optim.AdamW(model.parameters())
+        (model.first.sum() + model.second.sum()).backward()
+        optimizer.step()
+        checkpoints.save(step, model=model, optimizer=optimizer, ema=torch.ones(50))
+    assert [path.name for path in files_of(directory / "step-00000002")] == FILES
+    return checkpoints
+
+
+def try_faults(directory: Path, num_faults: int, fault: Callable[[Path, random.Random], None]) -> list[CheckpointError]:
+    """Alter each file of step 2 in turn; loading must name it, change nothing, and fall back to step 1."""
+    checkpoints, chance, errors = save_two(directory), random.Random(0), []
+    files = files_of(directory / "step-00000002")
+    originals = {path: path.read_bytes() for path in files}
+    for index in range(num_faults):
+        path = files[index % len(files)]
+        fault(path, chance)
+        assert path.read_bytes() != originals[path]
+        model = Weights(-1, 64)
+        with pytest.raises(CheckpointError, match=path.name) as raised:
+            everygpu.load(directory / "step-00000002", model=model)
+        assert (model.first == -1).all()
+        with pytest.warns(UserWarning, match=rf"(?s)step-00000001 is taken.*{path.name}"):
+            assert checkpoints.load(model=model)["step"] == 1
+        errors.append(raised.value)
+        path.write_bytes(originals[path])
+    assert checkpoints.load(model=model)["step"] == 2
+    return errors
+
+
+def test_b03_a_file_is_cut_off_100_times(tmp_path: Path) -> None:
+    errors = try_faults(tmp_path, 100, truncate)
+    assert all(isinstance(error, CheckpointDamagedError) for error in errors)
+
+
+def test_b04_one_bit_is_flipped_200_times(tmp_path: Path) -> None:
+    assert len(try_faults(tmp_path, 200, flip_bit)) == 200

@@ -1,0 +1,73 @@
+"""b06: several savers, one place; each wins or is refused, and what is there is never a mix."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+import everygpu
+from everygpu.errors import CheckpointBusyError
+from tests.faults.inject import fork
+from tests.faults.savers import EVERYGPU, Weights, version_of
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
+    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
+]
+SECONDS = 1.5
+
+
+def keep_saving(save, log: Path) -> None:
+    """Save over and over; write down how often it won and was refused."""
+    won = refused = 0
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        try:
+            save(won)
+            won += 1
+        except CheckpointBusyError:
+            refused += 1
+    log.write_text(f"{won} {refused}")
+
+
+def counts(root: Path) -> list[list[int]]:
+    return [[int(n) for n in log.read_text().split()] for log in sorted(root.glob("log*"))]
+
+
+def test_b06_two_processes_saving_to_one_path(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    path = tmp_path / "runs" / "ckpt"
+    EVERYGPU.save(path, Weights(7))
+    children = [
+        fork(lambda i=i: keep_saving(lambda n: EVERYGPU.save(path, Weights(2 * n + i)), tmp_path / f"log{i}"))
+        for i in range(2)
+    ]
+    seen = set()
+    while len(seen) < 10 or any(os.waitid(os.P_PID, c, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None for c in children):
+        seen.add(version_of(EVERYGPU.load(path)))
+        if all(os.waitid(os.P_PID, c, os.WEXITED | os.WNOHANG | os.WNOWAIT) for c in children):
+            break
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    (won, refused), (won_too, refused_too) = counts(tmp_path)
+    assert min(won, won_too) >= 5
+    assert refused + refused_too >= 1, "the two never met: the test shows nothing"
+    assert len(seen) >= 5
+    assert os.listdir(tmp_path / "runs") == ["ckpt"]
+
+
+def test_b06_two_managers_in_one_directory(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+
+    def save(i: int, n: int) -> None:
+        everygpu.CheckpointManager(runs, keep=2).save(n, model=Weights(2 * n + i))
+
+    children = [fork(lambda i=i: keep_saving(lambda n: save(i, n), tmp_path / f"log{i}")) for i in range(2)]
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    (won, refused), (won_too, refused_too) = counts(tmp_path)
+    assert min(won, won_too) >= 5
+    assert refused + refused_too >= 1, "the two never met: the test shows nothing"
+    assert len(os.listdir(runs)) == 2
+    for entry in runs.iterdir():
+        step = everygpu.load(entry)["step"]
+        assert version_of(EVERYGPU.load(entry)) in (2 * step, 2 * step + 1)

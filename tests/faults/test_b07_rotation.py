@@ -1,0 +1,64 @@
+"""b07: a run that keeps one checkpoint is killed anywhere while it saves the next; one is always whole."""
+
+import os
+import random
+import signal
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+import everygpu
+from tests.faults.inject import fork, kill_at_every_boundary
+from tests.faults.savers import Weights, version_of
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
+    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
+]
+
+
+def save(directory: Path, step: int, version: int | None = None) -> None:
+    everygpu.CheckpointManager(directory, keep=1).save(step, model=Weights(step if version is None else version))
+
+
+def what_loads(directory: Path) -> int:
+    model = Weights(-1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        everygpu.CheckpointManager(directory).load(model=model)
+    return version_of(model.state_dict())
+
+
+@pytest.mark.parametrize("next_step", [2, 1], ids=["the next step", "the same step"])
+def test_b07_killed_at_every_boundary(tmp_path: Path, next_step: int) -> None:
+    boundaries = kill_at_every_boundary(
+        lambda boundary: save(tmp_path / str(boundary), next_step, version=2),
+        lambda boundary: save(tmp_path / str(boundary), 1),
+    )
+    seen = []
+    for boundary in boundaries:
+        directory = tmp_path / str(boundary)
+        seen.append(what_loads(directory))
+        save(directory, 3)
+        assert os.listdir(directory) == ["step-00000003"], "what was left was not cleared"
+        assert what_loads(directory) == 3
+    assert set(seen) == {1, 2}
+    assert seen == sorted(seen)
+    assert len(seen) >= 18
+
+
+def test_b07_killed_at_random_times(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    save(tmp_path, 0)
+    last = 0
+    for _ in range(30):
+        child = fork(lambda first=last + 1: [save(tmp_path, step) for step in range(first, first + 100)])
+        time.sleep(chance.uniform(0.01, 0.08))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        loaded = what_loads(tmp_path)
+        assert loaded >= last
+        last = loaded
+    assert last >= 10, "hardly a save went through: the test shows nothing"
