@@ -211,3 +211,14 @@ class TestWaysBack:
 
     def test_auto_leaves_a_plain_module_eager(self):
         assert not isinstance(everygpu.DataParallel(build("cpu"), ["cpu"] * 2)._workers, CompiledReplicas)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_compiled_wrapper_runs_as_ever(devices, count):
+    used = devices(count)
+    x, y = batch(used[0])
+    net = build(used[0])
+    eager = everygpu.DataParallel(copy.deepcopy(net), used)
+    ours = torch.compile(everygpu.DataParallel(net, used), backend="eager")
+    assert train(ours, x, y) == pytest.approx(train(eager, x, y))
+    torch.testing.assert_close(list(ours.parameters()), list(eager.parameters()))

@@ -21,6 +21,7 @@ from everygpu.parallel.lend import note_writes
 from everygpu.parallel.placement import check_module, place_module
 from everygpu.parallel.replicate import Leaves, ReplicaSet
 from everygpu.parallel.scatter import Shard, move_tree, scatter_call
+from everygpu.parallel.sharded_batch import not_compiled
 from everygpu.parallel.split import Split, check_split, default_split, settle_split
 
 # Which wrappers' forwards the present call is inside of, in this thread and in the replicas' threads.
@@ -152,6 +153,7 @@ class DataParallel(nn.Module):
         finally:
             self._fresh = before
 
+    @not_compiled
     def _forward_on(
         self, replicas: ReplicaSet, inputs: tuple[Any, ...], kwargs: dict[str, Any], fresh: set[int] | None = None
     ) -> Any:

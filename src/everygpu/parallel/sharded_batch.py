@@ -66,8 +66,8 @@ class Memory:
         self.lock = threading.RLock()
 
 
-def _not_compiled(method: Method) -> Method:
-    """Keep torch.compile out of a method and what it calls; it would compile the rules, piece by piece."""
+def not_compiled(method: Method) -> Method:
+    """Keep torch.compile out of a method and what it calls, which it would compile piece by piece."""
     eval_frame: Any = torch._C._dynamo.eval_frame
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(method.__code__, eval_frame._FrameExecStrategy(skip, skip))
@@ -111,7 +111,7 @@ class ShardedBatch(Tensor):
         return join(self).as_subclass(cls)
 
     @classmethod
-    @_not_compiled
+    @not_compiled
     def __torch_function__(cls, func: Any, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None) -> Any:
         """Answer what never comes down to torch's operations, and what is better answered above them."""
         from everygpu.parallel.sharded_functions import function_for  # made of this class
@@ -119,7 +119,7 @@ class ShardedBatch(Tensor):
         return function_for(func)(func, args, kwargs or {})
 
     @classmethod
-    @_not_compiled
+    @not_compiled
     def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
