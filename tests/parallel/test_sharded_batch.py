@@ -694,6 +694,7 @@ class TestShards:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_loss_runs_as_written(backend: str) -> None:
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     compiled = torch.compile(lambda x, y: F.cross_entropy(x * 2, y) + x.exp().mean(), backend=backend)
     assert_same_call(compiled, (Rows(numbers(7, C), 0), labels(ones(7, 1))), [4, 3])
     assert not torch._dynamo.utils.counters["graph_break"]
