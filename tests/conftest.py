@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import signal
 import threading
 import time
@@ -17,6 +18,7 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+torch.manual_seed(0)  # for what modules make while they are imported
 
 OPEN_FILES = Path("/proc/self/fd")
 
@@ -55,6 +57,14 @@ def interruptible() -> None:
     """Heed Ctrl-C, here and in what tests start, also where the shell that runs this in the background does not."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """Draw the same random numbers in every run, whichever tests are run before."""
+    if settings().derandomize:
+        random.seed(0)
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
