@@ -1,6 +1,7 @@
 """One call trains as a plain loop on one device does."""
 
 import copy
+import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -282,6 +283,8 @@ EDITS: dict[str, Callable[[Net], Any]] = {
     "flag": lambda net: setattr(net.dropout, "p", 1.0),
     "module replaced": lambda net: setattr(net, "norm", nn.Identity()),
     "eval": lambda net: net.eval(),
+    "laid out anew": lambda net: setattr(net.first.weight, "data", net.first.weight.data.t().contiguous().t()),
+    "hook on a parameter": lambda net: net.first.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01)),
 }
 
 
@@ -304,6 +307,196 @@ def test_edits_between_steps_are_seen_by_every_replica(devices: Devices, edit: s
             EDITS[edit](ours)
             EDITS[edit](plain)
     assert_close(ours, plain)
+
+
+def test_weights_swapped_for_averages_come_back(devices: Devices) -> None:
+    used = devices(2)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(6)]
+    step = everygpu.TrainStep(
+        everygpu.DataParallel(ours, used), F.cross_entropy, OPTIMIZERS["AdamW"](ours.parameters())
+    )
+    optimizer = OPTIMIZERS["AdamW"](plain.parameters())
+    averages = [{name: p.data.clone() for name, p in net.named_parameters()} for net in (ours, plain)]
+    for x, y in data:
+        step(x, y)
+        train_plainly(plain, optimizer, [(x, y)])
+        kept = []
+        for net, average in zip((ours, plain), averages):
+            kept.append({name: p.data for name, p in net.named_parameters()})
+            for name, p in net.named_parameters():
+                average[name] = (0.9 * average[name] + 0.1 * p.data).clone()
+                p.data = average[name]
+        torch.testing.assert_close(step.evaluate(x, y).loss, F.cross_entropy(plain(x), y).detach())
+        for net, backup in zip((ours, plain), kept):
+            for name, p in net.named_parameters():
+                p.data = backup[name]
+    assert_close(ours, plain)
+
+
+@pytest.mark.parametrize("edit", ["unfrozen", "hook on a parameter"])
+def test_what_has_accumulated_survives_edits(devices: Devices, edit: str) -> None:
+    used = devices(2)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(6)]
+    step = everygpu.TrainStep(
+        everygpu.DataParallel(ours, used), F.cross_entropy, OPTIMIZERS["AdamW"](ours.parameters()), accumulate=3
+    )
+    optimizer = OPTIMIZERS["AdamW"](plain.parameters())
+    for i, (x, y) in enumerate(data):
+        step(x, y)
+        if i % 3 == 0:
+            optimizer.zero_grad()
+            EDITS[edit](ours)
+            step.evaluate(x, y)
+        (F.cross_entropy(plain(x), y) / 3).backward()
+        if i % 3 == 0:
+            EDITS[edit](plain)
+        if i % 3 == 2:
+            optimizer.step()
+    assert_close(ours, plain)
+
+
+@pytest.mark.parametrize("write", ["assigned", "in place"])
+def test_parameters_written_in_forward(devices: Devices, write: str) -> None:
+    class Normalising(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            normal = F.normalize(self.first.weight.detach())
+            if write == "assigned":
+                self.first.weight.data = normal
+            else:
+                self.first.weight.detach().copy_(normal)
+            return super().forward(x)
+
+    used = devices(3)
+    plain, ours = Normalising().to(used[0]), Normalising().to(used[0])
+    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(8)]
+    step = everygpu.TrainStep(
+        everygpu.DataParallel(ours, used), F.cross_entropy, OPTIMIZERS["AdamW"](ours.parameters())
+    )
+    losses = [step(*batch).item() for batch in data]
+    expected, _ = train_plainly(plain, OPTIMIZERS["AdamW"](plain.parameters()), data)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert_close(ours, plain)
+    assert_replicas_bit_equal(step)
+
+
+def test_evaluation_in_inference_mode_may_come_first_after_an_edit(devices: Devices) -> None:
+    used = devices(2)
+    net = Net().to(used[0])
+    step = everygpu.TrainStep(everygpu.DataParallel(net, used), F.cross_entropy, torch.optim.SGD(net.parameters()))
+    x, y = (t.to(used[0]) for t in next(batches(1)))
+    net.frozen.requires_grad_()
+    with torch.inference_mode():
+        step.evaluate(x, y)
+    step(x, y)
+
+
+# Hooks.
+
+
+@pytest.mark.parametrize("kind", ["tensor", "accumulated", "replaced", "removed"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_hooks_of_parameters_see_the_whole_gradient_once(devices: Devices, kind: str, accumulate: int) -> None:
+    def note(seen: list[Tensor], p: Tensor) -> None:
+        seen.append(p.grad.clone())
+        if kind == "accumulated":
+            p.grad.clamp_(-0.01, 0.01)
+        else:
+            p.grad = p.grad * 2 if kind == "replaced" else None
+
+    used = devices(3)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(8)]
+    grads: dict[str, list[Tensor]] = {"ours": [], "plain": []}
+    for name, net in (("ours", ours), ("plain", plain)):
+        seen = grads[name]
+        if kind == "tensor":
+            net.first.weight.register_hook(lambda g, seen=seen: seen.append(g.clone()) or g.clamp(-0.01, 0.01))
+        else:
+            net.first.weight.register_post_accumulate_grad_hook(functools.partial(note, seen))
+    step = everygpu.TrainStep(
+        everygpu.DataParallel(ours, used),
+        F.cross_entropy,
+        OPTIMIZERS["AdamW"](ours.parameters()),
+        accumulate=accumulate,
+    )
+    for batch in data:
+        step(*batch)
+    train_plainly(plain, OPTIMIZERS["AdamW"](plain.parameters()), data, accumulate=accumulate)
+    assert len(grads["ours"]) == len(data)
+    torch.testing.assert_close(grads["ours"], grads["plain"], rtol=1e-4, atol=1e-6)
+    assert_close(ours, plain)
+
+
+OPTIMIZER_HOOKS: dict[str, Callable[[Net, torch.optim.Optimizer], Any]] = {
+    "gradients clamped before": lambda net, o: o.register_step_pre_hook(
+        lambda *_: [p.grad.clamp_(-1e-3, 1e-3) for p in net.parameters() if p.grad is not None] and None
+    ),
+    "a gradient replaced before": lambda net, o: o.register_step_pre_hook(
+        lambda *_: setattr(net.first.weight, "grad", net.first.weight.grad.sign())
+    ),
+    "a gradient removed before": lambda net, o: o.register_step_pre_hook(
+        lambda *_: setattr(net.first.weight, "grad", None)
+    ),
+    "parameters decayed before": lambda net, o: o.register_step_pre_hook(
+        lambda *_: [p.detach().mul_(0.9) for p in net.parameters()] and None
+    ),
+    "parameters clamped after": lambda net, o: o.register_step_post_hook(
+        lambda *_: [p.detach().clamp_(-0.2, 0.2) for p in net.parameters()] and None
+    ),
+}
+
+
+@pytest.mark.parametrize("hook", OPTIMIZER_HOOKS)
+@pytest.mark.parametrize("way", ["step", "loop"])
+def test_hooks_of_the_optimizer_see_and_write_what_is_true(devices: Devices, hook: str, way: str) -> None:
+    used = devices(3)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(8)]
+    optimizer, reference = OPTIMIZERS["SGD"](ours.parameters()), OPTIMIZERS["SGD"](plain.parameters())
+    sums: list[list[float]] = [[], []]
+    for net, o, seen in ((ours, optimizer, sums[0]), (plain, reference, sums[1])):
+        OPTIMIZER_HOOKS[hook](net, o)
+        o.register_step_post_hook(
+            lambda *_, net=net, seen=seen: seen.append(sum(p.detach().double().sum().item() for p in net.parameters()))
+        )
+    model = everygpu.DataParallel(ours, used)
+    sharded = everygpu.ShardedOptimizer(optimizer, used)
+    if way == "step":
+        step = everygpu.TrainStep(model, F.cross_entropy, sharded)
+        for batch in data:
+            step(*batch)
+        assert all(p.grad is None for p in ours.parameters())
+    else:
+        train_plainly(model, sharded, data)
+    train_plainly(plain, reference, data)
+    assert_close(ours, plain)
+    assert sums[0] == pytest.approx(sums[1], rel=1e-4)
+
+
+def test_a_failing_hook_leaves_replicas_equal(devices: Devices) -> None:
+    used = devices(3)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(4)]
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("broken")
+
+    optimizer, reference = OPTIMIZERS["SGD"](ours.parameters()), OPTIMIZERS["SGD"](plain.parameters())
+    step = everygpu.TrainStep(everygpu.DataParallel(ours, used), F.cross_entropy, optimizer)
+    for register in ("register_step_pre_hook", "register_step_post_hook"):
+        handles = [getattr(o, register)(fail) for o in (optimizer, reference)]
+        with pytest.raises(ArithmeticError, match="broken"):
+            step(*data[0])
+        with pytest.raises(ArithmeticError, match="broken"):
+            train_plainly(plain, reference, data[:1])
+        assert_replicas_bit_equal(step)
+        for handle in handles:
+            handle.remove()
+        step(*data[1])
+        train_plainly(plain, reference, data[1:2])
+        assert_close(ours, plain)
 
 
 def test_refresh_sends_what_torch_does_not_count(devices: Devices) -> None:

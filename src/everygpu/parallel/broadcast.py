@@ -168,7 +168,7 @@ class _Copy:
         self.flat = flat
         self.slots = slots
         self._versions = versions
-        self._own_uses = _num_uses(flat)
+        self._own_uses = num_uses(flat)
 
     def age(self, versions: list[_Version]) -> None:
         """Tell autograd which originals were written since: a backward through their values is torch's error.
@@ -188,7 +188,7 @@ class _Copy:
 
     def is_held(self) -> bool:
         """Tell whether anyone else, such as a graph before its backward, refers to this memory."""
-        return _num_uses(self.flat) > self._own_uses
+        return num_uses(self.flat) > self._own_uses
 
 
 def _on_devices(grads: Sequence[Grads]) -> Iterator[tuple[Grads, torch.device]]:
@@ -323,7 +323,8 @@ class Look:
         return seen
 
 
-def _num_uses(flat: Tensor) -> int:
+def num_uses(flat: Tensor) -> int:
+    """Count the tensors that refer to a buffer's memory."""
     return torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
 
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.placement import place_module
 from everygpu.parallel.replicate import Leaves, ReplicaSet
-from everygpu.step.arena import Arena
+from everygpu.step.arena import Arena, has_hooks
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.shards import Shards
 from everygpu.step.update import Share, is_fused
@@ -99,12 +99,12 @@ class ShardedHolder:
         self._optimizer = optimizer
         self._replicas: ReplicaSet | None = None
         self._touched: set[int] = set()
-        self._arrange(self._trainable())
+        self._arrange(self._trainable(), None)
 
     def prepare(self) -> None:
         params = self._trainable()
-        if not self._arena.fits(params):
-            self._arrange(params)
+        if not self._arena.fits(params) or self._arena.is_held():
+            self._arrange(params, self._arena)
         elif not self._optimizer.holds(self._shards):
             self._attach()
         self._arena.follow_edits()
@@ -132,12 +132,20 @@ class ShardedHolder:
         return [Share(device=d, grads=list(chunks)) for d, chunks in zip(self._arena.devices, columns)]
 
     def apply(self, found_inf: Tensor | None) -> None:
-        with torch.no_grad():
-            if found_inf is None or self._shards.is_fused():
-                self._optimizer.run(self._shards, self._touched, found_inf)
-            elif not found_inf.item():
-                self._optimizer.run(self._shards, self._touched)
-        self._arena.hand_out()
+        if found_inf is not None and not self._shards.is_fused():
+            if found_inf.item():
+                return
+            found_inf = None
+        if self._optimizer.has_pre_hooks():
+            with self._arena.whole_grads(self._touched):
+                self._optimizer.before_step()
+        # Forward and hooks may have written parameters; here each device updates its own copy of a chunk.
+        self._arena.follow_edits()
+        try:
+            self._shards.step(self._optimizer.param_groups, self._touched, found_inf)
+        finally:  # or replicas would differ after an interruption
+            self._arena.hand_out()
+        self._optimizer.after_step()
 
     def refresh(self) -> None:
         self.prepare()
@@ -146,13 +154,17 @@ class ShardedHolder:
     def _trainable(self) -> list[Tensor]:
         return [p for p in _params(self._optimizer) if p.requires_grad]
 
-    def _arrange(self, params: list[Tensor]) -> None:
-        """Make memory for the parameters as they are now."""
+    @torch.inference_mode(False)
+    def _arrange(self, params: list[Tensor], before: Arena | None) -> None:
+        """Make memory for the parameters as they are now, going on from what has accumulated before."""
         model = self._model
         place_module(model.module, model.device_ids[0], "TrainStep", strict=model.strict_device)
         self._arena = Arena(params, model.device_ids)
+        if before is not None:
+            self._arena.take_grads(before)
         self._replicas = None
         self._attach()
+        self._arena.settle()
 
     def _attach(self) -> None:
         """Have the optimizer's state where the gradients are."""
@@ -163,7 +175,9 @@ class ShardedHolder:
 
     def _make_leaves(self) -> Leaves:
         self._arena.adopt()
-        return {id(p): [twins[i] for twins in self._arena.twins] for i, p in enumerate(self._arena.params)}
+        # The hooks of a parameter are to see the sum of all replicas' gradients: its replicas are no leaves.
+        leaves = [(i, p) for i, p in enumerate(self._arena.params) if not has_hooks(p)]
+        return {id(p): [twins[i] for twins in self._arena.twins] for i, p in leaves}
 
 
 def _params(optimizer: Optimizer) -> Iterator[Any]:

@@ -81,7 +81,9 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
+            self.before_step()
             self._step_alone(self._own_shards())
+            self.after_step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -130,13 +132,19 @@ class ShardedOptimizer(Optimizer):
         """Tell whether the state is in these shards now."""
         return self._shards is shards
 
-    def run(self, shards: Shards, touched: set[int], found_inf: Tensor | None = None) -> None:
-        """Step all devices' optimizers, with the stock one's hooks around."""
+    def has_pre_hooks(self) -> bool:
+        """Tell whether anyone may write gradients or parameters at ``before_step``."""
+        return bool(self.module._optimizer_step_pre_hooks)
+
+    def before_step(self) -> None:
+        """Call the stock optimizer's hooks; what they write to parameters and gradients counts."""
         for hook in list(self.module._optimizer_step_pre_hooks.values()):
             hook(self.module, (), {})
-        shards.step(self.param_groups, touched, found_inf)
-        # Schedulers ask whether the optimizer has stepped.
-        self.module._opt_called = True  # type: ignore[attr-defined]
+
+    def after_step(self) -> None:
+        """Call the stock optimizer's hooks, once the parameters have their new values."""
+        # Schedulers ask whether the optimizer has stepped, whichever of the two they were given.
+        self.module._opt_called = self._opt_called = True  # type: ignore[attr-defined]
         for hook in list(self.module._optimizer_step_post_hooks.values()):
             hook(self.module, (), {})
 
@@ -161,8 +169,10 @@ class ShardedOptimizer(Optimizer):
                 )
         memory.load(memory.params, memory.values)
         memory.load(grads, memory.grads)
-        self.run(shards, {i for i, g in enumerate(grads) if g is not None})
-        memory.store()
+        try:
+            shards.step(self.param_groups, {i for i, g in enumerate(grads) if g is not None})
+        finally:  # as the stock optimizer, interrupted, leaves what it has done
+            memory.store()
 
     # The stock optimizer's own state_dict and load_state_dict.
 
