@@ -54,7 +54,8 @@ class ReplicaSet:
         fixed: Keep the replicas' tensors at their addresses, for CUDA graphs.
         make_leaves: Gives replicas leaf parameters that someone else keeps up to date: from ``id`` of an original
             to its twin on each device after the first. Asked whenever the module has changed its arrangement.
-            Frozen parameters are then sent only when torch counts a write to them.
+            Frozen parameters are then sent only when torch counts a write to them, or always on the CPU, where
+            that costs no more than looking.
     """
 
     def __init__(
@@ -95,6 +96,11 @@ class ReplicaSet:
             self._mirrors[i].follow({id(mine): copy for mine, copy in zip(self._layout.tensors, tensors)})
         return [self._mirrors[p - 1].root if p else self.module for p in positions]
 
+    def forget(self) -> None:
+        """Send everything at the next refresh, after writes that torch doesn't count."""
+        for bucket in self._buckets:
+            bucket.forget()
+
     def average_buffers(self, positions: Sequence[int], weights: Sequence[int]) -> None:
         """Give the module's float buffers the weighted average over the replicas that ran.
 
@@ -129,6 +135,7 @@ class ReplicaSet:
         self._members: list[list[int]] = []
         self._buckets: list[Bucket] = []
         frozen = [i for i in flat if self._make_leaves is not None and _is_frozen(tensors[i])]
+        trusted = any(d.type != "cpu" for d in self._devices)
         for which in (frozen, [i for i in flat if i not in set(frozen)]):
             for members, together in group_by_storage(tensors, which, BUCKET_BYTES):
                 self._members.append(members)
@@ -139,7 +146,7 @@ class ReplicaSet:
                         others,
                         keep_storage=together,
                         fixed=self._fixed,
-                        trust_versions=which is frozen,
+                        trust_versions=trusted and which is frozen,
                     )
                 )
 

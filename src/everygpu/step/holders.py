@@ -150,6 +150,8 @@ class ShardedHolder:
     def refresh(self) -> None:
         self.prepare()
         self._arena.adopt()
+        if self._replicas is not None:
+            self._replicas.forget()
 
     def _trainable(self) -> list[Tensor]:
         return [p for p in _params(self._optimizer) if p.requires_grad]
