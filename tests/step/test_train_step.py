@@ -581,6 +581,35 @@ def test_a_new_step_takes_the_optimizer_over(devices: Devices) -> None:
     assert_close(ours, plain)
 
 
+def test_two_steps_with_one_optimizer(devices: Devices) -> None:
+    used = devices(2)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(8)]
+    optimizer, reference = OPTIMIZERS["AdamW"](ours.parameters()), OPTIMIZERS["AdamW"](plain.parameters())
+    losses = [F.cross_entropy, lambda out, y: out.square().mean()]
+    model = everygpu.DataParallel(ours, used)
+    steps = [everygpu.TrainStep(model, loss, optimizer) for loss in losses]
+    for i, batch in enumerate(data):
+        steps[i % 2](*batch)
+        train_plainly(plain, reference, [batch], losses[i % 2])
+    assert_close(ours, plain)
+
+
+def test_after_an_ordinary_loop_with_the_stock_optimizer(devices: Devices) -> None:
+    used = devices(2)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(9)]
+    optimizer = OPTIMIZERS["AdamW"](ours.parameters())
+    step = everygpu.TrainStep(everygpu.DataParallel(ours, used), F.cross_entropy, optimizer)
+    for i, batch in enumerate(data):
+        if i % 3 == 1:
+            train_plainly(ours, optimizer, [batch])
+        else:
+            step(*batch)
+    train_plainly(plain, OPTIMIZERS["AdamW"](plain.parameters()), data)
+    assert_close(ours, plain)
+
+
 def test_mixed_with_an_ordinary_loop(devices: Devices) -> None:
     used = devices(2)
     plain, ours = Net().to(used[0]), Net().to(used[0])

@@ -102,6 +102,7 @@ class ShardedHolder:
         self._arrange(self._trainable(), None)
 
     def prepare(self) -> None:
+        self._optimizer.check_owner()
         params = self._trainable()
         if not self._arena.fits(params) or self._arena.is_held():
             self._arrange(params, self._arena)

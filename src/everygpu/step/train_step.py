@@ -253,7 +253,7 @@ def _make_holder(model: DataParallel, optimizer: Any) -> Holder:
     if not can_shard(optimizer):
         logger.info("TrainStep: %s can't be spread; it steps on %s.", type(optimizer).__name__, model.device_ids[0])
         return WholeHolder(model, optimizer)
-    return ShardedHolder(model, ShardedOptimizer(optimizer, model.device_ids))
+    return ShardedHolder(model, ShardedOptimizer.of(optimizer, model.device_ids))
 
 
 def _arguments(inputs: Any, more: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
