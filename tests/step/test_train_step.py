@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
 import everygpu
-from everygpu.errors import LossError, OptimizerError, OptionError, PlacementError
+from everygpu.errors import EveryGPUError, LossError, OptimizerError, OptionError, PlacementError
 
 Devices = Callable[[int], list[torch.device]]
 Batch = tuple[Tensor, Tensor]
@@ -685,6 +685,21 @@ def test_fp16_skips_updates_that_are_not_finite(devices: Devices, name: str, cou
     assert step.state_dict()["scale"]["scale"] == scaler.get_scale()
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_fp16_whatever_the_default_dtype(count: int) -> None:
+    net = Net()
+    x, y = next(batches(1))
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = everygpu.DataParallel(net, ["cpu"] * count)
+        step = everygpu.TrainStep(
+            model, F.cross_entropy, torch.optim.SGD(net.parameters()), precision="fp16", clip_norm=1.0
+        )
+        assert step(x, y).isfinite()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_the_scale_is_saved_and_loaded() -> None:
     net = Net()
     make = lambda: everygpu.TrainStep(  # noqa: E731
@@ -919,6 +934,8 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 
 def test_bad_optimizers() -> None:
     net = Net()
+    with pytest.raises(OptimizerError, match="without a closure, got LBFGS"):
+        everygpu.TrainStep(net, F.cross_entropy, torch.optim.LBFGS(net.parameters()))
     with pytest.raises(OptimizerError, match="needs a torch optimizer"):
         everygpu.TrainStep(net, F.cross_entropy, net.parameters())
 
@@ -941,6 +958,44 @@ def test_losses_that_are_no_number(loss: Any, message: str) -> None:
     step = everygpu.TrainStep(everygpu.DataParallel(net, ["cpu"] * 2), loss, torch.optim.SGD(net.parameters()))
     with pytest.raises(LossError, match=f"TrainStep: .*{message}"):
         step(*next(batches(1)))
+
+
+def test_gradients_of_parameters_within_a_loss(devices: Devices) -> None:
+    """The loss would get those of the first replica."""
+    used = devices(2)
+
+    def make(net: Net, way: str) -> Callable[..., Tensor]:
+        def loss(out: Tensor, y: Tensor) -> Tensor:
+            value = F.cross_entropy(out, y)
+            if way == "backward":
+                value.backward(retain_graph=True)
+                return value
+            of = net.last.weight if way == "parameter" else out
+            (grad,) = torch.autograd.grad(value, of, create_graph=True)
+            return value + grad.square().sum()
+
+        return loss
+
+    x, y = (t.to(used[0]) for t in next(batches(1)))
+    for way in ("output", "parameter", "backward"):
+        plain, ours = Net().to(used[0]), Net().to(used[0])
+        step = everygpu.TrainStep(
+            everygpu.DataParallel(ours, used), make(ours, way), torch.optim.SGD(ours.parameters(), lr=0.1)
+        )
+        if way == "parameter":
+            with pytest.raises(LossError, match="can't ask for gradients with respect to the model's parameters"):
+                step(x, y)
+            continue
+        step(x, y)
+        train_plainly(plain, torch.optim.SGD(plain.parameters(), lr=0.1), [(x, y)], make(plain, way))
+        assert_close(ours, plain)
+
+
+def test_a_step_is_not_copied() -> None:
+    net = Net()
+    step = everygpu.TrainStep(net, F.cross_entropy, torch.optim.SGD(net.parameters()))
+    with pytest.raises(EveryGPUError, match="Copy the model and the optimizer"):
+        copy.deepcopy(step)
 
 
 def test_parameters_elsewhere_are_refused() -> None:

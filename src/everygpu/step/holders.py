@@ -26,6 +26,9 @@ class Holder(Protocol):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model on all devices."""
 
+    def leaves(self) -> list[Tensor]:
+        """List the parameters of which each replica has a leaf of its own."""
+
     def begin(self) -> None:
         """Start with no gradients."""
 
@@ -60,6 +63,9 @@ class WholeHolder:
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self._model(*inputs, **kwargs)
+
+    def leaves(self) -> list[Tensor]:
+        return []
 
     def begin(self) -> None:
         self._optimizer.zero_grad()
@@ -116,6 +122,10 @@ class ShardedHolder:
         if self._replicas is None or self._replicas.module is not self._model.module:
             self._replicas = self._model.make_replicas(self._make_leaves)
         return self._model.forward_with(self._replicas, *inputs, **kwargs)
+
+    def leaves(self) -> list[Tensor]:
+        # The hooks of a parameter are to see the sum of all replicas' gradients: its replicas are no leaves.
+        return [p for p in self._arena.params if not has_hooks(p)] if len(self._model.device_ids) > 1 else []
 
     def begin(self) -> None:
         self._arena.begin()
@@ -178,9 +188,8 @@ class ShardedHolder:
 
     def _make_leaves(self) -> Leaves:
         self._arena.adopt()
-        # The hooks of a parameter are to see the sum of all replicas' gradients: its replicas are no leaves.
-        leaves = [(i, p) for i, p in enumerate(self._arena.params) if not has_hooks(p)]
-        return {id(p): [twins[i] for twins in self._arena.twins] for i, p in leaves}
+        twins = {id(p): list(row) for p, *row in zip(self._arena.params, *self._arena.twins)}
+        return {id(p): twins[id(p)] for p in self.leaves()}
 
 
 def _params(optimizer: Optimizer) -> Iterator[Any]:
