@@ -359,6 +359,22 @@ def test_what_has_accumulated_survives_edits(devices: Devices, edit: str) -> Non
     assert_close(ours, plain)
 
 
+def test_a_group_added_while_gradients_accumulate_brings_its_own(devices: Devices) -> None:
+    used = devices(2)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(2)]
+    optimizers = [torch.optim.AdamW(net.first.parameters(), lr=0.01) for net in (ours, plain)]
+    step = everygpu.TrainStep(everygpu.DataParallel(ours, used), F.cross_entropy, optimizers[0], accumulate=2)
+    for i, (x, y) in enumerate(data):
+        step(x, y)
+        (F.cross_entropy(plain(x), y) / 2).backward()
+        if i == 0:
+            for net, optimizer in zip((ours, plain), optimizers):
+                optimizer.add_param_group({"params": net.last.parameters()})
+    optimizers[1].step()
+    assert_close(ours, plain)
+
+
 @pytest.mark.parametrize("write", ["assigned", "in place"])
 def test_parameters_written_in_forward(devices: Devices, write: str) -> None:
     class Normalising(Net):
@@ -429,6 +445,19 @@ def test_hooks_of_parameters_see_the_whole_gradient_once(devices: Devices, kind:
     assert len(grads["ours"]) == len(data)
     torch.testing.assert_close(grads["ours"], grads["plain"], rtol=1e-4, atol=1e-6)
     assert_close(ours, plain)
+
+
+def test_hooks_of_a_parameter_that_takes_no_part_are_not_called(devices: Devices) -> None:
+    used = devices(2)
+    net = Net().to(used[0])
+    step = everygpu.TrainStep(everygpu.DataParallel(net, used), F.cross_entropy, torch.optim.AdamW(net.parameters()))
+    called: list[Any] = []
+    net.unused.register_hook(called.append)
+    net.unused.register_post_accumulate_grad_hook(called.append)
+    before = net.unused.detach().clone()
+    step(*(t.to(used[0]) for t in next(batches(1))))
+    assert not called
+    assert net.unused.equal(before)
 
 
 OPTIMIZER_HOOKS: dict[str, Callable[[Net, torch.optim.Optimizer], Any]] = {

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from everygpu import comm
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.parallel.broadcast import Bucket, broadcast_tensor, group_by_storage
-from everygpu.parallel.layout import Layout
+from everygpu.parallel.layout import Layout, has_hooks
 from everygpu.parallel.mirror import Mirror, Watch
 from everygpu.parallel.placement import check_module, place_module
 
@@ -136,7 +136,10 @@ class ReplicaSet:
         self._buckets: list[Bucket] = []
         frozen = [i for i in flat if self._make_leaves is not None and _is_frozen(tensors[i])]
         trusted = any(d.type != "cpu" for d in self._devices)
-        for which in (frozen, [i for i in flat if i not in set(frozen)]):
+        # Each by itself: a node whose backward has gradients for others calls its hooks with none.
+        hooked = [[i] for i in flat if tensors[i].requires_grad and has_hooks(tensors[i])]
+        alone = {*frozen, *(i for (i,) in hooked)}
+        for which in (frozen, *hooked, [i for i in flat if i not in alone]):
             for members, together in group_by_storage(tensors, which, BUCKET_BYTES):
                 self._members.append(members)
                 self._buckets.append(

@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 from everygpu import comm
 from everygpu.errors import PlacementError
 from everygpu.parallel.broadcast import Look, num_uses
+from everygpu.parallel.layout import has_hooks
 from everygpu.step.flat import BucketPlan, plan_buckets
 
 PerDevice = list[Tensor]
@@ -167,7 +168,11 @@ class Arena:
         return [[flat.chunk(len(flats))[j] for j, flat in enumerate(flats)] for flats in buckets]
 
     def take_grads(self, other: "Arena") -> None:
-        """Go on from what has accumulated elsewhere, as far as the parameters are the same."""
+        """Go on from what has accumulated elsewhere; a parameter that was not there brings its own gradient."""
+        theirs = {id(p) for p in other.params}
+        for p, slot in zip(self.params, self._grad_slots[0]):
+            if p.grad is not None and id(p) not in theirs:
+                slot.add_(p.grad)
         mine = {id(p): i for i, p in enumerate(self.params)}
         for k in other.touched():
             i = mine.get(id(other.params[k]))
@@ -225,11 +230,6 @@ def _slots(plans: Sequence[BucketPlan], buckets: Sequence[PerDevice], replica: i
 
 def _facts(p: Tensor) -> tuple[Any, ...]:
     return p.shape, p.dtype, p.device, p.requires_grad, p.stride(), has_hooks(p)
-
-
-def has_hooks(p: Tensor) -> bool:
-    """Tell whether someone wants to see or change a parameter's gradient: the whole one."""
-    return bool(p._backward_hooks or p._post_accumulate_grad_hooks)
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from everygpu.parallel.data_parallel import DataParallel
+from everygpu.parallel.layout import has_hooks
 from everygpu.parallel.placement import place_module
 from everygpu.parallel.replicate import Leaves, ReplicaSet
-from everygpu.step.arena import Arena, has_hooks
+from everygpu.step.arena import Arena
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.shards import Shards
 from everygpu.step.update import Share, is_fused
