@@ -101,6 +101,17 @@ class ReplicaSet:
         for bucket in self._buckets:
             bucket.forget()
 
+    def take_buffers(self, position: int) -> None:
+        """Give the module the buffers of the first replica that ran, in place of its own, which didn't."""
+        with torch.no_grad():
+            for (table, key), (theirs, name), index in zip(
+                self._places[0], self._places[position], self._layout.order
+            ):  # fmt: skip
+                if index is not None and not isinstance(table[key], nn.Parameter) and not table[key].requires_grad:
+                    mine, other = table[key], theirs[name]
+                    if mine.shape == other.shape and mine.dtype is other.dtype and mine.layout is other.layout:
+                        mine.data.copy_(comm.copy(other, mine.device))
+
     def average_buffers(self, positions: Sequence[int], weights: Sequence[int]) -> None:
         """Give the module's float buffers the weighted average over the replicas that ran.
 
