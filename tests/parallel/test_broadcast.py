@@ -51,6 +51,27 @@ class TestCopies:
                 assert copy.device == device
                 assert copy.cpu().equal(original.cpu())
 
+    def test_that_trust_versions_are_sent_when_torch_counts_a_write_or_memory_is_replaced(self, devices):
+        used = devices(3)
+        originals = [p.requires_grad_(False) for p in parameters_on(used[0], (3, 2), (5,))]
+        bucket = Bucket(originals, used[0], used[1:], trust_versions=True)
+
+        def values(replicas):
+            return [row[1].cpu() for row in bucket.refresh(originals, replicas)]
+
+        values([0, 1])
+        originals[1].data.fill_(1)
+        assert not any(value.equal(torch.ones(5)) for value in values([0, 1])), "torch doesn't count it"
+        bucket.forget()
+        assert all(value.equal(torch.ones(5)) for value in values([0, 1]))
+        originals[1].add_(1)
+        assert values([0])[0].equal(torch.full((5,), 2.0))
+        # Assigned twice, so that the second could get the memory of before the first.
+        originals[1].data = originals[1].data * 2
+        originals[1].data = originals[1].data * 2
+        assert values([0])[0].equal(torch.full((5,), 8.0))
+        assert all(value.equal(torch.full((5,), 8.0)) for value in values([0, 1])), "also one that was idle"
+
     def test_follow_every_way_of_writing_at_fixed_addresses(self, devices):
         used = devices(3)
         originals = parameters_on(used[0], (3, 2), (5,))

@@ -159,6 +159,26 @@ def test_a26_hooks_on_parameters_see_the_whole_gradient_once(devices):
     torch.testing.assert_close(*accumulated)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a26_hooks_on_a_parameter_that_takes_no_part_are_not_called(devices, when):
+    class Idle(Mlp):
+        def __init__(self):
+            super().__init__()
+            self.idle = nn.Parameter(torch.ones(3))
+
+    devs = devices(3)
+    model, _ = pair(Idle, devs)
+    x = rows(6, 3, device=devs[0])
+    called = []
+    if when == "after":
+        model(x).sum().backward()
+    model.module.idle.register_hook(called.append)
+    model.module.idle.register_post_accumulate_grad_hook(called.append)
+    model(x).sum().backward()
+    assert not called
+    assert model.module.idle.grad is None
+
+
 def test_a26_global_hooks(devices):
     devs = devices(3)
     calls = []

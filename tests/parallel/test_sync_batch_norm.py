@@ -69,6 +69,16 @@ def test_a33_equals_one_device_on_the_whole_batch(
     assert_same(ours, plain)
 
 
+@pytest.mark.parametrize("buffers", ["first", "mean"])
+def test_statistics_are_kept_where_the_first_device_has_no_rows(devices: Devices, buffers: str) -> None:
+    used = devices(3)
+    plain, ours, _ = pair(used)
+    model = everygpu.DataParallel(ours, used, split=[0, 1, 2], buffers=buffers)
+    for rows in (7, 6):
+        torch.testing.assert_close(everygpu.gather(model(images(rows, used[0]))), plain(images(rows, used[0])))
+    assert_same(ours, plain)
+
+
 def test_eval_uses_the_running_statistics(devices: Devices) -> None:
     plain, ours, model = pair(devices(3))
     x = images(6, devices(1)[0])
@@ -241,6 +251,33 @@ def test_replicas_that_take_different_ways_are_an_error(devices: Devices) -> Non
     with pytest.raises(ReplicaError, match="which replica 1 ended without reaching"):
         model(x)
     assert everygpu.gather(model(torch.ones(4, 2, device=used[0]))).shape == (4, 2)
+
+
+def test_replicas_that_come_to_different_layers_are_an_error(devices: Devices) -> None:
+    class Crossing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = everygpu.SyncBatchNorm(2), everygpu.SyncBatchNorm(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x)) if x[0, 0] > 0 else self.a(self.b(x))
+
+    used = devices(2)
+    model = everygpu.DataParallel(Crossing().to(used[0]), used)
+    x = torch.ones(4, 2, device=used[0])
+    x[2:] = -1
+    with pytest.raises(ReplicaError, match="replicas came to different layers"):
+        model(x)
+    assert everygpu.gather(model(torch.ones(4, 2, device=used[0]))).shape == (4, 2)
+
+
+def test_layers_that_do_more_are_not_converted_silently() -> None:
+    class NormAct(nn.BatchNorm2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).relu()
+
+    with pytest.raises(ModuleError, match="NormAct has a forward of its own"):
+        everygpu.SyncBatchNorm.convert(nn.Sequential(NormAct(3)))
 
 
 def test_compiled_replicas_fall_back_to_threads(caplog: pytest.LogCaptureFixture) -> None:

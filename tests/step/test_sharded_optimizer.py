@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -161,6 +162,61 @@ def test_wrapping_again_takes_the_state_from_the_first(devices: Devices) -> None
     train(ours, everygpu.ShardedOptimizer(mine, used), range(2))
     train(ours, everygpu.ShardedOptimizer(mine, used[:2]), range(2, 5))
     assert_nets_equal(ours, plain)
+
+
+def test_a_wrapper_that_was_replaced_refuses_to_step(devices: Devices) -> None:
+    used = devices(3)
+    net = Net().to(used[0])
+    stock = torch.optim.Adam(groups(net))
+    first = everygpu.ShardedOptimizer(stock, used)
+    train(net, first, range(1))
+    everygpu.ShardedOptimizer(stock, used[:2])
+    with pytest.raises(OptimizerError, match="wrapped again"):
+        train(net, first, range(1))
+
+
+def test_the_stock_optimizer_may_step_by_itself_in_between(devices: Devices) -> None:
+    used = devices(2)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    stock, mine = torch.optim.Adam(groups(plain)), torch.optim.Adam(groups(ours))
+    train(plain, stock, range(6))
+    sharded = everygpu.ShardedOptimizer(mine, used)
+    for step in range(6):
+        train(ours, mine if step % 3 == 1 else sharded, range(step, step + 1))
+    assert_nets_equal(ours, plain)
+
+
+@pytest.mark.parametrize("which", ["stock", "sharded"])
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_and_pickles_have_the_state(devices: Devices, which: str, way: str) -> None:
+    used = devices(2)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    stock, mine = torch.optim.Adam(groups(plain)), torch.optim.Adam(groups(ours))
+    sharded = everygpu.ShardedOptimizer(mine, used)
+    train(plain, stock, range(5))
+    train(ours, sharded, range(3))
+    both = (ours, mine if which == "stock" else sharded)
+    net, optimizer = copy.deepcopy(both) if way == "deepcopy" else pickle.loads(pickle.dumps(both))
+    assert not mine.state
+    train(net, optimizer, range(3, 5))
+    assert_nets_equal(net, plain)
+    assert type(optimizer) is type(both[1])
+    train(ours, sharded, range(3, 5))
+    assert_nets_equal(ours, plain)
+
+
+def test_parameters_that_share_memory_are_refused() -> None:
+    whole = torch.randn(4, 6)
+    left, right, over = (nn.Parameter(whole[:, a:b]) for a, b in ((0, 3), (3, 6), (2, 4)))
+    for p in (left, right, over):
+        p.grad = torch.ones_like(p)
+    everygpu.ShardedOptimizer(torch.optim.SGD([left, right], lr=1.0), ["cpu"] * 2).step()
+    with pytest.raises(OptimizerError, match=r"memory of their own, got parameter \d of shape \(4, [23]\)"):
+        everygpu.ShardedOptimizer(torch.optim.SGD([left, right, over], lr=1.0), ["cpu"] * 2).step()
+    spread = nn.Parameter(torch.ones(1).expand(3))
+    spread.grad = torch.ones(3)
+    with pytest.raises(OptimizerError, match="memory of their own"):
+        everygpu.ShardedOptimizer(torch.optim.SGD([spread], lr=1.0), ["cpu"]).step()
 
 
 def test_release_gives_the_state_back(devices: Devices) -> None:

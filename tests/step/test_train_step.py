@@ -1,6 +1,7 @@
 """One call trains as a plain loop on one device does."""
 
 import copy
+import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
 import everygpu
-from everygpu.errors import LossError, OptimizerError, OptionError, PlacementError
+from everygpu.errors import EveryGPUError, LossError, OptimizerError, OptionError, PlacementError
 
 Devices = Callable[[int], list[torch.device]]
 Batch = tuple[Tensor, Tensor]
@@ -276,19 +277,23 @@ EDITS: dict[str, Callable[[Net], Any]] = {
     "data assigned": lambda net: setattr(net.first.weight, "data", net.first.weight.data * 0.5),
     "loaded": lambda net: net.load_state_dict({k: v * 0.9 for k, v in net.state_dict().items()}),
     "frozen": lambda net: net.frozen.mul_(0.5),
+    "frozen, data in place": lambda net: net.frozen.data.mul_(0.5),
+    "frozen, data assigned": lambda net: setattr(net.frozen, "data", net.frozen.data * 0.5),
     "buffer": lambda net: net.calls.fill_(7),
     "unfrozen": lambda net: net.frozen.requires_grad_(),
     "frozen later": lambda net: net.last.weight.requires_grad_(False),
     "flag": lambda net: setattr(net.dropout, "p", 1.0),
     "module replaced": lambda net: setattr(net, "norm", nn.Identity()),
     "eval": lambda net: net.eval(),
+    "laid out anew": lambda net: setattr(net.first.weight, "data", net.first.weight.data.t().contiguous().t()),
+    "hook on a parameter": lambda net: net.first.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01)),
 }
 
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_edits_between_steps_are_seen_by_every_replica(devices: Devices, edit: str) -> None:
     used = devices(3)
-    if used[0].type == "cuda" and edit == "data in place":
+    if used[0].type == "cuda" and edit.endswith("data in place"):
         pytest.skip("needs step.refresh() on GPUs; tested below")
     plain, ours = Net().to(used[0]), Net().to(used[0])
     data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(8)]
@@ -306,6 +311,225 @@ def test_edits_between_steps_are_seen_by_every_replica(devices: Devices, edit: s
     assert_close(ours, plain)
 
 
+def test_weights_swapped_for_averages_come_back(devices: Devices) -> None:
+    used = devices(2)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(6)]
+    step = everygpu.TrainStep(
+        everygpu.DataParallel(ours, used), F.cross_entropy, OPTIMIZERS["AdamW"](ours.parameters())
+    )
+    optimizer = OPTIMIZERS["AdamW"](plain.parameters())
+    averages = [{name: p.data.clone() for name, p in net.named_parameters()} for net in (ours, plain)]
+    for x, y in data:
+        step(x, y)
+        train_plainly(plain, optimizer, [(x, y)])
+        kept = []
+        for net, average in zip((ours, plain), averages):
+            kept.append({name: p.data for name, p in net.named_parameters()})
+            for name, p in net.named_parameters():
+                average[name] = (0.9 * average[name] + 0.1 * p.data).clone()
+                p.data = average[name]
+        torch.testing.assert_close(step.evaluate(x, y).loss, F.cross_entropy(plain(x), y).detach())
+        for net, backup in zip((ours, plain), kept):
+            for name, p in net.named_parameters():
+                p.data = backup[name]
+    assert_close(ours, plain)
+
+
+@pytest.mark.parametrize("edit", ["unfrozen", "hook on a parameter"])
+def test_what_has_accumulated_survives_edits(devices: Devices, edit: str) -> None:
+    used = devices(2)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(6)]
+    step = everygpu.TrainStep(
+        everygpu.DataParallel(ours, used), F.cross_entropy, OPTIMIZERS["AdamW"](ours.parameters()), accumulate=3
+    )
+    optimizer = OPTIMIZERS["AdamW"](plain.parameters())
+    for i, (x, y) in enumerate(data):
+        step(x, y)
+        if i % 3 == 0:
+            optimizer.zero_grad()
+            EDITS[edit](ours)
+            step.evaluate(x, y)
+        (F.cross_entropy(plain(x), y) / 3).backward()
+        if i % 3 == 0:
+            EDITS[edit](plain)
+        if i % 3 == 2:
+            optimizer.step()
+    assert_close(ours, plain)
+
+
+def test_a_group_added_while_gradients_accumulate_brings_its_own(devices: Devices) -> None:
+    used = devices(2)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(2)]
+    optimizers = [torch.optim.AdamW(net.first.parameters(), lr=0.01) for net in (ours, plain)]
+    step = everygpu.TrainStep(everygpu.DataParallel(ours, used), F.cross_entropy, optimizers[0], accumulate=2)
+    for i, (x, y) in enumerate(data):
+        step(x, y)
+        (F.cross_entropy(plain(x), y) / 2).backward()
+        if i == 0:
+            for net, optimizer in zip((ours, plain), optimizers):
+                optimizer.add_param_group({"params": net.last.parameters()})
+    optimizers[1].step()
+    assert_close(ours, plain)
+
+
+@pytest.mark.parametrize("write", ["assigned", "in place"])
+def test_parameters_written_in_forward(devices: Devices, write: str) -> None:
+    class Normalising(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            normal = F.normalize(self.first.weight.detach())
+            if write == "assigned":
+                self.first.weight.data = normal
+            else:
+                self.first.weight.detach().copy_(normal)
+            return super().forward(x)
+
+    used = devices(3)
+    plain, ours = Normalising().to(used[0]), Normalising().to(used[0])
+    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(8)]
+    step = everygpu.TrainStep(
+        everygpu.DataParallel(ours, used), F.cross_entropy, OPTIMIZERS["AdamW"](ours.parameters())
+    )
+    losses = [step(*batch).item() for batch in data]
+    expected, _ = train_plainly(plain, OPTIMIZERS["AdamW"](plain.parameters()), data)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert_close(ours, plain)
+    assert_replicas_bit_equal(step)
+
+
+def test_evaluation_in_inference_mode_may_come_first_after_an_edit(devices: Devices) -> None:
+    used = devices(2)
+    net = Net().to(used[0])
+    step = everygpu.TrainStep(everygpu.DataParallel(net, used), F.cross_entropy, torch.optim.SGD(net.parameters()))
+    x, y = (t.to(used[0]) for t in next(batches(1)))
+    net.frozen.requires_grad_()
+    with torch.inference_mode():
+        step.evaluate(x, y)
+    step(x, y)
+
+
+# Hooks.
+
+
+@pytest.mark.parametrize("kind", ["tensor", "accumulated", "replaced", "removed"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_hooks_of_parameters_see_the_whole_gradient_once(devices: Devices, kind: str, accumulate: int) -> None:
+    def note(seen: list[Tensor], p: Tensor) -> None:
+        seen.append(p.grad.clone())
+        if kind == "accumulated":
+            p.grad.clamp_(-0.01, 0.01)
+        else:
+            p.grad = p.grad * 2 if kind == "replaced" else None
+
+    used = devices(3)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(8)]
+    grads: dict[str, list[Tensor]] = {"ours": [], "plain": []}
+    for name, net in (("ours", ours), ("plain", plain)):
+        seen = grads[name]
+        if kind == "tensor":
+            net.first.weight.register_hook(lambda g, seen=seen: seen.append(g.clone()) or g.clamp(-0.01, 0.01))
+        else:
+            net.first.weight.register_post_accumulate_grad_hook(functools.partial(note, seen))
+    step = everygpu.TrainStep(
+        everygpu.DataParallel(ours, used),
+        F.cross_entropy,
+        OPTIMIZERS["AdamW"](ours.parameters()),
+        accumulate=accumulate,
+    )
+    for batch in data:
+        step(*batch)
+    train_plainly(plain, OPTIMIZERS["AdamW"](plain.parameters()), data, accumulate=accumulate)
+    assert len(grads["ours"]) == len(data)
+    torch.testing.assert_close(grads["ours"], grads["plain"], rtol=1e-4, atol=1e-6)
+    assert_close(ours, plain)
+
+
+def test_hooks_of_a_parameter_that_takes_no_part_are_not_called(devices: Devices) -> None:
+    used = devices(2)
+    net = Net().to(used[0])
+    step = everygpu.TrainStep(everygpu.DataParallel(net, used), F.cross_entropy, torch.optim.AdamW(net.parameters()))
+    called: list[Any] = []
+    net.unused.register_hook(called.append)
+    net.unused.register_post_accumulate_grad_hook(called.append)
+    before = net.unused.detach().clone()
+    step(*(t.to(used[0]) for t in next(batches(1))))
+    assert not called
+    assert net.unused.equal(before)
+
+
+OPTIMIZER_HOOKS: dict[str, Callable[[Net, torch.optim.Optimizer], Any]] = {
+    "gradients clamped before": lambda net, o: o.register_step_pre_hook(
+        lambda *_: [p.grad.clamp_(-1e-3, 1e-3) for p in net.parameters() if p.grad is not None] and None
+    ),
+    "a gradient replaced before": lambda net, o: o.register_step_pre_hook(
+        lambda *_: setattr(net.first.weight, "grad", net.first.weight.grad.sign())
+    ),
+    "a gradient removed before": lambda net, o: o.register_step_pre_hook(
+        lambda *_: setattr(net.first.weight, "grad", None)
+    ),
+    "parameters decayed before": lambda net, o: o.register_step_pre_hook(
+        lambda *_: [p.detach().mul_(0.9) for p in net.parameters()] and None
+    ),
+    "parameters clamped after": lambda net, o: o.register_step_post_hook(
+        lambda *_: [p.detach().clamp_(-0.2, 0.2) for p in net.parameters()] and None
+    ),
+}
+
+
+@pytest.mark.parametrize("hook", OPTIMIZER_HOOKS)
+@pytest.mark.parametrize("way", ["step", "loop"])
+def test_hooks_of_the_optimizer_see_and_write_what_is_true(devices: Devices, hook: str, way: str) -> None:
+    used = devices(3)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(8)]
+    optimizer, reference = OPTIMIZERS["SGD"](ours.parameters()), OPTIMIZERS["SGD"](plain.parameters())
+    sums: list[list[float]] = [[], []]
+    for net, o, seen in ((ours, optimizer, sums[0]), (plain, reference, sums[1])):
+        OPTIMIZER_HOOKS[hook](net, o)
+        o.register_step_post_hook(
+            lambda *_, net=net, seen=seen: seen.append(sum(p.detach().double().sum().item() for p in net.parameters()))
+        )
+    model = everygpu.DataParallel(ours, used)
+    sharded = everygpu.ShardedOptimizer(optimizer, used)
+    if way == "step":
+        step = everygpu.TrainStep(model, F.cross_entropy, sharded)
+        for batch in data:
+            step(*batch)
+        assert all(p.grad is None for p in ours.parameters())
+    else:
+        train_plainly(model, sharded, data)
+    train_plainly(plain, reference, data)
+    assert_close(ours, plain)
+    assert sums[0] == pytest.approx(sums[1], rel=1e-4)
+
+
+def test_a_failing_hook_leaves_replicas_equal(devices: Devices) -> None:
+    used = devices(3)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(4)]
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("broken")
+
+    optimizer, reference = OPTIMIZERS["SGD"](ours.parameters()), OPTIMIZERS["SGD"](plain.parameters())
+    step = everygpu.TrainStep(everygpu.DataParallel(ours, used), F.cross_entropy, optimizer)
+    for register in ("register_step_pre_hook", "register_step_post_hook"):
+        handles = [getattr(o, register)(fail) for o in (optimizer, reference)]
+        with pytest.raises(ArithmeticError, match="broken"):
+            step(*data[0])
+        with pytest.raises(ArithmeticError, match="broken"):
+            train_plainly(plain, reference, data[:1])
+        assert_replicas_bit_equal(step)
+        for handle in handles:
+            handle.remove()
+        step(*data[1])
+        train_plainly(plain, reference, data[1:2])
+        assert_close(ours, plain)
+
+
 def test_refresh_sends_what_torch_does_not_count(devices: Devices) -> None:
     used = devices(2)
     net = Net().to(used[0])
@@ -313,8 +537,12 @@ def test_refresh_sends_what_torch_does_not_count(devices: Devices) -> None:
     x, y = next(batches(1))
     step(x.to(used[0]), y)
     net.first.weight.data.zero_()
+    net.frozen.data.zero_()
     step.refresh()
     assert_replicas_bit_equal(step)
+    torch.testing.assert_close(
+        everygpu.gather(step.evaluate(x.to(used[0]), y).output), net.last.bias.detach().expand(12, 5)
+    )
 
 
 def test_schedulers_take_effect_at_the_next_step(devices: Devices) -> None:
@@ -379,6 +607,35 @@ def test_a_new_step_takes_the_optimizer_over(devices: Devices) -> None:
         for batch in part:
             step(*batch)
     train_plainly(plain, reference, data)
+    assert_close(ours, plain)
+
+
+def test_two_steps_with_one_optimizer(devices: Devices) -> None:
+    used = devices(2)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(8)]
+    optimizer, reference = OPTIMIZERS["AdamW"](ours.parameters()), OPTIMIZERS["AdamW"](plain.parameters())
+    losses = [F.cross_entropy, lambda out, y: out.square().mean()]
+    model = everygpu.DataParallel(ours, used)
+    steps = [everygpu.TrainStep(model, loss, optimizer) for loss in losses]
+    for i, batch in enumerate(data):
+        steps[i % 2](*batch)
+        train_plainly(plain, reference, [batch], losses[i % 2])
+    assert_close(ours, plain)
+
+
+def test_after_an_ordinary_loop_with_the_stock_optimizer(devices: Devices) -> None:
+    used = devices(2)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(9)]
+    optimizer = OPTIMIZERS["AdamW"](ours.parameters())
+    step = everygpu.TrainStep(everygpu.DataParallel(ours, used), F.cross_entropy, optimizer)
+    for i, batch in enumerate(data):
+        if i % 3 == 1:
+            train_plainly(ours, optimizer, [batch])
+        else:
+            step(*batch)
+    train_plainly(plain, OPTIMIZERS["AdamW"](plain.parameters()), data)
     assert_close(ours, plain)
 
 
@@ -455,6 +712,21 @@ def test_fp16_skips_updates_that_are_not_finite(devices: Devices, name: str, cou
     assert_close(ours, plain, rtol=2e-2)
     assert step.stats().num_skipped >= 1
     assert step.state_dict()["scale"]["scale"] == scaler.get_scale()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_fp16_whatever_the_default_dtype(count: int) -> None:
+    net = Net()
+    x, y = next(batches(1))
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = everygpu.DataParallel(net, ["cpu"] * count)
+        step = everygpu.TrainStep(
+            model, F.cross_entropy, torch.optim.SGD(net.parameters()), precision="fp16", clip_norm=1.0
+        )
+        assert step(x, y).isfinite()
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_the_scale_is_saved_and_loaded() -> None:
@@ -691,6 +963,8 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 
 def test_bad_optimizers() -> None:
     net = Net()
+    with pytest.raises(OptimizerError, match="without a closure, got LBFGS"):
+        everygpu.TrainStep(net, F.cross_entropy, torch.optim.LBFGS(net.parameters()))
     with pytest.raises(OptimizerError, match="needs a torch optimizer"):
         everygpu.TrainStep(net, F.cross_entropy, net.parameters())
 
@@ -713,6 +987,44 @@ def test_losses_that_are_no_number(loss: Any, message: str) -> None:
     step = everygpu.TrainStep(everygpu.DataParallel(net, ["cpu"] * 2), loss, torch.optim.SGD(net.parameters()))
     with pytest.raises(LossError, match=f"TrainStep: .*{message}"):
         step(*next(batches(1)))
+
+
+def test_gradients_of_parameters_within_a_loss(devices: Devices) -> None:
+    """The loss would get those of the first replica."""
+    used = devices(2)
+
+    def make(net: Net, way: str) -> Callable[..., Tensor]:
+        def loss(out: Tensor, y: Tensor) -> Tensor:
+            value = F.cross_entropy(out, y)
+            if way == "backward":
+                value.backward(retain_graph=True)
+                return value
+            of = net.last.weight if way == "parameter" else out
+            (grad,) = torch.autograd.grad(value, of, create_graph=True)
+            return value + grad.square().sum()
+
+        return loss
+
+    x, y = (t.to(used[0]) for t in next(batches(1)))
+    for way in ("output", "parameter", "backward"):
+        plain, ours = Net().to(used[0]), Net().to(used[0])
+        step = everygpu.TrainStep(
+            everygpu.DataParallel(ours, used), make(ours, way), torch.optim.SGD(ours.parameters(), lr=0.1)
+        )
+        if way == "parameter":
+            with pytest.raises(LossError, match="can't ask for gradients with respect to the model's parameters"):
+                step(x, y)
+            continue
+        step(x, y)
+        train_plainly(plain, torch.optim.SGD(plain.parameters(), lr=0.1), [(x, y)], make(plain, way))
+        assert_close(ours, plain)
+
+
+def test_a_step_is_not_copied() -> None:
+    net = Net()
+    step = everygpu.TrainStep(net, F.cross_entropy, torch.optim.SGD(net.parameters()))
+    with pytest.raises(EveryGPUError, match="Copy the model and the optimizer"):
+        copy.deepcopy(step)
 
 
 def test_parameters_elsewhere_are_refused() -> None:

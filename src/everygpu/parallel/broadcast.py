@@ -36,8 +36,8 @@ class Bucket:
         keep_storage: Lay the copies out as the originals are in the one storage they share, not side by side.
         fixed: Keep addresses also where others refer to the memory, as CUDA graphs do for good; only a graph
             before its backward still counts.
-        trust_versions: Send only when an original was replaced, or written as far as torch counts it: not
-            through ``.data``.
+        trust_versions: Send only when an original or its ``.data`` was replaced, or written as far as torch counts
+            it: not in place through ``.data``; after that call ``forget``.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Bucket:
     def _transfer(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> None:
         versions = [_version(t) for t in originals]
         if self._trust_versions:
-            replicas = [i for i in replicas if (copy := self._copies[i]) is None or not copy.is_of(versions)]
+            replicas = [i for i in replicas if (copy := self._copies[i]) is None or not copy.is_of(versions, originals)]
             if not replicas:
                 return
         targets = [self._writable(i, versions) for i in replicas]
@@ -113,6 +113,14 @@ class Bucket:
             current = self._copies[i]
             if current is None or (current is not target and not _equal_bytes(current.flat, target.flat)):
                 self._copies[i] = target
+            if self._trust_versions and (copy := self._copies[i]) is not None:
+                copy.hold_memory(originals)
+
+    def forget(self) -> None:
+        """Send at the next refresh, whatever torch has counted."""
+        for copy in self._copies:
+            if copy is not None:
+                copy.hold_memory(())
 
     def _writable(self, replica: int, versions: list[_Version]) -> "_Copy":
         """Return memory for a copy: that in use, unless someone still needs what is in it."""
@@ -168,7 +176,8 @@ class _Copy:
         self.flat = flat
         self.slots = slots
         self._versions = versions
-        self._own_uses = _num_uses(flat)
+        self._own_uses = num_uses(flat)
+        self._memory: list[Tensor] = []
 
     def age(self, versions: list[_Version]) -> None:
         """Tell autograd which originals were written since: a backward through their values is torch's error.
@@ -181,14 +190,19 @@ class _Copy:
             increment_version(moved)
         self._versions = versions
 
-    def is_of(self, versions: list[_Version]) -> bool:
-        """Tell whether the originals are the same tensors, and as often written, as when this copy was made."""
+    def hold_memory(self, originals: Sequence[Tensor]) -> None:
+        """Keep the originals' memory alive: while it is, no other has its address."""
+        self._memory = [t.detach() for t in originals]
+
+    def is_of(self, versions: list[_Version], originals: Sequence[Tensor]) -> bool:
+        """Tell whether the originals are the same tensors, in the same memory and as often written, as at the copy."""
         pairs = zip(self._versions, versions)
-        return all(was() is now() and v == w for (was, v), (now, w) in pairs)
+        in_place = [t.data_ptr() for t in self._memory] == [t.data_ptr() for t in originals]
+        return in_place and all(was() is now() and v == w for (was, v), (now, w) in pairs)
 
     def is_held(self) -> bool:
         """Tell whether anyone else, such as a graph before its backward, refers to this memory."""
-        return _num_uses(self.flat) > self._own_uses
+        return num_uses(self.flat) > self._own_uses
 
 
 def _on_devices(grads: Sequence[Grads]) -> Iterator[tuple[Grads, torch.device]]:
@@ -323,7 +337,8 @@ class Look:
         return seen
 
 
-def _num_uses(flat: Tensor) -> int:
+def num_uses(flat: Tensor) -> int:
+    """Count the tensors that refer to a buffer's memory."""
     return torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
 
 

@@ -187,9 +187,11 @@ class DataParallel(nn.Module):
         return Joiner(device=self.output_device, dim=self.dim, rows=rows)
 
     def _settle_buffers(self, replicas: ReplicaSet, shards: list[Shard]) -> None:
+        positions = [s.position for s in shards]
+        if positions[0] != 0:  # a split that gives the first device no rows
+            replicas.take_buffers(positions[0])
         if self.buffers_rule == "mean":
-            weights = [1 if s.rows is None else s.rows for s in shards]
-            replicas.average_buffers([s.position for s in shards], weights)
+            replicas.average_buffers(positions, [1 if s.rows is None else s.rows for s in shards])
 
     def _forward_alone(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run on one device: no shards, no threads, only what is elsewhere is moved."""

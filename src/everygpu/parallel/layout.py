@@ -23,6 +23,7 @@ class Meta:
     device: torch.device
     requires_grad: bool
     is_parameter: bool
+    has_hooks: bool
 
     def fits(self, t: Tensor) -> bool:
         """Tell whether copies made for this still do for ``t``."""
@@ -32,6 +33,7 @@ class Meta:
             and t.requires_grad is self.requires_grad
             and t.device == self.device
             and isinstance(t, nn.Parameter) is self.is_parameter
+            and has_hooks(t) is self.has_hooks
             and (t.layout != torch.strided or (t.stride() == self.stride and t.storage_offset() == self.offset))
         )
 
@@ -72,6 +74,11 @@ class Layout:
         return [(table, key) for table, key in zip(_tables(modules, self._keys), _flat(self._keys))]
 
 
+def has_hooks(t: Tensor) -> bool:
+    """Tell whether someone wants to see or change a tensor's gradient: the sum of all replicas'."""
+    return bool(t._backward_hooks or t._post_accumulate_grad_hooks)
+
+
 def _read(modules: Sequence[nn.Module]) -> tuple[list[list[str]], list[Tensor | None]]:
     tables = [table for m in modules for table in (m._parameters, m._buffers)]
     return [list(table) for table in tables], [t for table in tables for t in table.values()]
@@ -104,4 +111,5 @@ def _meta(t: Tensor) -> Meta:
         device=t.device,
         requires_grad=t.requires_grad,
         is_parameter=isinstance(t, nn.Parameter),
+        has_hooks=has_hooks(t),
     )

@@ -13,13 +13,18 @@ from everygpu import comm
 from everygpu.errors import ReplicaError
 from everygpu.parallel.broadcast import Streams
 
-Brought = tuple[Tensor, Tensor | None, Tensor | None]
+Brought = tuple[Tensor, Tensor | None, Tensor | None, "Records"]
 Taken = tuple[Tensor, Tensor, Tensor, int]
 
 
 def normalize_together(eps: float, records: "Records", brought: list[Brought]) -> list[Taken]:
     """Normalise all replicas' inputs in one node of the graph, whose backward therefore has all their gradients."""
-    xs, weights, biases = zip(*brought)
+    xs, weights, biases, layers = zip(*brought)
+    if any(layer is not records for layer in layers):
+        raise ReplicaError(
+            "SyncBatchNorm: replicas came to different layers at the same time. "
+            "All replicas must take the same way through the model."
+        )
     _check_size(xs)
     with _keeping_tensors():
         mean, var, *ys = _Normalize.apply(eps, records, len(xs), *xs, *weights, *biases)  # type: ignore[no-untyped-call]

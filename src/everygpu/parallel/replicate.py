@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from everygpu import comm
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.parallel.broadcast import Bucket, broadcast_tensor, group_by_storage
-from everygpu.parallel.layout import Layout
+from everygpu.parallel.layout import Layout, has_hooks
 from everygpu.parallel.mirror import Mirror, Watch
 from everygpu.parallel.placement import check_module, place_module
 
@@ -54,7 +54,8 @@ class ReplicaSet:
         fixed: Keep the replicas' tensors at their addresses, for CUDA graphs.
         make_leaves: Gives replicas leaf parameters that someone else keeps up to date: from ``id`` of an original
             to its twin on each device after the first. Asked whenever the module has changed its arrangement.
-            Frozen parameters are then sent only when torch counts a write to them.
+            Frozen parameters are then sent only when torch counts a write to them, or always on the CPU, where
+            that costs no more than looking.
     """
 
     def __init__(
@@ -87,6 +88,22 @@ class ReplicaSet:
             if fresh is not None and not torch.is_grad_enabled():
                 fresh.update(positions)
         return [self._mirrors[p - 1].root if p else self.module for p in positions]
+
+    def forget(self) -> None:
+        """Send everything at the next refresh, after writes that torch doesn't count."""
+        for bucket in self._buckets:
+            bucket.forget()
+
+    def take_buffers(self, position: int) -> None:
+        """Give the module the buffers of the first replica that ran, in place of its own, which didn't."""
+        with torch.no_grad():
+            for (table, key), (theirs, name), index in zip(
+                self._places[0], self._places[position], self._layout.order
+            ):  # fmt: skip
+                if index is not None and not isinstance(table[key], nn.Parameter) and not table[key].requires_grad:
+                    mine, other = table[key], theirs[name]
+                    if mine.shape == other.shape and mine.dtype is other.dtype and mine.layout is other.layout:
+                        mine.data.copy_(comm.copy(other, mine.device))
 
     def average_buffers(self, positions: Sequence[int], weights: Sequence[int]) -> None:
         """Give the module's float buffers the weighted average over the replicas that ran.
@@ -136,7 +153,11 @@ class ReplicaSet:
         self._members: list[list[int]] = []
         self._buckets: list[Bucket] = []
         frozen = [i for i in flat if self._make_leaves is not None and _is_frozen(tensors[i])]
-        for which in (frozen, [i for i in flat if i not in set(frozen)]):
+        trusted = any(d.type != "cpu" for d in self._devices)
+        # Each by itself: a node whose backward has gradients for others calls its hooks with none.
+        hooked = [[i] for i in flat if tensors[i].requires_grad and has_hooks(tensors[i])]
+        alone = {*frozen, *(i for (i,) in hooked)}
+        for which in (frozen, *hooked, [i for i in flat if i not in alone]):
             for members, together in group_by_storage(tensors, which, BUCKET_BYTES):
                 self._members.append(members)
                 self._buckets.append(
@@ -146,7 +167,7 @@ class ReplicaSet:
                         others,
                         keep_storage=together,
                         fixed=self._fixed,
-                        trust_versions=which is frozen,
+                        trust_versions=trusted and which is frozen,
                     )
                 )
 

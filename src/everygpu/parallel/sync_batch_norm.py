@@ -43,7 +43,7 @@ class SyncBatchNorm(_BatchNorm):
         Returns:
             The module; a new layer when it is itself a batch normalisation.
         Raises:
-            ModuleError: a lazy layer doesn't know its channels yet.
+            ModuleError: a lazy layer doesn't know its channels yet; a layer has a forward of its own.
         """
         if isinstance(module, _LazyNormBase):
             raise ModuleError(
@@ -51,6 +51,11 @@ class SyncBatchNorm(_BatchNorm):
                 f"Run the model once before converting it."
             )
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
+            if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+                raise ModuleError(
+                    f"SyncBatchNorm.convert: {type(module).__qualname__} has a forward of its own, which would be "
+                    f"lost. Replace it by a batch normalisation and what else it does."
+                )
             return cls._like(module)  # type: ignore[return-value]
         for name, child in module._modules.items():
             if child is not None:
@@ -73,7 +78,7 @@ class SyncBatchNorm(_BatchNorm):
         if torch._C._current_graph_task_id() != -1:  # activation checkpointing, in the middle of backward
             return run_again(input, self.weight, self.bias, self.eps, self._records)
         together = partial(normalize_together, self.eps, self._records)
-        output, mean, var, count = meet((input, self.weight, self.bias), together)
+        output, mean, var, count = meet((input, self.weight, self.bias, self._records), together)
         if self.training and self.running_mean is not None:
             self._follow(mean, var, count)
         return output  # type: ignore[no-any-return]

@@ -1,6 +1,7 @@
 """The memory of a training step: every trainable parameter and its gradient, side by side on every device."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from torch.autograd.graph import increment_version
 
 from everygpu import comm
 from everygpu.errors import PlacementError
-from everygpu.parallel.broadcast import Look
+from everygpu.parallel.broadcast import Look, num_uses
+from everygpu.parallel.layout import has_hooks
 from everygpu.step.flat import BucketPlan, plan_buckets
 
 PerDevice = list[Tensor]
@@ -38,10 +40,12 @@ class Arena:
         # Views of their own version counters: of the values, to notice who writes; of the gradients, which are new.
         self._slots = [_slots(self.plans, self.values, j) for j in range(len(devices))]
         self._grad_slots = [_slots(self.plans, self.grads, j) for j in range(len(devices))]
-        self.twins = [self._make_twins(j) for j in range(1, len(devices))]
+        self.twins: list[list[Tensor]] = []
         self._versions: list[int] = []
         self._grad_versions: list[list[int]] = []
         self.adopt()
+        self.twins = [self._make_twins(j) for j in range(1, len(devices))]
+        self._own_uses: list[int] = []
         self._facts = [_facts(p) for p in params]
         self.begin()
 
@@ -58,7 +62,34 @@ class Arena:
                 if p.data_ptr() != slot.data_ptr():
                     slot.copy_(p)
                     p.data = slot
+        # What moves a parameter in forward moves its twins, too.
+        for twins, slots in zip(self.twins, self._slots[1:]):
+            for twin, slot in zip(twins, slots):
+                twin.data = slot
         self._send(range(len(self.plans)))
+
+    def settle(self) -> None:
+        """Take everything that now refers to the parameters' memory for one's own."""
+        self._own_uses = self._num_uses()
+
+    def is_held(self) -> bool:
+        """Tell whether parameters were moved away while someone else refers to where they were.
+
+        As in ``backup = p.data; p.data = average``: taking the average in would overwrite the backup.
+        """
+        moved = any(p.data_ptr() != slot.data_ptr() for p, slot in zip(self.params, self._slots[0]))
+        return moved and any(now > own for now, own in zip(self._num_uses(), self._own_uses))
+
+    def _num_uses(self) -> list[int]:
+        """Count who refers to each bucket's memory, the parameters themselves left out."""
+        at_home = {
+            s.index for plan in self.plans for s in plan.slots
+            if same_memory(self.params[s.index], self._slots[0][s.index])
+        }  # fmt: skip
+        return [
+            num_uses(first) - sum(s.index in at_home for s in plan.slots)
+            for plan, (first, *_) in zip(self.plans, self.values)
+        ]
 
     def follow_edits(self) -> None:
         """Send what was written to the parameters since the last step: loaded, clamped, swapped for averages."""
@@ -83,8 +114,34 @@ class Arena:
 
     def withdraw_grads(self) -> None:
         """Leave the parameters without gradients, as what is in the buckets is no whole gradient of theirs."""
-        for p in self.params:
-            p.grad = None
+        for i, (p, slot) in enumerate(zip(self.params, self._grad_slots[0])):
+            if p.grad is not slot:  # a hook or the loss has set another
+                self._replace_grad(i, p.grad)
+        self._forget_grads()
+
+    @contextmanager
+    def whole_grads(self, touched: set[int]) -> Iterator[None]:
+        """Between ``reduce`` and the update, let parameters have their gradients, to be looked at and written.
+
+        Args:
+            touched: Those that have one; changed where a gradient is set or removed within.
+        """
+        for bucket in self.grads:
+            comm.all_gather(bucket)
+        for i, (p, slot) in enumerate(zip(self.params, self._grad_slots[0])):
+            p.grad = slot if i in touched else None
+        try:
+            yield
+            for i, (p, slot) in enumerate(zip(self.params, self._grad_slots[0])):
+                if p.grad is None:
+                    touched.discard(i)
+                elif p.grad is not slot:
+                    slot.copy_(p.grad)
+                    touched.add(i)
+        finally:
+            self._forget_grads()
+        for first, *others in self.grads:
+            comm.broadcast(first, others)
 
     def touched(self) -> set[int]:
         """Return the parameters that have got a gradient since ``begin``, on any device."""
@@ -112,6 +169,30 @@ class Arena:
     def chunks(self, buckets: Sequence[PerDevice]) -> list[PerDevice]:
         """Cut each device's own chunk out of its buckets."""
         return [[flat.chunk(len(flats))[j] for j, flat in enumerate(flats)] for flats in buckets]
+
+    def take_grads(self, other: "Arena") -> None:
+        """Go on from what has accumulated elsewhere; a parameter that was not there brings its own gradient."""
+        theirs = {id(p) for p in other.params}
+        for p, slot in zip(self.params, self._grad_slots[0]):
+            if p.grad is not None and id(p) not in theirs:
+                slot.add_(p.grad)
+        mine = {id(p): i for i, p in enumerate(self.params)}
+        for k in other.touched():
+            i = mine.get(id(other.params[k]))
+            if i is not None and self.params[i].shape == other._grad_slots[0][k].shape:
+                for slots in other._grad_slots:
+                    self._grad_slots[0][i].add_(comm.copy(slots[k], self.devices[0]))
+
+    def _replace_grad(self, index: int, grad: Tensor | None) -> None:
+        for slots, versions in zip(self._grad_slots, self._grad_versions):
+            slots[index].zero_()
+            versions[index] = slots[index]._version
+        if grad is not None:
+            self._grad_slots[0][index].copy_(grad.detach())
+
+    def _forget_grads(self) -> None:
+        for p in self.params:
+            p.grad = None
 
     def _send(self, which: Any) -> None:
         for b in which:
@@ -151,7 +232,11 @@ def _slots(plans: Sequence[BucketPlan], buckets: Sequence[PerDevice], replica: i
 
 
 def _facts(p: Tensor) -> tuple[Any, ...]:
-    return p.shape, p.dtype, p.device, p.requires_grad, p.stride()
+    return p.shape, p.dtype, p.device, p.requires_grad, p.stride(), has_hooks(p)
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:

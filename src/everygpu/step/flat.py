@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from everygpu.errors import OptimizerError
 from everygpu.parallel.broadcast import dense_strides, group_by_storage, storage_offsets
 
 BLOCK_NUMEL = 1024
@@ -79,12 +80,43 @@ def plan_buckets(params: Sequence[Tensor], num_chunks: int, limit_bytes: int = B
         limit_bytes: Size at which a bucket is closed; a larger parameter has one of its own.
     Returns:
         Buckets in the order in which backward usually finishes them: the last parameters first.
+    Raises:
+        OptimizerError: two elements share memory, which in the buckets they wouldn't.
     """
+    _check_memory(params)
     backwards = range(len(params))[::-1]
     return [
         _plan_bucket(params, members, num_chunks, together)
         for members, together in group_by_storage(params, backwards, limit_bytes)
     ]
+
+
+def _check_memory(params: Sequence[Tensor]) -> None:
+    spans = sorted((p.data_ptr(), p.data_ptr() + _extent_bytes(p), i) for i, p in enumerate(params) if p.data_ptr())
+    end = 0
+    together: list[int] = []
+    for begin, until, i in spans:
+        together = [*together, i] if begin < end else [i]
+        end = max(end, until)
+        addresses = torch.cat([_addresses(params[k]) for k in together]) if len(together) > 1 else None
+        spread = any(size > 1 and step == 0 for size, step in zip(params[i].shape, params[i].stride()))
+        if spread or (addresses is not None and torch.unique(addresses).numel() < addresses.numel()):
+            raise OptimizerError(
+                f"TrainStep, ShardedOptimizer: parameters must have memory of their own, got parameter {i} of shape "
+                f"{tuple(params[i].shape)}, which shares some. To tie weights, use one Parameter in both places."
+            )
+
+
+def _extent_bytes(p: Tensor) -> int:
+    return (sum((size - 1) * step for size, step in zip(p.shape, p.stride())) + 1) * p.element_size()
+
+
+def _addresses(p: Tensor) -> Tensor:
+    """List where each element is."""
+    found = torch.tensor([p.data_ptr()])
+    for size, step in zip(p.shape, p.stride()):
+        found = (found[:, None] + torch.arange(size) * (step * p.element_size())).flatten()
+    return found
 
 
 def _plan_bucket(params: Sequence[Tensor], members: Sequence[int], num_chunks: int, together: bool) -> BucketPlan:

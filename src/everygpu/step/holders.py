@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from everygpu.parallel.data_parallel import DataParallel
+from everygpu.parallel.layout import has_hooks
 from everygpu.parallel.placement import place_module
 from everygpu.parallel.replicate import Leaves, ReplicaSet
 from everygpu.step.arena import Arena
@@ -26,6 +27,9 @@ class Holder(Protocol):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model on all devices."""
+
+    def leaves(self) -> list[Tensor]:
+        """List the parameters of which each replica has a leaf of its own."""
 
     def begin(self) -> None:
         """Start with no gradients."""
@@ -64,6 +68,9 @@ class WholeHolder:
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self._model(*inputs, **kwargs)
+
+    def leaves(self) -> list[Tensor]:
+        return []
 
     def begin(self) -> None:
         self._optimizer.zero_grad()
@@ -106,12 +113,13 @@ class ShardedHolder:
         self._optimizer = optimizer
         self._replicas: ReplicaSet | None = None
         self._touched: set[int] = set()
-        self._arrange(self._trainable())
+        self._arrange(self._trainable(), None)
 
     def prepare(self) -> None:
+        self._optimizer.check_owner()
         params = self._trainable()
-        if not self._arena.fits(params):
-            self._arrange(params)
+        if not self._arena.fits(params) or self._arena.is_held():
+            self._arrange(params, self._arena)
         elif not self._optimizer.holds(self._shards):
             self._attach()
         self._arena.follow_edits()
@@ -122,6 +130,10 @@ class ShardedHolder:
         if self._replicas is None or self._replicas.module is not self._model.module:
             self._replicas = self._model.make_replicas(self._make_leaves)
         return self._model.forward_with(self._replicas, *inputs, **kwargs)
+
+    def leaves(self) -> list[Tensor]:
+        # The hooks of a parameter are to see the sum of all replicas' gradients: its replicas are no leaves.
+        return [p for p in self._arena.params if not has_hooks(p)] if len(self._model.device_ids) > 1 else []
 
     def begin(self) -> None:
         self._arena.begin()
@@ -139,19 +151,28 @@ class ShardedHolder:
         return [Share(device=d, grads=list(chunks)) for d, chunks in zip(self._arena.devices, columns)]
 
     def apply(self, found_inf: Tensor | None) -> None:
+        if found_inf is not None and not self._shards.is_fused():
+            if found_inf.item():
+                return
+            found_inf = None
+        if self._optimizer.has_pre_hooks():
+            with self._arena.whole_grads(self._touched):
+                self._optimizer.before_step()
+        # Forward and hooks may have written parameters; here each device updates its own copy of a chunk.
+        self._arena.follow_edits()
         if self._fused is not None and found_inf is None:
             self._run_fused(self._fused, factor=1.0, is_reduced=True)
             return
-        if found_inf is None or self._shards.is_fused() or not found_inf.item():
-            on_device = found_inf if self._shards.is_fused() else None
-            groups = self._optimizer.param_groups
-            with torch.no_grad():
-                self._optimizer.run(lambda: self._shards.step(groups, self._touched, on_device))
-        self._arena.hand_out()
+        try:
+            self._shards.step(self._optimizer.param_groups, self._touched, found_inf)
+        finally:  # or replicas would differ after an interruption
+            self._arena.hand_out()
+        self._optimizer.after_step()
 
     def fuse(self, factor: float) -> bool:
-        if self._fused is None:
+        if self._fused is None or self._optimizer.has_pre_hooks():
             return False
+        self._arena.follow_edits()
         self._touched = self._arena.touched()
         self._run_fused(self._fused, factor=factor, is_reduced=False)
         return True
@@ -159,17 +180,23 @@ class ShardedHolder:
     def refresh(self) -> None:
         self.prepare()
         self._arena.adopt()
+        if self._replicas is not None:
+            self._replicas.forget()
 
     def _trainable(self) -> list[Tensor]:
         return [p for p in _params(self._optimizer) if p.requires_grad]
 
-    def _arrange(self, params: list[Tensor]) -> None:
-        """Make memory for the parameters as they are now."""
+    @torch.inference_mode(False)
+    def _arrange(self, params: list[Tensor], before: Arena | None) -> None:
+        """Make memory for the parameters as they are now, going on from what has accumulated before."""
         model = self._model
         place_module(model.module, model.device_ids[0], "TrainStep", strict=model.strict_device)
         self._arena = Arena(params, model.device_ids)
+        if before is not None:
+            self._arena.take_grads(before)
         self._replicas = None
         self._attach()
+        self._arena.settle()
 
     def _attach(self) -> None:
         """Have the optimizer's state where the gradients are."""
@@ -181,13 +208,14 @@ class ShardedHolder:
         self._fused = FusedUpdate(stock, arena, self._shards) if can_fuse(stock, arena) else None
 
     def _run_fused(self, fused: FusedUpdate, *, factor: float, is_reduced: bool) -> None:
-        with torch.no_grad():
-            self._optimizer.run(lambda: fused.run(self._touched, factor=factor, is_reduced=is_reduced))
+        fused.run(self._touched, factor=factor, is_reduced=is_reduced)
         self._arena.note_update()
+        self._optimizer.after_step()
 
     def _make_leaves(self) -> Leaves:
         self._arena.adopt()
-        return {id(p): [twins[i] for twins in self._arena.twins] for i, p in enumerate(self._arena.params)}
+        twins = {id(p): list(row) for p, *row in zip(self._arena.params, *self._arena.twins)}
+        return {id(p): twins[id(p)] for p in self.leaves()}
 
 
 def _params(optimizer: Optimizer) -> Iterator[Any]:

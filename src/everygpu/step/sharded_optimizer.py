@@ -55,6 +55,8 @@ class ShardedOptimizer(Optimizer):
         _release(optimizer)
         self._handles = self._watch_module()
         setattr(optimizer, _OWNER, self)
+        # copy and pickle ask the object first. The copy is a stock optimizer with all of the state.
+        optimizer.__getstate__ = self._state_of_module  # type: ignore[method-assign]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -74,14 +76,17 @@ class ShardedOptimizer(Optimizer):
         Returns:
             What the closure returned.
         Raises:
-            OptimizerError: a gradient is sparse.
+            OptimizerError: a gradient is sparse; the stock optimizer has another owner now.
         """
+        self.check_owner()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
+            self.before_step()
             self._step_alone(self._own_shards())
+            self.after_step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -112,8 +117,31 @@ class ShardedOptimizer(Optimizer):
             for handle in self._handles:
                 handle.remove()
             delattr(self.module, _OWNER)
+            del self.module.__getstate__
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": self.module, "devices": self.devices}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["module"], state["devices"])  # type: ignore[misc]
 
     # How TrainStep uses it.
+
+    @staticmethod
+    def of(optimizer: Optimizer, devices: Sequence[torch.device]) -> "ShardedOptimizer":
+        """Return the owner of a stock optimizer's state if it has one for these devices, else a new one."""
+        owner = getattr(optimizer, _OWNER, None)
+        if isinstance(owner, ShardedOptimizer) and owner.devices == list(devices):
+            return owner
+        return ShardedOptimizer(optimizer, devices)
+
+    def check_owner(self) -> None:
+        """Refuse to step when the state is no longer here."""
+        if getattr(self.module, _OWNER, None) is not self:
+            raise OptimizerError(
+                "ShardedOptimizer: the stock optimizer's state must be here, got one that was released, or wrapped "
+                "again for other devices. Use the new wrapper, or make one more."
+            )
 
     def attach(self, params: Sequence[Tensor], shards: Shards) -> None:
         """Move the state to other shards.
@@ -130,13 +158,20 @@ class ShardedOptimizer(Optimizer):
         """Tell whether the state is in these shards now."""
         return self._shards is shards
 
-    def run(self, step: Callable[[], None]) -> None:
-        """Have something update the parameters in the stock optimizer's place, with its hooks around."""
-        for hook in list(self.module._optimizer_step_pre_hooks.values()):
-            hook(self.module, (), {})
-        step()
-        # Schedulers ask whether the optimizer has stepped.
-        self.module._opt_called = True  # type: ignore[attr-defined]
+    def has_pre_hooks(self) -> bool:
+        """Tell whether anyone may write gradients or parameters at ``before_step``."""
+        return len(self.module._optimizer_step_pre_hooks) > 1
+
+    def before_step(self) -> None:
+        """Call the stock optimizer's hooks; what they write to parameters and gradients counts."""
+        for key, hook in list(self.module._optimizer_step_pre_hooks.items()):
+            if key != self._handles[0].id:
+                hook(self.module, (), {})
+
+    def after_step(self) -> None:
+        """Call the stock optimizer's hooks, once the parameters have their new values."""
+        # Schedulers ask whether the optimizer has stepped, whichever of the two they were given.
+        self.module._opt_called = self._opt_called = True  # type: ignore[attr-defined]
         for hook in list(self.module._optimizer_step_post_hooks.values()):
             hook(self.module, (), {})
 
@@ -161,13 +196,28 @@ class ShardedOptimizer(Optimizer):
                 )
         memory.load(memory.params, memory.values)
         memory.load(grads, memory.grads)
-        touched = {i for i, g in enumerate(grads) if g is not None}
-        self.run(lambda: shards.step(self.param_groups, touched))
-        memory.store()
+        try:
+            shards.step(self.param_groups, {i for i, g in enumerate(grads) if g is not None})
+        finally:  # as the stock optimizer, interrupted, leaves what it has done
+            memory.store()
+
+    def _state_of_module(self) -> dict[str, Any]:
+        # A copy on the same devices: its tensors are where the stock optimizer looks for them.
+        self._fill_state(self._params[0].device if self._params else None)
+        try:
+            state = type(self.module).__getstate__(self.module)
+            return {**state, "state": self.module.state.copy()}
+        finally:
+            self._drop_whole_state()
 
     # The stock optimizer's own state_dict and load_state_dict.
 
     def _watch_module(self) -> list[RemovableHandle]:
+        def take_back(_: Optimizer, args: Any, kwargs: Any) -> None:
+            # The stock optimizer itself is to step: with its state, which comes here again afterwards.
+            self._fill_state(self._params[0].device if self._params else None)
+            self._shards = None
+
         def fill(_: Optimizer) -> None:
             self._fill_state()
 
@@ -180,15 +230,16 @@ class ShardedOptimizer(Optimizer):
                 self._spread_state()
 
         return [
+            self.module.register_step_pre_hook(take_back),
             self.module.register_state_dict_pre_hook(fill),
             self.module.register_state_dict_post_hook(clear),
             self.module.register_load_state_dict_post_hook(spread),
         ]
 
-    def _fill_state(self) -> None:
+    def _fill_state(self, home: torch.device | None = None) -> None:
         if self._shards is not None:
             several = len(set(self.devices)) > 1
-            home = torch.device("cpu") if several else self.devices[0]
+            home = home or (torch.device("cpu") if several else self.devices[0])
             self.module.state.update(self._shards.collect_state(home))
 
     def _spread_state(self) -> None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from everygpu import comm
 from everygpu.parallel.thread_state import on_device
-from everygpu.step.flat import BucketPlan, Piece
+from everygpu.step.flat import BucketPlan, Piece, Slot
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
@@ -50,6 +50,8 @@ class Fragment:
     bucket: int
     """Which bucket it is a piece of."""
     piece: Piece
+    slot: Slot
+    """The whole parameter's, whose memory the piece is cut from: the parameter may be laid out anew."""
     param: nn.Parameter
     """Shape (numel,); a view of the values' memory."""
     grad: Tensor
@@ -117,7 +119,7 @@ class Shards:
             for f in fragments:
                 if optimizer is not None and optimizer.state.get(f.param):
                     found[f.piece.index].append((f, optimizer.state[f.param]))
-        return {self.params[i]: _join_state(self.params[i], found[i], home) for i in sorted(found)}
+        return {self.params[i]: _join_state(found[i], home) for i in sorted(found)}
 
     def take_state(self, state: Mapping[Tensor, State]) -> None:
         """Give each device its part of a state as the stock optimizer has it; parameters left out have none."""
@@ -125,7 +127,7 @@ class Shards:
             for f in fragments:
                 whole = state.get(self.params[f.piece.index])
                 if optimizer is not None and whole:
-                    optimizer.state[f.param] = _cut_state(self.params[f.piece.index], whole, f)
+                    optimizer.state[f.param] = {name: _cut_value(name, value, f) for name, value in whole.items()}
 
     def forget_state(self) -> None:
         """Drop all state, before another is loaded."""
@@ -147,10 +149,12 @@ def _tensors(optimizer: Optimizer | None) -> Iterator[Tensor]:
 def _cut(
     plans: Sequence[BucketPlan], values: Sequence[Sequence[Tensor]], grads: Sequence[Sequence[Tensor]], chunk: int
 ) -> list[Fragment]:
+    slots = {slot.index: slot for plan in plans for slot in plan.slots}
     return [
         Fragment(
             bucket=b,
             piece=piece,
+            slot=slots[piece.index],
             param=nn.Parameter(value[chunk].narrow(0, piece.start, piece.numel)),
             grad=grad[chunk].narrow(0, piece.start, piece.numel),
         )
@@ -189,17 +193,13 @@ def _stream(device: torch.device) -> "torch.cuda.Stream | None":
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-def _is_elementwise(param: Tensor, name: str, value: Any) -> bool:
-    return isinstance(value, Tensor) and name not in _PER_PARAMETER and value.shape == param.shape
-
-
-def _join_state(param: Tensor, parts: list[tuple[Fragment, State]], home: torch.device) -> State:
+def _join_state(parts: list[tuple[Fragment, State]], home: torch.device) -> State:
     parts = sorted(parts, key=lambda part: part[0].piece.offset)
-    first = parts[0][1]
+    slot, first = parts[0][0].slot, parts[0][1]
     joined: State = {}
     for name, value in first.items():
         if isinstance(value, Tensor) and name not in _PER_PARAMETER:
-            whole = torch.empty_like(param, dtype=value.dtype, device=home, requires_grad=False)
+            whole = torch.empty_strided(slot.shape, slot.strides, dtype=value.dtype, device=home)
             memory = whole.as_strided((whole.numel(),), (1,))
             for f, state in parts:
                 comm.fill(memory.narrow(0, f.piece.offset, f.piece.numel), state[name])
@@ -209,16 +209,12 @@ def _join_state(param: Tensor, parts: list[tuple[Fragment, State]], home: torch.
     return joined
 
 
-def _cut_state(param: Tensor, whole: State, f: Fragment) -> State:
-    return {name: _cut_value(param, name, value, f) for name, value in whole.items()}
-
-
-def _cut_value(param: Tensor, name: str, value: Any, f: Fragment) -> Any:
+def _cut_value(name: str, value: Any, f: Fragment) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if not _is_elementwise(param, name, value):
+    if name in _PER_PARAMETER or value.shape != f.slot.shape:
         return value.clone() if value.device.type == "cpu" else comm.copy(value, f.param.device, fresh=True)
     # In the order of the parameter's memory, whatever the state's own is.
-    laid = torch.empty_like(param, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
+    laid = torch.empty_strided(f.slot.shape, f.slot.strides, dtype=value.dtype, device=value.device).copy_(value)
     memory = laid.as_strided((laid.numel(),), (1,))
     return comm.copy(memory.narrow(0, f.piece.offset, f.piece.numel), f.param.device, fresh=True)

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from everygpu import comm, tree
-from everygpu.errors import LossError, OptimizerError, OptionError
+from everygpu.errors import EveryGPUError, LossError, OptimizerError, OptionError
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.sharded_batch import ShardedBatch
 from everygpu.step.holders import Holder, ShardedHolder, WholeHolder
+from everygpu.step.partial_grads import refusing_partial_grads
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.shards import can_shard
 from everygpu.step.stats import StepStats, Stopwatch
@@ -58,7 +59,7 @@ class TrainStep:
         compile: Run replicas compiled; see ``DataParallel``'s ``engine``.
     Raises:
         ModuleError, DeviceError, PlacementError: the model can't be replicated; see ``DataParallel``.
-        OptimizerError: this is no optimizer.
+        OptimizerError: this is no optimizer, or one that needs a closure; parameters share memory.
         OptionError: an option has no such value.
     """
 
@@ -100,7 +101,7 @@ class TrainStep:
         Returns:
             The loss, shape (), detached. Reading it waits for the device; not reading it doesn't.
         Raises:
-            LossError: the loss is not one number.
+            LossError: the loss is not one number, or asks for gradients of parameters.
             Exception: what the model or the loss raised; parameters are then as before, and what was accumulated
                 for this update is dropped.
         """
@@ -163,6 +164,11 @@ class TrainStep:
         if self._scale is not None and "scale" in state:
             self._scale.load_state_dict(state["scale"])
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise EveryGPUError(
+            "TrainStep: can't be copied or pickled. Copy the model and the optimizer together, and make a new one."
+        )
+
     def _learn(self, inputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         self._stopwatch.start()
         self._holder.lend()
@@ -182,8 +188,10 @@ class TrainStep:
         args, named = _arguments(inputs, targets if self.loss is None else ())
         with self._autocast():
             output = self._holder.forward(*args, **named, **kwargs)
-            found = _loss_in(output) if self.loss is None else self.loss(output, *self._at_home(targets))
-            return _as_number(found), output
+            if self.loss is None:
+                return _as_number(_loss_in(output)), output
+            with refusing_partial_grads(output, self._holder.leaves):
+                return _as_number(self.loss(output, *self._at_home(targets))), output
 
     def _at_home(self, targets: tuple[Any, ...]) -> Any:
         """Put targets where the output is; what is spread over the devices already stays."""
@@ -253,12 +261,17 @@ def _make_holder(model: DataParallel, optimizer: Any) -> Holder:
             f"TrainStep: needs a torch optimizer or a ShardedOptimizer, got {type(optimizer).__qualname__}. "
             f"Pass for instance torch.optim.AdamW(model.parameters())."
         )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise OptimizerError(
+            "TrainStep: the optimizer must step without a closure, got LBFGS, which evaluates the loss several times "
+            "in a step. Use DataParallel in an ordinary loop."
+        )
     if len(model.device_ids) == 1:
         return WholeHolder(model, optimizer)
     if not can_shard(optimizer):
         logger.info("TrainStep: %s can't be spread; it steps on %s.", type(optimizer).__name__, model.device_ids[0])
         return WholeHolder(model, optimizer)
-    return ShardedHolder(model, ShardedOptimizer(optimizer, model.device_ids))
+    return ShardedHolder(model, ShardedOptimizer.of(optimizer, model.device_ids))
 
 
 def _arguments(inputs: Any, more: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -36,7 +36,7 @@ class LossScale:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._scale = torch.full((), FIRST_SCALE, device=device)
+        self._scale = torch.full((), FIRST_SCALE, dtype=torch.float32, device=device)
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -51,7 +51,8 @@ class LossScale:
         """
         found = [self._unscale(share) for share in shares if share.grads]
         home = self._scale.device
-        return torch.stack([comm.copy(f, home) for f in found]).amax() if found else torch.zeros((), device=home)
+        copies = [comm.copy(f, home) for f in found]
+        return torch.stack(copies).amax() if copies else torch.zeros_like(self._scale)
 
     def update(self, found_inf: Tensor) -> None:
         """Lower the scale after a step that was skipped, raise it after many that were not."""
@@ -73,7 +74,7 @@ class LossScale:
         self._growth.fill_(state["_growth_tracker"])
 
     def _unscale(self, share: Share) -> Tensor:
-        found_inf = torch.zeros((), device=share.device)
+        found_inf = torch.zeros((), dtype=torch.float32, device=share.device)
         inverse = self._scale.double().reciprocal().float()
         torch._amp_foreach_non_finite_check_and_unscale_(share.grads, found_inf, comm.copy(inverse, share.device))
         return found_inf
