@@ -10,7 +10,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/digits.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses=auto --dist=loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
