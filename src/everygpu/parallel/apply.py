@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from everygpu import tree
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import OptionError, ReplicaError
-from everygpu.parallel.thread_state import ThreadState, on_device
+from everygpu.parallel.thread_state import ThreadState, current_stream, on_device
 from everygpu.parallel.turns import Cancelled, Turns
 
 Call = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]
@@ -177,8 +177,7 @@ def attempt(function: Callable[[], Any]) -> Outcome:
 def _run_here(job: _Job, device: torch.device, *, alone: bool) -> Any:
     if device.type == "cpu" or alone:
         return job()
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    with on_device(device, stream):
+    with on_device(device, current_stream(device)):
         return job()
 
 

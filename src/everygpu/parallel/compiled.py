@@ -18,7 +18,7 @@ from everygpu.keys import wrapped_child
 from everygpu.parallel.apply import Call, Outcome, Workers, attempt, raise_first
 from everygpu.parallel.shared_graph import Recorder, backend_of, find_recipe, inductor
 from everygpu.parallel.sync_batch_norm import SyncBatchNorm
-from everygpu.parallel.thread_state import on_device
+from everygpu.parallel.thread_state import current_stream, on_device
 
 MAX_SIGNATURES = 8
 """Each combination of shapes costs a compilation for every replica: after this many, replicas run eagerly."""
@@ -101,8 +101,7 @@ class CompiledReplicas:
 
 
 def _on(device: torch.device, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    with on_device(device, stream, shared=False):
+    with on_device(device, current_stream(device), shared=False):
         return function(*args, **kwargs)
 
 

@@ -85,6 +85,11 @@ def _for_device(mode: Any, device: torch.device) -> Any:
     return mode
 
 
+def current_stream(device: torch.device) -> "torch.cuda.Stream | None":
+    """Return what work for a device is queued on now; None for devices without streams."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
 @contextmanager
 def on_device(device: torch.device, stream: torch.cuda.Stream | None, *, shared: bool = True) -> Iterator[None]:
     """Make a device current: ``.cuda()`` and tensors made without ``device=`` mean this one.

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from everygpu import comm
 from everygpu.devices.p2p import trusted_peers
-from everygpu.parallel.thread_state import on_device
+from everygpu.parallel.thread_state import current_stream, on_device
 from everygpu.step.arena import Arena
 from everygpu.step.flat import BLOCK_NUMEL
 from everygpu.step.shards import Fragment, Shards, State
@@ -106,7 +106,7 @@ class FusedUpdate:
         table, row_of = self._make_table(touched)
         _meet(self._arena.devices)
         for me, d in enumerate(self._devices):
-            with on_device(d.device, _stream(d.device), shared=False):
+            with on_device(d.device, current_stream(d.device), shared=False):
                 self._launch(d, me, table, row_of, factor, is_reduced)
         _meet(self._arena.devices)
         self._note_update(touched)
@@ -246,10 +246,6 @@ def _open_memory(devices: Sequence[torch.device]) -> None:
 
 def _addresses(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)
-
-
-def _stream(device: torch.device) -> "torch.cuda.Stream | None":
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def _meet(devices: Sequence[torch.device]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from everygpu import comm
-from everygpu.parallel.thread_state import on_device
+from everygpu.parallel.thread_state import current_stream, on_device
 from everygpu.step.flat import BucketPlan, Piece, Slot
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -99,7 +99,7 @@ class Shards:
                 f.param.grad = f.grad if f.piece.index in touched else None
             # Where fused optimizers look for it.
             optimizer.found_inf = None if found_inf is None else comm.copy(found_inf, device)  # type: ignore[attr-defined]
-            with on_device(device, _stream(device), shared=False):
+            with on_device(device, current_stream(device), shared=False):
                 optimizer.step()
 
     def is_fused(self) -> bool:
@@ -187,10 +187,6 @@ def _follow(optimizer: Optimizer, options: Sequence[Mapping[str, Any]], device: 
             if name in ("params", "param_names"):
                 continue
             mine[name] = comm.copy(value, device) if isinstance(value, Tensor) and value.device.type != "cpu" else value
-
-
-def _stream(device: torch.device) -> "torch.cuda.Stream | None":
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def _join_state(parts: list[tuple[Fragment, State]], home: torch.device) -> State:
