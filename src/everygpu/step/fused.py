@@ -93,6 +93,10 @@ class FusedUpdate:
         _open_memory(arena.devices)
         self._devices = [self._lay_out(shards, j) for j in range(len(arena.devices))]
         self._rows: dict[Any, list[Tensor]] = {}
+        # The fragments, by identity, whose place in the chunks has been written.
+        self._written: set[int] = set()
+        # For each parameter its step, that tensor's version, and its value: reading it would wait for a GPU.
+        self._known: dict[int, tuple[Tensor, int, int]] = {}
 
     def run(self, touched: set[int], *, factor: float, is_reduced: bool) -> None:
         """Update every touched parameter once, on all devices.
@@ -141,10 +145,14 @@ class FusedUpdate:
             for f, state in d.parts():
                 for name, chunk in zip(self._names, d.states[f.bucket]):
                     view, kept = chunk.narrow(0, f.piece.start, f.piece.numel), state.get(name)
-                    if kept is None:
+                    if kept is None and id(f) in self._written:
                         view.zero_()
-                    elif kept.data_ptr() != view.data_ptr():
+                    elif kept is not None and kept.data_ptr() != view.data_ptr():
                         state[name] = view.copy_(kept)
+                if state:
+                    self._written.add(id(f))
+                else:
+                    self._written.discard(id(f))
 
     def _make_table(self, touched: set[int]) -> tuple[Tensor, dict[int, int]]:
         """Return the rows of options, and which row each touched parameter has.
@@ -167,8 +175,15 @@ class FusedUpdate:
         """Return how often each parameter has been updated; for SGD, 1 if it has a momentum."""
         states = {f.piece.index: state for d in self._devices for f, state in d.parts() if state}
         return {
-            i: int(s["step"]) if "step" in s else int(s.get("momentum_buffer") is not None) for i, s in states.items()
+            i: self._count_of(i, s["step"]) if "step" in s else int(s.get("momentum_buffer") is not None)
+            for i, s in states.items()
         }
+
+    def _count_of(self, index: int, step: Tensor) -> int:
+        known = self._known.get(index)
+        if known is None or known[0] is not step or known[1] != step._version:
+            known = self._known[index] = step, step._version, int(step)
+        return known[2]
 
     def _rows_for(self, d: _Device, row_of: Mapping[int, int]) -> list[Tensor]:
         """Return, for each bucket, the row of each block of this device's chunk."""
@@ -196,6 +211,10 @@ class FusedUpdate:
                     steps += [state["step"]] if "step" in state else []
             if steps:
                 torch._foreach_add_(steps, 1)
+        for i in touched & self._known.keys():
+            step, version, count = self._known[i]
+            if step._version == version + 1:  # ours, and no other's
+                self._known[i] = step, version + 1, count + 1
 
     def _first_state(self, d: _Device, f: Fragment, group: Options) -> State:
         views = [chunk.narrow(0, f.piece.start, f.piece.numel) for chunk in d.states[f.bucket]]
