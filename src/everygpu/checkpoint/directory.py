@@ -74,7 +74,7 @@ def new_directory(target: Path) -> Iterator[Path]:
             if target.exists():
                 shutil.copymode(target, new)
             yield new
-            _sync_directory(new)
+            sync_path(new)
             _replace(new, target)
         except BaseException:
             shutil.rmtree(new, ignore_errors=True)
@@ -164,7 +164,7 @@ def _replace(new: Path, target: Path) -> None:
     try:
         os.rename(new, target)
         try:
-            _sync_directory(target.parent)
+            sync_path(target.parent)
         except BaseException:
             os.rename(target, new)
             raise
@@ -195,7 +195,7 @@ def _make_parents(directory: Path) -> None:
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     for path in reversed(missing):
         path.mkdir(exist_ok=True)
-        _sync_directory(path.parent)
+        sync_path(path.parent)
 
 
 def _sibling(target: Path, what: str) -> Path:
@@ -206,11 +206,11 @@ def _is_ours(entry: Path) -> bool:
     return entry.name in FILE_NAMES and entry.is_file()
 
 
-def _sync_directory(directory: Path) -> None:
-    """Make the directory's entries durable; Windows has no call for that."""
+def sync_path(path: Path) -> None:
+    """Make a file's content, or a directory's entries, durable; Windows has no call for the latter."""
     if os.name == "nt":
         return
-    descriptor = os.open(directory, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

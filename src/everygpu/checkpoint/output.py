@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from everygpu.checkpoint.directory import new_directory
+from everygpu.checkpoint.directory import new_directory, sync_path
 from everygpu.checkpoint.foreign.formats import DCP_METADATA
 from everygpu.checkpoint.tensors import check_storable
 from everygpu.errors import CheckpointContentError, CheckpointForeignError
@@ -93,22 +93,12 @@ def new_file_at(path: Path) -> Iterator[Path]:
         if target.exists():
             os.chmod(temporary, target.stat().st_mode)
         yield temporary
-        _sync(temporary)
+        sync_path(temporary)
         os.replace(temporary, target)
-        _sync(target.parent)
+        sync_path(target.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def _sync(path: Path) -> None:
-    if os.name == "nt":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _check(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
