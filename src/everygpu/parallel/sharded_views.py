@@ -161,17 +161,22 @@ def _row_dimension(x: ShardedBatch, shape: Sequence[int]) -> int | None:
 
 def _copied(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``clone`` and conversions of the dtype; to another device, rows go there at once."""
-    x = args[0]
-    if not isinstance(x, ShardedBatch) or not has_shards(x):
-        return NotImplemented
-    call = named(func, args, kwargs)
-    if call.get("layout") not in (None, torch.strided) or call.get("pin_memory"):
+    x, call = args[0], _ordinary_call(func, args, kwargs)
+    if call is None:
         return NotImplemented
     device = call.get("device") or x._layout.home
     if device != x._layout.home:
         return _sent(x, device, call)
     rest = {k: v for k, v in call.items() if k in ("dtype", "memory_format")}
     return wrap([func(p, **rest) for p in x._parts], x._layout, x.shard_dim)
+
+
+def _ordinary_call(func: Any, args: Args, kwargs: Kwargs) -> Kwargs | None:
+    """Return the arguments by name, of a call that makes dense, pageable memory of a batch with shards."""
+    if not isinstance(args[0], ShardedBatch) or not has_shards(args[0]):
+        return None
+    call = named(func, args, kwargs)
+    return None if call.get("layout") not in (None, torch.strided) or call.get("pin_memory") else call
 
 
 def _sent(x: ShardedBatch, device: torch.device, call: Kwargs) -> Any:
@@ -183,11 +188,8 @@ def _sent(x: ShardedBatch, device: torch.device, call: Kwargs) -> Any:
 
 def _made_alike(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``zeros_like`` and others, which need only the shape."""
-    x = args[0]
-    if not isinstance(x, ShardedBatch) or not has_shards(x):
-        return NotImplemented
-    call = named(func, args, kwargs)
-    if call.get("layout") not in (None, torch.strided) or call.get("pin_memory"):
+    x, call = args[0], _ordinary_call(func, args, kwargs)
+    if call is None:
         return NotImplemented
     asked = call.get("device")
     is_home = asked is None or asked == x._layout.home
