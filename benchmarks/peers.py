@@ -8,8 +8,6 @@ Every row runs in a process of its own and prints its result as it comes.
 import argparse
 import json
 import os
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +16,7 @@ from typing import Any
 
 import torch
 from report import describe_machine
+from timing import run_command, time_rounds
 from torch import nn
 from workloads import WORKLOADS, Workload
 
@@ -158,22 +157,7 @@ def measure(step: Step, wait: Callable[[], None], rounds: int, steps: int, start
         step()
     wait()
     startup = time.perf_counter() - start
-    for _ in range(5):
-        step()
-    wait()
-    times = []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        for _ in range(steps):
-            step()
-        wait()
-        times.append(1e3 * (time.perf_counter() - begin) / steps)
-    return {
-        "ms": statistics.median(times),
-        "ms_min": min(times),
-        "ms_max": max(times),
-        "startup_s": round(startup, 1),
-    }
+    return time_rounds(step, wait, rounds, steps) | {"startup_s": round(startup, 1)}
 
 
 def run_one(peer: str, name: str, num_gpus: int, rounds: int, steps: int) -> dict[str, Any]:
@@ -197,14 +181,7 @@ def run_apart(peer: str, name: str, options: argparse.Namespace) -> dict[str, An
     """Run one row in a process of its own; a hang or a failure is its result."""
     command = [sys.executable, __file__, "--one", peer, name, "--gpus", str(options.gpus)]
     command += ["--rounds", str(options.rounds), "--steps", str(options.steps)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"no result in {options.timeout} s"}
-    if done.returncode:
-        return {"error": done.stderr.strip()[-600:]}
-    row: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return row
+    return run_command(command, options.timeout)
 
 
 def describe(row: dict[str, Any]) -> str:

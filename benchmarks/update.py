@@ -9,16 +9,14 @@ its share of the gradients in, its share of the parameters out, each once, at ``
 import argparse
 import json
 import os
-import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from report import describe_machine
+from timing import run_command, time_rounds
 from torch import nn
 from torch.cuda import nccl
 
@@ -93,30 +91,13 @@ def measure(way: str, num: int, count: int, rounds: int, steps: int) -> dict[str
         for d in devices:
             torch.cuda.synchronize(d)
 
-    for _ in range(5):
-        step()
-    wait()
-    times = []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        for _ in range(steps):
-            step()
-        wait()
-        times.append(1e3 * (time.perf_counter() - begin) / steps)
-    return {"ms": statistics.median(times), "ms_min": min(times), "ms_max": max(times)}
+    return time_rounds(step, wait, rounds, steps)
 
 
 def run_apart(way: str, num: int, count: int, options: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, __file__, "--one", way, str(num), str(count)]
     command += ["--rounds", str(options.rounds), "--steps", str(options.steps)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"no result in {options.timeout} s"}
-    if done.returncode:
-        return {"error": done.stderr.strip()[-400:]}
-    row: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return row
+    return run_command(command, options.timeout)
 
 
 def main() -> None:
