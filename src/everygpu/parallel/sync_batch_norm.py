@@ -78,7 +78,8 @@ class SyncBatchNorm(_BatchNorm):
         if torch._C._current_graph_task_id() != -1:  # activation checkpointing, in the middle of backward
             return run_again(input, self.weight, self.bias, self.eps, self._records)
         together = partial(normalize_together, self.eps, self._records)
-        output, mean, var, count = meet((input, self.weight, self.bias, self._records), together)
+        brought = (input, _own_node(self.weight), _own_node(self.bias), self._records)
+        output, mean, var, count = meet(brought, together)
         if self.training and self.running_mean is not None:
             self._follow(mean, var, count)
         return output  # type: ignore[no-any-return]
@@ -97,3 +98,8 @@ class SyncBatchNorm(_BatchNorm):
         unbiased = var * (count / max(1, count - 1))
         self.running_mean.mul_(1 - factor).add_(mean.to(self.running_mean.dtype), alpha=factor)
         self.running_var.mul_(1 - factor).add_(unbiased.to(self.running_var.dtype), alpha=factor)
+
+
+def _own_node(parameter: Tensor | None) -> Tensor | None:
+    """Give a parameter's gradient a node on the parameter's device: torch warns of gradients from another's."""
+    return parameter if parameter is None else parameter.view_as(parameter)

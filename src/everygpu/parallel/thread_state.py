@@ -91,8 +91,18 @@ def current_stream(device: torch.device) -> "torch.cuda.Stream | None":
 
 
 @contextmanager
+def queueing_on(device: torch.device, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
+    """Queue what is launched on a device and one of its streams, its current one when left out."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(stream or torch.cuda.current_stream(device)):
+        yield
+
+
+@contextmanager
 def on_device(device: torch.device, stream: torch.cuda.Stream | None, *, shared: bool = True) -> Iterator[None]:
-    """Make a device current: ``.cuda()`` and tensors made without ``device=`` mean this one.
+    """Make a device current for a replica: ``.cuda()`` and tensors made without ``device=`` mean this one.
 
     On the CPU nothing has to change: a default device that the caller has set stays.
 
@@ -102,9 +112,7 @@ def on_device(device: torch.device, stream: torch.cuda.Stream | None, *, shared:
         shared: Other threads do the same at this time.
     """
     with ExitStack() as stack:
-        if device.type == "cuda":
-            stack.enter_context(torch.cuda.device(device))
-            stack.enter_context(torch.cuda.stream(stream))
+        stack.enter_context(queueing_on(device, stream))
         if device.type != "cpu" and not any(isinstance(m, DeviceContext) for m in _function_modes()):
             # torch's own is the one its compiler knows; ours the one that threads don't share.
             stack.enter_context(_FactoryDevice(device) if shared else DeviceContext(device))

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from everygpu import comm
 from everygpu.devices.p2p import trusted_peers
-from everygpu.parallel.thread_state import current_stream, on_device
+from everygpu.parallel.thread_state import queueing_on
 from everygpu.step.arena import Arena
 from everygpu.step.flat import BLOCK_NUMEL
 from everygpu.step.shards import Fragment, Shards, State
@@ -110,7 +110,7 @@ class FusedUpdate:
         table, row_of = self._make_table(touched)
         _meet(self._arena.devices)
         for me, d in enumerate(self._devices):
-            with on_device(d.device, current_stream(d.device), shared=False):
+            with queueing_on(d.device):
                 self._launch(d, me, table, row_of, factor, is_reduced)
         _meet(self._arena.devices)
         self._note_update(touched)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from everygpu import comm
-from everygpu.parallel.thread_state import current_stream, on_device
+from everygpu.parallel.thread_state import queueing_on
 from everygpu.step.flat import BucketPlan, Piece, Slot
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -99,7 +99,7 @@ class Shards:
                 f.param.grad = f.grad if f.piece.index in touched else None
             # Where fused optimizers look for it.
             optimizer.found_inf = None if found_inf is None else comm.copy(found_inf, device)  # type: ignore[attr-defined]
-            with on_device(device, current_stream(device), shared=False):
+            with queueing_on(device):
                 optimizer.step()
 
     def is_fused(self) -> bool:
@@ -201,15 +201,22 @@ def _join_state(parts: list[tuple[Fragment, State]], home: torch.device) -> Stat
                 comm.fill(memory.narrow(0, f.piece.offset, f.piece.numel), state[name])
             joined[name] = whole
         else:
-            joined[name] = value.clone() if isinstance(value, Tensor) else value
+            joined[name] = _copy_number(value, home)
     return joined
+
+
+def _copy_number(value: Any, device: torch.device) -> Any:
+    """Copy what is one number for a parameter; one on the CPU stays there, where torch's optimizers look for it."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.clone() if value.device.type == "cpu" else comm.copy(value, device, fresh=True)
 
 
 def _cut_value(name: str, value: Any, f: Fragment) -> Any:
     if not isinstance(value, Tensor):
         return value
     if name in _PER_PARAMETER or value.shape != f.slot.shape:
-        return value.clone() if value.device.type == "cpu" else comm.copy(value, f.param.device, fresh=True)
+        return _copy_number(value, f.param.device)
     # In the order of the parameter's memory, whatever the state's own is.
     laid = torch.empty_strided(f.slot.shape, f.slot.strides, dtype=value.dtype, device=value.device).copy_(value)
     memory = laid.as_strided((laid.numel(),), (1,))
