@@ -57,6 +57,10 @@ class OptimizerError(EveryGPUError, TypeError):
     """What was passed as the optimizer, or one of its gradients, can't be used in this way."""
 
 
+class CaptureError(EveryGPUError, RuntimeError):
+    """A training step that must be recorded as a CUDA graph can't be."""
+
+
 class LossError(EveryGPUError, ValueError):
     """What the loss function, or the model in its place, returned is not one number."""
 

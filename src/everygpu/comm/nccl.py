@@ -20,10 +20,12 @@ def can_serve(tensors: Sequence[Tensor]) -> bool:
     """Tell whether NCCL can move these buffers: on different GPUs, and none of what makes it hang.
 
     With CUDA_LAUNCH_BLOCKING=1 a launch waits for its kernel, which waits for the other GPUs' kernels, which
-    the same thread has yet to launch.
+    the same thread has yet to launch. NVIDIA warns of the same for collectives of several GPUs in CUDA graphs.
     """
     devices = {t.device for t in tensors}
     if len(devices) < max(2, len(tensors)) or any(d.type != "cuda" for d in devices):
+        return False
+    if torch.cuda.is_current_stream_capturing():
         return False
     return hasattr(torch._C, "_nccl_broadcast") and os.environ.get("CUDA_LAUNCH_BLOCKING", "0") in ("", "0")
 

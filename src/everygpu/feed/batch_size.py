@@ -224,8 +224,9 @@ def _attempt(step: Callable[[Any], object], batch: Any) -> str | None:
     try:
         for _ in range(STEPS_PER_TRIAL):
             step(batch)
-        for device in _devices_in_use():
-            torch.cuda.synchronize(device)
+            # Before memory runs out nothing may be under way: what torch then frees, another GPU could be writing.
+            for device in _devices_in_use():
+                torch.cuda.synchronize(device)
     except torch.OutOfMemoryError as error:
         return str(error) or "out of memory"
     return None

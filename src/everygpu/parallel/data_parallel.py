@@ -164,9 +164,9 @@ class DataParallel(nn.Module):
         self._settle_buffers(replicas, shards)
         return gather_outputs(outputs, self._joiner(shards))
 
-    def make_replicas(self, make_leaves: Callable[[], Leaves] | None = None) -> ReplicaSet:
+    def make_replicas(self, make_leaves: Callable[[], Leaves] | None = None, *, fixed: bool = False) -> ReplicaSet:
         """Make replicas of the module as it is now; see ``ReplicaSet``."""
-        fixed = isinstance(self._workers, CompiledReplicas)
+        fixed = fixed or isinstance(self._workers, CompiledReplicas)
         return ReplicaSet(
             self.module, self.device_ids, strict_device=self.strict_device, fixed=fixed, make_leaves=make_leaves
         )

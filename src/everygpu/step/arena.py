@@ -149,6 +149,10 @@ class Arena:
         pairs = [zip(now, then) for now, then in zip(rows, self._grad_versions)]
         return {i for row in pairs for i, (now, then) in enumerate(row) if now != then}
 
+    def note_grads(self, touched: set[int]) -> None:
+        """Have ``touched`` return these, too, whose gradients were written where torch doesn't count it."""
+        increment_version([self._grad_slots[0][i] for i in sorted(touched)])
+
     def reduce(self) -> None:
         """Add the gradients up: each device gets the sum of its own chunk."""
         for bucket in self.grads:

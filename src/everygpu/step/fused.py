@@ -31,7 +31,7 @@ def can_fuse(optimizer: Optimizer, arena: Arena) -> bool:
     """Tell whether there is a kernel for an optimizer, and devices that reach each other's memory."""
     devices = set(arena.devices)
     return (
-        len(devices) == len(arena.devices) > 1
+        len(devices) == len(arena.devices)
         and all(d.type == "cuda" for d in devices)
         and all(torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b)
         and trusted_peers(devices)
@@ -68,11 +68,25 @@ class _Device:
     own_grads: list[Tensor]
     states: list[list[Tensor]]
     """For each bucket, one chunk for each name in ``STATES``."""
+    addresses: list[list[int]]
+    """Of the states' chunks: asking each would take longer than comparing."""
+    options: Tensor
+    """Shape (parameters, columns): rows of options, as many as there are different ones."""
 
     def parts(self) -> Iterator[tuple[Fragment, State]]:
         """Pair what this device updates with the state it has."""
         if self.optimizer is not None:
             yield from ((f, self.optimizer.state[f.param]) for f in self.fragments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Which row of the options each block of parameters takes."""
+
+    row_of: dict[int, int]
+    """For each parameter that is updated."""
+    blocks: list[list[Tensor]]
+    """For each device and bucket, one row per block of the device's chunk; -1 to leave it alone."""
 
 
 class FusedUpdate:
@@ -89,6 +103,8 @@ class FusedUpdate:
     def __init__(self, optimizer: Optimizer, arena: Arena, shards: Shards) -> None:
         self._optimizer = optimizer
         self._names = STATES[type(optimizer)]
+        self._make_row = _sgd_row if isinstance(optimizer, torch.optim.SGD) else _adam_row
+        self._sent: list[list[float]] = []
         self._arena = arena
         _open_memory(arena.devices)
         self._devices = [self._lay_out(shards, j) for j in range(len(arena.devices))]
@@ -106,29 +122,59 @@ class FusedUpdate:
             factor: What the gradients are multiplied by.
             is_reduced: Each device's own chunk of the gradients is the sum of all already.
         """
+        self.launch(self.prepare(touched), factor=factor, is_reduced=is_reduced)
+        self.finish(touched)
+
+    def prepare(self, touched: set[int]) -> Rows:
+        """Put the optimizer's options of now on the devices, where the kernels look for them.
+
+        Args:
+            touched: Parameters that have a gradient.
+        Returns:
+            Which of the options each block of parameters takes.
+        """
         self._adopt_states()
         table, row_of = self._make_table(touched)
+        if table != self._sent:
+            self._send(table)
+        return Rows(row_of=row_of, blocks=[self._rows_for(d, row_of) for d in self._devices])
+
+    def launch(self, rows: Rows, *, factor: float, is_reduced: bool) -> None:
+        """Queue the kernels; this alone may be part of a CUDA graph. See ``run``."""
         _meet(self._arena.devices)
         for me, d in enumerate(self._devices):
             with queueing_on(d.device):
-                self._launch(d, me, table, row_of, factor, is_reduced)
+                for b in range(len(self._arena.plans)):
+                    self.launch_bucket(b, me, rows, factor=factor, is_reduced=is_reduced)
         _meet(self._arena.devices)
-        self._note_update(touched)
 
-    def _launch(
-        self, d: _Device, me: int, table: Tensor, row_of: Mapping[int, int], factor: float, is_reduced: bool
-    ) -> None:
+    def launch_bucket(self, b: int, me: int, rows: Rows, *, factor: float, is_reduced: bool) -> None:
+        """Queue one device's part of one bucket on its current stream.
+
+        All devices' gradients must be there, and all devices be done with the parameters.
+        """
         from everygpu.step import kernels  # needs Triton, which not every machine has
 
         run = kernels.run_sgd if isinstance(self._optimizer, torch.optim.SGD) else kernels.run_adam
-        options, rows = table.to(d.device, non_blocking=True), self._rows_for(d, row_of)
-        for b, plan in enumerate(self._arena.plans):
-            grads = d.own_grads[b] if is_reduced else d.grads[b]
-            begin = me * plan.chunk_numel
-            run(grads, d.values[b], d.states[b], rows[b], options, factor=factor, begin=begin, me=me)
+        d, begin = self._devices[me], me * self._arena.plans[b].chunk_numel
+        grads = d.own_grads[b] if is_reduced else d.grads[b]
+        run(grads, d.values[b], d.states[b], rows.blocks[me][b], d.options, factor=factor, begin=begin, me=me)
+
+    def finish(self, touched: set[int]) -> None:
+        """Keep the states as the stock optimizers would, once the kernels are queued."""
+        self._note_update(touched)
+
+    def _send(self, table: list[list[float]]) -> None:
+        rows = torch.tensor(table, dtype=torch.float32)
+        rows = rows.pin_memory() if self._arena.devices[0].type == "cuda" else rows
+        for d in self._devices:
+            with queueing_on(d.device):
+                d.options[: len(table)].copy_(rows, non_blocking=True)
+        self._sent = table
 
     def _lay_out(self, shards: Shards, me: int) -> _Device:
         arena, device = self._arena, self._arena.devices[me]
+        states = [[torch.zeros(plan.chunk_numel, device=device) for _ in self._names] for plan in arena.plans]
         return _Device(
             device=device,
             fragments=shards.fragments[me],
@@ -136,25 +182,27 @@ class FusedUpdate:
             values=[_addresses(bucket, device) for bucket in arena.values],
             grads=[_addresses(bucket, device) for bucket in arena.grads],
             own_grads=[_addresses([bucket[me]], device) for bucket in arena.grads],
-            states=[[torch.zeros(plan.chunk_numel, device=device) for _ in self._names] for plan in arena.plans],
+            states=states,
+            addresses=[[chunk.data_ptr() for chunk in chunks] for chunks in states],
+            options=torch.zeros(max(1, len(arena.params)), self._num_columns(), device=device),
         )
 
     def _adopt_states(self) -> None:
         """Bring states that the stock optimizers made, or that were loaded, to where the kernels find them."""
         for d in self._devices:
             for f, state in d.parts():
-                for name, chunk in zip(self._names, d.states[f.bucket]):
-                    view, kept = chunk.narrow(0, f.piece.start, f.piece.numel), state.get(name)
+                for name, chunk, begin in zip(self._names, d.states[f.bucket], d.addresses[f.bucket]):
+                    kept = state.get(name)
                     if kept is None and id(f) in self._written:
-                        view.zero_()
-                    elif kept is not None and kept.data_ptr() != view.data_ptr():
-                        state[name] = view.copy_(kept)
+                        chunk.narrow(0, f.piece.start, f.piece.numel).zero_()
+                    elif kept is not None and kept.data_ptr() != begin + f.piece.start * chunk.element_size():
+                        state[name] = chunk.narrow(0, f.piece.start, f.piece.numel).copy_(kept)
                 if state:
                     self._written.add(id(f))
                 else:
                     self._written.discard(id(f))
 
-    def _make_table(self, touched: set[int]) -> tuple[Tensor, dict[int, int]]:
+    def _make_table(self, touched: set[int]) -> tuple[list[list[float]], dict[int, int]]:
         """Return the rows of options, and which row each touched parameter has.
 
         Parameters of one group that have been updated equally often share a row.
@@ -164,12 +212,12 @@ class FusedUpdate:
         counts = self._counts()
         keys = {i: (group_of[id(self._arena.params[i])], counts.get(i, 0)) for i in sorted(touched)}
         numbers = {key: n for n, key in enumerate(dict.fromkeys(keys.values()))}
-        make = _sgd_row if isinstance(self._optimizer, torch.optim.SGD) else _adam_row
         decoupled = isinstance(self._optimizer, torch.optim.AdamW)
-        rows = [make(groups[group], count, decoupled) for group, count in numbers]
-        table = torch.tensor(rows or [[0.0]], dtype=torch.float32)
-        on_gpus = self._arena.devices[0].type == "cuda"
-        return table.pin_memory() if on_gpus else table, {i: numbers[key] for i, key in keys.items()}
+        rows = [self._make_row(groups[group], count, decoupled) for group, count in numbers]
+        return rows, {i: numbers[key] for i, key in keys.items()}
+
+    def _num_columns(self) -> int:
+        return len(self._make_row(self._optimizer.param_groups[0], 0, False))
 
     def _counts(self) -> dict[int, int]:
         """Return how often each parameter has been updated; for SGD, 1 if it has a momentum."""

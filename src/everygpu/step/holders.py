@@ -1,19 +1,21 @@
 """Who holds the gradients of a training step, and applies them."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from everygpu.errors import OptimizerError
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.layout import has_hooks
 from everygpu.parallel.placement import place_module
 from everygpu.parallel.replicate import Leaves, ReplicaSet
 from everygpu.step.arena import Arena
-from everygpu.step.fused import FusedUpdate, can_fuse
+from everygpu.step.early_update import EarlyUpdate
+from everygpu.step.fused import FusedUpdate, Rows, can_fuse
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.shards import Shards
 from everygpu.step.update import Share, is_fused
@@ -106,10 +108,17 @@ class WholeHolder:
 
 
 class ShardedHolder:
-    """Each device holds, reduces and updates its share."""
+    """Each device holds, reduces and updates its share.
 
-    def __init__(self, model: DataParallel, optimizer: ShardedOptimizer) -> None:
+    Args:
+        model: Runs the replicas.
+        optimizer: For the same devices.
+        fixed: Keep the replicas' tensors at their addresses, for CUDA graphs.
+    """
+
+    def __init__(self, model: DataParallel, optimizer: ShardedOptimizer, *, fixed: bool = False) -> None:
         self._model = model
+        self._fixed = fixed
         self._optimizer = optimizer
         self._replicas: ReplicaSet | None = None
         self._touched: set[int] = set()
@@ -128,7 +137,7 @@ class ShardedHolder:
         if len(self._model.device_ids) == 1:
             return self._model(*inputs, **kwargs)
         if self._replicas is None or self._replicas.module is not self._model.module:
-            self._replicas = self._model.make_replicas(self._make_leaves)
+            self._replicas = self._model.make_replicas(self._make_leaves, fixed=self._fixed)
         return self._model.forward_with(self._replicas, *inputs, **kwargs)
 
     def leaves(self) -> list[Tensor]:
@@ -170,7 +179,7 @@ class ShardedHolder:
         self._optimizer.after_step()
 
     def fuse(self, factor: float) -> bool:
-        if self._fused is None or self._optimizer.has_pre_hooks():
+        if self._fused is None or not self.fuses():
             return False
         self._arena.follow_edits()
         self._touched = self._arena.touched()
@@ -182,6 +191,55 @@ class ShardedHolder:
         self._arena.adopt()
         if self._replicas is not None:
             self._replicas.forget()
+
+    # How a step is recorded.
+
+    def recorded_state(self) -> Hashable:
+        """Return what addresses and arrangements a recording depends on."""
+        frozen = [p._version for p in self._model.module.parameters() if not p.requires_grad]
+        return id(self._arena), id(self._shards), id(self._fused), self.fuses(), tuple(frozen)
+
+    def why_not_recordable(self) -> str | None:
+        """Say what would be lost or frozen in a recording, if anything is."""
+        mine = {id(p) for p in self._arena.params}
+        others = [n for n, p in self._model.module.named_parameters() if p.requires_grad and id(p) not in mine]
+        return f"parameter {others[0]} takes gradients, but the optimizer doesn't have it" if others else None
+
+    def fuses(self) -> bool:
+        """Tell whether ``fuse`` would do something."""
+        return self._fused is not None and not self._optimizer.has_pre_hooks()
+
+    def prepare_update(self, touched: set[int] | None = None) -> Rows | None:
+        """Put the optimizer's options of now where ``launch_update`` finds them; None where that isn't for it.
+
+        Args:
+            touched: Parameters that will have a gradient; those that had one in the last update when left out.
+        """
+        if self._fused is None or not self.fuses():
+            return None
+        self._touched = self._touched if touched is None else touched
+        return self._fused.prepare(self._touched)
+
+    def early_update(self, rows: Rows) -> EarlyUpdate:
+        """Return what queues reduction and update beside a backward that is recorded."""
+        if self._fused is None:
+            raise OptimizerError("TrainStep: there are no kernels for this optimizer.")
+        return EarlyUpdate(self._arena, self._fused, rows)
+
+    def finish_update(self, rows: Rows) -> None:
+        """Take note of an update that a recording has queued."""
+        if self._fused is not None:
+            self._fused.finish(set(rows.row_of))
+            self._arena.note_update()
+            self._optimizer.after_step()
+
+    def touched(self) -> set[int]:
+        """Return the parameters that have got a gradient since ``begin``."""
+        return self._arena.touched()
+
+    def note_grads(self, touched: set[int]) -> None:
+        """Take note of a backward that a recording has queued."""
+        self._arena.note_grads(touched)
 
     def _trainable(self) -> list[Tensor]:
         return [p for p in _params(self._optimizer) if p.requires_grad]

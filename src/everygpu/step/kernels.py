@@ -20,12 +20,17 @@ SGD_COLUMNS = ("sign", "l2", "momentum", "fresh", "nesterov", "lr")
 
 
 @triton.jit
-def _sum_grads(grads, begin, offsets, SOURCES: tl.constexpr, BLOCK: tl.constexpr):
-    """Add one block of the gradients up, in the order of the devices."""
+def _bucket(addresses, index):
+    """Find a device's bucket; torch's memory and the buckets' chunks are aligned, so that loads may be wide."""
+    return tl.multiple_of(tl.load(addresses + index), 16).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def _sum_grads(grads, begin, offsets, me, SOURCES: tl.constexpr, BLOCK: tl.constexpr):
+    """Add one block of the gradients up, each device beginning with its own: no link has all of them at once."""
     total = tl.zeros((BLOCK,), tl.float32)
-    for source in tl.static_range(SOURCES):
-        grad = tl.load(grads + source).to(tl.pointer_type(tl.float32))
-        total += tl.load(grad + begin + offsets)
+    for step in tl.static_range(SOURCES):
+        total += tl.load(_bucket(grads, (me + step) % SOURCES) + begin + offsets)
     return total
 
 
@@ -33,8 +38,7 @@ def _sum_grads(grads, begin, offsets, SOURCES: tl.constexpr, BLOCK: tl.constexpr
 def _hand_out(values, begin, offsets, new, me, DEVICES: tl.constexpr) -> None:
     """Write one block of new values to all devices, each beginning with another one."""
     for step in tl.static_range(DEVICES):
-        target = tl.load(values + (me + step) % DEVICES).to(tl.pointer_type(tl.float32))
-        tl.store(target + begin + offsets, new)
+        tl.store(_bucket(values, (me + step) % DEVICES) + begin + offsets, new)
 
 
 @triton.jit(do_not_specialize=["me"])
@@ -58,9 +62,8 @@ def _adam(
     if row >= 0:
         offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         options = table + row * COLUMNS
-        own = tl.load(values + me).to(tl.pointer_type(tl.float32))
-        value = tl.load(own + begin + offsets)
-        grad = _sum_grads(grads, begin, offsets, SOURCES, BLOCK) * factor * tl.load(options)
+        value = tl.load(_bucket(values, me) + begin + offsets)
+        grad = _sum_grads(grads, begin, offsets, me, SOURCES, BLOCK) * factor * tl.load(options)
         grad += tl.load(options + 2) * value
         mean = tl.load(mean_of + offsets)
         square = tl.load(square_of + offsets)
@@ -93,9 +96,8 @@ def _sgd(
     if row >= 0:
         offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         options = table + row * COLUMNS
-        own = tl.load(values + me).to(tl.pointer_type(tl.float32))
-        value = tl.load(own + begin + offsets)
-        grad = _sum_grads(grads, begin, offsets, SOURCES, BLOCK) * factor * tl.load(options)
+        value = tl.load(_bucket(values, me) + begin + offsets)
+        grad = _sum_grads(grads, begin, offsets, me, SOURCES, BLOCK) * factor * tl.load(options)
         grad += tl.load(options + 1) * value
         momentum = tl.load(options + 2)
         if momentum != 0:

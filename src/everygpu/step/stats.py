@@ -38,26 +38,28 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks: dict[str, Mark] = {}
+        self.marks: dict[str, Mark] = {}
+        """When each phase ended; those noted in a CUDA graph are noted anew by each launch."""
 
     def start(self) -> None:
         """Begin a step."""
-        self._marks = {"": self._now()}
+        self.marks = {"": self._now()}
 
     def mark(self, phase: str) -> None:
         """Note that a phase ends here."""
-        self._marks[phase] = self._now()
+        self.marks[phase] = self._now()
 
     def read(self) -> dict[str, float]:
         """Return the seconds of each phase; waits for the device."""
-        names = list(self._marks)
+        names = list(self.marks)
         pairs = itertools.pairwise(names)
-        return {phase: self._between(self._marks[before], self._marks[phase]) for before, phase in pairs}
+        return {phase: self._between(self.marks[before], self.marks[phase]) for before, phase in pairs}
 
     def _now(self) -> Mark:
         if self._device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        in_graph = torch.cuda.is_current_stream_capturing()
+        event = torch.cuda.Event(enable_timing=True, external=in_graph)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 

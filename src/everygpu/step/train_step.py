@@ -13,14 +13,19 @@ from everygpu import comm, tree
 from everygpu.errors import EveryGPUError, LossError, OptimizerError, OptionError
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.sharded_batch import ShardedBatch
+from everygpu.step.capture import Capture, referents
+from everygpu.step.fused import Rows
 from everygpu.step.holders import Holder, ShardedHolder, WholeHolder
 from everygpu.step.partial_grads import refusing_partial_grads
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.shards import can_shard
-from everygpu.step.stats import StepStats, Stopwatch
+from everygpu.step.static_batch import Batch, Route
+from everygpu.step.stats import Mark, StepStats, Stopwatch
 from everygpu.step.update import LossScale, clip, multiply, total_norm
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 logger = logging.getLogger("everygpu")
 
@@ -57,7 +62,12 @@ class TrainStep:
         accumulate: How many calls make one update, with the mean of their gradients.
         clip_norm: The largest norm the whole gradient may have; longer ones are scaled down.
         compile: Run replicas compiled; see ``DataParallel``'s ``engine``.
+        capture: ``"auto"``: on GPUs, after a few steps on batches of one shape, the whole step is recorded as a CUDA
+            graph over all devices, and launched by one call from then on, as long as nothing that it was made from
+            changes; steps that can't be recorded run as they are. ``False``: never. ``True``: also where a module has
+            hooks, which are then not called; raise where a step can't be recorded.
     Raises:
+        CaptureError: under ``capture=True``, at a step that can't be recorded.
         ModuleError, DeviceError, PlacementError: the model can't be replicated; see ``DataParallel``.
         OptimizerError: this is no optimizer, or one that needs a closure; parameters share memory.
         OptionError: an option has no such value.
@@ -73,6 +83,7 @@ class TrainStep:
         accumulate: int = 1,
         clip_norm: float | None = None,
         compile: bool = False,
+        capture: bool | str = "auto",
     ) -> None:
         _check_options(loss, precision, accumulate, clip_norm)
         self.model = _wrap(model, compile=compile)
@@ -80,7 +91,8 @@ class TrainStep:
         self.optimizer = optimizer
         self.accumulate = accumulate
         self.clip_norm = clip_norm
-        self._holder = _make_holder(self.model, optimizer)
+        can_capture = _can_capture(self.model, capture)
+        self._holder = _make_holder(self.model, optimizer, captures=can_capture)
         self._home = self.model.device_ids[0]
         self._dtype = PRECISIONS[precision]
         self._scale = LossScale(self._home) if precision == "fp16" else None
@@ -89,6 +101,7 @@ class TrainStep:
         self._num_skipped = torch.zeros((), device=self._home)
         self._last_loss = self._last_norm = torch.full((), float("nan"), device=self._home)
         self._stopwatch = Stopwatch(self._home)
+        self._capture = _make_capture(self, self._holder, must=capture is True) if can_capture else None
 
     def __call__(self, inputs: Any, *targets: Any, **kwargs: Any) -> Tensor:
         """Train on one batch.
@@ -105,17 +118,23 @@ class TrainStep:
             Exception: what the model or the loss raised; parameters are then as before, and what was accumulated
                 for this update is dropped.
         """
+        batch = _as_batch(inputs, targets, kwargs, with_loss=self.loss is not None)
         try:
             self._holder.prepare()
-            if self._num_batches == 0:
-                self._holder.begin()
-            loss = self._learn(inputs, targets, kwargs)
+            num_steps = self._num_steps
+            loss = None if self._capture is None else self._capture.run(batch)
+            if loss is None:
+                if self._num_batches == 0:
+                    self._holder.begin()
+                loss = self._learn(batch)
         except BaseException:
             self._num_batches = 0
             raise
-        self._num_batches += 1
-        if self._num_batches == self.accumulate:
-            self.flush()
+        self._last_loss = loss
+        if self._num_steps == num_steps:  # a recording may have had the update in it
+            self._num_batches += 1
+            if self._num_batches == self.accumulate:
+                self.flush()
         return loss
 
     def flush(self) -> None:
@@ -132,7 +151,8 @@ class TrainStep:
         """
         self._holder.prepare()
         with _evaluating(self.model), torch.no_grad():
-            loss, output = self._compute(inputs, targets, kwargs)
+            batch = _as_batch(inputs, targets, kwargs, with_loss=self.loss is not None)
+            loss, output = self._compute(batch)
         return Evaluation(loss, output)
 
     def refresh(self) -> None:
@@ -169,25 +189,25 @@ class TrainStep:
             "TrainStep: can't be copied or pickled. Copy the model and the optimizer together, and make a new one."
         )
 
-    def _learn(self, inputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _learn(self, batch: Batch, around_backward: AbstractContextManager[Any] = _NOTHING) -> Tensor:
         self._stopwatch.start()
         self._holder.lend()
         try:
             with torch.enable_grad():
-                loss, _ = self._compute(inputs, targets, kwargs)
+                loss, _ = self._compute(batch)
                 share = loss / self.accumulate if self.accumulate > 1 else loss
                 self._stopwatch.mark("forward")
-                torch.autograd.backward(share if self._scale is None else self._scale.scale(share))
+                with around_backward:
+                    torch.autograd.backward(share if self._scale is None else self._scale.scale(share))
         finally:
             self._holder.withdraw()
         self._stopwatch.mark("backward")
-        self._last_loss = loss.detach()
-        return self._last_loss
+        return loss.detach()
 
-    def _compute(self, inputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        args, named = _arguments(inputs, targets if self.loss is None else ())
+    def _compute(self, batch: Batch) -> tuple[Tensor, Any]:
+        args, kwargs, targets = batch
         with self._autocast():
-            output = self._holder.forward(*args, **named, **kwargs)
+            output = self._holder.forward(*args, **kwargs)
             if self.loss is None:
                 return _as_number(_loss_in(output)), output
             with refusing_partial_grads(output, self._holder.leaves):
@@ -228,6 +248,83 @@ class TrainStep:
         return nullcontext() if self._dtype is None else torch.autocast(self._home.type, self._dtype)
 
 
+class _Recorded(NamedTuple):
+    """What a recording of a step has in it."""
+
+    loss: Tensor
+    touched: set[int]
+    """Parameters that get a gradient."""
+    rows: Rows | None
+    """Of the update; None where that is left to be done."""
+    marks: dict[str, Mark]
+
+
+class RecordableStep:
+    """A ``TrainStep`` as ``Capture`` sees it: the backward, and the update where kernels do it all.
+
+    Args:
+        step: Whose work it is.
+        holder: The step's.
+    """
+
+    def __init__(self, step: TrainStep, holder: ShardedHolder) -> None:
+        self._step = step
+        self._holder = holder
+        self._overlaps = True
+
+    def state(self) -> Any:
+        step = self._step
+        options = (step.accumulate, step.clip_norm, step.model.split, step.model.dim, step.model.engine)
+        return self._holder.recorded_state(), options, id(step.loss), referents(step.loss)
+
+    def obstacle(self) -> str | None:
+        return self._holder.why_not_recordable()
+
+    def prepare(self) -> Rows | None:
+        return self._holder.prepare_update() if self._updates_at_once() else None
+
+    def record(self, batch: Batch, prepared: Rows | None) -> _Recorded:
+        step = self._step
+        if prepared is None:
+            loss = step._learn(batch)
+        else:
+            self._holder.begin()
+            update = self._holder.early_update(prepared)
+            loss = step._learn(batch, update.watching() if self._overlaps else nullcontext())
+            update.launch()
+            step._stopwatch.mark("update")
+        touched = self._holder.touched()
+        if prepared is not None and touched != set(prepared.row_of):
+            raise OptimizerError("TrainStep: other parameters take part than in the step before.")
+        return _Recorded(loss, touched, prepared, step._stopwatch.marks)
+
+    def try_otherwise(self) -> bool:
+        # A parameter may be needed in backward after its own gradient is there: then updates have to wait.
+        overlapped, self._overlaps = self._overlaps, False
+        return overlapped and self._updates_at_once()
+
+    def begin(self, recorded: _Recorded) -> bool:
+        if recorded.rows is None:
+            if self._step._num_batches == 0:
+                self._holder.begin()
+            return True
+        rows = self._holder.prepare_update(recorded.touched)
+        return rows is not None and rows.row_of == recorded.rows.row_of
+
+    def finish(self, recorded: _Recorded) -> Tensor:
+        self._step._stopwatch.marks = dict(recorded.marks)
+        if recorded.rows is None:
+            self._holder.note_grads(recorded.touched)
+        else:
+            self._holder.finish_update(recorded.rows)
+            self._step._num_steps += 1
+        return recorded.loss.clone()
+
+    def _updates_at_once(self) -> bool:
+        step = self._step
+        return step.accumulate == 1 and step.clip_norm is None and step._scale is None
+
+
 def _check_options(loss: Any, precision: Any, accumulate: Any, clip_norm: Any) -> None:
     if loss is not None and not callable(loss):
         raise OptionError(
@@ -253,9 +350,32 @@ def _wrap(model: nn.Module, *, compile: bool) -> DataParallel:
     return model
 
 
-def _make_holder(model: DataParallel, optimizer: Any) -> Holder:
+def _can_capture(model: DataParallel, capture: Any) -> bool:
+    """Tell whether steps may be recorded: only where there are CUDA graphs."""
+    if not isinstance(capture, bool) and capture != "auto":
+        raise OptionError(f"TrainStep: capture must be 'auto', True or False, got {capture!r}.")
+    on_gpus = all(d.type == "cuda" for d in model.device_ids)
+    if capture is True and not on_gpus:
+        raise OptionError(
+            f"TrainStep: capture=True needs CUDA devices, got {', '.join(str(d) for d in model.device_ids)}. "
+            f"Pass capture='auto'."
+        )
+    return on_gpus and capture is not False
+
+
+def _make_capture(step: TrainStep, holder: Holder, *, must: bool) -> Capture | None:
+    if not isinstance(holder, ShardedHolder):
+        logger.info("TrainStep: steps run without CUDA graphs: the optimizer can't be spread.")
+        return None
+    roots = [step.model.module, *([step.loss] if isinstance(step.loss, nn.Module) else [])]
+    model = step.model
+    route = Route(devices=tuple(model.device_ids), dim=model.dim, split=model.split)
+    return Capture(RecordableStep(step, holder), roots, route, must=must)
+
+
+def _make_holder(model: DataParallel, optimizer: Any, *, captures: bool) -> Holder:
     if isinstance(optimizer, ShardedOptimizer):
-        return ShardedHolder(model, optimizer)
+        return ShardedHolder(model, optimizer, fixed=captures)
     if not isinstance(optimizer, Optimizer):
         raise OptimizerError(
             f"TrainStep: needs a torch optimizer or a ShardedOptimizer, got {type(optimizer).__qualname__}. "
@@ -266,21 +386,22 @@ def _make_holder(model: DataParallel, optimizer: Any) -> Holder:
             "TrainStep: the optimizer must step without a closure, got LBFGS, which evaluates the loss several times "
             "in a step. Use DataParallel in an ordinary loop."
         )
-    if len(model.device_ids) == 1:
+    if len(model.device_ids) == 1 and not captures:
         return WholeHolder(model, optimizer)
     if not can_shard(optimizer):
         logger.info("TrainStep: %s can't be spread; it steps on %s.", type(optimizer).__name__, model.device_ids[0])
         return WholeHolder(model, optimizer)
-    return ShardedHolder(model, ShardedOptimizer.of(optimizer, model.device_ids))
+    return ShardedHolder(model, ShardedOptimizer.of(optimizer, model.device_ids), fixed=captures)
 
 
-def _arguments(inputs: Any, more: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Turn the first argument of a step into the model's arguments."""
+def _as_batch(inputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any], *, with_loss: bool) -> Batch:
+    """Turn the arguments of a step into the model's, and what the loss takes after the output."""
+    more, left = ((), targets) if with_loss else (targets, ())
     if isinstance(inputs, tuple) and not hasattr(inputs, "_fields"):
-        return (*inputs, *more), {}
+        return (*inputs, *more), kwargs, left
     if isinstance(inputs, dict) and not more:
-        return (), {str(k): v for k, v in inputs.items()}
-    return (inputs, *more), {}
+        return (), {**{str(k): v for k, v in inputs.items()}, **kwargs}, left
+    return (inputs, *more), kwargs, left
 
 
 def _loss_in(output: Any) -> Any:

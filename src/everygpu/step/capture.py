@@ -1,0 +1,299 @@
+"""When a training step is recorded, and when the recording may be launched in its place."""
+
+import logging
+import random
+import sys
+import types
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from everygpu.devices import spread_seeds
+from everygpu.errors import CaptureError, SplitError
+from everygpu.parallel.layout import Layout, has_hooks
+from everygpu.parallel.mirror import Watch
+from everygpu.step.device_graph import DeviceGraph, return_memory
+from everygpu.step.static_batch import Batch, NotStatic, Route, StaticBatch, describe_batch
+
+NUM_WARM_UPS = 3
+"""Steps of a kind that run as they are before one is recorded: libraries choose their algorithms meanwhile."""
+
+MAX_RECORDINGS = 4
+"""Kinds of batches that are kept recorded at a time: each has the memory of a step."""
+
+MAX_ATTEMPTS = 12
+"""Recordings in all: a model that changes all the time isn't worth more."""
+
+logger = logging.getLogger("everygpu")
+
+
+class Recordable(Protocol):
+    """A step as ``Capture`` sees it."""
+
+    def state(self) -> Hashable:
+        """Return what a recording depends on besides the batch, the modules and torch's settings."""
+
+    def obstacle(self) -> str | None:
+        """Say why the step isn't recorded, though it may be possible."""
+
+    def prepare(self) -> Any:
+        """Prepare for a recording; what is returned goes to ``record``."""
+
+    def record(self, batch: Batch, prepared: Any) -> Any:
+        """Queue the step's work on the devices; what is returned goes to ``begin`` and ``finish``."""
+
+    def try_otherwise(self) -> bool:
+        """After a failure, tell whether another way of recording is left, and take it."""
+
+    def begin(self, recorded: Any) -> bool:
+        """Prepare for a launch; False when this step has to run as it is."""
+
+    def finish(self, recorded: Any) -> Tensor:
+        """Take note of a launch, and return the loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recording:
+    batch: StaticBatch
+    graph: DeviceGraph
+    recorded: Any
+
+
+class Capture:
+    """Records steps as CUDA graphs after a few of a kind, and launches them from then on.
+
+    A recording is launched only while everything it was made from is as it was: shapes and values of the batch, the
+    modules' attributes, modes and hooks, parameters and buffers where they were, torch's settings. Everything else
+    that Python code may look at, such as a global variable, is beyond it.
+
+    Args:
+        step: What is recorded.
+        modules: Roots of the modules that take part: the model, and the loss if it is one.
+        route: How batches are cut.
+        must: Raise where a step can't be recorded, and record also where hooks would no longer be called.
+    """
+
+    def __init__(self, step: Recordable, modules: Sequence[nn.Module], route: Route, *, must: bool) -> None:
+        self._step = step
+        self._roots = list(modules)
+        self._route = route
+        self._must = must
+        self._recordings: dict[Any, _Recording] = {}
+        self._counts: dict[Any, int] = {}
+        self._facts: Any = None
+        self._scene: _Scene | None = None
+        self._num_attempts = 0
+        self._num_unsteady = 0
+        self._given_up = False
+
+    def run(self, batch: Batch) -> Tensor | None:
+        """Run a step by its recording, making one if it is time to.
+
+        Returns:
+            The loss, shape (); None where the step has to run as it is, which the caller does.
+        Raises:
+            CaptureError: the step can't be recorded, though it must.
+        """
+        if self._given_up or not self._is_as_before():
+            return None
+        try:
+            key = describe_batch(batch, self._route)
+        except NotStatic as reason:
+            self._give_up(str(reason))
+            return None
+        except SplitError:  # the step itself says so
+            return None
+        recording = self._recordings.get(key)
+        if recording is None:
+            self._counts[key] = self._counts.get(key, 0) + 1
+            if self._counts[key] <= NUM_WARM_UPS or len(self._recordings) >= MAX_RECORDINGS:
+                return None
+            recording = self._record(key, batch)
+        if recording is None or not self._step.begin(recording.recorded):
+            return None
+        spread_seeds(self._route.devices)
+        recording.batch.write(batch)
+        recording.graph.replay()
+        return self._step.finish(recording.recorded)
+
+    def forget(self) -> None:
+        """Drop all recordings, with their memory."""
+        self._recordings.clear()
+        self._counts.clear()
+
+    def _is_as_before(self) -> bool:
+        """Tell whether recordings still hold, and drop them if not."""
+        facts = (self._step.state(), *_settings())
+        is_same_scene = self._scene is not None and self._scene.is_current()
+        if is_same_scene and facts == self._facts:
+            self._num_unsteady = 0
+            return True
+        self.forget()
+        self._num_unsteady += 1
+        if not is_same_scene:
+            self._scene = _Scene(self._roots)
+        self._facts = facts
+        obstacle = self._step.obstacle() or _find_hooks(self._roots)
+        if obstacle is not None and not self._must:
+            self._give_up(obstacle)
+        elif self._num_unsteady > MAX_ATTEMPTS:
+            self._give_up("the modules' attributes, or torch's settings, are others at every step")
+        return False
+
+    def _record(self, key: Any, batch: Batch) -> _Recording | None:
+        self._num_attempts += 1
+        if self._num_attempts > MAX_ATTEMPTS:
+            self._give_up(f"{MAX_ATTEMPTS} recordings were made, and none served for long")
+            return None
+        before = _host_generators()
+        held = StaticBatch(batch, self._route)
+        held.write(batch)
+        spread_seeds(self._route.devices)
+        found = self._attempt(held)
+        if isinstance(found, str) and self._step.try_otherwise():
+            _restore_host_generators(before)
+            found = self._attempt(held)
+        drew = not _same_generators(before, _host_generators())
+        _restore_host_generators(before)
+        if drew and not isinstance(found, str):
+            found = "the step draws random numbers on the host, which a recording would repeat"
+        if isinstance(found, str):
+            # A recording that fails has random generators replaced, which other recordings don't know.
+            self._give_up(found)
+            return None
+        self._recordings[key] = found
+        return found
+
+    def _attempt(self, held: StaticBatch) -> _Recording | str:
+        """Record, or say why not."""
+        graph, prepared = DeviceGraph(self._route.devices), self._step.prepare()
+        try:
+            recorded = graph.record(lambda: self._step.record(held.read(), prepared))
+            return _Recording(batch=held, graph=graph, recorded=recorded)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the step is run as it is
+            failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        # Once more, without the graph of autograd that the exception held.
+        return_memory(self._route.devices)
+        return failure
+
+    def _give_up(self, reason: str) -> None:
+        self._given_up = True
+        self.forget()
+        if self._must:
+            raise CaptureError(
+                f"TrainStep: the step must be recordable under capture=True, but {reason}. "
+                f"Pass capture='auto' to run such steps as they are."
+            )
+        logger.info("TrainStep: steps run without CUDA graphs: %s.", reason)
+
+
+class _Scene:
+    """The modules as they were: their arrangement, their attributes, and where their tensors are."""
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        self._layouts = [Layout(root) for root in roots]
+        self._watches = [Watch(layout.modules) for layout in self._layouts]
+        for watch in self._watches:
+            watch.changed()
+        self._addresses = self._find_addresses()
+
+    def is_current(self) -> bool:
+        return (
+            all(layout.is_current() for layout in self._layouts)
+            and not sum(len(watch.changed()) for watch in self._watches)
+            and self._find_addresses() == self._addresses
+        )
+
+    def _find_addresses(self) -> list[int]:
+        return [t.data_ptr() for layout in self._layouts for t in layout.tensors]
+
+
+def _settings() -> tuple[Any, ...]:
+    """Return torch's settings that a recording has taken in."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cuda", "cpu")),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.enabled,
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.deterministic,
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        torch.is_anomaly_enabled(),
+        torch._C._len_torch_function_stack(),
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
+    )
+
+
+def _find_hooks(roots: Sequence[nn.Module]) -> str | None:
+    """Say where there is Python code that a recording wouldn't run."""
+    if any(vars(torch_module)[table] for table in _GLOBAL_HOOKS):
+        return "there are hooks on all modules, which a recording wouldn't call"
+    for root in roots:
+        for name, m in root.named_modules():
+            if any(getattr(m, table, None) for table in _HOOKS):
+                return f"module {name or type(m).__name__!r} has hooks, which a recording wouldn't call"
+        for name, p in root.named_parameters():
+            if has_hooks(p):
+                return f"parameter {name} has hooks, which a recording wouldn't call"
+    return None
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+
+
+def _host_generators() -> list[Any]:
+    numpy = sys.modules.get("numpy")
+    return [random.getstate(), torch.get_rng_state(), None if numpy is None else numpy.random.get_state()]
+
+
+def _same_generators(a: list[Any], b: list[Any]) -> bool:
+    same_numpy = a[2] is None or (a[2][2:] == b[2][2:] and bool((a[2][1] == b[2][1]).all()))
+    return a[0] == b[0] and bool(torch.equal(a[1], b[1])) and same_numpy
+
+
+def _restore_host_generators(states: list[Any]) -> None:
+    random.setstate(states[0])
+    torch.set_rng_state(states[1])
+    if states[2] is not None:
+        sys.modules["numpy"].random.set_state(states[2])
+
+
+def referents(function: Any) -> tuple[Any, ...]:
+    """Return what a function's result depends on besides its arguments, one level deep: to be compared later.
+
+    Args:
+        function: Its globals, defaults and closure are looked at, and a bound method's attributes.
+    Returns:
+        Numbers and strings, and the identity of everything else; empty for what can't be looked into.
+    """
+    found: list[Any] = []
+    if isinstance(function, types.MethodType):
+        found += vars(function.__self__).values() if hasattr(function.__self__, "__dict__") else []
+        function = function.__func__
+    if isinstance(function, types.FunctionType):
+        found += [function.__globals__.get(n) for n in function.__code__.co_names]
+        found += [_contents(cell) for cell in function.__closure__ or ()]
+        found += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return tuple(v if isinstance(v, (int, float, str, bool)) else id(v) for v in found)
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None

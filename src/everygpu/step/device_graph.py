@@ -1,0 +1,187 @@
+"""Work on several GPUs, recorded once and launched by one call."""
+
+import contextlib
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from everygpu.parallel.thread_state import queueing_on
+
+T = TypeVar("T")
+
+
+@functools.cache
+def recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream that work on a GPU is recorded on, the same every time: libraries keep memory for each."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+class DeviceGraph:
+    """One CUDA graph over several GPUs.
+
+    What it holds may copy between them: where one GPU needs what another makes, its queue waits, and nobody spins.
+    So one thread launches it in one call without the danger that collectives bring. Memory that is made while
+    recording stays the graph's, at the same addresses.
+
+    Args:
+        devices: CUDA devices, each once.
+    Source:
+        "CUDA Graphs" in NVIDIA's CUDA C++ Programming Guide, on capturing across streams; ``torch.cuda.graph``, which
+        records one device.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = list(devices)
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._random: list[_RandomState] | None = None
+        self._is_done = False
+
+    def record(self, function: Callable[[], T]) -> T:
+        """Call a function; what it queues on the devices is recorded, and not run.
+
+        Args:
+            function: Has run before, so that libraries are loaded; may use threads.
+        Returns:
+            What the function returned; its tensors have their values after each ``replay``.
+        Raises:
+            Exception: the function's, or CUDA's where something can't be recorded. Memory is returned, and random
+                generators are as before; other graphs must not be replayed hereafter.
+        """
+        self._random = [_RandomState(d) for d in self._devices[1:]]
+        return_memory(self._devices)
+        with _on_recording_streams(self._devices):
+            self._begin()
+            try:
+                result = function()
+                self._join()
+            except BaseException:
+                self._abandon()
+                raise
+            self._end()
+        self._is_done = True
+        release = weakref.finalize(self, _release, self._graph, self._devices[1:], self._pool)
+        release.atexit = False
+        return result
+
+    def replay(self) -> None:
+        """Queue the work: after what is queued on the devices' current streams, and before what will be."""
+        home, *others = [torch.cuda.current_stream(d) for d in self._devices]
+        for state in self._random or ():
+            state.fill()
+        for stream in others:
+            home.wait_stream(stream)
+        self._graph.replay()
+        for stream in others:
+            stream.wait_stream(home)
+        if self._random:
+            self._random = [state for state in self._random if state.is_used()]
+
+    def _begin(self) -> None:
+        for d in self._devices[1:]:
+            with torch.cuda.device(d):  # where the generator's state is put
+                self._graph.register_generator_state(torch.cuda.default_generators[d.index])
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        home, *others = [torch.cuda.current_stream(d) for d in self._devices]
+        for d, stream in zip(self._devices[1:], others):
+            stream.wait_stream(home)
+            with torch.cuda.device(d):
+                torch._C._cuda_beginAllocateCurrentStreamToPool(d.index, self._pool)
+
+    def _join(self) -> None:
+        home, *others = [torch.cuda.current_stream(d) for d in self._devices]
+        for stream in others:
+            home.wait_stream(stream)
+
+    def _end(self) -> None:
+        try:
+            self._graph.capture_end()
+        except BaseException:
+            self._abandon()
+            raise
+        self._stop_allocating(self._devices[1:])
+
+    def _abandon(self) -> None:
+        """Leave everything as it was before the recording, which CUDA may have declared invalid."""
+        with contextlib.suppress(RuntimeError):
+            self._graph.capture_end()
+        self._stop_allocating(self._devices)
+        for d in self._devices:
+            # Generators that torch would take for recording still.
+            generator = torch.cuda.default_generators[d.index]
+            generator.graphsafe_set_state(generator.clone_state())
+        with contextlib.suppress(RuntimeError):
+            self._graph.reset()
+        _release_pools(self._devices[1:], self._pool)
+        return_memory(self._devices)
+
+    def _stop_allocating(self, devices: Sequence[torch.device]) -> None:
+        for d in devices:
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(d.index, self._pool)
+
+
+class _RandomState:
+    """The place where one GPU's kernels in a graph find their generator's state.
+
+    Launching a graph, torch fills it on the GPU's own stream, which the graph, launched on the first GPU's, doesn't
+    wait for. So the same values are put there before: a small graph of the GPU's own has torch do so.
+
+    Args:
+        device: A CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._generator = torch.cuda.default_generators[device.index]
+        self._before = -1
+        self._graph = torch.cuda.CUDAGraph()
+        with queueing_on(device, recording_stream(device)):
+            x = torch.empty(1, device=device)
+            torch.cuda.synchronize(device)
+            self._graph.capture_begin(capture_error_mode="thread_local")
+            x.uniform_()
+            self._graph.capture_end()
+            self._x = x
+
+    def fill(self) -> None:
+        """Put the generator's present state there; the generator stays as it is."""
+        self._before = self._generator.get_offset()
+        self._graph.replay()
+        self._generator.set_offset(self._before)
+
+    def is_used(self) -> bool:
+        """Tell whether the graph that was launched after ``fill`` draws random numbers."""
+        return self._generator.get_offset() != self._before
+
+
+@contextlib.contextmanager
+def _on_recording_streams(devices: Sequence[torch.device]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for d in reversed(devices):
+            stack.enter_context(queueing_on(d, recording_stream(d)))
+        yield
+
+
+def return_memory(devices: Sequence[torch.device]) -> None:
+    """Give memory back that nobody holds: a graph has its own, and what earlier steps have used would lie idle."""
+    for d in devices:
+        torch.cuda.synchronize(d)
+    gc.collect()
+    # Libraries' workspaces: those of the graph are to be its own.
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
+def _release(graph: Any, others: Sequence[torch.device], pool: Any) -> None:
+    graph.reset()
+    _release_pools(others, pool)
+
+
+def _release_pools(devices: Sequence[torch.device], pool: Any) -> None:
+    for d in devices:
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_releasePool(d.index, pool)

@@ -1,0 +1,396 @@
+"""Recorded steps are the steps they stand for; what can't be recorded runs as it is."""
+
+import copy
+import logging
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import everygpu
+from everygpu.errors import CaptureError, OptionError
+from everygpu.step.capture import NUM_WARM_UPS, referents
+
+Devices = Callable[[int], list[torch.device]]
+Batch = tuple[Tensor, Tensor]
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "AdamW-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True, capturable=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.001),
+}
+
+
+class Net(nn.Module):
+    """With a buffer that changes, a frozen weight and a parameter that takes no part."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 16, bias=False)  # whose gradient would be rounding errors, which Adam enlarges
+        self.norm = nn.BatchNorm1d(16)
+        self.dropout = nn.Dropout(dropout)
+        self.last = nn.Linear(16, 5)
+        self.frozen = nn.Parameter(torch.randn(16), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(4))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.last(self.dropout(self.norm(self.first(x))).tanh() * self.frozen)
+
+
+@pytest.fixture
+def gpus(devices: Devices) -> Iterator[Devices]:
+    """``devices``, where there are CUDA graphs; afterwards torch warns about nothing more than before."""
+    if devices(2)[0].type != "cuda":
+        pytest.skip("there are CUDA graphs on GPUs only")
+    torch.cuda.manual_seed_all(0)
+    yield devices
+    torch.cuda.synchronize()
+
+
+def batches(num: int, device: torch.device, rows: int = 12, *, ignore: bool = True) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for i in range(num):
+        y = torch.randint(0, 5, (rows,), generator=generator)
+        if ignore:
+            y[: i % (rows // 2)] = -100  # all of them of the first device, and other numbers in each batch
+        found.append((torch.randn(rows, 6, generator=generator).to(device), y.to(device)))
+    return found
+
+
+def train(net: nn.Module, used: list[torch.device], data: list[Batch], make: Any, **options: Any) -> Any:
+    """Train with and without recording; return the losses and the step."""
+    optimizer = make([p for p in net.parameters() if p.requires_grad])
+    loss = options.pop("loss", F.cross_entropy)
+    step = everygpu.TrainStep(everygpu.DataParallel(net, used), loss, optimizer, **options)
+    losses = [step(x, y) for x, y in data]
+    return torch.stack(losses).cpu(), step
+
+
+def num_recordings(step: everygpu.TrainStep) -> int:
+    capture = step._capture
+    assert capture is not None
+    return len(capture._recordings)
+
+
+def assert_nets_equal(a: nn.Module, b: nn.Module, **tolerance: float) -> None:
+    for (name, x), y in zip(a.state_dict().items(), b.state_dict().values()):
+        torch.testing.assert_close(x, y, msg=lambda m, n=name: f"{n}: {m}", **tolerance)
+
+
+def assert_replicas_equal(step: everygpu.TrainStep) -> None:
+    for first, *others in step._holder._arena.values:
+        assert all(first.cpu().equal(other.cpu()) for other in others)
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_recorded_steps_are_the_same(gpus: Devices, name: str, count: int) -> None:
+    used = gpus(count)
+    data = batches(30, used[0])
+    nets = [Net().to(used[0]) for _ in range(2)]
+    plain, _ = train(nets[0], used, data, OPTIMIZERS[name], capture=False)
+    recorded, step = train(nets[1], used, data, OPTIMIZERS[name])
+    assert num_recordings(step) == 1
+    torch.testing.assert_close(recorded, plain, rtol=1e-5, atol=1e-6)
+    assert_nets_equal(nets[1], nets[0], rtol=1e-4, atol=1e-5)
+    assert_replicas_equal(step)
+    assert step.stats().num_steps == 30
+    assert min(step.stats().phase_s.values()) >= 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_norm": 0.1},
+        {"accumulate": 3},
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        {"precision": "fp16", "accumulate": 2},
+    ],
+    ids=str,
+)
+def test_with_every_option(gpus: Devices, options: dict[str, Any]) -> None:
+    used = gpus(2)
+    data = batches(30, used[0])
+    nets = [Net().to(used[0]) for _ in range(2)]
+    plain, _ = train(nets[0], used, data, OPTIMIZERS["AdamW"], capture=False, **options)
+    recorded, step = train(nets[1], used, data, OPTIMIZERS["AdamW"], **options)
+    assert num_recordings(step) == 1
+    torch.testing.assert_close(recorded, plain, rtol=1e-4, atol=1e-5)
+    assert_nets_equal(nets[1], nets[0], rtol=1e-3, atol=1e-4)
+    assert_replicas_equal(step)
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_dropout_draws_the_same_numbers(gpus: Devices, count: int) -> None:
+    used = gpus(count)
+    data = batches(40, used[0])
+    found = []
+    for capture in (False, "auto"):
+        everygpu.seed_all(3)
+        net = Net(dropout=0.5).to(used[0])
+        losses, step = train(net, used, data, OPTIMIZERS["SGD"], capture=capture)
+        found.append((losses, torch.rand(2, device=used[-1]).cpu()))
+    assert num_recordings(step) == 1
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=1e-6)
+    assert found[1][1].equal(found[0][1]), "the generators have gone as far"
+
+
+def test_a_new_seed_counts(gpus: Devices) -> None:
+    used = gpus(2)
+    x, y = batches(1, used[0])[0]
+    net = Net(dropout=0.5).to(used[0])
+    step = everygpu.TrainStep(
+        everygpu.DataParallel(net, used), F.cross_entropy, torch.optim.SGD(net.parameters(), lr=0.0)
+    )
+    for _ in range(8):
+        step(x, y)
+    assert num_recordings(step) == 1
+    net.norm.reset_running_stats()
+    losses = []
+    for _ in range(3):
+        everygpu.seed_all(7)
+        losses.append(step(x, y).item())
+    assert losses[0] == losses[1] == losses[2]
+    assert step(x, y).item() != losses[0]
+
+
+def test_schedulers_loaded_weights_and_evaluations_in_between(gpus: Devices) -> None:
+    used = gpus(2)
+    data = batches(40, used[0])
+    results = []
+    for capture in (False, "auto"):
+        net = Net().to(used[0])
+        start = copy.deepcopy(net.state_dict())
+        optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.8)
+        step = everygpu.TrainStep(everygpu.DataParallel(net, used), F.cross_entropy, optimizer, capture=capture)
+        losses = []
+        for i, (x, y) in enumerate(data):
+            losses.append(step(x, y).item())
+            schedule.step()
+            if i % 8 == 0:
+                losses.append(step.evaluate(x, y).loss.item())
+            if i == 12:
+                net.load_state_dict(start)
+            if i == 15:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            if i == 18:
+                with torch.no_grad():
+                    net.frozen.mul_(0.5)
+                    net.last.weight.mul_(0.5)
+            if i == 24:
+                net.eval()
+        results.append(losses)
+    assert num_recordings(step) == 1
+    torch.testing.assert_close(torch.tensor(results[1]), torch.tensor(results[0]), rtol=1e-4, atol=1e-5)
+
+
+def test_batches_of_other_shapes_and_places(gpus: Devices) -> None:
+    used = gpus(2)
+    data = [b for i in range(8) for b in (batches(1, used[0])[0], batches(1, torch.device("cpu"))[0])]
+    data += [b for _ in range(8) for b in (batches(1, used[0], 10)[0], batches(1, used[0], 5)[0])]
+    data += list(everygpu.Feeder(batches(8, torch.device("cpu")), used))
+    nets = [Net().to(used[0]) for _ in range(2)]
+    plain, _ = train(nets[0], used, data, OPTIMIZERS["SGD"], capture=False)
+    recorded, step = train(nets[1], used, data, OPTIMIZERS["SGD"])
+    assert num_recordings(step) == 3
+    torch.testing.assert_close(recorded, plain, rtol=1e-4, atol=1e-5)
+
+
+class Counting(Net):
+    """Counts its calls in Python."""
+
+    count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x)
+
+
+class Reading(Net):
+    """Waits for the device."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.0 if x.sum().item() < 1e9 else 2.0)
+
+
+class Tossing(Net):
+    """Leaves a layer out at random, as the host's generator says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.0 if random.random() < 0.5 else 2.0)
+
+
+@pytest.mark.parametrize(("kind", "reason"), [(Counting, "attributes"), (Reading, "Error"), (Tossing, "on the host")])
+def test_what_cannot_be_recorded_runs_as_it_is(
+    gpus: Devices, caplog: pytest.LogCaptureFixture, kind: type[Net], reason: str
+) -> None:
+    used = gpus(2)[: 1 if kind is Tossing else 2]  # replicas in threads would toss in any order
+    data = batches(30, used[0])
+    found = []
+    for capture in (False, "auto"):
+        everygpu.seed_all(3)
+        random.seed(0)
+        net = kind(dropout=0.5).to(used[0])
+        with caplog.at_level(logging.INFO, "everygpu"):
+            losses, step = train(net, used, data, OPTIMIZERS["AdamW"], capture=capture)
+        found.append(losses)
+    assert num_recordings(step) == 0
+    (said,) = [r.getMessage() for r in caplog.records if "without CUDA graphs" in r.getMessage()]
+    assert reason in said
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+def test_must_capture_says_why_it_cannot(gpus: Devices) -> None:
+    used = gpus(2)
+    with pytest.raises(CaptureError, match="capture='auto'"):
+        train(Reading().to(used[0]), used, batches(10, used[0]), OPTIMIZERS["SGD"], capture=True)
+
+
+def test_hooks_are_called(gpus: Devices) -> None:
+    used = gpus(2)
+    net, calls = Net().to(used[0]), []
+    net.last.register_forward_hook(lambda *_: calls.append(1))
+    _, step = train(net, used, batches(10, used[0]), OPTIMIZERS["SGD"])
+    assert len(calls) == 20
+    assert num_recordings(step) == 0
+
+
+def test_a_hook_that_comes_later_ends_the_recording(gpus: Devices) -> None:
+    used = gpus(2)
+    net, calls = Net().to(used[0]), []
+    _, step = train(net, used, batches(10, used[0]), OPTIMIZERS["SGD"])
+    assert num_recordings(step) == 1
+    net.last.register_forward_hook(lambda *_: calls.append(1))
+    for x, y in batches(3, used[0]):
+        step(x, y)
+    assert len(calls) == 6
+
+
+def drop_norm(net: nn.Module) -> None:
+    net.norm = nn.Identity()
+
+
+def test_modes_and_attributes_count(gpus: Devices) -> None:
+    used = gpus(2)
+    data = batches(12, used[0], ignore=False)
+    found = []
+    for capture in (False, "auto"):
+        net = Net().to(used[0])
+        _, step = train(net, used, data, OPTIMIZERS["SGD"], capture=capture)
+        losses = []
+        for change in (nn.Module.eval, drop_norm, nn.Module.train):
+            change(net)
+            losses += [step(x, y).item() for x, y in data[:8]]
+        found.append(losses)
+    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]), rtol=1e-4, atol=1e-5)
+
+
+def test_synchronised_statistics(gpus: Devices) -> None:
+    used = gpus(2)
+    data = batches(20, used[0])
+    nets = [everygpu.SyncBatchNorm.convert(Net()).to(used[0]) for _ in range(2)]
+    plain, _ = train(nets[0], used, data, OPTIMIZERS["SGD"], capture=False)
+    recorded, step = train(nets[1], used, data, OPTIMIZERS["SGD"])
+    assert num_recordings(step) == 1
+    torch.testing.assert_close(recorded, plain, rtol=1e-4, atol=1e-5)
+    assert_nets_equal(nets[1], nets[0], rtol=1e-3, atol=1e-4)
+
+
+class Reusing(Net):
+    """Needs a weight in backward after the weight's own gradient is there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.0
+        h = (x.requires_grad_() if not x.requires_grad else x) @ self.first.weight.detach().T
+        return self.last(self.norm(h + self.first(x)))
+
+
+@pytest.mark.parametrize("kind", [Net, Reusing])
+def test_updates_wait_for_what_needs_the_old_values(gpus: Devices, kind: type[Net]) -> None:
+    used = gpus(2)
+    data = batches(20, used[0])
+    nets = [kind().to(used[0]) for _ in range(2)]
+    plain, _ = train(nets[0], used, data, OPTIMIZERS["SGD"], capture=False)
+    recorded, step = train(nets[1], used, data, OPTIMIZERS["SGD"])
+    assert num_recordings(step) == 1
+    assert step._capture._step._overlaps is (kind is Net)
+    torch.testing.assert_close(recorded, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_memory_is_returned(gpus: Devices) -> None:
+    used = gpus(2)
+    net = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 5)).to(used[0])
+    x, y = torch.randn(4096, 1024, device=used[0]), torch.zeros(4096, dtype=torch.long, device=used[0])
+    step = everygpu.TrainStep(
+        everygpu.DataParallel(net, used), F.cross_entropy, torch.optim.SGD(net.parameters(), lr=0.1)
+    )
+    for _ in range(NUM_WARM_UPS):
+        step(x, y)
+    before = _reserved(used)
+    for _ in range(4):
+        step(x, y)
+    assert num_recordings(step) == 1
+    step._capture.forget()
+    assert max(now - then for now, then in zip(_reserved(used), before)) <= 2**25  # libraries' workspaces
+
+
+def _reserved(used: list[torch.device]) -> list[int]:
+    for d in used:
+        torch.cuda.synchronize(d)
+    torch.cuda.empty_cache()
+    return [torch.cuda.memory_reserved(d) for d in used]
+
+
+@pytest.mark.parametrize("capture", ["yes", None, 1])
+def test_other_values_are_refused(capture: Any) -> None:
+    net = nn.Linear(2, 2)
+    with pytest.raises(OptionError, match="capture must be"):
+        everygpu.TrainStep(net, F.mse_loss, torch.optim.SGD(net.parameters()), capture=capture)
+
+
+def test_must_capture_needs_gpus() -> None:
+    net = everygpu.DataParallel(nn.Linear(2, 2), ["cpu", "cpu"])
+    with pytest.raises(OptionError, match="needs CUDA devices"):
+        everygpu.TrainStep(net, F.mse_loss, torch.optim.SGD(net.parameters()), capture=True)
+
+
+WEIGHT = 1.0
+
+
+def test_what_a_loss_refers_to_is_seen() -> None:
+    scale = 2.0
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) * scale * WEIGHT
+
+    before = referents(loss)
+    assert referents(loss) == before
+    scale = 3.0
+    assert referents(loss) != before
+
+
+def test_a_method_s_attributes_are_seen() -> None:
+    class Trainer:
+        weight = 1.0
+
+        def loss(self, output: Tensor, target: Tensor) -> Tensor:
+            return F.mse_loss(output, target) * self.weight
+
+    trainer = Trainer()
+    trainer.weight = 2.0
+    before = referents(trainer.loss)
+    trainer.weight = 3.0
+    assert referents(trainer.loss) != before
+    assert referents(F.mse_loss) == referents(F.mse_loss)
+    assert referents(nn.MSELoss()) == ()
