@@ -55,6 +55,13 @@ class Layout:
         self.order = _indices(self._contents, self.tensors)
         self.metas = [_meta(t) for t in self.tensors]
 
+    def is_same(self) -> bool:
+        """Tell whether the tree has the very same modules and tensors, whatever has become of them."""
+        if any(list(m._modules.items()) != known for m, known in zip(self.modules, self._children)):
+            return False
+        keys, contents = _read(self.modules)
+        return keys == self._keys and all(map(operator.is_, contents, self._contents))
+
     def is_current(self) -> bool:
         """Tell whether the tree is still arranged like this, taking on new tensors that fit in place of old ones."""
         if any(list(m._modules.items()) != known for m, known in zip(self.modules, self._children)):

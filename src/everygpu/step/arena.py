@@ -95,9 +95,16 @@ class Arena:
         """Send what was written to the parameters since the last step: loaded, clamped, swapped for averages."""
         if any(p.data_ptr() != slot.data_ptr() for p, slot in zip(self.params, self._slots[0])):
             self.adopt()
-        written = {i for i, (p, v) in enumerate(zip(self.params, self._versions)) if p._version != v}
-        edited = [b for b, plan in enumerate(self.plans) if any(s.index in written for s in plan.slots)]
-        self._send(edited + [b for b in range(len(self.plans)) if b not in edited and self._differs(b)])
+        self.send_written()
+        self._send([b for b in range(len(self.plans)) if self._differs(b)])
+
+    def send_written(self) -> None:
+        """Send what torch counts as written since the last step, where parameters are in their places."""
+        versions = [p._version for p in self.params]
+        if versions == self._versions:
+            return
+        written = {i for i, (now, then) in enumerate(zip(versions, self._versions)) if now != then}
+        self._send([b for b, plan in enumerate(self.plans) if any(s.index in written for s in plan.slots)])
 
     def begin(self) -> None:
         """Start with gradients of zero."""

@@ -37,7 +37,7 @@ class Recordable(Protocol):
     def state(self) -> Hashable:
         """Return what a recording depends on besides the batch, the modules and torch's settings."""
 
-    def obstacle(self) -> str | None:
+    def find_obstacle(self) -> str | None:
         """Say why the step isn't recorded, though it may be possible."""
 
     def prepare(self) -> Any:
@@ -137,7 +137,7 @@ class Capture:
         if not is_same_scene:
             self._scene = _Scene(self._roots)
         self._facts = facts
-        obstacle = self._step.obstacle() or _find_hooks(self._roots)
+        obstacle = self._step.find_obstacle() or _find_hooks(self._roots)
         if obstacle is not None and not self._must:
             self._give_up(obstacle)
         elif self._num_unsteady > MAX_ATTEMPTS:
@@ -192,24 +192,36 @@ class Capture:
 
 
 class _Scene:
-    """The modules as they were: their arrangement, their attributes, and where their tensors are."""
+    """The modules as they were: their arrangement, their attributes, and their tensors. Looked at in every step."""
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self._layouts = [Layout(root) for root in roots]
         self._watches = [Watch(layout.modules) for layout in self._layouts]
         for watch in self._watches:
             watch.changed()
-        self._addresses = self._find_addresses()
+        self._tensors = [t for layout in self._layouts for t in layout.tensors]
+        self._fixed = [t for t in self._tensors if isinstance(t, nn.Parameter) and not t.requires_grad]
+        self._facts = self._look()
 
     def is_current(self) -> bool:
         return (
-            all(layout.is_current() for layout in self._layouts)
+            all(layout.is_same() for layout in self._layouts)
             and not sum(len(watch.changed()) for watch in self._watches)
-            and self._find_addresses() == self._addresses
+            and self._look() == self._facts
         )
 
-    def _find_addresses(self) -> list[int]:
-        return [t.data_ptr() for layout in self._layouts for t in layout.tensors]
+    def _look(self) -> tuple[list[Any], ...]:
+        """Return what may change in a tensor that stays the same object; and writes to those that aren't trained,
+        which replicas are sent outside recordings.
+        """
+        return (
+            [t.data_ptr() for t in self._tensors],
+            [t.shape for t in self._tensors],
+            [t.stride() for t in self._tensors],
+            [t.requires_grad for t in self._tensors],
+            [has_hooks(t) for t in self._tensors],
+            [t._version for t in self._fixed],
+        )
 
 
 def _settings() -> tuple[Any, ...]:

@@ -12,8 +12,9 @@ from everygpu.parallel.broadcast import dense_strides, group_by_storage, storage
 BLOCK_NUMEL = 1024
 """Parameters begin at, and chunks are whole multiples of: what one program of an update kernel works on."""
 
-BUCKET_BYTES = 64 * 2**20
-"""Size at which a bucket is closed: large enough for full bandwidth, small enough that several overlap backward."""
+BUCKET_BYTES = 16 * 2**20
+"""Size at which a bucket is closed: large enough for full bandwidth, small enough that the last, which no backward
+is left to hide, is soon done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Who holds the gradients of a training step, and applies them."""
 
 import itertools
+import operator
 from collections.abc import Hashable, Iterator
 from typing import Any, Protocol
 
@@ -196,8 +197,18 @@ class ShardedHolder:
 
     def recorded_state(self) -> Hashable:
         """Return what addresses and arrangements a recording depends on."""
-        frozen = [p._version for p in self._model.module.parameters() if not p.requires_grad]
-        return id(self._arena), id(self._shards), id(self._fused), self.fuses(), tuple(frozen)
+        return id(self._arena), id(self._shards), id(self._fused), self.fuses()
+
+    def is_ready(self) -> bool:
+        """Do what ``prepare`` does, where the module is known to be as it was; False where that is not enough."""
+        params = self._trainable()
+        if len(params) != len(self._arena.params) or not all(map(operator.is_, params, self._arena.params)):
+            return False
+        self._optimizer.check_owner()
+        if not self._optimizer.holds(self._shards):
+            return False
+        self._arena.send_written()
+        return True
 
     def why_not_recordable(self) -> str | None:
         """Say what would be lost or frozen in a recording, if anything is."""

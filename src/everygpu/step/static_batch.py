@@ -95,7 +95,7 @@ class StaticBatch:
 
         def cut(x: Any) -> Sequence[Tensor]:
             if isinstance(x, ShardedBatch):
-                return x.shards
+                return x._parts  # without the graph that ``shards`` is connected to
             starts = [sum(plan.rows[:i]) for i in plan.active]
             return [x.detach().narrow(dim, start, plan.rows[i]) for i, start in zip(plan.active, starts)]
 

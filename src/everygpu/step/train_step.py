@@ -120,10 +120,10 @@ class TrainStep:
         """
         batch = _as_batch(inputs, targets, kwargs, with_loss=self.loss is not None)
         try:
-            self._holder.prepare()
             num_steps = self._num_steps
             loss = None if self._capture is None else self._capture.run(batch)
             if loss is None:
+                self._holder.prepare()
                 if self._num_batches == 0:
                     self._holder.begin()
                 loss = self._learn(batch)
@@ -277,10 +277,11 @@ class RecordableStep:
         options = (step.accumulate, step.clip_norm, step.model.split, step.model.dim, step.model.engine)
         return self._holder.recorded_state(), options, id(step.loss), referents(step.loss)
 
-    def obstacle(self) -> str | None:
+    def find_obstacle(self) -> str | None:
         return self._holder.why_not_recordable()
 
     def prepare(self) -> Rows | None:
+        self._holder.prepare()
         return self._holder.prepare_update() if self._updates_at_once() else None
 
     def record(self, batch: Batch, prepared: Rows | None) -> _Recorded:
@@ -304,6 +305,8 @@ class RecordableStep:
         return overlapped and self._updates_at_once()
 
     def begin(self, recorded: _Recorded) -> bool:
+        if not self._holder.is_ready():
+            return False
         if recorded.rows is None:
             if self._step._num_batches == 0:
                 self._holder.begin()
