@@ -327,7 +327,12 @@ class TestResize:
         assert out["more"][1:] == ["text", torch.tensor(1.0)]
 
     def test_on_another_dim(self):
-        assert resize(torch.ones(2, 3), 7, 1).shape == (2, 7)
+        x = torch.arange(6).reshape(2, 3)
+        assert resize(x, 7, 1).tolist() == resize(x, 7, -1).tolist() == [[0, 1, 2, 0, 1, 2, 0], [3, 4, 5, 3, 4, 5, 3]]
+
+    def test_channels_stay_last(self):
+        images = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+        assert resize(images, 5, 0).is_contiguous(memory_format=torch.channels_last)
 
     def test_whole_inputs_stay(self):
         mask = Replicated(torch.ones(5))

@@ -249,7 +249,9 @@ def resize(batch: Any, num_rows: int, dim: int) -> Any:
         if isinstance(leaf, Replicated) or not is_splittable(leaf, "batch", dim):
             return leaf
         index = torch.arange(num_rows, device=leaf.device) % leaf.shape[dim]
-        return leaf.index_select(dim, index).requires_grad_(leaf.requires_grad)
+        # Indexing keeps channels_last, index_select doesn't.
+        repeated: torch.Tensor = leaf[(*[slice(None)] * (dim % leaf.ndim), index)]
+        return repeated.requires_grad_(leaf.requires_grad)
 
     with torch.no_grad():
         return tree.map_leaves(repeat, batch)
