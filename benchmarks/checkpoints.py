@@ -22,10 +22,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from benchmarks.report import describe_machine
 from torch import nn
 
 import everygpu
+from everygpu.bench.report import describe_machine
 
 
 class Run:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from benchmarks.report import describe_machine
 from tests.faults.inject import (
     count_unnoticed,
     files_of,
@@ -32,6 +31,8 @@ from tests.faults.savers import (
     Weights,
     distributed_checkpoint,
 )
+
+from everygpu.bench.report import describe_machine
 
 NUM_TRUNCATIONS, NUM_FLIPS = 100, 200
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from report import describe_machine
 from torch import Tensor, nn
 
 import everygpu
+from everygpu.bench.report import describe_machine
 
 
 def transformer() -> tuple[nn.Module, Tensor]:

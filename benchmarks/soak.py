@@ -9,10 +9,10 @@ import resource
 import time
 
 import torch
-from report import describe_machine
 from torch import nn
 
 import everygpu
+from everygpu.bench.report import describe_machine
 
 
 class Net(nn.Module):

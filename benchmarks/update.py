@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import describe_machine
-from timing import run_command, time_rounds
 from torch import nn
 from torch.cuda import nccl
 
 from everygpu import ShardedOptimizer
+from everygpu.bench.report import describe_machine
+from everygpu.bench.timing import run_command, time_rounds
 from everygpu.step.arena import Arena
 from everygpu.step.fused import FusedUpdate, can_fuse
 from everygpu.step.shards import Shards

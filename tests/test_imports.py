@@ -23,6 +23,7 @@ LAYERS = [
     {"step"},
     {"feed", "checkpoint"},
     {""},
+    {"bench"},
     {"cli"},
     {"__main__"},
 ]

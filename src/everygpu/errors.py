@@ -12,6 +12,7 @@
     ├── ReplicaError (RuntimeError)           names the replica an exception came from
     ├── WorkerError (RuntimeError)            a worker process of the loader died
     ├── FeedTimeoutError (TimeoutError)       no batch came in time
+    ├── BenchmarkError (RuntimeError)         a way to train can't be measured on this machine
     └── CheckpointError (RuntimeError)
         ├── CheckpointNotFoundError (FileNotFoundError)
         ├── CheckpointDamagedError (ValueError)    truncated, altered or incomplete
@@ -75,6 +76,10 @@ class WorkerError(EveryGPUError, RuntimeError):
 
 class FeedTimeoutError(EveryGPUError, TimeoutError):
     """The loader had no batch ready in the time it was given."""
+
+
+class BenchmarkError(EveryGPUError, RuntimeError):
+    """A model, or a way to train it, can't be measured on this machine."""
 
 
 class CheckpointError(EveryGPUError, RuntimeError):

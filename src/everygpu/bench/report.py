@@ -1,24 +1,36 @@
-"""What every benchmark prints about where it ran."""
+"""What a benchmark says: where it ran, and its rows as lines, tables and JSON."""
 
+import json
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import everygpu
+from everygpu import __version__
+from everygpu.bench.peers import PEERS
+
+Row = Mapping[str, Any]
+"""``model``, ``peer``, and what ``measure_row`` returns."""
+
+COLUMNS = ("row", "devices", "ms a step (spread)", "steps/s", "samples/s", "efficiency", "peak GiB (least)", "start-up")
 
 
-def describe_machine() -> dict[str, Any]:
-    """Hardware, versions, commit and time, for the head of a report."""
+def describe_machine(commit: str | None = None) -> dict[str, Any]:
+    """Hardware, versions, commit and time, for the head of a report.
+
+    Args:
+        commit: What is run, where git can't be asked.
+    """
     cuda = torch.cuda.is_available()
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": _commit(),
-        "everygpu": everygpu.__version__,
+        "commit": commit or _commit(),
+        "everygpu": __version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": sys.version.split()[0],
@@ -28,10 +40,96 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def _commit() -> str:
-    root = Path(__file__).parents[1]
+def _commit() -> str | None:
+    """Ask git, if this is a checkout: an installed package may lie inside of somebody else's."""
+    package = Path(__file__).parents[1]
+    root = package.parents[1]
+    if package != root / "src" / "everygpu":
+        return None
     try:
         command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
         return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return None
+
+
+def add_efficiency(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Compare the rows of one model with its best row on a single GPU.
+
+    Returns:
+        The rows with ``efficiency``: samples a second over those of the best single GPU times the number of GPUs;
+        None where no single GPU was measured.
+    """
+    rows = list(rows)
+    best = max((row["samples_per_s"] for row in rows if _is_single(row) and "ms" in row), default=None)
+    return [
+        {**row, "efficiency": None if best is None else row["samples_per_s"] / (row["num_devices"] * best)}
+        if "ms" in row
+        else dict(row)
+        for row in rows
+    ]
+
+
+def _is_single(row: Row) -> bool:
+    return PEERS[row["peer"]].is_single
+
+
+def describe_row(row: Row) -> str:
+    """Write a row as the line that is printed when it comes."""
+    head = f"{row['peer']:<16}"
+    if "error" in row:
+        return f"{head} {_last_line(row['error'])}"
+    _, _, times, _, samples, _, memory, startup = fill_columns(row)
+    peak = f"  peak {memory} GiB" if row["peak_gib"] else ""
+    return f"{head} {times:>32} ms  {samples:>10} samples/s{peak}  start-up {startup}"
+
+
+def fill_columns(row: Row) -> tuple[str, ...]:
+    """Write the cells of a measured row under ``COLUMNS``."""
+    efficiency, peaks = row.get("efficiency"), row["peak_gib"]
+    return (
+        row["peer"],
+        str(row["num_devices"]),
+        f"{row['ms']:.2f} ({row['ms_min']:.2f} to {row['ms_max']:.2f})",
+        f"{row['steps_per_s']:.2f}",
+        f"{row['samples_per_s']:,.0f}",
+        "-" if efficiency is None else f"{efficiency:.1%}",
+        f"{max(peaks):.2f} ({min(peaks):.2f})" if peaks else "-",
+        f"{row['startup_s']:.1f} s",
+    )
+
+
+def write_markdown(machine: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    """Write a report: where it ran, and a table for each model."""
+    gpus = machine["gpus"]
+    hardware = f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU: replicas on the CPU"
+    versions = [f"{name} {machine[name]}" for name in ("everygpu", "torch", "cuda", "python") if machine[name]]
+    lines = [
+        f"# Ways to train, {machine['date']}",
+        "",
+        f"Hardware: {hardware}; {machine['cpu_threads']} CPU threads. Software: {', '.join(versions)}, "
+        f"{machine['system']}. Commit: {machine['commit'] or 'unknown'}.",
+        "",
+        "Times are medians of rounds, with least and most in brackets; efficiency is samples a second over those of "
+        "the best single GPU times the number of GPUs; memory is of the GPU with the most, and with the least.",
+    ]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        its = [row for row in rows if row["model"] == model]
+        size = next((f", {row['rows_per_device']} rows for each GPU" for row in its if "ms" in row), "")
+        lines += ["", f"## {model}{size}, {its[0]['precision']}", "", _line(COLUMNS), _line(["---"] * len(COLUMNS))]
+        lines += [_line(fill_columns(row)) for row in its if "ms" in row]
+        lines += ["", *(f"* {row['peer']}: {_last_line(row['error'])}" for row in its if "error" in row)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def write_json(machine: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    """Write everything."""
+    return json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]

@@ -1,11 +1,17 @@
-"""How benchmarks take times: rounds of steps, each benchmarked way in a process of its own."""
+"""How times are taken: rounds of steps, each benchmarked way in a process of its own."""
 
 import json
+import os
+import signal
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+
+_KEPT_LETTERS = 2000
 
 
 def time_rounds(step: Callable[[], Any], wait: Callable[[], None], rounds: int, steps: int) -> dict[str, float]:
@@ -32,13 +38,36 @@ def time_rounds(step: Callable[[], Any], wait: Callable[[], None], rounds: int, 
     return {"ms": statistics.median(times), "ms_min": min(times), "ms_max": max(times)}
 
 
-def run_command(command: list[str], timeout: int) -> dict[str, Any]:
-    """Run a command whose last line is a row as JSON; a hang or a failure is its result."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"no result in {timeout} s"}
-    if done.returncode:
-        return {"error": done.stderr.strip()[-600:]}
-    row: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+def run_command(command: list[str], timeout: float) -> dict[str, Any]:
+    """Run a command whose last line is a row as JSON; a hang or a failure is its result.
+
+    Args:
+        command: With its arguments.
+        timeout: Seconds after which it is ended, with all processes that it started.
+    Returns:
+        The row, or ``error``: the end of what was said.
+    """
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, start_new_session=True) as process:
+        try:
+            out, error = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            return {"error": f"no result in {timeout:g} s"}
+        except BaseException:
+            _end(process)  # a session of its own doesn't hear of Ctrl-C
+            raise
+    if process.returncode or not out.strip():
+        return {"error": error.strip()[-_KEPT_LETTERS:] or f"ended with exit code {process.returncode}"}
+    row: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
     return row
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process and those it started: they hold GPUs, and its pipes."""
+    if sys.platform == "win32":
+        process.kill()
+    else:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,11 +1,16 @@
-"""The models the benchmarks train, with their batches, losses and optimizers."""
+"""The models that `everygpu bench` brings along, with their losses, optimizers and batches.
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+Each function returns what ``--model module:function`` asks of a user's own.
+"""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from everygpu.errors import BenchmarkError
 
 
 class Block(nn.Module):
@@ -24,7 +29,8 @@ class Block(nn.Module):
         q, k, v = heads.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+        changed: Tensor = x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+        return changed
 
 
 class GPT(nn.Module):
@@ -45,62 +51,53 @@ class GPT(nn.Module):
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
-def _resnet(name: str, num_classes: int) -> nn.Module:
-    import torchvision
-
-    model: nn.Module = getattr(torchvision.models, name)(num_classes=num_classes)
-    return model.to(memory_format=torch.channels_last)
+def gpt2() -> tuple[Any, ...]:
+    """124M parameters, 16 × 1,024 tokens, AdamW."""
+    return _language_model(GPT(), rows=16, length=1024, vocabulary=50304)
 
 
-def _images(rows: int, size: int, num_classes: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    images = torch.randn(rows, 3, size, size, device=device).to(memory_format=torch.channels_last)
-    return images, torch.randint(0, num_classes, (rows,), device=device)
+def resnet50() -> tuple[Any, ...]:
+    """256 × 3 × 224 × 224, channels last, SGD with momentum."""
+    return _image_classifier("resnet50", rows=256, size=224, num_classes=1000)
 
 
-def _text(rows: int, length: int, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    ids = torch.randint(0, vocabulary, (rows, length + 1), device=device)
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+def resnet18() -> tuple[Any, ...]:
+    """128 × 3 × 32 × 32, channels last, SGD with momentum."""
+    return _image_classifier("resnet18", rows=128, size=32, num_classes=10)
 
 
-def _adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=3e-4, fused=True, capturable=True)
+def tiny() -> tuple[Any, ...]:
+    """A GPT of two small blocks, 8 × 32 tokens, AdamW: to see everything run, also on the CPU."""
+    model = GPT(vocabulary=64, width=32, num_blocks=2, num_heads=2, length=32)
+    return _language_model(model, rows=8, length=32, vocabulary=64)
 
 
-def _sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, fused=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """One model with everything to train it."""
-
-    build: Callable[[], nn.Module]
-    batch: Callable[[int, torch.device], tuple[Tensor, Tensor]]
-    rows_per_gpu: int
-    optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer]
-
-    @staticmethod
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output.flatten(0, -2), target.flatten())
-
-
-WORKLOADS = {
-    "gpt2": Workload(
-        build=GPT, batch=lambda n, d: _text(n, 1024, 50304, d), rows_per_gpu=16, optimizer=_adamw
-    ),
-    "resnet50": Workload(
-        build=lambda: _resnet("resnet50", 1000),
-        batch=lambda n, d: _images(n, 224, 1000, d),
-        rows_per_gpu=256,
-        optimizer=_sgd,
-    ),
-    "resnet18": Workload(
-        build=lambda: _resnet("resnet18", 10),
-        batch=lambda n, d: _images(n, 32, 10, d),
-        rows_per_gpu=128,
-        optimizer=_sgd,
-    ),
+MODELS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "gpt2": gpt2, "resnet50": resnet50, "resnet18": resnet18, "tiny": tiny
 }  # fmt: skip
+
+
+def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+    """Classify rows, or every token of them."""
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+def _language_model(model: GPT, rows: int, length: int, vocabulary: int) -> tuple[Any, ...]:
+    ids = torch.randint(0, vocabulary, (rows, length + 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    return model, cross_entropy, optimizer, (ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+
+
+def _image_classifier(name: str, rows: int, size: int, num_classes: int) -> tuple[Any, ...]:
+    try:
+        from torchvision import models
+    except ImportError as error:
+        raise BenchmarkError(f"bench: {name} needs torchvision, got none. pip install torchvision") from error
+    model = getattr(models, name)(num_classes=num_classes).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+    images = torch.randn(rows, 3, size, size).to(memory_format=torch.channels_last)
+    return model, cross_entropy, optimizer, (images, torch.randint(0, num_classes, (rows,)))

@@ -6,6 +6,7 @@ import click
 from rich.console import Console
 
 from everygpu import __version__
+from everygpu.cli.bench import compare_ways
 from everygpu.cli.checkpoint import checkpoint
 from everygpu.cli.devices import list_devices
 from everygpu.cli.doctor import find_faults
@@ -47,6 +48,7 @@ def main() -> None:
 
 
 main.add_command(checkpoint)
+main.add_command(compare_ways)
 main.add_command(find_faults)
 main.add_command(list_devices)
 main.add_command(run_chosen)

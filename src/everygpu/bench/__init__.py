@@ -1,0 +1,1 @@
+"""Ourselves beside the other ways to use several GPUs: each row in a process of its own, in one call."""

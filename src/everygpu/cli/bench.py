@@ -1,0 +1,178 @@
+"""``everygpu bench``: this machine's GPUs, used in all the ways there are, side by side."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from everygpu.cli.live import make_console
+from everygpu.errors import BenchmarkError, DeviceError, OptionError
+
+_OURS = ("gpt2", "resnet50", "resnet18")
+_NUM_CPU_REPLICAS = 2
+_ON_CPU = (
+    "No GPU: replicas on the CPU, which share its cores. This shows that everything runs, and says nothing about speed."
+)
+
+
+@click.command("bench")
+@click.option(
+    "--model", "models", multiple=True, metavar="NAME|MODULE:FUNCTION", help="Ours or yours; again for more models."
+)
+@click.option("--peer", "peers", multiple=True, metavar="ROW", help="Only this way to train; again for more.")
+@click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="How many, from the first; all by default.")
+@click.option("--cpu", is_flag=True, help="Replicas on the CPU, to try things.")
+@click.option("--rows", type=click.IntRange(min=1), metavar="N", help="Rows for each GPU; the model's own by default.")
+@click.option("--precision", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True)
+@click.option(
+    "--rounds", "num_rounds", type=click.IntRange(min=3), default=3, show_default=True, help="Rounds that are timed."
+)
+@click.option(
+    "--steps", "num_steps", type=click.IntRange(min=1), default=20, show_default=True, help="Steps in each round."
+)
+@click.option("--timeout", type=float, default=300.0, show_default=True, help="Seconds that a row may take.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write all figures here.")
+@click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), help="Write Markdown here.")
+@click.option(
+    "--plot", "plot_file", type=click.Path(path_type=Path, dir_okay=False), help="Draw here: .png, .svg, .pdf."
+)
+@click.option("--commit", hidden=True)
+@click.option("--apart", hidden=True)
+def compare_ways(
+    models: tuple[str, ...],
+    peers: tuple[str, ...],
+    gpus: int | None,
+    cpu: bool,
+    timeout: float,
+    json_file: Path | None,
+    report_file: Path | None,
+    plot_file: Path | None,
+    commit: str | None,
+    apart: str | None,
+    **conditions: Any,
+) -> None:
+    """Train a model in all the ways there are, side by side, and print how fast each is.
+
+    Rows: single, single_compiled, single_graph (one GPU: eager, compiled, one CUDA graph a step), dp
+    (torch.nn.DataParallel), ddp, ddp_compiled (DistributedDataParallel), ours, ours_compiled
+    (everygpu.DataParallel), step, step_compiled (everygpu.TrainStep). Each runs in a process of its own.
+
+    Models: gpt2, resnet50, resnet18, tiny; or MODULE:FUNCTION of your own: a function without arguments that
+    returns (model, loss, optimizer, batch), the batch as your DataLoader gives it to one GPU.
+    """
+    if apart is not None:
+        _measure_apart(apart)
+    from everygpu.bench import plot, report
+    from everygpu.bench.peers import PEERS, WITHOUT_GPUS
+
+    device_type, num_devices = find_devices(gpus, cpu)
+    on_cpu = device_type == "cpu"
+    _check_names("--peer", peers, list(PEERS))
+    if plot_file is not None:
+        plot.check_plot(plot_file)
+    console, machine, rows = make_console(), report.describe_machine(commit), []
+    console.out(describe(machine, num_devices, on_cpu), highlight=False)
+    conditions |= {"device_type": device_type, "num_devices": num_devices}
+    for model in models or (("tiny",) if on_cpu else _OURS):
+        console.out(f"\n{model}", highlight=False)
+        its = []
+        for row in measure_rows(model, peers or (WITHOUT_GPUS if on_cpu else tuple(PEERS)), timeout, conditions):
+            console.out(report.describe_row(row), highlight=False)
+            its.append(row)
+        rows += report.add_efficiency(its)
+        print_table(console, rows[-len(its) :])
+    files = ((json_file, report.write_json), (report_file, report.write_markdown))
+    for path, write in files:
+        if path is not None:
+            path.write_text(write(machine, rows), encoding="utf-8")
+    if plot_file is not None:
+        plot.draw(rows, plot_file)
+    if not any("ms" in row for row in rows):
+        raise BenchmarkError("bench: at least one row must be measured, got none. The lines above say why.")
+
+
+def _measure_apart(text: str) -> None:
+    """Measure one row in this process, print it, and end though threads of a failed peer go on."""
+    from everygpu.bench.measure import Conditions, measure_row
+
+    outcome = measure_row(Conditions(**json.loads(text)))
+    click.echo(f"\n{json.dumps(outcome)}")  # the model may have printed something without an end of line
+    os._exit(0)
+
+
+def find_devices(num_gpus: int | None, cpu: bool) -> tuple[str, int]:
+    """Decide on what to train.
+
+    Args:
+        num_gpus: How many are asked for; None for all, and two replicas on the CPU.
+        cpu: Whether only the CPU is asked for.
+    Returns:
+        ``"cuda"`` or ``"cpu"``, and how many devices or replicas.
+    Raises:
+        DeviceError: there are GPUs, but fewer.
+    """
+    import torch
+
+    there = 0 if cpu or torch.version.cuda is None else torch.cuda.device_count()
+    if not there:
+        return "cpu", num_gpus or _NUM_CPU_REPLICAS
+    if num_gpus is not None and num_gpus > there:
+        raise DeviceError(f"bench: --gpus {num_gpus} needs as many, got {there}. `everygpu devices` lists them.")
+    return "cuda", num_gpus or there
+
+
+def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise OptionError(f"bench: {option} must be one of {', '.join(known)}, got {name!r}.")
+
+
+def measure_rows(
+    model: str, peers: Sequence[str], timeout: float, conditions: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Measure each row in a process of its own; a hang or a failure is its result.
+
+    Args:
+        model: As ``find_training`` takes it.
+        peers: Names of the rows.
+        timeout: Seconds that a row may take.
+        conditions: The rest of ``Conditions``.
+    Raises:
+        OptionError: the model can't be found or made, which would go wrong in every row.
+    """
+    from everygpu.bench.timing import run_command
+
+    for peer in peers:
+        row = {"model": model, "peer": peer, **conditions}
+        record = json.dumps({**row, "started_s": time.time()})
+        outcome = run_command([sys.executable, "-m", "everygpu", "bench", "--apart", record], timeout)
+        if "refused" in outcome:
+            raise OptionError(outcome["refused"])
+        yield row | outcome
+
+
+def describe(machine: dict[str, Any], num_devices: int, on_cpu: bool) -> str:
+    """Write what a benchmark is run on."""
+    versions = f"everygpu {machine['everygpu']}, torch {machine['torch']}, Python {machine['python']}"
+    if on_cpu:
+        return f"{_ON_CPU}\n{num_devices} replicas, {machine['cpu_threads']} threads; {versions}"
+    return f"{num_devices} of {len(machine['gpus'])} x {machine['gpus'][0]}; {versions}, CUDA {machine['cuda']}"
+
+
+def print_table(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+    """Lay out what was measured for a terminal."""
+    from everygpu.bench.report import COLUMNS, fill_columns
+
+    table = Table(*COLUMNS, highlight=False)
+    for row in rows:
+        if "ms" in row:
+            table.add_row(*fill_columns(row))
+    if table.row_count:
+        console.print(table)

@@ -1,0 +1,102 @@
+"""What a user might name after ``everygpu bench --model tests.bench.own:``."""
+
+import time
+
+import torch
+from torch import nn
+
+NUMBER = 3
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def classifier():
+    model = net()
+    return model, nn.CrossEntropyLoss(), sgd(model), [torch.randn(6, 3), torch.randint(0, 2, (6,))]
+
+
+class Summed(nn.Module):
+    """Takes keywords and returns its loss beside other things."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, *, x, y):
+        return {"loss": nn.functional.mse_loss(self.inner(x), y), "scale": 2.0}
+
+
+def keywords():
+    model = Summed()
+    return model, None, sgd(model), {"x": torch.randn(4, 3), "y": torch.randn(4, 2)}
+
+
+class Pair(nn.Module):
+    """Takes two inputs and returns its loss alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x, y):
+        return nn.functional.mse_loss(self.inner(x), y)
+
+
+def positional():
+    model = Pair()
+    return model, None, sgd(model), (torch.randn(4, 3), torch.randn(4, 2))
+
+
+def talkative():
+    print("a line without an end", end="")
+    return classifier()
+
+
+def failing():
+    raise KeyError("mine")
+
+
+def hanging():
+    time.sleep(60)
+
+
+def too_large():
+    raise torch.OutOfMemoryError("tried to allocate 1 TiB")
+
+
+def three():
+    return classifier()[:3]
+
+
+def no_module():
+    return 3, *classifier()[1:]
+
+
+def no_loss():
+    model, _, optimizer, batch = classifier()
+    return model, "mse", optimizer, batch
+
+
+def no_optimizer():
+    model, loss, _, batch = classifier()
+    return model, loss, 0.1, batch
+
+
+def foreign_optimizer():
+    model, loss, _, batch = classifier()
+    return model, loss, sgd(net()), batch
+
+
+def no_rows():
+    return *classifier()[:3], "a batch"
+
+
+def unequal_rows():
+    return *classifier()[:3], (torch.ones(3, 3), torch.ones(4))

@@ -1,0 +1,64 @@
+"""One row, measured."""
+
+import time
+from multiprocessing import resource_tracker
+
+import pytest
+
+from everygpu.bench.measure import Conditions, measure_row
+
+OWN = "tests.bench.own:"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tracker():
+    """Have the process that multiprocessing starts once, and keeps."""
+    resource_tracker.ensure_running()
+
+
+def measure(peer, name=f"{OWN}classifier", **changed):
+    conditions = {
+        "model": name,
+        "peer": peer,
+        "device_type": "cpu",
+        "num_devices": 2,
+        "rows": None,
+        "precision": "fp32",
+        "num_rounds": 3,
+        "num_steps": 2,
+        "started_s": time.time() - 100,
+    }
+    return measure_row(Conditions(**{**conditions, **changed}))
+
+
+@pytest.mark.parametrize(("peer", "num_devices"), [("single", 1), ("ours", 2), ("step", 2), ("ddp", 2)])
+def test_figures_of_a_row(peer, num_devices):
+    row = measure(peer)
+    assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"]
+    assert row["steps_per_s"] == pytest.approx(1e3 / row["ms"])
+    assert (row["num_devices"], row["rows_per_device"], row["peak_gib"]) == (num_devices, 6, [])
+    assert row["samples_per_s"] == pytest.approx(6 * num_devices * row["steps_per_s"])
+    assert 100 < row["startup_s"] < 200
+
+
+def test_rows_as_asked_for():
+    assert measure("single", rows=9)["rows_per_device"] == 9
+
+
+@pytest.mark.parametrize("peer", ["single", "ddp"])
+def test_a_wrong_model_is_refused(peer):
+    assert "must return a tuple" in measure(peer, f"{OWN}three")["refused"]
+
+
+def test_what_does_not_run_here_is_an_error():
+    assert "needs a GPU" in measure("dp")["error"]
+
+
+@pytest.mark.parametrize("peer", ["single", "ddp"])
+def test_out_of_memory_says_what_to_do(peer):
+    assert "fewer rows for each GPU (--rows)" in measure(peer, f"{OWN}too_large")["error"]
+
+
+def test_a_failure_in_a_process_of_ddp_is_shown():
+    with pytest.raises(Exception, match="KeyError: 'mine'"):
+        measure("ddp", f"{OWN}failing")

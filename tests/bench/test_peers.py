@@ -1,0 +1,67 @@
+"""Every way to train is training: all end with the parameters that one device ends with."""
+
+import pytest
+import torch
+from torch import nn
+
+from everygpu.bench.peers import PEERS, WITHOUT_GPUS, Work
+from everygpu.bench.training import find_training
+from everygpu.errors import BenchmarkError
+
+OWN = "tests.bench.own:"
+
+
+def train(peer, name, devices):
+    """Take three steps; return the parameters."""
+    torch.manual_seed(0)
+    work = Work(training=find_training(name), devices=devices, precision="fp32")
+    step = PEERS[peer].make(work)
+    for _ in range(3):
+        step()
+    return [p.detach().cpu() for p in work.training.model.parameters()]
+
+
+@pytest.mark.parametrize("name", ["tiny", f"{OWN}classifier", f"{OWN}keywords", f"{OWN}positional"])
+@pytest.mark.parametrize("peer", ["ours", "step"])
+def test_several_devices_train_as_one_does(peer, name, devices):
+    # Its own rows again for each device: the mean gradient is that of one.
+    one = train("single", name, devices(1))
+    torch.testing.assert_close(train(peer, name, devices(2)), one, rtol=1e-3, atol=1e-5)
+    untrained = [p.detach() for p in find_training(name).model.parameters()]
+    assert name == "tiny" or not torch.allclose(untrained[0], one[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("peer", ["dp", "single_graph"])
+def test_peers_on_gpus_train_too(peer):
+    gpus = [torch.device("cuda", i) for i in range(min(2, torch.cuda.device_count()))]
+    one = train("single", f"{OWN}classifier", gpus[:1])
+    if peer == "dp":
+        torch.testing.assert_close(train(peer, f"{OWN}classifier", gpus), one, rtol=1e-3, atol=1e-5)
+    else:  # capturing takes steps of its own
+        assert not torch.allclose(train(peer, f"{OWN}classifier", gpus[:1])[0], one[0])
+
+
+@pytest.mark.parametrize("peer", ["dp", "single_graph"])
+def test_what_needs_a_gpu_says_so(peer):
+    with pytest.raises(BenchmarkError, match="needs a GPU, got cpu. Leave this row out"):
+        train(peer, "tiny", [torch.device("cpu")])
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
+def test_precision_is_that_of_the_forward(precision, dtype):
+    seen = []
+    training = find_training(f"{OWN}classifier")
+
+    def loss(output, target):
+        seen.append(output.dtype)
+        return nn.functional.cross_entropy(output, target)
+
+    for peer in ("single", "ours", "step"):
+        work = Work(training=training._replace(loss=loss), devices=[torch.device("cpu")], precision=precision)
+        PEERS[peer].make(work)()
+    assert seen == [dtype] * 3
+
+
+def test_rows_without_gpus_are_rows():
+    assert set(WITHOUT_GPUS) < set(PEERS)

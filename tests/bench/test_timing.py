@@ -1,0 +1,79 @@
+"""Times, and processes that fail, hang, or leave others behind."""
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from everygpu.bench.timing import run_command, time_rounds
+
+
+def python(code):
+    return [sys.executable, "-c", code]
+
+
+def test_a_step_takes_as_long_as_it_takes():
+    calls, waits = [], []
+
+    def step():
+        calls.append(1)
+        time.sleep(0.01)
+
+    row = time_rounds(step, lambda: waits.append(len(calls)), rounds=3, steps=2)
+    assert 10 <= row["ms_min"] <= row["ms"] <= row["ms_max"]
+    assert row["ms_min"] < 20
+    assert waits == [5, 7, 9, 11]
+
+
+def test_the_last_line_is_the_row():
+    assert run_command(python("print('noise'); print('{\"ms\": 3}')"), 60) == {"ms": 3}
+
+
+def test_a_failure_is_a_row():
+    assert run_command(python("raise ValueError('mine')"), 60)["error"].endswith("ValueError: mine")
+    assert run_command(python("import os; os._exit(7)"), 60) == {"error": "ended with exit code 7"}
+
+
+FORK = "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_hang_is_a_row_and_leaves_no_process_behind(tmp_path):
+    note = tmp_path / "pid"
+    code = f"{FORK} open({str(note)!r}, 'w').write(str(child.pid)); child.wait()"
+    begin = time.monotonic()
+    assert run_command(python(code), 1.5) == {"error": "no result in 1.5 s"}
+    assert time.monotonic() - begin < 20
+    deadline = time.monotonic() + 10
+    while is_alive(note.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_alive(note.read_text())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+def test_an_interrupt_ends_the_row_too(tmp_path):
+    note = tmp_path / "pid"
+    code = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+
+    def interrupt():
+        while not (note.exists() and note.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), 2)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_command(python(code), 60)
+    thread.join()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(note.read_text()), 0)

@@ -1,0 +1,119 @@
+"""Models found by name, and what is said about those that can't be used."""
+
+import builtins
+
+import pytest
+import torch
+from torch import nn
+
+from everygpu.bench.training import Training, compute_loss, find_training, repeat_rows, split_batch
+from everygpu.errors import BenchmarkError, OptionError
+
+OWN = "tests.bench.own:"
+
+
+@pytest.mark.parametrize("name", ["tiny", f"{OWN}classifier", f"{OWN}keywords", f"{OWN}positional"])
+def test_a_model_with_everything_to_train_it(name):
+    training = find_training(name)
+    loss = compute_loss(training.model, training.loss, training.batch)
+    loss.backward()
+    before = [p.detach().clone() for p in training.model.parameters()]
+    training.optimizer.step()
+    assert loss.shape == ()
+    assert any(not torch.equal(a, b) for a, b in zip(before, training.model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gpt3", "one of gpt2, resnet50, resnet18, tiny, or module:function, got 'gpt3'"),
+        ("train.py", "For a function bench"),
+        (":f", "got ':f'"),
+        ("tests.bench.own:", "got 'tests.bench.own:'"),
+        ("nowhere:f", "needs a module nowhere, got none of that name"),
+        ("tests.bench.nowhere:f", "needs a module tests.bench.nowhere"),
+        ("tests.bench.own.deeper:f", "needs a module tests.bench.own.deeper"),
+        (f"{OWN}nothing", "needs a function nothing in .*own.py, got no such name"),
+        (f"{OWN}NUMBER", "needs a function NUMBER .*, got a int"),
+        (f"{OWN}three", r"own:three\(\) must return a tuple .*, got a tuple of 3"),
+        (f"{OWN}net", r"must return a tuple \(model, loss, optimizer, batch\), got a Sequential"),
+        (f"{OWN}no_module", "must return a torch.nn.Module first, got a int"),
+        (f"{OWN}no_loss", "must return as second a loss .* got a str"),
+        (f"{OWN}no_optimizer", "must return a torch.optim.Optimizer third, got a float"),
+        (f"{OWN}foreign_optimizer", "an optimizer over the model's parameters, got one over others"),
+        (f"{OWN}no_rows", "must return a batch with rows fourth, got a str"),
+        (f"{OWN}unequal_rows", "batch fourth, with rows on axis 0: .* got 3 in .* and 4 in"),
+    ],
+)
+def test_what_cannot_be_used(name, words):
+    with pytest.raises(OptionError, match=words):
+        find_training(name)
+
+
+def test_what_the_function_raises_is_its_own():
+    with pytest.raises(KeyError, match="mine"):
+        find_training(f"{OWN}failing")
+
+
+def test_a_module_that_misses_another_is_not_called_missing(tmp_path, monkeypatch):
+    (tmp_path / "misses_another.py").write_text("import nowhere\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="'nowhere'") as caught:
+        find_training("misses_another:f")
+    assert not isinstance(caught.value, OptionError)
+
+
+def test_images_need_torchvision(monkeypatch):
+    plain = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("torchvision"):
+            raise ModuleNotFoundError(name)
+        return plain(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(BenchmarkError, match="resnet50 needs torchvision"):
+        find_training("resnet50")
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_images_are_channels_last(name):
+    pytest.importorskip("torchvision")
+    training = find_training(name)
+    whole = repeat_rows((training.batch[0][:2], training.batch[1][:2]), 2)
+    assert whole[0].is_contiguous(memory_format=torch.channels_last)
+    assert training.model.conv1.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_gpt2_has_its_size():
+    training = find_training("gpt2")
+    assert sum(p.numel() for p in training.model.parameters()) == 124_475_904
+    assert [tuple(x.shape) for x in training.batch] == [(16, 1024)] * 2
+
+
+def test_rows_are_repeated_for_each_device():
+    x, named = repeat_rows((torch.tensor([1, 2]), {"y": torch.tensor([[3], [4]])}), 2)
+    assert x.tolist() == [1, 2, 1, 2]
+    assert named["y"].flatten().tolist() == [3, 4, 3, 4]
+
+
+def test_batches_are_taken_apart_as_train_step_does():
+    assert split_batch([1, 2, 3]) == (1, (2, 3))
+    assert split_batch((1,)) == (1, ())
+    assert split_batch({"x": 1}) == ({"x": 1}, ())
+    record = Training(nn.Identity(), None, None, 0)
+    assert split_batch(record) == (record, ())
+
+
+def test_a_tuple_as_input_becomes_arguments():
+    found = compute_loss(lambda a, b: a + b, lambda out, y: out * y, ((torch.tensor(2), torch.tensor(3)), 4))
+    assert found == 20
+
+
+class Output:
+    loss = torch.tensor([1.0, 3.0])
+
+
+@pytest.mark.parametrize("output", [Output(), {"loss": Output.loss}, Output.loss])
+def test_losses_of_replicas_become_one(output):
+    assert compute_loss(lambda x: output, None, torch.ones(2)) == 2

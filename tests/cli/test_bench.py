@@ -1,0 +1,147 @@
+"""``everygpu bench``, on the CPU as a user types it."""
+
+import json
+import re
+import subprocess
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from everygpu.bench import timing
+from everygpu.cli import main
+from everygpu.cli.bench import find_devices
+from everygpu.errors import DeviceError
+from tests.cli.runs import ROOT, command_of
+
+OWN = "tests.bench.own:"
+QUICK = ("--cpu", "--steps", "1")
+
+
+def bench(*arguments, cwd=ROOT):
+    """Run the command; what it starts knows the package by the same path."""
+    return subprocess.run(**command_of("bench", *arguments), cwd=cwd, capture_output=True, check=False)
+
+
+def test_all_rows_of_a_machine_without_gpus(tmp_path):
+    files = {"--json": tmp_path / "rows.json", "--report": tmp_path / "rows.md"}
+    done = bench(*QUICK, *(word for pair in files.items() for word in pair))
+    assert done.returncode == 0, done.stderr
+    assert "No GPU" in done.stdout
+    assert "says nothing about speed" in done.stdout
+    found = json.loads(files["--json"].read_text())
+    rows = {row["peer"]: row for row in found["rows"]}
+    assert list(rows) == ["single", "ddp", "ours", "step"]
+    assert all((row["model"], row["num_devices"]) == ("tiny", 1 + (peer != "single")) for peer, row in rows.items())
+    assert rows["single"]["efficiency"] == 1
+    assert rows["ours"]["efficiency"] == rows["ours"]["samples_per_s"] / 2 / rows["single"]["samples_per_s"]
+    assert found["machine"]["torch"] == torch.__version__
+    assert "| step | 2 |" in files["--report"].read_text()
+    assert "samples/s" in done.stdout
+
+
+def test_a_model_of_ones_own(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import torch\n"
+        "def bench():\n"
+        "    model = torch.nn.Linear(3, 1)\n"
+        "    print('making the model', end='')\n"
+        "    batch = torch.randn(5, 3), torch.randn(5, 1)\n"
+        "    return model, torch.nn.MSELoss(), torch.optim.Adam(model.parameters()), batch\n"
+    )
+    options = ["--model", "train:bench", "--peer", "step", "--rows", "4", "--gpus", "3", "--precision", "fp32"]
+    done = bench(*QUICK, *options, "--json", "rows.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert (row["model"], row["rows_per_device"], row["num_devices"]) == ("train:bench", 4, 3)
+    assert row["efficiency"] is None
+
+
+@pytest.mark.parametrize("peer", ["single", "ddp"])
+def test_a_wrong_model_ends_it_with_one_message(peer):
+    done = bench(*QUICK, "--model", f"{OWN}three", "--peer", peer, "--peer", "ours")
+    assert done.returncode == 2
+    assert done.stderr.startswith("Error: bench: tests.bench.own:three() must return a tuple")
+    assert "ours" not in done.stdout
+
+
+@pytest.fixture
+def outcomes(monkeypatch):
+    """Pretend what comes of each row, and note what was asked for."""
+    asked = []
+
+    def install(answers):
+        def run(command, timeout):
+            asked.append((json.loads(command[-1]), timeout))
+            return answers[asked[-1][0]["peer"]]
+
+        monkeypatch.setattr(timing, "run_command", run)
+        return asked
+
+    return install
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(main, ["bench", "--cpu", *arguments], catch_exceptions=False)
+
+
+FIGURES = {"ms": 2.0, "ms_min": 1.0, "ms_max": 3.0, "steps_per_s": 500.0, "samples_per_s": 4000.0,
+           "rows_per_device": 8, "num_devices": 1, "peak_gib": [], "startup_s": 2.5}  # fmt: skip
+
+
+def test_a_failed_row_does_not_keep_the_others(outcomes):
+    asked = outcomes({"single": {"error": "Traceback\nKeyError: 'mine'"}, "ours": FIGURES})
+    done = invoke("--peer", "single", "--peer", "ours", "--timeout", "7", "--rounds", "4")
+    assert done.exit_code == 0
+    assert "KeyError: 'mine'\n" in done.stdout
+    assert "Traceback" not in done.stdout
+    assert [(record["peer"], record["num_rounds"], timeout) for record, timeout in asked] == [
+        ("single", 4, 7.0),
+        ("ours", 4, 7.0),
+    ]
+
+
+def test_no_row_at_all_is_a_failure(outcomes):
+    outcomes({"dp": {"error": "needs a GPU"}})
+    done = invoke("--peer", "dp")
+    assert done.exit_code == 1
+    assert "at least one row must be measured" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--peer", "fsdp"], "--peer must be one of single, .*, got 'fsdp'"),
+        (["--rounds", "2"], "2 is not in the range x>=3"),
+        (["--plot", "a.txt"], "--plot needs a file that ends with"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_runs(outcomes, arguments, words):
+    asked = outcomes({})
+    done = invoke(*arguments)
+    assert done.exit_code == 2
+    assert re.search(words, done.stderr), done.stderr
+    assert not asked
+
+
+def test_devices(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert find_devices(None, False) == ("cuda", 4)
+    assert find_devices(1, False) == ("cuda", 1)
+    assert find_devices(None, True) == ("cpu", 2)
+    assert find_devices(8, True) == ("cpu", 8)
+    with pytest.raises(DeviceError, match="--gpus 5 needs as many, got 4"):
+        find_devices(5, False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert find_devices(None, False) == ("cpu", 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+def test_real_rows_are_all_measured(tmp_path):
+    done = bench("--model", "tiny", "--gpus", str(min(2, torch.cuda.device_count())), "--json", tmp_path / "rows.json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row for row in rows if "ms" not in row] == []
+    assert all(len(row["peak_gib"]) == row["num_devices"] and min(row["peak_gib"]) > 0 for row in rows)
