@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from everygpu.bench.report import Row
 from everygpu.errors import OptionError
@@ -41,7 +42,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _draw_model(axes, rows: Sequence[Row]) -> None:  # type: ignore[no-untyped-def]
+def _draw_model(axes: Any, rows: Sequence[Row]) -> None:
     rates = [row["samples_per_s"] for row in rows]
     spread = [[rate * (1 - row["ms"] / row["ms_max"]) for rate, row in zip(rates, rows)],
               [rate * (row["ms"] / row["ms_min"] - 1) for rate, row in zip(rates, rows)]]  # fmt: skip
