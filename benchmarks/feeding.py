@@ -1,0 +1,136 @@
+"""What feeding costs: steps on batches that a Feeder brings from host memory, against steps on one that is there.
+
+    python benchmarks/feeding.py [--models gpt2 resnet50] [--gpus 8] [--compile]
+    python benchmarks/feeding.py --cpu 2 --models tiny --steps 3     # replicas on the CPU: whether it runs
+
+Both take the same `TrainStep`, in turns, in one process. Loading costs nothing here: the loader hands out batches that
+lie in (pageable) host memory, for all GPUs together; the Feeder pins them and copies each GPU's rows. Every round
+begins with steps that don't count, so that no batch that was prepared in between counts for nothing.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import everygpu
+from everygpu import tree
+from everygpu.bench.report import describe_machine
+from everygpu.bench.training import count_rows, find_training, repeat_rows, split_batch
+from everygpu.feed.batch_size import resize
+
+GOAL = 1.02
+PREFETCH = 2
+
+
+class Loader:
+    """Hands out the same few batches again and again, as a DataLoader that is never too slow."""
+
+    def __init__(self, batch: Any, num_copies: int) -> None:
+        num_rows = count_rows(batch)
+        self.batches = [resize(batch, num_rows, 0) for _ in range(num_copies)]
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.cycle(self.batches)
+
+
+def synchronize(devices: list[torch.device]) -> None:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def time_steps(step: Callable[[], Any], devices: list[torch.device], num_steps: int) -> float:
+    """Milliseconds of a step, after some that don't count; the devices are idle before and after."""
+    for _ in range(PREFETCH + 2):
+        step()
+    synchronize(devices)
+    begin = time.perf_counter()
+    for _ in range(num_steps):
+        step()
+    synchronize(devices)
+    return 1e3 * (time.perf_counter() - begin) / num_steps
+
+
+def compare(name: str, devices: list[torch.device], options: argparse.Namespace) -> dict[str, Any]:
+    """Measure both in turns; the ratio is the median over rounds."""
+    torch.manual_seed(0)
+    model, loss, optimizer, batch = find_training(name)
+    batch = batch if options.rows is None else resize(batch, options.rows, 0)
+    whole = repeat_rows(batch, len(devices))
+    net = everygpu.DataParallel(model, devices, engine="compile" if options.compile else "auto")
+    train = everygpu.TrainStep(net, loss, optimizer, precision="bf16", compile=options.compile)
+
+    def learn(batch: Any) -> None:
+        inputs, targets = split_batch(batch)
+        train(inputs, *targets)
+
+    (there,) = everygpu.Feeder([whole], net)
+    with everygpu.Feeder(Loader(whole, options.batches), net, prefetch=PREFETCH, publish=False) as feeder:
+        feed = iter(feeder)
+        ways = {"there": lambda: learn(there), "fed": lambda: learn(next(feed))}
+        times: dict[str, list[float]] = {way: [] for way in ways}
+        for number in range(options.rounds + 1):
+            for way in ways if number % 2 else reversed(ways):
+                times[way].append(time_steps(ways[way], devices, options.steps))
+        waiting = feeder.report().wait_s
+    there_ms, fed_ms = (times[way][1:] for way in ("there", "fed"))  # without the round that warms up
+    ratios = sorted(fed / ready for ready, fed in zip(there_ms, fed_ms))
+    return {
+        "model": name,
+        "num_devices": len(devices),
+        "rows_per_device": count_rows(batch),
+        "batch_mib": sum(x.nbytes for _, x in tree.leaves(whole, "") if isinstance(x, torch.Tensor)) / 2**20,
+        "there_ms": statistics.median(there_ms),
+        "fed_ms": statistics.median(fed_ms),
+        "ratio": statistics.median(ratios),
+        "ratio_low": ratios[len(ratios) // 4],
+        "ratio_high": ratios[-1 - len(ratios) // 4],
+        "waiting_ms": 1e3 * waiting,
+    }
+
+
+def describe(row: dict[str, Any]) -> str:
+    verdict = "within" if row["ratio"] <= GOAL else "above"
+    return (
+        f"{row['model']:9} {row['num_devices']} devices, {row['batch_mib']:.1f} MiB a batch: there "
+        f"{row['there_ms']:.3f} ms, fed {row['fed_ms']:.3f} ms, of which waiting {row['waiting_ms']:.3f} ms; ratio "
+        f"{row['ratio']:.4f} (quartiles {row['ratio_low']:.4f} to {row['ratio_high']:.4f}), {verdict} {GOAL}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["gpt2", "resnet50"], help="as `everygpu bench --model`")
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--cpu", type=int, metavar="N", help="replicas on the CPU, instead of GPUs")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--rows", type=int, help="for each device; the model's own by default")
+    parser.add_argument("--batches", type=int, default=2, help="how many lie in host memory")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    gpus = [torch.device("cuda", i) for i in range(options.gpus)]
+    devices = [torch.device("cpu")] * options.cpu if options.cpu else gpus
+    if not devices:
+        raise SystemExit("no GPU: --cpu 2 --models tiny shows on the CPU that everything runs")
+    torch.backends.cudnn.benchmark = True
+    torch.set_float32_matmul_precision("high")
+    machine, rows = describe_machine(), []
+    print(json.dumps(machine), flush=True)
+    for name in options.models:
+        rows.append(compare(name, devices, options))
+        print(describe(rows[-1]), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
