@@ -17,6 +17,7 @@ from everygpu.devices.select import check_demand
 from everygpu.errors import DeviceError
 from tests.cli.runs import command_of, everygpu, install_driver
 from tests.devices.fake_nvml import GIB, H200_UUIDS, make_sample
+from tests.devices.real_gpus import FILL, find_gpus, using
 
 A, B = H200_UUIDS
 SAY = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); "
@@ -141,6 +142,64 @@ def test_devices_shows_and_avoids_what_is_reserved(box):
         assert chosen.stdout == f"{B}\n"
         records = json.loads(everygpu("devices", "--json", fake_gpus=box).stdout)["devices"]
     assert [record["reserved_by"] for record in records] == [{"pid": process.pid, "command": "stay.py"}, None]
+
+
+# ---- on real GPUs -------------------------------------------------------------------------------------
+
+SAY_TWICE = """
+import os, sys, torch
+print(os.environ["CUDA_VISIBLE_DEVICES"], *(f"GPU-{torch.cuda.get_device_properties(i).uuid}"
+      for i in range(torch.cuda.device_count())), flush=True)
+"""
+
+
+@pytest.fixture
+def real_box(tmp_path):
+    """Scripts that say which real GPUs they were given, and which torch sees; reservations of their own."""
+    (tmp_path / "say.py").write_text(SAY_TWICE)
+    (tmp_path / "stay.py").write_text(f"{SAY_TWICE}\nsys.stdin.read()")
+    return tmp_path
+
+
+def run_real(real_box, *options):
+    """Run a script; returns the UUIDs it was given."""
+    done = everygpu("run", *options, real_box / "say.py", XDG_RUNTIME_DIR=str(real_box))
+    assert done.returncode == 0, done.stderr
+    return said(done.stdout)
+
+
+def said(line):
+    given, *seen = line.split()
+    assert given.split(",") == seen  # torch sees what was given
+    return seen
+
+
+@pytest.mark.gpu
+def test_real_gpu_that_another_process_has_filled_is_passed_over(real_box):
+    samples = find_gpus(2)
+    (favourite,) = run_real(real_box, "--gpus", "1")
+    with using(favourite, FILL):
+        (taken,) = run_real(real_box, "--gpus", "1")
+        assert taken != favourite
+        fitting = run_real(real_box, "--min-free", "2GiB")
+    assert favourite not in fitting
+    assert set(fitting) <= {sample.uuid for sample in samples}
+
+
+@pytest.mark.gpu
+def test_real_runs_started_together_take_different_gpus(real_box):
+    samples = find_gpus(2)
+    command = command_of("run", "--gpus", "1", real_box / "stay.py", XDG_RUNTIME_DIR=str(real_box))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with contextlib.ExitStack() as stack:
+        runs = [stack.enter_context(subprocess.Popen(**command, **pipes)) for _ in samples]
+        taken = [uuid for run in runs for uuid in said(run.stdout.readline())]
+        assert sorted(taken) == sorted(sample.uuid for sample in samples)
+        refused = everygpu("run", "--gpus", "1", real_box / "say.py", XDG_RUNTIME_DIR=str(real_box))
+        assert refused.returncode == 3
+        assert all(f"reserved by process {run.pid} (stay.py)" in refused.stderr for run in runs)
+        for run in runs:
+            run.stdin.close()
 
 
 # ---- without processes --------------------------------------------------------------------------------

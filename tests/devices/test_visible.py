@@ -23,6 +23,7 @@ from everygpu.devices.visible import (
     visible_devices,
 )
 from tests.devices.fake_nvml import GIB, H200_UUIDS, MIG_UUIDS, FakeNvml, Gpu, make_sample, mig_gpu, two_h200s
+from tests.devices.real_gpus import find_gpus
 
 A, B = H200_UUIDS
 # What cuDeviceGetCount and cuDeviceGetUuid answered on two H200s, driver 580.159, for each value.
@@ -349,29 +350,56 @@ def test_real_devices_match_and_need_no_context():
         assert 0 < device.free_memory_bytes <= device.total_memory_bytes
 
 
+# Physical indices on four GPUs, or what comes closest on as many as there are; None for any value without devices.
+REAL_TABLE = {
+    "2,3": lambda num: [num - 2, num - 1],
+    "0,3,2": lambda num: [0, num - 1, num - 2] if num > 2 else [1, 0],
+    "the last alone": lambda num: [num - 1],
+}
+COMPARE = """
+import json, torch
+from everygpu import visible_devices
+ours = [[device.device.index, device.index, device.uuid] for device in visible_devices()]
+ask = torch.cuda.get_device_properties
+print(json.dumps([ours, [f"GPU-{ask(i).uuid}" for i in range(torch.cuda.device_count())]]))
+"""
+
+
+def compare_under(text):
+    """Return what we and torch say in a process of its own, under a value of the variable."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPARE],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": text, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 @pytest.mark.gpu
-def test_real_table_under_the_variable():
-    samples = sample_devices()
-    if len(samples) < 4:
-        pytest.skip("needs four or more GPUs")
-    by_uuid = f"{samples[3].uuid},{samples[1].uuid}"
-    for text, physical in {"2,3": [2, 3], "0,3,2": [0, 3, 2], by_uuid: [3, 1], "-1": [], "0,0": [], "": []}.items():
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "everygpu", "devices", "--json"],
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": text, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        records = json.loads(done.stdout)["devices"]
-        shown = [(record["device"], record["index"]) for record in records if record["device"] is not None]
-        assert shown == [(f"cuda:{i}", index) for i, index in enumerate(physical)], text
-        assert len(records) == len(samples)
+@pytest.mark.parametrize("by_uuid", [False, True], ids=["indices", "uuids"])
+@pytest.mark.parametrize("name", REAL_TABLE)
+def test_real_table_under_the_variable(name, by_uuid):
+    samples = find_gpus(2)
+    physical = REAL_TABLE[name](len(samples))
+    text = ",".join(samples[index].uuid if by_uuid else str(index) for index in physical)
+    ours, torchs = compare_under(text)
+    assert torchs == [samples[index].uuid for index in physical]
+    assert ours == [[i, index, samples[index].uuid] for i, index in enumerate(physical)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", ["-1", "0,0", ""])
+def test_real_table_under_values_that_hide_everything(text):
+    find_gpus(1)
+    assert compare_under(text) == [[], []]
 
 
 @pytest.mark.gpu
 def test_real_driver_numbers_devices_as_the_rules_say():
-    samples = sample_devices()
+    samples = find_gpus(2)
     texts = ["1,0", "0,0", "1,-1,0", samples[1].uuid, samples[1].uuid[:13], "0,,1"]
     code = (
         "import torch; from torch.cuda import device_count, get_device_properties as ask;"
