@@ -4,6 +4,7 @@ import time
 from multiprocessing import resource_tracker
 
 import pytest
+import torch
 
 from everygpu.bench.measure import Conditions, measure_row
 
@@ -14,6 +15,15 @@ OWN = "tests.bench.own:"
 def tracker():
     """Have the process that multiprocessing starts once, and keeps."""
     resource_tracker.ensure_running()
+
+
+@pytest.fixture(autouse=True)
+def same_settings():
+    """Put back what a process that measures sets for itself."""
+    precision, benchmark = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    yield
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.benchmark = benchmark
 
 
 def measure(peer, name=f"{OWN}classifier", **changed):
