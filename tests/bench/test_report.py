@@ -37,8 +37,13 @@ def test_no_single_gpu_no_efficiency():
 
 
 def test_a_failed_single_gpu_is_no_measure():
-    failed = {"peer": "single", "error": "no result in 3 s"}
+    failed = {"model": "gpt2", "peer": "single", "error": "no result in 3 s"}
     assert add_efficiency([failed, ROWS[2]])[1]["efficiency"] is None
+
+
+def test_each_model_has_a_measure_of_its_own():
+    rows = add_efficiency([ROWS[0], row("single", 1, 10.0, model="tiny"), row("ours", 2, 15.0, model="tiny"), ROWS[2]])
+    assert [r["efficiency"] for r in rows] == [1.0, 1.0, 0.75, 1.0]
 
 
 def test_cells():

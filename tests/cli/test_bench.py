@@ -102,6 +102,22 @@ def test_a_failed_row_does_not_keep_the_others(outcomes):
     ]
 
 
+def test_an_interrupt_keeps_what_was_measured(outcomes, monkeypatch, tmp_path):
+    outcomes({"single": FIGURES})
+    measured = timing.run_command
+
+    def run(command, timeout):
+        if json.loads(command[-1])["peer"] != "single":
+            raise KeyboardInterrupt
+        return measured(command, timeout)
+
+    monkeypatch.setattr(timing, "run_command", run)
+    result = tmp_path / "rows.json"
+    done = invoke("--peer", "single", "--peer", "ours", "--json", str(result))
+    assert done.exit_code == 130
+    assert [row["peer"] for row in json.loads(result.read_text())["rows"]] == ["single"]
+
+
 def test_no_row_at_all_is_a_failure(outcomes):
     outcomes({"dp": {"error": "needs a GPU"}})
     done = invoke("--peer", "dp")
@@ -114,6 +130,7 @@ def test_no_row_at_all_is_a_failure(outcomes):
     [
         (["--peer", "fsdp"], "--peer must be one of single, .*, got 'fsdp'"),
         (["--rounds", "2"], "2 is not in the range x>=3"),
+        (["--json", "nowhere/rows.json"], "folders that exist, got nowhere/rows.json"),
         (["--plot", "a.txt"], "--plot needs a file that ends with"),
     ],
 )

@@ -54,20 +54,22 @@ def _commit() -> str | None:
 
 
 def add_efficiency(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Compare the rows of one model with its best row on a single GPU.
+    """Compare each row with its model's best row on a single GPU.
 
     Returns:
         The rows with ``efficiency``: samples a second over those of the best single GPU times the number of GPUs;
         None where no single GPU was measured.
     """
     rows = list(rows)
-    best = max((row["samples_per_s"] for row in rows if _is_single(row) and "ms" in row), default=None)
-    return [
-        {**row, "efficiency": None if best is None else row["samples_per_s"] / (row["num_devices"] * best)}
-        if "ms" in row
-        else dict(row)
-        for row in rows
-    ]
+    best: dict[str, float] = {}
+    for row in rows:
+        if _is_single(row) and "ms" in row:
+            best[row["model"]] = max(row["samples_per_s"], best.get(row["model"], 0.0))
+    return [{**row, "efficiency": _divide(row, best.get(row["model"]))} if "ms" in row else {**row} for row in rows]
+
+
+def _divide(row: Row, best: float | None) -> float | None:
+    return None if best is None else row["samples_per_s"] / (row["num_devices"] * best)
 
 
 def _is_single(row: Row) -> bool:

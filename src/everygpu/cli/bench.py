@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,29 +73,73 @@ def compare_ways(
     from everygpu.bench.peers import PEERS, WITHOUT_GPUS
 
     device_type, num_devices = find_devices(gpus, cpu)
-    on_cpu = device_type == "cpu"
     _check_names("--peer", peers, list(PEERS))
+    _check_files(json_file, report_file, plot_file)
     if plot_file is not None:
         plot.check_plot(plot_file)
-    console, machine, rows = make_console(), report.describe_machine(commit), []
-    console.out(describe(machine, num_devices, on_cpu), highlight=False)
+    on_cpu = device_type == "cpu"
+    names = models or (("tiny",) if on_cpu else _OURS), peers or (WITHOUT_GPUS if on_cpu else tuple(PEERS))
     conditions |= {"device_type": device_type, "num_devices": num_devices}
-    for model in models or (("tiny",) if on_cpu else _OURS):
-        console.out(f"\n{model}", highlight=False)
-        its = []
-        for row in measure_rows(model, peers or (WITHOUT_GPUS if on_cpu else tuple(PEERS)), timeout, conditions):
-            console.out(report.describe_row(row), highlight=False)
-            its.append(row)
-        rows += report.add_efficiency(its)
-        print_table(console, rows[-len(its) :])
-    files = ((json_file, report.write_json), (report_file, report.write_markdown))
-    for path, write in files:
-        if path is not None:
-            path.write_text(write(machine, rows), encoding="utf-8")
-    if plot_file is not None:
-        plot.draw(rows, plot_file)
+    console, machine = make_console(), report.describe_machine(commit)
+    console.out(describe(machine, num_devices, on_cpu), highlight=False)
+    rows: list[dict[str, Any]] = []
+    try:
+        _measure_all(console, *names, timeout, conditions, rows)
+    finally:
+        if rows:  # what was measured is kept, however it ends
+            _write(machine, report.add_efficiency(rows), json_file, report_file, plot_file)
     if not any("ms" in row for row in rows):
         raise BenchmarkError("bench: at least one row must be measured, got none. The lines above say why.")
+
+
+def _write(
+    machine: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    json_file: Path | None,
+    report_file: Path | None,
+    plot_file: Path | None,
+) -> None:
+    from everygpu.bench import plot, report
+
+    if json_file is not None:
+        json_file.write_text(report.write_json(machine, rows), encoding="utf-8")
+    if report_file is not None:
+        report_file.write_text(report.write_markdown(machine, rows), encoding="utf-8")
+    if plot_file is not None:
+        plot.draw(rows, plot_file)
+
+
+def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise OptionError(f"bench: {option} must be one of {', '.join(known)}, got {name!r}.")
+
+
+def _check_files(*paths: Path | None) -> None:
+    """Tell before anything is measured what could not be written after it."""
+    for path in paths:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise OptionError(f"bench: files can be written to folders that exist, got {path}. Make the folder first.")
+
+
+def _measure_all(
+    console: Console,
+    models: Sequence[str],
+    peers: Sequence[str],
+    timeout: float,
+    conditions: Mapping[str, Any],
+    rows: list[dict[str, Any]],
+) -> None:
+    """Add a row for each model and way to train, and print it when it comes."""
+    from everygpu.bench.report import add_efficiency, describe_row
+
+    for model in models:
+        console.out(f"\n{model}", highlight=False)
+        for peer in peers:
+            with console.status(f"{peer}…"):
+                rows.append(run_row(model, peer, timeout, conditions))
+            console.out(describe_row(rows[-1]), highlight=False)
+        print_table(console, add_efficiency(rows[-len(peers) :]))
 
 
 def _measure_apart(text: str) -> None:
@@ -128,34 +172,25 @@ def find_devices(num_gpus: int | None, cpu: bool) -> tuple[str, int]:
     return "cuda", num_gpus or there
 
 
-def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> None:
-    for name in names:
-        if name not in known:
-            raise OptionError(f"bench: {option} must be one of {', '.join(known)}, got {name!r}.")
-
-
-def measure_rows(
-    model: str, peers: Sequence[str], timeout: float, conditions: Mapping[str, Any]
-) -> Iterator[dict[str, Any]]:
-    """Measure each row in a process of its own; a hang or a failure is its result.
+def run_row(model: str, peer: str, timeout: float, conditions: Mapping[str, Any]) -> dict[str, Any]:
+    """Measure a row in a process of its own; a hang or a failure is its result.
 
     Args:
         model: As ``find_training`` takes it.
-        peers: Names of the rows.
-        timeout: Seconds that a row may take.
+        peer: Name of the row.
+        timeout: Seconds that it may take.
         conditions: The rest of ``Conditions``.
     Raises:
         OptionError: the model can't be found or made, which would go wrong in every row.
     """
     from everygpu.bench.timing import run_command
 
-    for peer in peers:
-        row = {"model": model, "peer": peer, **conditions}
-        record = json.dumps({**row, "started_s": time.time()})
-        outcome = run_command([sys.executable, "-m", "everygpu", "bench", "--apart", record], timeout)
-        if "refused" in outcome:
-            raise OptionError(outcome["refused"])
-        yield row | outcome
+    row = {"model": model, "peer": peer, **conditions}
+    record = json.dumps({**row, "started_s": time.time()})
+    outcome = run_command([sys.executable, "-m", "everygpu", "bench", "--apart", record], timeout)
+    if "refused" in outcome:
+        raise OptionError(outcome["refused"])
+    return row | outcome
 
 
 def describe(machine: dict[str, Any], num_devices: int, on_cpu: bool) -> str:
