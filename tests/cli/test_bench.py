@@ -159,7 +159,7 @@ def test_devices(monkeypatch):
 @pytest.mark.timeout(900)
 def test_real_rows_are_all_measured(tmp_path):
     num_gpus = min(2, len(find_gpus(1)))
-    done = bench("--model", "tiny", "--gpus", num_gpus, "--json", tmp_path / "rows.json")
+    done = bench("--model", "tiny", "--steps", "3", "--gpus", num_gpus, "--json", tmp_path / "rows.json")
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row for row in rows if "ms" not in row] == []
