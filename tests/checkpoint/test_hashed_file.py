@@ -65,4 +65,4 @@ def test_few_chunks_wait_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             file.write(b"1234")
         file.finish()
     assert len(submitted) == 200
-    assert 1 <= most <= digests.MAX_THREADS
+    assert 1 <= most <= digests.MAX_WRITERS

@@ -14,15 +14,18 @@ from pathlib import Path
 CHUNK_BYTES = 8 * 2**20
 """Part of the format: every reader must cut where the writer did."""
 
-MAX_THREADS = 4
-"""Each holds one chunk: more would need more than 64 MiB beside the state."""
+MAX_WRITERS = 4
+"""For writing: each holds one chunk, and more would need more than 64 MiB beside the state."""
+
+MAX_READERS = 16
+"""For reading: each holds one piece of `_PIECE_BYTES` only."""
 
 _PIECE_BYTES = 256 * 2**10
 
 
-def hashing_pool() -> ThreadPoolExecutor:
+def hashing_pool(max_threads: int) -> ThreadPoolExecutor:
     """Make threads for hashing: the interpreter's lock is free while they hash, read and write."""
-    return ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "everygpu-hash")
+    return ThreadPoolExecutor(min(max_threads, os.cpu_count() or 1), "everygpu-hash")
 
 
 def hash_files(sizes: Iterable[tuple[Path, int]]) -> list[tuple[str, ...]]:
@@ -33,7 +36,7 @@ def hash_files(sizes: Iterable[tuple[Path, int]]) -> list[tuple[str, ...]]:
     Raises:
         OSError: a file can't be read.
     """
-    with hashing_pool() as pool:
+    with hashing_pool(MAX_READERS) as pool:
         running = [
             [pool.submit(hash_chunk, path, begin) for begin in range(0, size_bytes, CHUNK_BYTES)]
             for path, size_bytes in sizes

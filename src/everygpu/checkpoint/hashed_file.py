@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from everygpu.checkpoint.digests import CHUNK_BYTES, MAX_THREADS
+from everygpu.checkpoint.digests import CHUNK_BYTES, MAX_WRITERS
 from everygpu.checkpoint.directory import new_file
 from everygpu.checkpoint.manifest import FileRecord
 
@@ -25,7 +25,7 @@ class HashedFile:
 
         Args:
             path: The file.
-            pool: Runs the writing; at most `MAX_THREADS` chunks wait in it at a time.
+            pool: Runs the writing; at most `MAX_WRITERS` chunks wait in it at a time.
         """
         self._size_bytes = 0
         self._path, self._pool = path, pool
@@ -64,7 +64,7 @@ class HashedFile:
         return FileRecord(size_bytes=self._size_bytes, sha256=tuple(self._digests))
 
     def _hand_over(self) -> None:
-        while len(self._running) >= MAX_THREADS:
+        while len(self._running) >= MAX_WRITERS:
             self._collect()
         self._running.append(self._pool.submit(_write_chunk, self._path, self._size_bytes, self._chunk))
         self._size_bytes += self._chunk_bytes

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from everygpu.checkpoint import manifest as files
-from everygpu.checkpoint.digests import hashing_pool
+from everygpu.checkpoint.digests import MAX_WRITERS, hashing_pool
 from everygpu.checkpoint.directory import new_directory, resolve_target
 from everygpu.checkpoint.encode import Json, encode
 from everygpu.checkpoint.hashed_file import new_hashed_file
@@ -142,7 +142,7 @@ def _encode_part(value: object, path: str, tensors: dict[str, Tensor]) -> Json:
 
 
 def _write(directory: Path, taken: Taken, place: Place | None) -> None:
-    with hashing_pool() as pool:
+    with hashing_pool(MAX_WRITERS) as pool:
         records = {name: _write_tensors(directory / name, content, pool) for name, content in taken.tensors.items()}
         text = json.dumps(taken.state, allow_nan=False) + "\n"
         records[files.STATE_FILE] = _write_text(directory / files.STATE_FILE, text, pool)
