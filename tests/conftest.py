@@ -53,6 +53,12 @@ def _is_foreign(thread: threading.Thread) -> bool:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def driver_is_open() -> None:
+    """Have the GPUs' driver open its files here, once, and not in the first test that asks for it."""
+    torch.cuda.device_count()
+
+
+@pytest.fixture(autouse=True, scope="session")
 def interruptible() -> None:
     """Heed Ctrl-C, here and in what tests start, also where the shell that runs this in the background does not."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -78,12 +78,19 @@ def _encode(value: object, path: str, tensors: dict[str, Tensor]) -> Json:
     if isinstance(value, dict):
         return _encode_dict(value, path, tensors)
     if isinstance(value, tuple | list):
-        items = [_encode(item, _join(path, i), tensors) for i, item in enumerate(value)]
+        items = [item if _is_json(item) else _encode(item, _join(path, i), tensors) for i, item in enumerate(value)]
         return {"$tuple": items} if isinstance(value, tuple) else items
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
         return _encode_numpy(value, path, tensors)
     return _encode_scalar(value, path)
+
+
+def _is_json(value: object) -> bool:
+    """Tell quickly that JSON holds a value as it is: lists of random states and parameters are long."""
+    if type(value) is int:
+        return value.bit_length() <= _MAX_INT_BITS
+    return value is None or type(value) in (str, bool)
 
 
 def _encode_scalar(value: object, path: str) -> Json:
