@@ -14,6 +14,10 @@ from everygpu.checkpoint.digests import CHUNK_BYTES, MAX_WRITERS
 from everygpu.checkpoint.directory import new_file
 from everygpu.checkpoint.manifest import FileRecord
 
+_WRITE_BYTES = 2**20
+"""Linux keeps what is written at once in one block of memory where it can. A virtual machine gives free blocks of 2 MiB
+and more back to its host, and getting them again takes longer than writing: these fit into smaller ones."""
+
 _SYNC_FILE_RANGE_WRITE = 2
 
 
@@ -85,14 +89,17 @@ def new_hashed_file(path: Path, pool: Executor) -> Iterator[HashedFile]:
 
 
 def _write_chunk(path: Path, begin: int, pieces: list[memoryview]) -> str:
+    digest, num_bytes = sha256(), 0
     with open(path, "r+b") as file:
         file.seek(begin)
-        file.writelines(pieces)
+        for piece in pieces:
+            for first in range(0, len(piece), _WRITE_BYTES):
+                part = piece[first : first + _WRITE_BYTES]
+                file.write(part)
+                digest.update(part)
+                num_bytes += len(part)
         file.flush()
-        _begin_writing_back(file.fileno(), begin, sum(map(len, pieces)))
-    digest = sha256()
-    for piece in pieces:
-        digest.update(piece)
+        _begin_writing_back(file.fileno(), begin, num_bytes)
     return digest.hexdigest()
 
 
