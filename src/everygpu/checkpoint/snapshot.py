@@ -1,12 +1,8 @@
 """A copy of a run's state in host memory, so that training goes on while it is written."""
 
-import ctypes
 import logging
 import mmap
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -18,7 +14,6 @@ from everygpu.checkpoint.tensors import identity
 
 _LOG = logging.getLogger("everygpu")
 _ALIGNMENT = 64
-_PIECE_BYTES = 2 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +54,11 @@ class SnapshotMemory:
         devices = sorted({t.device for t in unique.values() if t.is_cuda}, key=str)
         *begins, num_bytes = accumulate((_padded_bytes(t) for t in unique.values()), initial=0)
         self._reserve(num_bytes, pin=bool(devices))
-        base = self._memory.data_ptr()
-        plain = [(tensor, base + begin) for tensor, begin in zip(unique.values(), begins) if _is_plain(tensor)]
-        with _moving(plain):
-            areas = {key: self._area(begin, unique[key]) for key, begin in zip(unique, begins)}
+        # One after the other: a GPU copies the first tensors while the areas of the others are made.
+        areas = {
+            key: self._area(begin, tensor).copy_(tensor, non_blocking=True)
+            for begin, (key, tensor) in zip(begins, unique.items())
+        }
         tensors = {
             file: {name: areas[identity(t)] for name, t in content.items()} for file, content in taken.tensors.items()
         }
@@ -83,44 +79,9 @@ class SnapshotMemory:
             self._is_pinned = _pin(self._memory)
 
     def _area(self, begin: int, tensor: Tensor) -> Tensor:
-        """Return the memory from a byte on, shaped for a tensor; begin to copy the tensor unless threads do."""
+        """Return the memory from a byte on, shaped for a tensor."""
         num_bytes = tensor.numel() * tensor.element_size()
-        area = self._memory[begin : begin + num_bytes].view(tensor.dtype).view(tensor.shape)
-        return area if _is_plain(tensor) else area.copy_(tensor, non_blocking=True)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Tell whether a tensor's elements stand in the CPU's memory as they are in its copy."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-@contextmanager
-def _moving(places: list[tuple[Tensor, int]]) -> Iterator[None]:
-    """Copy memory in as many threads as torch computes with, while the block runs.
-
-    ``Tensor.copy_`` shares each tensor out among its threads and waits for the slowest of them every time. These take
-    one small piece after another, until none is left.
-
-    Args:
-        places: Tensors that `_is_plain` allows, and the addresses they are copied to.
-    """
-    pieces = deque(
-        (to + begin, tensor.data_ptr() + begin, min(_PIECE_BYTES, tensor.nbytes - begin))
-        for tensor, to in places
-        for begin in range(0, tensor.nbytes, _PIECE_BYTES)
-    )
-    num_threads = min(torch.get_num_threads(), 1 + sum(piece[2] for piece in pieces) // _PIECE_BYTES)
-    with ThreadPoolExecutor(num_threads, "everygpu-copy") as pool:
-        running = [pool.submit(_move, pieces) for _ in range(num_threads)]
-        yield
-    for moved in running:
-        moved.result()
-
-
-def _move(pieces: deque[tuple[int, int, int]]) -> None:
-    with suppress(IndexError):
-        while True:
-            ctypes.memmove(*pieces.popleft())  # without the interpreter's lock
+        return self._memory[begin : begin + num_bytes].view(tensor.dtype).view(tensor.shape)
 
 
 def _padded_bytes(tensor: Tensor) -> int:
