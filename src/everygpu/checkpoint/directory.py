@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
+from stat import S_ISREG
 from time import sleep
 from typing import BinaryIO
 from warnings import warn
@@ -34,12 +35,16 @@ def resolve_target(path: Path) -> Path:
         CheckpointForeignError: a file is there, or a directory that holds anything but a checkpoint.
     """
     target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_dir():
+    try:
+        # One look at the path: another saver may move what is there at any moment.
+        foreign = sorted(entry.name for entry in target.iterdir() if not _is_ours(entry))
+    except (FileNotFoundError, NotADirectoryError) as cause:
+        if not target.is_file():
+            return target
         raise CheckpointForeignError(
             f"save: the path must be free or a checkpoint directory, got the file {path}. "
             f"Choose a name without a file, for instance {path.with_suffix('')}."
-        )
-    foreign = sorted(entry.name for entry in target.iterdir() if not _is_ours(entry)) if target.exists() else []
+        ) from cause
     if foreign:
         raise CheckpointForeignError(
             f"save: the directory must hold nothing but a checkpoint, as it is replaced as a whole, "
@@ -203,7 +208,11 @@ def _sibling(target: Path, what: str) -> Path:
 
 
 def _is_ours(entry: Path) -> bool:
-    return entry.name in FILE_NAMES and entry.is_file()
+    """Tell whether an entry of a directory is a file of a checkpoint, or was one until it was moved a moment ago."""
+    try:
+        return entry.name in FILE_NAMES and S_ISREG(entry.stat().st_mode)
+    except FileNotFoundError:
+        return not entry.is_symlink()
 
 
 def sync_path(path: Path) -> None:
