@@ -22,6 +22,7 @@ from everygpu import ShardedOptimizer
 from everygpu.bench.report import describe_machine
 from everygpu.bench.timing import run_command, time_rounds
 from everygpu.step.arena import Arena
+from everygpu.step.device_graph import DeviceGraph
 from everygpu.step.fused import FusedUpdate, can_fuse
 from everygpu.step.shards import Shards
 
@@ -33,8 +34,7 @@ def make_params(num: int, device: torch.device) -> list[nn.Parameter]:
     return [nn.Parameter(t.clone().normal_()) for pair in pairs for t in pair]
 
 
-def ours(num: int, devices: list[torch.device]) -> Callable[[], Any]:
-    """What TrainStep does after backward."""
+def make_update(num: int, devices: list[torch.device]) -> tuple[FusedUpdate, set[int]]:
     params = make_params(num, devices[0])
     optimizer = torch.optim.AdamW(params, lr=1e-4)
     arena = Arena(params, devices)
@@ -42,8 +42,23 @@ def ours(num: int, devices: list[torch.device]) -> Callable[[], Any]:
     ShardedOptimizer(optimizer, devices).attach(params, shards)
     if not can_fuse(optimizer, arena):
         raise SystemExit("these devices, or this machine, can't run the kernel")
-    fused, touched = FusedUpdate(optimizer, arena, shards), set(range(len(params)))
+    return FusedUpdate(optimizer, arena, shards), set(range(len(params)))
+
+
+def ours(num: int, devices: list[torch.device]) -> Callable[[], Any]:
+    """What TrainStep does after backward, in a step that isn't recorded."""
+    fused, touched = make_update(num, devices)
     return lambda: fused.run(touched, factor=1.0, is_reduced=False)
+
+
+def recorded(num: int, devices: list[torch.device]) -> Callable[[], Any]:
+    """What TrainStep does in a recorded step: the kernels alone, launched as one CUDA graph."""
+    fused, touched = make_update(num, devices)
+    rows = fused.prepare(touched)
+    fused.launch(rows, factor=1.0, is_reduced=False)  # compiles the kernels
+    graph = DeviceGraph(devices)
+    graph.record(lambda: fused.launch(rows, factor=1.0, is_reduced=False))
+    return graph.replay
 
 
 def in_turn(num: int, devices: list[torch.device]) -> Callable[[], Any]:
@@ -80,7 +95,7 @@ def peer(num: int, devices: list[torch.device]) -> Callable[[], Any]:
     return step
 
 
-WAYS = {"kernel": ours, "in turn": in_turn, "nccl + fused AdamW": peer}
+WAYS = {"kernel, recorded": recorded, "kernel": ours, "in turn": in_turn, "nccl + fused AdamW": peer}
 
 
 def measure(way: str, num: int, count: int, rounds: int, steps: int) -> dict[str, Any]:

@@ -112,7 +112,9 @@ def train_step(work: Work, **options: Any) -> Step:
     model, loss, optimizer, _ = work.training
     net = everygpu.DataParallel(model, work.devices, engine="compile" if options.get("compile") else "auto")
     step = everygpu.TrainStep(net, loss, optimizer, precision=work.precision, **options)
-    inputs, targets = split_batch(work.place_batch(len(work.devices)))
+    # As in DistributedDataParallel's rows, each device has its rows already.
+    (batch,) = everygpu.Feeder([work.place_batch(len(work.devices))], net)
+    inputs, targets = split_batch(batch)
     return lambda: step(inputs, *targets)
 
 
@@ -137,6 +139,7 @@ PEERS = {
     "ours": Peer(make=ours),
     "ours_compiled": Peer(make=lambda work: ours(work, engine="compile")),
     "step": Peer(make=train_step),
+    "step_uncaptured": Peer(make=lambda work: train_step(work, capture=False)),
     "step_compiled": Peer(make=lambda work: train_step(work, compile=True)),
 }
 WITHOUT_GPUS = ("single", "ddp", "ours", "step")

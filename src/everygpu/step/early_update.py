@@ -1,4 +1,4 @@
-"""Updates that begin while backward goes on."""
+"""Updates that begin while backward goes on, from gradients where backward leaves them."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -11,7 +11,11 @@ from torch.autograd.graph import increment_version
 
 from everygpu.parallel.thread_state import queueing_on
 from everygpu.step.arena import Arena
+from everygpu.step.flat import BLOCK_NUMEL, Slot
 from everygpu.step.fused import FusedUpdate, Rows
+
+ALIGNMENT_BYTES = 16
+"""Of what the kernels load at a time."""
 
 
 @functools.cache
@@ -24,38 +28,53 @@ class EarlyUpdate:
     """Updates each bucket when all devices have its gradients, beside what is left of the backward; when recording.
 
     A recording knows dependencies, not the order of calls: the kernels are queued after the backward, and depend on
-    the moments in it that were marked.
+    the moments in it that were marked. And its memory stays where it is: gradients are read where backward has put
+    them, not added to others first.
 
     Args:
-        arena: Parameters and gradients, on CUDA devices.
+        arena: The parameters, on CUDA devices.
         fused: Their update.
         rows: What ``FusedUpdate.prepare`` returned.
+        overlaps: Begin before backward is over.
     """
 
-    def __init__(self, arena: Arena, fused: FusedUpdate, rows: Rows) -> None:
+    def __init__(self, arena: Arena, fused: FusedUpdate, rows: Rows, *, overlaps: bool) -> None:
+        self.rows = rows
         self._arena = arena
         self._fused = fused
-        self._rows = rows
+        self._overlaps = overlaps
         self._ready: dict[tuple[int, int], torch.cuda.Event] = {}
+        self._grads: list[dict[int, Tensor]] = []
+        # For each device and bucket, the addresses of all devices' gradients for the blocks of its chunk.
+        self._sources = [
+            [
+                torch.zeros(len(arena.devices), p.chunk_numel // BLOCK_NUMEL, dtype=torch.int64, device=d)
+                for p in arena.plans
+            ]
+            for d in arena.devices
+        ]
+        self._is_settled = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Mark, during a backward within, when each device has all gradients of a bucket.
+        """Take the gradients of a backward within, and mark when each device has all of a bucket.
 
         Raises:
             RuntimeError: torch's, in backward, where a parameter is needed after its gradient is complete.
         """
-        handles = []
-        for b, plan in enumerate(self._arena.plans):
-            members = [slot.index for slot in plan.slots if slot.index in self._rows.row_of]
-            for j, tensors in enumerate([self._arena.params, *self._arena.twins]):
-                note = self._counter(b, j, len(members))
-                handles += [_on_accumulation(tensors[i], note) for i in members]
+        self._clear()
+        handles = self._mark_buckets() if self._overlaps else []
         try:
             yield
+            self._grads = [self._take(j) for j in range(len(self._arena.devices))]
         finally:
             for handle in handles:
                 handle.remove()
+            self._clear()
+
+    def touched(self) -> set[int]:
+        """Return the parameters that got a gradient, on any device."""
+        return set().union(*self._grads)
 
     def launch(self) -> None:
         """Queue the kernels, and have the devices' current streams wait for them."""
@@ -65,17 +84,43 @@ class EarlyUpdate:
         for stream in streams:
             stream.wait_event(now[0])
         for b, plan in enumerate(self._arena.plans):
-            if not any(slot.index in self._rows.row_of for slot in plan.slots):
+            if not any(slot.index in self.rows.row_of for slot in plan.slots):
                 continue
             ready = [self._ready.get((b, j), now[j]) for j in range(len(devices))]
             for me, (d, stream) in enumerate(zip(devices, streams)):
                 for event in ready:
                     stream.wait_event(event)
                 with queueing_on(d, stream):
-                    self._fused.launch_bucket(b, me, self._rows, factor=1.0, is_reduced=False)
+                    grads = self._sources[me][b]
+                    self._fused.launch_bucket(b, me, self.rows, factor=1.0, is_reduced=False, grads=grads)
         for d in devices:
             for stream in streams:
                 torch.cuda.current_stream(d).wait_stream(stream)
+
+    def settle(self) -> None:
+        """After the recording, before its first launch: tell the kernels where the gradients are."""
+        if self._is_settled:
+            return
+        for b, plan in enumerate(self._arena.plans):
+            for me, table in enumerate(row[b] for row in self._sources):
+                found = torch.zeros(table.shape, dtype=table.dtype)
+                for piece in plan.pieces(me):
+                    first, count = piece.start // BLOCK_NUMEL, -(-piece.numel // BLOCK_NUMEL)
+                    steps = piece.offset * 4 + torch.arange(count) * (BLOCK_NUMEL * 4)
+                    for source, grads in enumerate(self._grads):
+                        if piece.index in grads:
+                            found[source, first : first + count] = grads[piece.index].data_ptr() + steps
+                table.copy_(found)
+        self._is_settled = True
+
+    def _mark_buckets(self) -> list[Any]:
+        handles = []
+        for b, plan in enumerate(self._arena.plans):
+            members = [slot.index for slot in plan.slots if slot.index in self.rows.row_of]
+            for j, tensors in enumerate(self._replicas()):
+                note = self._counter(b, j, len(members))
+                handles += [_on_accumulation(tensors[i], note) for i in members]
+        return handles
 
     def _counter(self, bucket: int, replica: int, num_members: int) -> Callable[[Tensor], Any]:
         left = [num_members]
@@ -88,6 +133,34 @@ class EarlyUpdate:
                 self._ready[bucket, replica] = torch.cuda.current_stream(t.device).record_event()
 
         return note
+
+    def _take(self, replica: int) -> dict[int, Tensor]:
+        """Return one device's gradients by parameter; zeros for those that only others have."""
+        tensors = self._replicas()[replica]
+        taken = {}
+        for slot in (slot for plan in self._arena.plans for slot in plan.slots):
+            grad = tensors[slot.index].grad
+            if slot.index in self.rows.row_of or grad is not None:
+                taken[slot.index] = _as_laid_out(grad, slot, tensors[slot.index])
+        return taken
+
+    def _replicas(self) -> list[list[Tensor]]:
+        return [self._arena.params, *self._arena.twins]
+
+    def _clear(self) -> None:
+        for tensors in self._replicas():
+            for t in tensors:
+                t.grad = None
+
+
+def _as_laid_out(grad: Tensor | None, slot: Slot, like: Tensor) -> Tensor:
+    """Return a gradient whose memory is in the order of its parameter's slot, and aligned: itself, most often."""
+    if grad is not None and grad.stride() == slot.strides and grad.data_ptr() % ALIGNMENT_BYTES == 0:
+        return grad
+    laid = torch.zeros(slot.numel, dtype=like.dtype, device=like.device)
+    if grad is not None:
+        laid.as_strided(slot.shape, slot.strides).copy_(grad)
+    return laid
 
 
 def _on_accumulation(t: Tensor, call: Callable[[Tensor], Any]) -> Any:

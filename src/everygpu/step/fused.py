@@ -13,7 +13,7 @@ from everygpu import comm
 from everygpu.devices.p2p import trusted_peers
 from everygpu.parallel.thread_state import queueing_on
 from everygpu.step.arena import Arena
-from everygpu.step.flat import BLOCK_NUMEL
+from everygpu.step.flat import BLOCK_NUMEL, BucketPlan
 from everygpu.step.shards import Fragment, Shards, State
 
 Options = Mapping[str, Any]
@@ -65,7 +65,9 @@ class _Device:
     values: list[Tensor]
     """For each bucket, the addresses of all devices' parameters."""
     grads: list[Tensor]
+    """For each bucket, the addresses of all devices' gradients of each block; shape (devices, blocks)."""
     own_grads: list[Tensor]
+    lengths: list[Tensor]
     states: list[list[Tensor]]
     """For each bucket, one chunk for each name in ``STATES``."""
     addresses: list[list[int]]
@@ -148,17 +150,24 @@ class FusedUpdate:
                     self.launch_bucket(b, me, rows, factor=factor, is_reduced=is_reduced)
         _meet(self._arena.devices)
 
-    def launch_bucket(self, b: int, me: int, rows: Rows, *, factor: float, is_reduced: bool) -> None:
+    def launch_bucket(
+        self, b: int, me: int, rows: Rows, *, factor: float, is_reduced: bool, grads: Tensor | None = None
+    ) -> None:
         """Queue one device's part of one bucket on its current stream.
 
         All devices' gradients must be there, and all devices be done with the parameters.
+
+        Args:
+            grads: Where the gradients are, if not in the arena: for each device the addresses of the chunk's blocks.
         """
         from everygpu.step import kernels  # needs Triton, which not every machine has
 
         run = kernels.run_sgd if isinstance(self._optimizer, torch.optim.SGD) else kernels.run_adam
         d, begin = self._devices[me], me * self._arena.plans[b].chunk_numel
-        grads = d.own_grads[b] if is_reduced else d.grads[b]
-        run(grads, d.values[b], d.states[b], rows.blocks[me][b], d.options, factor=factor, begin=begin, me=me)
+        if grads is None:
+            grads = d.own_grads[b] if is_reduced else d.grads[b]
+        tables = (rows.blocks[me][b], d.lengths[b], d.options)
+        run(grads, d.values[b], d.states[b], *tables, factor=factor, begin=begin, me=me)
 
     def finish(self, touched: set[int]) -> None:
         """Keep the states as the stock optimizers would, once the kernels are queued."""
@@ -180,8 +189,9 @@ class FusedUpdate:
             fragments=shards.fragments[me],
             optimizer=shards.optimizers[me],
             values=[_addresses(bucket, device) for bucket in arena.values],
-            grads=[_addresses(bucket, device) for bucket in arena.grads],
-            own_grads=[_addresses([bucket[me]], device) for bucket in arena.grads],
+            grads=[_block_addresses(bucket, me, plan) for bucket, plan in zip(arena.grads, arena.plans)],
+            own_grads=[_block_addresses([bucket[me]], me, plan) for bucket, plan in zip(arena.grads, arena.plans)],
+            lengths=[_block_lengths(plan, me).to(device) for plan in arena.plans],
             states=states,
             addresses=[[chunk.data_ptr() for chunk in chunks] for chunks in states],
             options=torch.zeros(max(1, len(arena.params)), self._num_columns(), device=device),
@@ -309,6 +319,23 @@ def _open_memory(devices: Sequence[torch.device]) -> None:
     for source in set(devices):
         for target in set(devices) - {source}:
             comm.copy(torch.zeros(1, device=source), target)
+
+
+def _block_addresses(bucket: Sequence[Tensor], me: int, plan: BucketPlan) -> Tensor:
+    """Return where the blocks of one chunk are in several devices' buckets, shape (devices, blocks)."""
+    starts = torch.tensor([flat.data_ptr() + me * plan.chunk_numel * flat.element_size() for flat in bucket])
+    steps = torch.arange(0, plan.chunk_numel, BLOCK_NUMEL) * bucket[0].element_size()
+    return (starts[:, None] + steps).to(bucket[min(me, len(bucket) - 1)].device)
+
+
+def _block_lengths(plan: BucketPlan, me: int) -> Tensor:
+    lengths = torch.zeros(plan.chunk_numel // BLOCK_NUMEL, dtype=torch.int32)
+    for piece in plan.pieces(me):
+        first, last = piece.start // BLOCK_NUMEL, (piece.start + piece.numel) // BLOCK_NUMEL
+        lengths[first:last] = BLOCK_NUMEL
+        if piece.numel % BLOCK_NUMEL:
+            lengths[last] = piece.numel % BLOCK_NUMEL
+    return lengths
 
 
 def _addresses(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

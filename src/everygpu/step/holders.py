@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from everygpu.errors import OptimizerError
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.layout import has_hooks
 from everygpu.parallel.placement import place_module
@@ -220,22 +219,22 @@ class ShardedHolder:
         """Tell whether ``fuse`` would do something."""
         return self._fused is not None and not self._optimizer.has_pre_hooks()
 
-    def prepare_update(self, touched: set[int] | None = None) -> Rows | None:
-        """Put the optimizer's options of now where ``launch_update`` finds them; None where that isn't for it.
+    def prepare_update(self, touched: set[int]) -> Rows | None:
+        """Put the optimizer's options of now where recorded kernels find them; None where that isn't for them.
 
         Args:
-            touched: Parameters that will have a gradient; those that had one in the last update when left out.
+            touched: Parameters that will have a gradient.
         """
         if self._fused is None or not self.fuses():
             return None
-        self._touched = self._touched if touched is None else touched
-        return self._fused.prepare(self._touched)
+        self._touched = touched
+        return self._fused.prepare(touched)
 
-    def early_update(self, rows: Rows) -> EarlyUpdate:
-        """Return what queues reduction and update beside a backward that is recorded."""
-        if self._fused is None:
-            raise OptimizerError("TrainStep: there are no kernels for this optimizer.")
-        return EarlyUpdate(self._arena, self._fused, rows)
+    def early_update(self, *, overlaps: bool) -> EarlyUpdate | None:
+        """Return what queues reduction and update beside a backward that is recorded; None where no kernel does so."""
+        if self._fused is None or not self.fuses():
+            return None
+        return EarlyUpdate(self._arena, self._fused, self._fused.prepare(self._touched), overlaps=overlaps)
 
     def finish_update(self, rows: Rows) -> None:
         """Take note of an update that a recording has queued."""

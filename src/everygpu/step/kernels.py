@@ -20,17 +20,23 @@ SGD_COLUMNS = ("sign", "l2", "momentum", "fresh", "nesterov", "lr")
 
 
 @triton.jit
-def _bucket(addresses, index):
-    """Find a device's bucket; torch's memory and the buckets' chunks are aligned, so that loads may be wide."""
+def _at(addresses, index):
+    """Find memory by its address; it is aligned, so that loads may be wide."""
     return tl.multiple_of(tl.load(addresses + index), 16).to(tl.pointer_type(tl.float32))
 
 
 @triton.jit
-def _sum_grads(grads, begin, offsets, me, SOURCES: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_grads(grads, lengths, block, me, SOURCES: tl.constexpr, BLOCK: tl.constexpr):
     """Add one block of the gradients up, each device beginning with its own: no link has all of them at once."""
+    inside = tl.arange(0, BLOCK)
+    length = tl.load(lengths + block)
     total = tl.zeros((BLOCK,), tl.float32)
     for step in tl.static_range(SOURCES):
-        total += tl.load(_bucket(grads, (me + step) % SOURCES) + begin + offsets)
+        grad = _at(grads, (me + step) % SOURCES * tl.num_programs(0) + block)
+        if length == BLOCK:
+            total += tl.load(grad + inside)
+        else:
+            total += tl.load(grad + inside, mask=inside < length, other=0.0)
     return total
 
 
@@ -38,7 +44,7 @@ def _sum_grads(grads, begin, offsets, me, SOURCES: tl.constexpr, BLOCK: tl.const
 def _hand_out(values, begin, offsets, new, me, DEVICES: tl.constexpr) -> None:
     """Write one block of new values to all devices, each beginning with another one."""
     for step in tl.static_range(DEVICES):
-        tl.store(_bucket(values, (me + step) % DEVICES) + begin + offsets, new)
+        tl.store(_at(values, (me + step) % DEVICES) + begin + offsets, new)
 
 
 @triton.jit(do_not_specialize=["me"])
@@ -48,6 +54,7 @@ def _adam(
     mean_of,
     square_of,
     rows,
+    lengths,
     table,
     factor,
     begin,
@@ -62,8 +69,8 @@ def _adam(
     if row >= 0:
         offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         options = table + row * COLUMNS
-        value = tl.load(_bucket(values, me) + begin + offsets)
-        grad = _sum_grads(grads, begin, offsets, me, SOURCES, BLOCK) * factor * tl.load(options)
+        value = tl.load(_at(values, me) + begin + offsets)
+        grad = _sum_grads(grads, lengths, block, me, SOURCES, BLOCK) * factor * tl.load(options)
         grad += tl.load(options + 2) * value
         mean = tl.load(mean_of + offsets)
         square = tl.load(square_of + offsets)
@@ -82,6 +89,7 @@ def _sgd(
     values,
     momentum_of,
     rows,
+    lengths,
     table,
     factor,
     begin,
@@ -96,8 +104,8 @@ def _sgd(
     if row >= 0:
         offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         options = table + row * COLUMNS
-        value = tl.load(_bucket(values, me) + begin + offsets)
-        grad = _sum_grads(grads, begin, offsets, me, SOURCES, BLOCK) * factor * tl.load(options)
+        value = tl.load(_at(values, me) + begin + offsets)
+        grad = _sum_grads(grads, lengths, block, me, SOURCES, BLOCK) * factor * tl.load(options)
         grad += tl.load(options + 1) * value
         momentum = tl.load(options + 2)
         if momentum != 0:
@@ -113,6 +121,7 @@ def run_adam(
     values: Tensor,
     states: Sequence[Tensor],
     rows: Tensor,
+    lengths: Tensor,
     table: Tensor,
     *,
     factor: float,
@@ -122,10 +131,12 @@ def run_adam(
     """Update one chunk by Adam or AdamW, on the current stream of its device.
 
     Args:
-        grads: Addresses of the buckets of gradients to add up, float32; shape (sources,), int64, on the device.
-        values: Likewise of all devices' buckets of parameters.
+        grads: Addresses of the gradients of each block, to be added up, float32, aligned to 16 bytes; shape
+            (sources, blocks), int64, on the device.
+        values: Addresses of all devices' buckets of parameters; shape (devices,).
         states: The chunk's running mean and running mean of squares, shape (numel,), float32.
         rows: For each block of the chunk its row in the table, int32; -1 for one to leave alone.
+        lengths: For each block how many elements of a parameter are in it, int32.
         table: Options, shape (rows, len(ADAM_COLUMNS)), float32.
         factor: What the sum of the gradients is multiplied by.
         begin: Where the chunk begins in its bucket.
@@ -135,8 +146,8 @@ def run_adam(
     """
     grid, columns = (rows.numel(),), table.shape[1]
     _adam[grid](
-        grads, values, *states, rows, table, factor, begin, me,
-        SOURCES=grads.numel(), DEVICES=values.numel(), COLUMNS=columns, BLOCK=BLOCK_NUMEL,
+        grads, values, *states, rows, lengths, table, factor, begin, me,
+        SOURCES=grads.shape[0], DEVICES=values.numel(), COLUMNS=columns, BLOCK=BLOCK_NUMEL,
     )  # fmt: skip
 
 
@@ -145,6 +156,7 @@ def run_sgd(
     values: Tensor,
     states: Sequence[Tensor],
     rows: Tensor,
+    lengths: Tensor,
     table: Tensor,
     *,
     factor: float,
@@ -161,6 +173,6 @@ def run_sgd(
     """
     grid, columns = (rows.numel(),), table.shape[1]
     _sgd[grid](
-        grads, values, *states, rows, table, factor, begin, me,
-        SOURCES=grads.numel(), DEVICES=values.numel(), COLUMNS=columns, BLOCK=BLOCK_NUMEL,
+        grads, values, *states, rows, lengths, table, factor, begin, me,
+        SOURCES=grads.shape[0], DEVICES=values.numel(), COLUMNS=columns, BLOCK=BLOCK_NUMEL,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from everygpu.errors import EveryGPUError, LossError, OptimizerError, OptionErro
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.sharded_batch import ShardedBatch
 from everygpu.step.capture import Capture, referents
-from everygpu.step.fused import Rows
+from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.holders import Holder, ShardedHolder, WholeHolder
 from everygpu.step.partial_grads import refusing_partial_grads
 from everygpu.step.sharded_optimizer import ShardedOptimizer
@@ -24,8 +24,6 @@ from everygpu.step.stats import Mark, StepStats, Stopwatch
 from everygpu.step.update import LossScale, clip, multiply, total_norm
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 logger = logging.getLogger("everygpu")
 
@@ -189,18 +187,20 @@ class TrainStep:
             "TrainStep: can't be copied or pickled. Copy the model and the optimizer together, and make a new one."
         )
 
-    def _learn(self, batch: Batch, around_backward: AbstractContextManager[Any] = _NOTHING) -> Tensor:
+    def _learn(self, batch: Batch, update: EarlyUpdate | None = None) -> Tensor:
         self._stopwatch.start()
-        self._holder.lend()
+        if update is None:
+            self._holder.lend()
         try:
             with torch.enable_grad():
                 loss, _ = self._compute(batch)
                 share = loss / self.accumulate if self.accumulate > 1 else loss
                 self._stopwatch.mark("forward")
-                with around_backward:
+                with nullcontext() if update is None else update.watching():
                     torch.autograd.backward(share if self._scale is None else self._scale.scale(share))
         finally:
-            self._holder.withdraw()
+            if update is None:
+                self._holder.withdraw()
         self._stopwatch.mark("backward")
         return loss.detach()
 
@@ -254,8 +254,8 @@ class _Recorded(NamedTuple):
     loss: Tensor
     touched: set[int]
     """Parameters that get a gradient."""
-    rows: Rows | None
-    """Of the update; None where that is left to be done."""
+    update: EarlyUpdate | None
+    """None where that is left to be done."""
     marks: dict[str, Mark]
 
 
@@ -280,24 +280,20 @@ class RecordableStep:
     def find_obstacle(self) -> str | None:
         return self._holder.why_not_recordable()
 
-    def prepare(self) -> Rows | None:
+    def prepare(self) -> EarlyUpdate | None:
         self._holder.prepare()
-        return self._holder.prepare_update() if self._updates_at_once() else None
+        return self._holder.early_update(overlaps=self._overlaps) if self._updates_at_once() else None
 
-    def record(self, batch: Batch, prepared: Rows | None) -> _Recorded:
-        step = self._step
-        if prepared is None:
-            loss = step._learn(batch)
-        else:
-            self._holder.begin()
-            update = self._holder.early_update(prepared)
-            loss = step._learn(batch, update.watching() if self._overlaps else nullcontext())
-            update.launch()
-            step._stopwatch.mark("update")
-        touched = self._holder.touched()
-        if prepared is not None and touched != set(prepared.row_of):
+    def record(self, batch: Batch, prepared: EarlyUpdate | None) -> _Recorded:
+        step, update = self._step, prepared
+        loss = step._learn(batch, update)
+        if update is None:
+            return _Recorded(loss, self._holder.touched(), None, step._stopwatch.marks)
+        if update.touched() != set(update.rows.row_of):
             raise OptimizerError("TrainStep: other parameters take part than in the step before.")
-        return _Recorded(loss, touched, prepared, step._stopwatch.marks)
+        update.launch()
+        step._stopwatch.mark("update")
+        return _Recorded(loss, update.touched(), update, step._stopwatch.marks)
 
     def try_otherwise(self) -> bool:
         # A parameter may be needed in backward after its own gradient is there: then updates have to wait.
@@ -307,19 +303,20 @@ class RecordableStep:
     def begin(self, recorded: _Recorded) -> bool:
         if not self._holder.is_ready():
             return False
-        if recorded.rows is None:
+        if recorded.update is None:
             if self._step._num_batches == 0:
                 self._holder.begin()
             return True
+        recorded.update.settle()
         rows = self._holder.prepare_update(recorded.touched)
-        return rows is not None and rows.row_of == recorded.rows.row_of
+        return rows is not None and rows.row_of == recorded.update.rows.row_of
 
     def finish(self, recorded: _Recorded) -> Tensor:
         self._step._stopwatch.marks = dict(recorded.marks)
-        if recorded.rows is None:
+        if recorded.update is None:
             self._holder.note_grads(recorded.touched)
         else:
-            self._holder.finish_update(recorded.rows)
+            self._holder.finish_update(recorded.update.rows)
             self._step._num_steps += 1
         return recorded.loss.clone()
 
