@@ -15,6 +15,7 @@ from everygpu.parallel.shared_graph import Recipe, Recorder, Run, backend_of, fi
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
+CPU = torch.device("cpu")
 Pair = namedtuple("Pair", ["a", "b"])
 
 
@@ -36,7 +37,7 @@ def run(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[list[Run], Any]:
 
 def recipe_of(module: nn.Module, *args: Any, **kwargs: Any) -> Recipe | None:
     runs, result = run(module, *args, **kwargs)
-    return find_recipe(runs, (module, args, kwargs), result)
+    return find_recipe(runs, (module, args, kwargs), CPU, result)
 
 
 def body(function: Callable[..., Any]) -> nn.Module:
@@ -92,7 +93,7 @@ def test_another_replica_gets_what_its_own_call_would_give(name: str) -> None:
     twin, plain = twin_of(module), None
     plain = copy.deepcopy(twin)
     args, kwargs = make()
-    inputs = recipe.inputs_for((twin, args, kwargs))
+    inputs = recipe.inputs_for((twin, args, kwargs), CPU)
     assert inputs is not None
     ours, expected = recipe.run(inputs), plain(*args, **kwargs)
     assert type(ours) is type(expected)
@@ -134,12 +135,12 @@ GLOBAL = torch.ones(3)
 def test_what_is_not_the_replicas_own_is_not_shared(name: str) -> None:
     module, x = body(NOT_SHARED[name]), torch.randn(4, 3)
     runs, result = run(module, x)
-    found = find_recipe(runs, (module, (x,), {}), result)
+    found = find_recipe(runs, (module, (x,), {}), CPU, result)
     if found is None:
         return
     # Where the compiler made it the replica's own, it must be right.
     twin = twin_of(module)
-    inputs = found.inputs_for((twin, (x + 1,), {}))
+    inputs = found.inputs_for((twin, (x + 1,), {}), CPU)
     assert inputs is not None
     torch.testing.assert_close(found.run(inputs), twin(x + 1))
 
@@ -159,15 +160,24 @@ def test_these_are_left_to_each_replica(name: str) -> None:
         torch.randn(3, 4).t(),
         torch.randn(4, 3, requires_grad=True),
         torch.randn(13)[1:].view(4, 3),
+        torch.randn(4, 3, device="meta"),
     ],
-    ids=["shape", "dtype", "strides", "gradient", "alignment"],
+    ids=["shape", "dtype", "strides", "gradient", "alignment", "device"],
 )
 def test_inputs_laid_out_in_another_way_are_not_run(other: Tensor) -> None:
     module = body(lambda m, x: m.linear(x))
     recipe = recipe_of(module, torch.randn(4, 3))
     assert recipe is not None
-    assert recipe.inputs_for((module, (torch.randn(4, 3),), {})) is not None
-    assert recipe.inputs_for((module, (other,), {})) is None
+    assert recipe.inputs_for((module, (torch.randn(4, 3),), {}), CPU) is not None
+    assert recipe.inputs_for((module, (other,), {}), CPU) is None
+
+
+def test_graph_is_not_run_on_a_device_it_is_not_made_for() -> None:
+    module = body(lambda m, x: m.linear(x))
+    recipe = recipe_of(module, torch.randn(4, 3))
+    assert recipe is not None
+    call = copy.deepcopy(module).to("meta"), (torch.randn(4, 3, device="meta"),), {}
+    assert recipe.inputs_for(call, torch.device("meta")) is None
 
 
 def test_the_users_backend_is_found() -> None:

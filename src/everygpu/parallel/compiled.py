@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from everygpu import tree
 from everygpu.keys import wrapped_child
 from everygpu.parallel.apply import Call, Outcome, Workers, attempt, raise_first
-from everygpu.parallel.shared_graph import Recorder, backend_of, find_recipe, inductor
+from everygpu.parallel.compile_once import compiling_once, inductor
+from everygpu.parallel.shared_graph import Recorder, backend_of, find_recipe
 from everygpu.parallel.sync_batch_norm import SyncBatchNorm
 from everygpu.parallel.thread_state import current_stream, on_device
 
@@ -57,6 +58,8 @@ class CompiledReplicas:
             self._give_up(f"compiling failed: {outcomes[-1][1]}")
             return self._workers.run(calls, devices, positions)
         raise_first(outcomes, list(zip(names, devices, calls)))
+        if not self._recorder.may_capture:
+            return [value for value, _ in outcomes]
         return [tree.map_leaves(_leave_graph_memory, value) for value, _ in outcomes]
 
     def close(self) -> None:
@@ -67,11 +70,11 @@ class CompiledReplicas:
         """Call the first replica, then the others: by its graph where that serves, else each compiled for itself."""
         with self._recorder.recording() as runs:
             outcomes = [attempt(lambda: self._call(names[0], calls[0], devices[0]))]
-        recipe = find_recipe(runs, calls[0], outcomes[0][0]) if _can_share(calls, devices) else None
+        recipe = find_recipe(runs, calls[0], devices[0], outcomes[0][0]) if _can_share(calls) else None
         for position, call, device in list(zip(names, calls, devices))[1:]:
             if outcomes[-1][1] is not None:
                 break
-            inputs = None if recipe is None else recipe.inputs_for(call)
+            inputs = None if recipe is None else recipe.inputs_for(call, device)
             if recipe is None or inputs is None:
                 outcomes.append(attempt(lambda p=position, c=call, d=device: self._call(p, c, d)))  # type: ignore[misc]
             else:
@@ -105,17 +108,18 @@ def _on(device: torch.device, function: Callable[..., Any], *args: Any, **kwargs
         return function(*args, **kwargs)
 
 
-def _can_share(calls: Sequence[Call], devices: Sequence[torch.device]) -> bool:
-    """Tell whether replicas may run one graph: called alike, on the one device it is made for."""
-    return len(calls) > 1 and len(set(devices)) == 1 and len({_signature(call) for call in calls}) == 1
+def _can_share(calls: Sequence[Call]) -> bool:
+    """Tell whether replicas may run one graph: called alike. Which devices it serves, it knows itself."""
+    return len(calls) > 1 and len({_signature(call) for call in calls}) == 1
 
 
 def _compiler_of(module: nn.Module) -> tuple[Compiler, Recorder]:
     if wrapped_child(module) == "_orig_mod":
         context: Any = module.dynamo_ctx
-        backend, options = backend_of(context), {"dynamic": context._dynamic, "fullgraph": context.fullgraph}
-        if backend is None:
+        found, options = backend_of(context), {"dynamic": context._dynamic, "fullgraph": context.fullgraph}
+        if found is None:
             return context, Recorder(inductor(None))
+        backend = compiling_once(found)
     else:
         backend, options = inductor("reduce-overhead" if torch.cuda.is_available() else None), {"dynamic": False}
     recorder = Recorder(backend)

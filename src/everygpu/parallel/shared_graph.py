@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from everygpu import tree
 from everygpu.parallel.apply import Call
-
-Backend = Callable[[Any, list[Any]], Callable[..., Any]]
+from everygpu.parallel.compile_once import Backend, CompileOnce, Portable
 
 _ALIGNED = 16
 """Elements: compiled code may count on the alignment it has seen."""
@@ -47,6 +46,11 @@ class Recorder:
         self._backend = backend
         self._runs: list[Run] | None = None
 
+    @property
+    def may_capture(self) -> bool:
+        """Tell whether results may lie in the memory of a CUDA graph."""
+        return not isinstance(self._backend, CompileOnce) or self._backend.uses_cuda_graphs
+
     def __call__(self, graph: Any, example_inputs: list[Any]) -> Callable[..., Any]:
         # Constants made while tracing are on the first replica's device.
         is_closed = not any(node.op == "get_attr" for node in graph.graph.nodes)
@@ -76,21 +80,37 @@ class Recipe:
 
     Args:
         run: What the first replica's call came down to.
+        home: Where the first replica is.
         places: Where each input comes from.
         result: What it returned, with the index of a graph's output, as ``_Output``, for each tensor.
     """
 
-    def __init__(self, run: Run, places: Sequence[Place], result: Any) -> None:
+    def __init__(self, run: Run, home: torch.device, places: Sequence[Place], result: Any) -> None:
         self._run = run
+        self._home = home
         self._places = places
         self._result = result
 
-    def inputs_for(self, call: Call) -> list[Any] | None:
-        """Return what the graph takes in another replica's call; None where that is laid out in another way."""
+    def inputs_for(self, call: Call, device: torch.device) -> list[Any] | None:
+        """Return what the graph takes in another replica's call.
+
+        Args:
+            call: The other replica's.
+            device: Where that replica is.
+        Returns:
+            None where the graph doesn't serve that device, or the inputs are laid out in another way.
+        """
+        if not self._serves(device):
+            return None
         module, args, kwargs = call
         leaves, modules = _leaves(args, kwargs), list(module.modules())
         inputs = [leaves[p] if isinstance(p, int) else getattr(modules[p[0]], p[1])[p[2]] for p in self._places]
-        return inputs if all(map(_is_alike, inputs, self._run.inputs)) else None
+        wanted = [device if x.device == self._home else x.device for x in self._run.inputs]
+        return inputs if all(map(_is_alike, inputs, self._run.inputs, wanted)) else None
+
+    def _serves(self, device: torch.device) -> bool:
+        function = self._run.function
+        return device == self._home or (isinstance(function, Portable) and function.serves(device))
 
     def run(self, inputs: list[Any]) -> Any:
         """Run the graph, and return what the other replica's call returns."""
@@ -105,12 +125,13 @@ class _Output:
         self.index = index
 
 
-def find_recipe(runs: Sequence[Run], call: Call, result: Any) -> Recipe | None:
+def find_recipe(runs: Sequence[Run], call: Call, device: torch.device, result: Any) -> Recipe | None:
     """Work out how the first replica's call came about.
 
     Args:
         runs: The graphs it ran.
         call: What it was called with.
+        device: Where it is.
         result: What it returned.
     Returns:
         None when it was more than one graph, or one with tensors that are not the module's or the call's own.
@@ -125,13 +146,14 @@ def find_recipe(runs: Sequence[Run], call: Call, result: Any) -> Recipe | None:
     if None in places or any(isinstance(x, Tensor) and id(x) not in outputs for x in leaves):
         return None
     pattern = tree.map_leaves(lambda x: _Output(outputs[id(x)]) if isinstance(x, Tensor) else x, result)
-    return Recipe(run, [p for p in places if p is not None], pattern)
+    return Recipe(run, device, [p for p in places if p is not None], pattern)
 
 
-def _is_alike(a: Tensor, b: Tensor) -> bool:
-    """Tell whether a graph made for one tensor serves for the other."""
+def _is_alike(a: Tensor, b: Tensor, device: torch.device) -> bool:
+    """Tell whether a tensor is on a device, and such that a graph made for the other serves for it."""
     return (
         a.shape == b.shape
+        and a.device == device
         and a.dtype is b.dtype
         and a.requires_grad is b.requires_grad
         and a.stride() == b.stride()
@@ -162,9 +184,3 @@ def backend_of(context: Any) -> Backend | None:
     while hasattr(found, "_torchdynamo_orig_backend"):
         found = found._torchdynamo_orig_backend
     return found if callable(found) else None
-
-
-def inductor(mode: str | None) -> Backend:
-    """Return torch's own backend, as ``torch.compile(mode=…)`` would take it."""
-    made: Backend = torch._TorchCompileInductorWrapper(mode, None, False)  # type: ignore[no-untyped-call]
-    return made

@@ -1,0 +1,300 @@
+"""Compile a graph on one GPU and run it on all GPUs of its kind.
+
+Tracing, optimizing and generating code takes torch's compiler tens of seconds for a large model; what comes out names
+its GPU in a few places. So for each further GPU the generated source is rewritten (``retarget.py``) and loaded again;
+its kernels are the same, and found in Triton's cache on disk. CUDA graphs are made per GPU, by torch's own code.
+"""
+
+import copy
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everygpu import comm
+from everygpu.parallel.retarget import retarget
+
+Backend = Callable[[Any, list[Any]], Callable[..., Any]]
+
+_CAPTURING_RUNS = 2
+"""A graph's first run warms up, its second is captured: from then on it is replayed."""
+
+logger = logging.getLogger("everygpu")
+
+
+class CompileOnce:
+    """A backend for ``torch.compile``: Inductor, with graphs that run on every GPU of a kind.
+
+    Args:
+        options: Inductor's, as in ``torch.compile(options=…)``.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = dict(options)
+        # Loading is done by one thread at a time, and so are first runs: autograd runs backward in a thread per GPU.
+        self._turn = threading.RLock()
+        self._reasons: set[str] = set()
+
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """Tell whether results may lie in memory that the next run writes."""
+        from torch._inductor import config
+
+        return bool(self._options.get("triton.cudagraphs", config.triton.cudagraphs))
+
+    def __call__(self, graph: Any, example_inputs: list[Any]) -> "Portable":
+        from torch._functorch import config
+        from torch._inductor.compile_fx import compile_fx
+
+        parts: list[_Part] = []
+
+        def compile_part(*args: Any, **kwargs: Any) -> Any:
+            return self._compile_part(parts, *args, **kwargs)
+
+        # From its cache of whole compilations torch would answer without asking compile_part.
+        with config.patch(enable_autograd_cache=False):
+            function: Any = compile_fx(graph, example_inputs, inner_compile=compile_part, config_patches=self._options)
+        return Portable(function, parts)
+
+    def _compile_part(self, parts: "list[_Part]", graph: Any, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        """Compile a forward or backward graph as torch does, and have it run on the GPU of its inputs."""
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        wanted = bool(kwargs.get("cudagraphs"))
+        compiled: Any = compile_fx_inner(graph, example_inputs, **kwargs)
+        captures = bool(kwargs.get("cudagraphs"))  # torch has found out whether the graph can be captured
+        if all(node.op in ("placeholder", "output") for node in graph.graph.nodes):
+            return compiled  # does nothing, on any device
+        reason = why_not(compiled, example_inputs)
+        if reason is not None:
+            self._tell(reason)
+            parts.append(_Part(None))
+            return compiled
+        part = _Part(
+            next(iter(compiled.device_idxs)),
+            compiled.current_callable,
+            lambda index: load_version(compiled, index, self._options, kwargs | {"cudagraphs": wanted}),
+            turn=self._turn if captures else None,
+            copies_outputs=captures and bool(kwargs.get("is_backward")),
+        )
+        parts.append(part)
+        compiled.current_callable = part
+        return compiled
+
+    def _tell(self, reason: str) -> None:
+        if reason not in self._reasons:
+            self._reasons.add(reason)
+            logger.info("DataParallel: each GPU is compiled for by itself: %s", reason)
+
+
+def inductor(mode: str | None) -> CompileOnce:
+    """Make the backend that ``torch.compile(mode=…)`` would take, compiling once for all GPUs.
+
+    Args:
+        mode: ``"reduce-overhead"`` for CUDA graphs; None for plain launches, as whoever captures graphs needs them.
+    """
+    return CompileOnce(torch._TorchCompileInductorWrapper(mode, None, False).config)  # type: ignore[no-untyped-call]
+
+
+def compiling_once(backend: Backend) -> Backend:
+    """Replace torch's own backend by ours with the same options; others stay as they are."""
+    return CompileOnce(backend.config) if isinstance(backend, torch._TorchCompileInductorWrapper) else backend
+
+
+class Portable:
+    """What Dynamo's graph was compiled to: forward, and backward by autograd."""
+
+    def __init__(self, function: Callable[..., Any], parts: "Sequence[_Part]") -> None:
+        self._function = function
+        self._parts = parts
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self._function(*inputs)
+
+    def serves(self, device: torch.device) -> bool:
+        """Tell whether it may be given inputs on this device."""
+        return device.type == "cuda" and all(part.serves(device.index) for part in self._parts)
+
+
+class _Part:
+    """A forward or backward graph, with a version of its code for each GPU it has run on.
+
+    Args:
+        home: Index of the GPU it was compiled for; None when it is for no other.
+        run: Takes a list of inputs, which it empties.
+        load: Makes a version for another GPU.
+        turn: Held while a version is loaded or captured; None without CUDA graphs.
+        copies_outputs: Gradients end up in ``.grad``, in the very memory they come in: they must not stay where
+            the next run of a CUDA graph writes.
+    """
+
+    def __init__(
+        self,
+        home: int | None,
+        run: Callable[[list[Any]], Any] | None = None,
+        load: "Callable[[int], Callable[[list[Any]], Any]] | None" = None,
+        *,
+        turn: Any = None,
+        copies_outputs: bool = False,
+    ) -> None:
+        self._home = home
+        self._load = load
+        self._turn = turn
+        self._loading = threading.Lock()
+        self._copies_outputs = copies_outputs
+        self._versions: dict[int, Callable[[list[Any]], Any]] = {} if home is None or run is None else {home: run}
+        self._num_runs: dict[int, int] = {}
+
+    def serves(self, index: int) -> bool:
+        """Tell whether it runs on a GPU: that it was compiled for, or one of the same kind."""
+        return self._home is not None and (index in self._versions or _is_same_kind(self._home, index))
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        index = device_index_of(inputs)
+        if self._turn is None or self._num_runs.get(index, 0) >= _CAPTURING_RUNS:
+            outputs = self._version(index)(inputs)
+        else:
+            with self._turn:
+                self._num_runs[index] = self._num_runs.get(index, 0) + 1
+                outputs = self._version(index)(inputs)
+        return _copied(outputs) if self._copies_outputs else outputs
+
+    def _version(self, index: int) -> Callable[[list[Any]], Any]:
+        found = self._versions.get(index)
+        if found is None:
+            with self._loading:
+                if index not in self._versions and self._load is not None:
+                    self._versions[index] = self._load(index)
+                found = self._versions[index]
+        return found
+
+
+def device_index_of(inputs: Sequence[Any]) -> int:
+    """Find the GPU that a graph is to run on: that of its first input on one, or the current one."""
+    for x in inputs:
+        if isinstance(x, Tensor) and x.device.type == "cuda":
+            return x.device.index
+    return torch.cuda.current_device()
+
+
+def why_not(compiled: Any, example_inputs: Sequence[Any]) -> str | None:
+    """Tell why a compiled graph can't be loaded for another GPU; None when it can.
+
+    Args:
+        compiled: torch's ``CompiledFxGraph``, with the names it has in torch 2.11 to 2.13.
+        example_inputs: What it was compiled for.
+    """
+    if not all(isinstance(x, Tensor | int | torch.SymInt) for x in example_inputs):
+        return "a graph takes something else than tensors and numbers, such as a random generator"
+    try:
+        if set(compiled.device_types) - {"cpu"} != {"cuda"} or len(compiled.device_idxs) != 1:
+            return f"a graph is for {', '.join(compiled.device_types) or 'no device'}"
+        if compiled.constants is None or compiled.frozen_param_names or compiled.torchbind_constants:
+            return "a graph has parameters built in"
+        home = next(iter(compiled.device_idxs))
+        if retarget(compiled.source_code, home, home + 1) is None:
+            return "the generated code names its GPU in an unknown way"
+    except AttributeError as error:
+        return f"this torch keeps compiled graphs in another way ({error})"
+    return None
+
+
+def load_version(
+    compiled: Any, index: int, options: Mapping[str, Any], kwargs: Mapping[str, Any]
+) -> Callable[[list[Any]], Any]:
+    """Load a compiled graph again, for another GPU.
+
+    Args:
+        compiled: A ``CompiledFxGraph`` that ``why_not`` has nothing against.
+        index: The other GPU.
+        options: Inductor's options.
+        kwargs: What the graph was compiled with.
+    Source:
+        What ``torch._inductor.codecache.FxGraphCache`` does with a graph from its cache on disk.
+    """
+    from torch._inductor import config
+    from torch._inductor.codecache import PyCodeCache
+
+    # The boxes are not those of the first GPU: what is found out about one graph decides on the next.
+    from torch._inductor.cudagraph_utils import BoxedDeviceIndex
+    from torch._inductor.utils import BoxedBool
+
+    source = retarget(compiled.source_code, next(iter(compiled.device_idxs)), index)
+    version, constants = copy.copy(compiled), _Constants(torch.device("cuda", index))
+    version.prepare_for_serialization()  # lets go of the first GPU's code
+    version.source_code = source
+    version.cache_key, _ = PyCodeCache.write(source or "")
+    version.device_idxs = type(compiled.device_idxs)([index])
+    boxes = {"cudagraphs": BoxedBool(kwargs["cudagraphs"]), "boxed_forward_device_index": BoxedDeviceIndex(index)}
+    with torch.cuda.device(index), config.patch(dict(options)):
+        version.after_deserialization(constants)
+        _choose_alike(_names_of(compiled), _names_of(version))
+        version.post_compile((), constants, {**kwargs, **boxes})
+    run: Callable[[list[Any]], Any] = version.current_callable
+    version.current_callable = None
+
+    # Dropped, a CompiledFxGraph takes its code apart: it lives as long as what runs it.
+    def call(inputs: list[Any], _owner: Any = version) -> Any:
+        return run(inputs)
+
+    return call
+
+
+class _Constants:
+    """Stands in for torch's ``CompiledFxGraphConstants``: a graph's constants, on another GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._moved: dict[str, Any] | None = None
+
+    def unwrap(self, compiled: Any) -> dict[str, Any]:
+        if self._moved is None:
+            self._moved = {name: self._move(value) for name, value in compiled.constants.items()}
+        return {**self._moved, **getattr(compiled, "opaque_value_type_classes", {})}
+
+    def _move(self, value: Any) -> Any:
+        on_gpu = isinstance(value, Tensor) and value.device.type == "cuda"
+        return comm.copy(value, self._device) if on_gpu else value
+
+
+def _names_of(compiled: Any) -> Mapping[str, Any]:
+    """Return the globals of a graph's generated module; none where torch keeps no runner."""
+    runner = getattr(compiled, "compiled_fn_runner", None)
+    return getattr(getattr(type(runner), "call", None), "__globals__", {})
+
+
+def _choose_alike(tuned: Mapping[str, Any], kernels: Mapping[str, Any]) -> None:
+    """Give kernels the launch configurations that were the fastest on the first GPU.
+
+    It saves trying them out, and sums come out the same on all GPUs.
+    """
+    for name, kernel in kernels.items():
+        chosen, candidates = (getattr(k, "launchers", None) for k in (tuned.get(name), kernel))
+        if isinstance(chosen, list) and isinstance(candidates, list) and len(chosen) == 1 and len(candidates) > 1:
+            wanted = str(getattr(chosen[0], "config", None))
+            alike = [launcher for launcher in candidates if str(getattr(launcher, "config", None)) == wanted]
+            if len(alike) == 1:
+                kernel.launchers = alike
+
+
+def _copied(outputs: Sequence[Any]) -> list[Any]:
+    """Copy what lies on a GPU, in one launch per dtype."""
+    copies = [torch.empty_like(x) if isinstance(x, Tensor) and x.is_cuda else x for x in outputs]
+    pairs = [(c, x) for c, x in zip(copies, outputs) if c is not x]
+    for dtype in dict.fromkeys(x.dtype for _, x in pairs):
+        targets, sources = zip(*((c, x) for c, x in pairs if x.dtype is dtype))
+        torch._foreach_copy_(list(targets), list(sources))
+    return copies
+
+
+def _is_same_kind(a: int, b: int) -> bool:
+    """Tell whether two GPUs run the same code: kernels are laid out for a number of multiprocessors."""
+    if a == b:
+        return True
+    one, other = torch.cuda.get_device_properties(a), torch.cuda.get_device_properties(b)
+    return all(
+        getattr(one, name) == getattr(other, name) for name in ("name", "major", "minor", "multi_processor_count")
+    )

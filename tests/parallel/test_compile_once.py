@@ -1,0 +1,224 @@
+"""One compilation that serves several GPUs: which version runs, when it is loaded, and when there is none."""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from everygpu.parallel import compile_once
+from everygpu.parallel.compile_once import (
+    CompileOnce,
+    Portable,
+    _choose_alike,
+    _Part,
+    compiling_once,
+    device_index_of,
+    inductor,
+    load_version,
+    why_not,
+)
+from everygpu.parallel.shared_graph import backend_of
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+
+
+def on_gpu(index: int) -> Tensor:
+    with FakeTensorMode():
+        return torch.empty(2, device=f"cuda:{index}")
+
+
+def compiled_for(source: str, **changes: Any) -> Any:
+    """Make what torch returns for a graph on cuda:1, as far as it is looked at."""
+    fields = {
+        "device_types": {"cuda"},
+        "device_idxs": {1},
+        "constants": {},
+        "frozen_param_names": {},
+        "torchbind_constants": {},
+        "source_code": source,
+    }
+    return SimpleNamespace(**(fields | changes))
+
+
+class Loaded:
+    """Versions that answer with the GPU they are for."""
+
+    def __init__(self) -> None:
+        self.indices: list[int] = []
+
+    def load(self, index: int) -> Callable[[list[Any]], Any]:
+        self.indices.append(index)
+        return self.version(index)
+
+    def version(self, index: int) -> Callable[[list[Any]], Any]:
+        def run(inputs: list[Any]) -> Any:
+            inputs.clear()
+            return [index]
+
+        return run
+
+
+class TestPart:
+    def test_inputs_decide_where_it_runs(self) -> None:
+        loaded = Loaded()
+        part = _Part(0, loaded.version(0), loaded.load)
+        for index in (0, 1, 3, 1, 0, 3):
+            assert part([torch.empty(2), on_gpu(index), on_gpu(index)]) == [index]
+        assert loaded.indices == [1, 3]
+
+    def test_without_inputs_on_gpus_the_current_one_decides(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+        assert device_index_of([torch.empty(2), 3]) == 5
+        assert device_index_of([3, on_gpu(2)]) == 2
+
+    @pytest.mark.parametrize("turn", [None, threading.RLock()], ids=["launches", "graphs"])
+    def test_threads_load_a_version_once(self, turn: Any) -> None:
+        loaded, results = Loaded(), []
+        part = _Part(0, loaded.version(0), loaded.load, turn=turn)
+        start = threading.Barrier(6)
+
+        def run(index: int) -> None:
+            start.wait()
+            results.extend(part([on_gpu(index)]))
+
+        threads = [threading.Thread(target=run, args=(i % 3,)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(loaded.indices) == [1, 2]
+        assert sorted(results) == [0, 0, 1, 1, 2, 2]
+
+    def test_first_runs_take_turns(self) -> None:
+        turn, held = threading.RLock(), []
+
+        def run(inputs: list[Any]) -> Any:
+            def look() -> None:
+                held.append(not turn.acquire(blocking=False))
+                if not held[-1]:
+                    turn.release()
+
+            other = threading.Thread(target=look)
+            other.start()
+            other.join()
+            return inputs
+
+        part = _Part(0, run, turn=turn)
+        for _ in range(4):
+            part([on_gpu(0)])
+        assert held == [True, True, False, False]
+
+    def test_a_kind_of_gpu_it_is_not_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        kinds = {0: ("H200", 9, 0, 132), 1: ("H200", 9, 0, 132), 2: ("L4", 8, 9, 58)}
+        names = ("name", "major", "minor", "multi_processor_count")
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda i: SimpleNamespace(**dict(zip(names, kinds[i])))
+        )
+        graph = Portable(lambda *x: x, [_Part(0, Loaded().version(0), Loaded().load)])
+        assert [graph.serves(torch.device("cuda", i)) for i in range(3)] == [True, True, False]
+        assert not graph.serves(torch.device("cpu"))
+        assert not Portable(lambda *x: x, [_Part(0), _Part(None)]).serves(torch.device("cuda", 0))
+
+
+class TestWhyNot:
+    SOURCE = "with torch.cuda._DeviceGuard(1):\n    pass\n"
+
+    def test_what_can_be_loaded(self) -> None:
+        assert why_not(compiled_for(self.SOURCE), [on_gpu(1), 3]) is None
+
+    @pytest.mark.parametrize(
+        ("changes", "why"),
+        [
+            ({"device_types": {"cpu"}, "device_idxs": set()}, "cpu"),
+            ({"device_types": {"cuda", "xpu"}}, "xpu"),
+            ({"device_idxs": {0, 1}}, "cuda"),
+            ({"constants": None}, "built in"),
+            ({"frozen_param_names": {"weight": "w"}}, "built in"),
+            ({"torchbind_constants": {"object": 1}}, "built in"),
+            ({"source_code": "with torch.cuda.device(1):"}, "unknown way"),
+        ],
+    )
+    def test_what_can_not(self, changes: dict[str, Any], why: str) -> None:
+        assert why in (why_not(compiled_for(self.SOURCE, **changes), []) or "")
+
+    def test_a_random_generator(self) -> None:
+        assert "generator" in (why_not(compiled_for(self.SOURCE), [torch.Generator()]) or "")
+
+    @pytest.mark.parametrize("name", ["source_code", "device_idxs", "constants"])
+    def test_a_torch_that_keeps_things_elsewhere(self, name: str) -> None:
+        compiled = compiled_for(self.SOURCE)
+        delattr(compiled, name)
+        assert name in (why_not(compiled, []) or "")
+
+
+class TestBackend:
+    def test_torchs_own_is_replaced_with_its_options(self) -> None:
+        found = backend_of(torch.compile(nn.Linear(2, 2), mode="reduce-overhead").dynamo_ctx)
+        assert found is not None
+        backend = compiling_once(found)
+        assert isinstance(backend, CompileOnce)
+        assert backend.uses_cuda_graphs
+        assert not inductor(None).uses_cuda_graphs
+
+    def test_any_other_stays(self) -> None:
+        def mine(graph: Any, inputs: Any) -> Any:
+            return graph
+
+        assert compiling_once(mine) is mine
+
+    def test_on_the_cpu_it_is_torchs(self, caplog: pytest.LogCaptureFixture) -> None:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh()), torch.randn(5, 3)
+        compiled = torch.compile(net, backend=inductor(None))
+        with caplog.at_level("INFO", "everygpu"):
+            ours, eager = compiled(x), net(x)
+        torch.testing.assert_close(ours, eager)
+        grads = [torch.autograd.grad(y.square().sum(), net.parameters()) for y in (ours, eager)]
+        torch.testing.assert_close(*grads)
+        assert len([r for r in caplog.records if "by itself: a graph is for cpu" in r.message]) == 1
+
+
+def test_a_graph_of_torchs_is_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's code stands in for a GPU's: all but the rewriting is torch's own."""
+    torch.compiler.reset()
+    kept: list[Any] = []
+    monkeypatch.setattr(
+        compile_once, "why_not", lambda compiled, inputs: kept.append(compiled) or compiled.device_idxs.add(0)
+    )
+    monkeypatch.setattr(compile_once, "retarget", lambda source, old, new: f"{source}\n# for {new}\n")
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    torch.manual_seed(0)
+    linear, x = nn.Linear(3, 4), torch.randn(5, 3)
+    expected = linear(x)
+    torch.testing.assert_close(
+        torch.compile(lambda t: linear(t).tanh() * 2, backend=inductor(None))(x), (expected.tanh() * 2)
+    )
+    forward = kept[0]
+    kwargs = {**forward.fx_kwargs, "cudagraphs": False, "is_backward": False}
+    version = load_version(forward, 1, {}, kwargs)
+    inputs = [linear.weight.detach(), linear.bias.detach(), x]
+    order = [next(t for t in inputs if t.shape == shape) for shape in ((4, 3), (4,), (5, 3))]
+    ours = version(list(order))
+    torch.testing.assert_close(ours[0], expected.tanh() * 2)
+    assert forward.current_callable is not None
+    assert list(forward.device_idxs) == [0]
+    assert "# for 1" not in forward.source_code
+
+
+def test_kernels_are_launched_as_was_fastest_on_the_first_gpu() -> None:
+    def kernel(*configs: str) -> Any:
+        return SimpleNamespace(launchers=[SimpleNamespace(config=c) for c in configs])
+
+    tuned = {"a": kernel("wide"), "b": kernel("wide", "narrow"), "c": kernel("other"), "x": 3}
+    fresh = {name: kernel("narrow", "wide") for name in "abcd"} | {"x": 3}
+    _choose_alike(tuned, fresh)
+    assert [launcher.config for launcher in fresh["a"].launchers] == ["wide"]
+    assert all(len(fresh[name].launchers) == 2 for name in "bcd")
