@@ -20,12 +20,17 @@ from everygpu.parallel.compile_once import (
     compiling_once,
     device_index_of,
     inductor,
-    load_version,
     why_not,
 )
-from everygpu.parallel.shared_graph import backend_of
+from everygpu.parallel.shared_graph import Recorder, backend_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compilers_threads() -> None:
+    """Have torch's compiler start its threads, which stay, before a test is watched."""
+    torch.compile(lambda x: x + 1)(torch.ones(2))
 
 
 def on_gpu(index: int) -> Tensor:
@@ -185,32 +190,60 @@ class TestBackend:
         assert len([r for r in caplog.records if "by itself: a graph is for cpu" in r.message]) == 1
 
 
-def test_a_graph_of_torchs_is_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU's code stands in for a GPU's: all but the rewriting is torch's own."""
-    torch.compiler.reset()
+@pytest.fixture
+def second_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Have the CPU's code stand in for that of cuda:0, and all inputs be on cuda:1; returns what is compiled."""
     kept: list[Any] = []
-    monkeypatch.setattr(
-        compile_once, "why_not", lambda compiled, inputs: kept.append(compiled) or compiled.device_idxs.add(0)
-    )
-    monkeypatch.setattr(compile_once, "retarget", lambda source, old, new: f"{source}\n# for {new}\n")
+
+    def why_not(compiled: Any, inputs: Any) -> None:
+        compiled.device_idxs.add(0)
+        kept.append(compiled)
+
+    monkeypatch.setattr(compile_once, "why_not", why_not)
+    monkeypatch.setattr(compile_once, "retarget", lambda source, old, new: f"{source}\nNEW = {new}\n")
+    monkeypatch.setattr(compile_once, "device_index_of", lambda inputs: 1)
+    monkeypatch.setattr(compile_once, "_is_same_kind", lambda a, b: True)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    torch.compiler.reset()
+    return kept
+
+
+def test_torchs_graphs_are_loaded_again(second_gpu: list[Any]) -> None:
+    """All but the rewriting is torch's own."""
     torch.manual_seed(0)
     linear, x = nn.Linear(3, 4), torch.randn(5, 3)
-    expected = linear(x)
-    torch.testing.assert_close(
-        torch.compile(lambda t: linear(t).tanh() * 2, backend=inductor(None))(x), (expected.tanh() * 2)
-    )
-    forward = kept[0]
-    kwargs = {**forward.fx_kwargs, "cudagraphs": False, "is_backward": False}
-    version = load_version(forward, 1, {}, kwargs)
-    inputs = [linear.weight.detach(), linear.bias.detach(), x]
-    order = [next(t for t in inputs if t.shape == shape) for shape in ((4, 3), (4,), (5, 3))]
-    ours = version(list(order))
-    torch.testing.assert_close(ours[0], expected.tanh() * 2)
-    assert forward.current_callable is not None
-    assert list(forward.device_idxs) == [0]
-    assert "# for 1" not in forward.source_code
+    ours, expected = torch.compile(lambda t: linear(t).tanh() * 2, backend=inductor(None))(x), linear(x).tanh() * 2
+    torch.testing.assert_close(ours, expected)
+    grads = [torch.autograd.grad(y.square().sum(), linear.parameters()) for y in (ours, expected)]
+    torch.testing.assert_close(*grads)
+    assert len(second_gpu) == 2
+    for compiled in second_gpu:
+        version = compiled.current_callable._versions[1]
+        assert version._loaded.source_code.endswith("NEW = 1\n")
+        assert list(version._loaded.device_idxs) == [1]
+        assert list(compiled.device_idxs) == [0]
+        assert "NEW" not in compiled.source_code
+        assert version._run is not compiled.current_callable._versions[0]
+
+
+def test_a_version_that_can_not_be_loaded_is_done_without(
+    second_gpu: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*args: Any) -> Any:
+        raise KeyError("is_backward")
+
+    monkeypatch.setattr(compile_once, "load_version", failing)
+    monkeypatch.setattr(compile_once, "device_index_of", lambda inputs: 0)
+    recorder = Recorder(inductor(None))
+    compiled = torch.compile(lambda t: t.tanh() * 2, backend=recorder)
+    with recorder.recording() as runs:
+        compiled(torch.ones(2))
+    graph = runs[0].function
+    assert isinstance(graph, Portable)
+    with caplog.at_level("WARNING", "everygpu"):
+        assert not graph.serves(torch.device("cuda", 1))
+        assert not graph.serves(torch.device("cuda", 1))
+    assert len([r for r in caplog.records if "can't be loaded" in r.message]) == 1
 
 
 def test_kernels_are_launched_as_was_fastest_on_the_first_gpu() -> None:

@@ -76,7 +76,7 @@ class CompileOnce:
         part = _Part(
             next(iter(compiled.device_idxs)),
             compiled.current_callable,
-            lambda index: load_version(compiled, index, self._options, kwargs | {"cudagraphs": wanted}),
+            lambda index: load_version(compiled, index, self._options, {**kwargs, "cudagraphs": wanted}),
             turn=self._turn if captures else None,
             copies_outputs=captures and bool(kwargs.get("is_backward")),
         )
@@ -150,7 +150,18 @@ class _Part:
 
     def serves(self, index: int) -> bool:
         """Tell whether it runs on a GPU: that it was compiled for, or one of the same kind."""
-        return self._home is not None and (index in self._versions or _is_same_kind(self._home, index))
+        if self._home is None or index in self._versions:
+            return self._home is not None
+        if not _is_same_kind(self._home, index):
+            return False
+        try:
+            self._version(index)
+        except Exception:  # torch's inner workings may have changed: then it is compiled for that GPU, as ever
+            logger.warning(
+                "DataParallel: code compiled for cuda:%d can't be loaded for others", self._home, exc_info=True
+            )
+            self._home = None
+        return self._home is not None
 
     def __call__(self, inputs: list[Any]) -> Any:
         index = device_index_of(inputs)
@@ -231,16 +242,24 @@ def load_version(
     boxes = {"cudagraphs": BoxedBool(kwargs["cudagraphs"]), "boxed_forward_device_index": BoxedDeviceIndex(index)}
     with torch.cuda.device(index), config.patch(dict(options)):
         version.after_deserialization(constants)
-        _choose_alike(_names_of(compiled), _names_of(version))
-        version.post_compile((), constants, {**kwargs, **boxes})
-    run: Callable[[list[Any]], Any] = version.current_callable
-    version.current_callable = None
+        version.post_compile((), constants, {"is_backward": False, **kwargs, **boxes})
+    return _Version(version, compiled)
 
-    # Dropped, a CompiledFxGraph takes its code apart: it lives as long as what runs it.
-    def call(inputs: list[Any], _owner: Any = version) -> Any:
-        return run(inputs)
 
-    return call
+class _Version:
+    """A graph that was loaded for another GPU than it was compiled for."""
+
+    def __init__(self, loaded: Any, compiled: Any) -> None:
+        # Dropped, a CompiledFxGraph takes its code apart: it lives as long as what runs it.
+        self._loaded = loaded
+        self._run = loaded.current_callable
+        self._tuned: Mapping[str, Any] | None = _names_of(compiled)
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        if self._tuned is not None:  # by now the first GPU's kernels have run
+            _choose_alike(self._tuned, _names_of(self._loaded))
+            self._tuned = None
+        return self._run(inputs)
 
 
 class _Constants:
