@@ -255,3 +255,26 @@ def test_kernels_are_launched_as_was_fastest_on_the_first_gpu() -> None:
     _choose_alike(tuned, fresh)
     assert [launcher.config for launcher in fresh["a"].launchers] == ["wide"]
     assert all(len(fresh[name].launchers) == 2 for name in "bcd")
+
+
+class TestCopies:
+    """Of a backward graph's outputs, when CUDA graphs are used."""
+
+    def test_outputs_move_to_memory_of_their_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Tensor, "is_cuda", property(lambda t: True))
+        monkeypatch.setattr(compile_once, "device_index_of", lambda inputs: 0)
+        kept = [torch.randn(3), None, torch.randn(4, 2).t(), torch.arange(3), torch.randn(0), 3]
+        part = _Part(0, lambda inputs: kept, copies_outputs=True)
+        for outputs in (part([]), compile_once._copying(lambda inputs: kept)([])):
+            for out, was in zip(outputs, kept, strict=True):
+                if isinstance(was, Tensor):
+                    torch.testing.assert_close(out, was, rtol=0, atol=0)
+                    assert out.stride() == was.stride()
+                    assert out is not was
+                    assert was.numel() == 0 or out.data_ptr() != was.data_ptr()
+                else:
+                    assert out is was
+
+    def test_other_graphs_outputs_stay(self) -> None:
+        kept = [on_gpu(0)]
+        assert _Part(0, lambda inputs: kept)([on_gpu(0)]) is kept

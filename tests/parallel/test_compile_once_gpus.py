@@ -205,3 +205,16 @@ def test_code_that_can_not_be_rewritten(
     with caplog.at_level("INFO", "everygpu"):
         assert losses_of(ours, 3) == pytest.approx(losses_of(eager, 3), rel=1e-4)
     assert len([r for r in caplog.records if "compiled for by itself" in r.message]) == 1
+
+
+def test_backward_may_run_again(gpus: list[int]) -> None:
+    eager, ours = pair(gpus)
+    for model in (eager, ours):
+        for step in range(4):
+            model.zero_grad()
+            x, y = batch(seed=step)
+            loss = F.cross_entropy(model(x), y)
+            loss.backward(retain_graph=True)
+            loss.backward()
+    for p, q in zip(ours.parameters(), eager.parameters()):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)

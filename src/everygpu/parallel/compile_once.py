@@ -54,8 +54,10 @@ class CompileOnce:
         def compile_part(*args: Any, **kwargs: Any) -> Any:
             return self._compile_part(parts, *args, **kwargs)
 
-        # From its cache of whole compilations torch would answer without asking compile_part.
-        with config.patch(enable_autograd_cache=False):
+        # From its cache of whole compilations torch would answer without asking compile_part. Left for later, backward
+        # would be compiled by autograd's threads, one for each GPU. Buffers given away need that to be asked for
+        # anew at the first backward: retain_graph=True would be an error.
+        with config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True, donated_buffer=False):
             function: Any = compile_fx(graph, example_inputs, inner_compile=compile_part, config_patches=self._options)
         return Portable(function, parts)
 
@@ -68,17 +70,20 @@ class CompileOnce:
         captures = bool(kwargs.get("cudagraphs"))  # torch has found out whether the graph can be captured
         if all(node.op in ("placeholder", "output") for node in graph.graph.nodes):
             return compiled  # does nothing, on any device
+        copies = captures and bool(kwargs.get("is_backward"))
         reason = why_not(compiled, example_inputs)
         if reason is not None:
             self._tell(reason)
             parts.append(_Part(None))
+            if copies:
+                compiled.current_callable = _copying(compiled.current_callable)
             return compiled
         part = _Part(
             next(iter(compiled.device_idxs)),
             compiled.current_callable,
             lambda index: load_version(compiled, index, self._options, {**kwargs, "cudagraphs": wanted}),
             turn=self._turn if captures else None,
-            copies_outputs=captures and bool(kwargs.get("is_backward")),
+            copies_outputs=copies,
         )
         parts.append(part)
         compiled.current_callable = part
@@ -297,6 +302,10 @@ def _choose_alike(tuned: Mapping[str, Any], kernels: Mapping[str, Any]) -> None:
             alike = [launcher for launcher in candidates if str(getattr(launcher, "config", None)) == wanted]
             if len(alike) == 1:
                 kernel.launchers = alike
+
+
+def _copying(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    return lambda inputs: _copied(run(inputs))
 
 
 def _copied(outputs: Sequence[Any]) -> list[Any]:
