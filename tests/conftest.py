@@ -48,8 +48,9 @@ def _wait_for_threads(before: set[threading.Thread]) -> set[threading.Thread]:
 
 
 def _is_foreign(thread: threading.Thread) -> bool:
-    """Tell whether a thread is pytest's, or torch's own: autograd's, or one its compiler starts."""
-    return thread.name.startswith(("pytest_timeout", "tqdm_monitor")) or isinstance(thread, threading._DummyThread)
+    """Tell whether a thread is pytest's, or torch's own: autograd's, or one its compiler starts; ours have names."""
+    names = ("pytest_timeout", "tqdm_monitor", "InductorSubproc", "subproc_worker_timer", "ThreadPoolExecutor-")
+    return thread.name.startswith(names) or isinstance(thread, threading._DummyThread)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -27,12 +27,6 @@ from everygpu.parallel.shared_graph import Recorder, backend_of
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compilers_threads() -> None:
-    """Have torch's compiler start its threads, which stay, before a test is watched."""
-    torch.compile(lambda x: x + 1)(torch.ones(2))
-
-
 def on_gpu(index: int) -> Tensor:
     with FakeTensorMode():
         return torch.empty(2, device=f"cuda:{index}")
@@ -188,6 +182,21 @@ class TestBackend:
         grads = [torch.autograd.grad(y.square().sum(), net.parameters()) for y in (ours, eager)]
         torch.testing.assert_close(*grads)
         assert len([r for r in caplog.records if "by itself: a graph is for cpu" in r.message]) == 1
+
+
+def test_backward_may_run_again() -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 2)), torch.randn(5, 3)
+    compiled = torch.compile(net, backend=inductor(None))
+    for _ in range(2):
+        grads = []
+        for y in (compiled(x), net(x)):
+            net.zero_grad()
+            y.square().sum().backward(retain_graph=True)
+            y.square().sum().backward()
+            grads.append([p.grad for p in net.parameters()])
+        torch.testing.assert_close(*grads)
 
 
 @pytest.fixture

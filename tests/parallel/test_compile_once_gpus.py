@@ -15,13 +15,6 @@ from everygpu.parallel import compile_once
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compilers_threads() -> None:
-    """Have torch's compiler start its threads, which stay, before a test is watched."""
-    if torch.cuda.is_available():
-        torch.compile(lambda x: x + 1)(torch.ones(2, device="cuda"))
-
-
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()

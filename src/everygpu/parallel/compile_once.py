@@ -55,9 +55,8 @@ class CompileOnce:
             return self._compile_part(parts, *args, **kwargs)
 
         # From its cache of whole compilations torch would answer without asking compile_part. Left for later, backward
-        # would be compiled by autograd's threads, one for each GPU. Buffers given away need that to be asked for
-        # anew at the first backward: retain_graph=True would be an error.
-        with config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True, donated_buffer=False):
+        # would be compiled by autograd's threads, by one for each GPU.
+        with config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
             function: Any = compile_fx(graph, example_inputs, inner_compile=compile_part, config_patches=self._options)
         return Portable(function, parts)
 
@@ -65,12 +64,14 @@ class CompileOnce:
         """Compile a forward or backward graph as torch does, and have it run on the GPU of its inputs."""
         from torch._inductor.compile_fx import compile_fx_inner
 
-        wanted = bool(kwargs.get("cudagraphs"))
+        wanted, is_backward = (bool(kwargs.get(name)) for name in ("cudagraphs", "is_backward"))
+        if is_backward:
+            _keep_saved_tensors()
         compiled: Any = compile_fx_inner(graph, example_inputs, **kwargs)
         captures = bool(kwargs.get("cudagraphs"))  # torch has found out whether the graph can be captured
         if all(node.op in ("placeholder", "output") for node in graph.graph.nodes):
             return compiled  # does nothing, on any device
-        copies = captures and bool(kwargs.get("is_backward"))
+        copies = captures and is_backward
         reason = why_not(compiled, example_inputs)
         if reason is not None:
             self._tell(reason)
@@ -282,6 +283,18 @@ class _Constants:
     def _move(self, value: Any) -> Any:
         on_gpu = isinstance(value, Tensor) and value.device.type == "cuda"
         return comm.copy(value, self._device) if on_gpu else value
+
+
+def _keep_saved_tensors() -> None:
+    """Have backward leave alone what forward saved, for ``backward(retain_graph=True)``.
+
+    torch decides on it at the first backward, where it compiles that. Of the list that says what backward may write,
+    all who look at it have the same one.
+    """
+    metadata = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
+    writable = getattr(metadata, "bw_donated_idxs", None)
+    if writable:
+        writable.clear()
 
 
 def _names_of(compiled: Any) -> Mapping[str, Any]:
