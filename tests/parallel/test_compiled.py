@@ -209,8 +209,20 @@ class TestWaysBack:
         with pytest.raises(OptionError, match="threads"):
             everygpu.DataParallel(build("cpu"), ["cpu"], engine="fast")
 
-    def test_auto_leaves_a_plain_module_eager(self):
-        assert not isinstance(everygpu.DataParallel(build("cpu"), ["cpu"] * 2)._workers, CompiledReplicas)
+    @pytest.mark.parametrize("compiled", [False, True])
+    def test_auto_does_what_the_user_did_and_says_so(self, caplog, compiled):
+        net = torch.compile(build("cpu"), backend="eager") if compiled else build("cpu")
+        with caplog.at_level(logging.INFO, "everygpu"):
+            model = everygpu.DataParallel(net, ["cpu"] * 2)
+        assert isinstance(model._workers, CompiledReplicas) == compiled
+        (record,) = [r for r in caplog.records if "engine" in r.message]
+        assert ("went through torch.compile" if compiled else "eagerly") in record.message
+
+    def test_one_device_has_nothing_to_choose(self, caplog):
+        with caplog.at_level(logging.INFO, "everygpu"):
+            everygpu.DataParallel(build("cpu"), ["cpu"])
+            everygpu.DataParallel(build("cpu"), ["cpu"] * 2, engine="threads")
+        assert not caplog.records
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -54,7 +54,14 @@ def test_there_and_back(first: int, second: int) -> None:
     ],
 )
 def test_other_known_forms(line: str) -> None:
-    assert retarget(line, 1, 0) == line.replace("index=1", "index=0").replace("cuda:1", "cuda:0").replace("(1)", "(0)")
+    code = retarget(GENERATED + line, 1, 0)
+    assert code is not None
+    rewritten = line.replace("index=1", "index=0").replace("cuda:1", "cuda:0").replace("(1)", "(0)")
+    assert code.splitlines()[-1] == rewritten != line
+
+
+def test_code_of_another_generator() -> None:
+    assert retarget("at::cuda::CUDAGuard device_guard(1);", 1, 0) is None
 
 
 @pytest.mark.parametrize(

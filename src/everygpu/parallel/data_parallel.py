@@ -1,6 +1,7 @@
 """The drop-in layer: one module, every device."""
 
 import itertools
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +33,16 @@ BUFFER_RULES = ("first", "mean")
 _TRANSIENT = ("_replicas", "_fresh", "_workers", "_turn", "_first_parameter", "_pid")
 
 ENGINES = ("auto", "threads", "compile")
+_AUTO = {
+    False: "replicas run eagerly, each in a thread, as the module didn't go through torch.compile. With "
+    'engine="compile" one thread launches them all',
+    True: "replicas are compiled, as the module went through torch.compile, and launched from one thread",
+}
+"""What is chosen, and why, by whether the module is compiled."""
+
 GATHER_RULES = ("sharded", "joined")
+
+logger = logging.getLogger("everygpu")
 
 
 class DataParallel(nn.Module):
@@ -109,6 +119,8 @@ class DataParallel(nn.Module):
         self.module = module
         place_module(module, self.device_ids[0], "DataParallel", strict=strict_device)
         self.split = settle_split(split, self.device_ids)
+        if engine == "auto" and len(self.device_ids) > 1:
+            logger.info('DataParallel: engine="auto": %s', _AUTO[self._is_compiled()])
         self._prepare()
 
     def _prepare(self) -> None:
@@ -123,8 +135,10 @@ class DataParallel(nn.Module):
 
     def _make_workers(self) -> Workers | CompiledReplicas:
         workers = Workers(len(self.device_ids) - 1)
-        compiled = wrapped_child(self.module) == "_orig_mod" if self.engine == "auto" else self.engine == "compile"
-        return CompiledReplicas(self.module, workers) if compiled else workers
+        return CompiledReplicas(self.module, workers) if self._is_compiled() else workers
+
+    def _is_compiled(self) -> bool:
+        return wrapped_child(self.module) == "_orig_mod" if self.engine == "auto" else self.engine == "compile"
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on all devices; see the class."""

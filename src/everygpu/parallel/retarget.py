@@ -23,6 +23,9 @@ _SUSPECT = re.compile(
 )
 """What may name a GPU in a form that we don't know, or code that isn't in the source."""
 
+_GUARD = "torch.cuda._DeviceGuard("
+"""In all code that Inductor's Python wrapper generates for a GPU; not in that of its C++ wrapper."""
+
 _COMMENT = re.compile(r"^\s*#.*$", re.MULTILINE)
 
 
@@ -39,7 +42,7 @@ def retarget(source: str, old: int, new: int) -> str | None:
         ``torch/_inductor/codegen/wrapper.py`` and ``codegen/cuda/device_op_overrides.py``.
     """
     found = list(_NAMED.finditer(source))
-    if any(int(match["index"]) != old for match in found):
+    if _GUARD not in source or any(int(match["index"]) != old for match in found):
         return None
     if _SUSPECT.search(_COMMENT.sub("", _NAMED.sub("", source))):
         return None
