@@ -266,6 +266,56 @@ def test_kernels_are_launched_as_was_fastest_on_the_first_gpu() -> None:
     assert all(len(fresh[name].launchers) == 2 for name in "bcd")
 
 
+class TestPartsOfAGraph:
+    """What becomes of what torch's compiler returns for a forward or backward graph."""
+
+    @pytest.fixture
+    def compile_part(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[Any]]]:
+        backend = CompileOnce({})
+
+        def run(inputs: list[Any]) -> list[Any]:
+            return list(inputs)
+
+        def compile_part(source: str, function: Any = lambda x: x + 1, **kwargs: Any) -> tuple[Any, list[Any]]:
+            compiled, parts = compiled_for(source, current_callable=run), []
+            monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", lambda *args, **more: compiled)
+            graph = torch.fx.symbolic_trace(function)
+            assert backend._compile_part(parts, graph, [on_gpu(1)], **kwargs) is compiled
+            return compiled, parts
+
+        return compile_part
+
+    def test_one_that_can_be_shared(self, compile_part: Any) -> None:
+        for is_backward in (False, True):
+            compiled, parts = compile_part(TestWhyNot.SOURCE, cudagraphs=True, is_backward=is_backward)
+            assert parts == [compiled.current_callable]
+            assert parts[0].serves(1)
+            x = on_gpu(1)
+            assert (parts[0]([x])[0] is x) == (not is_backward)
+
+    def test_one_that_can_not_be_shared(self, compile_part: Any, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level("INFO", "everygpu"):
+            for graphs, is_backward, copies in ((True, True, True), (True, False, False), (False, True, False)):
+                compiled, (part,) = compile_part("torch.cuda.device(1)", cudagraphs=graphs, is_backward=is_backward)
+                assert not part.serves(1)
+                x = on_gpu(1)
+                assert (compiled.current_callable([x])[0] is not x) == copies
+        assert len([r for r in caplog.records if "unknown way" in r.message]) == 1
+
+    def test_one_that_does_nothing(self, compile_part: Any) -> None:
+        _, parts = compile_part("", lambda x: x, cudagraphs=True)
+        assert parts == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "may"),
+    [(inductor(None), False), (inductor("reduce-overhead"), True), (lambda graph, inputs: graph, True)],
+    ids=["launches", "graphs", "unknown"],
+)
+def test_results_are_copied_where_they_may_lie_in_a_graphs_memory(backend: Any, may: bool) -> None:
+    assert Recorder(backend).may_capture == may
+
+
 class TestCopies:
     """Of a backward graph's outputs, when CUDA graphs are used."""
 
