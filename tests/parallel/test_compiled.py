@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import sys
 
 import pytest
 import torch
@@ -210,19 +211,28 @@ class TestWaysBack:
             everygpu.DataParallel(build("cpu"), ["cpu"], engine="fast")
 
     @pytest.mark.parametrize("compiled", [False, True])
-    def test_auto_does_what_the_user_did_and_says_so(self, caplog, compiled):
-        net = torch.compile(build("cpu"), backend="eager") if compiled else build("cpu")
+    def test_auto_does_what_the_user_did_and_says_so(self, devices, caplog, compiled):
+        used = devices(2)
+        net = torch.compile(build(used[0]), backend="eager") if compiled else build(used[0])
         with caplog.at_level(logging.INFO, "everygpu"):
-            model = everygpu.DataParallel(net, ["cpu"] * 2)
+            model = everygpu.DataParallel(net, used)
         assert isinstance(model._workers, CompiledReplicas) == compiled
-        (record,) = [r for r in caplog.records if "engine" in r.message]
-        assert ("went through torch.compile" if compiled else "eagerly") in record.message
+        said = [r.message for r in caplog.records]
+        assert len(said) == (0 if used[0].type == "cpu" else 1)
+        assert all(("are compiled" if compiled else "run eagerly") in line for line in said)
 
-    def test_one_device_has_nothing_to_choose(self, caplog):
-        with caplog.at_level(logging.INFO, "everygpu"):
-            everygpu.DataParallel(build("cpu"), ["cpu"])
-            everygpu.DataParallel(build("cpu"), ["cpu"] * 2, engine="threads")
-        assert not caplog.records
+    def test_auto_says_what_it_chose_for_gpus(self, caplog):
+        module = sys.modules[everygpu.DataParallel.__module__]
+        with caplog.at_level(logging.INFO, "everygpu"), pytest.MonkeyPatch.context() as patch:
+            patch.setitem(vars(module), "parse_devices", lambda ids: [torch.device("cuda", i) for i in ids])
+            patch.setitem(vars(module), "place_module", lambda *args, **options: None)
+            for net in (build("cpu"), torch.compile(build("cpu"), backend="eager")):
+                everygpu.DataParallel(net, [0, 1])
+            everygpu.DataParallel(build("cpu"), [0])
+            everygpu.DataParallel(build("cpu"), [0, 1], engine="threads")
+        plain, compiled = (r.message for r in caplog.records)
+        assert "run eagerly" in plain
+        assert "are compiled" in compiled
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

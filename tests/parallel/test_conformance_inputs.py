@@ -169,7 +169,7 @@ class Late(nn.Linear):
 def test_a35_a_module_that_is_elsewhere_is_moved(devices, caplog):
     devs = devices(2)
     with caplog.at_level(logging.INFO, logger="everygpu"):
-        model = everygpu.DataParallel(Late(3, 2, device="meta"), devs)
+        model = everygpu.DataParallel(Late(3, 2, device="meta"), devs, engine="threads")
     assert [r.levelname for r in caplog.records] == ["INFO"], "one log line"
     assert "meta" in caplog.text
     assert {p.device for p in model.parameters()} == {devs[0]}

@@ -245,7 +245,7 @@ class TestConstruction:
     def test_module_elsewhere_is_moved_with_one_line(self, devices, caplog):
         used = devices(2)
         with caplog.at_level(logging.INFO, logger="everygpu"):
-            model = DataParallel(build("cpu"), used)
+            model = DataParallel(build("cpu"), used, engine="threads")
             model(torch.ones(2, 3))
         assert {p.device for p in model.parameters()} == {used[0]}
         moved = [] if used[0].type == "cpu" else [f"DataParallel: moving the module from cpu to {used[0]}"]

@@ -119,7 +119,7 @@ class DataParallel(nn.Module):
         self.module = module
         place_module(module, self.device_ids[0], "DataParallel", strict=strict_device)
         self.split = settle_split(split, self.device_ids)
-        if engine == "auto" and len(self.device_ids) > 1:
+        if engine == "auto" and len(self.device_ids) > 1 and self.device_ids[0].type != "cpu":
             logger.info('DataParallel: engine="auto": %s', _AUTO[self._is_compiled()])
         self._prepare()
 
