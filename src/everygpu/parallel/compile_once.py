@@ -74,9 +74,10 @@ class CompileOnce:
         copies = captures and is_backward
         reason = why_not(compiled, example_inputs)
         if reason is not None:
-            self._tell(reason)
+            if "cuda" in getattr(compiled, "device_types", ("cuda",)):
+                self._tell(reason)
             parts.append(_Part(None))
-            if copies:
+            if copies and hasattr(compiled, "current_callable"):
                 compiled.current_callable = _copying(compiled.current_callable)
             return compiled
         part = _Part(
