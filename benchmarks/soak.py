@@ -1,12 +1,13 @@
-"""Train for many steps: no hang, no growing memory, finite losses.
+"""Train for many steps: no hang, no growing memory, finite losses, and with TrainStep equal replicas at the end.
 
-python benchmarks/soak.py [--steps 10000] [--replicas 2]     # all GPUs, or replicas on the CPU
+python benchmarks/soak.py [--steps 10000] [--replicas 2] [--train-step]     # all GPUs, or replicas on the CPU
 """
 
 import argparse
 import json
 import resource
 import time
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -25,8 +26,39 @@ class Net(nn.Module):
             nn.BatchNorm2d(64), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(64, 10),
         )  # fmt: skip
 
+        self.checks = False
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.checks:  # bits of every parameter, added up: one number per replica
+            return sum(p.view(torch.int32).sum() for p in self.parameters())
         return self.body(x)
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, target) if output.is_floating_point() else output.double().mean()
+
+
+def make_step(model: everygpu.DataParallel, *, whole: bool) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    if whole:
+        return everygpu.TrainStep(model, loss_of, optimizer)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def check_replicas(step: everygpu.TrainStep, x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Tell whether all replicas' parameters are equal, bit for bit."""
+    step.model.module.checks = True
+    sums = set(step.evaluate(x, y).output.tolist())
+    print(f"replicas' checksums: {sorted(sums)}")
+    return len(sums) == 1
 
 
 def used_bytes(devices: list[torch.device]) -> list[int]:
@@ -39,22 +71,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--replicas", type=int, help="replicas on the CPU, instead of all GPUs")
+    parser.add_argument("--train-step", action="store_true", help="with TrainStep, in place of the usual loop")
     options = parser.parse_args()
     print(json.dumps(describe_machine()))
 
     everygpu.seed_all(0)
     model = everygpu.DataParallel(Net(), ["cpu"] * options.replicas if options.replicas else None)
     devices = model.device_ids
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    step = make_step(model, whole=options.train_step)
     x, y = torch.randn(64, 3, 32, 32, device=devices[0]), torch.randint(0, 10, (64,), device=devices[0])
     warm: list[int] = []
     start = time.perf_counter()
     for i in range(options.steps):
         rows = 64 if i % 7 else 61
-        loss = nn.functional.cross_entropy(model(x[:rows]), y[:rows])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        loss = step(x[:rows], y[:rows])
         if i == options.steps // 10:
             warm = used_bytes(devices)
         if (i + 1) % max(1, options.steps // 10) == 0:
@@ -64,6 +94,8 @@ def main() -> None:
             )
     growth = [now - before for before, now in zip(warm, used_bytes(devices))]
     print(f"growth since step {options.steps // 10}: {growth} bytes (host, then GPUs)")
+    if options.train_step and not check_replicas(step, x, y):
+        raise SystemExit("replicas differ")
     if not torch.isfinite(loss) or max(growth) >= 64 * 2**20:
         raise SystemExit("the loss is not finite, or memory grew")
 

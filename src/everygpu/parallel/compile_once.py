@@ -106,9 +106,11 @@ def inductor(mode: str | None) -> CompileOnce:
     return CompileOnce(torch._TorchCompileInductorWrapper(mode, None, False).config)  # type: ignore[no-untyped-call]
 
 
-def compiling_once(backend: Backend) -> Backend:
-    """Replace torch's own backend by ours with the same options; others stay as they are."""
-    return CompileOnce(backend.config) if isinstance(backend, torch._TorchCompileInductorWrapper) else backend
+def compiling_once(backend: Backend, *, cuda_graphs: bool) -> Backend:
+    """Replace torch's own backend by ours with the same options, perhaps without CUDA graphs; others stay."""
+    if not isinstance(backend, torch._TorchCompileInductorWrapper):
+        return backend
+    return CompileOnce(backend.config if cuda_graphs else {**backend.config, "triton.cudagraphs": False})
 
 
 class Portable:

@@ -36,10 +36,11 @@ class CompiledReplicas:
         module: The user's module; where it went through ``torch.compile``, replicas are compiled with the same
             options, else for the least overhead.
         workers: Run the replicas where compiling doesn't pay off or fails.
+        cuda_graphs: Let torch make CUDA graphs of them.
     """
 
-    def __init__(self, module: nn.Module, workers: Workers) -> None:
-        self._compile, self._recorder = _compiler_of(module)
+    def __init__(self, module: nn.Module, workers: Workers, *, cuda_graphs: bool = True) -> None:
+        self._compile, self._recorder = _compiler_of(module, cuda_graphs=cuda_graphs)
         self._workers = workers
         self._compiled: dict[int, tuple[nn.Module, Callable[..., Any]]] = {}
         self._signatures: set[Any] = set()
@@ -113,15 +114,16 @@ def _can_share(calls: Sequence[Call]) -> bool:
     return len(calls) > 1 and len({_signature(call) for call in calls}) == 1
 
 
-def _compiler_of(module: nn.Module) -> tuple[Compiler, Recorder]:
+def _compiler_of(module: nn.Module, *, cuda_graphs: bool) -> tuple[Compiler, Recorder]:
     if wrapped_child(module) == "_orig_mod":
         context: Any = module.dynamo_ctx
         found, options = backend_of(context), {"dynamic": context._dynamic, "fullgraph": context.fullgraph}
         if found is None:
             return context, Recorder(inductor(None))
-        backend = compiling_once(found)
+        backend = compiling_once(found, cuda_graphs=cuda_graphs)
     else:
-        backend, options = inductor("reduce-overhead" if torch.cuda.is_available() else None), {"dynamic": False}
+        mode = "reduce-overhead" if cuda_graphs and torch.cuda.is_available() else None
+        backend, options = inductor(mode), {"dynamic": False}
     recorder = Recorder(backend)
     return lambda function: torch.compile(function, backend=recorder, **options), recorder
 

@@ -119,6 +119,7 @@ class DataParallel(nn.Module):
         self.module = module
         place_module(module, self.device_ids[0], "DataParallel", strict=strict_device)
         self.split = settle_split(split, self.device_ids)
+        self._makes_graphs = True
         if engine == "auto" and len(self.device_ids) > 1 and self.device_ids[0].type != "cpu":
             logger.info('DataParallel: engine="auto": %s', _AUTO[self._is_compiled()])
         self._prepare()
@@ -135,7 +136,9 @@ class DataParallel(nn.Module):
 
     def _make_workers(self) -> Workers | CompiledReplicas:
         workers = Workers(len(self.device_ids) - 1)
-        return CompiledReplicas(self.module, workers) if self._is_compiled() else workers
+        if not self._is_compiled():
+            return workers
+        return CompiledReplicas(self.module, workers, cuda_graphs=self._makes_graphs)
 
     def _is_compiled(self) -> bool:
         return wrapped_child(self.module) == "_orig_mod" if self.engine == "auto" else self.engine == "compile"
@@ -235,6 +238,12 @@ class DataParallel(nn.Module):
                 yield
             finally:
                 _running.reset(token)
+
+    def make_graphs(self, is_wanted: bool) -> None:
+        """Let compiled replicas make CUDA graphs, or not: one of a whole step can't have others in it."""
+        if is_wanted is not self._makes_graphs and isinstance(self._workers, CompiledReplicas):
+            self._makes_graphs = is_wanted
+            self.release()
 
     def release(self) -> None:
         """Give up the replicas, their memory and their threads; the next forward makes new ones."""

@@ -49,6 +49,9 @@ class Recordable(Protocol):
     def try_otherwise(self) -> bool:
         """After a failure, tell whether another way of recording is left, and take it."""
 
+    def give_up(self) -> None:
+        """Take note that steps run as they are from now on."""
+
     def begin(self, recorded: Any) -> bool:
         """Prepare for a launch; False when this step has to run as it is."""
 
@@ -183,6 +186,7 @@ class Capture:
     def _give_up(self, reason: str) -> None:
         self._given_up = True
         self.forget()
+        self._step.give_up()
         if self._must:
             raise CaptureError(
                 f"TrainStep: the step must be recordable under capture=True, but {reason}. "

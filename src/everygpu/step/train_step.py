@@ -300,6 +300,9 @@ class RecordableStep:
         overlapped, self._overlaps = self._overlaps, False
         return overlapped and self._updates_at_once()
 
+    def give_up(self) -> None:
+        self._step.model.make_graphs(True)
+
     def begin(self, recorded: _Recorded) -> bool:
         if not self._holder.is_ready():
             return False
@@ -369,6 +372,7 @@ def _make_capture(step: TrainStep, holder: Holder, *, must: bool) -> Capture | N
         return None
     roots = [step.model.module, *([step.loss] if isinstance(step.loss, nn.Module) else [])]
     model = step.model
+    model.make_graphs(False)
     route = Route(devices=tuple(model.device_ids), dim=model.dim, split=model.split)
     return Capture(RecordableStep(step, holder), roots, route, must=must)
 
