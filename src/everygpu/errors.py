@@ -8,6 +8,7 @@
     ├── SplitError (ValueError)               the batch can't be cut into shards
     ├── GatherError (ValueError)              the replicas' outputs can't be joined
     ├── OptimizerError (TypeError)            what was passed as the optimizer can't be used so
+    ├── CaptureError (RuntimeError)           a training step can't be recorded, though it must
     ├── LossError (ValueError)                what the loss returned can't be trained on
     ├── ReplicaError (RuntimeError)           names the replica an exception came from
     ├── WorkerError (RuntimeError)            a worker process of the loader died

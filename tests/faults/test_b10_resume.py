@@ -110,7 +110,8 @@ def test_b10_killed_again_and_again(tmp_path: Path, num_replicas: int) -> None:
     for attempt in range(60):
         child = fork(partial(go_on, tmp_path / "killed", tmp_path / "log", num_replicas, attempt % 2))
         if kills < 10:
-            time.sleep(chance.uniform(0.02, 0.09))
+            wait_for_a_line(tmp_path / "log", child)
+            time.sleep(chance.uniform(0, 0.01))
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)  # with its DataLoader's workers, as when a job is cancelled
         if end_of(child) == 0:
@@ -123,6 +124,15 @@ def test_b10_killed_again_and_again(tmp_path: Path, num_replicas: int) -> None:
         seen[step].add(line)
     assert kills >= 3, "hardly a run was killed: the test shows nothing"
     assert seen == {step: {line} for step, line in expected.items()}
+
+
+def wait_for_a_line(log: Path, child: int) -> None:
+    """Wait until a run has gone on by a step, however fast this machine is today; or has ended."""
+    before = log.stat().st_size if log.exists() else 0
+    while not os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        if log.exists() and log.stat().st_size > before:
+            return
+        time.sleep(0.001)
 
 
 def end_of(child: int) -> int:

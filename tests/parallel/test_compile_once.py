@@ -160,16 +160,19 @@ class TestBackend:
     def test_torchs_own_is_replaced_with_its_options(self) -> None:
         found = backend_of(torch.compile(nn.Linear(2, 2), mode="reduce-overhead").dynamo_ctx)
         assert found is not None
-        backend = compiling_once(found)
+        backend = compiling_once(found, cuda_graphs=True)
         assert isinstance(backend, CompileOnce)
         assert backend.uses_cuda_graphs
         assert not inductor(None).uses_cuda_graphs
+        without = compiling_once(found, cuda_graphs=False)
+        assert isinstance(without, CompileOnce)
+        assert not without.uses_cuda_graphs
 
     def test_any_other_stays(self) -> None:
         def mine(graph: Any, inputs: Any) -> Any:
             return graph
 
-        assert compiling_once(mine) is mine
+        assert compiling_once(mine, cuda_graphs=False) is mine
 
     def test_on_the_cpu_it_is_torchs(self, caplog: pytest.LogCaptureFixture) -> None:
         torch.compiler.reset()

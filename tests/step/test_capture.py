@@ -3,7 +3,7 @@
 import copy
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -66,7 +66,7 @@ def batches(num: int, device: torch.device, rows: int = 12, *, ignore: bool = Tr
     return found
 
 
-def train(net: nn.Module, used: list[torch.device], data: list[Batch], make: Any, **options: Any) -> Any:
+def train(net: nn.Module, used: list[torch.device], data: Iterable[Batch], make: Any, **options: Any) -> Any:
     """Train with and without recording; return the losses and the step."""
     optimizer = make([p for p in net.parameters() if p.requires_grad])
     loss = options.pop("loss", F.cross_entropy)
@@ -204,6 +204,17 @@ def test_batches_of_other_shapes_and_places(gpus: Devices) -> None:
     plain, _ = train(nets[0], used, data, OPTIMIZERS["SGD"], capture=False)
     recorded, step = train(nets[1], used, data, OPTIMIZERS["SGD"])
     assert num_recordings(step) == 3
+    torch.testing.assert_close(recorded, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_recording_while_batches_are_on_their_way(gpus: Devices) -> None:
+    used = gpus(8)
+    home, rows = torch.device("cpu"), 4096
+    nets = [Net().to(used[0]) for _ in range(2)]
+    plain, _ = train(nets[0], used, batches(20, home, rows), OPTIMIZERS["SGD"], capture=False)
+    fed = everygpu.Feeder(batches(20, home, rows), used)
+    recorded, step = train(nets[1], used, fed, OPTIMIZERS["SGD"])
+    assert num_recordings(step) == 1
     torch.testing.assert_close(recorded, plain, rtol=1e-4, atol=1e-5)
 
 

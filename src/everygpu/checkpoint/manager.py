@@ -4,6 +4,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +15,7 @@ from everygpu.checkpoint.load import load
 from everygpu.checkpoint.lock import hold_lock
 from everygpu.checkpoint.manifest import MANIFEST_FILE
 from everygpu.checkpoint.run_directory import Mode, find_best, list_saved, next_place, recover, rotate, step_path
-from everygpu.checkpoint.save import Taken, take, write_checkpoint
+from everygpu.checkpoint.save import Taken, take, with_generators, write_checkpoint
 from everygpu.checkpoint.snapshot import Snapshot, SnapshotMemory
 from everygpu.errors import CheckpointError, CheckpointForeignError, OptionError
 
@@ -92,9 +93,11 @@ class CheckpointManager:
         path, numbers = step_path(self.directory, step), _finite(metrics or {})
         if self.asynchronous:
             snapshot = self._memory.copy(taken)
+            # Last, while GPUs are copying: long lists of numbers.
+            snapshot = replace(snapshot, taken=with_generators(snapshot.taken))
             self._background.start(partial(self._write_snapshot, snapshot, step, numbers))
         else:
-            self._write(taken, step, numbers)
+            self._write(with_generators(taken), step, numbers)
         return path
 
     def load(self, step: int | None = None, **what: Any) -> dict[str, Any]:

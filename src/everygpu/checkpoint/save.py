@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +68,16 @@ def save(
         CheckpointBusyError: somebody else is saving to the path; theirs goes on.
         CheckpointError: writing failed; the old checkpoint is untouched.
     """
-    return write_checkpoint(Path(path), take(model, optimizer, scheduler, extras))
+    return write_checkpoint(Path(path), with_generators(take(model, optimizer, scheduler, extras)))
+
+
+def with_generators(taken: Taken) -> Taken:
+    """Add the states of the random generators, as they are now."""
+    return replace(taken, state={**taken.state, "rng": encode(take_rng_states(), "rng", {})})
 
 
 def take(model: object, optimizer: object, scheduler: object, extras: Mapping[str, object]) -> Taken:
-    """Collect the state of everything, without copying tensors.
+    """Collect the state of everything but the random generators, without copying tensors.
 
     Raises:
         CheckpointContentError: a value has no place in a checkpoint.
@@ -80,7 +85,7 @@ def take(model: object, optimizer: object, scheduler: object, extras: Mapping[st
     _check_sources(model, {"optimizer": optimizer, "scheduler": scheduler}, extras)
     tensors: dict[str, dict[str, Tensor]] = {files.MODEL_TENSORS: {}, files.OPTIMIZER_TENSORS: {}}
     rest: dict[str, Tensor] = {}
-    state: dict[str, Json] = {"extras": {}, "rng": encode(take_rng_states(), "rng", rest)}
+    state: dict[str, Json] = {"extras": {}}
     if model is not None:
         state["model"] = _encode_part(model, "", tensors[files.MODEL_TENSORS])
     if optimizer is not None:

@@ -1,6 +1,8 @@
 """Transfers by plain copies: on the CPU, and over peer access or host memory between GPUs."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -19,8 +21,28 @@ def fill(target: Tensor, source: Tensor) -> None:
 
 def broadcast(source: Tensor, targets: Sequence[Tensor]) -> None:
     """Copy one buffer into each of the others."""
-    for target in targets:
-        fill(target, source)
+    for index, target in enumerate(targets):
+        with _beside(source, index):
+            fill(target, source)
+
+
+@functools.cache
+def _stream_beside(device: torch.device, index: int) -> torch.cuda.Stream:
+    # The same ones every time: torch has 32, and then hands out those that others use.
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _beside(source: Tensor, index: int) -> Iterator[None]:
+    """In a CUDA graph, queue a copy from a GPU beside what comes next there; who uses the target waits for it."""
+    if not (source.is_cuda and torch.cuda.is_current_stream_capturing()):
+        yield
+        return
+    stream = _stream_beside(source.device, index)
+    stream.wait_stream(torch.cuda.current_stream(source.device))
+    with torch.cuda.stream(stream):
+        yield
+    source.record_stream(stream)
 
 
 def reduce(sources: Sequence[Tensor], device: torch.device) -> Tensor:

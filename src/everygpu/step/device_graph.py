@@ -38,8 +38,7 @@ class DeviceGraph:
         self._devices = list(devices)
         self._graph = torch.cuda.CUDAGraph()
         self._pool: Any = torch.cuda.graph_pool_handle()
-        self._random: list[_RandomState] | None = None
-        self._is_done = False
+        self._random: list[_RandomState] = []
 
     def record(self, function: Callable[[], T]) -> T:
         """Call a function; what it queues on the devices is recorded, and not run.
@@ -63,23 +62,21 @@ class DeviceGraph:
                 self._abandon()
                 raise
             self._end()
-        self._is_done = True
-        release = weakref.finalize(self, _release, self._graph, self._devices[1:], self._pool)
+        release = weakref.finalize(self, _release, self._graph, self._devices, self._pool)
         release.atexit = False
         return result
 
     def replay(self) -> None:
         """Queue the work: after what is queued on the devices' current streams, and before what will be."""
         home, *others = [torch.cuda.current_stream(d) for d in self._devices]
-        for state in self._random or ():
+        for state in self._random:
             state.fill()
         for stream in others:
             home.wait_stream(stream)
         self._graph.replay()
         for stream in others:
             stream.wait_stream(home)
-        if self._random:
-            self._random = [state for state in self._random if state.is_used()]
+        self._random = [state for state in self._random if state.is_used()]
 
     def _begin(self) -> None:
         for d in self._devices[1:]:
@@ -176,9 +173,12 @@ def return_memory(devices: Sequence[torch.device]) -> None:
     torch.cuda.empty_cache()
 
 
-def _release(graph: Any, others: Sequence[torch.device], pool: Any) -> None:
+def _release(graph: Any, devices: Sequence[torch.device], pool: Any) -> None:
+    # Freeing memory, CUDA doesn't wait for what other GPUs still write to it.
+    for d in devices:
+        torch.cuda.synchronize(d)
     graph.reset()
-    _release_pools(others, pool)
+    _release_pools(devices[1:], pool)
 
 
 def _release_pools(devices: Sequence[torch.device], pool: Any) -> None:
