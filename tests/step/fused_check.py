@@ -8,8 +8,10 @@ from torch import nn
 
 from everygpu import ShardedOptimizer
 from everygpu.step.arena import Arena
+from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.fused import FusedUpdate, has_kernel
 from everygpu.step.shards import Shards
+from everygpu.step.update import clip_factor
 
 OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.3, betas=(0.8, 0.999)),
@@ -87,9 +89,59 @@ def check(name, num_devices, *, is_reduced):
                 torch.testing.assert_close(ours[index][key], value, rtol=1e-5, atol=1e-6)
 
 
+def set_grads(tensors, step):
+    """Gradients as a backward leaves them: memory of their own, one laid out in another way, some missing."""
+    for i, t in enumerate(tensors):
+        grad = torch.randn(t.shape)
+        t.grad = grad.T.contiguous().T if i == 3 else grad
+        if i == 4 and step % 2:
+            t.grad = None
+
+
+def check_in_place(name, num_devices, clip_norm):
+    """Gradients read where they are, as in recorded steps: with and without clipping, which adds them up first."""
+    plain, stock = make(name)
+    params, optimizer = make(name)
+    arena = Arena(params, [torch.device("cpu")] * num_devices)
+    shards = Shards(optimizer, params, arena.plans, arena.chunks(arena.values), arena.chunks(arena.grads))
+    ShardedOptimizer(optimizer, arena.devices).attach(params, shards)
+    fused = FusedUpdate(optimizer, arena, shards)
+    for step in range(4):
+        touched = {i for i in range(len(params)) if not (i == 4 and step % 2 and num_devices == 1)}
+        update = EarlyUpdate(arena, fused, fused.prepare(touched), overlaps=False)
+        with update.watching():
+            set_grads(arena.params, step)
+            for twins in arena.twins:
+                set_grads(twins, step=0)
+            for i, q in enumerate(plain):
+                found = [t.grad for t in (arena.params[i], *(twins[i] for twins in arena.twins)) if t.grad is not None]
+                q.grad = sum(found) if found else None
+        assert update.touched() == touched
+        update.settle()
+        chunks = list(itertools.product(range(len(arena.plans)), range(num_devices)))
+        if clip_norm is None:
+            for b, me in chunks:
+                update._update(b, me)
+        else:
+            for b, me in chunks:
+                update._reduce(b, me)
+            norm = fused.norm_of_reduced()
+            torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain, clip_norm))
+            for b, me in chunks:
+                fused.launch_bucket(b, me, update.rows, factor=clip_factor(norm, clip_norm), is_reduced=True)
+        fused.finish(touched)
+        stock.step()
+        for p, q in zip(params, plain):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+        for first, *others in arena.values:
+            assert all(other.equal(first) for other in others), "replicas differ"
+
+
 if __name__ == "__main__":
     for name, num_devices in itertools.product(OPTIMIZERS, (1, 2, 3)):
         for is_reduced in (False, True):
             check(name, num_devices, is_reduced=is_reduced)
+        for clip_norm in (None, 0.1, 1e9):
+            check_in_place(name, num_devices, clip_norm)
         print(name, num_devices, "as torch")
     sys.stdout.flush()

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from everygpu import comm
 from everygpu.parallel.thread_state import queueing_on
 from everygpu.step.arena import Arena
 from everygpu.step.flat import BLOCK_NUMEL, Slot
-from everygpu.step.fused import FusedUpdate, Rows
+from everygpu.step.fused import FusedUpdate, Rows, meet
+from everygpu.step.update import clip_factor
 
 ALIGNMENT_BYTES = 16
 """Of what the kernels load at a time."""
@@ -76,23 +78,55 @@ class EarlyUpdate:
         """Return the parameters that got a gradient, on any device."""
         return set().union(*self._grads)
 
-    def launch(self) -> None:
-        """Queue the kernels, and have the devices' current streams wait for them."""
+    def launch(self, clip_norm: float | None = None) -> Tensor | None:
+        """Queue the kernels, and have the devices' current streams wait for them.
+
+        Args:
+            clip_norm: The largest norm that the gradient may have; longer ones are scaled down.
+        Returns:
+            The norm before that, shape (), if it had to be known.
+        """
+        if clip_norm is None:
+            self._launch_on_buckets(self._update)
+            return None
+        # What can begin early is adding up: before the first update the last gradient must be known.
+        self._launch_on_buckets(self._reduce)
+        meet(self._arena.devices)
+        norm = self._fused.norm_of_reduced()
+        factor = clip_factor(norm, clip_norm)
+        for me, d in enumerate(self._arena.devices):
+            scale = comm.copy(factor, d)
+            with queueing_on(d):
+                for b in self._used_buckets():
+                    self._fused.launch_bucket(b, me, self.rows, factor=scale, is_reduced=True)
+        meet(self._arena.devices)
+        return norm
+
+    def _update(self, b: int, me: int) -> None:
+        grads, one = self._sources[me][b], self._fused.one(me)
+        self._fused.launch_bucket(b, me, self.rows, factor=one, is_reduced=False, grads=grads)
+
+    def _reduce(self, b: int, me: int) -> None:
+        self._fused.reduce_bucket(b, me, self.rows, self._sources[me][b])
+
+    def _used_buckets(self) -> list[int]:
+        plans = enumerate(self._arena.plans)
+        return [b for b, plan in plans if any(slot.index in self.rows.row_of for slot in plan.slots)]
+
+    def _launch_on_buckets(self, launch: Callable[[int, int], None]) -> None:
+        """Have each device do something with its chunk of each bucket, when all have the bucket's gradients."""
         devices = self._arena.devices
         streams = [update_stream(d) for d in devices]
         now = [torch.cuda.current_stream(d).record_event() for d in devices]
         for stream in streams:
             stream.wait_event(now[0])
-        for b, plan in enumerate(self._arena.plans):
-            if not any(slot.index in self.rows.row_of for slot in plan.slots):
-                continue
+        for b in self._used_buckets():
             ready = [self._ready.get((b, j), now[j]) for j in range(len(devices))]
             for me, (d, stream) in enumerate(zip(devices, streams)):
                 for event in ready:
                     stream.wait_event(event)
                 with queueing_on(d, stream):
-                    grads = self._sources[me][b]
-                    self._fused.launch_bucket(b, me, self.rows, factor=1.0, is_reduced=False, grads=grads)
+                    launch(b, me)
         for d in devices:
             for stream in streams:
                 torch.cuda.current_stream(d).wait_stream(stream)

@@ -72,6 +72,9 @@ class _Device:
     """For each bucket, one chunk for each name in ``STATES``."""
     addresses: list[list[int]]
     """Of the states' chunks: asking each would take longer than comparing."""
+    squares: list[Tensor]
+    """For each bucket, the sum of the squares of each block's gradients, where these are added up first."""
+    one: Tensor
     options: Tensor
     """Shape (parameters, columns): rows of options, as many as there are different ones."""
 
@@ -143,21 +146,44 @@ class FusedUpdate:
 
     def launch(self, rows: Rows, *, factor: float, is_reduced: bool) -> None:
         """Queue the kernels; this alone may be part of a CUDA graph. See ``run``."""
-        _meet(self._arena.devices)
+        meet(self._arena.devices)
         for me, d in enumerate(self._devices):
             with queueing_on(d.device):
+                scale = d.one if factor == 1 else torch.full((), factor, device=d.device)
                 for b in range(len(self._arena.plans)):
-                    self.launch_bucket(b, me, rows, factor=factor, is_reduced=is_reduced)
-        _meet(self._arena.devices)
+                    self.launch_bucket(b, me, rows, factor=scale, is_reduced=is_reduced)
+        meet(self._arena.devices)
+
+    def reduce_bucket(self, b: int, me: int, rows: Rows, grads: Tensor) -> None:
+        """Queue the addition of one device's chunk to where ``is_reduced`` has it looked for; see ``launch_bucket``."""
+        from everygpu.step import kernels  # needs Triton, which not every machine has
+
+        d = self._devices[me]
+        target = self._arena.chunks(self._arena.grads)[b][me]
+        kernels.run_reduce(grads, target, d.squares[b], rows.blocks[me][b], d.lengths[b], me=me)
+
+    def norm_of_reduced(self) -> Tensor:
+        """Return the norm of all that ``reduce_bucket`` has added up, as one vector; shape (), on the first device.
+
+        All devices must have met since.
+        """
+        home = self._devices[0].device
+        squares = [comm.copy(torch.stack([s.sum() for s in d.squares]).sum(), home) for d in self._devices]
+        return torch.stack(squares).sum().sqrt()
+
+    def one(self, me: int) -> Tensor:
+        """Return the factor that changes nothing, on a device."""
+        return self._devices[me].one
 
     def launch_bucket(
-        self, b: int, me: int, rows: Rows, *, factor: float, is_reduced: bool, grads: Tensor | None = None
+        self, b: int, me: int, rows: Rows, *, factor: Tensor, is_reduced: bool, grads: Tensor | None = None
     ) -> None:
         """Queue one device's part of one bucket on its current stream.
 
         All devices' gradients must be there, and all devices be done with the parameters.
 
         Args:
+            factor: Shape (), on the device.
             grads: Where the gradients are, if not in the arena: for each device the addresses of the chunk's blocks.
         """
         from everygpu.step import kernels  # needs Triton, which not every machine has
@@ -191,6 +217,8 @@ class FusedUpdate:
             values=[_addresses(bucket, device) for bucket in arena.values],
             grads=[_block_addresses(bucket, me, plan) for bucket, plan in zip(arena.grads, arena.plans)],
             own_grads=[_block_addresses([bucket[me]], me, plan) for bucket, plan in zip(arena.grads, arena.plans)],
+            squares=[torch.zeros(plan.chunk_numel // BLOCK_NUMEL, device=device) for plan in arena.plans],
+            one=torch.ones((), device=device),
             lengths=[_block_lengths(plan, me).to(device) for plan in arena.plans],
             states=states,
             addresses=[[chunk.data_ptr() for chunk in chunks] for chunks in states],
@@ -342,7 +370,7 @@ def _addresses(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)
 
 
-def _meet(devices: Sequence[torch.device]) -> None:
+def meet(devices: Sequence[torch.device]) -> None:
     """Have all devices' streams wait for each other: the kernels read and write the others' memory."""
     streams = [torch.cuda.current_stream(d) for d in devices if d.type == "cuda"]
     events = [stream.record_event() for stream in streams]

@@ -48,6 +48,26 @@ def _hand_out(values, begin, offsets, new, me, DEVICES: tl.constexpr) -> None:
 
 
 @triton.jit(do_not_specialize=["me"])
+def _reduce(
+    grads,
+    target,
+    squares,
+    rows,
+    lengths,
+    me,
+    SOURCES: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    block = tl.program_id(0)
+    square = 0.0
+    if tl.load(rows + block) >= 0:
+        total = _sum_grads(grads, lengths, block, me, SOURCES, BLOCK)
+        tl.store(target + block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK), total)
+        square = tl.sum(total * total, axis=0)
+    tl.store(squares + block, square)
+
+
+@triton.jit(do_not_specialize=["me"])
 def _adam(
     grads,
     values,
@@ -70,7 +90,7 @@ def _adam(
         offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         options = table + row * COLUMNS
         value = tl.load(_at(values, me) + begin + offsets)
-        grad = _sum_grads(grads, lengths, block, me, SOURCES, BLOCK) * factor * tl.load(options)
+        grad = _sum_grads(grads, lengths, block, me, SOURCES, BLOCK) * tl.load(factor) * tl.load(options)
         grad += tl.load(options + 2) * value
         mean = tl.load(mean_of + offsets)
         square = tl.load(square_of + offsets)
@@ -105,7 +125,7 @@ def _sgd(
         offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         options = table + row * COLUMNS
         value = tl.load(_at(values, me) + begin + offsets)
-        grad = _sum_grads(grads, lengths, block, me, SOURCES, BLOCK) * factor * tl.load(options)
+        grad = _sum_grads(grads, lengths, block, me, SOURCES, BLOCK) * tl.load(factor) * tl.load(options)
         grad += tl.load(options + 1) * value
         momentum = tl.load(options + 2)
         if momentum != 0:
@@ -116,6 +136,26 @@ def _sgd(
         _hand_out(values, begin, offsets, value - tl.load(options + 5) * grad, me, DEVICES)
 
 
+def run_reduce(
+    grads: Tensor,
+    target: Tensor,
+    squares: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    *,
+    me: int,
+) -> None:
+    """Add the gradients of one chunk up, on the current stream of its device; others as for ``run_adam``.
+
+    Args:
+        target: Where the sum goes, shape (numel,), float32.
+        squares: Where the sum of each block's squares goes, shape (blocks,), float32.
+    """
+    _reduce[(rows.numel(),)](
+        grads, target, squares, rows, lengths, me, SOURCES=grads.shape[0], BLOCK=BLOCK_NUMEL
+    )  # fmt: skip
+
+
 def run_adam(
     grads: Tensor,
     values: Tensor,
@@ -124,7 +164,7 @@ def run_adam(
     lengths: Tensor,
     table: Tensor,
     *,
-    factor: float,
+    factor: Tensor,
     begin: int,
     me: int,
 ) -> None:
@@ -138,7 +178,7 @@ def run_adam(
         rows: For each block of the chunk its row in the table, int32; -1 for one to leave alone.
         lengths: For each block how many elements of a parameter are in it, int32.
         table: Options, shape (rows, len(ADAM_COLUMNS)), float32.
-        factor: What the sum of the gradients is multiplied by.
+        factor: What the sum of the gradients is multiplied by; shape (), float32.
         begin: Where the chunk begins in its bucket.
         me: This device's place in ``values``.
     Source:
@@ -159,7 +199,7 @@ def run_sgd(
     lengths: Tensor,
     table: Tensor,
     *,
-    factor: float,
+    factor: Tensor,
     begin: int,
     me: int,
 ) -> None:

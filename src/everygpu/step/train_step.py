@@ -257,6 +257,8 @@ class _Recorded(NamedTuple):
     update: EarlyUpdate | None
     """None where that is left to be done."""
     marks: dict[str, Mark]
+    norm: Tensor | None = None
+    """Of the gradient, where it is clipped."""
 
 
 class RecordableStep:
@@ -291,9 +293,9 @@ class RecordableStep:
             return _Recorded(loss, self._holder.touched(), None, step._stopwatch.marks)
         if update.touched() != set(update.rows.row_of):
             raise OptimizerError("TrainStep: other parameters take part than in the step before.")
-        update.launch()
+        norm = update.launch(step.clip_norm)
         step._stopwatch.mark("update")
-        return _Recorded(loss, update.touched(), update, step._stopwatch.marks)
+        return _Recorded(loss, update.touched(), update, step._stopwatch.marks, norm)
 
     def try_otherwise(self) -> bool:
         # A parameter may be needed in backward after its own gradient is there: then updates have to wait.
@@ -321,11 +323,13 @@ class RecordableStep:
         else:
             self._holder.finish_update(recorded.update.rows)
             self._step._num_steps += 1
+            if recorded.norm is not None:
+                self._step._last_norm = recorded.norm.clone()
         return recorded.loss.clone()
 
     def _updates_at_once(self) -> bool:
         step = self._step
-        return step.accumulate == 1 and step.clip_norm is None and step._scale is None
+        return step.accumulate == 1 and step._scale is None
 
 
 def _check_options(loss: Any, precision: Any, accumulate: Any, clip_norm: Any) -> None:

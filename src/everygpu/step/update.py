@@ -96,10 +96,15 @@ def clip(shares: Sequence[Share], norm: Tensor, max_norm: float) -> None:
     Source:
         ``torch.nn.utils.clip_grads_with_norm_``.
     """
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = clip_factor(norm, max_norm)
     for share in shares:
         if share.grads:
             torch._foreach_mul_(share.grads, comm.copy(factor, share.device))
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """Return what a gradient of some norm is multiplied by; shape ()."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def multiply(shares: Sequence[Share], factor: float) -> None:
