@@ -26,7 +26,10 @@ MAX_RECORDINGS = 4
 """Kinds of batches that are kept recorded at a time: each has the memory of a step."""
 
 MAX_ATTEMPTS = 12
-"""Recordings in all: a model that changes all the time isn't worth more."""
+"""Recordings until one has served for long: a model that changes all the time isn't worth more."""
+
+LONG = 100
+"""Launches."""
 
 logger = logging.getLogger("everygpu")
 
@@ -90,6 +93,7 @@ class Capture:
         self._facts: Any = None
         self._scene: _Scene | None = None
         self._num_attempts = 0
+        self._num_launches = 0
         self._num_unsteady = 0
         self._given_up = False
 
@@ -121,6 +125,9 @@ class Capture:
         spread_seeds(self._route.devices)
         recording.batch.write(batch)
         recording.graph.replay()
+        self._num_launches += 1
+        if self._num_launches % LONG == 0:
+            self._num_attempts = 0
         return self._step.finish(recording.recorded)
 
     def forget(self) -> None:
@@ -165,7 +172,6 @@ class Capture:
         if drew and not isinstance(found, str):
             found = "the step draws random numbers on the host, which a recording would repeat"
         if isinstance(found, str):
-            # A recording that fails has random generators replaced, which other recordings don't know.
             self._give_up(found)
             return None
         self._recordings[key] = found
@@ -179,6 +185,8 @@ class Capture:
             return _Recording(batch=held, graph=graph, recorded=recorded)
         except Exception as error:  # noqa: BLE001 - whatever it is, the step is run as it is
             failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        # Random generators have been replaced: other recordings would draw from those of before.
+        self._recordings.clear()
         # Once more, without the graph of autograd that the exception held.
         return_memory(self._route.devices)
         return failure
