@@ -4,13 +4,18 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-gpu lint clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/digits.py
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=loadfile
+
+# On a machine with two GPUs or more.
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -m "gpu and not alone" --numprocesses=8 --dist=loadfile
+	$(BIN)/python -m pytest -m "gpu and alone"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -19,6 +19,8 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, databas
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 torch.manual_seed(0)  # for what modules make while they are imported
+# One process for each core, by each of the processes that run tests, would be too many; and these graphs are small.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 OPEN_FILES = Path("/proc/self/fd")
 

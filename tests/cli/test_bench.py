@@ -157,6 +157,7 @@ def test_devices(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
+@pytest.mark.alone
 def test_real_rows_are_all_measured(tmp_path):
     num_gpus = min(2, len(find_gpus(1)))
     done = bench("--model", "tiny", "--steps", "3", "--gpus", num_gpus, "--json", tmp_path / "rows.json")

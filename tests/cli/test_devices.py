@@ -248,6 +248,7 @@ def test_this_machine_answers():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_real_devices_in_json():
     records = json.loads(CliRunner().invoke(main, ["devices", "--json"]).stdout)["devices"]
     logical = [record for record in records if record["device"] is not None]
@@ -286,6 +287,7 @@ def wait_until_busy(uuid):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="needs nvidia-smi")
+@pytest.mark.alone
 def test_real_figures_are_those_of_nvidia_smi():
     busy = find_gpus(1)[-1].uuid
     with using(busy, WORK):

@@ -175,6 +175,7 @@ def said(line):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_real_gpu_that_another_process_has_filled_is_passed_over(real_box):
     samples = find_gpus(2)
     (favourite,) = run_real(real_box, "--gpus", "1")
@@ -187,6 +188,7 @@ def test_real_gpu_that_another_process_has_filled_is_passed_over(real_box):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_real_runs_started_together_take_different_gpus(real_box):
     samples = find_gpus(2)
     command = command_of("run", "--gpus", "1", real_box / "stay.py", XDG_RUNTIME_DIR=str(real_box))

@@ -145,6 +145,7 @@ def test_limits_of_this_process_are_looked_at(examine, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_real_machine_is_sound(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     diagnosis = diagnose({})

@@ -205,6 +205,7 @@ def test_real_nvml_knows_power_and_driver():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_real_nvml_agrees_with_torch():
     by_uuid = {sample.uuid: sample for sample in nvml.sample_devices()}
     for index in range(torch.cuda.device_count()):
@@ -218,6 +219,7 @@ def test_real_nvml_agrees_with_torch():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_real_nvml_sees_memory_come_and_go():
     index = torch.cuda.current_device()
     uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"

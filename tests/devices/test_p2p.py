@@ -214,6 +214,7 @@ def test_memory_is_readable_json(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_real_gpus_are_tested_in_seconds(monkeypatch, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     count = torch.cuda.device_count()

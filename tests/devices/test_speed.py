@@ -153,6 +153,7 @@ class TestA36:
         with pytest.raises(OptionError, match="split: must be"):
             everygpu.scatter(torch.ones(4), ["cpu"] * 2, split="auto")
 
+    @pytest.mark.alone
     def test_a36_on_gpus(self, devices):
         used = devices(8)
         model = DataParallel(Mlp(), used, split="auto")
