@@ -16,7 +16,7 @@ from everygpu.devices import spread_seeds
 from everygpu.errors import CaptureError, SplitError
 from everygpu.parallel.layout import Layout, has_hooks
 from everygpu.parallel.mirror import Watch
-from everygpu.step.device_graph import DeviceGraph, return_memory
+from everygpu.step.device_graph import DeviceGraph, is_capturing, return_memory
 from everygpu.step.static_batch import Batch, NotStatic, Route, StaticBatch, describe_batch
 
 NUM_WARM_UPS = 3
@@ -105,7 +105,7 @@ class Capture:
         Raises:
             CaptureError: the step can't be recorded, though it must.
         """
-        if self._given_up or not self._is_as_before():
+        if self._given_up or is_capturing() or not self._is_as_before():
             return None
         try:
             key = describe_batch(batch, self._route)

@@ -20,6 +20,11 @@ def recording_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
+def is_capturing() -> bool:
+    """Tell whether somebody captures a CUDA graph on the current stream, which another can't be part of."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
 class DeviceGraph:
     """One CUDA graph over several GPUs.
 
