@@ -26,7 +26,7 @@ def test_a_model_with_everything_to_train_it(name):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("gpt3", "one of gpt2, resnet50, resnet18, tiny, or module:function, got 'gpt3'"),
+        ("gpt3", "one of gpt2, gpt2-xl, resnet50, resnet18, tiny, or module:function, got 'gpt3'"),
         ("train.py", "For a function bench"),
         (":f", "got ':f'"),
         ("tests.bench.own:", "got 'tests.bench.own:'"),

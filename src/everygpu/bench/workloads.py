@@ -60,6 +60,12 @@ def gpt2() -> tuple[Any, ...]:
     return _language_model(GPT(), rows=16, length=1024, vocabulary=50304)
 
 
+def gpt2_xl() -> tuple[Any, ...]:
+    """1.6B parameters, 4 × 1,024 tokens, AdamW: for what memory each way of training needs."""
+    model = GPT(width=1600, num_blocks=48, num_heads=25)
+    return _language_model(model, rows=4, length=1024, vocabulary=50304)
+
+
 def resnet50() -> tuple[Any, ...]:
     """256 × 3 × 224 × 224, channels last, SGD with momentum."""
     return _image_classifier("resnet50", rows=256, size=224, num_classes=1000)
@@ -77,7 +83,7 @@ def tiny() -> tuple[Any, ...]:
 
 
 MODELS: dict[str, Callable[[], tuple[Any, ...]]] = {
-    "gpt2": gpt2, "resnet50": resnet50, "resnet18": resnet18, "tiny": tiny
+    "gpt2": gpt2, "gpt2-xl": gpt2_xl, "resnet50": resnet50, "resnet18": resnet18, "tiny": tiny
 }  # fmt: skip
 
 

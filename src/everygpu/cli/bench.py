@@ -64,7 +64,7 @@ def compare_ways(
     (torch.nn.DataParallel), ddp, ddp_compiled (DistributedDataParallel), ours, ours_compiled
     (everygpu.DataParallel), step, step_compiled (everygpu.TrainStep). Each runs in a process of its own.
 
-    Models: gpt2, resnet50, resnet18, tiny; or MODULE:FUNCTION of your own: a function without arguments that
+    Models: gpt2, gpt2-xl, resnet50, resnet18, tiny; or MODULE:FUNCTION of your own: a function without arguments that
     returns (model, loss, optimizer, batch), the batch as your DataLoader gives it to one GPU.
     """
     if apart is not None:
