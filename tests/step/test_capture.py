@@ -405,3 +405,34 @@ def test_a_method_s_attributes_are_seen() -> None:
     assert referents(trainer.loss) != before
     assert referents(F.mse_loss) == referents(F.mse_loss)
     assert referents(nn.MSELoss()) == ()
+
+
+class Full(nn.Linear):
+    """Runs out of memory as often as it is told."""
+
+    failures = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.failures:
+            self.failures -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().forward(x)
+
+
+def test_an_evaluation_takes_the_memory_of_recordings() -> None:
+    class Recordings:
+        num = 1
+
+        def forget(self) -> bool:
+            self.num -= 1
+            return self.num >= 0
+
+    net = Full(2, 2)
+    step = everygpu.TrainStep(net, F.mse_loss, torch.optim.SGD(net.parameters()))
+    step._capture = Recordings()  # type: ignore[assignment]
+    x, y = torch.ones(3, 2), torch.zeros(3, 2)
+    net.failures = 1
+    assert step.evaluate(x, y).output.equal(net(x))
+    net.failures = 1
+    with pytest.raises(torch.OutOfMemoryError):
+        step.evaluate(x, y)

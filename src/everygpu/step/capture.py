@@ -130,10 +130,12 @@ class Capture:
             self._num_attempts = 0
         return self._step.finish(recording.recorded)
 
-    def forget(self) -> None:
-        """Drop all recordings, with their memory."""
+    def forget(self) -> bool:
+        """Drop all recordings, with their memory; tell whether there were any."""
+        had_some = bool(self._recordings)
         self._recordings.clear()
         self._counts.clear()
+        return had_some
 
     def _is_as_before(self) -> bool:
         """Tell whether recordings still hold, and drop them if not."""

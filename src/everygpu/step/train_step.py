@@ -150,8 +150,13 @@ class TrainStep:
         self._holder.prepare()
         with _evaluating(self.model), torch.no_grad():
             batch = _as_batch(inputs, targets, kwargs, with_loss=self.loss is not None)
-            loss, output = self._compute(batch)
-        return Evaluation(loss, output)
+            try:
+                return Evaluation(*self._compute(batch))
+            except torch.OutOfMemoryError:
+                # Recordings hold the memory of a step each; they can be made again.
+                if self._capture is None or not self._capture.forget():
+                    raise
+            return Evaluation(*self._compute(batch))
 
     def refresh(self) -> None:
         """Send the parameters to all devices, after a write that torch doesn't count, such as ``p.data.clamp_()``."""
