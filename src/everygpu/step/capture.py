@@ -187,8 +187,8 @@ class Capture:
             return _Recording(batch=held, graph=graph, recorded=recorded)
         except Exception as error:  # noqa: BLE001 - whatever it is, the step is run as it is
             failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        # Random generators have been replaced: other recordings would draw from those of before.
-        self._recordings.clear()
+        if graph.has_replaced_generators:
+            self._recordings.clear()
         # Once more, without the graph of autograd that the exception held.
         return_memory(self._route.devices)
         return failure

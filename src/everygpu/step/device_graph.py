@@ -44,6 +44,8 @@ class DeviceGraph:
         self._graph = torch.cuda.CUDAGraph()
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._random: list[_RandomState] = []
+        self.has_replaced_generators = False
+        """A recording that failed left torch's random generators in pieces: graphs of before have the old ones."""
 
     def record(self, function: Callable[[], T]) -> T:
         """Call a function; what it queues on the devices is recorded, and not run.
@@ -54,7 +56,7 @@ class DeviceGraph:
             What the function returned; its tensors have their values after each ``replay``.
         Raises:
             Exception: the function's, or CUDA's where something can't be recorded. Memory is returned, and random
-                generators are as before; other graphs must not be replayed hereafter.
+                generators are as before; see ``has_replaced_generators``.
         """
         self._random = [_RandomState(d) for d in self._devices[1:]]
         return_memory(self._devices)
@@ -109,17 +111,25 @@ class DeviceGraph:
 
     def _abandon(self) -> None:
         """Leave everything as it was before the recording, which CUDA may have declared invalid."""
-        with contextlib.suppress(RuntimeError):
+        try:
+            self._join()
             self._graph.capture_end()
+        except RuntimeError:
+            with contextlib.suppress(RuntimeError):
+                self._graph.capture_end()  # or the stream would go on capturing
+            self._replace_generators()
         self._stop_allocating(self._devices)
-        for d in self._devices:
-            # Generators that torch would take for recording still.
-            generator = torch.cuda.default_generators[d.index]
-            generator.graphsafe_set_state(generator.clone_state())
         with contextlib.suppress(RuntimeError):
             self._graph.reset()
         _release_pools(self._devices[1:], self._pool)
         return_memory(self._devices)
+
+    def _replace_generators(self) -> None:
+        """Have generators that torch doesn't take for recording still."""
+        for d in self._devices:
+            generator = torch.cuda.default_generators[d.index]
+            generator.graphsafe_set_state(generator.clone_state())
+        self.has_replaced_generators = True
 
     def _stop_allocating(self, devices: Sequence[torch.device]) -> None:
         for d in devices:
