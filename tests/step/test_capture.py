@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import everygpu
 from everygpu.errors import CaptureError, OptionError
 from everygpu.step.capture import NUM_WARM_UPS, referents
+from tests.step import tape
 
 Devices = Callable[[int], list[torch.device]]
 Batch = tuple[Tensor, Tensor]
@@ -45,14 +46,26 @@ class Net(nn.Module):
         return self.last(self.dropout(self.norm(self.first(x))).tanh() * self.frozen)
 
 
-@pytest.fixture
-def gpus(devices: Devices) -> Iterator[Devices]:
-    """``devices``, where there are CUDA graphs; afterwards torch warns about nothing more than before."""
-    if devices(2)[0].type != "cuda":
-        pytest.skip("there are CUDA graphs on GPUs only")
+@pytest.fixture(params=["fused", "unfused"])
+def recording(request: pytest.FixtureRequest, devices: Devices, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
+    """``devices`` that steps are recorded on: GPUs, or CPU replicas, where CUDA graphs are acted out."""
+    is_fused = request.param == "fused"
+    if devices(2)[0].type == "cpu":
+        tape.install(monkeypatch, fused=is_fused)
+        yield devices
+        return
+    if not is_fused:
+        monkeypatch.setattr("everygpu.step.holders.can_fuse", lambda *_: False)
     torch.cuda.manual_seed_all(0)
     yield devices
     torch.cuda.synchronize()
+
+
+@pytest.fixture
+def gpus(devices: Devices) -> Devices:
+    if devices(2)[0].type != "cuda":
+        pytest.skip("there is memory of GPUs only on GPUs")
+    return devices
 
 
 def batches(num: int, device: torch.device, rows: int = 12, *, ignore: bool = True) -> list[Batch]:
@@ -93,8 +106,8 @@ def assert_replicas_equal(step: everygpu.TrainStep) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 8])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_recorded_steps_are_the_same(gpus: Devices, name: str, count: int) -> None:
-    used = gpus(count)
+def test_recorded_steps_are_the_same(recording: Devices, name: str, count: int) -> None:
+    used = recording(count)
     data = batches(30, used[0])
     nets = [Net().to(used[0]) for _ in range(2)]
     plain, _ = train(nets[0], used, data, OPTIMIZERS[name], capture=False)
@@ -118,8 +131,8 @@ def test_recorded_steps_are_the_same(gpus: Devices, name: str, count: int) -> No
     ],
     ids=str,
 )
-def test_with_every_option(gpus: Devices, options: dict[str, Any]) -> None:
-    used = gpus(2)
+def test_with_every_option(recording: Devices, options: dict[str, Any]) -> None:
+    used = recording(2)
     data = batches(30, used[0])
     nets = [Net().to(used[0]) for _ in range(2)]
     plain, _ = train(nets[0], used, data, OPTIMIZERS["AdamW"], capture=False, **options)
@@ -131,8 +144,8 @@ def test_with_every_option(gpus: Devices, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
-def test_dropout_draws_the_same_numbers(gpus: Devices, count: int) -> None:
-    used = gpus(count)
+def test_dropout_draws_the_same_numbers(recording: Devices, count: int) -> None:
+    used = recording(count)
     data = batches(40, used[0])
     found = []
     for capture in (False, "auto"):
@@ -145,8 +158,8 @@ def test_dropout_draws_the_same_numbers(gpus: Devices, count: int) -> None:
     assert found[1][1].equal(found[0][1]), "the generators have gone as far"
 
 
-def test_a_new_seed_counts(gpus: Devices) -> None:
-    used = gpus(2)
+def test_a_new_seed_counts(recording: Devices) -> None:
+    used = recording(2)
     x, y = batches(1, used[0])[0]
     net = Net(dropout=0.5).to(used[0])
     step = everygpu.TrainStep(
@@ -164,8 +177,8 @@ def test_a_new_seed_counts(gpus: Devices) -> None:
     assert step(x, y).item() != losses[0]
 
 
-def test_schedulers_loaded_weights_and_evaluations_in_between(gpus: Devices) -> None:
-    used = gpus(2)
+def test_schedulers_loaded_weights_and_evaluations_in_between(recording: Devices) -> None:
+    used = recording(2)
     data = batches(40, used[0])
     results = []
     for capture in (False, "auto"):
@@ -195,8 +208,8 @@ def test_schedulers_loaded_weights_and_evaluations_in_between(gpus: Devices) -> 
     torch.testing.assert_close(torch.tensor(results[1]), torch.tensor(results[0]), rtol=1e-4, atol=1e-5)
 
 
-def test_batches_of_other_shapes_and_places(gpus: Devices) -> None:
-    used = gpus(2)
+def test_batches_of_other_shapes_and_places(recording: Devices) -> None:
+    used = recording(2)
     data = [b for i in range(8) for b in (batches(1, used[0])[0], batches(1, torch.device("cpu"))[0])]
     data += [b for _ in range(8) for b in (batches(1, used[0], 10)[0], batches(1, used[0], 5)[0])]
     data += list(everygpu.Feeder(batches(8, torch.device("cpu")), used))
@@ -207,8 +220,8 @@ def test_batches_of_other_shapes_and_places(gpus: Devices) -> None:
     torch.testing.assert_close(recorded, plain, rtol=1e-4, atol=1e-5)
 
 
-def test_recording_while_batches_are_on_their_way(gpus: Devices) -> None:
-    used = gpus(8)
+def test_recording_while_batches_are_on_their_way(recording: Devices) -> None:
+    used = recording(8)
     home, rows = torch.device("cpu"), 4096
     nets = [Net().to(used[0]) for _ in range(2)]
     plain, _ = train(nets[0], used, batches(20, home, rows), OPTIMIZERS["SGD"], capture=False)
@@ -244,9 +257,9 @@ class Tossing(Net):
 
 @pytest.mark.parametrize(("kind", "reason"), [(Counting, "attributes"), (Reading, "Error"), (Tossing, "on the host")])
 def test_what_cannot_be_recorded_runs_as_it_is(
-    gpus: Devices, caplog: pytest.LogCaptureFixture, kind: type[Net], reason: str
+    recording: Devices, caplog: pytest.LogCaptureFixture, kind: type[Net], reason: str
 ) -> None:
-    used = gpus(2)[: 1 if kind is Tossing else 2]  # replicas in threads would toss in any order
+    used = recording(2)[: 1 if kind is Tossing else 2]  # replicas in threads would toss in any order
     data = batches(30, used[0])
     found = []
     for capture in (False, "auto"):
@@ -262,14 +275,14 @@ def test_what_cannot_be_recorded_runs_as_it_is(
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
 
 
-def test_must_capture_says_why_it_cannot(gpus: Devices) -> None:
-    used = gpus(2)
+def test_must_capture_says_why_it_cannot(recording: Devices) -> None:
+    used = recording(2)
     with pytest.raises(CaptureError, match="capture='auto'"):
         train(Reading().to(used[0]), used, batches(10, used[0]), OPTIMIZERS["SGD"], capture=True)
 
 
-def test_hooks_are_called(gpus: Devices) -> None:
-    used = gpus(2)
+def test_hooks_are_called(recording: Devices) -> None:
+    used = recording(2)
     net, calls = Net().to(used[0]), []
     net.last.register_forward_hook(lambda *_: calls.append(1))
     _, step = train(net, used, batches(10, used[0]), OPTIMIZERS["SGD"])
@@ -277,8 +290,8 @@ def test_hooks_are_called(gpus: Devices) -> None:
     assert num_recordings(step) == 0
 
 
-def test_a_hook_that_comes_later_ends_the_recording(gpus: Devices) -> None:
-    used = gpus(2)
+def test_a_hook_that_comes_later_ends_the_recording(recording: Devices) -> None:
+    used = recording(2)
     net, calls = Net().to(used[0]), []
     _, step = train(net, used, batches(10, used[0]), OPTIMIZERS["SGD"])
     assert num_recordings(step) == 1
@@ -292,8 +305,8 @@ def drop_norm(net: nn.Module) -> None:
     net.norm = nn.Identity()
 
 
-def test_modes_and_attributes_count(gpus: Devices) -> None:
-    used = gpus(2)
+def test_modes_and_attributes_count(recording: Devices) -> None:
+    used = recording(2)
     data = batches(12, used[0], ignore=False)
     found = []
     for capture in (False, "auto"):
@@ -307,8 +320,8 @@ def test_modes_and_attributes_count(gpus: Devices) -> None:
     torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]), rtol=1e-4, atol=1e-5)
 
 
-def test_synchronised_statistics(gpus: Devices) -> None:
-    used = gpus(2)
+def test_synchronised_statistics(recording: Devices) -> None:
+    used = recording(2)
     data = batches(20, used[0])
     nets = [everygpu.SyncBatchNorm.convert(Net()).to(used[0]) for _ in range(2)]
     plain, _ = train(nets[0], used, data, OPTIMIZERS["SGD"], capture=False)
@@ -328,14 +341,14 @@ class Reusing(Net):
 
 
 @pytest.mark.parametrize("kind", [Net, Reusing])
-def test_updates_wait_for_what_needs_the_old_values(gpus: Devices, kind: type[Net]) -> None:
-    used = gpus(2)
+def test_updates_wait_for_what_needs_the_old_values(recording: Devices, kind: type[Net]) -> None:
+    used = recording(2)
     data = batches(20, used[0])
     nets = [kind().to(used[0]) for _ in range(2)]
     plain, _ = train(nets[0], used, data, OPTIMIZERS["SGD"], capture=False)
     recorded, step = train(nets[1], used, data, OPTIMIZERS["SGD"])
     assert num_recordings(step) == 1
-    assert step._capture._step._overlaps is (kind is Net)
+    assert step._capture._step._overlaps is (kind is Net or step._holder._fused is None)
     torch.testing.assert_close(recorded, plain, rtol=1e-4, atol=1e-5)
 
 

@@ -1,0 +1,274 @@
+"""CUDA graphs, acted out on the CPU: what a recording gets wrong there, it gets wrong here.
+
+A recorded step knows addresses, not objects: it goes on reading and writing the memory that it was made with, whatever
+Python has replaced since, and torch's version counters don't see it. Memory that was freed while recording is used for
+other things. ``Tape`` does the same with the operations that reach torch's dispatcher.
+"""
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+import everygpu.step
+from everygpu.parallel.sharded_batch import ShardedBatch
+from everygpu.parallel.thread_state import ThreadState
+from everygpu.step.fused import has_kernel
+from tests.step import torch_kernels
+
+T = TypeVar("T")
+
+REFUSED = {"_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2", "unique_dim"}
+"""Operations whose result the host needs: CUDA refuses to wait while it records."""
+
+
+class Tape:
+    """Has ``DeviceGraph``'s interface, for CPU replicas.
+
+    Recording runs the operations, as their results' shapes have to be known, and takes back what they did to memory
+    that was there before, and to the random generator. Replaying runs them again, on the same memory.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._moments: list[Callable[[], object]] = []
+        self._memories: dict[int, _Memory] = {}
+
+    def record(self, function: Callable[[], T]) -> T:
+        random = torch.get_rng_state()
+        try:
+            with _Recorder(self):
+                result = function()
+        finally:
+            torch.set_rng_state(random)
+            for memory in self._memories.values():
+                memory.put_back()
+        self._clear_the_dead()
+        return result
+
+    def replay(self) -> None:
+        gone = [m for m in self._memories.values() if m.is_gone()]
+        assert not gone, (
+            f"{len(gone)} tensors that the recording uses are freed, of {[m.num_bytes for m in gone]} bytes"
+        )
+        with torch.no_grad():
+            for moment in list(self._moments):
+                moment()
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run one of torch's operations, and record it."""
+        name = func.overloadpacket.__name__
+        if name in REFUSED or (name.startswith("index") and _has_mask(args[1])):
+            raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+        held = tree_map_only(Tensor, self.hold, (args, kwargs))
+        result = func(*args, **kwargs)
+        inputs = {_key(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
+        outputs = [t for t in tree_iter(result) if isinstance(t, Tensor)]
+        # Views and what was written in place are where the inputs are.
+        made = [(i, t) for i, t in enumerate(outputs) if _key(t) not in inputs]
+        targets = [(i, self.hold(t, is_new=True)) for i, t in made]
+        is_write = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+        is_empty = name.startswith(("empty", "new_empty", "lift_fresh"))
+        if (targets and not is_empty) or is_write or "batch_norm" in name:
+            self._moments.append(lambda: _run_again(func, *held, targets))
+        self._clear_the_dead()
+        return result
+
+    def call(self, function: Callable[..., object], tensors: Sequence[Tensor], after: "Sequence[Moment]" = ()) -> None:
+        """Record a kernel: it runs as soon as it may, that is, right after these moments; not while recording.
+
+        Args:
+            tensors: What it is called with.
+            after: Now if left out.
+        """
+        with _disable_current_modes():
+            held = [self.hold(t) for t in tensors]
+        place = max((self._moments.index(m) + 1 for m in after), default=len(self._moments))
+        self._moments.insert(place, lambda: function(*held))
+
+    def mark(self) -> "Moment":
+        moment = Moment()
+        self._moments.append(moment)
+        return moment
+
+    def hold(self, t: Tensor, *, is_new: bool = False) -> Tensor:
+        """Return a tensor at the same address, which doesn't keep the memory alive."""
+        memory = self._memories.get(_key(t))
+        if memory is None:
+            memory = self._memories[_key(t)] = _Memory(t.untyped_storage(), is_new=is_new)
+        return memory.view(t)
+
+    def _clear_the_dead(self) -> None:
+        """Overwrite memory that the recorded function has let go of, as others would that got it next."""
+        for memory in self._memories.values():
+            if memory.is_let_go():
+                memory.spoil()
+                self._moments.append(memory.spoil)
+
+
+class Moment:
+    """A place in a recording."""
+
+    def __call__(self) -> None:
+        """Nothing happens at it."""
+
+
+class _Memory:
+    """A storage, at its address."""
+
+    def __init__(self, storage: torch.UntypedStorage, *, is_new: bool) -> None:
+        self._address = storage.data_ptr()
+        self.num_bytes = storage.nbytes() if self._address else 0  # on the "meta" device there is none
+        self._ref = StorageWeakRef(storage)
+        # A graph keeps what was made in it; what was there before is the owner's.
+        self._kept = storage if is_new else None
+        self._is_spoiled = False
+        self._before = None if is_new or not self.num_bytes else self._bytes().clone()
+
+    def view(self, t: Tensor) -> Tensor:
+        if not self.num_bytes:
+            return torch.empty(t.shape, dtype=t.dtype)
+        assert not t.is_conj()
+        assert not t.is_neg()
+        return self._as(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
+
+    def put_back(self) -> None:
+        """End the recording: the values of before are there again; what is new has none yet."""
+        if self._before is not None and not self.is_gone():
+            self._bytes().copy_(self._before)
+        self._before = None
+        if self._kept is not None:
+            self._bytes().fill_(255)
+
+    def is_gone(self) -> bool:
+        return self._kept is None and self._ref.expired()
+
+    def is_let_go(self) -> bool:
+        """Tell, once, that nobody refers to the memory any more."""
+        if self._kept is None or self._is_spoiled or torch._C._storage_Use_Count(self._kept._cdata) > 1:
+            return False
+        self._is_spoiled = True
+        return True
+
+    def spoil(self) -> None:
+        if self.num_bytes:
+            self._bytes().fill_(255)  # nan in every floating-point type
+
+    def _bytes(self) -> Tensor:
+        return self._as(torch.uint8)
+
+    def _as(self, dtype: torch.dtype) -> Tensor:
+        if not self.num_bytes:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer((ctypes.c_char * self.num_bytes).from_address(self._address), dtype=dtype)
+
+
+class _Recorder(TorchDispatchMode):
+    """Hands operations over; one for each thread that takes part."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self.tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Batches that are spread over replicas come down to operations on their parts.
+        return NotImplemented if ShardedBatch in types else self.tape.run(func, args, kwargs or {})
+
+
+class _RecordedThreads(ThreadState):
+    """Has replicas' threads record with the caller's."""
+
+    def __init__(self, devices: list[torch.device]) -> None:
+        super().__init__(devices)
+        self._tape = current_tape()
+
+    @contextlib.contextmanager
+    def _restored(self, device: torch.device) -> Iterator[None]:
+        with super()._restored(device), contextlib.nullcontext() if self._tape is None else _Recorder(self._tape):
+            yield
+
+
+class _Stream:
+    """Keeps in mind what has been waited for."""
+
+    def __init__(self) -> None:
+        self.after: list[Moment] = []
+
+    def record_event(self) -> Moment:
+        tape = current_tape()
+        assert tape is not None
+        return tape.mark()
+
+    def wait_event(self, moment: Moment) -> None:
+        self.after.append(moment)
+
+    def wait_stream(self, stream: "_Stream") -> None:
+        """What is recorded afterwards comes later anyway."""
+
+
+def current_tape() -> Tape | None:
+    mode = _get_current_dispatch_mode()
+    return mode.tape if isinstance(mode, _Recorder) else None
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> None:
+    """Have ``TrainStep`` record steps of CPU replicas.
+
+    Args:
+        fused: Have it update by kernels, also while backward goes on.
+    """
+    monkeypatch.setattr("everygpu.step.train_step._can_capture", lambda model, capture: capture is not False)
+    monkeypatch.setattr("everygpu.step.capture.DeviceGraph", Tape)
+    monkeypatch.setattr("everygpu.step.capture.return_memory", lambda devices: None)
+    monkeypatch.setattr("everygpu.parallel.apply.ThreadState", _RecordedThreads)
+    if fused:
+        _install_kernels(monkeypatch)
+
+
+def _install_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[_Stream] = []
+
+    @contextlib.contextmanager
+    def queueing_on(device: torch.device, stream: _Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    def queue(function: Callable[..., object], *tensors: Tensor) -> None:
+        tape = current_tape()
+        if tape is None:
+            function(*tensors)
+        else:
+            tape.call(function, tensors, current[-1].after)
+
+    streams: list[_Stream] = []
+
+    def new_stream(device: torch.device) -> _Stream:
+        streams.append(_Stream())
+        return streams[-1]
+
+    monkeypatch.setattr("everygpu.step.holders.can_fuse", has_kernel)
+    monkeypatch.setattr(everygpu.step, "kernels", torch_kernels.Kernels(queue), raising=False)
+    monkeypatch.setattr("everygpu.step.early_update.update_stream", new_stream)
+    monkeypatch.setattr("everygpu.step.early_update.queueing_on", queueing_on)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: _Stream())
+
+
+def _run_again(func: Any, args: Any, kwargs: Any, targets: Sequence[tuple[int, Tensor]]) -> None:
+    outputs = [t for t in tree_iter(func(*args, **kwargs)) if isinstance(t, Tensor)]
+    for i, target in targets:
+        target.copy_(outputs[i])
+
+
+def _has_mask(indices: Any) -> bool:
+    return any(isinstance(t, Tensor) and t.dtype is torch.bool for t in tree_iter(indices))
+
+
+def _key(t: Tensor) -> int:
+    return int(t.untyped_storage()._cdata)

@@ -1,0 +1,135 @@
+"""CUDA graphs acted out on the CPU do what the tests of recordings rely on."""
+
+import ctypes
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.step.tape import Tape
+
+
+def tape() -> Tape:
+    return Tape([torch.device("cpu")])
+
+
+def test_recording_changes_nothing_that_was_there() -> None:
+    x, weight = torch.ones(3), torch.ones(3, requires_grad=True)
+    mean, var = torch.zeros(3), torch.ones(3)
+
+    def function() -> Tensor:
+        x.add_(1)
+        (weight * torch.rand(3)).sum().backward()
+        return F.batch_norm(torch.rand(4, 3), mean, var, training=True)
+
+    random, graph = torch.get_rng_state(), tape()
+    result = graph.record(function)
+    assert result.isnan().all(), "there is no result yet"
+    assert x.equal(torch.ones(3))
+    assert mean.equal(torch.zeros(3))
+    assert torch.get_rng_state().equal(random)
+    graph.replay()
+    assert x.equal(torch.full((3,), 2.0))
+    assert not mean.equal(torch.zeros(3))
+    assert torch.isfinite(weight.grad).all()
+
+
+def test_replays_use_the_memory_of_the_recording() -> None:
+    x, weight = torch.ones(2), torch.nn.Parameter(torch.ones(2))
+    graph = tape()
+    kept = weight.data
+    y = graph.record(lambda: (weight * x).detach()[1:])
+    place, version = y.data_ptr(), weight._version
+    weight.data = torch.full((2,), 7.0)  # which a recording doesn't see
+    x.fill_(3)
+    graph.replay()
+    assert y.tolist() == [3]
+    kept.fill_(2)
+    graph.replay()
+    assert y.tolist() == [6]
+    assert (y.data_ptr(), weight._version) == (place, version)
+
+
+def test_writes_are_not_counted() -> None:
+    x = torch.zeros(2)
+    graph = tape()
+    graph.record(lambda: x.add_(1))
+    version = x._version
+    graph.replay()
+    assert x.tolist() == [1, 1]
+    assert x._version == version
+
+
+def test_random_numbers_are_drawn_anew() -> None:
+    graph = tape()
+    y = graph.record(lambda: torch.rand(4))
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        expected = torch.rand(4)
+        torch.manual_seed(3)
+        graph.replay()
+        drawn.append(y.equal(expected))
+        graph.replay()
+        assert not y.equal(expected)
+    assert drawn == [True, True]
+
+
+def test_memory_that_was_let_go_is_overwritten() -> None:
+    views: list[int] = []
+
+    def function() -> Tensor:
+        x = torch.ones(3)
+        views.append(x.data_ptr())
+        y = x + 1
+        del x
+        return y
+
+    graph = tape()
+    y = graph.record(function)
+    read: list[list[float]] = []
+    address = torch.tensor(views)
+    graph.call(lambda a: read.append(_at(int(a))), [address])
+    graph.replay()
+    assert y.tolist() == [2, 2, 2]
+    assert all(map(math.isnan, read[0]))
+
+
+def test_memory_that_its_owner_has_freed_is_missed() -> None:
+    inputs = [torch.ones(3)]
+    graph = tape()
+    graph.record(lambda: inputs[0] + 1)
+    inputs.clear()
+    with pytest.raises(AssertionError, match="freed"):
+        graph.replay()
+
+
+def test_kernels_run_as_soon_as_they_may() -> None:
+    seen: list[float] = []
+    x, graph = torch.zeros(1), tape()
+
+    def function() -> None:
+        x.add_(1)
+        moment = graph.mark()
+        x.add_(1)
+        graph.call(lambda t: seen.append(t.item()), [x], [moment])
+        graph.call(lambda t: seen.append(t.item()), [x])
+
+    graph.record(function)
+    graph.replay()
+    assert seen == [1, 2]
+
+
+@pytest.mark.parametrize("wait", [Tensor.item, Tensor.nonzero, bool, lambda x: x[x > 0], lambda x: x.equal(x)])
+def test_waiting_is_refused(wait: Callable[[Tensor], Any]) -> None:
+    x = torch.ones(1)
+    with pytest.raises(RuntimeError, match="capturing"):
+        tape().record(lambda: wait(x))
+
+
+def _at(address: int) -> list[float]:
+    return list((ctypes.c_float * 3).from_address(address))

@@ -1,0 +1,87 @@
+"""What ``everygpu.step.kernels`` does, written with torch for the CPU: by addresses, block by block."""
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everygpu.step.flat import BLOCK_NUMEL
+
+Rule = Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[float]], Tensor]
+"""From value, gradient, states and options to the new value; the states are written."""
+
+
+class Kernels:
+    """In place of the module.
+
+    Args:
+        queue: Called with a function and the tensors to call it with, which it does at the right time.
+    """
+
+    def __init__(self, queue: Callable[..., None]) -> None:
+        self._queue = queue
+
+    def run_adam(
+        self, grads: Tensor, values: Tensor, states: Sequence[Tensor], *tables: Tensor, **options: Any
+    ) -> None:
+        self._queue(functools.partial(_update, _adam, **options), grads, values, *tables, *states)
+
+    def run_sgd(self, grads: Tensor, values: Tensor, states: Sequence[Tensor], *tables: Tensor, **options: Any) -> None:
+        self._queue(functools.partial(_update, _sgd, **options), grads, values, *tables, *states)
+
+
+def _update(
+    rule: Rule,
+    grads: Tensor,
+    values: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    table: Tensor,
+    *states: Tensor,
+    factor: float,
+    begin: int,
+    me: int,
+) -> None:
+    for block, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist())):
+        if row < 0:
+            continue
+        first, options = block * BLOCK_NUMEL, table[row].tolist()
+        places = [_at(int(v) + 4 * (begin + first), BLOCK_NUMEL) for v in values]
+        grad = torch.zeros(BLOCK_NUMEL)
+        for address in grads[:, block].tolist():
+            grad[:length] += _at(address, length)
+        parts = [s[first : first + BLOCK_NUMEL] for s in states]
+        new = rule(places[me].clone(), grad * factor * options[0], parts, options)
+        for place in places:
+            place.copy_(new)
+
+
+def _adam(value: Tensor, grad: Tensor, states: Sequence[Tensor], options: Sequence[float]) -> Tensor:
+    _, decay, l2, _, rest1, beta2, rest2, eps, step_size, inverse_root2 = options
+    mean, square = states
+    grad = grad + l2 * value
+    mean += rest1 * (grad - mean)
+    square.mul_(beta2).addcmul_(grad, grad, value=rest2)
+    return value * decay - step_size * mean / (square.sqrt() * inverse_root2 + eps)
+
+
+def _sgd(value: Tensor, grad: Tensor, states: Sequence[Tensor], options: Sequence[float]) -> Tensor:
+    _, l2, momentum, fresh, nesterov, lr = options
+    (kept,) = states
+    grad = grad + l2 * value
+    if momentum:
+        kept.mul_(momentum).add_(grad, alpha=fresh)
+        grad = nesterov * (grad + momentum * kept) + (1 - nesterov) * kept
+    return value - lr * grad
+
+
+def _at(address: int, numel: int) -> Tensor:
+    """Find memory by its address, where the kernels would load it 16 bytes at a time."""
+    assert address, "no address for a block that is updated"
+    assert address % 16 == 0, "not aligned as the kernels need it"
+    if not numel:
+        return torch.empty(0)
+    return torch.frombuffer((ctypes.c_float * numel).from_address(address), dtype=torch.float32)
