@@ -111,7 +111,7 @@ class Arena:
         for bucket in self.grads:
             for flat in bucket:
                 flat.zero_()
-        self._grad_versions = [[g._version for g in slots] for slots in self._grad_slots]
+        self._grad_versions = self.grad_versions()
 
     def lend_grads(self) -> None:
         """Have backward add to the buckets."""
@@ -150,11 +150,18 @@ class Arena:
         for first, *others in self.grads:
             comm.broadcast(first, others)
 
-    def touched(self) -> set[int]:
-        """Return the parameters that have got a gradient since ``begin``, on any device."""
-        rows = [[g._version for g in slots] for slots in self._grad_slots]
-        pairs = [zip(now, then) for now, then in zip(rows, self._grad_versions)]
+    def touched(self, since: list[list[int]] | None = None) -> set[int]:
+        """Return the parameters that have got a gradient, on any device.
+
+        Args:
+            since: What ``grad_versions`` returned at the moment from which they count; ``begin`` if left out.
+        """
+        pairs = [zip(now, then) for now, then in zip(self.grad_versions(), since or self._grad_versions)]
         return {i for row in pairs for i, (now, then) in enumerate(row) if now != then}
+
+    def grad_versions(self) -> list[list[int]]:
+        """Return how often torch has counted a write to each device's gradients."""
+        return [[g._version for g in slots] for slots in self._grad_slots]
 
     def note_grads(self, touched: set[int]) -> None:
         """Have ``touched`` return these, too, whose gradients were written where torch doesn't count it."""

@@ -243,9 +243,13 @@ class ShardedHolder:
             self._arena.note_update()
             self._optimizer.after_step()
 
-    def touched(self) -> set[int]:
-        """Return the parameters that have got a gradient since ``begin``."""
-        return self._arena.touched()
+    def grad_versions(self) -> list[list[int]]:
+        """Return what ``touched`` counts from."""
+        return self._arena.grad_versions()
+
+    def touched(self, since: list[list[int]]) -> set[int]:
+        """Return the parameters that have got a gradient since a moment."""
+        return self._arena.touched(since)
 
     def note_grads(self, touched: set[int]) -> None:
         """Take note of a backward that a recording has queued."""

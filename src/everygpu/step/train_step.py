@@ -292,10 +292,11 @@ class RecordableStep:
         return self._holder.early_update(overlaps=self._overlaps) if self._updates_at_once() else None
 
     def record(self, batch: Batch, prepared: EarlyUpdate | None) -> _Recorded:
-        step, update = self._step, prepared
+        step, update, before = self._step, prepared, self._holder.grad_versions()
         loss = step._learn(batch, update)
         if update is None:
-            return _Recorded(loss, self._holder.touched(), None, step._stopwatch.marks)
+            # Not those of the batches before, which this update may have, too.
+            return _Recorded(loss, self._holder.touched(before), None, step._stopwatch.marks)
         if update.touched() != set(update.rows.row_of):
             raise OptimizerError("TrainStep: other parameters take part than in the step before.")
         norm = update.launch(step.clip_norm)
