@@ -153,7 +153,7 @@ class ReplicaSet:
         self._members: list[list[int]] = []
         self._buckets: list[Bucket] = []
         frozen = [i for i in flat if self._make_leaves is not None and _is_frozen(tensors[i])]
-        trusted = any(d.type != "cpu" for d in self._devices)
+        trusted = trusts_versions(self._devices)
         # Each by itself: a node whose backward has gradients for others calls its hooks with none.
         hooked = [[i] for i in flat if tensors[i].requires_grad and has_hooks(tensors[i])]
         alone = {*frozen, *(i for (i,) in hooked)}
@@ -215,6 +215,11 @@ def _difference(theirs: Tensor, mine: Tensor) -> Tensor:
     # Equal values differ by exactly nothing, infinities of a mask included: inf - inf would be nan.
     theirs = comm.copy(theirs, mine.device)
     return torch.where(theirs == mine, torch.zeros_like(mine), theirs - mine)
+
+
+def trusts_versions(devices: Sequence[torch.device]) -> bool:
+    """Tell whether frozen parameters are sent only when torch counts a write: looking at them would take too long."""
+    return any(d.type != "cpu" for d in devices)
 
 
 def _is_frozen(t: Tensor) -> bool:

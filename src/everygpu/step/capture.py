@@ -50,7 +50,7 @@ class Recordable(Protocol):
         """Queue the step's work on the devices; what is returned goes to ``begin`` and ``finish``."""
 
     def try_otherwise(self) -> bool:
-        """After a failure, tell whether another way of recording is left, and take it."""
+        """After a failure, tell whether another way of recording is left, and take it; asked until it isn't."""
 
     def give_up(self) -> None:
         """Take note that steps run as they are from now on."""
@@ -166,7 +166,7 @@ class Capture:
         held.write(batch)
         spread_seeds(self._route.devices)
         found = self._attempt(held)
-        if isinstance(found, str) and self._step.try_otherwise():
+        while isinstance(found, str) and self._step.try_otherwise():
             _restore_host_generators(before)
             found = self._attempt(held)
         drew = not _same_generators(before, _host_generators())

@@ -230,11 +230,17 @@ class ShardedHolder:
         self._touched = touched
         return self._fused.prepare(touched)
 
-    def early_update(self, *, overlaps: bool) -> EarlyUpdate | None:
-        """Return what queues reduction and update beside a backward that is recorded; None where no kernel does so."""
+    def early_update(self, touched: set[int] | None, *, overlaps: bool) -> EarlyUpdate | None:
+        """Return what queues reduction and update beside a backward that is recorded; None where no kernel does so.
+
+        Args:
+            touched: Parameters that will have a gradient; those of the last update if left out.
+            overlaps: Begin before backward is over.
+        """
         if self._fused is None or not self.fuses():
             return None
-        return EarlyUpdate(self._arena, self._fused, self._fused.prepare(self._touched), overlaps=overlaps)
+        rows = self._fused.prepare(self._touched if touched is None else touched)
+        return EarlyUpdate(self._arena, self._fused, rows, overlaps=overlaps)
 
     def finish_update(self, rows: Rows) -> None:
         """Take note of an update that a recording has queued."""

@@ -278,6 +278,9 @@ class RecordableStep:
         self._step = step
         self._holder = holder
         self._overlaps = True
+        # Parameters that take part in what is being recorded, where these aren't the last step's.
+        self._expected: set[int] | None = None
+        self._is_surprised = False
 
     def state(self) -> Any:
         step = self._step
@@ -289,7 +292,7 @@ class RecordableStep:
 
     def prepare(self) -> EarlyUpdate | None:
         self._holder.prepare()
-        return self._holder.early_update(overlaps=self._overlaps) if self._updates_at_once() else None
+        return self._holder.early_update(self._expected, overlaps=self._overlaps) if self._updates_at_once() else None
 
     def record(self, batch: Batch, prepared: EarlyUpdate | None) -> _Recorded:
         step, update, before = self._step, prepared, self._holder.grad_versions()
@@ -297,13 +300,19 @@ class RecordableStep:
         if update is None:
             # Not those of the batches before, which this update may have, too.
             return _Recorded(loss, self._holder.touched(before), None, step._stopwatch.marks)
-        if update.touched() != set(update.rows.row_of):
-            raise OptimizerError("TrainStep: other parameters take part than in the step before.")
+        touched = update.touched()
+        if touched != set(update.rows.row_of):
+            self._is_surprised, self._expected = self._expected is None, touched
+            raise OptimizerError("TrainStep: other parameters take part at every attempt.")
+        self._expected = None
         norm = update.launch(step.clip_norm)
         step._stopwatch.mark("update")
-        return _Recorded(loss, update.touched(), update, step._stopwatch.marks, norm)
+        return _Recorded(loss, touched, update, step._stopwatch.marks, norm)
 
     def try_otherwise(self) -> bool:
+        if self._is_surprised:
+            self._is_surprised = False
+            return True
         # A parameter may be needed in backward after its own gradient is there: then updates have to wait.
         overlapped, self._overlaps = self._overlaps, False
         return overlapped and self._updates_at_once()
