@@ -190,7 +190,9 @@ class ShardedHolder:
         self.prepare()
         self._arena.adopt()
         if self._replicas is not None:
+            # Now, as a step that is recorded sends no frozen parameters.
             self._replicas.forget()
+            self._replicas.refresh(range(len(self._model.device_ids)))
 
     # How a step is recorded.
 
