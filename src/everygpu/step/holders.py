@@ -122,6 +122,7 @@ class ShardedHolder:
         self._optimizer = optimizer
         self._replicas: ReplicaSet | None = None
         self._touched: set[int] = set()
+        self._num_arrangements = 0
         self._arrange(self._trainable(), None)
 
     def prepare(self) -> None:
@@ -197,8 +198,8 @@ class ShardedHolder:
     # How a step is recorded.
 
     def recorded_state(self) -> Hashable:
-        """Return what addresses and arrangements a recording depends on."""
-        return id(self._arena), id(self._shards), id(self._fused), self.fuses()
+        """Return which addresses and arrangements a recording depends on."""
+        return self._num_arrangements, self.fuses()
 
     def is_ready(self) -> bool:
         """Do what ``prepare`` does, where the module is known to be as it was; False where that is not enough."""
@@ -281,6 +282,7 @@ class ShardedHolder:
     def _attach(self) -> None:
         """Have the optimizer's state where the gradients are."""
         arena = self._arena
+        self._num_arrangements += 1
         values, grads = arena.chunks(arena.values), arena.chunks(arena.grads)
         self._shards = Shards(self._optimizer.module, arena.params, arena.plans, values, grads)
         self._optimizer.attach(arena.params, self._shards)
