@@ -1,6 +1,8 @@
 """When a training step is recorded, and when the recording may be launched in its place."""
 
+import functools
 import logging
+import operator
 import random
 import sys
 import types
@@ -36,6 +38,9 @@ logger = logging.getLogger("everygpu")
 
 class Recordable(Protocol):
     """A step as ``Capture`` sees it."""
+
+    def roots(self) -> list[nn.Module]:
+        """List the roots of the modules that take part now."""
 
     def state(self) -> Hashable:
         """Return what a recording depends on besides the batch, the modules and torch's settings."""
@@ -78,14 +83,12 @@ class Capture:
 
     Args:
         step: What is recorded.
-        modules: Roots of the modules that take part: the model, and the loss if it is one.
         route: How batches are cut.
         must: Raise where a step can't be recorded, and record also where hooks would no longer be called.
     """
 
-    def __init__(self, step: Recordable, modules: Sequence[nn.Module], route: Route, *, must: bool) -> None:
+    def __init__(self, step: Recordable, route: Route, *, must: bool) -> None:
         self._step = step
-        self._roots = list(modules)
         self._route = route
         self._must = must
         self._recordings: dict[Any, _Recording] = {}
@@ -140,16 +143,17 @@ class Capture:
     def _is_as_before(self) -> bool:
         """Tell whether recordings still hold, and drop them if not."""
         facts = (self._step.state(), *_settings())
-        is_same_scene = self._scene is not None and self._scene.is_current()
+        roots = self._step.roots()
+        is_same_scene = self._scene is not None and self._scene.is_current(roots)
         if is_same_scene and facts == self._facts:
             self._num_unsteady = 0
             return True
         self.forget()
         self._num_unsteady += 1
         if not is_same_scene:
-            self._scene = _Scene(self._roots)
+            self._scene = _Scene(roots)
         self._facts = facts
-        obstacle = self._step.find_obstacle() or _find_hooks(self._roots)
+        obstacle = self._step.find_obstacle() or _find_hooks(roots)
         if obstacle is not None and not self._must:
             self._give_up(obstacle)
         elif self._num_unsteady > MAX_ATTEMPTS:
@@ -209,6 +213,7 @@ class _Scene:
     """The modules as they were: their arrangement, their attributes, and their tensors. Looked at in every step."""
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
+        self._roots = list(roots)
         self._layouts = [Layout(root) for root in roots]
         self._watches = [Watch(layout.modules) for layout in self._layouts]
         for watch in self._watches:
@@ -217,9 +222,11 @@ class _Scene:
         self._fixed = [t for t in self._tensors if isinstance(t, nn.Parameter) and not t.requires_grad]
         self._facts = self._look()
 
-    def is_current(self) -> bool:
+    def is_current(self, roots: Sequence[nn.Module]) -> bool:
         return (
-            all(layout.is_same() for layout in self._layouts)
+            len(roots) == len(self._roots)
+            and all(map(operator.is_, roots, self._roots))
+            and all(layout.is_same() for layout in self._layouts)
             and not sum(len(watch.changed()) for watch in self._watches)
             and self._look() == self._facts
         )
@@ -303,19 +310,49 @@ def referents(function: Any) -> tuple[Any, ...]:
     """Return what a function's result depends on besides its arguments, one level deep: to be compared later.
 
     Args:
-        function: Its globals, defaults and closure are looked at, and a bound method's attributes.
+        function: See ``values_of``.
     Returns:
         Numbers and strings, and the identity of everything else; empty for what can't be looked into.
     """
+    return tuple(_fact(v) for v in values_of(function))
+
+
+def values_of(function: Any) -> list[Any]:
+    """List what a function refers to, one level deep.
+
+    Args:
+        function: Its globals, defaults and closure are looked at, a bound method's attributes, what a partial has, and
+            the attributes of another object that can be called. Modules are looked at elsewhere.
+    """
     found: list[Any] = []
+    if isinstance(function, nn.Module):
+        return found
+    if isinstance(function, functools.partial):
+        return [*function.args, *function.keywords.values(), function.func, *values_of(function.func)]
     if isinstance(function, types.MethodType):
-        found += vars(function.__self__).values() if hasattr(function.__self__, "__dict__") else []
+        found += [function.__self__, *_attributes(function.__self__)]
         function = function.__func__
+    elif not isinstance(function, types.FunctionType):
+        found += _attributes(function)
+        function = getattr(type(function), "__call__", None)
     if isinstance(function, types.FunctionType):
         found += [function.__globals__.get(n) for n in function.__code__.co_names]
         found += [_contents(cell) for cell in function.__closure__ or ()]
         found += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    return tuple(v if isinstance(v, (int, float, str, bool)) else id(v) for v in found)
+    return found
+
+
+def _attributes(value: Any) -> list[Any]:
+    return list(vars(value).values()) if hasattr(value, "__dict__") else []
+
+
+def _fact(value: Any) -> Any:
+    if isinstance(value, (int, float, str, bool)):
+        return type(value), value
+    if type(value) is Tensor:
+        # What is on the host goes into a recording as a number.
+        return id(value), value.data_ptr(), value._version if value.device.type == "cpu" else 0
+    return id(value)
 
 
 def _contents(cell: Any) -> Any:

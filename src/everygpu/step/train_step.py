@@ -13,7 +13,7 @@ from everygpu import comm, tree
 from everygpu.errors import EveryGPUError, LossError, OptimizerError, OptionError
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.sharded_batch import ShardedBatch
-from everygpu.step.capture import Capture, referents
+from everygpu.step.capture import Capture, referents, values_of
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.holders import Holder, ShardedHolder, WholeHolder
 from everygpu.step.partial_grads import refusing_partial_grads
@@ -282,9 +282,15 @@ class RecordableStep:
         self._expected: set[int] | None = None
         self._is_surprised = False
 
-    def state(self) -> Any:
+    def roots(self) -> list[nn.Module]:
         step = self._step
-        options = (step.accumulate, step.clip_norm, step.model.split, step.model.dim, step.model.engine)
+        found = [step.model.module, step.loss, *values_of(step.loss)]
+        return list({id(m): m for m in found if isinstance(m, nn.Module)}.values())
+
+    def state(self) -> Any:
+        step, model = self._step, self._step.model
+        rules = (model.split, model.dim, model.engine, model.gather, model.buffers_rule, model.output_device)
+        options = (step.accumulate, step.clip_norm, *rules)
         return self._holder.recorded_state(), options, id(step.loss), referents(step.loss)
 
     def find_obstacle(self) -> str | None:
@@ -389,11 +395,10 @@ def _make_capture(step: TrainStep, holder: Holder, *, must: bool) -> Capture | N
     if not isinstance(holder, ShardedHolder):
         logger.info("TrainStep: steps run without CUDA graphs: the optimizer can't be spread.")
         return None
-    roots = [step.model.module, *([step.loss] if isinstance(step.loss, nn.Module) else [])]
     model = step.model
     model.make_graphs(False)
     route = Route(devices=tuple(model.device_ids), dim=model.dim, split=model.split)
-    return Capture(RecordableStep(step, holder), roots, route, must=must)
+    return Capture(RecordableStep(step, holder), route, must=must)
 
 
 def _make_holder(model: DataParallel, optimizer: Any, *, captures: bool) -> Holder:
