@@ -47,6 +47,7 @@ class EarlyUpdate:
         self._overlaps = overlaps
         self._ready: dict[tuple[int, int], torch.cuda.Event] = {}
         self._grads: list[dict[int, Tensor]] = []
+        self._touched: set[int] = set()
         # For each device and bucket, the addresses of all devices' gradients for the blocks of its chunk.
         self._sources = [
             [
@@ -68,6 +69,7 @@ class EarlyUpdate:
         handles = self._mark_buckets() if self._overlaps else []
         try:
             yield
+            self._touched = {i for tensors in self._replicas() for i, t in enumerate(tensors) if t.grad is not None}
             self._grads = [self._take(j) for j in range(len(self._arena.devices))]
         finally:
             for handle in handles:
@@ -76,7 +78,7 @@ class EarlyUpdate:
 
     def touched(self) -> set[int]:
         """Return the parameters that got a gradient, on any device."""
-        return set().union(*self._grads)
+        return self._touched
 
     def launch(self, clip_norm: float | None = None) -> Tensor | None:
         """Queue the kernels, and have the devices' current streams wait for them.
