@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from everygpu.devices import spread_seeds
 from everygpu.errors import CaptureError, SplitError
@@ -108,7 +110,7 @@ class Capture:
         Raises:
             CaptureError: the step can't be recorded, though it must.
         """
-        if self._given_up or is_capturing() or not self._is_as_before():
+        if self._given_up or is_capturing() or (_is_watched() and not self._must) or not self._is_as_before():
             return None
         try:
             key = describe_batch(batch, self._route)
@@ -267,9 +269,23 @@ def _settings() -> tuple[Any, ...]:
         torch.backends.cuda.math_sdp_enabled(),
         torch.backends.cuda.cudnn_sdp_enabled(),
         torch.is_anomaly_enabled(),
-        torch._C._len_torch_function_stack(),
+        [str(m.device) if isinstance(m, DeviceContext) else id(m) for m in _function_modes()],
         torch._C._len_torch_dispatch_stack(),
         torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
+    )
+
+
+def _function_modes() -> list[Any]:
+    return list(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+
+
+def _is_watched() -> bool:
+    """Tell whether Python code wants to see every operation: a step that is launched as a whole has none to show."""
+    return (
+        any(not isinstance(m, DeviceContext) for m in _function_modes())
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or torch.is_anomaly_enabled()
     )
 
 
