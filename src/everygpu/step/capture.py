@@ -272,6 +272,7 @@ def _settings() -> tuple[Any, ...]:
         [str(m.device) if isinstance(m, DeviceContext) else id(m) for m in _function_modes()],
         torch._C._len_torch_dispatch_stack(),
         torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
+        *(len(vars(torch_module)[table]) for table in _GLOBAL_HOOKS),
     )
 
 
