@@ -222,6 +222,8 @@ class _Scene:
             watch.changed()
         self._tensors = [t for layout in self._layouts for t in layout.tensors]
         self._fixed = [t for t in self._tensors if isinstance(t, nn.Parameter) and not t.requires_grad]
+        attributes = (v for layout in self._layouts for m in layout.modules for v in vars(m).values())
+        self._objects = list({id(v): v for v in attributes if _is_open(v)}.values())
         self._facts = self._look()
 
     def is_current(self, roots: Sequence[nn.Module]) -> bool:
@@ -244,7 +246,16 @@ class _Scene:
             [t.requires_grad for t in self._tensors],
             [has_hooks(t) for t in self._tensors],
             [t._version for t in self._fixed],
+            [_fact(v) for o in self._objects for v in vars(o).values()],
         )
+
+
+def _is_open(value: Any) -> bool:
+    """Tell whether a module's attribute is an object that forward may read attributes of, such as a configuration."""
+    is_known = isinstance(value, (type, types.ModuleType, types.FunctionType, Tensor, nn.Module, dict, list, set))
+    return (
+        not is_known and hasattr(value, "__dict__") and not type(value).__module__.startswith(("torch.", "everygpu."))
+    )
 
 
 def _settings() -> tuple[Any, ...]:
@@ -264,10 +275,10 @@ def _settings() -> tuple[Any, ...]:
         torch.backends.cudnn.deterministic,
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.cudnn_sdp_enabled(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
         torch.is_anomaly_enabled(),
         [str(m.device) if isinstance(m, DeviceContext) else id(m) for m in _function_modes()],
         torch._C._len_torch_dispatch_stack(),
@@ -356,9 +367,9 @@ def values_of(function: Any) -> list[Any]:
     if isinstance(function, types.MethodType):
         found += [function.__self__, *_attributes(function.__self__)]
         function = function.__func__
-    elif not isinstance(function, types.FunctionType):
+    elif callable(function) and not isinstance(function, types.FunctionType):
         found += _attributes(function)
-        function = getattr(type(function), "__call__", None)
+        function = type(function).__call__
     if isinstance(function, types.FunctionType):
         found += [function.__globals__.get(n) for n in function.__code__.co_names]
         found += [_contents(cell) for cell in function.__closure__ or ()]
