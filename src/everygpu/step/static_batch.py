@@ -42,7 +42,8 @@ def describe_batch(batch: Batch, route: Route) -> tuple[Any, ...]:
         SplitError: tensors disagree on the number of rows.
     """
     plan = _plan(batch, route)
-    return (None if plan is None else plan.rows, *((p, _describe(p, x, plan, route)) for p, x in _leaves(batch)))
+    leaves = ((p, _describe(p, x, plan, route)) for p, x in _leaves(batch))
+    return (None if plan is None else plan.rows, _containers(batch), *leaves)
 
 
 class StaticBatch:
@@ -135,6 +136,12 @@ class _Slot:
 
 def _leaves(batch: Batch) -> list[tuple[str, Any]]:
     return list(tree.leaves(batch, "batch"))
+
+
+def _containers(value: Any) -> Any:
+    """Return the kinds of containers: those that are empty have no leaves that would tell."""
+    opened = tree.open_container(value)
+    return None if opened is None else (type(value), *map(_containers, opened.children))
 
 
 def _plan(batch: Batch, route: Route) -> SplitPlan | None:
