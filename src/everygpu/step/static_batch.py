@@ -57,7 +57,7 @@ class StaticBatch:
     def __init__(self, batch: Batch, route: Route) -> None:
         self._route = route
         self._plan = _plan(batch, route)
-        self._structure = batch
+        self._structure = tree.map_leaves(lambda _: None, batch)
         self._slots = [self._make_slot(x) for _, x in _leaves(batch)]
 
     @torch.no_grad()
