@@ -29,6 +29,9 @@ NUM_WARM_UPS = 3
 MAX_RECORDINGS = 4
 """Kinds of batches that are kept recorded at a time: each has the memory of a step."""
 
+MAX_COUNTED = 1000
+"""Kinds of batches that are counted at a time: a number among the inputs may make each a kind of its own."""
+
 MAX_ATTEMPTS = 12
 """Recordings until one has served for long: a model that changes all the time isn't worth more."""
 
@@ -121,7 +124,7 @@ class Capture:
             return None
         recording = self._recordings.get(key)
         if recording is None:
-            self._counts[key] = self._counts.get(key, 0) + 1
+            self._count(key)
             if self._counts[key] <= NUM_WARM_UPS or len(self._recordings) >= MAX_RECORDINGS:
                 return None
             recording = self._record(key, batch)
@@ -141,6 +144,11 @@ class Capture:
         self._recordings.clear()
         self._counts.clear()
         return had_some
+
+    def _count(self, key: Any) -> None:
+        self._counts[key] = self._counts.pop(key, 0) + 1  # the last seen are the last
+        if len(self._counts) > MAX_COUNTED:
+            del self._counts[next(iter(self._counts))]
 
     def _is_as_before(self) -> bool:
         """Tell whether recordings still hold, and drop them if not."""
