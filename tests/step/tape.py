@@ -7,6 +7,7 @@ other things. ``Tape`` does the same with the operations that reach torch's disp
 
 import contextlib
 import ctypes
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter, tree_map_only
 
 import everygpu.step
+from everygpu.parallel.replicate import ReplicaSet
 from everygpu.parallel.sharded_batch import ShardedBatch
 from everygpu.parallel.thread_state import ThreadState
 from everygpu.step.fused import has_kernel
@@ -227,6 +229,9 @@ def install(monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> None:
     monkeypatch.setattr("everygpu.step.capture.DeviceGraph", Tape)
     monkeypatch.setattr("everygpu.step.capture.return_memory", lambda devices: None)
     monkeypatch.setattr("everygpu.parallel.apply.ThreadState", _RecordedThreads)
+    # Writes that torch doesn't count are looked for on the CPU; on GPUs that would take too long.
+    monkeypatch.setattr(sys.modules[ReplicaSet.__module__], "trusts_versions", lambda devices: True)
+    monkeypatch.setattr("everygpu.step.arena.Arena._differs", lambda arena, bucket: False)
     if fused:
         _install_kernels(monkeypatch)
 

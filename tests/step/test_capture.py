@@ -3,7 +3,7 @@
 import copy
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import everygpu
 from everygpu.errors import CaptureError, OptionError
 from everygpu.step.capture import NUM_WARM_UPS, referents
-from tests.step import tape
 
 Devices = Callable[[int], list[torch.device]]
 Batch = tuple[Tensor, Tensor]
@@ -44,21 +43,6 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return self.last(self.dropout(self.norm(self.first(x))).tanh() * self.frozen)
-
-
-@pytest.fixture(params=["fused", "unfused"])
-def recording(request: pytest.FixtureRequest, devices: Devices, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
-    """``devices`` that steps are recorded on: GPUs, or CPU replicas, where CUDA graphs are acted out."""
-    is_fused = request.param == "fused"
-    if devices(2)[0].type == "cpu":
-        tape.install(monkeypatch, fused=is_fused)
-        yield devices
-        return
-    if not is_fused:
-        monkeypatch.setattr("everygpu.step.holders.can_fuse", lambda *_: False)
-    torch.cuda.manual_seed_all(0)
-    yield devices
-    torch.cuda.synchronize()
 
 
 @pytest.fixture

@@ -268,6 +268,7 @@ def _is_open(value: Any) -> bool:
 
 def _settings() -> tuple[Any, ...]:
     """Return torch's settings that a recording has taken in."""
+    cudnn: Any = torch.backends.cudnn
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -275,8 +276,8 @@ def _settings() -> tuple[Any, ...]:
         torch.get_default_dtype(),
         # The one way to ask that never raises, whichever way they were set.
         torch.backends.cuda.matmul.fp32_precision,
-        torch.backends.cudnn.conv.fp32_precision,
-        torch.backends.cudnn.rnn.fp32_precision,
+        cudnn.conv.fp32_precision,
+        cudnn.rnn.fp32_precision,
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cudnn.enabled,
         torch.backends.cudnn.benchmark,

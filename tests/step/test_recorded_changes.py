@@ -1,0 +1,377 @@
+"""What changes between steps is seen by recorded steps as by others."""
+
+import copy
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import everygpu
+from tests.step.test_capture import Net, batches, num_recordings
+
+Devices = Callable[[int], list[torch.device]]
+Step = everygpu.TrainStep
+Scenario = Callable[[Step, list[Tensor]], None]
+"""Called with a step after it was recorded; appends to the losses."""
+
+X, Y = batches(1, torch.device("cpu"), ignore=False)[0]
+NUM_BEFORE = 6
+
+
+def adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1)
+
+
+def check(
+    recording: Devices, scenario: Scenario, *, make: Any = Net, loss: Any = F.cross_entropy, **options: Any
+) -> None:
+    """Go through a scenario with recorded steps and without; losses and all values must be equal."""
+    used = recording(2)
+    found = []
+    for capture in (False, "auto"):
+        torch.manual_seed(0)
+        net = make().to(used[0])
+        criterion = loss() if loss in (Focal, nn.CrossEntropyLoss) else loss
+        step = Step(everygpu.DataParallel(net, used), criterion, adamw(net), capture=capture, **options)
+        losses = [step(X, Y) for _ in range(NUM_BEFORE)]
+        assert not capture or num_recordings(step) == 1
+        scenario(step, losses)
+        found.append((torch.stack(losses), copy.deepcopy(net.state_dict())))
+    (plain, values), (recorded, ours) = found
+    torch.testing.assert_close(recorded, plain, rtol=1e-4, atol=1e-5)
+    for name, value in values.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def train_on(step: Step, losses: list[Tensor], num: int = 6, **kwargs: Any) -> None:
+    losses += [step(X, Y, **kwargs) for _ in range(num)]
+
+
+class TwoHeads(Net):
+    """Trains one of two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor, head: str = "last") -> Tensor:
+        h = self.norm(self.first(x)).tanh()
+        return self.last(h) + self.other(h) if head == "both" else getattr(self, head)(h)
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"clip_norm": 1.0}, {}], ids=str)
+def test_what_takes_no_part_stays_as_it_is(recording: Devices, options: dict[str, Any]) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        for head in ("other", "last") * 6 + ("other",) * 6:
+            losses.append(step(X, Y, head=head))
+
+    check(recording, scenario, make=TwoHeads, **options)
+
+
+def test_what_takes_no_part_any_more(recording: Devices) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        for head in ("both", "both", "both", "other", "both", "other", "both", "other", "both", "other", "other"):
+            losses.append(step(X, Y, head=head))
+
+    check(recording, scenario, make=TwoHeads)
+
+
+def test_kinds_of_batches_that_train_other_parameters_are_recorded(recording: Devices) -> None:
+    used = recording(2)
+    net = TwoHeads().to(used[0])
+    step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net))
+    for head in ("other", "last") * 6:
+        step(X, Y, head=head)
+    assert num_recordings(step) == 2
+
+
+def test_a_write_to_one_parameter(recording: Devices) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        for _ in range(3):
+            with torch.no_grad():
+                step.model.module.last.weight.mul_(0.5)
+            train_on(step, losses, 1)
+        assert step._capture is None or num_recordings(step) == 1
+
+    check(recording, scenario)
+
+
+def test_parameters_that_are_moved(recording: Devices) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        net = step.model.module
+        backup = net.last.weight.data
+        for value in (backup * 0.5, backup):
+            net.last.weight.data = value
+            train_on(step, losses, 2)
+
+    check(recording, scenario)
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_a_write_to_what_is_frozen(recording: Devices, is_counted: bool) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        frozen = step.model.module.frozen
+        with torch.no_grad():
+            (frozen if is_counted else frozen.data).mul_(0.5)
+        if not is_counted:
+            step.refresh()
+        train_on(step, losses)
+
+    check(recording, scenario)
+
+
+def test_another_module(recording: Devices) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        step.model.module = nn.Sequential(step.model.module, nn.Tanh())
+        train_on(step, losses)
+
+    check(recording, scenario)
+
+
+def test_another_rule_for_buffers(recording: Devices) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        step.model.buffers_rule = "mean"
+        train_on(step, losses)
+
+    check(recording, scenario)
+
+
+class Focal:
+    """A loss that is no module."""
+
+    gamma = 1.0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target) * self.gamma
+
+
+def test_a_loss_object_s_attributes(recording: Devices) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        step.loss.gamma = 3.0
+        train_on(step, losses)
+
+    check(recording, scenario, loss=Focal)
+
+
+def test_a_new_loss_module_and_its_attributes(recording: Devices) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        step.loss = nn.CrossEntropyLoss(label_smoothing=0.1)
+        train_on(step, losses)
+        step.loss.label_smoothing = 0.5
+        train_on(step, losses)
+
+    check(recording, scenario, loss=nn.CrossEntropyLoss)
+
+
+def smoothed(output: Tensor, target: Tensor, *, smoothing: float) -> Tensor:
+    return F.cross_entropy(output, target, label_smoothing=smoothing)
+
+
+def test_what_a_partial_has(recording: Devices) -> None:
+    loss = functools.partial(smoothed, smoothing=0.0)
+
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        loss.keywords["smoothing"] = 0.5
+        train_on(step, losses)
+        loss.keywords["smoothing"] = 0.0
+
+    check(recording, scenario, loss=loss)
+
+
+def test_modes_of_a_module_that_the_loss_uses(recording: Devices) -> None:
+    judge = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5))
+    judge.requires_grad_(False)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(judge(output), target)
+
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        judge.eval()
+        train_on(step, losses)
+        judge.load_state_dict({k: v * 0.5 for k, v in judge.state_dict().items()})
+        train_on(step, losses)
+        judge.train()
+        judge.load_state_dict(start)
+
+    start = copy.deepcopy(judge.state_dict())
+    device = recording(2)[0]
+    judge.to(device)
+    check(recording, scenario, loss=loss)
+
+
+class Configured(Net):
+    """Looks at an object of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = types.SimpleNamespace(scale=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.config.scale
+
+
+def test_an_object_s_attributes(recording: Devices) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        step.model.module.config.scale = 0.3
+        train_on(step, losses)
+
+    check(recording, scenario, make=Configured)
+
+
+def test_hooks_on_all_modules(recording: Devices) -> None:
+    calls: list[int] = []
+
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        calls.clear()
+        handle = nn.modules.module.register_module_forward_hook(lambda *_: calls.append(1))
+        train_on(step, losses, 8)
+        handle.remove()
+        assert len(calls) >= 8 * 2 * len(list(step.model.module.modules()))
+
+    check(recording, scenario)
+
+
+class Counting(TorchFunctionMode):
+    """Counts functions of torch."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is F.cross_entropy
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_are_asked_at_every_step(recording: Devices) -> None:
+    mode = Counting()
+
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        before = mode.count
+        with mode:
+            train_on(step, losses, 8)
+        assert mode.count == before + 8
+        train_on(step, losses, 2)
+        assert step._capture is None or num_recordings(step) == 1
+
+    check(recording, scenario)
+
+
+def test_saved_tensors_hooks_are_called(recording: Devices) -> None:
+    packed: list[int] = []
+
+    def pack(t: Tensor) -> Tensor:
+        packed.append(1)
+        return t
+
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            for _ in range(8):
+                packed.clear()
+                train_on(step, losses, 1)
+                assert packed
+
+    check(recording, scenario)
+
+
+class Making(Net):
+    """Makes a tensor of the default dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.full((), 1 / 3, device=x.device).double().float()
+
+
+def test_the_default_dtype(recording: Devices) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        before = step._capture and step._capture._facts
+        torch.set_default_dtype(torch.float64)
+        try:
+            train_on(step, losses, 2)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert before is None or step._capture._facts != before
+
+    check(recording, scenario, make=Making)
+
+
+@pytest.mark.parametrize("operation", ["conv", "rnn"])
+def test_precisions_in_torch_s_newer_way(recording: Devices, operation: str) -> None:
+    setting = getattr(torch.backends.cudnn, operation)
+
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        before = setting.fp32_precision
+        facts = step._capture and step._capture._facts
+        setting.fp32_precision = "ieee"
+        try:
+            train_on(step, losses, 2)
+        finally:
+            setting.fp32_precision = before
+        assert facts is None or step._capture._facts != facts
+
+    check(recording, scenario)
+
+
+class Optional(Net):
+    """Tells nothing from an empty container."""
+
+    def forward(self, x: Tensor, more: Any = None) -> Tensor:
+        return super().forward(x) * (1.0 if more is None else 0.5 if isinstance(more, list) else 0.25)
+
+
+def test_empty_containers_count(recording: Devices) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        train_on(step, losses, more=[])
+        train_on(step, losses, more={})
+        train_on(step, losses)
+
+    check(recording, scenario, make=Optional)
+
+
+class Numbered(Net):
+    def forward(self, x: Tensor, number: int = 0) -> Tensor:
+        return super().forward(x)
+
+
+def test_values_that_never_come_back_take_no_memory(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everygpu.step.capture.MAX_COUNTED", 20)
+    used = recording(2)
+    net = Numbered().to(used[0])
+    step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net))
+    for number in range(30):
+        step(X, Y, number=number)
+    assert len(step._capture._counts) == 20
+    for _ in range(4):
+        step(X, Y, number=0)
+    assert num_recordings(step) == 1
+
+
+def test_recordings_that_served_may_be_followed_by_others(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everygpu.step.capture.LAUNCHES_WORTH_ONE", 4)
+    monkeypatch.setattr("everygpu.step.capture.MAX_ATTEMPTS", 2)
+    used = recording(2)
+    net = Net().to(used[0])
+    step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net))
+    for num_steps, num_expected in ((8, 1), (8, 1), (8, 1), (5, 1), (5, 1), (5, 0)):
+        net.train(not net.training)
+        for _ in range(num_steps):
+            step(X, Y)
+        assert num_recordings(step) == num_expected
+
+
+def test_a_recording_does_not_keep_the_batch(recording: Devices) -> None:
+    used = recording(2)
+    net = Net().to(used[0])
+    step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net))
+    refs = []
+    for _ in range(6):
+        x = X.clone().to(used[0])
+        step(x, Y)
+        refs.append(weakref.ref(x))
+        del x
+    assert num_recordings(step) == 1
+    assert not any(ref() is not None for ref in refs)
