@@ -77,6 +77,8 @@ class _Recording:
     batch: StaticBatch
     graph: DeviceGraph
     recorded: Any
+    written: list[bool]
+    """For each tensor of the batch whether the step writes to it."""
 
 
 class Capture:
@@ -134,6 +136,7 @@ class Capture:
         recording.batch.write(batch)
         recording.graph.replay()
         self._num_launches += 1
+        recording.batch.write_back(batch, recording.written)
         if self._num_launches % LONG == 0:
             self._num_attempts = 0
         return self._step.finish(recording.recorded)
@@ -195,10 +198,11 @@ class Capture:
 
     def _attempt(self, held: StaticBatch) -> _Recording | str:
         """Record, or say why not."""
-        graph, prepared = DeviceGraph(self._route.devices), self._step.prepare()
+        graph, prepared, before = DeviceGraph(self._route.devices), self._step.prepare(), held.versions()
         try:
             recorded = graph.record(lambda: self._step.record(held.read(), prepared))
-            return _Recording(batch=held, graph=graph, recorded=recorded)
+            written = [now != then for now, then in zip(held.versions(), before)]
+            return _Recording(batch=held, graph=graph, recorded=recorded, written=written)
         except Exception as error:  # noqa: BLE001 - whatever it is, the step is run as it is
             failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         if graph.has_replaced_generators:

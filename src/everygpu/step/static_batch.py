@@ -74,6 +74,28 @@ class StaticBatch:
         for target, source in arriving:
             target.copy_(source)
 
+    def versions(self) -> list[int]:
+        """Return how often torch has counted a write to each tensor."""
+        return [t._version for slot in self._slots for t in slot.tensors]
+
+    @torch.no_grad()
+    def write_back(self, batch: Batch, written: Sequence[bool]) -> None:
+        """Copy what the work has changed to where it would have changed it in a batch that is given to the replicas.
+
+        Args:
+            batch: What was written here last.
+            written: For each tensor whether the work writes to it, in the order of ``versions``.
+        """
+        flags = iter(written)
+        for slot, (_, leaf) in zip(self._slots, _leaves(batch)):
+            changed = [next(flags) for _ in slot.tensors]
+            if any(changed):
+                # Of a plain tensor the first replica sees a view, the others copies.
+                last = None if isinstance(leaf, ShardedBatch) else 1
+                for target, source, is_changed in list(zip(slot.tensors, slot.sources(leaf), changed))[:last]:
+                    if is_changed and source.device == target.device:
+                        source.copy_(target)
+
     def read(self) -> Batch:
         """Return the batch, made of this memory, for the current streams."""
         slots = iter(self._slots)
