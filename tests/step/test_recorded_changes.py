@@ -5,6 +5,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,17 +31,24 @@ def adamw(net: nn.Module) -> torch.optim.Optimizer:
 
 
 def check(
-    recording: Devices, scenario: Scenario, *, make: Any = Net, loss: Any = F.cross_entropy, **options: Any
+    recording: Devices,
+    scenario: Scenario,
+    *,
+    make: Any = Net,
+    loss: Any = F.cross_entropy,
+    count: int = 2,
+    first: Any = ((X, Y), {}),
+    **options: Any,
 ) -> None:
     """Go through a scenario with recorded steps and without; losses and all values must be equal."""
-    used = recording(2)
+    used = recording(count)
     found = []
     for capture in (False, "auto"):
         torch.manual_seed(0)
         net = make().to(used[0])
-        criterion = loss() if loss in (Focal, nn.CrossEntropyLoss) else loss
+        criterion = loss() if isinstance(loss, type) else loss
         step = Step(everygpu.DataParallel(net, used), criterion, adamw(net), capture=capture, **options)
-        losses = [step(X, Y) for _ in range(NUM_BEFORE)]
+        losses = [step(*first[0], **first[1]) for _ in range(NUM_BEFORE)]
         assert not capture or num_recordings(step) == 1
         scenario(step, losses)
         found.append((torch.stack(losses), copy.deepcopy(net.state_dict())))
@@ -375,3 +383,172 @@ def test_a_recording_does_not_keep_the_batch(recording: Devices) -> None:
         del x
     assert num_recordings(step) == 1
     assert not any(ref() is not None for ref in refs)
+
+
+class Many(Net):
+    """Takes a dict of tensors, a scale without rows, and the rest by keyword."""
+
+    def forward(self, x: Tensor, more: Any = None, scale: Any = 1.0) -> Tensor:
+        h = super().forward(x["a"][0] + x["b"])
+        return h * scale if more is None else h * scale + more.sum()
+
+
+def each(step: Step, losses: list[Tensor], *batches_of: Any) -> None:
+    """Go through every batch often enough for it to be recorded."""
+    for args, kwargs in batches_of:
+        losses += [step(*args, **kwargs) for _ in range(6)]
+
+
+def test_nested_inputs_and_such_without_rows(recording: Devices) -> None:
+    half = X * 0.5
+    one = ({"x": {"a": (half,), "b": X}}, Y), {}
+
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        for i in range(6):
+            losses.append(
+                step(*one[0], scale=torch.tensor(0.1 * i), more=everygpu.Replicated(torch.full((3,), 0.1 * i)))
+            )
+        for i in range(6):
+            losses.append(step(*one[0], scale=0.5 + i % 2))
+
+    check(recording, scenario, make=Many, first=one)
+
+
+def test_fewer_rows_than_replicas(recording: Devices) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        step.model.module.norm.eval()
+        each(step, losses, ((X[:1], Y[:1]), {}), ((X[:2], Y[:2]), {}), ((X[:5], Y[:5]), {}), ((X, Y), {}))
+
+    check(recording, scenario)
+    check(recording, scenario, count=4)
+
+
+def test_autocast_around_some_steps(recording: Devices) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        with torch.autocast(X.device.type if step._home.type == "cpu" else "cuda", torch.bfloat16):
+            train_on(step, losses, 6)
+        train_on(step, losses, 6)
+
+    check(recording, scenario)
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "fp16"}], ids=str)
+def test_states_that_are_saved_and_loaded(recording: Devices, tmp_path: Path, options: dict[str, Any]) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        parts = {"model": step.model, "optimizer": step.optimizer, "step": step}
+        place = tmp_path / f"recorded-{step._capture is not None}"
+        everygpu.save(place, **parts)
+        train_on(step, losses, 6)
+        everygpu.load(place, **parts)
+        train_on(step, losses, 6)
+        assert losses[-1].item() == pytest.approx(losses[-7].item(), rel=1e-4)
+
+    check(recording, scenario, **options)
+
+
+class Refusing(Net):
+    """Fails for some batches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        if len(x) == 2:
+            raise ValueError("of two rows")
+        return h
+
+
+def test_exceptions_in_between(recording: Devices) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        for _ in range(5):
+            with pytest.raises(ValueError, match="two rows"):
+                step(X[:4], Y[:4])
+            train_on(step, losses, 2)
+
+    check(recording, scenario, make=Refusing)
+    check(recording, scenario, make=Refusing, accumulate=2)
+
+
+def test_groups_that_are_edited(recording: Devices) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        net, optimizer = step.model.module, step.optimizer
+        group = optimizer.param_groups[0]
+        for key, value in (("lr", 0.1), ("weight_decay", 0.0), ("betas", (0.5, 0.9)), ("eps", 0.1), ("maximize", True)):
+            group[key] = value
+            train_on(step, losses, 2)
+        group["maximize"] = False
+        optimizer.add_param_group({"params": [net.frozen.requires_grad_()], "lr": 0.05})
+        train_on(step, losses, 7)
+        net.first.weight.requires_grad_(False)
+        train_on(step, losses, 7)
+        net.first.weight.requires_grad_(True)
+        optimizer.zero_grad()
+        train_on(step, losses, 7)
+        optimizer.state.clear()
+        optimizer.load_state_dict(optimizer.state_dict())
+        train_on(step, losses, 2)
+
+    check(recording, scenario)
+
+
+def test_flushes_and_another_number_of_batches(recording: Devices) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        for num in (1, 2, 3, 4):
+            train_on(step, losses, num)
+            step.flush()
+        step.accumulate = 1
+        train_on(step, losses, 6)
+        step.clip_norm = 0.01
+        train_on(step, losses, 6)
+
+    check(recording, scenario, accumulate=3)
+
+
+def test_two_steps_on_one_model(recording: Devices) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        other = Step(step.model, nn.MSELoss(), step.optimizer, capture="auto" if step._capture else False)
+        target = torch.zeros(len(X), 5)
+        for num in (1, 6, 2):
+            train_on(step, losses, num)
+            losses += [other(X, target) for _ in range(num)]
+
+    check(recording, scenario)
+
+
+def test_gradients_and_models_of_the_user(recording: Devices) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        net = step.model.module
+        F.cross_entropy(net(X.to(step._home)), Y.to(step._home)).backward()
+        train_on(step, losses, 2)
+        twin = copy.deepcopy(net)
+        F.cross_entropy(step.model(X), Y.to(step._home)).backward()
+        train_on(step, losses, 2)
+        net.load_state_dict(twin.state_dict())
+        losses.append(step.evaluate(X, Y).loss)
+        train_on(step, losses, 2)
+
+    check(recording, scenario)
+
+
+class Writing(Net):
+    """Changes its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(0.5))
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_inputs_that_are_written(recording: Devices, count: int, is_sharded: bool) -> None:
+    used = recording(count)
+    found = []
+    for capture in (False, "auto"):
+        net = Writing().to(used[0])
+        step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net), capture=capture)
+        for _ in range(6):
+            x = X.clone().to(used[0])
+            if is_sharded:
+                ((x, y),) = everygpu.Feeder([(X.clone(), Y)], used)
+            step(x, y if is_sharded else Y.to(used[0]))
+        assert not capture or num_recordings(step) == 1
+        found.append(x)
+    assert found[0].equal(found[1])
+    assert not found[0].equal(X.to(used[0]))
