@@ -154,18 +154,16 @@ class EarlyUpdate:
         for b, plan in enumerate(self._arena.plans):
             members = [slot.index for slot in plan.slots if slot.index in self.rows.row_of]
             for j, tensors in enumerate(self._replicas()):
-                note = self._counter(b, j, len(members))
+                note = self._counter(b, j, {id(tensors[i]) for i in members})
                 handles += [_on_accumulation(tensors[i], note) for i in members]
         return handles
 
-    def _counter(self, bucket: int, replica: int, num_members: int) -> Callable[[Tensor], Any]:
-        left = [num_members]
-
+    def _counter(self, bucket: int, replica: int, left: set[int]) -> Callable[[Tensor], Any]:
         def note(t: Tensor) -> None:
             # From here on its value is not the one that forward saw: torch refuses to use it in backward.
             increment_version(t)
-            left[0] -= 1
-            if left[0] == 0:
+            left.discard(id(t))
+            if not left:  # again and again where gradients come bit by bit, as from checkpoints: the last one counts
                 self._ready[bucket, replica] = torch.cuda.current_stream(t.device).record_event()
 
         return note
@@ -174,10 +172,12 @@ class EarlyUpdate:
         """Return one device's gradients by parameter; zeros for those that only others have."""
         tensors = self._replicas()[replica]
         taken = {}
-        for slot in (slot for plan in self._arena.plans for slot in plan.slots):
+        for b, slot in ((b, slot) for b, plan in enumerate(self._arena.plans) for slot in plan.slots):
             grad = tensors[slot.index].grad
             if slot.index in self.rows.row_of or grad is not None:
                 taken[slot.index] = _as_laid_out(grad, slot, tensors[slot.index])
+                if taken[slot.index] is not grad:  # it is made only now
+                    self._ready.pop((b, replica), None)
         return taken
 
     def _replicas(self) -> list[list[Tensor]]:
