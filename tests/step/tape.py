@@ -197,10 +197,14 @@ class _RecordedThreads(ThreadState):
 
 
 class _Stream:
-    """Keeps in mind what has been waited for."""
+    """Keeps in mind what its kernels have to wait for.
+
+    The first wait only makes a stream part of a recording: kernels must be right without it.
+    """
 
     def __init__(self) -> None:
         self.after: list[Moment] = []
+        self._is_recorded = False
 
     def record_event(self) -> Moment:
         tape = current_tape()
@@ -208,7 +212,8 @@ class _Stream:
         return tape.mark()
 
     def wait_event(self, moment: Moment) -> None:
-        self.after.append(moment)
+        self.after += [moment] if self._is_recorded else []
+        self._is_recorded = True
 
     def wait_stream(self, stream: "_Stream") -> None:
         """What is recorded afterwards comes later anyway."""

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 import everygpu
 from tests.step.test_capture import Net, batches, num_recordings
@@ -552,3 +553,36 @@ def test_inputs_that_are_written(recording: Devices, count: int, is_sharded: boo
         found.append(x)
     assert found[0].equal(found[1])
     assert not found[0].equal(X.to(used[0]))
+
+
+class Joining(Net):
+    """Its parameters' gradients lie in one tensor, where they aren't aligned as kernels need it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(torch.full((n,), 0.5) for n in (3, 2, 11))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)).tanh() * torch.cat([*self.parts]))
+
+
+def test_gradients_that_are_not_aligned(recording: Devices) -> None:
+    check(recording, train_on, make=Joining)
+
+
+class Recurring(Net):
+    """Its first parameters get their gradients bit by bit, each in a backward within the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for _ in range(3):
+            h = checkpoint(lambda t: self.inner(t).tanh(), h, use_reentrant=True)
+        return self.last(self.norm(h))
+
+
+def test_gradients_that_come_bit_by_bit(recording: Devices) -> None:
+    check(recording, train_on, make=Recurring)
