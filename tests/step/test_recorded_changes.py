@@ -586,3 +586,41 @@ class Recurring(Net):
 
 def test_gradients_that_come_bit_by_bit(recording: Devices) -> None:
     check(recording, train_on, make=Recurring)
+
+
+def test_graphs_of_before_notice_the_update(recording: Devices) -> None:
+    used = recording(2)
+    net = Net().to(used[0])
+    step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net))
+    for _ in range(NUM_BEFORE):
+        step(X, Y)
+    output = net(X.to(used[0]))
+    step(X, Y)
+    assert num_recordings(step) == 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_a_module_s_class_and_a_buffer_are_replaced(recording: Devices) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        net = step.model.module
+        for change in (
+            lambda: setattr(net, "__class__", Doubling),
+            lambda: net.register_buffer("scale", net.frozen * 2),
+        ):
+            change()
+            train_on(step, losses)
+        net.scale = net.scale * 2
+        train_on(step, losses)
+        net.scale.mul_(0.5)
+        train_on(step, losses, 1)
+        net.scale.data = net.scale * 0.5
+        train_on(step, losses)
+
+    check(recording, scenario)
+
+
+class Doubling(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale if hasattr(self, "scale") else 2.0
+        return self.last(self.norm(self.first(x)).tanh() * scale)
