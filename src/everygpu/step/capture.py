@@ -178,16 +178,17 @@ class Capture:
         if self._num_attempts > MAX_ATTEMPTS:
             self._give_up(f"{MAX_ATTEMPTS} recordings were made, and none served for long")
             return None
-        before = _host_generators()
+        generators = _HostGenerators(self._step.roots())
+        before = generators.states()
         held = StaticBatch(batch, self._route)
         held.write(batch)
         spread_seeds(self._route.devices)
         found = self._attempt(held)
         while isinstance(found, str) and self._step.try_otherwise():
-            _restore_host_generators(before)
+            generators.restore(before)
             found = self._attempt(held)
-        drew = not _same_generators(before, _host_generators())
-        _restore_host_generators(before)
+        drew = not all(map(_is_same_state, before, generators.states()))
+        generators.restore(before)
         if drew and not isinstance(found, str):
             found = "the step draws random numbers on the host, which a recording would repeat"
         if isinstance(found, str):
@@ -337,21 +338,46 @@ _GLOBAL_HOOKS = (
 )
 
 
-def _host_generators() -> list[Any]:
-    numpy = sys.modules.get("numpy")
-    return [random.getstate(), torch.get_rng_state(), None if numpy is None else numpy.random.get_state()]
+class _HostGenerators:
+    """Random generators on the host that modules may draw from: everybody's, and those that are their attributes."""
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        numpy = sys.modules.get("numpy")
+        shared = [random, *([] if numpy is None else [numpy.random])]
+        values = (v for root in roots for m in root.modules() for v in vars(m).values())
+        own = list({id(v): v for v in values if _is_host_generator(v, numpy)}.values())
+        self._all: list[Any] = [*shared, torch.default_generator, *own]
+
+    def states(self) -> list[Any]:
+        return [_state_of(g) for g in self._all]
+
+    def restore(self, states: Sequence[Any]) -> None:
+        for generator, state in zip(self._all, states):
+            write = getattr(generator, "setstate", None) or getattr(generator, "set_state", None)
+            if write is None:  # NumPy's newer ones
+                generator.bit_generator.state = state
+            else:
+                write(state)
 
 
-def _same_generators(a: list[Any], b: list[Any]) -> bool:
-    same_numpy = a[2] is None or (a[2][2:] == b[2][2:] and bool((a[2][1] == b[2][1]).all()))
-    return a[0] == b[0] and bool(torch.equal(a[1], b[1])) and same_numpy
+def _is_host_generator(value: Any, numpy: Any) -> bool:
+    if isinstance(value, torch.Generator):
+        return value.device.type == "cpu"
+    kinds = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+    return isinstance(value, (random.Random, *kinds))
 
 
-def _restore_host_generators(states: list[Any]) -> None:
-    random.setstate(states[0])
-    torch.set_rng_state(states[1])
-    if states[2] is not None:
-        sys.modules["numpy"].random.set_state(states[2])
+def _state_of(generator: Any) -> Any:
+    read = getattr(generator, "getstate", None) or getattr(generator, "get_state", None)
+    return generator.bit_generator.state if read is None else read()
+
+
+def _is_same_state(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return all(_is_same_state(a[k], b[k]) for k in a)
+    if isinstance(a, tuple):
+        return all(map(_is_same_state, a, b))
+    return bool((a == b).all()) if hasattr(a, "shape") else bool(a == b)
 
 
 def referents(function: Any) -> tuple[Any, ...]:
