@@ -2,12 +2,14 @@
 
 import copy
 import functools
+import random
 import types
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -624,3 +626,68 @@ class Doubling(Net):
     def forward(self, x: Tensor) -> Tensor:
         scale = self.scale if hasattr(self, "scale") else 2.0
         return self.last(self.norm(self.first(x)).tanh() * scale)
+
+
+class Choosing(Net):
+    """Leaves something out at random, by a generator of its own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.draw = {
+            "python": random.Random(0),
+            "numpy": numpy.random.default_rng(0),
+            "numpy-legacy": numpy.random.RandomState(0),
+            "torch": torch.Generator().manual_seed(0),
+        }[kind]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.draw, torch.Generator):
+            return super().forward(x) * torch.rand((), generator=self.draw).to(x.device)
+        toss = self.draw.random() if hasattr(self.draw, "random") else self.draw.random_sample()
+        return super().forward(x) * (1.0 if toss < 0.5 else 2.0)
+
+
+@pytest.mark.parametrize("kind", ["python", "numpy", "numpy-legacy", "torch"])
+def test_random_generators_of_modules(recording: Devices, kind: str) -> None:
+    used = recording(1)
+    found = []
+    for capture in (False, "auto"):
+        net = Choosing(kind).to(used[0])
+        step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net), capture=capture)
+        found.append(torch.stack([step(X, Y) for _ in range(12)]))
+    assert found[1].tolist() == pytest.approx(found[0].tolist(), rel=1e-4)
+
+
+@pytest.mark.parametrize("split", ["even", [2.0, 1.0], [0.0, 1.0]], ids=str)
+def test_rows_along_another_dimension(recording: Devices, split: Any) -> None:
+    class Sideways(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.T).T
+
+    used = recording(2)
+    found = []
+    for capture in (False, "auto"):
+        net = Sideways().to(used[0])
+        model = everygpu.DataParallel(net, used, dim=1, split=split)
+        step = Step(model, lambda output, target: F.cross_entropy(output.T, target[0]), adamw(net), capture=capture)
+        found.append(torch.stack([step(X.T[:, :rows], Y[None, :rows]) for rows in (12, 11) for _ in range(6)]))
+        assert not capture or num_recordings(step) == 2
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_sharded_optimizer_and_its_scheduler(recording: Devices) -> None:
+    used = recording(2)
+    found = []
+    for capture in (False, "auto"):
+        net = Net().to(used[0])
+        optimizer = everygpu.ShardedOptimizer(adamw(net), used)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
+        step = Step(everygpu.DataParallel(net, used), F.cross_entropy, optimizer, capture=capture)
+        losses = []
+        for _ in range(12):
+            losses.append(step(X, Y))
+            schedule.step()
+        assert not capture or num_recordings(step) == 1
+        optimizer.step()  # without gradients it does nothing, but brings the state here
+        found.append(torch.stack([*losses, *(step(X, Y) for _ in range(6))]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
