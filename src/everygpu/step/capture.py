@@ -85,8 +85,10 @@ class Capture:
     """Records steps as CUDA graphs after a few of a kind, and launches them from then on.
 
     A recording is launched only while everything it was made from is as it was: shapes and values of the batch, the
-    modules' attributes, modes and hooks, parameters and buffers where they were, torch's settings. Everything else
-    that Python code may look at, such as a global variable, is beyond it.
+    modules' attributes, modes and hooks, and the attributes of objects among them, parameters and buffers where they
+    were, what the loss refers to, torch's settings. Everything else that Python code may look at, such as a global
+    variable in a module's forward, is beyond it. While a mode or a hook of torch's wants to see every operation, steps
+    run as they are.
 
     Args:
         step: What is recorded.
