@@ -38,6 +38,8 @@ class Tape:
     that was there before, and to the random generator. Replaying runs them again, on the same memory.
     """
 
+    has_replaced_generators = False
+
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._moments: list[Callable[[], object]] = []
         self._memories: dict[int, _Memory] = {}
@@ -245,8 +247,8 @@ def _install_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     current: list[_Stream] = []
 
     @contextlib.contextmanager
-    def queueing_on(device: torch.device, stream: _Stream) -> Iterator[None]:
-        current.append(stream)
+    def queueing_on(device: torch.device, stream: _Stream | None = None) -> Iterator[None]:
+        current.append(stream or _Stream())
         yield
         current.pop()
 
@@ -255,7 +257,7 @@ def _install_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         if tape is None:
             function(*tensors)
         else:
-            tape.call(function, tensors, current[-1].after)
+            tape.call(function, tensors, current[-1].after if current else ())
 
     streams: list[_Stream] = []
 

@@ -362,7 +362,7 @@ def test_values_that_never_come_back_take_no_memory(recording: Devices, monkeypa
 
 
 def test_recordings_that_served_may_be_followed_by_others(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everygpu.step.capture.LAUNCHES_WORTH_ONE", 4)
+    monkeypatch.setattr("everygpu.step.capture.LONG", 4)
     monkeypatch.setattr("everygpu.step.capture.MAX_ATTEMPTS", 2)
     used = recording(2)
     net = Net().to(used[0])

@@ -25,12 +25,26 @@ class Kernels:
         self._queue = queue
 
     def run_adam(
-        self, grads: Tensor, values: Tensor, states: Sequence[Tensor], *tables: Tensor, **options: Any
+        self, grads: Tensor, values: Tensor, states: Sequence[Tensor], *tables: Tensor, factor: Tensor, **numbers: Any
     ) -> None:
-        self._queue(functools.partial(_update, _adam, **options), grads, values, *tables, *states)
+        self._queue(functools.partial(_update, _adam, **numbers), grads, values, *tables, factor, *states)
 
-    def run_sgd(self, grads: Tensor, values: Tensor, states: Sequence[Tensor], *tables: Tensor, **options: Any) -> None:
-        self._queue(functools.partial(_update, _sgd, **options), grads, values, *tables, *states)
+    def run_sgd(
+        self, grads: Tensor, values: Tensor, states: Sequence[Tensor], *tables: Tensor, factor: Tensor, **numbers: Any
+    ) -> None:
+        self._queue(functools.partial(_update, _sgd, **numbers), grads, values, *tables, factor, *states)
+
+    def run_reduce(self, *tensors: Tensor, me: int) -> None:
+        self._queue(_reduce, *tensors)
+
+
+def _reduce(grads: Tensor, target: Tensor, squares: Tensor, rows: Tensor, lengths: Tensor) -> None:
+    squares.zero_()
+    for block, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist())):
+        if row >= 0:
+            total = _sum(grads, block, length)
+            target[block * BLOCK_NUMEL :][:BLOCK_NUMEL] = total
+            squares[block] = total.square().sum()
 
 
 def _update(
@@ -40,8 +54,8 @@ def _update(
     rows: Tensor,
     lengths: Tensor,
     table: Tensor,
+    factor: Tensor,
     *states: Tensor,
-    factor: float,
     begin: int,
     me: int,
 ) -> None:
@@ -50,13 +64,17 @@ def _update(
             continue
         first, options = block * BLOCK_NUMEL, table[row].tolist()
         places = [_at(int(v) + 4 * (begin + first), BLOCK_NUMEL) for v in values]
-        grad = torch.zeros(BLOCK_NUMEL)
-        for address in grads[:, block].tolist():
-            grad[:length] += _at(address, length)
-        parts = [s[first : first + BLOCK_NUMEL] for s in states]
-        new = rule(places[me].clone(), grad * factor * options[0], parts, options)
+        grad = _sum(grads, block, length) * factor * options[0]
+        new = rule(places[me].clone(), grad, [s[first : first + BLOCK_NUMEL] for s in states], options)
         for place in places:
             place.copy_(new)
+
+
+def _sum(grads: Tensor, block: int, length: int) -> Tensor:
+    total = torch.zeros(BLOCK_NUMEL)
+    for address in grads[:, block].tolist():
+        total[:length] += _at(address, length)
+    return total
 
 
 def _adam(value: Tensor, grad: Tensor, states: Sequence[Tensor], options: Sequence[float]) -> Tensor:
