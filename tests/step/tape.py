@@ -199,14 +199,10 @@ class _RecordedThreads(ThreadState):
 
 
 class _Stream:
-    """Keeps in mind what its kernels have to wait for.
-
-    The first wait only makes a stream part of a recording: kernels must be right without it.
-    """
+    """Keeps in mind what its kernels have to wait for."""
 
     def __init__(self) -> None:
         self.after: list[Moment] = []
-        self._is_recorded = False
 
     def record_event(self) -> Moment:
         tape = current_tape()
@@ -214,8 +210,7 @@ class _Stream:
         return tape.mark()
 
     def wait_event(self, moment: Moment) -> None:
-        self.after += [moment] if self._is_recorded else []
-        self._is_recorded = True
+        self.after.append(moment)
 
     def wait_stream(self, stream: "_Stream") -> None:
         """What is recorded afterwards comes later anyway."""

@@ -120,16 +120,15 @@ class EarlyUpdate:
         devices = self._arena.devices
         streams = [update_stream(d) for d in devices]
         now = [torch.cuda.current_stream(d).record_event() for d in devices]
-        for stream in streams:
-            stream.wait_event(now[0])
-        for b in self._used_buckets():
+        used = self._used_buckets()
+        for b in used:
             ready = [self._ready.get((b, j), now[j]) for j in range(len(devices))]
             for me, (d, stream) in enumerate(zip(devices, streams)):
                 for event in ready:
                     stream.wait_event(event)
                 with queueing_on(d, stream):
                     launch(b, me)
-        for d in devices:
+        for d in devices if used else ():  # a stream that has waited for nothing is no part of the recording
             for stream in streams:
                 torch.cuda.current_stream(d).wait_stream(stream)
 
