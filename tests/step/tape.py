@@ -256,13 +256,13 @@ def _install_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     streams: list[_Stream] = []
 
-    def new_stream(device: torch.device) -> _Stream:
+    def new_stream(device: torch.device, purpose: str) -> _Stream:
         streams.append(_Stream())
         return streams[-1]
 
     monkeypatch.setattr("everygpu.step.holders.can_fuse", has_kernel)
     monkeypatch.setattr(everygpu.step, "kernels", torch_kernels.Kernels(queue), raising=False)
-    monkeypatch.setattr("everygpu.step.early_update.update_stream", new_stream)
+    monkeypatch.setattr("everygpu.step.early_update.kept_stream", new_stream)
     monkeypatch.setattr("everygpu.step.early_update.queueing_on", queueing_on)
     monkeypatch.setattr("torch.cuda.current_stream", lambda device: _Stream())
 

@@ -13,7 +13,8 @@ import everygpu
 from everygpu import tree
 from everygpu.errors import SplitError
 from everygpu.parallel.sharded_batch import ShardedBatch
-from everygpu.step.static_batch import NotStatic, Route, StaticBatch, describe_batch
+from everygpu.parallel.split import Route
+from everygpu.step.static_batch import NotStatic, StaticBatch, describe_batch
 
 Devices = Callable[[int], list[torch.device]]
 PROPERTY = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

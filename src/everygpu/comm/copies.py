@@ -1,11 +1,12 @@
 """Transfers by plain copies: on the CPU, and over peer access or host memory between GPUs."""
 
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from everygpu.comm.streams import kept_stream
 
 
 def copy(x: Tensor, device: torch.device, *, fresh: bool = False) -> Tensor:
@@ -26,19 +27,13 @@ def broadcast(source: Tensor, targets: Sequence[Tensor]) -> None:
             fill(target, source)
 
 
-@functools.cache
-def _stream_beside(device: torch.device, index: int) -> torch.cuda.Stream:
-    # The same ones every time: torch has 32, and then hands out those that others use.
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
 @contextmanager
 def _beside(source: Tensor, index: int) -> Iterator[None]:
     """In a CUDA graph, queue a copy from a GPU beside what comes next there; who uses the target waits for it."""
     if not (source.is_cuda and torch.cuda.is_current_stream_capturing()):
         yield
         return
-    stream = _stream_beside(source.device, index)
+    stream = kept_stream(source.device, f"broadcast {index}")
     stream.wait_stream(torch.cuda.current_stream(source.device))
     with torch.cuda.stream(stream):
         yield

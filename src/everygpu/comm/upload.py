@@ -4,13 +4,13 @@ A copy queued on the stream that computes waits for all that was queued before i
 makes the driver wait for the stream too, so that the host can't run ahead of the device.
 """
 
-import functools
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from everygpu import comm
+from everygpu.comm.streams import kept_stream
 
 STAGE_FROM_BYTES = 64 * 1024
 """The driver takes smaller copies from pageable memory at once, without waiting: staging them costs more.
@@ -18,14 +18,11 @@ STAGE_FROM_BYTES = 64 * 1024
 Source: "API synchronization behavior" in NVIDIA's documentation of the CUDA runtime.
 """
 
+UPLOADS = "uploads"
+"""Which stream a device's copies from the host are queued on."""
+
 Mark = tuple[torch.device, torch.cuda.Event]
 """Until when a device's copies were queued."""
-
-
-@functools.cache
-def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream that a CUDA device's copies from the host are queued on, the same every time."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def upload(part: Tensor, device: torch.device) -> Tensor:
@@ -39,7 +36,7 @@ def upload(part: Tensor, device: torch.device) -> Tensor:
     """
     if device.type != "cuda":
         return comm.copy(part, device)
-    stream = copy_stream(device)
+    stream = kept_stream(device, UPLOADS)
     with torch.cuda.stream(stream):
         if part.device.type == "cuda":
             # torch queues a copy between GPUs on the source's current stream, and has this one wait for it.
@@ -49,7 +46,7 @@ def upload(part: Tensor, device: torch.device) -> Tensor:
 
 def mark(devices: Iterable[torch.device]) -> list[Mark]:
     """Note how far the devices' copy streams have been filled."""
-    return [(d, copy_stream(d).record_event()) for d in dict.fromkeys(devices) if d.type == "cuda"]
+    return [(d, kept_stream(d, UPLOADS).record_event()) for d in dict.fromkeys(devices) if d.type == "cuda"]
 
 
 def receive(tensors: Sequence[Tensor], marks: Iterable[Mark]) -> None:

@@ -11,11 +11,10 @@ from torch import nn
 
 from everygpu import tree
 from everygpu.errors import OptionError
-from everygpu.feed.batches import Route
 from everygpu.feed.feeder import data_parallel_in, find_route
 from everygpu.feed.restore import restored
 from everygpu.feed.tuning_cache import describe_run, read_result, write_result
-from everygpu.parallel.split import Replicated, find_rows, is_splittable
+from everygpu.parallel.split import Replicated, Route, find_rows, is_splittable
 
 STEPS_PER_TRIAL = 2
 """The first step makes the optimizer's state, the second has it beside its activations."""

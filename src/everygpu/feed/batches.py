@@ -16,17 +16,7 @@ from everygpu import tree
 from everygpu.comm.upload import Mark, mark, receive, upload
 from everygpu.parallel.scatter import move_tree
 from everygpu.parallel.sharded_batch import ShardedBatch, shard_batch
-from everygpu.parallel.split import Replicated, Split, SplitPlan, find_rows, is_splittable, plan_split
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """Where batches go."""
-
-    devices: tuple[torch.device, ...]
-    """One per replica."""
-    dim: int
-    split: Split
+from everygpu.parallel.split import Replicated, Route, SplitPlan, find_rows, is_splittable, plan_split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

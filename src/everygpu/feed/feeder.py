@@ -11,14 +11,13 @@ from torch import nn
 from everygpu.devices import parse_devices
 from everygpu.devices.parse import DeviceLike
 from everygpu.errors import OptionError
-from everygpu.feed.batches import Route
 from everygpu.feed.one_pass import Feed, FeedOptions
 from everygpu.feed.position import Position, begin_pass, generator_state, parse_position
 from everygpu.feed.publishing import Board
 from everygpu.feed.waiting import FeedReport, WaitMeter
 from everygpu.keys import wrapped_child
 from everygpu.parallel.data_parallel import DataParallel
-from everygpu.parallel.split import Split, default_split, settle_split
+from everygpu.parallel.split import Route, Split, default_split, settle_split
 from everygpu.step.train_step import TrainStep
 
 Devices: TypeAlias = DeviceLike | Iterable[DeviceLike] | None

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from everygpu.errors import FeedTimeoutError, WorkerError
-from everygpu.feed.batches import Route, SentBatch, send_batch, unpack_batch
+from everygpu.feed.batches import SentBatch, send_batch, unpack_batch
 from everygpu.feed.channel import Channel, ChannelClosed
 from everygpu.feed.position import Position
 from everygpu.feed.source import Source
 from everygpu.feed.waiting import StepTime, WaitMeter
+from everygpu.parallel.split import Route
 
 GRACE_S = 5.0
 """How long a worker process may take to end when it is asked to."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from everygpu import tree
-from everygpu.feed.batches import Route
 from everygpu.folders import cache_folder, write_whole
 from everygpu.keys import unwrap
+from everygpu.parallel.split import Route
 
 _VERSION = 1
 """To be raised when the search, or what a replica needs memory for, changes."""

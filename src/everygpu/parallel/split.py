@@ -42,6 +42,16 @@ class Replicated:
         return f"Replicated({self.value!r})"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """Where batches go, and how they are cut on the way."""
+
+    devices: tuple[torch.device, ...]
+    """One per replica."""
+    dim: int
+    split: Split
+
+
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
     """Rows per replica, by position. Replicas with no rows don't run."""

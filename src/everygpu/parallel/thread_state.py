@@ -26,7 +26,7 @@ class ThreadState:
         self._inference = torch.is_inference_mode_enabled()
         self._autocast = [(k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
         self._autocast_cache = torch.is_autocast_cache_enabled()
-        self._modes = _function_modes()
+        self._modes = function_modes()
         self._saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._streams = {d: torch.cuda.current_stream(d) for d in devices if d.type == "cuda"}
 
@@ -113,11 +113,12 @@ def on_device(device: torch.device, stream: torch.cuda.Stream | None, *, shared:
     """
     with ExitStack() as stack:
         stack.enter_context(queueing_on(device, stream))
-        if device.type != "cpu" and not any(isinstance(m, DeviceContext) for m in _function_modes()):
+        if device.type != "cpu" and not any(isinstance(m, DeviceContext) for m in function_modes()):
             # torch's own is the one its compiler knows; ours the one that threads don't share.
             stack.enter_context(_FactoryDevice(device) if shared else DeviceContext(device))
         yield
 
 
-def _function_modes() -> list[Any]:
+def function_modes() -> list[Any]:
+    """Return the function modes that are entered now, the outermost first."""
     return list(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]

@@ -13,15 +13,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from everygpu.devices import spread_seeds
 from everygpu.errors import CaptureError, SplitError
 from everygpu.parallel.layout import Layout, has_hooks
 from everygpu.parallel.mirror import Watch
+from everygpu.parallel.split import Route
+from everygpu.parallel.thread_state import function_modes
 from everygpu.step.device_graph import DeviceGraph, is_capturing, return_memory
-from everygpu.step.static_batch import Batch, NotStatic, Route, StaticBatch, describe_batch
+from everygpu.step.static_batch import Batch, NotStatic, StaticBatch, describe_batch
 
 NUM_WARM_UPS = 3
 """Steps of a kind that run as they are before one is recorded: libraries choose their algorithms meanwhile."""
@@ -296,21 +297,17 @@ def _settings() -> tuple[Any, ...]:
         torch._C._get_math_sdp_enabled(),
         torch._C._get_cudnn_sdp_enabled(),
         torch.is_anomaly_enabled(),
-        [str(m.device) if isinstance(m, DeviceContext) else id(m) for m in _function_modes()],
+        [str(m.device) if isinstance(m, DeviceContext) else id(m) for m in function_modes()],
         torch._C._len_torch_dispatch_stack(),
         torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
         *(len(vars(torch_module)[table]) for table in _GLOBAL_HOOKS),
     )
 
 
-def _function_modes() -> list[Any]:
-    return list(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
-
-
 def _is_watched() -> bool:
     """Tell whether Python code wants to see every operation: a step that is launched as a whole has none to show."""
     return (
-        any(not isinstance(m, DeviceContext) for m in _function_modes())
+        any(not isinstance(m, DeviceContext) for m in function_modes())
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         or torch.is_anomaly_enabled()

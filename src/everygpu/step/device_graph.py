@@ -1,7 +1,6 @@
 """Work on several GPUs, recorded once and launched by one call."""
 
 import contextlib
-import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -9,15 +8,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from everygpu.comm.streams import kept_stream
 from everygpu.parallel.thread_state import queueing_on
 
 T = TypeVar("T")
 
-
-@functools.cache
-def recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream that work on a GPU is recorded on, the same every time: libraries keep memory for each."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+RECORDING = "recording"
+"""Which stream of each GPU work is recorded on."""
 
 
 def is_capturing() -> bool:
@@ -151,7 +148,7 @@ class _RandomState:
         self._generator = torch.cuda.default_generators[device.index]
         self._before = -1
         self._graph = torch.cuda.CUDAGraph()
-        with queueing_on(device, recording_stream(device)):
+        with queueing_on(device, kept_stream(device, RECORDING)):
             x = torch.empty(1, device=device)
             torch.cuda.synchronize(device)
             self._graph.capture_begin(capture_error_mode="thread_local")
@@ -174,7 +171,7 @@ class _RandomState:
 def _on_recording_streams(devices: Sequence[torch.device]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for d in reversed(devices):
-            stack.enter_context(queueing_on(d, recording_stream(d)))
+            stack.enter_context(queueing_on(d, kept_stream(d, RECORDING)))
         yield
 
 

@@ -1,6 +1,5 @@
 """Updates that begin while backward goes on, from gradients where backward leaves them."""
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from everygpu import comm
+from everygpu.comm.streams import kept_stream
 from everygpu.parallel.thread_state import queueing_on
 from everygpu.step.arena import Arena
 from everygpu.step.flat import BLOCK_NUMEL, Slot
@@ -18,12 +18,6 @@ from everygpu.step.update import clip_factor
 
 ALIGNMENT_BYTES = 16
 """Of what the kernels load at a time."""
-
-
-@functools.cache
-def update_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream that updates are queued on beside the backward, the same every time."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class EarlyUpdate:
@@ -105,8 +99,7 @@ class EarlyUpdate:
         return norm
 
     def _update(self, b: int, me: int) -> None:
-        grads, one = self._sources[me][b], self._fused.one(me)
-        self._fused.launch_bucket(b, me, self.rows, factor=one, is_reduced=False, grads=grads)
+        self._fused.launch_bucket(b, me, self.rows, is_reduced=False, grads=self._sources[me][b])
 
     def _reduce(self, b: int, me: int) -> None:
         self._fused.reduce_bucket(b, me, self.rows, self._sources[me][b])
@@ -118,7 +111,7 @@ class EarlyUpdate:
     def _launch_on_buckets(self, launch: Callable[[int, int], None]) -> None:
         """Have each device do something with its chunk of each bucket, when all have the bucket's gradients."""
         devices = self._arena.devices
-        streams = [update_stream(d) for d in devices]
+        streams = [kept_stream(d, "updates") for d in devices]
         now = [torch.cuda.current_stream(d).record_event() for d in devices]
         used = self._used_buckets()
         for b in used:
@@ -140,11 +133,10 @@ class EarlyUpdate:
             for me, table in enumerate(row[b] for row in self._sources):
                 found = torch.zeros(table.shape, dtype=table.dtype)
                 for piece in plan.pieces(me):
-                    first, count = piece.start // BLOCK_NUMEL, -(-piece.numel // BLOCK_NUMEL)
-                    steps = piece.offset * 4 + torch.arange(count) * (BLOCK_NUMEL * 4)
+                    steps = (piece.offset + torch.arange(0, piece.numel, BLOCK_NUMEL)) * plan.dtype.itemsize
                     for source, grads in enumerate(self._grads):
                         if piece.index in grads:
-                            found[source, first : first + count] = grads[piece.index].data_ptr() + steps
+                            found[source, piece.blocks] = grads[piece.index].data_ptr() + steps
                 table.copy_(found)
         self._is_settled = True
 

@@ -45,6 +45,12 @@ class Piece:
     """Where it begins in the parameter's own memory."""
     numel: int
 
+    @property
+    def blocks(self) -> slice:
+        """Which of the chunk's blocks it is in; it begins with one."""
+        first = self.start // BLOCK_NUMEL
+        return slice(first, first - (-self.numel // BLOCK_NUMEL))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketPlan:

@@ -149,7 +149,7 @@ class FusedUpdate:
         meet(self._arena.devices)
         for me, d in enumerate(self._devices):
             with queueing_on(d.device):
-                scale = d.one if factor == 1 else torch.full((), factor, device=d.device)
+                scale = None if factor == 1 else torch.full((), factor, device=d.device)
                 for b in range(len(self._arena.plans)):
                     self.launch_bucket(b, me, rows, factor=scale, is_reduced=is_reduced)
         meet(self._arena.devices)
@@ -171,19 +171,22 @@ class FusedUpdate:
         squares = [comm.copy(torch.stack([s.sum() for s in d.squares]).sum(), home) for d in self._devices]
         return torch.stack(squares).sum().sqrt()
 
-    def one(self, me: int) -> Tensor:
-        """Return the factor that changes nothing, on a device."""
-        return self._devices[me].one
-
     def launch_bucket(
-        self, b: int, me: int, rows: Rows, *, factor: Tensor, is_reduced: bool, grads: Tensor | None = None
+        self,
+        b: int,
+        me: int,
+        rows: Rows,
+        *,
+        is_reduced: bool,
+        factor: Tensor | None = None,
+        grads: Tensor | None = None,
     ) -> None:
         """Queue one device's part of one bucket on its current stream.
 
         All devices' gradients must be there, and all devices be done with the parameters.
 
         Args:
-            factor: Shape (), on the device.
+            factor: What the gradients are multiplied by, if by anything; shape (), on the device.
             grads: Where the gradients are, if not in the arena: for each device the addresses of the chunk's blocks.
         """
         from everygpu.step import kernels  # needs Triton, which not every machine has
@@ -193,11 +196,8 @@ class FusedUpdate:
         if grads is None:
             grads = d.own_grads[b] if is_reduced else d.grads[b]
         tables = (rows.blocks[me][b], d.lengths[b], d.options)
-        run(grads, d.values[b], d.states[b], *tables, factor=factor, begin=begin, me=me)
-
-    def finish(self, touched: set[int]) -> None:
-        """Keep the states as the stock optimizers would, once the kernels are queued."""
-        self._note_update(touched)
+        scale = d.one if factor is None else factor
+        run(grads, d.values[b], d.states[b], *tables, factor=scale, begin=begin, me=me)
 
     def _send(self, table: list[list[float]]) -> None:
         rows = torch.tensor(table, dtype=torch.float32)
@@ -215,8 +215,10 @@ class FusedUpdate:
             fragments=shards.fragments[me],
             optimizer=shards.optimizers[me],
             values=[_addresses(bucket, device) for bucket in arena.values],
-            grads=[_block_addresses(bucket, me, plan) for bucket, plan in zip(arena.grads, arena.plans)],
-            own_grads=[_block_addresses([bucket[me]], me, plan) for bucket, plan in zip(arena.grads, arena.plans)],
+            grads=[_block_addresses(bucket, me, plan, device) for bucket, plan in zip(arena.grads, arena.plans)],
+            own_grads=[
+                _block_addresses([bucket[me]], me, plan, device) for bucket, plan in zip(arena.grads, arena.plans)
+            ],
             squares=[torch.zeros(plan.chunk_numel // BLOCK_NUMEL, device=device) for plan in arena.plans],
             one=torch.ones((), device=device),
             lengths=[_block_lengths(plan, me).to(device) for plan in arena.plans],
@@ -279,13 +281,12 @@ class FusedUpdate:
                 self._rows.clear()
             rows = [torch.full((plan.chunk_numel // BLOCK_NUMEL,), -1, dtype=torch.int32) for plan in self._arena.plans]
             for f in d.fragments:
-                first, last = f.piece.start // BLOCK_NUMEL, -(-(f.piece.start + f.piece.numel) // BLOCK_NUMEL)
-                rows[f.bucket][first:last] = row_of.get(f.piece.index, -1)
+                rows[f.bucket][f.piece.blocks] = row_of.get(f.piece.index, -1)
             self._rows[key] = [r.to(d.device) for r in rows]
         return self._rows[key]
 
-    def _note_update(self, touched: set[int]) -> None:
-        """Keep the states as the stock optimizers would."""
+    def finish(self, touched: set[int]) -> None:
+        """Keep the states as the stock optimizers would, once the kernels are queued."""
         options = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         for d in self._devices:
             steps = []
@@ -349,20 +350,19 @@ def _open_memory(devices: Sequence[torch.device]) -> None:
             comm.copy(torch.zeros(1, device=source), target)
 
 
-def _block_addresses(bucket: Sequence[Tensor], me: int, plan: BucketPlan) -> Tensor:
+def _block_addresses(bucket: Sequence[Tensor], me: int, plan: BucketPlan, device: torch.device) -> Tensor:
     """Return where the blocks of one chunk are in several devices' buckets, shape (devices, blocks)."""
     starts = torch.tensor([flat.data_ptr() + me * plan.chunk_numel * flat.element_size() for flat in bucket])
     steps = torch.arange(0, plan.chunk_numel, BLOCK_NUMEL) * bucket[0].element_size()
-    return (starts[:, None] + steps).to(bucket[min(me, len(bucket) - 1)].device)
+    return (starts[:, None] + steps).to(device)
 
 
 def _block_lengths(plan: BucketPlan, me: int) -> Tensor:
     lengths = torch.zeros(plan.chunk_numel // BLOCK_NUMEL, dtype=torch.int32)
     for piece in plan.pieces(me):
-        first, last = piece.start // BLOCK_NUMEL, (piece.start + piece.numel) // BLOCK_NUMEL
-        lengths[first:last] = BLOCK_NUMEL
+        lengths[piece.blocks] = BLOCK_NUMEL
         if piece.numel % BLOCK_NUMEL:
-            lengths[last] = piece.numel % BLOCK_NUMEL
+            lengths[piece.blocks.stop - 1] = piece.numel % BLOCK_NUMEL
     return lengths
 
 

@@ -180,11 +180,12 @@ class ShardedHolder:
         self._optimizer.after_step()
 
     def fuse(self, factor: float) -> bool:
-        if self._fused is None or not self.fuses():
+        fused = self._whole_update()
+        if fused is None:
             return False
         self._arena.follow_edits()
         self._touched = self._arena.touched()
-        self._run_fused(self._fused, factor=factor, is_reduced=False)
+        self._run_fused(fused, factor=factor, is_reduced=False)
         return True
 
     def refresh(self) -> None:
@@ -199,7 +200,7 @@ class ShardedHolder:
 
     def recorded_state(self) -> Hashable:
         """Return which addresses and arrangements a recording depends on."""
-        return self._num_arrangements, self.fuses()
+        return self._num_arrangements, self._whole_update() is not None
 
     def is_ready(self) -> bool:
         """Do what ``prepare`` does, where the module is known to be as it was; False where that is not enough."""
@@ -218,20 +219,17 @@ class ShardedHolder:
         others = [n for n, p in self._model.module.named_parameters() if p.requires_grad and id(p) not in mine]
         return f"parameter {others[0]} takes gradients, but the optimizer doesn't have it" if others else None
 
-    def fuses(self) -> bool:
-        """Tell whether ``fuse`` would do something."""
-        return self._fused is not None and not self._optimizer.has_pre_hooks()
-
     def prepare_update(self, touched: set[int]) -> Rows | None:
         """Put the optimizer's options of now where recorded kernels find them; None where that isn't for them.
 
         Args:
             touched: Parameters that will have a gradient.
         """
-        if self._fused is None or not self.fuses():
+        fused = self._whole_update()
+        if fused is None:
             return None
         self._touched = touched
-        return self._fused.prepare(touched)
+        return fused.prepare(touched)
 
     def early_update(self, touched: set[int] | None, *, overlaps: bool) -> EarlyUpdate | None:
         """Return what queues reduction and update beside a backward that is recorded; None where no kernel does so.
@@ -240,10 +238,11 @@ class ShardedHolder:
             touched: Parameters that will have a gradient; those of the last update if left out.
             overlaps: Begin before backward is over.
         """
-        if self._fused is None or not self.fuses():
+        fused = self._whole_update()
+        if fused is None:
             return None
-        rows = self._fused.prepare(self._touched if touched is None else touched)
-        return EarlyUpdate(self._arena, self._fused, rows, overlaps=overlaps)
+        rows = fused.prepare(self._touched if touched is None else touched)
+        return EarlyUpdate(self._arena, fused, rows, overlaps=overlaps)
 
     def finish_update(self, rows: Rows) -> None:
         """Take note of an update that a recording has queued."""
@@ -263,6 +262,10 @@ class ShardedHolder:
     def note_grads(self, touched: set[int]) -> None:
         """Take note of a backward that a recording has queued."""
         self._arena.note_grads(touched)
+
+    def _whole_update(self) -> FusedUpdate | None:
+        """Return the kernels, unless someone wants to see whole gradients between reduction and update."""
+        return None if self._optimizer.has_pre_hooks() else self._fused
 
     def _trainable(self) -> list[Tensor]:
         return [p for p in _params(self._optimizer) if p.requires_grad]

@@ -10,19 +10,9 @@ from torch import Tensor
 from everygpu import comm, tree
 from everygpu.comm import upload
 from everygpu.parallel.sharded_batch import ShardedBatch, has_shards, shard_batch
-from everygpu.parallel.split import Replicated, Split, SplitPlan, find_rows, plan_split
+from everygpu.parallel.split import Replicated, Route, SplitPlan, find_rows, plan_split
 
 _VALUES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """How batches are cut."""
-
-    devices: tuple[torch.device, ...]
-    """One per replica."""
-    dim: int
-    split: Split
 
 
 Batch = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]

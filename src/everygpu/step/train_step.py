@@ -13,13 +13,14 @@ from everygpu import comm, tree
 from everygpu.errors import EveryGPUError, LossError, OptimizerError, OptionError
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.sharded_batch import ShardedBatch
+from everygpu.parallel.split import Route
 from everygpu.step.capture import Capture, referents, values_of
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.holders import Holder, ShardedHolder, WholeHolder
 from everygpu.step.partial_grads import refusing_partial_grads
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.shards import can_shard
-from everygpu.step.static_batch import Batch, Route
+from everygpu.step.static_batch import Batch
 from everygpu.step.stats import Mark, StepStats, Stopwatch
 from everygpu.step.update import LossScale, clip, multiply, total_norm
 
