@@ -33,6 +33,7 @@ def test_several_devices_train_as_one_does(peer, name, devices):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")  # of nn.DataParallel's new threads
 @pytest.mark.parametrize("peer", ["dp", "single_graph"])
 def test_peers_on_gpus_train_too(peer):
     gpus = [torch.device("cuda", sample.index) for sample in find_gpus(2)[:2]]

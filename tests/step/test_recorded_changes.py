@@ -675,6 +675,18 @@ def test_rows_along_another_dimension(recording: Devices, split: Any) -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
+def test_outputs_that_are_joined(recording: Devices) -> None:
+    used = recording(2)
+    found = []
+    for capture in (False, "auto"):
+        net = Net().to(used[0])
+        model = everygpu.DataParallel(net, used, gather="joined")
+        step = Step(model, F.cross_entropy, adamw(net), capture=capture)
+        found.append(torch.stack([step(X, Y) for _ in range(NUM_BEFORE)]))
+        assert not capture or num_recordings(step) == 1
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
 def test_a_sharded_optimizer_and_its_scheduler(recording: Devices) -> None:
     used = recording(2)
     found = []

@@ -41,7 +41,7 @@ _DTYPE_NAMES = {
 _METADATA = "__metadata__"
 _NOTES = "everygpu"
 _ALIGNMENT = 64
-_CHUNK_BYTES = 8 * 2**20
+_CHUNK_BYTES = 4 * 2**20
 
 
 class Writer(Protocol):
