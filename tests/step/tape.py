@@ -228,8 +228,8 @@ def install(monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> None:
         fused: Have it update by kernels, also while backward goes on.
     """
     monkeypatch.setattr("everygpu.step.train_step._can_capture", lambda model, capture: capture is not False)
-    monkeypatch.setattr("everygpu.step.capture.DeviceGraph", Tape)
-    monkeypatch.setattr("everygpu.step.capture.return_memory", lambda devices: None)
+    monkeypatch.setattr("everygpu.parallel.recording.capture.DeviceGraph", Tape)
+    monkeypatch.setattr("everygpu.parallel.recording.capture.return_memory", lambda devices: None)
     monkeypatch.setattr("everygpu.parallel.apply.ThreadState", _RecordedThreads)
     # Writes that torch doesn't count are looked for on the CPU; on GPUs that would take too long.
     monkeypatch.setattr(sys.modules[ReplicaSet.__module__], "trusts_versions", lambda devices: True)

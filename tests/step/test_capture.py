@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import everygpu
 from everygpu.errors import CaptureError, OptionError
-from everygpu.step.capture import NUM_WARM_UPS, referents
+from everygpu.parallel.recording.capture import NUM_WARM_UPS, referents
 
 Devices = Callable[[int], list[torch.device]]
 Batch = tuple[Tensor, Tensor]

@@ -12,9 +12,9 @@ from torch import Tensor
 import everygpu
 from everygpu import tree
 from everygpu.errors import SplitError
+from everygpu.parallel.recording.static_batch import NotStatic, StaticBatch, describe_batch
 from everygpu.parallel.sharded_batch import ShardedBatch
 from everygpu.parallel.split import Route
-from everygpu.step.static_batch import NotStatic, StaticBatch, describe_batch
 
 Devices = Callable[[int], list[torch.device]]
 PROPERTY = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -12,15 +12,16 @@ from torch.optim import Optimizer
 from everygpu import comm, tree
 from everygpu.errors import EveryGPUError, LossError, OptimizerError, OptionError
 from everygpu.parallel.data_parallel import DataParallel
+from everygpu.parallel.recording.capture import Capture, referents, values_of
+from everygpu.parallel.recording.device_graph import DeviceGraph
+from everygpu.parallel.recording.static_batch import Batch, StaticBatch
 from everygpu.parallel.sharded_batch import ShardedBatch
 from everygpu.parallel.split import Route
-from everygpu.step.capture import Capture, referents, values_of
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.holders import Holder, ShardedHolder, WholeHolder
 from everygpu.step.partial_grads import refusing_partial_grads
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.shards import can_shard
-from everygpu.step.static_batch import Batch
 from everygpu.step.stats import Mark, StepStats, Stopwatch
 from everygpu.step.update import LossScale, clip, multiply, total_norm
 
@@ -301,8 +302,11 @@ class RecordableStep:
         self._holder.prepare()
         return self._holder.early_update(self._expected, overlaps=self._overlaps) if self._updates_at_once() else None
 
-    def record(self, batch: Batch, prepared: EarlyUpdate | None) -> _Recorded:
-        step, update, before = self._step, prepared, self._holder.grad_versions()
+    def record(self, graph: DeviceGraph, batch: StaticBatch, prepared: EarlyUpdate | None) -> _Recorded:
+        return graph.record(lambda: self._run(batch.read(), prepared))
+
+    def _run(self, batch: Batch, update: EarlyUpdate | None) -> _Recorded:
+        step, before = self._step, self._holder.grad_versions()
         loss = step._learn(batch, update)
         if update is None:
             # Not those of the batches before, which this update may have, too.
@@ -392,14 +396,14 @@ def _can_capture(model: DataParallel, capture: Any) -> bool:
     return on_gpus and capture is not False
 
 
-def _make_capture(step: TrainStep, holder: Holder, *, must: bool) -> Capture | None:
+def _make_capture(step: TrainStep, holder: Holder, *, must: bool) -> Capture[Tensor] | None:
     if not isinstance(holder, ShardedHolder):
         logger.info("TrainStep: steps run without CUDA graphs: the optimizer can't be spread.")
         return None
     model = step.model
     model.make_graphs(False)
     route = Route(devices=tuple(model.device_ids), dim=model.dim, split=model.split)
-    return Capture(RecordableStep(step, holder), route, must=must)
+    return Capture(RecordableStep(step, holder), "TrainStep", route, must=must)
 
 
 def _make_holder(model: DataParallel, optimizer: Any, *, captures: bool) -> Holder:

@@ -31,15 +31,17 @@ class DeviceGraph:
 
     Args:
         devices: CUDA devices, each once.
+        beside: Another graph, whose memory this one shares. They are launched in turn, never at the same time; what
+            is to survive the other's launch must be held.
     Source:
         "CUDA Graphs" in NVIDIA's CUDA C++ Programming Guide, on capturing across streams; ``torch.cuda.graph``, which
         records one device.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Sequence[torch.device], beside: "DeviceGraph | None" = None) -> None:
         self._devices = list(devices)
         self._graph = torch.cuda.CUDAGraph()
-        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._pool: Any = torch.cuda.graph_pool_handle() if beside is None else beside._pool
         self._random: list[_RandomState] = []
         self.has_replaced_generators = False
         """A recording that failed left torch's random generators in pieces: graphs of before have the old ones."""

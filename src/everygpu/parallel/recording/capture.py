@@ -1,4 +1,4 @@
-"""When a training step is recorded, and when the recording may be launched in its place."""
+"""When work on the devices is recorded, and when the recording may be launched in its place."""
 
 import functools
 import logging
@@ -8,7 +8,7 @@ import sys
 import types
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,10 @@ from everygpu.devices import spread_seeds
 from everygpu.errors import CaptureError, SplitError
 from everygpu.parallel.layout import Layout, has_hooks
 from everygpu.parallel.mirror import Watch
+from everygpu.parallel.recording.device_graph import DeviceGraph, is_capturing, return_memory
+from everygpu.parallel.recording.static_batch import Batch, NotStatic, StaticBatch, describe_batch
 from everygpu.parallel.split import Route
 from everygpu.parallel.thread_state import function_modes
-from everygpu.step.device_graph import DeviceGraph, is_capturing, return_memory
-from everygpu.step.static_batch import Batch, NotStatic, StaticBatch, describe_batch
 
 NUM_WARM_UPS = 3
 """Steps of a kind that run as they are before one is recorded: libraries choose their algorithms meanwhile."""
@@ -41,9 +41,12 @@ LONG = 100
 
 logger = logging.getLogger("everygpu")
 
+Result = TypeVar("Result")
+Made = TypeVar("Made", covariant=True)
 
-class Recordable(Protocol):
-    """A step as ``Capture`` sees it."""
+
+class Recordable(Protocol[Made]):
+    """A step as ``Capture`` sees it: what is done with one batch."""
 
     def roots(self) -> list[nn.Module]:
         """List the roots of the modules that take part now."""
@@ -57,8 +60,8 @@ class Recordable(Protocol):
     def prepare(self) -> Any:
         """Prepare for a recording; what is returned goes to ``record``."""
 
-    def record(self, batch: Batch, prepared: Any) -> Any:
-        """Queue the step's work on the devices; what is returned goes to ``begin`` and ``finish``."""
+    def record(self, graph: DeviceGraph, batch: StaticBatch, prepared: Any) -> Any:
+        """Have the graph record the step's work on a batch; what is returned goes to ``begin`` and ``finish``."""
 
     def try_otherwise(self) -> bool:
         """After a failure, tell whether another way of recording is left, and take it; asked until it isn't."""
@@ -69,8 +72,8 @@ class Recordable(Protocol):
     def begin(self, recorded: Any) -> bool:
         """Prepare for a launch; False when this step has to run as it is."""
 
-    def finish(self, recorded: Any) -> Tensor:
-        """Take note of a launch, and return the loss."""
+    def finish(self, recorded: Any) -> Made:
+        """Take note of a launch, and return what the step does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +85,7 @@ class _Recording:
     """For each tensor of the batch whether the step writes to it."""
 
 
-class Capture:
+class Capture(Generic[Result]):
     """Records steps as CUDA graphs after a few of a kind, and launches them from then on.
 
     A recording is launched only while everything it was made from is as it was: shapes and values of the batch, the
@@ -93,12 +96,14 @@ class Capture:
 
     Args:
         step: What is recorded.
+        name: Whose steps they are, for messages.
         route: How batches are cut.
         must: Raise where a step can't be recorded, and record also where hooks would no longer be called.
     """
 
-    def __init__(self, step: Recordable, route: Route, *, must: bool) -> None:
+    def __init__(self, step: Recordable[Result], name: str, route: Route, *, must: bool) -> None:
         self._step = step
+        self._name = name
         self._route = route
         self._must = must
         self._recordings: dict[Any, _Recording] = {}
@@ -110,11 +115,11 @@ class Capture:
         self._num_unsteady = 0
         self._given_up = False
 
-    def run(self, batch: Batch) -> Tensor | None:
+    def run(self, batch: Batch) -> Result | None:
         """Run a step by its recording, making one if it is time to.
 
         Returns:
-            The loss, shape (); None where the step has to run as it is, which the caller does.
+            The step's result; None where the step has to run as it is, which the caller does.
         Raises:
             CaptureError: the step can't be recorded, though it must.
         """
@@ -204,7 +209,7 @@ class Capture:
         """Record, or say why not."""
         graph, prepared, before = DeviceGraph(self._route.devices), self._step.prepare(), held.versions()
         try:
-            recorded = graph.record(lambda: self._step.record(held.read(), prepared))
+            recorded = self._step.record(graph, held, prepared)
             written = [now != then for now, then in zip(held.versions(), before)]
             return _Recording(batch=held, graph=graph, recorded=recorded, written=written)
         except Exception as error:  # noqa: BLE001 - whatever it is, the step is run as it is
@@ -221,10 +226,10 @@ class Capture:
         self._step.give_up()
         if self._must:
             raise CaptureError(
-                f"TrainStep: the step must be recordable under capture=True, but {reason}. "
+                f"{self._name}: the step must be recordable under capture=True, but {reason}. "
                 f"Pass capture='auto' to run such steps as they are."
             )
-        logger.info("TrainStep: steps run without CUDA graphs: %s.", reason)
+        logger.info("%s: steps run without CUDA graphs: %s.", self._name, reason)
 
 
 class _Scene:
