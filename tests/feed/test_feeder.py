@@ -72,8 +72,8 @@ def test_data_parallel_uses_the_shards_where_they_are(devices):
         assert shards == [p.data_ptr() for p in x._parts]
         loss = nn.functional.cross_entropy(model(x), y % 2)
         loss.backward()
-        assert x._whole is None
-        assert y._whole is None
+        assert x._joined.tensor is None
+        assert y._joined.tensor is None
 
 
 @pytest.mark.parametrize("options", [{}, {"split": "even"}, {"split": [1, 0, 3]}], ids=str)

@@ -86,7 +86,7 @@ class TestInPlace:
         first, second = DataParallel(Seen(), ["cpu"] * 2), DataParallel(Seen(), ["cpu"] * 2)
         x = first(torch.ones(4, 2))
         out = second(x)
-        assert x._whole is None
+        assert x._joined.tensor is None
         out.sum().backward()
         assert first.weight.grad == second.weight.grad == 8
 

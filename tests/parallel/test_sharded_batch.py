@@ -655,7 +655,7 @@ class TestShards:
         assert torch.equal(x.grad, torch.cat([torch.zeros(3, 2), torch.full((4, 2), 2.0)]).double())
         assert batch.shard_dim == 0
         assert batch.shard_rows is None
-        assert batch._whole is None
+        assert batch._joined.tensor is None
 
     def test_after_a_write_are_cut_from_the_joined_tensor(self) -> None:
         batch = lay_out(numbers(4, 2), [3, 1])
@@ -846,7 +846,7 @@ class TestScripts:
         model.register_forward_hook(lambda module, args, out: seen.append(out))
         loss_of(model, *batch(10))[0].backward()
         assert isinstance(seen[0], ShardedBatch)
-        assert seen[0]._whole is None
+        assert seen[0]._joined.tensor is None
         assert has_shards(seen[0])
 
     @pytest.mark.parametrize("num_rows", [10, 7, 4, 1])

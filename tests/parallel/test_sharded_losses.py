@@ -107,7 +107,7 @@ class TestLosses:
         operands = [lay_out(x, [3, 0, 4]) if x.requires_grad else x for x in leaves]
         getattr(F, name)(*operands).backward()
         batches = [x for x in operands if isinstance(x, ShardedBatch)]
-        assert all((b._whole is None) == (name not in JOINING) for b in batches)
+        assert all((b._joined.tensor is None) == (name not in JOINING) for b in batches)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -219,4 +219,4 @@ def test_losses_under_autocast(loss: Any) -> None:
     expected, actual = call(whole, target), call(batch, target)
     assert actual.dtype == expected.dtype
     torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
-    assert batch._whole is None
+    assert batch._joined.tensor is None

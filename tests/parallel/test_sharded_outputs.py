@@ -1,6 +1,7 @@
 """What DataParallel returns: outputs that stay on their devices, in scripts that know nothing of it."""
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -66,7 +67,7 @@ def test_a01_no_device_gets_the_others_outputs(devices, loss):
     loss(out, y).backward()
     assert isinstance(out, ShardedBatch)
     assert [s.device for s in out.shards] == used
-    assert out._whole is None, "the joined tensor was made"
+    assert out._joined.tensor is None, "the joined tensor was made"
 
 
 def test_a_loop_with_accuracy(devices):
@@ -254,3 +255,27 @@ def test_gather_leaves_what_is_joined_already_alone(devices):
     assert everygpu.gather({"scores": out, "name": "net"}) == {"scores": out, "name": "net"}
     with pytest.raises(OptionError, match="target_device"):
         everygpu.gather([out, out])
+
+
+@pytest.mark.parametrize("end", ["no backward", "retain_graph", "create_graph"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        F.cross_entropy,
+        lambda out, y: (out.softmax(1)[:, 0] - 1).square().mean(),
+        lambda out, y: out.exp().view(-1).sum(),
+    ],
+)
+def test_no_graph_keeps_itself_alive(devices, loss, end):
+    used = devices(2)
+    model = everygpu.DataParallel(nn.Linear(4, 3).to(used[0]), used)
+    x, y = torch.randn(6, 4, device=used[0]), torch.arange(6, device=used[0]) % 3
+    counts = []
+    for _ in range(4):
+        value = loss(model(x), y)
+        if end != "no backward":
+            torch.autograd.grad(value, model.module.weight, retain_graph=True, create_graph=end == "create_graph")
+        del value
+        gc.collect()
+        counts.append(sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects()))
+    assert counts[1:] == counts[:1] * 3

@@ -355,4 +355,4 @@ def stays(op: Any, args: list[Any], kwargs: dict[str, Any], dim: int) -> bool:
         except (RuntimeError, IndexError, ValueError):
             return False
     batches = [a for a in tree_leaves(batch_args) if isinstance(a, ShardedBatch)]
-    return bool(batches) and all(b._whole is None and has_shards(b) for b in batches)
+    return bool(batches) and all(b._joined.tensor is None and has_shards(b) for b in batches)

@@ -29,7 +29,7 @@ def lend(x: ShardedBatch, devices: Sequence[torch.device], rows: Sequence[int], 
     is_fit = layout.devices == tuple(devices) and layout.sizes == tuple(rows) and x.shard_dim == dim % x.ndim
     if not is_fit or not has_shards(x):
         return None
-    if x.requires_grad or x._memory.is_viewed or x._view is not None or x._whole is not None:
+    if x.requires_grad or x._memory.is_viewed or x._joined.is_view or x._joined.tensor is not None:
         with keep_requires_grad(x):
             return [s.clone() for s in x.shards]
     x._lent_versions = _versions(x)

@@ -5,6 +5,7 @@ operations, hooks and second derivatives are torch's own. What reaches ``__torch
 operations, forward and backward. Those with a rule run on the parts; the others on the joined tensor.
 """
 
+import functools
 import itertools
 import math
 import operator
@@ -66,6 +67,36 @@ class Memory:
         self.lock = threading.RLock()
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class Joined:
+    """A batch's joined values, made when first needed.
+
+    No part of the batch itself: a view's are a view of its base's, and autograd may keep the view in the base's own
+    graph, which would keep itself alive.
+    """
+
+    memory: Memory
+    layout: Layout
+    is_inference: bool
+    make: Callable[[], Tensor]
+    is_view: bool = False
+    tensor: Tensor | None = None
+
+    def get(self) -> Tensor:
+        """Return the joined values, the same memory every time."""
+        with self.memory.lock:
+            if self.tensor is None:
+                with (
+                    torch._C.DisableTorchFunctionSubclass(),
+                    _inference_mode(self.is_inference),
+                    torch.no_grad(),
+                    self.layout.on_streams(),
+                    _on_home_stream(self.layout.home_stream),
+                ):
+                    self.tensor = self.make()
+            return self.tensor
+
+
 def not_compiled(method: Method) -> Method:
     """Keep torch.compile out of a method and what it calls, which it would compile piece by piece."""
     eval_frame: Any = torch._C._dynamo.eval_frame
@@ -94,8 +125,7 @@ class ShardedBatch(Tensor):
     _layout: Layout
     _memory: Memory
     _parts: tuple[Tensor, ...]
-    _whole: Tensor | None
-    _view: Callable[[], Tensor] | None
+    _joined: "Joined"
     _lent_versions: tuple[int, ...] | None
 
     @property
@@ -238,7 +268,14 @@ def wrap_view(
     offset = int(base.storage_offset() + like.storage_offset())
     batch = _new(like.shape, like.stride(), offset, parts, layout, dim, is_inference=base.is_inference())
     batch._memory = base._memory
-    batch._view = lambda: view(whole(base))
+    joined = base._joined
+    batch._joined = Joined(
+        memory=base._memory,
+        layout=layout,
+        is_inference=base.is_inference(),
+        make=lambda: view(joined.get()),
+        is_view=True,
+    )
     return batch
 
 
@@ -262,10 +299,17 @@ def _new(
     batch._parts = tuple(parts)
     batch._layout = layout
     batch._memory = Memory()
-    batch._whole = None
-    batch._view = None
     batch._lent_versions = None
+    set_parts(batch, batch._parts)
     return batch
+
+
+def set_parts(x: ShardedBatch, parts: Sequence[Tensor]) -> None:
+    """Give a batch that nothing else shows other parts."""
+    x._parts = tuple(parts)
+    with torch._C.DisableTorchFunctionSubclass():
+        make = functools.partial(_cat, x._parts, x._layout, x.shard_dim, x.shape, x.stride())
+        x._joined = Joined(memory=x._memory, layout=x._layout, is_inference=x.is_inference(), make=make)
 
 
 def _inference_mode(on: bool) -> AbstractContextManager[object]:
@@ -274,17 +318,7 @@ def _inference_mode(on: bool) -> AbstractContextManager[object]:
 
 def whole(x: ShardedBatch) -> Tensor:
     """Return the joined values, the same memory every time."""
-    with x._memory.lock:
-        if x._whole is None:
-            with (
-                torch._C.DisableTorchFunctionSubclass(),
-                _inference_mode(x.is_inference()),
-                torch.no_grad(),
-                x._layout.on_streams(),
-                _on_home_stream(x._layout.home_stream),
-            ):
-                x._whole = _cat(x) if x._view is None else x._view()
-        return x._whole
+    return x._joined.get()
 
 
 @contextmanager
@@ -300,9 +334,9 @@ def _on_home_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
     current.wait_stream(stream)
 
 
-def _cat(x: ShardedBatch) -> Tensor:
-    joined = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x._layout.home)
-    for target, part in zip(torch.split(joined, list(x._layout.sizes), x.shard_dim), x._parts):
+def _cat(parts: Sequence[Tensor], layout: Layout, dim: int, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+    joined = torch.empty_strided(shape, strides, dtype=parts[0].dtype, device=layout.home)
+    for target, part in zip(torch.split(joined, list(layout.sizes), dim), parts):
         comm.fill(target, part)
     return joined
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from everygpu.errors import GatherError
-from everygpu.parallel.sharded_batch import Args, Kwargs, Memory, ShardedBatch, join, whole
+from everygpu.parallel.sharded_batch import Args, Joined, Kwargs, Memory, ShardedBatch, join, whole
 from everygpu.parallel.sharded_totals import TOTALS
 
 Function = Callable[[Any, Args, Kwargs], Any]
@@ -91,7 +91,10 @@ def _set_data(func: Any, args: Args, kwargs: Kwargs) -> None:
     else:
         x._memory = Memory()
         x._memory.is_joined = True
-        x._whole = (join(value) if isinstance(value, ShardedBatch) else value).detach()
+        joined = (join(value) if isinstance(value, ShardedBatch) else value).detach()
+        x._joined = Joined(
+            memory=x._memory, layout=x._layout, is_inference=x.is_inference(), make=joined.detach, tensor=joined
+        )
 
 
 def _members(names: str) -> list[Any]:

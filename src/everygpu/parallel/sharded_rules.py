@@ -16,6 +16,7 @@ from everygpu.parallel.sharded_batch import (
     Rule,
     ShardedBatch,
     has_shards,
+    set_parts,
     wrap,
 )
 from everygpu.parallel.sharded_frame import (
@@ -43,7 +44,7 @@ from everygpu.parallel.sharded_views import VIEWS
 def in_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Operations on elements that write a batch: its parts are replaced, if nothing else shows them."""
     x, *others = args
-    if not isinstance(x, ShardedBatch) or x._memory.is_viewed or x._whole is not None or not has_shards(x):
+    if not isinstance(x, ShardedBatch) or x._memory.is_viewed or x._joined.tensor is not None or not has_shards(x):
         return NotImplemented
     frame = frame_of(*args)
     if frame is None or any(isinstance(v, Tensor) for v in kwargs.values()):
@@ -52,7 +53,7 @@ def in_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
     parts = each(func, [fresh, *(spread(a, frame) for a in others)], kwargs, frame.layout)
     if parts is None:
         return NotImplemented
-    x._parts = tuple(parts)
+    set_parts(x, parts)
     return x
 
 

@@ -180,7 +180,7 @@ def _ordinary_call(func: Any, args: Args, kwargs: Kwargs) -> Kwargs | None:
 
 
 def _sent(x: ShardedBatch, device: torch.device, call: Kwargs) -> Any:
-    if x._whole is not None or not x.is_contiguous() or call.get("memory_format", KEEP) not in (None, KEEP):
+    if x._joined.tensor is not None or not x.is_contiguous() or call.get("memory_format", KEEP) not in (None, KEEP):
         return NotImplemented
     parts = [p.to(call.get("dtype") or p.dtype) for p in x._parts]
     return torch.cat([comm.copy(p, device).contiguous() for p in parts], x.shard_dim)
