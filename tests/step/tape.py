@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter, tree_map_only
 
 import everygpu.step
+from everygpu import DataParallel
 from everygpu.parallel.replicate import ReplicaSet
 from everygpu.parallel.sharded_batch import ShardedBatch
 from everygpu.parallel.thread_state import ThreadState
@@ -55,6 +56,9 @@ class Tape:
                 memory.put_back()
         self._clear_the_dead()
         return result
+
+    def next(self) -> "Tape":
+        return Tape([])
 
     def replay(self) -> None:
         gone = [m for m in self._memories.values() if m.is_gone()]
@@ -228,6 +232,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> None:
         fused: Have it update by kernels, also while backward goes on.
     """
     monkeypatch.setattr("everygpu.step.train_step._can_capture", lambda model, capture: capture is not False)
+    monkeypatch.setattr(sys.modules[DataParallel.__module__], "can_record", lambda devices: True)
     monkeypatch.setattr("everygpu.parallel.recording.capture.DeviceGraph", Tape)
     monkeypatch.setattr("everygpu.parallel.recording.capture.return_memory", lambda devices: None)
     monkeypatch.setattr("everygpu.parallel.apply.ThreadState", _RecordedThreads)

@@ -20,19 +20,20 @@ from everygpu.parallel.compiled import CompiledReplicas
 from everygpu.parallel.gather import Joiner, gather_outputs
 from everygpu.parallel.lend import note_writes
 from everygpu.parallel.placement import check_module, place_module
+from everygpu.parallel.recording.forward import RecordedForward, can_record
 from everygpu.parallel.replicate import Leaves, ReplicaSet
 from everygpu.parallel.scatter import Shard, move_tree, scatter_call
 from everygpu.parallel.sharded_batch import not_compiled
-from everygpu.parallel.split import Split, check_split, default_split, settle_split
+from everygpu.parallel.split import Route, Split, check_split, default_split, settle_split
 
 # Which wrappers' forwards the present call is inside of, in this thread and in the replicas' threads.
 _running: ContextVar[frozenset[int]] = ContextVar("everygpu_running", default=frozenset())
 
 BUFFER_RULES = ("first", "mean")
 # What a copy or a pickle makes anew.
-_TRANSIENT = ("_replicas", "_fresh", "_workers", "_turn", "_first_parameter", "_pid")
+_TRANSIENT = ("_replicas", "_fresh", "_recorder", "_workers", "_turn", "_first_parameter", "_pid")
 
-ENGINES = ("auto", "threads", "compile")
+ENGINES = ("auto", "threads", "compile", "graphs")
 _AUTO = {
     False: "replicas run eagerly, each in a thread, as the module didn't go through torch.compile. With "
     'engine="compile" one thread launches them all',
@@ -66,7 +67,11 @@ class DataParallel(nn.Module):
         gather: ``"sharded"``: outputs are ``ShardedBatch``es, whose rows stay on their devices until someone
             asks for the whole; ``"joined"``: plain tensors on ``output_device``.
         engine: ``"threads"``: replicas run eagerly, each in a thread; ``"compile"``: they are compiled, and
-            launched from one thread; ``"auto"``: compiled if ``module`` went through ``torch.compile``.
+            launched from one thread; ``"auto"``: compiled if ``module`` went through ``torch.compile``;
+            ``"graphs"``: on GPUs, after a few forwards on batches of one shape, forward and backward are each
+            recorded as a CUDA graph over all devices, and launched by one call from then on, until anything changes
+            that they were made from. Python code in the module, such as a print or a global variable, is then not
+            run again; hooks keep a module from being recorded.
         buffers: ``"first"``: the module keeps the buffers as its own shard changed them; ``"mean"``: float
             buffers such as BatchNorm's statistics are averaged over the replicas, weighted by rows.
         strict_device: Raise when the module is not on ``device_ids[0]``, instead of moving it.
@@ -119,7 +124,7 @@ class DataParallel(nn.Module):
         self.module = module
         place_module(module, self.device_ids[0], "DataParallel", strict=strict_device)
         self.split = settle_split(split, self.device_ids)
-        self._makes_graphs = True
+        self._makes_graphs = engine != "graphs"  # one of all replicas can't have others in it
         if engine == "auto" and len(self.device_ids) > 1 and self.device_ids[0].type != "cpu":
             logger.info('DataParallel: engine="auto": %s', _AUTO[self._is_compiled()])
         self._prepare()
@@ -128,6 +133,7 @@ class DataParallel(nn.Module):
         self._replicas: ReplicaSet | None = None
         # Within ``frozen``: the replicas that are up to date.
         self._fresh: set[int] | None = None
+        self._recorder: RecordedForward | None = None
         self._workers = self._make_workers()
         self._turn = threading.Lock()
         # Looked at in every call on one device, where walking the module would cost more than all the rest.
@@ -141,13 +147,18 @@ class DataParallel(nn.Module):
         return CompiledReplicas(self.module, workers, cuda_graphs=self._makes_graphs)
 
     def _is_compiled(self) -> bool:
-        return wrapped_child(self.module) == "_orig_mod" if self.engine == "auto" else self.engine == "compile"
+        return self.engine == "compile" or (self.engine != "threads" and wrapped_child(self.module) == "_orig_mod")
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on all devices; see the class."""
-        if len(self.device_ids) == 1:
+        if len(self.device_ids) == 1 and self.engine != "graphs":
             return self._forward_alone(inputs, kwargs)
         with self._one_at_a_time():
+            found = self._launch(inputs, kwargs)
+            if found is not None:
+                return gather_outputs(*found)
+            if len(self.device_ids) == 1 and self._recorder is None:
+                return self._forward_alone(inputs, kwargs)
             if self._replicas is None or self._replicas.module is not self.module:
                 self._replicas = self.make_replicas()
                 self._fresh = None if self._fresh is None else set()
@@ -174,12 +185,37 @@ class DataParallel(nn.Module):
     def _forward_on(
         self, replicas: ReplicaSet, inputs: tuple[Any, ...], kwargs: dict[str, Any], fresh: set[int] | None = None
     ) -> Any:
+        outputs, joiner = self._run_on(replicas, inputs, kwargs, fresh)
+        if self._recorder is not None:
+            self._recorder.watch(outputs)
+        return gather_outputs(outputs, joiner)
+
+    def _run_on(
+        self, replicas: ReplicaSet, inputs: tuple[Any, ...], kwargs: dict[str, Any], fresh: set[int] | None = None
+    ) -> tuple[list[Any], Joiner]:
+        """Return what each replica returned, and how that is joined."""
         shards = scatter_call(inputs, kwargs, self.device_ids, self.dim, self.split)
         modules = replicas.refresh([s.position for s in shards], fresh)
         outputs = self._apply_to(modules, shards)
         note_writes((inputs, kwargs))
         self._settle_buffers(replicas, shards)
-        return gather_outputs(outputs, self._joiner(shards))
+        return outputs, self._joiner(shards)
+
+    @not_compiled
+    def _launch(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Joiner] | None:
+        """Run a recording; None where there is none that serves."""
+        if self._recorder is None and self.engine == "graphs" and can_record(self.device_ids):
+            self._recorder = self._make_recorder()
+        return None if self._recorder is None else self._recorder.run(inputs, kwargs)
+
+    def _make_recorder(self) -> RecordedForward:
+        return RecordedForward(
+            lambda: self.module,
+            self._run_on,
+            lambda make_leaves: self.make_replicas(make_leaves, fixed=True),
+            lambda: (self.split, self.dim, self.gather, self.buffers_rule, self.output_device),
+            Route(devices=tuple(self.device_ids), dim=self.dim, split=self.split),
+        )
 
     def make_replicas(self, make_leaves: Callable[[], Leaves] | None = None, *, fixed: bool = False) -> ReplicaSet:
         """Make replicas of the module as it is now; see ``ReplicaSet``."""

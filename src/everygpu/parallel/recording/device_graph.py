@@ -31,17 +31,16 @@ class DeviceGraph:
 
     Args:
         devices: CUDA devices, each once.
-        beside: Another graph, whose memory this one shares. They are launched in turn, never at the same time; what
-            is to survive the other's launch must be held.
+        pool: The memory of another graph, to share; see ``next``.
     Source:
         "CUDA Graphs" in NVIDIA's CUDA C++ Programming Guide, on capturing across streams; ``torch.cuda.graph``, which
         records one device.
     """
 
-    def __init__(self, devices: Sequence[torch.device], beside: "DeviceGraph | None" = None) -> None:
+    def __init__(self, devices: Sequence[torch.device], pool: Any = None) -> None:
         self._devices = list(devices)
         self._graph = torch.cuda.CUDAGraph()
-        self._pool: Any = torch.cuda.graph_pool_handle() if beside is None else beside._pool
+        self._pool: Any = torch.cuda.graph_pool_handle() if pool is None else pool
         self._random: list[_RandomState] = []
         self.has_replaced_generators = False
         """A recording that failed left torch's random generators in pieces: graphs of before have the old ones."""
@@ -71,6 +70,13 @@ class DeviceGraph:
         release = weakref.finalize(self, _release, self._graph, self._devices, self._pool)
         release.atexit = False
         return result
+
+    def next(self) -> "DeviceGraph":
+        """Make a graph for what comes after this one, in the same memory: they are launched in turn.
+
+        What one leaves for the other must be held by somebody while the other is recorded.
+        """
+        return DeviceGraph(self._devices, self._pool)
 
     def replay(self) -> None:
         """Queue the work: after what is queued on the devices' current streams, and before what will be."""

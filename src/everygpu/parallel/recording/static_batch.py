@@ -12,7 +12,8 @@ from everygpu.comm import upload
 from everygpu.parallel.sharded_batch import ShardedBatch, has_shards, shard_batch
 from everygpu.parallel.split import Replicated, Route, SplitPlan, find_rows, plan_split
 
-_VALUES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+PLAIN_TYPES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+"""Values that a recording takes in as they are."""
 
 
 Batch = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
@@ -64,9 +65,13 @@ class StaticBatch:
         for target, source in arriving:
             target.copy_(source)
 
+    def tensors(self) -> list[Tensor]:
+        """List the memory."""
+        return [t for slot in self._slots for t in slot.tensors]
+
     def versions(self) -> list[int]:
         """Return how often torch has counted a write to each tensor."""
-        return [t._version for slot in self._slots for t in slot.tensors]
+        return [t._version for t in self.tensors()]
 
     @torch.no_grad()
     def write_back(self, batch: Batch, written: Sequence[bool]) -> None:
@@ -168,7 +173,7 @@ def _describe(path: str, leaf: Any, plan: SplitPlan | None, route: Route) -> Any
     if isinstance(leaf, Replicated):
         return "replicated", *((p, _describe(p, x, None, route)) for p, x in tree.leaves(leaf.value, path))
     if not isinstance(leaf, Tensor):
-        if type(leaf) not in _VALUES:
+        if type(leaf) not in PLAIN_TYPES:
             raise NotStatic(f"{path} is a {type(leaf).__qualname__}")
         return type(leaf), leaf
     if leaf.requires_grad:

@@ -1,0 +1,407 @@
+"""The forward and the backward of all replicas, each recorded as one CUDA graph."""
+
+import functools
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everygpu import comm, tree
+from everygpu.comm.streams import kept_stream
+from everygpu.devices.p2p import trusted_peers
+from everygpu.errors import EveryGPUError
+from everygpu.parallel.broadcast import Streams
+from everygpu.parallel.gather import Joiner
+from everygpu.parallel.recording.bundle import Bundle, Grads, bundle_up
+from everygpu.parallel.recording.capture import Capture
+from everygpu.parallel.recording.device_graph import DeviceGraph
+from everygpu.parallel.recording.static_batch import PLAIN_TYPES, StaticBatch
+from everygpu.parallel.replicate import BUCKET_BYTES, Leaves, ReplicaSet
+from everygpu.parallel.split import Route
+from everygpu.parallel.thread_state import queueing_on
+
+Outputs = tuple[list[Any], Joiner]
+"""What each replica returned, and how that is joined."""
+
+RunOn = Callable[[ReplicaSet, tuple[Any, ...], dict[str, Any]], Outputs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recorded:
+    """A forward, and the backward from the outputs that were used."""
+
+    outputs: list[Any]
+    """Of each replica; their tensors have the values of the last launch, and are connected to the leaves."""
+    joiner: Joiner
+    tensors: list[Tensor]
+    """In the outputs, in order."""
+    used: tuple[int, ...]
+    """Which of the tensors the recorded backward takes gradients of."""
+    seeds: list[Tensor]
+    """Where it finds them."""
+    backward: DeviceGraph | None
+    reached: list[bool]
+    """For each parameter whether it gets a gradient, on any device."""
+    watched: list[Tensor]
+    """What backward may have saved, and Python may write between launches."""
+    versions: list[int]
+    """How often they had been written when they were recorded."""
+
+
+class _Use:
+    """A graph's interest in what a launch has left for its backward, which ends with that or with the graph."""
+
+    is_over = False
+
+
+class RecordedForward:
+    """Records a model's forward after a few of a kind, with its backward, and launches both from then on.
+
+    What a launch returns is copied out of the recording's memory, as are the gradients: users keep them as they like.
+    While a backward is to come, the memory is its: another forward then runs as it is.
+
+    Args:
+        module: Gives the module to run now.
+        run: Runs replicas on a call's arguments.
+        make_replicas: Makes replicas whose parameters are leaves.
+        options: Gives what a recording depends on besides.
+        route: How batches are cut.
+    """
+
+    def __init__(
+        self,
+        module: Callable[[], nn.Module],
+        run: RunOn,
+        make_replicas: Callable[[Callable[[], Leaves]], ReplicaSet],
+        options: Callable[[], Hashable],
+        route: Route,
+    ) -> None:
+        self._module = module
+        self._run = run
+        self._make_replicas = make_replicas
+        self._options = options
+        self._devices = route.devices
+        self._replicas: ReplicaSet | None = None
+        self._modules: list[nn.Module] = []
+        self._params: list[Tensor] = []
+        self._bundles: list[Bundle] = []
+        self._use: weakref.ref[_Use] | None = None
+        # Which outputs the last backward began at, and how often that has changed.
+        self._used: set[int] = set()
+        self._num_patterns = 0
+        self._capture = Capture(self, "DataParallel", route, must=False)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
+        """Run a call by its recording, making one if it is time to; None where it has to run as it is."""
+        use = None if self._use is None else self._use()
+        if not torch.is_grad_enabled() or (use is not None and not use.is_over) or _is_transformed():
+            return None
+        return self._capture.run((args, kwargs, ()))
+
+    def watch(self, outputs: list[Any]) -> None:
+        """See which outputs of a call that runs as it is are used: a recording's backward will be for these."""
+        if torch.is_grad_enabled():
+            self._used = used = set()
+            for i, t in enumerate(_tensors(outputs)):
+                if t.requires_grad:
+                    t.register_hook(lambda _, i=i: used.add(i))  # type: ignore[no-untyped-call]
+
+    # How ``Capture`` sees it.
+
+    def roots(self) -> list[nn.Module]:
+        return [self._module()]
+
+    def state(self) -> Hashable:
+        return self._options(), self._num_patterns
+
+    def find_obstacle(self) -> str | None:
+        for name, p in self._module().named_parameters():
+            if p.requires_grad and (p.layout != torch.strided or type(p.data) is not Tensor):
+                return f"parameter {name} is no plain dense tensor"
+        return None
+
+    def prepare(self) -> None:
+        if self._replicas is None or self._replicas.module is not self._module():
+            self._replicas = self._make_replicas(self._make_leaves)
+        self._replicas.forget()  # frozen parameters are sent now, and no more
+        self._modules = self._replicas.refresh(range(len(self._devices)))
+
+    def record(self, graph: DeviceGraph, batch: StaticBatch, prepared: None) -> _Recorded:
+        # Casts that autocast keeps would be in the recording's memory, or not be recorded.
+        torch.clear_autocast_cache()
+        try:
+            outputs, joiner = graph.record(lambda: self._forward(batch))
+            _check(outputs)
+            return self._record_backward(graph, batch, outputs, joiner)
+        finally:
+            torch.clear_autocast_cache()
+
+    def try_otherwise(self) -> bool:
+        return False
+
+    def give_up(self) -> None:
+        self._replicas, self._modules, self._bundles = None, [], []
+
+    def begin(self, recorded: _Recorded) -> bool:
+        return True
+
+    def finish(self, recorded: _Recorded) -> Outputs:
+        launch = _Launch(self, recorded, [t._version for t in recorded.watched])
+        self._use = weakref.ref(launch.use)
+        _, *tensors = _Graph.apply(launch, self._devices, *self._params)  # type: ignore[no-untyped-call]
+        fresh = iter(tensors)
+        outputs = tree.map_leaves(lambda x: next(fresh) if isinstance(x, Tensor) else x, recorded.outputs)
+        return outputs, recorded.joiner
+
+    # What is recorded.
+
+    def _make_leaves(self) -> Leaves:
+        self._params = list(dict.fromkeys(p for p in self._module().parameters() if p.requires_grad))
+        self._bundles = bundle_up(self._params, self._devices, BUCKET_BYTES)
+        return {id(p): twins for b in self._bundles for p, *twins in zip(b.originals, *b.twins)}
+
+    def _forward(self, batch: StaticBatch) -> Outputs:
+        assert self._replicas is not None  # noqa: S101 - ``prepare`` has made them
+        for bundle in self._bundles:
+            bundle.send()
+        args, kwargs, _ = batch.read()
+        return self._run(self._replicas, args, kwargs)
+
+    def _record_backward(self, graph: DeviceGraph, batch: StaticBatch, outputs: list[Any], joiner: Joiner) -> _Recorded:
+        tensors = _tensors(outputs)
+        used = tuple(i for i in sorted(self._used) if i < len(tensors) and tensors[i].requires_grad)
+        seeds = [torch.zeros_like(tensors[i]) for i in used]
+        backward = graph.next() if used else None
+        grads: list[list[Grads]] = []
+        if backward is not None:
+            try:
+                grads = backward.record(lambda: self.run_backward([tensors[i] for i in used], seeds, _Marks()))
+            finally:
+                graph.has_replaced_generators |= backward.has_replaced_generators
+        kept = {id(t): t for m in self._modules for t in (*m.parameters(), *m.buffers())}
+        watched = [*kept.values(), *batch.tensors()]
+        return _Recorded(
+            outputs=outputs,
+            joiner=joiner,
+            tensors=tensors,
+            used=used,
+            seeds=seeds,
+            backward=backward,
+            reached=_reached(grads),
+            watched=watched,
+            versions=[t._version for t in watched],
+        )
+
+    def run_backward(self, outputs: list[Tensor], seeds: Sequence[Tensor], marks: "_Marks | None") -> list[list[Grads]]:
+        """Go backward from outputs, and leave the sums in the bundles.
+
+        Args:
+            outputs: Of all replicas, as recorded.
+            seeds: Their gradients.
+            marks: For a recording.
+        Returns:
+            For each bundle and device, the gradients.
+        """
+        rows = [[b.originals, *b.twins] for b in self._bundles]
+        leaves = [t for row in rows for tensors in row for t in tensors]
+        with nullcontext() if marks is None else marks.watching(rows):
+            # The graph stays, for backwards that can't be launched.
+            found = iter(torch.autograd.grad(outputs, leaves, seeds, retain_graph=True, allow_unused=True))
+        grads: list[list[Grads]] = [[[next(found) for _ in tensors] for tensors in row] for row in rows]
+        if any(g is not None and g.layout != torch.strided for row in grads for gs in row for g in gs):
+            raise EveryGPUError("DataParallel: gradients must be dense, got sparse ones")
+        works = [functools.partial(bundle.reduce, row) for bundle, row in zip(self._bundles, grads)]
+        if marks is not None:
+            marks.run_beside(works, self._devices)
+        else:
+            for work in works:
+                work()
+        return grads
+
+    def totals(self, reached: Sequence[bool]) -> list[Tensor | None]:
+        """Return the sums of the last backward, None for parameters that it didn't reach, in the parameters' order."""
+        members = [p for b in self._bundles for p in b.originals]
+        sums = [t for b in self._bundles for t in b.totals()]
+        found = {id(p): t if is_reached else None for p, t, is_reached in zip(members, sums, reached)}
+        return [found[id(p)] for p in self._params]
+
+    def note_pattern(self, used: set[int]) -> None:
+        """Have the next recording's backward begin at these outputs."""
+        self._used = used
+        self._num_patterns += 1
+
+
+class _Launch:
+    """A forward that was launched, and how it goes backward.
+
+    Args:
+        owner: Whose it is.
+        recorded: What was launched.
+        versions: How often what is watched had been written then.
+    """
+
+    def __init__(self, owner: RecordedForward, recorded: _Recorded, versions: list[int]) -> None:
+        self.recorded = recorded
+        self.use = _Use()
+        self._owner = owner
+        self._versions = versions
+
+    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the parameters' gradients.
+
+        Args:
+            grads: Of the tensors that were returned, None for those that weren't used.
+        """
+        if self.use.is_over:
+            raise RuntimeError(
+                "DataParallel: the graph of this output has been freed by an earlier backward. Pass retain_graph=True "
+                "to that one, to go through it a second time."
+            )
+        self.use.is_over = not torch._C._autograd._get_current_graph_task_keep_graph()
+        recorded = self.recorded
+        given = {i: g for i, g in enumerate(grads) if g is not None}
+        written = [t._version for t in recorded.watched]
+        if recorded.backward is None or tuple(given) != recorded.used or written != self._versions:
+            return self._run_as_it_is(given, written)
+        for seed, grad in zip(recorded.seeds, given.values()):
+            comm.fill(seed, grad)
+        recorded.backward.replay()
+        return self._owner.totals(recorded.reached)
+
+    def _run_as_it_is(self, given: dict[int, Tensor], written: list[int]) -> list[Tensor | None]:
+        """Go backward through the graph that the recording was made with: its memory has this launch's values.
+
+        Autograd sees as written what was written since the launch, not since the recording.
+        """
+        recorded = self.recorded
+        if tuple(given) != recorded.used:
+            self._owner.note_pattern(set(given))
+        outputs = [recorded.tensors[i] for i in given]
+        counted = zip(recorded.versions, written, self._versions)
+        with _versions_set(recorded.watched, [then + now - launched for then, now, launched in counted], written):
+            grads = self._owner.run_backward(outputs, list(given.values()), None)
+        return self._owner.totals(_reached(grads))
+
+
+@contextmanager
+def _versions_set(tensors: list[Tensor], versions: list[int], afterwards: list[int]) -> Iterator[None]:
+    write = torch._C._autograd._unsafe_set_version_counter
+    write(tuple(tensors), tuple(versions))
+    try:
+        yield
+    finally:
+        write(tuple(tensors), tuple(afterwards))
+
+
+class _Graph(torch.autograd.Function):
+    """Connects what a launch returns to the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, launch: _Launch, devices: Sequence[torch.device], *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.launch = launch
+        ctx.streams = Streams(*devices)
+        # Autograd runs a node where its first output is; see ``_Broadcast``.
+        anchor = torch.empty(0, device=devices[0])
+        tensors = launch.recorded.tensors
+        copies = [t.detach().clone() for t in tensors]
+        ctx.mark_non_differentiable(*(copy for copy, t in zip(copies, tensors) if not t.requires_grad))
+        return anchor, *copies
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise EveryGPUError(
+                "DataParallel: create_graph=True needs gradients that are no recording's. "
+                "Pass engine='threads' for second derivatives."
+            )
+        with ctx.streams.current():
+            return None, None, *ctx.launch.backward(grads)
+
+
+class _Marks:
+    """The moments of a backward, while it is recorded, at which each device has a bundle's gradients."""
+
+    def __init__(self) -> None:
+        self._ready: dict[tuple[int, int], torch.cuda.Event] = {}
+
+    @contextmanager
+    def watching(self, rows: Sequence[Sequence[Sequence[Tensor]]]) -> Iterator[None]:
+        """Take note of the moments of a backward within.
+
+        Args:
+            rows: For each bundle and device, the leaves.
+        """
+        handles = []
+        for b, row in enumerate(rows):
+            for j, leaves in enumerate(row):
+                note = self._counter(b, j, {id(t) for t in leaves})
+                handles += [t.register_hook(lambda _, t=t, note=note: note(t)) for t in leaves]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def run_beside(self, works: Sequence[Callable[[], None]], devices: Sequence[torch.device]) -> None:
+        """Queue work for each bundle beside what is left of the backward, and have the current streams wait for it."""
+        if devices[0].type != "cuda":
+            for work in works:
+                work()
+            return
+        streams = [kept_stream(d, "reduce") for d in devices]
+        now = [torch.cuda.current_stream(d).record_event() for d in devices]
+        for b, work in enumerate(works):
+            for stream in streams:
+                for j in range(len(devices)):
+                    stream.wait_event(self._ready.get((b, j), now[j]))
+            with ExitStack() as stack:
+                for d, stream in reversed(list(zip(devices, streams))):
+                    stack.enter_context(queueing_on(d, stream))
+                work()
+        for d in devices if works else ():  # a stream that has waited for nothing is no part of the recording
+            for stream in streams:
+                torch.cuda.current_stream(d).wait_stream(stream)
+
+    def _counter(self, bundle: int, replica: int, left: set[int]) -> Callable[[Tensor], None]:
+        def note(t: Tensor) -> None:
+            left.discard(id(t))
+            if not left and t.is_cuda:  # again and again where gradients come bit by bit: the last one counts
+                self._ready[bundle, replica] = torch.cuda.current_stream(t.device).record_event()
+
+        return note
+
+
+def _tensors(outputs: list[Any]) -> list[Tensor]:
+    return [x for _, x in tree.leaves(outputs, "out") if isinstance(x, Tensor)]
+
+
+def _check(outputs: list[Any]) -> None:
+    """Refuse what a launch can't return anew."""
+    for path, x in tree.leaves(outputs, "out"):
+        plain = type(x) is Tensor and x.layout == torch.strided if isinstance(x, Tensor) else type(x) in PLAIN_TYPES
+        if not plain:
+            raise EveryGPUError(f"DataParallel: outputs must be tensors or numbers, got {type(x).__name__} at {path}")
+
+
+def _reached(grads: Sequence[Sequence[Grads]]) -> list[bool]:
+    """Tell for each parameter, in the order of the bundles, whether it has a gradient on any device."""
+    return [any(g is not None for g in column) for row in grads for column in zip(*row)]
+
+
+def _is_transformed() -> bool:
+    """Tell whether a transformation of functions is under way, to which a launch would be opaque."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+def can_record(devices: Sequence[torch.device]) -> bool:
+    """Tell whether there are CUDA graphs over these devices: GPUs that copy to each other."""
+    return (
+        all(d.type == "cuda" for d in devices)
+        and all(torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b)
+        and trusted_peers(devices)
+    )

@@ -1,0 +1,394 @@
+"""``engine="graphs"``: what is launched gives what replicas give that run as they are."""
+
+import copy
+import gc
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import everygpu
+from everygpu.errors import EveryGPUError
+from everygpu.parallel.recording.capture import NUM_WARM_UPS
+from tests.step import tape
+
+Devices = Callable[[int], list[torch.device]]
+
+NUM_STEPS = NUM_WARM_UPS + 4
+
+
+class Net(nn.Module):
+    """With BatchNorm, a frozen weight, a parameter that takes no part and a tied one."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 16, bias=False)  # whose gradient would be rounding errors, which Adam enlarges
+        self.norm = nn.BatchNorm1d(16)
+        self.dropout = nn.Dropout(dropout)
+        self.last = nn.Linear(16, 5)
+        self.tied = self.last
+        self.frozen = nn.Parameter(torch.randn(16), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.tied(self.dropout(self.norm(self.first(x))).tanh() * self.frozen)
+
+
+class Outputs(NamedTuple):
+    scores: Tensor
+    extra: Tensor
+    best: Tensor
+    name: str
+    nothing: None
+
+
+class TwoOutputs(Net):
+    """Returns a structure of which not everything takes part in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.norm(self.first(x)).tanh()
+        scores = self.last(h)
+        return Outputs(scores, self.other(h), scores.argmax(1), "two", None)
+
+
+@pytest.fixture
+def recording(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
+    """``devices`` on which forwards are recorded: GPUs, or CPU replicas, where CUDA graphs are acted out."""
+    if devices(2)[0].type == "cpu":
+        tape.install(monkeypatch, fused=False)
+    else:
+        torch.cuda.manual_seed_all(0)
+    yield devices
+    gc.collect()  # exceptions that were expected hold models, which hold threads
+    if devices(2)[0].type == "cuda":
+        torch.cuda.synchronize()
+
+
+def make_batches(num: int, rows: int = 12) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(rows, 6, generator=generator), torch.randint(0, 5, (rows,), generator=generator))
+        for _ in range(num)
+    ]
+
+
+def num_recordings(model: everygpu.DataParallel) -> int:
+    recorder = model._recorder
+    return 0 if recorder is None else len(recorder._capture._recordings)
+
+
+def loss_of(output: Any, y: Tensor) -> Tensor:
+    scores = output.scores if isinstance(output, Outputs) else output
+    return F.cross_entropy(scores, y.to(scores.device))
+
+
+Scenario = Callable[[everygpu.DataParallel, torch.optim.Optimizer, list[Tensor]], None]
+
+
+def train(
+    model: everygpu.DataParallel,
+    optimizer: torch.optim.Optimizer,
+    found: list[Tensor],
+    num: int = NUM_STEPS,
+    loss: Callable[[Any, Tensor], Tensor] = loss_of,
+    rows: int = 12,
+) -> None:
+    for x, y in make_batches(num, rows):
+        value = loss(model(x), y)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        found.append(value.detach().cpu().clone())
+
+
+def check(recording: Devices, scenario: Scenario, *, make: Any = Net, count: int = 2, **options: Any) -> None:
+    """Go through a scenario with threads and with recordings; everything must be equal."""
+    used = recording(count)
+    results = []
+    for engine in ("threads", "graphs"):
+        torch.manual_seed(0)
+        net = make().to(used[0])
+        model = everygpu.DataParallel(net, used, engine=engine, **options)
+        optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01)
+        found: list[Tensor] = []
+        train(model, optimizer, found)
+        assert num_recordings(model) == (engine == "graphs")
+        scenario(model, optimizer, found)
+        results.append((found, copy.deepcopy(net.state_dict()), [p.grad is None for p in net.parameters()]))
+    (plain, values, missing), (recorded, ours, ours_missing) = results
+    assert len(plain) == len(recorded)
+    for a, b in zip(recorded, plain):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    for name, value in values.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    assert ours_missing == missing
+
+
+def nothing_more(model: Any, optimizer: Any, found: Any) -> None:
+    """End here."""
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_training_is_the_same(recording: Devices, count: int) -> None:
+    check(recording, train, count=count)
+
+
+@pytest.mark.parametrize("options", [{"gather": "joined"}, {"split": "even"}, {"buffers": "mean"}], ids=str)
+def test_with_options(recording: Devices, options: dict[str, Any]) -> None:
+    check(recording, train, **options)
+
+
+def test_other_batches(recording: Devices) -> None:
+    def scenario(model: everygpu.DataParallel, optimizer: Any, found: list[Tensor]) -> None:
+        for rows in (11, 4, 12, 11):
+            train(model, optimizer, found, rows=rows)
+
+    check(recording, scenario)
+
+
+def test_structures(recording: Devices) -> None:
+    def scenario(model: everygpu.DataParallel, optimizer: Any, found: list[Tensor]) -> None:
+        train(model, optimizer, found)
+        (x, _), *_ = make_batches(1)
+        output = model(x)
+        assert type(output) is Outputs
+        assert output.name == "two"
+        assert output.nothing is None
+        assert not output.best.requires_grad
+        assert output.extra.shape == (12, 1)
+        found += [output.best.cpu() + 0, output.extra.detach().cpu() + 0]
+
+    check(recording, scenario, make=TwoOutputs)
+
+
+def test_backward_from_other_outputs(recording: Devices) -> None:
+    def both(output: Outputs, y: Tensor) -> Tensor:
+        return loss_of(output, y) + output.extra.square().mean()
+
+    def scenario(model: everygpu.DataParallel, optimizer: Any, found: list[Tensor]) -> None:
+        train(model, optimizer, found, num=1, loss=both)
+        train(model, optimizer, found, num=1)
+        train(model, optimizer, found, num=8, loss=both)
+        train(model, optimizer, found, num=1)
+
+    check(recording, scenario, make=TwoOutputs)
+
+
+def test_results_are_the_users(recording: Devices) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
+    params = [p for p in model.parameters() if p.requires_grad and p is not model.module.unused]
+    kept = []
+    for x, _ in make_batches(NUM_STEPS):
+        output = model(x)
+        grads = torch.autograd.grad(output.square().mean(), params)
+        kept.append((output, output.detach().clone(), grads, [g.clone() for g in grads]))
+    assert num_recordings(model) == 1
+    for output, values, grads, copies in kept:
+        torch.testing.assert_close(output, values, rtol=0, atol=0)
+        assert all(map(torch.equal, grads, copies))
+
+
+def test_gradients_add_up(recording: Devices) -> None:
+    def scenario(model: everygpu.DataParallel, optimizer: Any, found: list[Tensor]) -> None:
+        for k, (x, y) in enumerate(make_batches(8)):
+            loss_of(model(x), y).backward()
+            if k % 2:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=k % 4 == 1)
+            found.append(model.module.last.weight.detach().cpu().clone())
+
+    check(recording, scenario)
+
+
+def test_two_forwards_before_their_backwards(recording: Devices) -> None:
+    def scenario(model: everygpu.DataParallel, optimizer: Any, found: list[Tensor]) -> None:
+        for (x, y), (a, b) in zip(make_batches(4), make_batches(8)[4:]):
+            optimizer.zero_grad()
+            first, second = model(x), model(a)
+            (loss_of(first, y) + 2 * loss_of(second, b)).backward()
+            optimizer.step()
+            found.append(first.detach().cpu() + 0)
+
+    check(recording, scenario)
+
+
+def test_a_graph_that_is_dropped(recording: Devices) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
+    launches = []
+    for x, _ in make_batches(2 * NUM_STEPS):
+        model(x)  # what it returns has been dropped when the next one begins
+        launches.append(model._recorder._use)
+    assert all(a is not b for a, b in itertools.pairwise(launches[-NUM_STEPS:])), "each has been launched"
+    output = model(x)
+    output.sum().backward()  # of which nobody has seen one yet
+    assert model.module.first.weight.grad is not None
+
+
+def test_backward_twice(recording: Devices) -> None:
+    def scenario(model: everygpu.DataParallel, optimizer: Any, found: list[Tensor]) -> None:
+        for x, y in make_batches(3):
+            value = loss_of(model(x), y)
+            optimizer.zero_grad()
+            value.backward(retain_graph=True)
+            model(x)  # not where the first one's backward finds what it needs
+            value.backward()
+            found += [p.grad.detach().cpu().clone() for p in model.parameters() if p.grad is not None]
+            with pytest.raises(RuntimeError, match="retain_graph=True"):
+                value.backward()
+
+    check(recording, scenario)
+
+
+def test_parameters_written_before_the_backward(recording: Devices) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
+    for x, y in make_batches(NUM_STEPS):
+        loss_of(model(x), y).backward()
+    assert num_recordings(model) == 1
+    value = loss_of(model(x), y)
+    with torch.no_grad():
+        model.module.last.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+    value = loss_of(model(x), y)
+    with torch.no_grad():
+        model.module.last.bias.mul_(2)  # which no backward needs
+    value.backward()
+
+
+def test_between_training_and_evaluation(recording: Devices) -> None:
+    def scenario(model: everygpu.DataParallel, optimizer: Any, found: list[Tensor]) -> None:
+        for _ in range(2):
+            model.eval()
+            with torch.no_grad():
+                found += [model(x).cpu() + 0 for x, _ in make_batches(3)]
+            model.train()
+            train(model, optimizer, found, num=2)
+            if model.engine == "graphs":
+                assert num_recordings(model) == 1  # the same as before
+
+    check(recording, scenario)
+
+
+def test_edits_are_seen(recording: Devices) -> None:
+    def scenario(model: everygpu.DataParallel, optimizer: Any, found: list[Tensor]) -> None:
+        net = model.module
+        with torch.no_grad():
+            net.last.weight.mul_(0.5)
+        train(model, optimizer, found, num=2)
+        with torch.no_grad():
+            net.frozen.mul_(0.5)
+        train(model, optimizer, found)
+        net.norm.momentum = 0.5
+        train(model, optimizer, found)
+        net.load_state_dict({k: v * 0.9 if v.is_floating_point() else v for k, v in net.state_dict().items()})
+        train(model, optimizer, found, num=2)
+        net.first.requires_grad_(False)
+        train(model, optimizer, found)
+        net.first.requires_grad_(True)
+        net.last.weight.data = net.last.weight.data.clone()
+        train(model, optimizer, found)
+
+    check(recording, scenario)
+
+
+def test_autocast(recording: Devices) -> None:
+    used = recording(2)
+    found = []
+    for engine in ("threads", "graphs"):
+        model = everygpu.DataParallel(Net().to(used[0]), used, engine=engine)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for x, y in make_batches(NUM_STEPS):
+            optimizer.zero_grad()
+            with torch.autocast(used[0].type, torch.bfloat16):
+                output = model(x)
+            assert output.dtype is torch.bfloat16
+            loss_of(output.float(), y).backward()
+            optimizer.step()
+            losses.append(output.detach().float().cpu() + 0)
+        found.append(losses[-1])
+    torch.testing.assert_close(found[1], found[0], rtol=0.05, atol=0.05)
+
+
+def test_dropout_is_drawn_anew(recording: Devices) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Net(dropout=0.5).to(used[0]), used, engine="graphs")
+    (x, _), *_ = make_batches(1)
+    outputs = [model(x).detach().cpu() + 0 for _ in range(NUM_STEPS)]
+    gc.collect()
+    assert not any(torch.equal(a, b) for i, a in enumerate(outputs) for b in outputs[:i])
+
+
+@pytest.mark.parametrize("kind", ["hook", "print", "object", "sync"])
+def test_what_cannot_be_recorded_runs_as_it_is(recording: Devices, kind: str, caplog: Any) -> None:
+    class Strange(Net):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            if kind == "sync":
+                y = y * float(y.detach().sum() > -1e9)
+            return {"y": y, "object": range(3)} if kind == "object" else y
+
+    used = recording(2)
+    net = Strange().to(used[0])
+    seen: list[int] = []
+    if kind == "hook":
+        net.last.register_forward_hook(lambda *_: seen.append(1))
+    model = everygpu.DataParallel(net, used, engine="graphs")
+    with caplog.at_level(logging.INFO, "everygpu"):
+        for x, y in make_batches(NUM_STEPS):
+            output = model(x)
+            loss_of(output["y"] if kind == "object" else output, y).backward()
+    if kind == "print":
+        assert num_recordings(model) == 1
+        return
+    assert num_recordings(model) == 0
+    assert len([m for m in caplog.messages if "without CUDA graphs" in m]) == 1
+    assert len(seen) == (2 * NUM_STEPS if kind == "hook" else 0)
+
+
+def test_second_derivatives_are_refused(recording: Devices) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
+    for x, y in make_batches(NUM_STEPS):
+        value = loss_of(model(x), y)
+        torch.autograd.grad(value, model.module.last.weight, retain_graph=False)
+    value = loss_of(model(x), y)
+    with pytest.raises(EveryGPUError, match="engine='threads'"):
+        torch.autograd.grad(value, model.module.last.weight, create_graph=True)
+
+
+def test_inputs_that_take_gradients(recording: Devices) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
+    for x, y in make_batches(NUM_STEPS):
+        loss_of(model(x), y).backward()
+    x = x.to(used[0]).requires_grad_()
+    loss_of(model(x), y).backward()
+    assert x.grad is not None
+    assert x.grad.abs().sum() > 0
+
+
+def test_copies_and_pickles_have_none(recording: Devices) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
+    for x, y in make_batches(NUM_STEPS):
+        loss_of(model(x), y).backward()
+    twin = copy.deepcopy(model)
+    assert num_recordings(model) == 1
+    assert num_recordings(twin) == 0
+    torch.testing.assert_close(twin(x).detach() + 0, model(x).detach() + 0)
+    model.release()
+    assert num_recordings(model) == 0
