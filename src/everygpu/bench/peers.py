@@ -44,16 +44,16 @@ class Work:
         return torch.autocast(self.home.type, torch.bfloat16, enabled=self.precision == "bf16")
 
 
-def plain_step(work: Work, net: Callable[..., Any], num_devices: int, *, keep_grads: bool = False) -> Step:
+def plain_step(work: Work, net: Callable[..., Any], batch: Any, *, keep_grads: bool = False) -> Step:
     """The loop that every PyTorch script has.
 
     Args:
-        work: The model's loss, optimizer and batch.
+        work: The model's loss and optimizer.
         net: The model, however it is wrapped.
-        num_devices: How many devices' rows one call gets.
+        batch: What every step trains on.
         keep_grads: Zero the gradients in place, so that their addresses stay.
     """
-    optimizer, batch = work.training.optimizer, work.place_batch(num_devices)
+    optimizer = work.training.optimizer
 
     def step() -> Any:
         optimizer.zero_grad(set_to_none=not keep_grads)
@@ -68,7 +68,7 @@ def plain_step(work: Work, net: Callable[..., Any], num_devices: int, *, keep_gr
 
 def single(work: Work, *, compiled: bool = False) -> Step:
     net = work.place_model()
-    return plain_step(work, torch.compile(net) if compiled else net, 1)
+    return plain_step(work, torch.compile(net) if compiled else net, work.place_batch(1))
 
 
 def single_graph(work: Work) -> Step:
@@ -77,7 +77,7 @@ def single_graph(work: Work) -> Step:
     for group in work.training.optimizer.param_groups:
         if "capturable" in group:
             group["capturable"] = True
-    step = plain_step(work, work.place_model(), 1, keep_grads=True)
+    step = plain_step(work, work.place_model(), work.place_batch(1), keep_grads=True)
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -93,28 +93,33 @@ def single_graph(work: Work) -> Step:
 def data_parallel(work: Work) -> Step:
     _need_gpu(work, "torch.nn.DataParallel")
     net = nn.DataParallel(work.place_model(), [d.index for d in work.devices])
-    return plain_step(work, net, len(work.devices))
+    return plain_step(work, net, work.place_batch(len(work.devices)))
 
 
 def distributed(work: Work, *, compiled: bool = False) -> Step:
     """What each process of DistributedDataParallel does, on its own device; see ``ddp.py``."""
     ids = [work.home] if work.home.type == "cuda" else None
     net = nn.parallel.DistributedDataParallel(work.place_model(), ids, gradient_as_bucket_view=True)
-    return plain_step(work, torch.compile(net) if compiled else net, 1)
+    return plain_step(work, torch.compile(net) if compiled else net, work.place_batch(1))
 
 
-def ours(work: Work, **options: Any) -> Step:
-    net = everygpu.DataParallel(work.training.model, work.devices, **options)
-    return plain_step(work, net, len(work.devices))
+def spread(work: Work, net: everygpu.DataParallel) -> Any:
+    """Put each device's rows on it already, as in DistributedDataParallel's rows."""
+    (batch,) = everygpu.Feeder([work.place_batch(len(work.devices))], net)
+    return batch
+
+
+def ours(work: Work, *, compiled: bool = False, **options: Any) -> Step:
+    model = torch.compile(work.training.model) if compiled else work.training.model
+    net = everygpu.DataParallel(model, work.devices, **options)
+    return plain_step(work, net, spread(work, net))
 
 
 def train_step(work: Work, **options: Any) -> Step:
     model, loss, optimizer, _ = work.training
     net = everygpu.DataParallel(model, work.devices, engine="compile" if options.get("compile") else "auto")
     step = everygpu.TrainStep(net, loss, optimizer, precision=work.precision, **options)
-    # As in DistributedDataParallel's rows, each device has its rows already.
-    (batch,) = everygpu.Feeder([work.place_batch(len(work.devices))], net)
-    inputs, targets = split_batch(batch)
+    inputs, targets = split_batch(spread(work, net))
     return lambda: step(inputs, *targets)
 
 
@@ -138,6 +143,8 @@ PEERS = {
     "ddp_compiled": Peer(make=lambda work: distributed(work, compiled=True), is_distributed=True),
     "ours": Peer(make=ours),
     "ours_compiled": Peer(make=lambda work: ours(work, engine="compile")),
+    "ours_graphs": Peer(make=lambda work: ours(work, engine="graphs")),
+    "ours_graphs_compiled": Peer(make=lambda work: ours(work, compiled=True, engine="graphs")),
     "step": Peer(make=train_step),
     "step_uncaptured": Peer(make=lambda work: train_step(work, capture=False)),
     "step_compiled": Peer(make=lambda work: train_step(work, compile=True)),
