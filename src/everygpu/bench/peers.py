@@ -110,7 +110,7 @@ def spread(work: Work, net: everygpu.DataParallel) -> Any:
 
 
 def ours(work: Work, *, compiled: bool = False, **options: Any) -> Step:
-    model = torch.compile(work.training.model) if compiled else work.training.model
+    model: Any = torch.compile(work.training.model) if compiled else work.training.model
     net = everygpu.DataParallel(model, work.devices, **options)
     return plain_step(work, net, spread(work, net))
 

@@ -13,7 +13,7 @@ Grads = Sequence[Tensor | None]
 
 
 class Bundle:
-    """Parameters of one dtype: a leaf twin of each on every device after the first, in flat memory that stays.
+    """Parameters of one dtype, with a leaf twin of each on every device after the first, in flat memory that stays.
 
     A flat buffer's chunks are as many equal parts of it as there are devices: each device adds up and passes on its
     own, so that all links between GPUs are busy.
@@ -38,6 +38,14 @@ class Bundle:
             [Look(t).on(view.data).requires_grad_() for t, view in zip(originals, self._views(flat))]
             for flat in self._values[1:]
         ]
+
+    def leaves(self) -> list[list[Tensor]]:
+        """Return for each device what a recording takes gradients of.
+
+        On the first device not the parameters themselves, but leaves of the same memory, which count writes together:
+        autograd accumulates the parameters' gradients on streams that are none of the recording's.
+        """
+        return [[Look(t).on(t.detach()).requires_grad_() for t in self.originals], *self.twins]
 
     def send(self) -> None:
         """Bring the twins up to date."""

@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +20,16 @@ from everygpu.parallel.recording.bundle import Bundle, Grads, bundle_up
 from everygpu.parallel.recording.capture import Capture
 from everygpu.parallel.recording.device_graph import DeviceGraph
 from everygpu.parallel.recording.static_batch import PLAIN_TYPES, StaticBatch
-from everygpu.parallel.replicate import BUCKET_BYTES, Leaves, ReplicaSet
+from everygpu.parallel.replicate import BUCKET_BYTES, ReplicaSet
+from everygpu.parallel.replicate import Leaves as Twins
 from everygpu.parallel.split import Route
 from everygpu.parallel.thread_state import queueing_on
 
 Outputs = tuple[list[Any], Joiner]
 """What each replica returned, and how that is joined."""
+
+Leaves = list[list[list[Tensor]]]
+"""For each bundle and device, what gradients are taken of."""
 
 RunOn = Callable[[ReplicaSet, tuple[Any, ...], dict[str, Any]], Outputs]
 
@@ -43,6 +47,7 @@ class _Recorded:
     """Which of the tensors the recorded backward takes gradients of."""
     seeds: list[Tensor]
     """Where it finds them."""
+    leaves: Leaves
     backward: DeviceGraph | None
     reached: list[bool]
     """For each parameter whether it gets a gradient, on any device."""
@@ -76,7 +81,7 @@ class RecordedForward:
         self,
         module: Callable[[], nn.Module],
         run: RunOn,
-        make_replicas: Callable[[Callable[[], Leaves]], ReplicaSet],
+        make_replicas: Callable[[Callable[[], Twins]], ReplicaSet],
         options: Callable[[], Hashable],
         route: Route,
     ) -> None:
@@ -124,19 +129,20 @@ class RecordedForward:
                 return f"parameter {name} is no plain dense tensor"
         return None
 
-    def prepare(self) -> None:
+    def prepare(self) -> Leaves:
         if self._replicas is None or self._replicas.module is not self._module():
-            self._replicas = self._make_replicas(self._make_leaves)
+            self._replicas = self._make_replicas(self._make_twins)
         self._replicas.forget()  # frozen parameters are sent now, and no more
         self._modules = self._replicas.refresh(range(len(self._devices)))
+        return [bundle.leaves() for bundle in self._bundles]
 
-    def record(self, graph: DeviceGraph, batch: StaticBatch, prepared: None) -> _Recorded:
+    def record(self, graph: DeviceGraph, batch: StaticBatch, prepared: Leaves) -> _Recorded:
         # Casts that autocast keeps would be in the recording's memory, or not be recorded.
         torch.clear_autocast_cache()
         try:
-            outputs, joiner = graph.record(lambda: self._forward(batch))
+            outputs, joiner = graph.record(lambda: self._forward(batch, prepared))
             _check(outputs)
-            return self._record_backward(graph, batch, outputs, joiner)
+            return self._record_backward(graph, batch, prepared, outputs, joiner)
         finally:
             torch.clear_autocast_cache()
 
@@ -159,19 +165,23 @@ class RecordedForward:
 
     # What is recorded.
 
-    def _make_leaves(self) -> Leaves:
+    def _make_twins(self) -> Twins:
         self._params = list(dict.fromkeys(p for p in self._module().parameters() if p.requires_grad))
         self._bundles = bundle_up(self._params, self._devices, BUCKET_BYTES)
         return {id(p): twins for b in self._bundles for p, *twins in zip(b.originals, *b.twins)}
 
-    def _forward(self, batch: StaticBatch) -> Outputs:
+    def _forward(self, batch: StaticBatch, leaves: Leaves) -> Outputs:
         assert self._replicas is not None  # noqa: S101 - ``prepare`` has made them
         for bundle in self._bundles:
             bundle.send()
         args, kwargs, _ = batch.read()
-        return self._run(self._replicas, args, kwargs)
+        at_home = {id(p): t for b, row in zip(self._bundles, leaves) for p, t in zip(b.originals, row[0])}
+        with _in_place_of(self._module(), at_home):
+            return self._run(self._replicas, args, kwargs)
 
-    def _record_backward(self, graph: DeviceGraph, batch: StaticBatch, outputs: list[Any], joiner: Joiner) -> _Recorded:
+    def _record_backward(
+        self, graph: DeviceGraph, batch: StaticBatch, leaves: Leaves, outputs: list[Any], joiner: Joiner
+    ) -> _Recorded:
         tensors = _tensors(outputs)
         used = tuple(i for i in sorted(self._used) if i < len(tensors) and tensors[i].requires_grad)
         seeds = [torch.zeros_like(tensors[i]) for i in used]
@@ -179,7 +189,7 @@ class RecordedForward:
         grads: list[list[Grads]] = []
         if backward is not None:
             try:
-                grads = backward.record(lambda: self.run_backward([tensors[i] for i in used], seeds, _Marks()))
+                grads = backward.record(lambda: self.run_backward([tensors[i] for i in used], seeds, leaves, _Marks()))
             finally:
                 graph.has_replaced_generators |= backward.has_replaced_generators
         kept = {id(t): t for m in self._modules for t in (*m.parameters(), *m.buffers())}
@@ -190,28 +200,34 @@ class RecordedForward:
             tensors=tensors,
             used=used,
             seeds=seeds,
+            leaves=leaves,
             backward=backward,
             reached=_reached(grads),
             watched=watched,
             versions=[t._version for t in watched],
         )
 
-    def run_backward(self, outputs: list[Tensor], seeds: Sequence[Tensor], marks: "_Marks | None") -> list[list[Grads]]:
+    def run_backward(
+        self, outputs: list[Tensor], seeds: Sequence[Tensor], leaves: Leaves, marks: "_Marks | None" = None
+    ) -> list[list[Grads]]:
         """Go backward from outputs, and leave the sums in the bundles.
 
         Args:
             outputs: Of all replicas, as recorded.
             seeds: Their gradients.
+            leaves: Of the recording.
             marks: For a recording.
         Returns:
             For each bundle and device, the gradients.
         """
-        rows = [[b.originals, *b.twins] for b in self._bundles]
-        leaves = [t for row in rows for tensors in row for t in tensors]
-        with nullcontext() if marks is None else marks.watching(rows):
+        flat = [t for row in leaves for tensors in row for t in tensors]
+        with nullcontext() if marks is None else marks.watching(leaves):
             # The graph stays, for backwards that can't be launched.
-            found = iter(torch.autograd.grad(outputs, leaves, seeds, retain_graph=True, allow_unused=True))
-        grads: list[list[Grads]] = [[[next(found) for _ in tensors] for tensors in row] for row in rows]
+            found = torch.autograd.grad(outputs, [*flat, *self._params], seeds, retain_graph=True, allow_unused=True)
+        if any(g is not None for g in found[len(flat) :]):
+            raise EveryGPUError("DataParallel: a parameter is used that is in a plain attribute of a module")
+        each = iter(found)
+        grads: list[list[Grads]] = [[[next(each) for _ in tensors] for tensors in row] for row in leaves]
         if any(g is not None and g.layout != torch.strided for row in grads for gs in row for g in gs):
             raise EveryGPUError("DataParallel: gradients must be dense, got sparse ones")
         works = [functools.partial(bundle.reduce, row) for bundle, row in zip(self._bundles, grads)]
@@ -283,8 +299,24 @@ class _Launch:
         outputs = [recorded.tensors[i] for i in given]
         counted = zip(recorded.versions, written, self._versions)
         with _versions_set(recorded.watched, [then + now - launched for then, now, launched in counted], written):
-            grads = self._owner.run_backward(outputs, list(given.values()), None)
+            grads = self._owner.run_backward(outputs, list(given.values()), recorded.leaves)
         return self._owner.totals(_reached(grads))
+
+
+@contextmanager
+def _in_place_of(module: nn.Module, leaves: Mapping[int, Tensor]) -> Iterator[None]:
+    """Have a module and those below it use other tensors for their parameters, by these' ``id``."""
+    tables = [
+        (m._parameters, name, p) for m in module.modules() for name, p in m._parameters.items() if id(p) in leaves
+    ]
+    for table, name, p in tables:
+        table[name] = leaves[id(p)]  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for table, name, p in tables:
+            if table.get(name) is leaves[id(p)]:
+                table[name] = p
 
 
 @contextmanager
