@@ -381,6 +381,28 @@ def test_inputs_that_take_gradients(recording: Devices) -> None:
     assert x.grad.abs().sum() > 0
 
 
+def test_a_parameter_in_a_plain_attribute(recording: Devices) -> None:
+    class Holding(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = [self.last.weight]
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x) + self.weights[0].square().sum()
+
+    used = recording(2)
+    found = []
+    for engine in ("threads", "graphs"):
+        net = Holding().to(used[0])
+        net.weights = [net.last.weight]
+        model = everygpu.DataParallel(net, used, engine=engine)
+        for x, y in make_batches(NUM_STEPS):
+            net.zero_grad()
+            loss_of(model(x), y).backward()
+        found.append(net.last.weight.grad.cpu())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
 def test_copies_and_pickles_have_none(recording: Devices) -> None:
     used = recording(2)
     model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")

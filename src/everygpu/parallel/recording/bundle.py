@@ -33,6 +33,7 @@ class Bundle:
         numel = -(-sum(sizes) // (step * len(devices))) * step * len(devices)
         self._values = [torch.zeros(numel, dtype=originals[0].dtype, device=d) for d in devices]
         self._sums = [torch.zeros_like(flat) for flat in self._values]
+        self._arrivals = [torch.zeros_like(flat.chunk(len(devices))[0]) for flat in self._values]
         # .data gives each a version counter of its own.
         self.twins = [
             [Look(t).on(view.data).requires_grad_() for t, view in zip(originals, self._views(flat))]
@@ -59,7 +60,7 @@ class Bundle:
         comm.all_gather(self._values)
 
     def reduce(self, grads: Sequence[Grads]) -> None:
-        """Add gradients up, on the current streams.
+        """Add gradients up, on the current streams, without making memory there: see ``DeviceGraph.record``.
 
         Args:
             grads: For each device those of its parameters, None where one took no part.
@@ -70,12 +71,14 @@ class Bundle:
                 flat.zero_()
             if pairs:
                 torch._foreach_copy_([view for view, _ in pairs], [g for _, g in pairs])
-        if len(self._devices) == 1:
-            return
-        comm.reduce_scatter(self._sums)
-        home, *others = self._sums
-        for j, target in enumerate(home.chunk(len(self._devices))[1:]):
-            comm.fill(target, others[j].chunk(len(self._devices))[j + 1])
+        # From here on the j-th chunks are device j's.
+        columns = list(zip(*(flat.chunk(len(self._devices)) for flat in self._sums)))
+        for j, (column, arrival) in enumerate(zip(columns, self._arrivals)):
+            for theirs in (*column[:j], *column[j + 1 :]):
+                comm.fill(arrival, theirs)
+                column[j].add_(arrival)
+        for j, (home, *_) in enumerate(columns[1:], 1):
+            comm.fill(home, columns[j][j])
 
     def totals(self) -> list[Tensor]:
         """Return the sums of the last ``reduce``, in memory of their own on the first device."""

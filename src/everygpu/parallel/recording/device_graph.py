@@ -49,7 +49,8 @@ class DeviceGraph:
         """Call a function; what it queues on the devices is recorded, and not run.
 
         Args:
-            function: Has run before, so that libraries are loaded; may use threads.
+            function: Has run before, so that libraries are loaded; may use threads, and streams beside the current
+                ones; but memory is the graph's only where it is made on the current ones.
         Returns:
             What the function returned; its tensors have their values after each ``replay``.
         Raises:
