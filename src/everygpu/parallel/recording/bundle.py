@@ -89,6 +89,12 @@ class Bundle:
 
 
 def bundle_up(params: Sequence[Tensor], devices: Sequence[torch.device], limit_bytes: int) -> list[Bundle]:
-    """Put parameters of one dtype together, in order, up to a size per bundle."""
-    groups = group(params, lambda p: p.dtype, limit_bytes)
-    return [Bundle([params[i] for i in members], devices) for members in groups]
+    """Put parameters of one dtype together, up to a size per bundle.
+
+    Returns:
+        Bundles in the order in which backward usually finishes them: the last parameters first. One that comes late
+        would hold up those after it.
+    """
+    backwards = params[::-1]
+    groups = group(backwards, lambda p: p.dtype, limit_bytes)
+    return [Bundle([backwards[i] for i in members], devices) for members in groups]
