@@ -403,6 +403,15 @@ def test_a_parameter_in_a_plain_attribute(recording: Devices) -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
+def test_without_gpus_replicas_run_in_threads(caplog: Any) -> None:
+    model = everygpu.DataParallel(Net(), ["cpu"] * 2, engine="graphs")
+    with caplog.at_level(logging.INFO, "everygpu"):
+        for x, y in make_batches(NUM_STEPS):
+            loss_of(model(x), y).backward()
+    assert [m for m in caplog.messages if "replicas run in threads" in m] == caplog.messages[:1]
+    assert num_recordings(model) == 0
+
+
 def test_copies_and_pickles_have_none(recording: Devices) -> None:
     used = recording(2)
     model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")

@@ -31,7 +31,7 @@ _running: ContextVar[frozenset[int]] = ContextVar("everygpu_running", default=fr
 
 BUFFER_RULES = ("first", "mean")
 # What a copy or a pickle makes anew.
-_TRANSIENT = ("_replicas", "_fresh", "_recorder", "_workers", "_turn", "_first_parameter", "_pid")
+_TRANSIENT = ("_replicas", "_fresh", "_may_record", "_recorder", "_workers", "_turn", "_first_parameter", "_pid")
 
 ENGINES = ("auto", "threads", "compile", "graphs")
 _AUTO = {
@@ -133,6 +133,8 @@ class DataParallel(nn.Module):
         self._replicas: ReplicaSet | None = None
         # Within ``frozen``: the replicas that are up to date.
         self._fresh: set[int] | None = None
+        # Asked at the first forward: finding out may take a test of the links between GPUs.
+        self._may_record = self.engine == "graphs"
         self._recorder: RecordedForward | None = None
         self._workers = self._make_workers()
         self._turn = threading.Lock()
@@ -204,8 +206,15 @@ class DataParallel(nn.Module):
     @not_compiled
     def _launch(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Joiner] | None:
         """Run a recording; None where there is none that serves."""
-        if self._recorder is None and self.engine == "graphs" and can_record(self.device_ids):
-            self._recorder = self._make_recorder()
+        if self._may_record:
+            self._may_record = False
+            if can_record(self.device_ids):
+                self._recorder = self._make_recorder()
+            else:
+                logger.info(
+                    'DataParallel: engine="graphs": replicas run in threads, as recordings need GPUs that reach each '
+                    "other's memory."
+                )
         return None if self._recorder is None else self._recorder.run(inputs, kwargs)
 
     def _make_recorder(self) -> RecordedForward:
