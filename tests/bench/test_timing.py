@@ -1,6 +1,7 @@
 """Times, and processes that fail, hang, or leave others behind."""
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -61,19 +62,22 @@ def test_a_hang_is_a_row_and_leaves_no_process_behind(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
-def test_an_interrupt_ends_the_row_too(tmp_path):
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_ends_the_row_too(tmp_path, number, expected):
     note = tmp_path / "pid"
     code = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
 
     def interrupt():
         while not (note.exists() and note.read_text()):
             time.sleep(0.01)
-        os.kill(os.getpid(), 2)
+        os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(expected):
         run_command(python(code), 60)
+    assert signal.getsignal(signal.SIGTERM) is before
     thread.join()
     with pytest.raises(ProcessLookupError):
         os.kill(int(note.read_text()), 0)

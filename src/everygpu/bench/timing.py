@@ -6,9 +6,10 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 _KEPT_LETTERS = 2000
@@ -48,7 +49,7 @@ def run_command(command: list[str], timeout: float) -> dict[str, Any]:
         The row, or ``error``: the end of what was said.
     """
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes, start_new_session=True) as process:
+    with _heeding_sigterm(), subprocess.Popen(command, **pipes, start_new_session=True) as process:
         try:
             out, error = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -61,6 +62,23 @@ def run_command(command: list[str], timeout: float) -> dict[str, Any]:
         return {"error": error.strip()[-_KEPT_LETTERS:] or f"ended with exit code {process.returncode}"}
     row: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
     return row
+
+
+@contextmanager
+def _heeding_sigterm() -> Iterator[None]:
+    """Turn the signal into an exception: by default it ends this process alone, and the others go on holding GPUs."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end(process: subprocess.Popen[str]) -> None:
