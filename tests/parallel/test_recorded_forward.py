@@ -414,3 +414,15 @@ def test_copies_and_pickles_have_none(recording: Devices) -> None:
     torch.testing.assert_close(twin(x).detach() + 0, model(x).detach() + 0)
     model.release()
     assert num_recordings(model) == 0
+
+
+def test_parameters_that_are_replaced(recording: Devices) -> None:
+    def scenario(model: everygpu.DataParallel, optimizer: Any, found: list[Tensor]) -> None:
+        values = {k: v * 0.9 if v.is_floating_point() else v.clone() for k, v in model.state_dict().items()}
+        model.load_state_dict(values, assign=True)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        train(model, optimizer, found, num=2 * NUM_STEPS)
+        if model.engine == "graphs":
+            assert num_recordings(model) == 1
+
+    check(recording, scenario)

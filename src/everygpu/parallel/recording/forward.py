@@ -130,7 +130,9 @@ class RecordedForward:
         return None
 
     def prepare(self) -> Leaves:
-        if self._replicas is None or self._replicas.module is not self._module():
+        # Replicas take on another parameter that fits in place of one; bundles are of the very tensors.
+        is_same = list(map(id, self._trained())) == list(map(id, self._params))
+        if self._replicas is None or self._replicas.module is not self._module() or not is_same:
             self._replicas = self._make_replicas(self._make_twins)
         self._replicas.forget()  # frozen parameters are sent now, and no more
         self._modules = self._replicas.refresh(range(len(self._devices)))
@@ -165,8 +167,11 @@ class RecordedForward:
 
     # What is recorded.
 
+    def _trained(self) -> list[Tensor]:
+        return [p for p in self._module().parameters() if p.requires_grad]
+
     def _make_twins(self) -> Twins:
-        self._params = list(dict.fromkeys(p for p in self._module().parameters() if p.requires_grad))
+        self._params = self._trained()
         self._bundles = bundle_up(self._params, self._devices, BUCKET_BYTES)
         return {id(p): twins for b in self._bundles for p, *twins in zip(b.originals, *b.twins)}
 
