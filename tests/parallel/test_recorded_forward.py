@@ -426,3 +426,17 @@ def test_parameters_that_are_replaced(recording: Devices) -> None:
             assert num_recordings(model) == 1
 
     check(recording, scenario)
+
+
+def test_no_hooks_are_left_on_what_is_the_users(recording: Devices) -> None:
+    class Open(Net):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), x, self.last.weight
+
+    used = recording(2)
+    model = everygpu.DataParallel(Open().to(used[0]), used, engine="graphs")
+    x = make_batches(1)[0][0].to(used[0]).requires_grad_()
+    for _ in range(NUM_STEPS):
+        sum(t.sum() for t in model(x)).backward()
+    assert not x._backward_hooks
+    assert not model.module.last.weight._backward_hooks

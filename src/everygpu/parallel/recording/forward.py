@@ -112,7 +112,7 @@ class RecordedForward:
         if torch.is_grad_enabled():
             self._used = used = set()
             for i, t in enumerate(_tensors(outputs)):
-                if t.requires_grad:
+                if t.requires_grad and not t.is_leaf:  # a leaf is the user's own, and no recording returns one
                     t.register_hook(lambda _, i=i: used.add(i))  # type: ignore[no-untyped-call]
 
     # How ``Capture`` sees it.
