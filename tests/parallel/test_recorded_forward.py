@@ -440,3 +440,12 @@ def test_no_hooks_are_left_on_what_is_the_users(recording: Devices) -> None:
         sum(t.sum() for t in model(x)).backward()
     assert not x._backward_hooks
     assert not model.module.last.weight._backward_hooks
+
+
+def test_gradients_wanted_within_inference_mode(recording: Devices) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
+    for x, _ in make_batches(NUM_STEPS):
+        with torch.inference_mode(), torch.enable_grad():
+            assert model(x).is_inference()
+    assert num_recordings(model) == 0

@@ -103,7 +103,7 @@ class RecordedForward:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
         """Run a call by its recording, making one if it is time to; None where it has to run as it is."""
         use = None if self._use is None else self._use()
-        if not torch.is_grad_enabled() or (use is not None and not use.is_over) or _is_transformed():
+        if not _records_gradients() or (use is not None and not use.is_over) or _is_transformed():
             return None
         return self._capture.run((args, kwargs, ()))
 
@@ -428,6 +428,10 @@ def _check(outputs: list[Any]) -> None:
 def _reached(grads: Sequence[Sequence[Grads]]) -> list[bool]:
     """Tell for each parameter, in the order of the bundles, whether it has a gradient on any device."""
     return [any(g is not None for g in column) for row in grads for column in zip(*row)]
+
+
+def _records_gradients() -> bool:
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def _is_transformed() -> bool:
