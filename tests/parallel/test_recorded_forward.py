@@ -4,6 +4,7 @@ import copy
 import gc
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -449,3 +450,25 @@ def test_gradients_wanted_within_inference_mode(recording: Devices) -> None:
         with torch.inference_mode(), torch.enable_grad():
             assert model(x).is_inference()
     assert num_recordings(model) == 0
+
+
+def test_threads_that_train_side_by_side(recording: Devices) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Net().to(used[0]).eval(), used, engine="graphs")
+    (x, y), *_ = make_batches(1)
+    weight = model.module.last.weight
+    found: dict[int, list[Tensor]] = {k: [] for k in range(3)}
+
+    def work(scale: int) -> None:
+        for _ in range(8 * NUM_STEPS):
+            found[scale] += torch.autograd.grad(loss_of(model(x * scale), y), [weight])
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert num_recordings(model) == 1
+    for first, *others in found.values():
+        assert len(others) == 8 * NUM_STEPS - 1
+        assert all(torch.allclose(g, first, rtol=1e-4, atol=1e-5) for g in others)

@@ -282,9 +282,13 @@ class _Launch:
                 "DataParallel: the graph of this output has been freed by an earlier backward. Pass retain_graph=True "
                 "to that one, to go through it a second time."
             )
-        self.use.is_over = not torch._C._autograd._get_current_graph_task_keep_graph()
+        is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        totals = self._go_backward({i: g for i, g in enumerate(grads) if g is not None})
+        self.use.is_over = not is_kept  # not before: another thread's forward may take the memory at once
+        return totals
+
+    def _go_backward(self, given: dict[int, Tensor]) -> list[Tensor | None]:
         recorded = self.recorded
-        given = {i: g for i, g in enumerate(grads) if g is not None}
         written = [t._version for t in recorded.watched]
         if recorded.backward is None or tuple(given) != recorded.used or written != self._versions:
             return self._run_as_it_is(given, written)
