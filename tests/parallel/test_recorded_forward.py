@@ -472,3 +472,24 @@ def test_threads_that_train_side_by_side(recording: Devices) -> None:
     for first, *others in found.values():
         assert len(others) == 8 * NUM_STEPS - 1
         assert all(torch.allclose(g, first, rtol=1e-4, atol=1e-5) for g in others)
+
+
+def test_outputs_that_go_backward_one_by_one(recording: Devices) -> None:
+    class TwoNets(TwoOutputs):
+        def __init__(self) -> None:
+            super().__init__()
+            self.critic = nn.Linear(6, 1)
+
+        def forward(self, x: Tensor) -> Any:
+            return Outputs(Net.forward(self, x), self.critic(x), x.argmax(1), "two", None)
+
+    def scenario(model: everygpu.DataParallel, optimizer: Any, found: list[Tensor]) -> None:
+        for x, y in make_batches(8 * NUM_STEPS):
+            output = model(x)
+            optimizer.zero_grad()
+            loss_of(output, y).backward()
+            output.extra.square().mean().backward()
+            optimizer.step()
+            found.append(output.extra.detach().cpu() + 0)
+
+    check(recording, scenario, make=TwoNets)

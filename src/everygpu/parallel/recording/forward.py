@@ -152,7 +152,7 @@ class RecordedForward:
         return False
 
     def give_up(self) -> None:
-        self._replicas, self._modules, self._bundles = None, [], []
+        self._replicas, self._modules, self._bundles, self._use = None, [], [], None
 
     def begin(self, recorded: _Recorded) -> bool:
         return True
@@ -250,6 +250,10 @@ class RecordedForward:
         found = {id(p): t if is_reached else None for p, t, is_reached in zip(members, sums, reached)}
         return [found[id(p)] for p in self._params]
 
+    def is_latest(self, use: _Use) -> bool:
+        """Tell whether nothing was launched since."""
+        return self._use is not None and self._use() is use
+
     def note_pattern(self, used: set[int]) -> None:
         """Have the next recording's backward begin at these outputs."""
         self._used = used
@@ -270,6 +274,8 @@ class _Launch:
         self.use = _Use()
         self._owner = owner
         self._versions = versions
+        self._spent: set[int] = set()
+        """Outputs that a backward began at which freed the graph."""
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the parameters' gradients.
@@ -277,14 +283,18 @@ class _Launch:
         Args:
             grads: Of the tensors that were returned, None for those that weren't used.
         """
-        if self.use.is_over:
+        given = {i: g for i, g in enumerate(grads) if g is not None}
+        # Outputs that share nothing each have a backward of their own, while no other launch has taken the memory.
+        if not self._spent.isdisjoint(given) or (self.use.is_over and not self._owner.is_latest(self.use)):
             raise RuntimeError(
                 "DataParallel: the graph of this output has been freed by an earlier backward. Pass retain_graph=True "
                 "to that one, to go through it a second time."
             )
         is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
-        totals = self._go_backward({i: g for i, g in enumerate(grads) if g is not None})
-        self.use.is_over = not is_kept  # not before: another thread's forward may take the memory at once
+        totals = self._go_backward(given)
+        if not is_kept:
+            self._spent.update(given)
+            self.use.is_over = True  # not before: another thread's forward may take the memory at once
         return totals
 
     def _go_backward(self, given: dict[int, Tensor]) -> list[Tensor | None]:
