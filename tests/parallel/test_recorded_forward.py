@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import everygpu
 from everygpu.errors import EveryGPUError
@@ -493,3 +494,46 @@ def test_outputs_that_go_backward_one_by_one(recording: Devices) -> None:
             found.append(output.extra.detach().cpu() + 0)
 
     check(recording, scenario, make=TwoNets)
+
+
+class SparseScores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(10, 5, sparse=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.table(x[:, 0].abs().clamp(max=9).long())
+
+
+class Checkpointed(Net):
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(super().forward, x * self.first.weight.mean(), use_reentrant=True)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cells = nn.LSTM(6, 5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.cells(x.unsqueeze(1))[0].squeeze(1)
+
+
+@pytest.mark.parametrize("make", [SparseScores, Checkpointed, Recurrent])
+def test_a_first_backward_after_forwards_that_had_none(recording: Devices, make: Any) -> None:
+    used = recording(2)
+    found = []
+    for engine in ("threads", "graphs"):
+        net = make().to(used[0])
+        model = everygpu.DataParallel(net, used, engine=engine)
+        for x, _ in make_batches(NUM_STEPS):
+            model(x)
+        for x, y in make_batches(NUM_STEPS):
+            net.zero_grad()
+            loss_of(model(x), y).backward()
+        found.append([p.grad.to_dense().cpu() for p in net.parameters() if p.grad is not None])
+    assert len(found[1]) == len(found[0])
+    for a, b in zip(found[1], found[0]):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from everygpu import comm, tree
 from everygpu.comm.streams import kept_stream
@@ -144,6 +145,8 @@ class RecordedForward:
         try:
             outputs, joiner = graph.record(lambda: self._forward(batch, prepared))
             _check(outputs)
+            # From all of them: what a recorded backward doesn't begin at may be used after a launch.
+            _check_graph(_tensors(outputs), self._params)
             return self._record_backward(graph, batch, prepared, outputs, joiner)
         finally:
             torch.clear_autocast_cache()
@@ -228,9 +231,7 @@ class RecordedForward:
         flat = [t for row in leaves for tensors in row for t in tensors]
         with nullcontext() if marks is None else marks.watching(leaves):
             # The graph stays, for backwards that can't be launched.
-            found = torch.autograd.grad(outputs, [*flat, *self._params], seeds, retain_graph=True, allow_unused=True)
-        if any(g is not None for g in found[len(flat) :]):
-            raise EveryGPUError("DataParallel: a parameter is used that is in a plain attribute of a module")
+            found = torch.autograd.grad(outputs, flat, seeds, retain_graph=True, allow_unused=True)
         each = iter(found)
         grads: list[list[Grads]] = [[[next(each) for _ in tensors] for tensors in row] for row in leaves]
         if any(g is not None and g.layout != torch.strided for row in grads for gs in row for g in gs):
@@ -437,6 +438,33 @@ def _check(outputs: list[Any]) -> None:
         plain = type(x) is Tensor and x.layout == torch.strided if isinstance(x, Tensor) else type(x) in PLAIN_TYPES
         if not plain:
             raise EveryGPUError(f"DataParallel: outputs must be tensors or numbers, got {type(x).__name__} at {path}")
+
+
+def _check_graph(outputs: list[Tensor], params: list[Tensor]) -> None:
+    """Refuse what has no gradients of leaves, or none that a bundle can add up."""
+    originals = set(map(id, params))
+    for node in _nodes(outputs):
+        if node.name() == _ACCUMULATION and id(node.variable) in originals:  # type: ignore[attr-defined]
+            raise EveryGPUError("DataParallel: a parameter is used that is in a plain attribute of a module")
+        if node.name() == "CheckpointFunctionBackward":
+            raise EveryGPUError("DataParallel: checkpoints must have use_reentrant=False")
+        if getattr(node, "_saved_sparse", False):
+            raise EveryGPUError("DataParallel: gradients must be dense, those of an embedding are sparse")
+
+
+_ACCUMULATION = "torch::autograd::AccumulateGrad"
+
+
+def _nodes(outputs: list[Tensor]) -> set[Node]:
+    """Collect the graph that tensors are connected to."""
+    found: set[Node] = set()
+    left = [get_gradient_edge(t).node for t in outputs if t.requires_grad]
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += [n for n, _ in node.next_functions if n is not None]
+    return found
 
 
 def _reached(grads: Sequence[Sequence[Grads]]) -> list[bool]:
