@@ -537,3 +537,15 @@ def test_a_first_backward_after_forwards_that_had_none(recording: Devices, make:
     assert len(found[1]) == len(found[0])
     for a, b in zip(found[1], found[0]):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_other_streams(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
+    for x, y in make_batches(NUM_STEPS):
+        loss_of(model(x), y).backward()
+    assert num_recordings(model) == 1
+    others = {d: torch.cuda.Stream(d) if d.type == "cuda" else object() for d in used}
+    monkeypatch.setattr("everygpu.parallel.recording.forward.current_stream", others.get)
+    model(x)
+    assert num_recordings(model) == 0

@@ -24,7 +24,7 @@ from everygpu.parallel.recording.static_batch import PLAIN_TYPES, StaticBatch
 from everygpu.parallel.replicate import BUCKET_BYTES, ReplicaSet
 from everygpu.parallel.replicate import Leaves as Twins
 from everygpu.parallel.split import Route
-from everygpu.parallel.thread_state import queueing_on
+from everygpu.parallel.thread_state import current_stream, queueing_on
 
 Outputs = tuple[list[Any], Joiner]
 """What each replica returned, and how that is joined."""
@@ -122,7 +122,8 @@ class RecordedForward:
         return [self._module()]
 
     def state(self) -> Hashable:
-        return self._options(), self._num_patterns
+        # Dropping recordings waits for the GPUs: other streams may not write where earlier ones have yet to read.
+        return self._options(), self._num_patterns, tuple(map(current_stream, self._devices))
 
     def find_obstacle(self) -> str | None:
         for name, p in self._module().named_parameters():
