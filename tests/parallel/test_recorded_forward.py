@@ -549,3 +549,29 @@ def test_other_streams(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("everygpu.parallel.recording.forward.current_stream", others.get)
     model(x)
     assert num_recordings(model) == 0
+
+
+@pytest.mark.parametrize("kind", ["sparse", "inference"])
+def test_buffers_of_other_kinds(recording: Devices, kind: str) -> None:
+    class Mixing(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            with torch.inference_mode(kind == "inference"):
+                self.register_buffer("mixer", torch.eye(6).flip(0))
+            if kind == "sparse":
+                self.mixer = self.mixer.to_sparse()
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward((self.mixer @ x.t()).t())
+
+    used = recording(2)
+    found = []
+    for engine in ("threads", "graphs"):
+        net = Mixing().to(used[0])
+        model = everygpu.DataParallel(net, used, engine=engine)
+        for x, y in make_batches(NUM_STEPS):
+            net.zero_grad()
+            loss_of(model(x), y).backward()
+        found.append(net.first.weight.grad.cpu())
+        assert num_recordings(model) == (engine == "graphs" and kind == "inference")
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)

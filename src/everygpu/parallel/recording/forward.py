@@ -20,7 +20,7 @@ from everygpu.parallel.gather import Joiner
 from everygpu.parallel.recording.bundle import Bundle, Grads, bundle_up
 from everygpu.parallel.recording.capture import Capture
 from everygpu.parallel.recording.device_graph import DeviceGraph
-from everygpu.parallel.recording.static_batch import PLAIN_TYPES, StaticBatch
+from everygpu.parallel.recording.static_batch import PLAIN_TYPES, StaticBatch, is_dense
 from everygpu.parallel.replicate import BUCKET_BYTES, ReplicaSet
 from everygpu.parallel.replicate import Leaves as Twins
 from everygpu.parallel.split import Route
@@ -126,9 +126,10 @@ class RecordedForward:
         return self._options(), self._num_patterns, tuple(map(current_stream, self._devices))
 
     def find_obstacle(self) -> str | None:
-        for name, p in self._module().named_parameters():
-            if p.requires_grad and (p.layout != torch.strided or type(p.data) is not Tensor):
-                return f"parameter {name} is no plain dense tensor"
+        module = self._module()
+        for name, t in (*module.named_parameters(), *module.named_buffers()):
+            if not is_dense(t):
+                return f"{name} is no plain dense tensor"
         return None
 
     def prepare(self) -> Leaves:
@@ -202,7 +203,7 @@ class RecordedForward:
             finally:
                 graph.has_replaced_generators |= backward.has_replaced_generators
         kept = {id(t): t for m in self._modules for t in (*m.parameters(), *m.buffers())}
-        watched = [*kept.values(), *batch.tensors()]
+        watched = [t for t in (*kept.values(), *batch.tensors()) if not t.is_inference()]
         return _Recorded(
             outputs=outputs,
             joiner=joiner,
