@@ -6,12 +6,14 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
 
 import everygpu
@@ -575,3 +577,50 @@ def test_buffers_of_other_kinds(recording: Devices, kind: str) -> None:
         found.append(net.first.weight.grad.cpu())
         assert num_recordings(model) == (engine == "graphs" and kind == "inference")
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["empty", "attribute", "dataclass", "registered"])
+def test_what_containers_are_besides_their_leaves(recording: Devices, kind: str) -> None:
+    class Scaled(Net):
+        def forward(self, x: Tensor, options: Any) -> Any:
+            flips = "flip" in options if kind == "empty" else options.flip
+            return super().forward(x) * (-1 if flips else 1)
+
+    def options(flip: bool) -> Any:
+        if kind == "empty":
+            return {"flip" if flip else "stay": ()}
+        made = {"attribute": Marked, "dataclass": Noted, "registered": Registered}[kind]()
+        made.flip = flip
+        return made
+
+    used = recording(2)
+    model = everygpu.DataParallel(Scaled().to(used[0]).eval(), used, engine="graphs")
+    (x, _), *_ = make_batches(1)
+    as_it_is = [model(x, options(False)).detach() + 0 for _ in range(NUM_STEPS)][-1]
+    assert num_recordings(model) == 1
+    torch.testing.assert_close(model(x, options(True)).detach() + 0, -as_it_is)
+
+
+class Marked(dict[str, Any]):
+    flip = False
+
+
+@dataclass
+class Noted:
+    name: str = "noted"
+
+    def __post_init__(self) -> None:
+        self.flip = False
+
+
+class Registered:
+    flip = False
+
+
+def _unflatten(_: Any, flip: bool) -> Registered:
+    made = Registered()
+    made.flip = flip
+    return made
+
+
+register_pytree_node(Registered, lambda x: ([], x.flip), _unflatten)
