@@ -5,6 +5,7 @@ import gc
 import itertools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -624,3 +625,24 @@ def _unflatten(_: Any, flip: bool) -> Registered:
 
 
 register_pytree_node(Registered, lambda x: ([], x.flip), _unflatten)
+
+
+def test_memory_is_free_when_the_model_is_dropped(recording: Devices) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
+    for x, y in make_batches(NUM_STEPS):
+        value = loss_of(model(x), y)
+        value.backward()
+    gc.collect()
+    gc.disable()
+    try:
+        recorder = weakref.ref(model._recorder)
+        module = weakref.ref(model.module)
+        value = loss_of(model(x), y)
+        del model
+        value.backward()
+        del value
+        assert recorder() is None
+        assert module() is None
+    finally:
+        gc.enable()

@@ -4,6 +4,7 @@ import itertools
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -209,11 +210,12 @@ class DataParallel(nn.Module):
         return None if self._recorder is None else self._recorder.run(inputs, kwargs)
 
     def _make_recorder(self) -> RecordedForward:
+        me = weakref.proxy(self)  # or this would hold itself
         return RecordedForward(
-            lambda: self.module,
-            self._run_on,
-            lambda make_leaves: self.make_replicas(make_leaves, fixed=True),
-            lambda: (self.split, self.dim, self.gather, self.buffers_rule, self.output_device),
+            lambda: me.module,
+            lambda *call: me._run_on(*call),
+            lambda make_leaves: me.make_replicas(make_leaves, fixed=True),
+            lambda: (me.split, me.dim, me.gather, me.buffers_rule, me.output_device),
             Route(devices=tuple(self.device_ids), dim=self.dim, split=self.split),
         )
 

@@ -99,7 +99,9 @@ class RecordedForward:
         # Which outputs the last backward began at, and how often that has changed.
         self._used: set[int] = set()
         self._num_patterns = 0
-        self._capture = Capture(self, "DataParallel", route, must=False)
+        # Nothing that this holds refers back to it: when a model is dropped, its memory is free at once.
+        self._me = weakref.proxy(self)
+        self._capture: Capture[Outputs] = Capture(self._me, "DataParallel", route, must=False)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
         """Run a call by its recording, making one if it is time to; None where it has to run as it is."""
@@ -136,7 +138,7 @@ class RecordedForward:
         # Replicas take on another parameter that fits in place of one; bundles are of the very tensors.
         is_same = list(map(id, self._trained())) == list(map(id, self._params))
         if self._replicas is None or self._replicas.module is not self._module() or not is_same:
-            self._replicas = self._make_replicas(self._make_twins)
+            self._replicas = self._make_replicas(lambda me=self._me: me._make_twins())  # type: ignore[misc]
         self._replicas.forget()  # frozen parameters are sent now, and no more
         self._modules = self._replicas.refresh(range(len(self._devices)))
         return [bundle.leaves() for bundle in self._bundles]
