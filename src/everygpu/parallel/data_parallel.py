@@ -72,7 +72,8 @@ class DataParallel(nn.Module):
             ``"graphs"``: on GPUs, after a few forwards on batches of one shape, forward and backward are each
             recorded as a CUDA graph over all devices, and launched by one call from then on, until anything changes
             that they were made from. Python code in the module, such as a print or a global variable, is then not
-            run again; hooks keep a module from being recorded.
+            run again; hooks keep a module from being recorded. Writes to frozen parameters that torch doesn't count,
+            as ``teacher.weight.data.mul_(0.9)``, aren't seen: write under ``no_grad``, or call ``release`` after them.
         buffers: ``"first"``: the module keeps the buffers as its own shard changed them; ``"mean"``: float
             buffers such as BatchNorm's statistics are averaged over the replicas, weighted by rows.
         strict_device: Raise when the module is not on ``device_ids[0]``, instead of moving it.
