@@ -4,13 +4,18 @@ import copy
 import gc
 import itertools
 import logging
+import threading
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
+from torch.utils.checkpoint import checkpoint
 
 import everygpu
 from everygpu.errors import EveryGPUError
@@ -423,3 +428,230 @@ def test_copies_and_pickles_have_none(recording: Devices) -> None:
     torch.testing.assert_close(twin(x).detach() + 0, model(x).detach() + 0)
     model.release()
     assert num_recordings(model) == 0
+
+
+def test_parameters_that_are_replaced(recording: Devices) -> None:
+    def scenario(model: everygpu.DataParallel, optimizer: Any, found: list[Tensor]) -> None:
+        values = {k: v * 0.9 if v.is_floating_point() else v.clone() for k, v in model.state_dict().items()}
+        model.load_state_dict(values, assign=True)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        train(model, optimizer, found, num=2 * NUM_STEPS)
+        if model.engine == "graphs":
+            assert num_recordings(model) == 1
+
+    check(recording, scenario)
+
+
+def test_no_hooks_are_left_on_what_is_the_users(recording: Devices) -> None:
+    class Open(Net):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), x, self.last.weight
+
+    used = recording(2)
+    model = everygpu.DataParallel(Open().to(used[0]), used, engine="graphs")
+    x = make_batches(1)[0][0].to(used[0]).requires_grad_()
+    for _ in range(NUM_STEPS):
+        sum(t.sum() for t in model(x)).backward()
+    assert not x._backward_hooks
+    assert not model.module.last.weight._backward_hooks
+
+
+def test_gradients_wanted_within_inference_mode(recording: Devices) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
+    for x, _ in make_batches(NUM_STEPS):
+        with torch.inference_mode(), torch.enable_grad():
+            assert model(x).is_inference()
+    assert num_recordings(model) == 0
+
+
+def test_threads_that_train_side_by_side(recording: Devices) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Net().to(used[0]).eval(), used, engine="graphs")
+    (x, y), *_ = make_batches(1)
+    weight = model.module.last.weight
+    found: dict[int, list[Tensor]] = {k: [] for k in range(3)}
+
+    def work(scale: int) -> None:
+        for _ in range(8 * NUM_STEPS):
+            found[scale] += torch.autograd.grad(loss_of(model(x * scale), y), [weight])
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert num_recordings(model) == 1
+    for first, *others in found.values():
+        assert len(others) == 8 * NUM_STEPS - 1
+        assert all(torch.allclose(g, first, rtol=1e-4, atol=1e-5) for g in others)
+
+
+def test_outputs_that_go_backward_one_by_one(recording: Devices) -> None:
+    class TwoNets(TwoOutputs):
+        def __init__(self) -> None:
+            super().__init__()
+            self.critic = nn.Linear(6, 1)
+
+        def forward(self, x: Tensor) -> Any:
+            return Outputs(Net.forward(self, x), self.critic(x), x.argmax(1), "two", None)
+
+    def scenario(model: everygpu.DataParallel, optimizer: Any, found: list[Tensor]) -> None:
+        for x, y in make_batches(8 * NUM_STEPS):
+            output = model(x)
+            optimizer.zero_grad()
+            loss_of(output, y).backward()
+            output.extra.square().mean().backward()
+            optimizer.step()
+            found.append(output.extra.detach().cpu() + 0)
+
+    check(recording, scenario, make=TwoNets)
+
+
+class SparseScores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(10, 5, sparse=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.table(x[:, 0].abs().clamp(max=9).long())
+
+
+class Checkpointed(Net):
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(super().forward, x * self.first.weight.mean(), use_reentrant=True)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cells = nn.LSTM(6, 5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.cells(x.unsqueeze(1))[0].squeeze(1)
+
+
+@pytest.mark.parametrize("make", [SparseScores, Checkpointed, Recurrent])
+def test_a_first_backward_after_forwards_that_had_none(recording: Devices, make: Any) -> None:
+    used = recording(2)
+    found = []
+    for engine in ("threads", "graphs"):
+        net = make().to(used[0])
+        model = everygpu.DataParallel(net, used, engine=engine)
+        for x, _ in make_batches(NUM_STEPS):
+            model(x)
+        for x, y in make_batches(NUM_STEPS):
+            net.zero_grad()
+            loss_of(model(x), y).backward()
+        found.append([p.grad.to_dense().cpu() for p in net.parameters() if p.grad is not None])
+    assert len(found[1]) == len(found[0])
+    for a, b in zip(found[1], found[0]):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_other_streams(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
+    for x, y in make_batches(NUM_STEPS):
+        loss_of(model(x), y).backward()
+    assert num_recordings(model) == 1
+    others = {d: torch.cuda.Stream(d) if d.type == "cuda" else object() for d in used}
+    monkeypatch.setattr("everygpu.parallel.recording.forward.current_stream", others.get)
+    model(x)
+    assert num_recordings(model) == 0
+
+
+@pytest.mark.parametrize("kind", ["sparse", "inference"])
+def test_buffers_of_other_kinds(recording: Devices, kind: str) -> None:
+    class Mixing(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            with torch.inference_mode(kind == "inference"):
+                self.register_buffer("mixer", torch.eye(6).flip(0))
+            if kind == "sparse":
+                self.mixer = self.mixer.to_sparse()
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward((self.mixer @ x.t()).t())
+
+    used = recording(2)
+    found = []
+    for engine in ("threads", "graphs"):
+        net = Mixing().to(used[0])
+        model = everygpu.DataParallel(net, used, engine=engine)
+        for x, y in make_batches(NUM_STEPS):
+            net.zero_grad()
+            loss_of(model(x), y).backward()
+        found.append(net.first.weight.grad.cpu())
+        assert num_recordings(model) == (engine == "graphs" and kind == "inference")
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["empty", "attribute", "dataclass", "registered"])
+def test_what_containers_are_besides_their_leaves(recording: Devices, kind: str) -> None:
+    class Scaled(Net):
+        def forward(self, x: Tensor, options: Any) -> Any:
+            flips = "flip" in options if kind == "empty" else options.flip
+            return super().forward(x) * (-1 if flips else 1)
+
+    def options(flip: bool) -> Any:
+        if kind == "empty":
+            return {"flip" if flip else "stay": ()}
+        made = {"attribute": Marked, "dataclass": Noted, "registered": Registered}[kind]()
+        made.flip = flip
+        return made
+
+    used = recording(2)
+    model = everygpu.DataParallel(Scaled().to(used[0]).eval(), used, engine="graphs")
+    (x, _), *_ = make_batches(1)
+    as_it_is = [model(x, options(False)).detach() + 0 for _ in range(NUM_STEPS)][-1]
+    assert num_recordings(model) == 1
+    torch.testing.assert_close(model(x, options(True)).detach() + 0, -as_it_is)
+
+
+class Marked(dict[str, Any]):
+    flip = False
+
+
+@dataclass
+class Noted:
+    name: str = "noted"
+
+    def __post_init__(self) -> None:
+        self.flip = False
+
+
+class Registered:
+    flip = False
+
+
+def _unflatten(_: Any, flip: bool) -> Registered:
+    made = Registered()
+    made.flip = flip
+    return made
+
+
+register_pytree_node(Registered, lambda x: ([], x.flip), _unflatten)
+
+
+def test_memory_is_free_when_the_model_is_dropped(recording: Devices) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
+    for x, y in make_batches(NUM_STEPS):
+        value = loss_of(model(x), y)
+        value.backward()
+    gc.collect()
+    gc.disable()
+    try:
+        recorder = weakref.ref(model._recorder)
+        module = weakref.ref(model.module)
+        value = loss_of(model(x), y)
+        del model
+        value.backward()
+        del value
+        assert recorder() is None
+        assert module() is None
+    finally:
+        gc.enable()

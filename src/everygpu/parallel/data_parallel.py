@@ -4,6 +4,7 @@ import itertools
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -71,7 +72,8 @@ class DataParallel(nn.Module):
             ``"graphs"``: on GPUs, after a few forwards on batches of one shape, forward and backward are each
             recorded as a CUDA graph over all devices, and launched by one call from then on, until anything changes
             that they were made from. Python code in the module, such as a print or a global variable, is then not
-            run again; hooks keep a module from being recorded.
+            run again; hooks keep a module from being recorded. Writes to frozen parameters that torch doesn't count,
+            as ``teacher.weight.data.mul_(0.9)``, aren't seen: write under ``no_grad``, or call ``release`` after them.
         buffers: ``"first"``: the module keeps the buffers as its own shard changed them; ``"mean"``: float
             buffers such as BatchNorm's statistics are averaged over the replicas, weighted by rows.
         strict_device: Raise when the module is not on ``device_ids[0]``, instead of moving it.
@@ -218,11 +220,12 @@ class DataParallel(nn.Module):
         return None if self._recorder is None else self._recorder.run(inputs, kwargs)
 
     def _make_recorder(self) -> RecordedForward:
+        me = weakref.proxy(self)  # or this would hold itself
         return RecordedForward(
-            lambda: self.module,
-            self._run_on,
-            lambda make_leaves: self.make_replicas(make_leaves, fixed=True),
-            lambda: (self.split, self.dim, self.gather, self.buffers_rule, self.output_device),
+            lambda: me.module,
+            lambda *call: me._run_on(*call),
+            lambda make_leaves: me.make_replicas(make_leaves, fixed=True),
+            lambda: (me.split, me.dim, me.gather, me.buffers_rule, me.output_device),
             Route(devices=tuple(self.device_ids), dim=self.dim, split=self.split),
         )
 

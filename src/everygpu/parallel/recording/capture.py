@@ -20,7 +20,7 @@ from everygpu.errors import CaptureError, SplitError
 from everygpu.parallel.layout import Layout, has_hooks
 from everygpu.parallel.mirror import Watch
 from everygpu.parallel.recording.device_graph import DeviceGraph, is_capturing, return_memory
-from everygpu.parallel.recording.static_batch import Batch, NotStatic, StaticBatch, describe_batch
+from everygpu.parallel.recording.static_batch import Batch, NotStatic, StaticBatch, describe_batch, is_dense, version_of
 from everygpu.parallel.split import Route
 from everygpu.parallel.thread_state import function_modes
 
@@ -242,6 +242,7 @@ class _Scene:
         for watch in self._watches:
             watch.changed()
         self._tensors = [t for layout in self._layouts for t in layout.tensors]
+        self._dense = [t for t in self._tensors if is_dense(t)]
         self._fixed = [t for t in self._tensors if isinstance(t, nn.Parameter) and not t.requires_grad]
         attributes = (v for layout in self._layouts for m in layout.modules for v in vars(m).values())
         self._objects = list({id(v): v for v in attributes if _is_open(v)}.values())
@@ -261,12 +262,13 @@ class _Scene:
         which replicas are sent outside recordings.
         """
         return (
-            [t.data_ptr() for t in self._tensors],
-            [t.shape for t in self._tensors],
-            [t.stride() for t in self._tensors],
+            [t.data_ptr() for t in self._dense],
+            [t.shape for t in self._dense],
+            [t.stride() for t in self._dense],
+            [t.dtype for t in self._dense],
             [t.requires_grad for t in self._tensors],
             [has_hooks(t) for t in self._tensors],
-            [t._version for t in self._fixed],
+            [version_of(t) for t in self._fixed],
             [_fact(v) for o in self._objects for v in vars(o).values()],
         )
 
@@ -427,9 +429,9 @@ def _attributes(value: Any) -> list[Any]:
 def _fact(value: Any) -> Any:
     if isinstance(value, (int, float, str, bool)):
         return type(value), value
-    if type(value) is Tensor:
+    if type(value) is Tensor and is_dense(value):
         # What is on the host goes into a recording as a number.
-        return id(value), value.data_ptr(), value._version if value.device.type == "cpu" else 0
+        return id(value), value.data_ptr(), version_of(value) if value.device.type == "cpu" else 0
     return id(value)
 
 

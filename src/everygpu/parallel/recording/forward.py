@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from everygpu import comm, tree
 from everygpu.comm.streams import kept_stream
@@ -19,11 +20,11 @@ from everygpu.parallel.gather import Joiner
 from everygpu.parallel.recording.bundle import Bundle, Grads, bundle_up
 from everygpu.parallel.recording.capture import Capture
 from everygpu.parallel.recording.device_graph import DeviceGraph
-from everygpu.parallel.recording.static_batch import PLAIN_TYPES, StaticBatch
+from everygpu.parallel.recording.static_batch import PLAIN_TYPES, StaticBatch, is_dense
 from everygpu.parallel.replicate import BUCKET_BYTES, ReplicaSet
 from everygpu.parallel.replicate import Leaves as Twins
 from everygpu.parallel.split import Route
-from everygpu.parallel.thread_state import queueing_on
+from everygpu.parallel.thread_state import current_stream, queueing_on
 
 Outputs = tuple[list[Any], Joiner]
 """What each replica returned, and how that is joined."""
@@ -98,12 +99,14 @@ class RecordedForward:
         # Which outputs the last backward began at, and how often that has changed.
         self._used: set[int] = set()
         self._num_patterns = 0
-        self._capture = Capture(self, "DataParallel", route, must=False)
+        # Nothing that this holds refers back to it: when a model is dropped, its memory is free at once.
+        self._me = weakref.proxy(self)
+        self._capture: Capture[Outputs] = Capture(self._me, "DataParallel", route, must=False)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
         """Run a call by its recording, making one if it is time to; None where it has to run as it is."""
         use = None if self._use is None else self._use()
-        if not torch.is_grad_enabled() or (use is not None and not use.is_over) or _is_transformed():
+        if not _records_gradients() or (use is not None and not use.is_over) or _is_transformed():
             return None
         return self._capture.run((args, kwargs, ()))
 
@@ -112,7 +115,7 @@ class RecordedForward:
         if torch.is_grad_enabled():
             self._used = used = set()
             for i, t in enumerate(_tensors(outputs)):
-                if t.requires_grad:
+                if t.requires_grad and not t.is_leaf:  # a leaf is the user's own, and no recording returns one
                     t.register_hook(lambda _, i=i: used.add(i))  # type: ignore[no-untyped-call]
 
     # How ``Capture`` sees it.
@@ -121,17 +124,21 @@ class RecordedForward:
         return [self._module()]
 
     def state(self) -> Hashable:
-        return self._options(), self._num_patterns
+        # Dropping recordings waits for the GPUs: other streams may not write where earlier ones have yet to read.
+        return self._options(), self._num_patterns, tuple(map(current_stream, self._devices))
 
     def find_obstacle(self) -> str | None:
-        for name, p in self._module().named_parameters():
-            if p.requires_grad and (p.layout != torch.strided or type(p.data) is not Tensor):
-                return f"parameter {name} is no plain dense tensor"
+        module = self._module()
+        for name, t in (*module.named_parameters(), *module.named_buffers()):
+            if not is_dense(t):
+                return f"{name} is no plain dense tensor"
         return None
 
     def prepare(self) -> Leaves:
-        if self._replicas is None or self._replicas.module is not self._module():
-            self._replicas = self._make_replicas(self._make_twins)
+        # Replicas take on another parameter that fits in place of one; bundles are of the very tensors.
+        is_same = list(map(id, self._trained())) == list(map(id, self._params))
+        if self._replicas is None or self._replicas.module is not self._module() or not is_same:
+            self._replicas = self._make_replicas(lambda me=self._me: me._make_twins())  # type: ignore[misc]
         self._replicas.forget()  # frozen parameters are sent now, and no more
         self._modules = self._replicas.refresh(range(len(self._devices)))
         return [bundle.leaves() for bundle in self._bundles]
@@ -142,6 +149,8 @@ class RecordedForward:
         try:
             outputs, joiner = graph.record(lambda: self._forward(batch, prepared))
             _check(outputs)
+            # From all of them: what a recorded backward doesn't begin at may be used after a launch.
+            _check_graph(_tensors(outputs), self._params)
             return self._record_backward(graph, batch, prepared, outputs, joiner)
         finally:
             torch.clear_autocast_cache()
@@ -150,7 +159,7 @@ class RecordedForward:
         return False
 
     def give_up(self) -> None:
-        self._replicas, self._modules, self._bundles = None, [], []
+        self._replicas, self._modules, self._bundles, self._use = None, [], [], None
 
     def begin(self, recorded: _Recorded) -> bool:
         return True
@@ -165,8 +174,11 @@ class RecordedForward:
 
     # What is recorded.
 
+    def _trained(self) -> list[Tensor]:
+        return [p for p in self._module().parameters() if p.requires_grad]
+
     def _make_twins(self) -> Twins:
-        self._params = list(dict.fromkeys(p for p in self._module().parameters() if p.requires_grad))
+        self._params = self._trained()
         self._bundles = bundle_up(self._params, self._devices, BUCKET_BYTES)
         return {id(p): twins for b in self._bundles for p, *twins in zip(b.originals, *b.twins)}
 
@@ -193,7 +205,7 @@ class RecordedForward:
             finally:
                 graph.has_replaced_generators |= backward.has_replaced_generators
         kept = {id(t): t for m in self._modules for t in (*m.parameters(), *m.buffers())}
-        watched = [*kept.values(), *batch.tensors()]
+        watched = [t for t in (*kept.values(), *batch.tensors()) if not t.is_inference()]
         return _Recorded(
             outputs=outputs,
             joiner=joiner,
@@ -223,9 +235,7 @@ class RecordedForward:
         flat = [t for row in leaves for tensors in row for t in tensors]
         with nullcontext() if marks is None else marks.watching(leaves):
             # The graph stays, for backwards that can't be launched.
-            found = torch.autograd.grad(outputs, [*flat, *self._params], seeds, retain_graph=True, allow_unused=True)
-        if any(g is not None for g in found[len(flat) :]):
-            raise EveryGPUError("DataParallel: a parameter is used that is in a plain attribute of a module")
+            found = torch.autograd.grad(outputs, flat, seeds, retain_graph=True, allow_unused=True)
         each = iter(found)
         grads: list[list[Grads]] = [[[next(each) for _ in tensors] for tensors in row] for row in leaves]
         if any(g is not None and g.layout != torch.strided for row in grads for gs in row for g in gs):
@@ -244,6 +254,10 @@ class RecordedForward:
         sums = [t for b in self._bundles for t in b.totals()]
         found = {id(p): t if is_reached else None for p, t, is_reached in zip(members, sums, reached)}
         return [found[id(p)] for p in self._params]
+
+    def is_latest(self, use: _Use) -> bool:
+        """Tell whether nothing was launched since."""
+        return self._use is not None and self._use() is use
 
     def note_pattern(self, used: set[int]) -> None:
         """Have the next recording's backward begin at these outputs."""
@@ -265,6 +279,8 @@ class _Launch:
         self.use = _Use()
         self._owner = owner
         self._versions = versions
+        self._spent: set[int] = set()
+        """Outputs that a backward began at which freed the graph."""
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the parameters' gradients.
@@ -272,14 +288,22 @@ class _Launch:
         Args:
             grads: Of the tensors that were returned, None for those that weren't used.
         """
-        if self.use.is_over:
+        given = {i: g for i, g in enumerate(grads) if g is not None}
+        # Outputs that share nothing each have a backward of their own, while no other launch has taken the memory.
+        if not self._spent.isdisjoint(given) or (self.use.is_over and not self._owner.is_latest(self.use)):
             raise RuntimeError(
                 "DataParallel: the graph of this output has been freed by an earlier backward. Pass retain_graph=True "
                 "to that one, to go through it a second time."
             )
-        self.use.is_over = not torch._C._autograd._get_current_graph_task_keep_graph()
+        is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        totals = self._go_backward(given)
+        if not is_kept:
+            self._spent.update(given)
+            self.use.is_over = True  # not before: another thread's forward may take the memory at once
+        return totals
+
+    def _go_backward(self, given: dict[int, Tensor]) -> list[Tensor | None]:
         recorded = self.recorded
-        given = {i: g for i, g in enumerate(grads) if g is not None}
         written = [t._version for t in recorded.watched]
         if recorded.backward is None or tuple(given) != recorded.used or written != self._versions:
             return self._run_as_it_is(given, written)
@@ -420,9 +444,40 @@ def _check(outputs: list[Any]) -> None:
             raise EveryGPUError(f"DataParallel: outputs must be tensors or numbers, got {type(x).__name__} at {path}")
 
 
+def _check_graph(outputs: list[Tensor], params: list[Tensor]) -> None:
+    """Refuse what has no gradients of leaves, or none that a bundle can add up."""
+    originals = set(map(id, params))
+    for node in _nodes(outputs):
+        if node.name() == _ACCUMULATION and id(node.variable) in originals:  # type: ignore[attr-defined]
+            raise EveryGPUError("DataParallel: a parameter is used that is in a plain attribute of a module")
+        if node.name() == "CheckpointFunctionBackward":
+            raise EveryGPUError("DataParallel: checkpoints must have use_reentrant=False")
+        if getattr(node, "_saved_sparse", False):
+            raise EveryGPUError("DataParallel: gradients must be dense, those of an embedding are sparse")
+
+
+_ACCUMULATION = "torch::autograd::AccumulateGrad"
+
+
+def _nodes(outputs: list[Tensor]) -> set[Node]:
+    """Collect the graph that tensors are connected to."""
+    found: set[Node] = set()
+    left = [get_gradient_edge(t).node for t in outputs if t.requires_grad]
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += [n for n, _ in node.next_functions if n is not None]
+    return found
+
+
 def _reached(grads: Sequence[Sequence[Grads]]) -> list[bool]:
     """Tell for each parameter, in the order of the bundles, whether it has a gradient on any device."""
     return [any(g is not None for g in column) for row in grads for column in zip(*row)]
+
+
+def _records_gradients() -> bool:
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def _is_transformed() -> bool:

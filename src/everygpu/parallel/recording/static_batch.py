@@ -1,11 +1,13 @@
 """A batch at fixed addresses, for work that is recorded once and run on many batches."""
 
+from collections import UserDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import SUPPORTED_NODES
 
 from everygpu import comm, tree
 from everygpu.comm import upload
@@ -22,6 +24,16 @@ Batch = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
 
 class NotStatic(Exception):  # noqa: N818 - no error: such a batch is run as it is
     """A batch holds something that can't be kept at a fixed address."""
+
+
+def is_dense(t: Tensor) -> bool:
+    """Tell whether a tensor has memory and strides, as a plain one has."""
+    return t.layout == torch.strided and type(t.data) is Tensor and not t.is_quantized
+
+
+def version_of(t: Tensor) -> int:
+    """Return how often torch has counted a write; tensors made in inference mode aren't counted."""
+    return 0 if t.is_inference() else t._version
 
 
 def describe_batch(batch: Batch, route: Route) -> tuple[Any, ...]:
@@ -156,9 +168,28 @@ def _leaves(batch: Batch) -> list[tuple[str, Any]]:
 
 
 def _containers(value: Any) -> Any:
-    """Return the kinds of containers: those that are empty have no leaves that would tell."""
+    """Return what containers are besides their leaves, of which those that are empty have none.
+
+    Raises:
+        NotStatic: one has an attribute that is no plain number or string, or something of its own beside its children.
+    """
     opened = tree.open_container(value)
-    return None if opened is None else (type(value), *map(_containers, opened.children))
+    if opened is None:
+        return None
+    own = () if type(value) in (list, tuple, dict) else _own_state(value, opened)
+    return (type(value), opened.accessors, own, *map(_containers, opened.children))
+
+
+def _own_state(value: Any, opened: tree.Container) -> tuple[Any, ...]:
+    """Return a container's attributes that aren't its children, and what torch's pytree keeps of it."""
+    children = {id(child) for child in opened.children}
+    state = {k: v for k, v in getattr(value, "__dict__", {}).items() if id(v) not in children}
+    if isinstance(value, UserDict):
+        state.pop("data")
+    elif type(value) in SUPPORTED_NODES and not isinstance(value, (dict, list, tuple)):
+        return (_frozen(SUPPORTED_NODES[type(value)].flatten_fn(value)[1]),)
+    found = [leaf for name, v in state.items() for leaf in tree.leaves(v, f"{type(value).__qualname__}.{name}")]
+    return tuple((path, _describe_plain(path, x)) for path, x in found)
 
 
 def _plan(batch: Batch, route: Route) -> SplitPlan | None:
@@ -173,9 +204,7 @@ def _describe(path: str, leaf: Any, plan: SplitPlan | None, route: Route) -> Any
     if isinstance(leaf, Replicated):
         return "replicated", *((p, _describe(p, x, None, route)) for p, x in tree.leaves(leaf.value, path))
     if not isinstance(leaf, Tensor):
-        if type(leaf) not in PLAIN_TYPES:
-            raise NotStatic(f"{path} is a {type(leaf).__qualname__}")
-        return type(leaf), leaf
+        return _describe_plain(path, leaf)
     if leaf.requires_grad:
         raise NotStatic(f"{path} takes a gradient")
     if isinstance(leaf, ShardedBatch):
@@ -183,6 +212,22 @@ def _describe(path: str, leaf: Any, plan: SplitPlan | None, route: Route) -> Any
     if type(leaf) is not Tensor or leaf.layout != torch.strided or leaf.is_quantized:
         raise NotStatic(f"{path} is no plain dense tensor")
     return leaf.shape, leaf.dtype, leaf.stride(), plan is not None and _has_rows(leaf, plan, route)
+
+
+def _frozen(context: Any) -> Any:
+    if isinstance(context, (list, tuple)):
+        return tuple(map(_frozen, context))
+    try:
+        hash(context)
+    except TypeError as reason:
+        raise NotStatic(f"a container in the batch holds a {type(context).__qualname__}") from reason
+    return context
+
+
+def _describe_plain(path: str, value: Any) -> Any:
+    if type(value) not in PLAIN_TYPES:
+        raise NotStatic(f"{path} is a {type(value).__qualname__}")
+    return type(value), value
 
 
 def _describe_shards(path: str, leaf: ShardedBatch, plan: SplitPlan | None, route: Route) -> Any:
