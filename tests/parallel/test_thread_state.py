@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+import everygpu
 from everygpu.parallel.thread_state import ThreadState, on_device
 
 gpu_only = pytest.mark.parametrize("devices", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
@@ -216,3 +217,16 @@ class TestOnDevice:
         inside, outside = carry(used, torch.cuda.stream(stream), torch.cuda.current_stream)
         assert inside == stream
         assert outside != stream
+
+
+def test_autocast_casts_parameters_anew_in_every_forward(devices):
+    used = devices(2)
+    module = torch.nn.Linear(4, 4, bias=False).to(used[0])
+    model = everygpu.DataParallel(module, used)
+    x = torch.ones(6, 4, device=used[0])
+    with torch.autocast(used[0].type, torch.bfloat16):
+        first = everygpu.gather(model(x)).float()
+        with torch.no_grad():
+            module.weight.mul_(2)
+        second = everygpu.gather(model(x)).float()
+    torch.testing.assert_close(second, 2 * first)

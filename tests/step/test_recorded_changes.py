@@ -435,6 +435,24 @@ def test_autocast_around_some_steps(recording: Devices) -> None:
     check(recording, scenario)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_autocast_that_is_left_between_steps_or_not(recording: Devices, count: int) -> None:
+    used = recording(count)
+    found = []
+    for capture in (False, "auto"):
+        for num_steps in (1, 18, 9):  # in each context: the casts of one step are no other's
+            net = Net().to(used[0])
+            step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net), capture=capture)
+            losses: list[Tensor] = []
+            while len(losses) < 18:
+                with torch.autocast(used[0].type, torch.bfloat16):
+                    train_on(step, losses, num_steps)
+            assert not capture or num_recordings(step) == 1
+            found.append(torch.stack(losses))
+    for losses_of in found[1:]:
+        torch.testing.assert_close(losses_of, found[0], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("options", [{}, {"precision": "fp16"}], ids=str)
 def test_states_that_are_saved_and_loaded(recording: Devices, tmp_path: Path, options: dict[str, Any]) -> None:
     def scenario(step: Step, losses: list[Tensor]) -> None:

@@ -26,6 +26,7 @@ from everygpu.parallel.replicate import Leaves, ReplicaSet
 from everygpu.parallel.scatter import Shard, move_tree, scatter_call
 from everygpu.parallel.sharded_batch import not_compiled
 from everygpu.parallel.split import Route, Split, check_split, default_split, settle_split
+from everygpu.parallel.thread_state import fresh_casts
 
 # Which wrappers' forwards the present call is inside of, in this thread and in the replicas' threads.
 _running: ContextVar[frozenset[int]] = ContextVar("everygpu_running", default=frozenset())
@@ -200,7 +201,8 @@ class DataParallel(nn.Module):
         """Return what each replica returned, and how that is joined."""
         shards = scatter_call(inputs, kwargs, self.device_ids, self.dim, self.split)
         modules = replicas.refresh([s.position for s in shards], fresh)
-        outputs = self._apply_to(modules, shards)
+        with fresh_casts():
+            outputs = self._apply_to(modules, shards)
         note_writes((inputs, kwargs))
         self._settle_buffers(replicas, shards)
         return outputs, self._joiner(shards)

@@ -85,6 +85,21 @@ def _for_device(mode: Any, device: torch.device) -> Any:
     return mode
 
 
+@contextmanager
+def fresh_casts() -> Iterator[None]:
+    """Have autocast cast parameters anew, and keep no casts beyond.
+
+    It keeps them until its outermost context ends, whatever is written to the parameters; and as there is one cache
+    for all threads, until any thread leaves autocast, which replicas' do at some time or other. Those that are made
+    within a recording aren't for others, and the recording must not count on those of before.
+    """
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+
 def current_stream(device: torch.device) -> "torch.cuda.Stream | None":
     """Return what work for a device is queued on now; None for devices without streams."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None

@@ -17,6 +17,7 @@ from everygpu.parallel.recording.device_graph import DeviceGraph
 from everygpu.parallel.recording.static_batch import Batch, StaticBatch
 from everygpu.parallel.sharded_batch import ShardedBatch
 from everygpu.parallel.split import Route
+from everygpu.parallel.thread_state import fresh_casts
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.holders import Holder, ShardedHolder, WholeHolder
 from everygpu.step.partial_grads import refusing_partial_grads
@@ -199,7 +200,7 @@ class TrainStep:
         if update is None:
             self._holder.lend()
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), fresh_casts():
                 loss, _ = self._compute(batch)
                 share = loss / self.accumulate if self.accumulate > 1 else loss
                 self._stopwatch.mark("forward")

@@ -144,16 +144,11 @@ class RecordedForward:
         return [bundle.leaves() for bundle in self._bundles]
 
     def record(self, graph: DeviceGraph, batch: StaticBatch, prepared: Leaves) -> _Recorded:
-        # Casts that autocast keeps would be in the recording's memory, or not be recorded.
-        torch.clear_autocast_cache()
-        try:
-            outputs, joiner = graph.record(lambda: self._forward(batch, prepared))
-            _check(outputs)
-            # From all of them: what a recorded backward doesn't begin at may be used after a launch.
-            _check_graph(_tensors(outputs), self._params)
-            return self._record_backward(graph, batch, prepared, outputs, joiner)
-        finally:
-            torch.clear_autocast_cache()
+        outputs, joiner = graph.record(lambda: self._forward(batch, prepared))
+        _check(outputs)
+        # From all of them: what a recorded backward doesn't begin at may be used after a launch.
+        _check_graph(_tensors(outputs), self._params)
+        return self._record_backward(graph, batch, prepared, outputs, joiner)
 
     def try_otherwise(self) -> bool:
         return False
