@@ -41,6 +41,29 @@ def test_it_holds_the_values_from_before_what_is_launched_next(memory: SnapshotM
 
 
 @on_each_kind
+def test_what_is_added_early_is_copied_once(memory: SnapshotMemory, device: str) -> None:
+    first, second = (torch.full((2**20,), value, device=device) for value in (1.0, 2.0))
+    whole = taken(first=first, second=second)
+    for num_early in (0, 1, 2, 2):  # at first there is no room
+        copying = memory.begin()
+        copying.add(dict(list(whole.tensors["model.safetensors"].items())[:num_early]))
+        snapshot = copying.finish(whole)
+        snapshot.wait()
+        found = snapshot.taken.tensors["model.safetensors"]
+        assert (found["first"][-1], found["second"][-1]) == (1, 2)
+        assert memory.num_bytes == 2 * first.nbytes
+    grown = torch.full((2**21,), 3.0, device=device)
+    abandoned = memory.begin()
+    abandoned.add({"first": first})
+    copying = memory.begin()
+    copying.add({"first": first})
+    snapshot = copying.finish(taken(first=first, grown=grown))
+    snapshot.wait()
+    found = snapshot.taken.tensors["model.safetensors"]
+    assert (found["first"][-1], found["grown"][-1]) == (1, 3)
+
+
+@on_each_kind
 def test_only_memory_for_gpus_is_pinned_and_it_is_given_back(memory: SnapshotMemory, device: str) -> None:
     memory.copy(taken(x=torch.ones(1000, device=device))).wait()
     first = memory._memory

@@ -88,16 +88,18 @@ class CheckpointManager:
         if step % self.every != 0 and not force:
             return None
         self._background.wait()
-        taken = take(what.pop("model", None), what.pop("optimizer", None), what.pop("scheduler", None),
-                     {**what, "step": step})  # fmt: skip
+        model, optimizer, scheduler = (what.pop(name, None) for name in ("model", "optimizer", "scheduler"))
+        extras = {**what, "step": step}
         path, numbers = step_path(self.directory, step), _finite(metrics or {})
         if self.asynchronous:
-            snapshot = self._memory.copy(taken)
-            # Last, while GPUs are copying: long lists of numbers.
+            copying = self._memory.begin()
+            # GPUs copy the model's tensors while the optimizer's are collected, and those
+            # while the random generators' long lists of numbers are.
+            snapshot = copying.finish(take(model, optimizer, scheduler, extras, copying.add))
             snapshot = replace(snapshot, taken=with_generators(snapshot.taken))
             self._background.start(partial(self._write_snapshot, snapshot, step, numbers))
         else:
-            self._write(with_generators(taken), step, numbers)
+            self._write(with_generators(take(model, optimizer, scheduler, extras)), step, numbers)
         return path
 
     def load(self, step: int | None = None, **what: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,9 +76,18 @@ def with_generators(taken: Taken) -> Taken:
     return replace(taken, state={**taken.state, "rng": encode(take_rng_states(), "rng", {})})
 
 
-def take(model: object, optimizer: object, scheduler: object, extras: Mapping[str, object]) -> Taken:
+def take(
+    model: object,
+    optimizer: object,
+    scheduler: object,
+    extras: Mapping[str, object],
+    on_tensors: Callable[[Mapping[str, Tensor]], object] = lambda _: None,
+) -> Taken:
     """Collect the state of everything but the random generators, without copying tensors.
 
+    Args:
+        model, optimizer, scheduler, extras: As `save` takes them.
+        on_tensors: Called with the model's tensors and the optimizer's as soon as they are known.
     Raises:
         CheckpointContentError: a value has no place in a checkpoint.
     """
@@ -88,8 +97,10 @@ def take(model: object, optimizer: object, scheduler: object, extras: Mapping[st
     state: dict[str, Json] = {"extras": {}}
     if model is not None:
         state["model"] = _encode_part(model, "", tensors[files.MODEL_TENSORS])
+        on_tensors(tensors[files.MODEL_TENSORS])
     if optimizer is not None:
         state["optimizer"] = _encode_part(optimizer, "", tensors[files.OPTIMIZER_TENSORS])
+        on_tensors(tensors[files.OPTIMIZER_TENSORS])
     if scheduler is not None:
         state["scheduler"] = _encode_part(scheduler, "scheduler", rest)
     for name, value in extras.items():

@@ -2,9 +2,9 @@
 
 import logging
 import mmap
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -41,47 +41,95 @@ class SnapshotMemory:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._is_pinned = False
 
+    def begin(self) -> "Copying":
+        """Start a snapshot; the one before it is overwritten."""
+        return Copying(self)
+
     def copy(self, taken: Taken) -> Snapshot:
-        """Copy every tensor of what was taken; equal views of the same memory are copied once.
+        """Make a whole snapshot; see `Copying`."""
+        return self.begin().finish(taken)
 
-        Tensors on GPUs are copied in the order of their device's current stream: what is launched there
-        afterwards may change them at once. The copy before this one is overwritten.
+    def has_room(self, begin: int, tensor: Tensor) -> bool:
+        """Tell whether a tensor fits from a byte on, as the memory is now."""
+        fits = begin + _padded_bytes(tensor) <= self._memory.numel()
+        return fits and (self._is_pinned or not tensor.is_cuda)
 
-        Args:
-            taken: Of the run.
-        """
-        unique = {identity(t): t for tensors in taken.tensors.values() for t in tensors.values()}
-        devices = sorted({t.device for t in unique.values() if t.is_cuda}, key=str)
-        *begins, num_bytes = accumulate((_padded_bytes(t) for t in unique.values()), initial=0)
-        self._reserve(num_bytes, pin=bool(devices))
-        # One after the other: a GPU copies the first tensors while the areas of the others are made.
-        areas = {
-            key: self._area(begin, tensor).copy_(tensor, non_blocking=True)
-            for begin, (key, tensor) in zip(begins, unique.items())
-        }
-        tensors = {
-            file: {name: areas[identity(t)] for name, t in content.items()} for file, content in taken.tensors.items()
-        }
-        events = tuple(torch.cuda.current_stream(device).record_event() for device in devices)
-        return Snapshot(taken=replace(taken, tensors=tensors), copied=events)
+    @property
+    def num_bytes(self) -> int:
+        return self._memory.numel()
 
     def release(self) -> None:
         """Give the memory back; snapshots in it must not be used any more."""
         if self._is_pinned:
+            torch.cuda.synchronize()  # a snapshot that was given up may still be arriving
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())  # type: ignore[no-untyped-call]
         self._memory, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
 
-    def _reserve(self, num_bytes: int, pin: bool) -> None:
+    def reserve(self, num_bytes: int, *, pin: bool) -> None:
+        """Have room for so many bytes, what is there being lost where there was less."""
         if num_bytes > self._memory.numel():
             self.release()
             self._memory = _map_memory(num_bytes)
         if pin and not self._is_pinned:
             self._is_pinned = _pin(self._memory)
 
-    def _area(self, begin: int, tensor: Tensor) -> Tensor:
+    def area(self, begin: int, tensor: Tensor) -> Tensor:
         """Return the memory from a byte on, shaped for a tensor."""
         num_bytes = tensor.numel() * tensor.element_size()
         return self._memory[begin : begin + num_bytes].view(tensor.dtype).view(tensor.shape)
+
+
+class Copying:
+    """Copies of tensors on their way to host memory; equal views of the same memory are copied once.
+
+    Tensors on GPUs are copied in the order of their device's current stream: what is launched there afterwards may
+    change them at once.
+
+    Args:
+        memory: Where to.
+    """
+
+    def __init__(self, memory: SnapshotMemory) -> None:
+        self._memory = memory
+        self._areas: dict[object, Tensor] = {}
+        self._end = 0
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Begin with some tensors, as far as there is room, while others are still looked for."""
+        for tensor in tensors.values():
+            if identity(tensor) not in self._areas and self._memory.has_room(self._end, tensor):
+                self._copy(tensor)
+
+    def finish(self, taken: Taken) -> Snapshot:
+        """Copy what is left.
+
+        Args:
+            taken: Of the run, with the tensors that were added.
+        """
+        unique = {identity(t): t for tensors in taken.tensors.values() for t in tensors.values()}
+        devices = sorted({t.device for t in unique.values() if t.is_cuda}, key=str)
+        self._make_room(unique, pin=bool(devices))
+        # One after the other: a GPU copies the first tensors while the areas of the others are made.
+        for key, tensor in unique.items():
+            if key not in self._areas:
+                self._copy(tensor)
+        tensors = {
+            file: {name: self._areas[identity(t)] for name, t in content.items()}
+            for file, content in taken.tensors.items()
+        }
+        events = tuple(torch.cuda.current_stream(device).record_event() for device in devices)
+        return Snapshot(taken=replace(taken, tensors=tensors), copied=events)
+
+    def _make_room(self, unique: Mapping[object, Tensor], *, pin: bool) -> None:
+        left = sum(_padded_bytes(t) for key, t in unique.items() if key not in self._areas)
+        if self._memory.num_bytes < self._end + left:  # begin anew
+            self._areas, self._end = {}, 0
+            left = sum(map(_padded_bytes, unique.values()))
+        self._memory.reserve(self._end + left, pin=pin)
+
+    def _copy(self, tensor: Tensor) -> None:
+        self._areas[identity(tensor)] = self._memory.area(self._end, tensor).copy_(tensor, non_blocking=True)
+        self._end += _padded_bytes(tensor)
 
 
 def _padded_bytes(tensor: Tensor) -> int:
