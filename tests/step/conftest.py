@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tests.step import tape
+from tests import tape
 
 Devices = Callable[[int], list[torch.device]]
 

@@ -81,6 +81,11 @@ class Layout:
         return [(table, key) for table, key in zip(_tables(modules, self._keys), _flat(self._keys))]
 
 
+def is_dense(t: Tensor) -> bool:
+    """Tell whether a tensor has memory and strides, as a plain one has."""
+    return t.layout == torch.strided and type(t.data) is Tensor and not t.is_quantized
+
+
 def has_hooks(t: Tensor) -> bool:
     """Tell whether someone wants to see or change a tensor's gradient: the sum of all replicas'."""
     return bool(t._backward_hooks or t._post_accumulate_grad_hooks)

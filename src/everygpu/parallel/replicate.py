@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from everygpu import comm
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.parallel.broadcast import Bucket, broadcast_tensor, group_by_storage
-from everygpu.parallel.layout import Layout, has_hooks
+from everygpu.parallel.layout import Layout, has_hooks, is_dense
 from everygpu.parallel.mirror import Mirror, Watch
 from everygpu.parallel.placement import check_module, place_module
 
@@ -148,7 +148,7 @@ class ReplicaSet:
         tensors = self._layout.tensors
         self._leaves = [(i, leaves[id(t)]) for i, t in enumerate(tensors) if id(t) in leaves]
         sent = [i for i, t in enumerate(tensors) if id(t) not in leaves]
-        flat = [i for i in sent if _can_share_a_buffer(tensors[i])]
+        flat = [i for i in sent if is_dense(tensors[i])]
         self._loose = sorted(set(sent) - set(flat))
         self._members: list[list[int]] = []
         self._buckets: list[Bucket] = []
@@ -224,10 +224,6 @@ def trusts_versions(devices: Sequence[torch.device]) -> bool:
 
 def _is_frozen(t: Tensor) -> bool:
     return isinstance(t, nn.Parameter) and not t.requires_grad
-
-
-def _can_share_a_buffer(t: Tensor) -> bool:
-    return t.layout == torch.strided and type(t.data) is Tensor and not t.is_quantized
 
 
 def _as_parameter(t: Tensor) -> Tensor:

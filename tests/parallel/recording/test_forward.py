@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import everygpu
 from everygpu.errors import EveryGPUError
 from everygpu.parallel.recording.capture import NUM_WARM_UPS
-from tests.step import tape
+from tests import tape
 
 Devices = Callable[[int], list[torch.device]]
 

@@ -17,10 +17,11 @@ from everygpu.devices.p2p import trusted_peers
 from everygpu.errors import EveryGPUError
 from everygpu.parallel.broadcast import Streams
 from everygpu.parallel.gather import Joiner
+from everygpu.parallel.layout import is_dense
 from everygpu.parallel.recording.bundle import Bundle, Grads, bundle_up
 from everygpu.parallel.recording.capture import Capture
 from everygpu.parallel.recording.device_graph import DeviceGraph
-from everygpu.parallel.recording.static_batch import PLAIN_TYPES, StaticBatch, is_dense
+from everygpu.parallel.recording.static_batch import PLAIN_TYPES, StaticBatch
 from everygpu.parallel.replicate import BUCKET_BYTES, ReplicaSet
 from everygpu.parallel.replicate import Leaves as Twins
 from everygpu.parallel.split import Route

@@ -26,11 +26,6 @@ class NotStatic(Exception):  # noqa: N818 - no error: such a batch is run as it 
     """A batch holds something that can't be kept at a fixed address."""
 
 
-def is_dense(t: Tensor) -> bool:
-    """Tell whether a tensor has memory and strides, as a plain one has."""
-    return t.layout == torch.strided and type(t.data) is Tensor and not t.is_quantized
-
-
 def version_of(t: Tensor) -> int:
     """Return how often torch has counted a write; tensors made in inference mode aren't counted."""
     return 0 if t.is_inference() else t._version

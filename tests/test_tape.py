@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.step.tape import Tape
+from tests.tape import Tape
 
 
 def tape() -> Tape:
