@@ -232,7 +232,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> None:
         fused: Have it update by kernels, also while backward goes on.
     """
     monkeypatch.setattr("everygpu.step.train_step._can_capture", lambda model, capture: capture is not False)
-    monkeypatch.setattr(sys.modules[DataParallel.__module__], "can_record", lambda devices: True)
+    monkeypatch.setattr(sys.modules[DataParallel.__module__], "reach_each_other", lambda devices: True)
     monkeypatch.setattr("everygpu.parallel.recording.capture.DeviceGraph", Tape)
     monkeypatch.setattr("everygpu.parallel.recording.capture.return_memory", lambda devices: None)
     monkeypatch.setattr("everygpu.parallel.apply.ThreadState", _RecordedThreads)

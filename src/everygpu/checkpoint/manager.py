@@ -16,7 +16,7 @@ from everygpu.checkpoint.lock import hold_lock
 from everygpu.checkpoint.manifest import MANIFEST_FILE
 from everygpu.checkpoint.run_directory import Mode, find_best, list_saved, next_place, recover, rotate, step_path
 from everygpu.checkpoint.save import Taken, take, with_generators, write_checkpoint
-from everygpu.checkpoint.snapshot import Snapshot, SnapshotMemory
+from everygpu.checkpoint.snapshot import Copying, Snapshot, SnapshotMemory
 from everygpu.errors import CheckpointError, CheckpointForeignError, OptionError
 
 _LOG = logging.getLogger("everygpu")
@@ -92,7 +92,7 @@ class CheckpointManager:
         extras = {**what, "step": step}
         path, numbers = step_path(self.directory, step), _finite(metrics or {})
         if self.asynchronous:
-            copying = self._memory.begin()
+            copying = Copying(self._memory)
             # GPUs copy the model's tensors while the optimizer's are collected, and those
             # while the random generators' long lists of numbers are.
             snapshot = copying.finish(take(model, optimizer, scheduler, extras, copying.add))

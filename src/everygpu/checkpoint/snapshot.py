@@ -41,14 +41,6 @@ class SnapshotMemory:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._is_pinned = False
 
-    def begin(self) -> "Copying":
-        """Start a snapshot; the one before it is overwritten."""
-        return Copying(self)
-
-    def copy(self, taken: Taken) -> Snapshot:
-        """Make a whole snapshot; see `Copying`."""
-        return self.begin().finish(taken)
-
     def has_room(self, begin: int, tensor: Tensor) -> bool:
         """Tell whether a tensor fits from a byte on, as the memory is now."""
         fits = begin + _padded_bytes(tensor) <= self._memory.numel()
@@ -61,7 +53,8 @@ class SnapshotMemory:
     def release(self) -> None:
         """Give the memory back; snapshots in it must not be used any more."""
         if self._is_pinned:
-            torch.cuda.synchronize()  # a snapshot that was given up may still be arriving
+            for index in range(torch.cuda.device_count()):  # a snapshot that was given up may still be arriving
+                torch.cuda.synchronize(index)
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())  # type: ignore[no-untyped-call]
         self._memory, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
 
@@ -80,7 +73,7 @@ class SnapshotMemory:
 
 
 class Copying:
-    """Copies of tensors on their way to host memory; equal views of the same memory are copied once.
+    """A snapshot on its way to host memory, where it overwrites the one before; equal views are copied once.
 
     Tensors on GPUs are copied in the order of their device's current stream: what is launched there afterwards may
     change them at once.

@@ -49,6 +49,15 @@ def trusted_peers(devices: Iterable[torch.device]) -> bool:
     return not broken or not any(pair in broken for pair in itertools.permutations(indices, 2))
 
 
+def reach_each_other(devices: Sequence[torch.device]) -> bool:
+    """Tell whether these are GPUs that read and write each other's memory, and what arrives there is right."""
+    return (
+        all(d.type == "cuda" for d in devices)
+        and all(torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b)
+        and trusted_peers(devices)
+    )
+
+
 @functools.cache
 def _broken_pairs() -> frozenset[Pair]:
     """Decide for this process, by indices of ``torch.cuda``; says so once if any pair is broken."""

@@ -55,7 +55,7 @@ class Bucket:
         self._dtype = originals[0].dtype
         self._requires_grad = originals[0].requires_grad
         self._metas = [(t.shape, dense_strides(t)) for t in originals]
-        self._offsets, self._numel = storage_offsets(originals) if keep_storage else _aligned_offsets(originals)
+        self._offsets, self._numel = storage_offsets(originals) if keep_storage else aligned_offsets(originals)
         self._has_gaps = sum(t.numel() for t in originals) < self._numel
         self._fixed = fixed
         self._trust_versions = trust_versions
@@ -312,8 +312,13 @@ def _sum_on(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return total
 
 
+def version_of(t: Tensor) -> int:
+    """Return how often torch has counted a write; tensors made in inference mode aren't counted."""
+    return 0 if t.is_inference() else t._version
+
+
 def _version(t: Tensor) -> _Version:
-    return weakref.ref(t), 0 if t.is_inference() else t._version
+    return weakref.ref(t), version_of(t)
 
 
 class Look:
@@ -362,7 +367,8 @@ def storage_offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
     return [int(t.storage_offset()) for t in tensors], size
 
 
-def _aligned_offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+def aligned_offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Return where tensors of one dtype begin in a flat buffer, and where the last one's room ends, in elements."""
     step = max(1, ALIGNMENT_BYTES // tensors[0].element_size())
     offsets, end = [], 0
     for t in tensors:

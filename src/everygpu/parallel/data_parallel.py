@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from everygpu.devices import parse_device, parse_devices, spread_seeds
+from everygpu.devices.p2p import reach_each_other
 from everygpu.devices.parse import DeviceLike
 from everygpu.errors import EveryGPUError, OptionError
 from everygpu.keys import align_keys, unwrap, wrapped_child
@@ -21,7 +22,7 @@ from everygpu.parallel.compiled import CompiledReplicas
 from everygpu.parallel.gather import Joiner, gather_outputs
 from everygpu.parallel.lend import note_writes
 from everygpu.parallel.placement import check_module, place_module
-from everygpu.parallel.recording.forward import RecordedForward, can_record
+from everygpu.parallel.recording.forward import RecordedForward
 from everygpu.parallel.replicate import Leaves, ReplicaSet
 from everygpu.parallel.scatter import Shard, move_tree, scatter_call
 from everygpu.parallel.sharded_batch import not_compiled
@@ -212,7 +213,7 @@ class DataParallel(nn.Module):
         """Run a recording; None where there is none that serves."""
         if self._may_record:
             self._may_record = False
-            if can_record(self.device_ids):
+            if reach_each_other(self.device_ids):
                 self._recorder = self._make_recorder()
             else:
                 logger.info(

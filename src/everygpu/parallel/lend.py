@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from everygpu import tree
-from everygpu.parallel.broadcast import keep_requires_grad
+from everygpu.parallel.broadcast import keep_requires_grad, version_of
 from everygpu.parallel.sharded_batch import ShardedBatch, has_shards
 
 
@@ -48,4 +48,4 @@ def note_writes(inputs: Any) -> None:
 
 
 def _versions(x: ShardedBatch) -> tuple[int, ...]:
-    return tuple(0 if p.is_inference() else p._version for p in x._parts)
+    return tuple(map(version_of, x._parts))

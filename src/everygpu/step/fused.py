@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from everygpu import comm
-from everygpu.devices.p2p import trusted_peers
+from everygpu.devices.p2p import reach_each_other
 from everygpu.parallel.thread_state import queueing_on
 from everygpu.step.arena import Arena
 from everygpu.step.flat import BLOCK_NUMEL, BucketPlan
@@ -29,12 +29,9 @@ STATES: dict[type[Optimizer], tuple[str, ...]] = {
 
 def can_fuse(optimizer: Optimizer, arena: Arena) -> bool:
     """Tell whether there is a kernel for an optimizer, and devices that reach each other's memory."""
-    devices = set(arena.devices)
     return (
-        len(devices) == len(arena.devices)
-        and all(d.type == "cuda" for d in devices)
-        and all(torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b)
-        and trusted_peers(devices)
+        len(set(arena.devices)) == len(arena.devices)
+        and reach_each_other(arena.devices)
         and has_kernel(optimizer, arena)
         and _has_triton()
     )

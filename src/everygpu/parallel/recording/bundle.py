@@ -1,13 +1,12 @@
 """Trainable parameters that travel together within a recording, and their gradients on the way back."""
 
-import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from everygpu import comm
-from everygpu.parallel.broadcast import ALIGNMENT_BYTES, Look, dense_strides, group
+from everygpu.parallel.broadcast import ALIGNMENT_BYTES, Look, aligned_offsets, dense_strides, group
 
 Grads = Sequence[Tensor | None]
 
@@ -27,10 +26,9 @@ class Bundle:
         self.originals = list(originals)
         self._devices = list(devices)
         self._metas = [(t.shape, dense_strides(t)) for t in originals]
-        step = ALIGNMENT_BYTES // originals[0].element_size()
-        sizes = [-(-t.numel() // step) * step for t in originals]
-        self._offsets = [0, *itertools.accumulate(sizes)][:-1]
-        numel = -(-sum(sizes) // (step * len(devices))) * step * len(devices)
+        self._offsets, end = aligned_offsets(originals)
+        step = len(devices) * ALIGNMENT_BYTES // originals[0].element_size()  # chunks are aligned, too
+        numel = -(-end // step) * step
         self._values = [torch.zeros(numel, dtype=originals[0].dtype, device=d) for d in devices]
         self._sums = [torch.zeros_like(flat) for flat in self._values]
         self._arrivals = [torch.zeros_like(flat.chunk(len(devices))[0]) for flat in self._values]

@@ -17,10 +17,11 @@ from torch.utils._device import DeviceContext
 
 from everygpu.devices import spread_seeds
 from everygpu.errors import CaptureError, SplitError
+from everygpu.parallel.broadcast import version_of
 from everygpu.parallel.layout import Layout, has_hooks, is_dense
 from everygpu.parallel.mirror import Watch
 from everygpu.parallel.recording.device_graph import DeviceGraph, is_capturing, return_memory
-from everygpu.parallel.recording.static_batch import Batch, NotStatic, StaticBatch, describe_batch, version_of
+from everygpu.parallel.recording.static_batch import Batch, NotStatic, StaticBatch, describe_batch
 from everygpu.parallel.split import Route
 from everygpu.parallel.thread_state import function_modes
 

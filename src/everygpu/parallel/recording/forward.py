@@ -13,7 +13,6 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from everygpu import comm, tree
 from everygpu.comm.streams import kept_stream
-from everygpu.devices.p2p import trusted_peers
 from everygpu.errors import EveryGPUError
 from everygpu.parallel.broadcast import Streams
 from everygpu.parallel.gather import Joiner
@@ -479,12 +478,3 @@ def _records_gradients() -> bool:
 def _is_transformed() -> bool:
     """Tell whether a transformation of functions is under way, to which a launch would be opaque."""
     return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
-
-
-def can_record(devices: Sequence[torch.device]) -> bool:
-    """Tell whether there are CUDA graphs over these devices: GPUs that copy to each other."""
-    return (
-        all(d.type == "cuda" for d in devices)
-        and all(torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b)
-        and trusted_peers(devices)
-    )

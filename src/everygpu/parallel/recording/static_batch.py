@@ -11,6 +11,7 @@ from torch.utils._pytree import SUPPORTED_NODES
 
 from everygpu import comm, tree
 from everygpu.comm import upload
+from everygpu.parallel.layout import is_dense
 from everygpu.parallel.sharded_batch import ShardedBatch, has_shards, shard_batch
 from everygpu.parallel.split import Replicated, Route, SplitPlan, find_rows, plan_split
 
@@ -24,11 +25,6 @@ Batch = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
 
 class NotStatic(Exception):  # noqa: N818 - no error: such a batch is run as it is
     """A batch holds something that can't be kept at a fixed address."""
-
-
-def version_of(t: Tensor) -> int:
-    """Return how often torch has counted a write; tensors made in inference mode aren't counted."""
-    return 0 if t.is_inference() else t._version
 
 
 def describe_batch(batch: Batch, route: Route) -> tuple[Any, ...]:
@@ -204,7 +200,7 @@ def _describe(path: str, leaf: Any, plan: SplitPlan | None, route: Route) -> Any
         raise NotStatic(f"{path} takes a gradient")
     if isinstance(leaf, ShardedBatch):
         return _describe_shards(path, leaf, plan, route)
-    if type(leaf) is not Tensor or leaf.layout != torch.strided or leaf.is_quantized:
+    if type(leaf) is not Tensor or not is_dense(leaf):
         raise NotStatic(f"{path} is no plain dense tensor")
     return leaf.shape, leaf.dtype, leaf.stride(), plan is not None and _has_rows(leaf, plan, route)
 
