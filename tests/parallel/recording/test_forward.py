@@ -21,28 +21,19 @@ import everygpu
 from everygpu.errors import EveryGPUError
 from everygpu.parallel.recording.capture import NUM_WARM_UPS
 from tests import tape
+from tests.step import test_capture
 
 Devices = Callable[[int], list[torch.device]]
 
 NUM_STEPS = NUM_WARM_UPS + 4
 
 
-class Net(nn.Module):
-    """With BatchNorm, a frozen weight, a parameter that takes no part and a tied one."""
+class Net(test_capture.Net):
+    """With a layer of two names, too."""
 
     def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(6, 16, bias=False)  # whose gradient would be rounding errors, which Adam enlarges
-        self.norm = nn.BatchNorm1d(16)
-        self.dropout = nn.Dropout(dropout)
-        self.last = nn.Linear(16, 5)
+        super().__init__(dropout)
         self.tied = self.last
-        self.frozen = nn.Parameter(torch.randn(16), requires_grad=False)
-        self.unused = nn.Parameter(torch.randn(4))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.tied(self.dropout(self.norm(self.first(x))).tanh() * self.frozen)
 
 
 class Outputs(NamedTuple):
@@ -80,11 +71,7 @@ def recording(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dev
 
 
 def make_batches(num: int, rows: int = 12) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(rows, 6, generator=generator), torch.randint(0, 5, (rows,), generator=generator))
-        for _ in range(num)
-    ]
+    return test_capture.batches(num, torch.device("cpu"), rows, ignore=False)
 
 
 def num_recordings(model: everygpu.DataParallel) -> int:
