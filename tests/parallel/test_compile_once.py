@@ -15,6 +15,8 @@ from everygpu.parallel import compile_once
 from everygpu.parallel.compile_once import (
     CompileOnce,
     Portable,
+    _Captured,
+    _capturing,
     _choose_alike,
     _Part,
     compiling_once,
@@ -63,6 +65,39 @@ class Loaded:
         return run
 
 
+Managers = dict[int, Any]
+
+
+@pytest.fixture
+def managers(monkeypatch: pytest.MonkeyPatch) -> Managers:
+    """What torch keeps for each GPU whose graphs it captures."""
+    from torch._inductor import cudagraph_trees
+
+    none = cudagraph_trees.ExecutionState.NONE
+    made = {i: SimpleNamespace(stream=f"stream of {i}", path_state=none) for i in range(3)}
+    monkeypatch.setattr(cudagraph_trees, "get_manager", made.__getitem__)
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+    return made
+
+
+class OnGpu(Tensor):
+    """A tensor that says that it is on a GPU, and notes on which streams it is used."""
+
+    @staticmethod
+    def __new__(cls, used: list[Any]) -> "OnGpu":
+        return torch.ones(2).as_subclass(cls)
+
+    def __init__(self, used: list[Any]) -> None:
+        self._used = used
+
+    @property
+    def is_cuda(self) -> bool:
+        return True
+
+    def record_stream(self, stream: Any) -> None:
+        self._used.append((self, stream))
+
+
 class TestPart:
     def test_inputs_decide_where_it_runs(self) -> None:
         loaded = Loaded()
@@ -76,10 +111,10 @@ class TestPart:
         assert device_index_of([torch.empty(2), 3]) == 5
         assert device_index_of([3, on_gpu(2)]) == 2
 
-    @pytest.mark.parametrize("turn", [None, threading.RLock()], ids=["launches", "graphs"])
-    def test_threads_load_a_version_once(self, turn: Any) -> None:
+    @pytest.mark.parametrize("around", [lambda part: part, _Captured], ids=["launches", "graphs"])
+    def test_threads_load_a_version_once(self, around: Any, managers: Managers) -> None:
         loaded, results = Loaded(), []
-        part = _Part(0, loaded.version(0), loaded.load, turn=turn)
+        part = around(_Part(0, loaded.version(0), loaded.load))
         start = threading.Barrier(6)
 
         def run(index: int) -> None:
@@ -94,25 +129,6 @@ class TestPart:
         assert sorted(loaded.indices) == [1, 2]
         assert sorted(results) == [0, 0, 1, 1, 2, 2]
 
-    def test_first_runs_take_turns(self) -> None:
-        turn, held = threading.RLock(), []
-
-        def run(inputs: list[Any]) -> Any:
-            def look() -> None:
-                held.append(not turn.acquire(blocking=False))
-                if not held[-1]:
-                    turn.release()
-
-            other = threading.Thread(target=look)
-            other.start()
-            other.join()
-            return inputs
-
-        part = _Part(0, run, turn=turn)
-        for _ in range(4):
-            part([on_gpu(0)])
-        assert held == [True, True, False, False]
-
     def test_a_kind_of_gpu_it_is_not_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         kinds = {0: ("H200", 9, 0, 132), 1: ("H200", 9, 0, 132), 2: ("L4", 8, 9, 58)}
         names = ("name", "major", "minor", "multi_processor_count")
@@ -123,6 +139,43 @@ class TestPart:
         assert [graph.serves(torch.device("cuda", i)) for i in range(3)] == [True, True, False]
         assert not graph.serves(torch.device("cpu"))
         assert not Portable(lambda *x: x, [_Part(0), _Part(None)]).serves(torch.device("cuda", 0))
+
+
+class TestCaptured:
+    def test_only_replays_go_side_by_side(self, managers: Managers) -> None:
+        held = []
+
+        def run(inputs: list[Any]) -> Any:
+            def look() -> None:
+                held.append(not _capturing.acquire(blocking=False))
+                if not held[-1]:
+                    _capturing.release()
+
+            other = threading.Thread(target=look)
+            other.start()
+            other.join()
+            return inputs
+
+        captured = _Captured(run)
+        # What torch was at when a run was over. With several forwards before a backward, it warms up more than once.
+        for state in ("WARMUP", "WARMUP", "RECORDING", "RECORDING", "EXECUTION"):
+            managers[0].path_state = type(managers[0].path_state)[state]
+            captured([on_gpu(0)])
+        assert held == [True] * 5
+        captured([on_gpu(0)])
+        assert held == [True] * 5 + [False]
+
+    def test_passing_inputs_are_kept_from_others_while_torch_warms_up(
+        self, managers: Managers, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+        used: list[Any] = []
+        parameter, x, tangent = (OnGpu(used) for _ in range(3))
+        _Captured(lambda inputs: inputs, [0])([parameter, x, 3, torch.ones(2), tangent])
+        assert [(tensor is x, tensor is tangent, stream) for tensor, stream in used] == [
+            (True, False, "stream of 1"),
+            (False, True, "stream of 1"),
+        ]
 
 
 class TestWhyNot:
@@ -273,7 +326,7 @@ class TestPartsOfAGraph:
     """What becomes of what torch's compiler returns for a forward or backward graph."""
 
     @pytest.fixture
-    def compile_part(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[Any]]]:
+    def compile_part(self, managers: Managers, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[Any]]]:
         backend = CompileOnce({})
 
         def run(inputs: list[Any]) -> list[Any]:
@@ -291,10 +344,10 @@ class TestPartsOfAGraph:
     def test_one_that_can_be_shared(self, compile_part: Any) -> None:
         for is_backward in (False, True):
             compiled, parts = compile_part(TestWhyNot.SOURCE, cudagraphs=True, is_backward=is_backward)
-            assert parts == [compiled.current_callable]
             assert parts[0].serves(1)
             x = on_gpu(1)
-            assert (parts[0]([x])[0] is x) == (not is_backward)
+            assert parts[0]([x])[0] is x
+            assert (compiled.current_callable([x])[0] is x) == (not is_backward)
 
     def test_one_that_can_not_be_shared(self, compile_part: Any, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level("INFO", "everygpu"):
@@ -322,21 +375,20 @@ def test_results_are_copied_where_they_may_lie_in_a_graphs_memory(backend: Any, 
 class TestCopies:
     """Of a backward graph's outputs, when CUDA graphs are used."""
 
-    def test_outputs_move_to_memory_of_their_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_outputs_move_to_memory_of_their_own(self, managers: Managers, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Tensor, "is_cuda", property(lambda t: True))
         monkeypatch.setattr(compile_once, "device_index_of", lambda inputs: 0)
         kept = [torch.randn(3), None, torch.randn(4, 2).t(), torch.arange(3), torch.randn(0), 3]
-        part = _Part(0, lambda inputs: kept, copies_outputs=True)
-        for outputs in (part([]), compile_once._copying(lambda inputs: kept)([])):
-            for out, was in zip(outputs, kept, strict=True):
-                if isinstance(was, Tensor):
-                    torch.testing.assert_close(out, was, rtol=0, atol=0)
-                    assert out.stride() == was.stride()
-                    assert out is not was
-                    assert was.numel() == 0 or out.data_ptr() != was.data_ptr()
-                else:
-                    assert out is was
+        part = _Captured(lambda inputs: kept, copies_outputs=True)
+        for out, was in zip(part([]), kept, strict=True):
+            if isinstance(was, Tensor):
+                torch.testing.assert_close(out, was, rtol=0, atol=0)
+                assert out.stride() == was.stride()
+                assert out is not was
+                assert was.numel() == 0 or out.data_ptr() != was.data_ptr()
+            else:
+                assert out is was
 
-    def test_other_graphs_outputs_stay(self) -> None:
+    def test_other_graphs_outputs_stay(self, managers: Managers) -> None:
         kept = [on_gpu(0)]
-        assert _Part(0, lambda inputs: kept)([on_gpu(0)]) is kept
+        assert _Captured(_Part(0, lambda inputs: kept))([on_gpu(0)]) is kept

@@ -9,6 +9,7 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from everygpu.parallel.retarget import retarget
 
 Backend = Callable[[Any, list[Any]], Callable[..., Any]]
 
-_CAPTURING_RUNS = 2
-"""A graph's first run warms up, its second is captured: from then on it is replayed."""
+_capturing = threading.RLock()
+"""Held by who may capture a CUDA graph, whichever model it is of: memory and streams then serve the capture only."""
 
 logger = logging.getLogger("everygpu")
 
@@ -34,8 +35,6 @@ class CompileOnce:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
-        # Loading is done by one thread at a time, and so are first runs: autograd runs backward in a thread per GPU.
-        self._turn = threading.RLock()
         self._reasons: set[str] = set()
 
     @property
@@ -68,27 +67,25 @@ class CompileOnce:
         if is_backward:
             _keep_saved_tensors()
         compiled: Any = compile_fx_inner(graph, example_inputs, **kwargs)
-        captures = bool(kwargs.get("cudagraphs"))  # torch has found out whether the graph can be captured
         if all(node.op in ("placeholder", "output") for node in graph.graph.nodes):
             return compiled  # does nothing, on any device
-        copies = captures and is_backward
         reason = why_not(compiled, example_inputs)
         if reason is not None:
             if "cuda" in getattr(compiled, "device_types", ("cuda",)):
                 self._tell(reason)
             parts.append(_Part(None))
-            if copies and hasattr(compiled, "current_callable"):
-                compiled.current_callable = _copying(compiled.current_callable)
-            return compiled
-        part = _Part(
-            next(iter(compiled.device_idxs)),
-            compiled.current_callable,
-            lambda index: load_version(compiled, index, self._options, {**kwargs, "cudagraphs": wanted}),
-            turn=self._turn if captures else None,
-            copies_outputs=copies,
-        )
-        parts.append(part)
-        compiled.current_callable = part
+        else:
+            parts.append(
+                _Part(
+                    next(iter(compiled.device_idxs)),
+                    compiled.current_callable,
+                    lambda index: load_version(compiled, index, self._options, {**kwargs, "cudagraphs": wanted}),
+                )
+            )
+            compiled.current_callable = parts[-1]
+        if kwargs.get("cudagraphs") and hasattr(compiled, "current_callable"):  # torch has found out that they can be
+            static = kwargs.get("static_input_idxs") or ()
+            compiled.current_callable = _Captured(compiled.current_callable, static, copies_outputs=is_backward)
         return compiled
 
     def _tell(self, reason: str) -> None:
@@ -135,9 +132,6 @@ class _Part:
         home: Index of the GPU it was compiled for; None when it is for no other.
         run: Takes a list of inputs, which it empties.
         load: Makes a version for another GPU.
-        turn: Held while a version is loaded or captured; None without CUDA graphs.
-        copies_outputs: Gradients end up in ``.grad``, in the very memory they come in: they must not stay where
-            the next run of a CUDA graph writes.
     """
 
     def __init__(
@@ -145,17 +139,11 @@ class _Part:
         home: int | None,
         run: Callable[[list[Any]], Any] | None = None,
         load: "Callable[[int], Callable[[list[Any]], Any]] | None" = None,
-        *,
-        turn: Any = None,
-        copies_outputs: bool = False,
     ) -> None:
         self._home = home
         self._load = load
-        self._turn = turn
         self._loading = threading.Lock()
-        self._copies_outputs = copies_outputs
         self._versions: dict[int, Callable[[list[Any]], Any]] = {} if home is None or run is None else {home: run}
-        self._num_runs: dict[int, int] = {}
 
     def serves(self, index: int) -> bool:
         """Tell whether it runs on a GPU: that it was compiled for, or one of the same kind."""
@@ -173,14 +161,7 @@ class _Part:
         return self._home is not None
 
     def __call__(self, inputs: list[Any]) -> Any:
-        index = device_index_of(inputs)
-        if self._turn is None or self._num_runs.get(index, 0) >= _CAPTURING_RUNS:
-            outputs = self._version(index)(inputs)
-        else:
-            with self._turn:
-                self._num_runs[index] = self._num_runs.get(index, 0) + 1
-                outputs = self._version(index)(inputs)
-        return _copied(outputs) if self._copies_outputs else outputs
+        return self._version(device_index_of(inputs))(inputs)
 
     def _version(self, index: int) -> Callable[[list[Any]], Any]:
         found = self._versions.get(index)
@@ -190,6 +171,43 @@ class _Part:
                     self._versions[index] = self._load(index)
                 found = self._versions[index]
         return found
+
+
+class _Captured:
+    """A graph that torch makes CUDA graphs of, one per GPU: it is warmed up and captured first, then replayed.
+
+    torch counts on one thread at a GPU. Autograd has one for each, and they copy gradients to each other's.
+
+    Args:
+        run: Takes a list of inputs, which it empties.
+        static: Indices of the inputs that stay where they are: parameters, and what forward has saved.
+        copies_outputs: Gradients end up in ``.grad``, in the very memory they come in: they must not stay where
+            the next run of a CUDA graph writes.
+    """
+
+    def __init__(
+        self, run: Callable[[list[Any]], Any], static: Sequence[int] = (), *, copies_outputs: bool = False
+    ) -> None:
+        self._run = run
+        self._static = frozenset(static)
+        self._copies_outputs = copies_outputs
+        self._replaying: set[int] = set()
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        from torch._inductor.cudagraph_trees import ExecutionState, get_manager
+
+        index = device_index_of(inputs)
+        manager: Any = get_manager(index)
+        # Warming up, torch frees inputs while its own stream is not done with them. Threads of other GPUs, which
+        # don't wait for that stream, would be given their memory.
+        for i, x in enumerate(inputs):
+            if i not in self._static and isinstance(x, Tensor) and x.is_cuda:
+                x.record_stream(manager.stream)
+        with nullcontext() if index in self._replaying else _capturing:
+            outputs = self._run(inputs)
+            if manager.path_state is ExecutionState.EXECUTION:
+                self._replaying.add(index)
+        return _copied(outputs) if self._copies_outputs else outputs
 
 
 def device_index_of(inputs: Sequence[Any]) -> int:
@@ -318,10 +336,6 @@ def _choose_alike(tuned: Mapping[str, Any], kernels: Mapping[str, Any]) -> None:
             alike = [launcher for launcher in candidates if str(getattr(launcher, "config", None)) == wanted]
             if len(alike) == 1:
                 kernel.launchers = alike
-
-
-def _copying(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    return lambda inputs: _copied(run(inputs))
 
 
 def _copied(outputs: Sequence[Any]) -> list[Any]:
