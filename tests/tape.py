@@ -248,7 +248,7 @@ def _install_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     @contextlib.contextmanager
     def queueing_on(device: torch.device, stream: _Stream | None = None) -> Iterator[None]:
-        current.append(stream or _Stream())
+        current.append(stream or (current[-1] if current else _Stream()))
         yield
         current.pop()
 
@@ -267,8 +267,9 @@ def _install_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("everygpu.step.holders.can_fuse", has_kernel)
     monkeypatch.setattr(everygpu.step, "kernels", torch_kernels.Kernels(queue), raising=False)
-    monkeypatch.setattr("everygpu.step.early_update.kept_stream", new_stream)
-    monkeypatch.setattr("everygpu.step.early_update.queueing_on", queueing_on)
+    monkeypatch.setattr("everygpu.parallel.recording.marks.kept_stream", new_stream)
+    for module in ("parallel.recording.marks", "step.early_update"):
+        monkeypatch.setattr(f"everygpu.{module}.queueing_on", queueing_on)
     monkeypatch.setattr("torch.cuda.current_stream", lambda device: _Stream())
 
 

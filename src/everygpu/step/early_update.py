@@ -1,5 +1,6 @@
 """Updates that begin while backward goes on, from gradients where backward leaves them."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from everygpu import comm
-from everygpu.comm.streams import kept_stream
+from everygpu.parallel.recording.marks import Marks
 from everygpu.parallel.thread_state import queueing_on
 from everygpu.step.arena import Arena
 from everygpu.step.flat import BLOCK_NUMEL, Slot
@@ -23,9 +24,7 @@ ALIGNMENT_BYTES = 16
 class EarlyUpdate:
     """Updates each bucket when all devices have its gradients, beside what is left of the backward; when recording.
 
-    A recording knows dependencies, not the order of calls: the kernels are queued after the backward, and depend on
-    the moments in it that were marked. And its memory stays where it is: gradients are read where backward has put
-    them, not added to others first.
+    A recording's memory stays where it is: gradients are read where backward has put them, not added to others first.
 
     Args:
         arena: The parameters, on CUDA devices.
@@ -39,7 +38,7 @@ class EarlyUpdate:
         self._arena = arena
         self._fused = fused
         self._overlaps = overlaps
-        self._ready: dict[tuple[int, int], torch.cuda.Event] = {}
+        self._marks = Marks(arena.devices)
         self._grads: list[dict[int, Tensor]] = []
         self._touched: set[int] = set()
         # For each device and bucket, the addresses of all devices' gradients for the blocks of its chunk.
@@ -83,10 +82,10 @@ class EarlyUpdate:
             The norm before that, shape (), if it had to be known.
         """
         if clip_norm is None:
-            self._launch_on_buckets(self._update)
+            self._run_on_buckets(self._update)
             return None
         # What can begin early is adding up: before the first update the last gradient must be known.
-        self._launch_on_buckets(self._reduce)
+        self._run_on_buckets(self._reduce)
         meet(self._arena.devices)
         norm = self._fused.norm_of_reduced()
         factor = clip_factor(norm, clip_norm)
@@ -108,22 +107,15 @@ class EarlyUpdate:
         plans = enumerate(self._arena.plans)
         return [b for b, plan in plans if any(slot.index in self.rows.row_of for slot in plan.slots)]
 
-    def _launch_on_buckets(self, launch: Callable[[int, int], None]) -> None:
+    def _run_on_buckets(self, launch: Callable[[int, int], None]) -> None:
         """Have each device do something with its chunk of each bucket, when all have the bucket's gradients."""
-        devices = self._arena.devices
-        streams = [kept_stream(d, "updates") for d in devices]
-        now = [torch.cuda.current_stream(d).record_event() for d in devices]
-        used = self._used_buckets()
-        for b in used:
-            ready = [self._ready.get((b, j), now[j]) for j in range(len(devices))]
-            for me, (d, stream) in enumerate(zip(devices, streams)):
-                for event in ready:
-                    stream.wait_event(event)
-                with queueing_on(d, stream):
+
+        def work(b: int) -> None:
+            for me, d in enumerate(self._arena.devices):
+                with queueing_on(d):
                     launch(b, me)
-        for d in devices if used else ():  # a stream that has waited for nothing is no part of the recording
-            for stream in streams:
-                torch.cuda.current_stream(d).wait_stream(stream)
+
+        self._marks.run_beside({b: functools.partial(work, b) for b in self._used_buckets()})
 
     def settle(self) -> None:
         """After the recording, before its first launch: tell the kernels where the gradients are."""
@@ -145,19 +137,9 @@ class EarlyUpdate:
         for b, plan in enumerate(self._arena.plans):
             members = [slot.index for slot in plan.slots if slot.index in self.rows.row_of]
             for j, tensors in enumerate(self._replicas()):
-                note = self._counter(b, j, {id(tensors[i]) for i in members})
+                note = self._marks.counter(b, j, [tensors[i] for i in members])
                 handles += [_on_accumulation(tensors[i], note) for i in members]
         return handles
-
-    def _counter(self, bucket: int, replica: int, left: set[int]) -> Callable[[Tensor], Any]:
-        def note(t: Tensor) -> None:
-            # From here on its value is not the one that forward saw: torch refuses to use it in backward.
-            increment_version(t)
-            left.discard(id(t))
-            if not left:  # again and again where gradients come bit by bit, as from checkpoints: the last one counts
-                self._ready[bucket, replica] = torch.cuda.current_stream(t.device).record_event()
-
-        return note
 
     def _take(self, replica: int) -> dict[int, Tensor]:
         """Return one device's gradients by parameter; zeros for those that only others have."""
@@ -168,7 +150,7 @@ class EarlyUpdate:
             if slot.index in self.rows.row_of or grad is not None:
                 taken[slot.index] = _as_laid_out(grad, slot, tensors[slot.index])
                 if taken[slot.index] is not grad:  # it is made only now
-                    self._ready.pop((b, replica), None)
+                    self._marks.forget(b, replica)
         return taken
 
     def _replicas(self) -> list[list[Tensor]]:
@@ -190,5 +172,10 @@ def _as_laid_out(grad: Tensor | None, slot: Slot, like: Tensor) -> Tensor:
     return laid
 
 
-def _on_accumulation(t: Tensor, call: Callable[[Tensor], Any]) -> Any:
-    return t.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
+def _on_accumulation(t: Tensor, note: Callable[[Tensor], None]) -> Any:
+    def complete(t: Tensor) -> None:
+        # From here on its value is not the one that forward saw: torch refuses to use it in backward.
+        increment_version(t)
+        note(t)
+
+    return t.register_post_accumulate_grad_hook(complete)  # type: ignore[no-untyped-call]

@@ -68,6 +68,9 @@ class DeviceGraph:
                 self._abandon()
                 raise
             self._end()
+        # Recording, torch sets the random generators' states in memory to nothing, on the streams of the recording.
+        for d in self._devices:
+            torch.cuda.current_stream(d).wait_stream(kept_stream(d, RECORDING))
         release = weakref.finalize(self, _release, self._graph, self._devices, self._pool)
         release.atexit = False
         return result

@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from everygpu import comm, tree
-from everygpu.comm.streams import kept_stream
 from everygpu.errors import EveryGPUError
 from everygpu.parallel.broadcast import Streams
 from everygpu.parallel.gather import Joiner
@@ -20,11 +19,12 @@ from everygpu.parallel.layout import is_dense
 from everygpu.parallel.recording.bundle import Bundle, Grads, bundle_up
 from everygpu.parallel.recording.capture import Capture
 from everygpu.parallel.recording.device_graph import DeviceGraph
+from everygpu.parallel.recording.marks import Marks
 from everygpu.parallel.recording.static_batch import PLAIN_TYPES, StaticBatch
 from everygpu.parallel.replicate import BUCKET_BYTES, ReplicaSet
 from everygpu.parallel.replicate import Leaves as Twins
 from everygpu.parallel.split import Route
-from everygpu.parallel.thread_state import current_stream, queueing_on
+from everygpu.parallel.thread_state import current_stream
 
 Outputs = tuple[list[Any], Joiner]
 """What each replica returned, and how that is joined."""
@@ -195,8 +195,9 @@ class RecordedForward:
         backward = graph.next() if used else None
         grads: list[list[Grads]] = []
         if backward is not None:
+            marks = Marks(self._devices) if self._devices[0].type == "cuda" else None
             try:
-                grads = backward.record(lambda: self.run_backward([tensors[i] for i in used], seeds, leaves, _Marks()))
+                grads = backward.record(lambda: self.run_backward([tensors[i] for i in used], seeds, leaves, marks))
             finally:
                 graph.has_replaced_generators |= backward.has_replaced_generators
         kept = {id(t): t for m in self._modules for t in (*m.parameters(), *m.buffers())}
@@ -215,7 +216,7 @@ class RecordedForward:
         )
 
     def run_backward(
-        self, outputs: list[Tensor], seeds: Sequence[Tensor], leaves: Leaves, marks: "_Marks | None" = None
+        self, outputs: list[Tensor], seeds: Sequence[Tensor], leaves: Leaves, marks: Marks | None = None
     ) -> list[list[Grads]]:
         """Go backward from outputs, and leave the sums in the bundles.
 
@@ -228,7 +229,7 @@ class RecordedForward:
             For each bundle and device, the gradients.
         """
         flat = [t for row in leaves for tensors in row for t in tensors]
-        with nullcontext() if marks is None else marks.watching(leaves):
+        with nullcontext() if marks is None else _marked(marks, leaves):
             # The graph stays, for backwards that can't be launched.
             found = torch.autograd.grad(outputs, flat, seeds, retain_graph=True, allow_unused=True)
         each = iter(found)
@@ -237,7 +238,7 @@ class RecordedForward:
             raise EveryGPUError("DataParallel: gradients must be dense, got sparse ones")
         works = [functools.partial(bundle.reduce, row) for bundle, row in zip(self._bundles, grads)]
         if marks is not None:
-            marks.run_beside(works, self._devices)
+            marks.run_beside(dict(enumerate(works)))
         else:
             for work in works:
                 work()
@@ -374,57 +375,19 @@ class _Graph(torch.autograd.Function):
             return None, None, *ctx.launch.backward(grads)
 
 
-class _Marks:
-    """The moments of a backward, while it is recorded, at which each device has a bundle's gradients."""
-
-    def __init__(self) -> None:
-        self._ready: dict[tuple[int, int], torch.cuda.Event] = {}
-
-    @contextmanager
-    def watching(self, rows: Sequence[Sequence[Sequence[Tensor]]]) -> Iterator[None]:
-        """Take note of the moments of a backward within.
-
-        Args:
-            rows: For each bundle and device, the leaves.
-        """
-        handles = []
-        for b, row in enumerate(rows):
-            for j, leaves in enumerate(row):
-                note = self._counter(b, j, {id(t) for t in leaves})
-                handles += [t.register_hook(lambda _, t=t, note=note: note(t)) for t in leaves]  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def run_beside(self, works: Sequence[Callable[[], None]], devices: Sequence[torch.device]) -> None:
-        """Queue work for each bundle beside what is left of the backward, and have the current streams wait for it."""
-        if devices[0].type != "cuda":
-            for work in works:
-                work()
-            return
-        streams = [kept_stream(d, "reduce") for d in devices]
-        now = [torch.cuda.current_stream(d).record_event() for d in devices]
-        for b, work in enumerate(works):
-            for stream in streams:
-                for j in range(len(devices)):
-                    stream.wait_event(self._ready.get((b, j), now[j]))
-            with ExitStack() as stack:
-                for d, stream in reversed(list(zip(devices, streams))):
-                    stack.enter_context(queueing_on(d, stream))
-                work()
-        for d in devices if works else ():  # a stream that has waited for nothing is no part of the recording
-            for stream in streams:
-                torch.cuda.current_stream(d).wait_stream(stream)
-
-    def _counter(self, bundle: int, replica: int, left: set[int]) -> Callable[[Tensor], None]:
-        def note(t: Tensor) -> None:
-            left.discard(id(t))
-            if not left and t.is_cuda:  # again and again where gradients come bit by bit: the last one counts
-                self._ready[bundle, replica] = torch.cuda.current_stream(t.device).record_event()
-
-        return note
+@contextmanager
+def _marked(marks: Marks, leaves: Leaves) -> Iterator[None]:
+    """Take note of the moments of a backward within."""
+    handles = []
+    for b, row in enumerate(leaves):
+        for j, tensors in enumerate(row):
+            note = marks.counter(b, j, tensors)
+            handles += [t.register_hook(lambda _, t=t, note=note: note(t)) for t in tensors]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _tensors(outputs: list[Any]) -> list[Tensor]:
