@@ -260,6 +260,32 @@ def test_parameters_written_before_the_backward(recording: Devices) -> None:
     value.backward()
 
 
+def test_late_gradients_of_a_backward_that_is_not_launched(recording: Devices) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Net().to(used[0]).eval(), used, engine="graphs")
+    weight = model.module.last.weight
+    (x, y), *_ = make_batches(1)
+    (wanted,) = torch.autograd.grad(loss_of(model(x), y), [weight])
+    for _ in range(NUM_STEPS):
+        loss_of(model(x), y).backward()
+    assert num_recordings(model) == 1
+    for _ in range(4):
+        output = model(x)
+        model.module.calls.add_(1)  # a backward is launched only where nothing has been written since
+        if used[0].type == "cuda":
+            _keep_busy(used)
+        (found,) = torch.autograd.grad(loss_of(output, y), [weight])
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def _keep_busy(used: list[torch.device]) -> None:
+    """Have what is queued next begin late, in memory that is full of something else."""
+    for d in used:
+        [torch.full((128,), 9.0, device=d) for _ in range(32)]
+        with torch.cuda.device(d):
+            torch.cuda._sleep(50_000_000)
+
+
 def test_between_training_and_evaluation(recording: Devices) -> None:
     def scenario(model: everygpu.DataParallel, optimizer: Any, found: list[Tensor]) -> None:
         for _ in range(2):

@@ -59,7 +59,7 @@ class DeviceGraph:
         """
         self._random = [_RandomState(d) for d in self._devices[1:]]
         return_memory(self._devices)
-        with _on_recording_streams(self._devices):
+        with on_recording_streams(self._devices):
             self._begin()
             try:
                 result = function()
@@ -68,9 +68,6 @@ class DeviceGraph:
                 self._abandon()
                 raise
             self._end()
-        # Recording, torch sets the random generators' states in memory to nothing, on the streams of the recording.
-        for d in self._devices:
-            torch.cuda.current_stream(d).wait_stream(kept_stream(d, RECORDING))
         release = weakref.finalize(self, _release, self._graph, self._devices, self._pool)
         release.atexit = False
         return result
@@ -180,10 +177,21 @@ class _RandomState:
 
 
 @contextlib.contextmanager
-def _on_recording_streams(devices: Sequence[torch.device]) -> Iterator[None]:
+def on_recording_streams(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Queue what is launched within on the streams that work is recorded on, in turn with what is around it.
+
+    Autograd runs a node on the stream that its forward was on: going backward through what was recorded, it would not
+    wait for gradients that are still to come on other streams, of devices after the first. And when it begins to
+    record, torch queues there what resets its random generators' memory.
+    """
+    pairs = [(torch.cuda.current_stream(d), kept_stream(d, RECORDING)) for d in devices if d.type == "cuda"]
+    for around, within in pairs:
+        within.wait_stream(around)
     with contextlib.ExitStack() as stack:
-        for d in reversed(devices):
-            stack.enter_context(queueing_on(d, kept_stream(d, RECORDING)))
+        for around, within in pairs:
+            stack.callback(around.wait_stream, within)
+        for _, within in reversed(pairs):
+            stack.enter_context(queueing_on(within.device, within))
         yield
 
 

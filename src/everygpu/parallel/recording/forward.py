@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from everygpu.parallel.gather import Joiner
 from everygpu.parallel.layout import is_dense
 from everygpu.parallel.recording.bundle import Bundle, Grads, bundle_up
 from everygpu.parallel.recording.capture import Capture
-from everygpu.parallel.recording.device_graph import DeviceGraph
+from everygpu.parallel.recording.device_graph import DeviceGraph, on_recording_streams
 from everygpu.parallel.recording.marks import Marks
 from everygpu.parallel.recording.static_batch import PLAIN_TYPES, StaticBatch
 from everygpu.parallel.replicate import BUCKET_BYTES, ReplicaSet
@@ -251,6 +251,10 @@ class RecordedForward:
         found = {id(p): t if is_reached else None for p, t, is_reached in zip(members, sums, reached)}
         return [found[id(p)] for p in self._params]
 
+    def on_recording_streams(self) -> AbstractContextManager[None]:
+        """Queue what is launched within on the streams of the recording; see the function."""
+        return on_recording_streams(self._devices)
+
     def is_latest(self, use: _Use) -> bool:
         """Tell whether nothing was launched since."""
         return self._use is not None and self._use() is use
@@ -318,7 +322,8 @@ class _Launch:
             self._owner.note_pattern(set(given))
         outputs = [recorded.tensors[i] for i in given]
         counted = zip(recorded.versions, written, self._versions)
-        with _versions_set(recorded.watched, [then + now - launched for then, now, launched in counted], written):
+        as_seen = [then + now - launched for then, now, launched in counted]
+        with _versions_set(recorded.watched, as_seen, written), self._owner.on_recording_streams():
             grads = self._owner.run_backward(outputs, list(given.values()), recorded.leaves)
         return self._owner.totals(_reached(grads))
 
