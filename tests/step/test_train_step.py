@@ -481,19 +481,21 @@ OPTIMIZER_HOOKS: dict[str, Callable[[Net, torch.optim.Optimizer], Any]] = {
 
 @pytest.mark.parametrize("hook", OPTIMIZER_HOOKS)
 @pytest.mark.parametrize("way", ["step", "loop"])
-def test_hooks_of_the_optimizer_see_and_write_what_is_true(devices: Devices, hook: str, way: str) -> None:
+@pytest.mark.parametrize("place", ["stock", "sharded"])
+def test_hooks_of_the_optimizer_see_and_write_what_is_true(devices: Devices, hook: str, way: str, place: str) -> None:
     used = devices(3)
     plain, ours = Net().to(used[0]), Net().to(used[0])
     data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(8)]
     optimizer, reference = OPTIMIZERS["SGD"](ours.parameters()), OPTIMIZERS["SGD"](plain.parameters())
+    sharded = everygpu.ShardedOptimizer(optimizer, used)
+    hooked = sharded if place == "sharded" else optimizer
     sums: list[list[float]] = [[], []]
-    for net, o, seen in ((ours, optimizer, sums[0]), (plain, reference, sums[1])):
+    for net, o, seen in ((ours, hooked, sums[0]), (plain, reference, sums[1])):
         OPTIMIZER_HOOKS[hook](net, o)
         o.register_step_post_hook(
             lambda *_, net=net, seen=seen: seen.append(sum(p.detach().double().sum().item() for p in net.parameters()))
         )
     model = everygpu.DataParallel(ours, used)
-    sharded = everygpu.ShardedOptimizer(optimizer, used)
     if way == "step":
         step = everygpu.TrainStep(model, F.cross_entropy, sharded)
         for batch in data:

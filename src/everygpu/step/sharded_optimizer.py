@@ -84,9 +84,9 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self.before_step()
+            self._call_before()  # and torch calls this object's own hooks
             self._step_alone(self._own_shards())
-            self.after_step()
+            self._call_after()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -160,16 +160,28 @@ class ShardedOptimizer(Optimizer):
 
     def has_pre_hooks(self) -> bool:
         """Tell whether anyone may write gradients or parameters at ``before_step``."""
-        return len(self.module._optimizer_step_pre_hooks) > 1
+        return len(self.module._optimizer_step_pre_hooks) > 1 or bool(self._optimizer_step_pre_hooks)
 
     def before_step(self) -> None:
-        """Call the stock optimizer's hooks; what they write to parameters and gradients counts."""
+        """Call the hooks of both optimizers; what they write to parameters and gradients counts."""
+        for hook in list(self._optimizer_step_pre_hooks.values()):
+            hook(self, (), {})
+        self._call_before()
+
+    def after_step(self) -> None:
+        """Call the hooks of both optimizers, once the parameters have their new values."""
+        self._call_after()
+        for hook in list(self._optimizer_step_post_hooks.values()):
+            hook(self, (), {})
+
+    # The stock optimizer's hooks.
+
+    def _call_before(self) -> None:
         for key, hook in list(self.module._optimizer_step_pre_hooks.items()):
             if key != self._handles[0].id:
                 hook(self.module, (), {})
 
-    def after_step(self) -> None:
-        """Call the stock optimizer's hooks, once the parameters have their new values."""
+    def _call_after(self) -> None:
         # Schedulers ask whether the optimizer has stepped, whichever of the two they were given.
         self.module._opt_called = self._opt_called = True  # type: ignore[attr-defined]
         for hook in list(self.module._optimizer_step_post_hooks.values()):
