@@ -3,7 +3,7 @@
 import copy
 import functools
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -206,7 +206,7 @@ class Knowing(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["number", "dict", "tuple", "output"])
-@pytest.mark.parametrize("call", ["positional", "tuple", "dict", "keywords"])
+@pytest.mark.parametrize("call", ["positional", "tuple", "dict", "UserDict", "keywords"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_model_that_returns_its_loss(devices: Devices, way: str, call: str, count: int) -> None:
     used = devices(count)
@@ -219,6 +219,7 @@ def test_a_model_that_returns_its_loss(devices: Devices, way: str, call: str, co
         "positional": lambda x, y: step(x, y),
         "tuple": lambda x, y: step((x, y)),
         "dict": lambda x, y: step({"x": x, "y": y}),
+        "UserDict": lambda x, y: step(UserDict(x=x, y=y)),
         "keywords": lambda x, y: step(x, y=y),
     }
     losses = [calls[call](x, y).item() for x, y in data]

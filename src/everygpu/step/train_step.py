@@ -1,6 +1,7 @@
 """A whole training step in one call."""
 
 import logging
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -108,8 +109,9 @@ class TrainStep:
         """Train on one batch.
 
         Args:
-            inputs: What the model is called with: a tuple as its positional arguments, a dict as keyword arguments,
-                anything else as its one argument. With ``loss=None``, the targets follow as positional arguments.
+            inputs: What the model is called with: a tuple as its positional arguments, a dict or UserDict as keyword
+                arguments, anything else as its one argument. With ``loss=None``, the targets follow as positional
+                arguments.
             *targets: What the loss is called with after the output; split by rows as the inputs are.
             **kwargs: Further keyword arguments of the model.
         Returns:
@@ -433,7 +435,7 @@ def _as_batch(inputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any], *, 
     more, left = ((), targets) if with_loss else (targets, ())
     if isinstance(inputs, tuple) and not hasattr(inputs, "_fields"):
         return (*inputs, *more), kwargs, left
-    if isinstance(inputs, dict) and not more:
+    if isinstance(inputs, (dict, UserDict)) and not more:  # Hugging Face's collators return a UserDict
         return (), {**{str(k): v for k, v in inputs.items()}, **kwargs}, left
     return (inputs, *more), kwargs, left
 
