@@ -44,6 +44,37 @@ def test_a20_attributes_of_the_module(devices):
     assert not hasattr(model, "nothing_of_the_kind")
 
 
+def test_a20_attributes_are_set_where_they_are_read(devices):
+    devs = devices(3)
+    model, bare = pair(Encoder, devs)
+    x = rows(7, 3, device=devs[0])
+    model(x)
+    body = Mlp().double().to(devs[0])
+    model.body, bare.body = body, copy.deepcopy(body)
+    model.width = 5
+    assert model.module.body is body
+    assert (model.module.width, model.width) == (5, 5)
+    assert list(model.state_dict()) == list(bare.state_dict())
+    assert_same(model, bare, x)
+    model.split = "even"
+    model.note = "not the module's"
+    assert not hasattr(model.module, "split")
+    assert not hasattr(model.module, "note")
+
+
+@pytest.mark.parametrize("copied", [lambda model: model, copy.deepcopy])
+def test_a20_the_wrapper_has_its_own_attributes(devices, copied):
+    devs = devices(2)
+    module = Encoder().double().to(devs[0])
+    own = vars(everygpu.DataParallel(module, devs)).keys() - vars(module).keys()
+    for name in own:
+        setattr(module, name, "mine")
+    model = copied(everygpu.DataParallel(module, devs))
+    model(rows(4, 3, device=devs[0]))
+    assert {"split", "_replicas", "_workers"} <= own
+    assert all(getattr(model.module, name) == "mine" for name in own)
+
+
 def through_pickle(model):
     return pickle.loads(pickle.dumps(model))
 

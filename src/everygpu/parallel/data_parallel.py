@@ -21,6 +21,7 @@ from everygpu.parallel.apply import Workers
 from everygpu.parallel.compiled import CompiledReplicas
 from everygpu.parallel.gather import Joiner, gather_outputs
 from everygpu.parallel.lend import note_writes
+from everygpu.parallel.mirror import TABLES
 from everygpu.parallel.placement import check_module, place_module
 from everygpu.parallel.recording.forward import RecordedForward
 from everygpu.parallel.replicate import Leaves, ReplicaSet
@@ -33,7 +34,7 @@ from everygpu.parallel.thread_state import fresh_casts
 _running: ContextVar[frozenset[int]] = ContextVar("everygpu_running", default=frozenset())
 
 BUFFER_RULES = ("first", "mean")
-# What a copy or a pickle makes anew.
+# What a copy or a pickle makes anew. None of it is the module's, even if that has attributes of these names.
 _TRANSIENT = ("_replicas", "_fresh", "_may_record", "_recorder", "_workers", "_turn", "_first_parameter", "_pid")
 
 ENGINES = ("auto", "threads", "compile", "graphs")
@@ -109,7 +110,7 @@ class DataParallel(nn.Module):
         check_module(module, "DataParallel")
         self.device_ids = parse_devices(device_ids)
         self.output_device = self.device_ids[0] if output_device is None else parse_device(output_device)
-        split = default_split() if split is None else split
+        self.split = split = default_split() if split is None else split
         if not isinstance(split, str) or split != "auto":
             check_split(split, len(self.device_ids))
         if engine not in ENGINES:
@@ -125,10 +126,10 @@ class DataParallel(nn.Module):
         self.engine = engine
         self.buffers_rule = buffers
         self.strict_device = strict_device
+        self._makes_graphs = engine != "graphs"  # one of all replicas can't have others in it
         self.module = module
         place_module(module, self.device_ids[0], "DataParallel", strict=strict_device)
         self.split = settle_split(split, self.device_ids)
-        self._makes_graphs = engine != "graphs"  # one of all replicas can't have others in it
         if engine == "auto" and len(self.device_ids) > 1 and self.device_ids[0].type != "cpu":
             logger.info('DataParallel: engine="auto": %s', _AUTO[self._is_compiled()])
         self._prepare()
@@ -327,6 +328,16 @@ class DataParallel(nn.Module):
             if module is None or name.startswith("__"):
                 raise
             return getattr(module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what is read from the module on the module, as in ``model.fc = nn.Linear(model.fc.in_features, 10)``."""
+        mine = vars(self)
+        module = mine.get("_modules", {}).get("module")
+        is_mine = name in mine or name in _TRANSIENT or hasattr(type(self), name)
+        if module is None or is_mine or any(name in mine[table] for table in TABLES) or not hasattr(module, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(module, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in _TRANSIENT}
