@@ -175,6 +175,7 @@ class TestErrors:
             (({"a": [0, {"b": 1}]}, {"a": [0, {"b": None}]}), ['out["a"][1]["b"]']),
             ((torch.ones(2), torch.ones(2, 1)), ["shape (2,) from replica 0", "shape (2, 1) from replica 1"]),
             ((torch.tensor(1.0), torch.ones(1)), ["shape () from replica 0", "shape (1,) from replica 1"]),
+            ((torch.ones(3, 1).squeeze(), torch.ones(1, 1).squeeze()), ["shape (3,)", "shape ()", "squeeze(-1)"]),
             ((torch.ones(2, 3), torch.ones(2, 4)), ["equal shapes except on dim 0", "(2, 3), (2, 4)", "Pad"]),
             ((np.ones(2), torch.ones(2)), ["ndarray from replica 0"]),
             ((np.ones(2), 1), ["ndarray from replica 0", "int from replica 1"]),

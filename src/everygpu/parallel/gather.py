@@ -114,7 +114,7 @@ def _join(values: list[Any], joiner: Joiner, path: str) -> Any:
 def _check_shapes(shapes: list[tuple[int, ...]], dim: int, path: str) -> None:
     ndim = len(shapes[0])
     if any(len(shape) != ndim for shape in shapes):
-        raise _structure_error(path, [f"shape {shape}" for shape in shapes])
+        raise _structure_error(path, [f"shape {shape}" for shape in shapes], _KEEP_ROWS)
     if not -ndim <= dim < ndim:
         raise GatherError(
             f"gather: {path} must have the batch on dim {dim}, got shape {shapes[0]}. "
@@ -173,11 +173,15 @@ def _same(a: Any, b: Any) -> bool:
         return False
 
 
-def _structure_error(path: str, found: list[str]) -> GatherError:
+_SAME_KIND = "Return the same kind of value whatever rows a replica sees."
+_KEEP_ROWS = "A plain squeeze() also drops the rows' dimension of a single row: name what to drop, as in squeeze(-1)."
+
+
+def _structure_error(path: str, found: list[str], advice: str = _SAME_KIND) -> GatherError:
     other = next((i for i, f in enumerate(found) if f != found[0]), 0)
     return GatherError(
         f"gather: {path} must have the same structure in all replicas, got {found[0]} from replica 0 and "
-        f"{found[other]} from replica {other}. Return the same kind of value whatever rows a replica sees."
+        f"{found[other]} from replica {other}. {advice}"
     )
 
 
