@@ -178,6 +178,24 @@ class TestBatches:
         assert gather(out["x"]).cpu().equal(batch["x"])
         assert isinstance(out["more"][0], ShardedBatch)
 
+    @pytest.mark.parametrize("target", ["cpu", ["cpu"] * 2])
+    def test_a_list_that_the_loader_changes_for_the_next_batch(self, target):
+        def windows():
+            window = []
+            for i in range(5):
+                window.append(torch.full((2,), float(i)))
+                if len(window) > 2 + i % 2:
+                    window.pop(0)
+                yield window
+
+        expected = [[x[0].item() for x in window] for window in windows()]
+        feed = iter(Feeder(windows(), target, prefetch=4))
+        found = []
+        for window in feed:
+            found.append([gather(x)[0].item() for x in window])
+            time.sleep(0.01)  # the loader is ahead
+        assert found == expected
+
     def test_a_tensor_that_every_replica_needs_whole(self, devices):
         used = devices(3)
         (out,) = Feeder([(torch.ones(6, 2), Replicated({"mask": torch.arange(5)}))], used)

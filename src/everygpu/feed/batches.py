@@ -53,9 +53,11 @@ def send_batch(batch: Any, route: Route) -> SentBatch:
     if len(route.devices) > 1:
         num_rows = find_rows([("batch", batch)], route.dim)
         plan = None if num_rows is None else plan_split(num_rows, len(route.devices), route.split)
+    # Containers of our own: a loader may change its list or dict for the next batch before this one is unpacked.
+    structure = tree.map_leaves(lambda leaf: leaf, batch)
     with torch.no_grad():
-        parcels = [_pack(leaf, plan, route) for _, leaf in tree.leaves(batch, "batch")]
-    return SentBatch(structure=batch, parcels=parcels, marks=mark(route.devices))
+        parcels = [_pack(leaf, plan, route) for _, leaf in tree.leaves(structure, "batch")]
+    return SentBatch(structure=structure, parcels=parcels, marks=mark(route.devices))
 
 
 def unpack_batch(sent: SentBatch) -> Any:
