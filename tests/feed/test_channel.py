@@ -45,7 +45,12 @@ def test_a_timeout(here):
     assert 0.04 < time.monotonic() - start < 1
 
 
-@pytest.mark.parametrize("error", [None, KeyError("x")])
+class EmptyError(KeyError):
+    def __len__(self):
+        return 0
+
+
+@pytest.mark.parametrize("error", [None, KeyError("x"), EmptyError()])
 def test_the_end_comes_after_the_items(here, error):
     channel = Channel(2)
     channel.put(1)

@@ -80,7 +80,8 @@ class Channel(Generic[T]):
                 if not producer.is_alive():
                     break
             if not self._items:
-                raise self._take_error() or StopIteration
+                error = self._take_error()
+                raise StopIteration if error is None else error  # an error with a length of 0 is one, too
             item = self._items.popleft()
             self._changed.notify_all()
             return item
