@@ -111,6 +111,14 @@ class TestTrial:
         assert self.run(script, tmp_path, 6, text)["fits"]
         assert capsys.readouterr().out.split() == ["6", "6"]
 
+    def test_batches_of_strings(self, script, tmp_path):
+        record = self.run(script, tmp_path, 0, "for x in DataLoader(['a', 'b']): print(x)")
+        assert (record["num_rows"], record["fits"]) == (0, True)
+
+    def test_a_loader_without_batches(self, script, tmp_path, capsys):
+        assert self.run(script, tmp_path, 0, "for x in DataLoader([]): print(x)") is None
+        assert "must give a batch, got none" in capsys.readouterr().err
+
     def test_a_script_that_fails(self, script, tmp_path, capsys):
         assert self.run(script, tmp_path, 4, "for x in loader(9):\n  raise ValueError('mine')") is None
         assert "ValueError: mine" in capsys.readouterr().err
@@ -158,6 +166,12 @@ class TestCommand:
     def test_a_second_loader_that_is_not_there(self, script):
         done = self.invoke("--loader", "2", script("list(loader(3))"), code=1)
         assert "must iterate 2 DataLoaders" in done.stderr
+
+
+    def test_batches_without_rows(self, script, monkeypatch):
+        monkeypatch.setattr(tune, "try_rows", lambda *args: {"num_rows": 0, "fits": True, "peak_bytes": None})
+        done = self.invoke("--batch-size", script(TRAIN), code=1)
+        assert "needs batches of tensors with rows" in done.stderr
 
 
 class TestProcesses:

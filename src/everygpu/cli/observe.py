@@ -11,11 +11,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from everygpu.cli.script import run_script
+from everygpu.errors import OptionError
 from everygpu.feed.batch_size import STEPS_PER_TRIAL, limited_memory, resize
 from everygpu.parallel.split import find_rows
 
 OnIterate = Callable[[Any, Callable[[], Iterator[Any]]], Iterator[Any]]
 """From a DataLoader and the way to iterate it as usual, to what its consumer gets."""
+
+_NONE = object()
 
 
 class Stop(BaseException):
@@ -73,7 +76,9 @@ def run_trial(
 def _few_batches(
     iterate: Callable[[], Iterator[Any]], num_rows: int, headroom_pct: float, seen: dict[str, Any]
 ) -> Iterator[Any]:
-    batch = next(iterate())
+    batch = next(iterate(), _NONE)
+    if batch is _NONE:
+        raise OptionError("tune: the loader must give a batch, got none. Check its dataset and sampler.")
     seen["num_rows"] = num_rows or _num_rows(batch)
     gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     with limited_memory(gpus, headroom_pct):

@@ -15,6 +15,9 @@ from rich.table import Table
 from everygpu.units import format_size
 
 MAX_ROWS = 2**16
+_NO_ROWS = (
+    "tune: --batch-size needs batches of tensors with rows, got one without. Leave it out to measure the workers alone."
+)
 
 
 @click.command("tune", context_settings={"allow_interspersed_args": False})
@@ -108,6 +111,8 @@ def _tune_batch_size(console: Console, script: str, args: Sequence[str], which: 
 
         first = try_rows(0, script, args, which, headroom)
         now = first["num_rows"]
+        if not now:
+            raise click.ClickException(_NO_ROWS)
         found = find_size(_remembered(fits, {now: first["fits"]}), now, 1, max(now, MAX_ROWS), grain=1)
     for t in sorted([first, *trials], key=lambda t: int(t["num_rows"])):
         peak = t.get("peak_bytes")
