@@ -119,6 +119,10 @@ class TestTrial:
         assert self.run(script, tmp_path, 0, "for x in DataLoader([]): print(x)") is None
         assert "must give a batch, got none" in capsys.readouterr().err
 
+    def test_memory_that_runs_out_before_the_first_batch(self, script, tmp_path, capsys):
+        assert self.run(script, tmp_path, 0, "raise torch.OutOfMemoryError('the model is too large')") is None
+        assert "the model is too large" in capsys.readouterr().err
+
     def test_a_script_that_fails(self, script, tmp_path, capsys):
         assert self.run(script, tmp_path, 4, "for x in loader(9):\n  raise ValueError('mine')") is None
         assert "ValueError: mine" in capsys.readouterr().err
@@ -166,7 +170,6 @@ class TestCommand:
     def test_a_second_loader_that_is_not_there(self, script):
         done = self.invoke("--loader", "2", script("list(loader(3))"), code=1)
         assert "must iterate 2 DataLoaders" in done.stderr
-
 
     def test_batches_without_rows(self, script, monkeypatch):
         monkeypatch.setattr(tune, "try_rows", lambda *args: {"num_rows": 0, "fits": True, "peak_bytes": None})

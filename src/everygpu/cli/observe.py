@@ -100,7 +100,9 @@ def _run(script: str, args: Sequence[str], seen: dict[str, Any] | None = None) -
     ends: list[BaseException] = []
 
     def keep(error: BaseException) -> bool:
-        is_ours = isinstance(error, Stop) or (seen is not None and isinstance(error, torch.OutOfMemoryError))
+        # Memory that runs out before the first batch does so at every size: that is the script's own failure.
+        is_memory = isinstance(error, torch.OutOfMemoryError) and seen is not None and "num_rows" in seen
+        is_ours = isinstance(error, Stop) or is_memory
         if is_ours:
             ends.append(error)
         return is_ours
