@@ -187,6 +187,10 @@ class TestProcesses:
         assert tune.try_rows(16, path, [], 1, 5.0) == {"num_rows": 16, "fits": True, "peak_bytes": None}
         assert tune.try_rows(32, path, [], 1, 5.0) == {"num_rows": 32, "fits": False}
 
+    def test_a_script_that_prints_no_text(self, script):
+        path = script("sys.stdout.buffer.write(b'\\xff')\nfor x in loader(9): pass")
+        assert tune.try_rows(4, path, [], 1, 5.0)["fits"]
+
     def test_a_script_that_fails_is_shown(self, script):
         with pytest.raises(click.ClickException, match="exit code 1.*\n(.*\n)*.*KeyError: 'mine'"):
             tune.try_rows(4, script("for x in loader(9):\n  raise KeyError('mine')"), [], 1, 5.0)

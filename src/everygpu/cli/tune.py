@@ -140,7 +140,7 @@ def try_rows(num_rows: int, script: str, args: Sequence[str], which: int, headro
         result = Path(folder) / "result.json"
         options = ["--trial", str(num_rows), str(result), "--loader", str(which), "--headroom", str(headroom)]
         command = [sys.executable, "-m", "everygpu", "tune", *options, script, *args]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
         if not result.exists():
             last = "\n".join((done.stderr or done.stdout).splitlines()[-12:])
             raise click.ClickException(f"{_explain_end(script, which, done.returncode)}\n{last}")
