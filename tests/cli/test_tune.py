@@ -171,6 +171,11 @@ class TestCommand:
         done = self.invoke("--loader", "2", script("list(loader(3))"), code=1)
         assert "must iterate 2 DataLoaders" in done.stderr
 
+    @pytest.mark.parametrize("which", ["0", "-1"])
+    def test_loaders_are_counted_from_1(self, script, which):
+        done = self.invoke("--loader", which, script(TRAIN), code=2)
+        assert "Invalid value for '--loader'" in done.stderr
+
     def test_batches_without_rows(self, script, monkeypatch):
         monkeypatch.setattr(tune, "try_rows", lambda *args: {"num_rows": 0, "fits": True, "peak_bytes": None})
         done = self.invoke("--batch-size", script(TRAIN), code=1)

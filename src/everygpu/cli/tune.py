@@ -22,7 +22,14 @@ _NO_ROWS = (
 
 @click.command("tune", context_settings={"allow_interspersed_args": False})
 @click.option("--batch-size", is_flag=True, help="Search for the largest batch that fits, too.")
-@click.option("--loader", "which", default=1, show_default=True, help="Which DataLoader, in the order they are used.")
+@click.option(
+    "--loader",
+    "which",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Which DataLoader, in the order they are used.",
+)
 @click.option("--seconds", default=3.0, show_default=True, help="How long to load data with each number of workers.")
 @click.option("--headroom", default=5.0, show_default=True, help="Percent of each GPU's memory that stays free.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: everything that was tried.")
