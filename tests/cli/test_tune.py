@@ -158,6 +158,11 @@ class TestCommand:
         assert (found["batch_size"]["num_rows"], found["batch_size"]["num_rows_now"]) == (37, 8)
         assert measured == [0, 16, 32, 64, 48, 40, 36, 38, 37]
 
+    def test_json_is_all_that_comes_out(self, script):
+        done = self.invoke("--json", script(TRAIN))
+        assert json.loads(done.stdout)["workers"]["num_workers_now"] == 0
+        assert "begin" in done.stderr
+
     def test_batch_size(self, script, measured):
         done = self.invoke("--batch-size", script(TRAIN))
         assert "batches of 37 rows fit; now 8." in done.stdout

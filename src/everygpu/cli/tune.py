@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,11 @@ def tune_script(
         sys.exit(observe.run_trial(script, args, which, trial[0], headroom, trial[1]))
     console = Console(stderr=as_json, markup=False, emoji=False, highlight=False)
     found: dict[str, Any] = {}
-    if batch_size:
-        found["batch_size"] = _tune_batch_size(console, script, args, which, headroom)
-    found["workers"] = _tune_workers(console, script, args, which, seconds)
+    # What the script prints goes where our tables go: the JSON is to be all there is.
+    with redirect_stdout(sys.stderr if as_json else sys.stdout):
+        if batch_size:
+            found["batch_size"] = _tune_batch_size(console, script, args, which, headroom)
+        found["workers"] = _tune_workers(console, script, args, which, seconds)
     if as_json:
         Console(markup=False, emoji=False).out(json.dumps(found, indent=2), highlight=False)
 
