@@ -1,5 +1,6 @@
 """``everygpu tune``: an unchanged script, run up to its DataLoader, or for two steps at another size."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -111,6 +112,18 @@ class TestTrial:
         assert self.run(script, tmp_path, 6, text)["fits"]
         assert capsys.readouterr().out.split() == ["6", "6"]
 
+    def test_the_limit_holds_until_the_last_step_through_a_feeder(self, script, tmp_path, capsys, monkeypatch):
+        @contextlib.contextmanager
+        def limit(gpus, headroom_pct):
+            print("limit", headroom_pct)
+            yield
+            print("no limit")
+
+        monkeypatch.setattr(observe, "limited_memory", limit)
+        text = "import everygpu, time\nfor x, y in everygpu.Feeder(loader(9), 'cpu'): time.sleep(0.1); print(len(x))"
+        self.run(script, tmp_path, 6, text)
+        assert capsys.readouterr().out.split("\n")[:-1] == ["limit 5.0", "6", "6", "no limit"]
+
     def test_batches_of_strings(self, script, tmp_path):
         record = self.run(script, tmp_path, 0, "for x in DataLoader(['a', 'b']): print(x)")
         assert (record["num_rows"], record["fits"]) == (0, True)
@@ -118,6 +131,10 @@ class TestTrial:
     def test_a_loader_without_batches(self, script, tmp_path, capsys):
         assert self.run(script, tmp_path, 0, "for x in DataLoader([]): print(x)") is None
         assert "must give a batch, got none" in capsys.readouterr().err
+
+    def test_a_script_that_fails_while_a_feeder_is_ahead(self, script, tmp_path):
+        text = "import everygpu, time\nfor x, y in everygpu.Feeder(loader(9), 'cpu'): time.sleep(0.1); 1 / 0"
+        assert self.run(script, tmp_path, 4, text) is None
 
     def test_memory_that_runs_out_before_the_first_batch(self, script, tmp_path, capsys):
         assert self.run(script, tmp_path, 0, "raise torch.OutOfMemoryError('the model is too large')") is None

@@ -3,7 +3,7 @@
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,31 +64,41 @@ def run_trial(
     seen: dict[str, Any] = {}
 
     def feed(_: Any, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        return _few_batches(iterate, num_rows, headroom_pct, seen)
+        return _few_batches(iterate, num_rows, lambda: limit.enter_context(limited_memory(_gpus(), headroom_pct)), seen)
 
-    with _on_iterate(which, feed):
+    # Lifted and measured after the script's end: what loads ahead asks for one batch more while steps go on.
+    with ExitStack() as limit, _on_iterate(which, feed):
         code = _run(script, args, seen)
-    if "fits" in seen:
+        if seen.get("fits"):
+            seen["peak_bytes"] = _measure_peak()
+    if "fits" in seen and not code:
         result.write_text(json.dumps(seen))
     return code
 
 
 def _few_batches(
-    iterate: Callable[[], Iterator[Any]], num_rows: int, headroom_pct: float, seen: dict[str, Any]
+    iterate: Callable[[], Iterator[Any]], num_rows: int, limit_memory: Callable[[], object], seen: dict[str, Any]
 ) -> Iterator[Any]:
     batch = next(iterate(), _NONE)
     if batch is _NONE:
         raise OptionError("tune: the loader must give a batch, got none. Check its dataset and sampler.")
     seen["num_rows"] = num_rows or _num_rows(batch)
-    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    with limited_memory(gpus, headroom_pct):
-        for _ in range(STEPS_PER_TRIAL):
-            yield resize(batch, seen["num_rows"], 0)
-        for gpu in gpus:
-            torch.cuda.synchronize(gpu)
-        seen["peak_bytes"] = max((torch.cuda.max_memory_reserved(gpu) for gpu in gpus), default=None)
-        seen["fits"] = True
+    limit_memory()
+    for _ in range(STEPS_PER_TRIAL):
+        yield resize(batch, seen["num_rows"], 0)
+    seen["fits"] = True
     raise Stop
+
+
+def _measure_peak() -> int | None:
+    """Wait for the steps, and return the most memory that they took on any one GPU."""
+    for gpu in _gpus():
+        torch.cuda.synchronize(gpu)
+    return max((torch.cuda.max_memory_reserved(gpu) for gpu in _gpus()), default=None)
+
+
+def _gpus() -> list[torch.device]:
+    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
 
 
 def _num_rows(batch: Any) -> int:
