@@ -228,3 +228,9 @@ class TestProcesses:
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("begin --lr 3\n")
         assert "num_workers=" in done.stdout
+
+    def test_where_output_is_not_unicode(self, script):
+        command = [sys.executable, "-m", "everygpu", "tune", "--seconds", "0.02", script(TRAIN)]
+        environ = {**os.environ, "PYTHONIOENCODING": "cp1252"}  # as Windows has it for files and pipes
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
+        assert done.returncode == 0, done.stderr

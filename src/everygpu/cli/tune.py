@@ -89,7 +89,7 @@ def _tune_workers(console: Console, script: str, args: Sequence[str], which: int
         )
     table = Table("workers", "batches/s", "first batch", highlight=False)
     for t in report.trials:
-        mark = " ←" if t.num_workers == report.num_workers else ""
+        mark = " *" if t.num_workers == report.num_workers else ""
         table.add_row(str(t.num_workers), f"{t.batches_per_s:.1f}{mark}", f"{t.first_batch_s:.2f} s")
     console.print(table)
     console.out(
