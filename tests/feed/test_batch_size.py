@@ -294,6 +294,22 @@ class TestCache:
         assert find_batch_size(**options).is_cached
         assert not find_batch_size(**{**options, **change}).is_cached
 
+    def test_steps_that_differ_in_a_name_or_a_number(self):
+        def in_single(batch):
+            return [x.to(torch.float32) for x in batch] * 2
+
+        def in_half(batch):
+            return [x.to(torch.float16) for x in batch] * 2
+
+        def more(batch):
+            return [x.to(torch.float32) for x in batch] * 4
+
+        for step in (in_single, in_half, more):
+            step.__qualname__ = "step"  # as after an edit
+            options = {"step": step, "batch": EXAMPLE, "model": nn.Linear(2, 2), "max_rows": 4}
+            assert not find_batch_size(**options).is_cached
+            assert find_batch_size(**options).is_cached
+
     def test_another_version_of_torch(self, monkeypatch):
         Training(5).search(cache=True)
         monkeypatch.setattr(torch, "__version__", "99.0")

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def describe_run(
         [(path, *_describe_leaf(leaf, route.dim)) for path, leaf in tree.leaves(batch, "batch")],
         [_describe_device(d) for d in route.devices],
         [route.dim, route.split, *options],
-        [type(model).__qualname__, getattr(model, "engine", None), model.training, _describe_code(step)],
+        [type(model).__qualname__, getattr(model, "engine", None), model.training, _describe_step(step)],
         [type(optimizer).__qualname__, torch.__version__, _VERSION],
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -84,6 +85,19 @@ def _describe_device(device: torch.device) -> tuple[Any, ...]:
     return properties.name, properties.total_memory
 
 
-def _describe_code(step: Any) -> tuple[Any, ...]:
+def _describe_step(step: Any) -> tuple[Any, ...]:
     code = getattr(step, "__code__", None)
-    return (getattr(step, "__qualname__", type(step).__qualname__), *(() if code is None else (code.co_code.hex(),)))
+    name = getattr(step, "__qualname__", type(step).__qualname__)
+    return (name,) if code is None else (name, *_describe_code(code))
+
+
+def _describe_code(code: CodeType) -> tuple[Any, ...]:
+    """Describe what a function does; its instructions alone only count the names and numbers that they use."""
+    return (code.co_code.hex(), code.co_names, *map(_describe_constant, code.co_consts))
+
+
+def _describe_constant(value: Any) -> Any:
+    if isinstance(value, CodeType):
+        return _describe_code(value)
+    # In another process a set has another order.
+    return sorted(map(repr, value)) if isinstance(value, frozenset) else value
