@@ -181,6 +181,21 @@ class TestRestoring:
         assert [(id(p), id(p.grad), p.data_ptr()) for p in model.parameters()] == identities
         assert not model.training
 
+    @pytest.mark.parametrize("wrap", [lambda model: model, lambda model: DataParallel(model, ["cpu"] * 2)])
+    def test_buffers_that_a_step_replaces(self, wrap):
+        class Recurrent(nn.Linear):
+            def forward(self, x):
+                self.state = super().forward(x).detach()
+                return self.state
+
+        model = Recurrent(2, 2)
+        model.register_buffer("state", torch.zeros(1))
+        model.register_buffer("unset", None)
+        state, wrapped = model.state, wrap(model)
+        find_batch_size(lambda batch: wrapped(batch[0]), FOUR, wrapped, cache=False, max_rows=16)
+        assert model.state is state
+        assert state.tolist() == [0]
+
     def test_training_goes_on_as_if_nothing_had_been(self):
         ends = []
         for searches in (False, True):

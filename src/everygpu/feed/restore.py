@@ -18,7 +18,7 @@ def restored(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
     """Put back parameters, buffers, gradients, training flags, the optimizer's state and all random generators.
 
     Copies wait on the CPU meanwhile, so that the GPUs' memory is the steps' own. The tensors stay the same
-    objects, for optimizers and others refer to them.
+    objects, for optimizers and others refer to them; buffers that a step has replaced are the old ones again.
 
     Args:
         model: Any module.
@@ -28,6 +28,7 @@ def restored(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
     values = [_on_host(t) for t in tensors]
     grads = [(t.grad, _on_host(t.grad)) if t.is_leaf and t.grad is not None else None for t in tensors]
     flags = [(module, module.training) for module in model.modules()]
+    buffers = [(module, name, t) for module in model.modules() for name, t in module._buffers.items()]
     put_optimizer_back = None if optimizer is None else _save_optimizer(optimizer)
     with restored_generators():
         try:
@@ -36,6 +37,9 @@ def restored(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
             _put_back(tensors, values, grads)
             for module, is_training in flags:
                 module.training = is_training
+            for module, name, t in buffers:
+                if getattr(module, name) is not t:
+                    setattr(module, name, t)
             if put_optimizer_back is not None:
                 put_optimizer_back()
 
