@@ -2,6 +2,8 @@
 
 import gc
 import itertools
+import os
+import signal
 import threading
 import time
 import weakref
@@ -434,6 +436,34 @@ class TestEndings:
         assert list(feed) == []
         gc.collect()
         assert [r() for r in refs] == [None] * 3
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_ends_although_the_thread_was_at_the_channel():
+    feed = iter(Feeder(batches(3), "cpu"))
+    next(feed)
+    is_held, is_over = threading.Event(), threading.Event()
+
+    def hold():
+        with feed._channel._changed:
+            is_held.set()
+            is_over.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    is_held.wait()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(5)
+        feed.close()
+        os._exit(7)
+    _, status = os.waitpid(child, 0)
+    is_over.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(status) == 7
+    assert len(list(feed)) == 2
 
 
 class Stream(IterableDataset):

@@ -178,9 +178,9 @@ def _prepare_batches(source: Source, channel: Channel[_Prepared], route: Route, 
 
 def _end_pass(source: Source, channel: Channel[_Prepared], thread: threading.Thread | None, pid: int) -> None:
     """End a pass's thread and workers, whatever they are doing; in the thread of the consumer."""
-    channel.close()
-    if pid != os.getpid():  # a fork has copied neither
+    if pid != os.getpid():  # a fork has copied neither, and the channel's lock as it was: perhaps taken
         return
+    channel.close()
     if thread is None:
         source.end(kill=False)
         return
