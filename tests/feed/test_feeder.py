@@ -284,6 +284,17 @@ class TestLoaders:
         assert [w.pid for w in loader._iterator._workers] == [pid]
         loader._iterator._shutdown_workers()
 
+    def test_persistent_workers_leave_a_pass_for_the_next_one(self):
+        loader = numbered(40, batch_size=2, num_workers=2, persistent_workers=True)
+        feeder = Feeder(loader, ["cpu"] * 2)
+        expected = values(feeder)
+        for _ in range(5):
+            first = iter(feeder)
+            next(first)
+            assert values(feeder) == expected
+            assert list(first) == []
+        loader._iterator._shutdown_workers()
+
     def test_an_iterable_without_a_length(self):
         feeder = Feeder((x for x in batches(3)), ["cpu"] * 2)
         with pytest.raises(TypeError):

@@ -85,6 +85,8 @@ class Feeder:
 
     def __iter__(self) -> Feed:
         """Begin a pass; after ``load_state_dict`` where that one stood."""
+        if getattr(self.loader, "persistent_workers", False):
+            self._end_pass()  # such workers serve one pass at a time
         # The generator's state is needed from before the loader draws its order from it.
         now = generator_state(self.loader)
         if self._is_resumed:
@@ -136,9 +138,7 @@ class Feeder:
 
     def close(self) -> None:
         """End the pass that is on, its thread and its workers, and withdraw what is published."""
-        feed = None if self._feed is None else self._feed()
-        if feed is not None:
-            feed.close()
+        self._end_pass()
         if self._board is not None:
             self._board.close()
 
@@ -147,6 +147,11 @@ class Feeder:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _end_pass(self) -> None:
+        feed = None if self._feed is None else self._feed()
+        if feed is not None:
+            feed.close()
 
     def _note(self, feed: Feed, position: Position) -> None:
         """Note a position, if it is of the pass begun last."""
