@@ -183,6 +183,7 @@ def test_reservations_are_shown(show):
         (["--select", "1", "--sort", "utilization", "--min-free", "1GiB"], [0]),
         (["--select", "auto", "--exclude", "0"], [1]),
         (["--exclude", "0,7"], [1]),
+        (["--exclude", "7, 0"], [1]),
         (["--max-utilization", "50"], [0]),
         (["--name", "h200"], [0, 1]),
         ([], [0, 1]),

@@ -33,7 +33,7 @@ class Filters:
         Raises:
             OptionError: an option is outside what it may be.
         """
-        entries = [entry for text in self.exclude for entry in text.split(",")]
+        entries = [entry.strip() for text in self.exclude for entry in text.split(",")]
         return check_demand(
             count=count,
             min_count=self.min_count,
