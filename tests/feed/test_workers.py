@@ -116,6 +116,10 @@ class TestMeasuring:
         assert report.best.num_batches == 0
         assert report.best.batches_per_s > 0
 
+    def test_batches_that_are_none(self):
+        loader = DataLoader(TensorDataset(torch.ones(3)), collate_fn=lambda items: None)
+        assert tune_workers(loader, "cpu", candidates=[0], seconds=0.01).num_workers == 0
+
 
 class TestTwins:
     def test_gives_the_same_batches(self):

@@ -152,7 +152,7 @@ def _try(loader: DataLoader[Any], target: Target, num_workers: int, seconds: flo
     twin = with_workers(loader, num_workers)
     start = time.perf_counter()
     with iter(Feeder(twin, target)) as feed:
-        if next(feed, None) is None:
+        if next(feed, feed) is feed:
             raise OptionError("tune_workers: the loader must give a batch, got none. Check its dataset and sampler.")
         begin = now = time.perf_counter()
         num_batches = 0
