@@ -198,6 +198,11 @@ class TestCommand:
         done = self.invoke("--loader", which, script(TRAIN), code=2)
         assert "Invalid value for '--loader'" in done.stderr
 
+    @pytest.mark.parametrize("headroom", ["-1", "100"])
+    def test_headroom_is_a_part_of_the_memory(self, script, headroom):
+        done = self.invoke("--batch-size", "--headroom", headroom, script(TRAIN), code=2)
+        assert "Invalid value for '--headroom'" in done.stderr
+
     def test_batches_without_rows(self, script, monkeypatch):
         monkeypatch.setattr(tune, "try_rows", lambda *args: {"num_rows": 0, "fits": True, "peak_bytes": None})
         done = self.invoke("--batch-size", script(TRAIN), code=1)

@@ -32,7 +32,13 @@ _NO_ROWS = (
     help="Which DataLoader, in the order they are used.",
 )
 @click.option("--seconds", default=3.0, show_default=True, help="How long to load data with each number of workers.")
-@click.option("--headroom", default=5.0, show_default=True, help="Percent of each GPU's memory that stays free.")
+@click.option(
+    "--headroom",
+    type=click.FloatRange(min=0, max=100, max_open=True),
+    default=5.0,
+    show_default=True,
+    help="Percent of each GPU's memory that stays free.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: everything that was tried.")
 @click.option("--trial", nargs=2, type=(int, click.Path(path_type=Path)), hidden=True)
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
