@@ -174,6 +174,20 @@ def test_what_a_killed_saver_left_is_cleared_or_put_back(tmp_path: Path) -> None
     assert checkpoints.load(1) == {"value": "old", "step": 1}
 
 
+def test_what_only_has_the_name_of_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000001" / ".metadata").write_text("of another program")
+    (tmp_path / "step-00000002").write_text("a file")
+    everygpu.save(tmp_path / "archive", value=1)
+    (tmp_path / "step-00000003").symlink_to("archive")
+    checkpoints = CheckpointManager(tmp_path, keep=1)
+    for step in range(4, 7):
+        checkpoints.save(step)
+    assert sorted(os.listdir(tmp_path)) == ["archive", *(f"step-0000000{step}" for step in (1, 2, 3, 6))]
+    assert (tmp_path / "step-00000001" / ".metadata").read_text() == "of another program"
+    assert everygpu.load(tmp_path / "archive") == {"value": 1}
+
+
 def test_another_saver_in_the_directory_is_refused(tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path)
     checkpoints.save(1)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from everygpu.checkpoint.directory import find_replaced, remove_directory, remove_leftovers
+from everygpu.checkpoint.foreign.formats import is_native
 from everygpu.checkpoint.manifest import MANIFEST_FILE, Place, read_manifest
 from everygpu.errors import CheckpointError
 
@@ -69,7 +70,7 @@ def next_place(directory: Path, step: int, metrics: Mapping[str, float]) -> Plac
 
 
 def rotate(directory: Path, keep: int, keep_best: Mapping[str, Mode]) -> None:
-    """Remove all but the newest checkpoints and the best ones.
+    """Remove all but the newest checkpoints and the best ones; what only has the name of one stays.
 
     Args:
         directory: Of the run; nobody else may be saving there.
@@ -81,7 +82,7 @@ def rotate(directory: Path, keep: int, keep_best: Mapping[str, Mode]) -> None:
     best = [find_best(good, metric, mode) for metric, mode in keep_best.items()]
     stay = {s.path for s in [*good[:keep], *best] if s is not None}
     for old in saved:
-        if old.path not in stay:
+        if old.path not in stay and _is_ours(old.path):
             remove_directory(old.path)
 
 
@@ -96,6 +97,11 @@ def _names(directory: Path) -> set[str]:
     matches = [_NAME.fullmatch(entry.name) for entry in directory.iterdir()]
     left = [_LEFT_NAME.fullmatch(entry.name) for entry in directory.iterdir()]
     return {match[0] for match in matches if match} | {match[1] for match in left if match}
+
+
+def _is_ours(path: Path) -> bool:
+    """Tell a checkpoint, whole or damaged, from what others call so too: DCP directories, files, links to elsewhere."""
+    return is_native(path) and not path.is_symlink()
 
 
 def _look(path: Path) -> Saved:
