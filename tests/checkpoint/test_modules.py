@@ -125,3 +125,38 @@ def test_only_the_model_is_loaded_in_part(tmp_path: Path, source: Pretrained) ->
 def test_another_way_to_match_is_refused(path: Path) -> None:
     with pytest.raises(OptionError, match="got 'shape'"):
         everygpu.load(path, match="shape")  # type: ignore[arg-type]
+
+
+class Newer(nn.Module):
+    """Its values of before version 2 were a hundredth of what they are now."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        if (local_metadata.get("version") or 1) < 2:
+            state_dict[f"{prefix}weight"] = 100 * state_dict[f"{prefix}weight"]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "is_ours"),
+    [
+        (Newer(), {"prefix": "part."}, True),
+        (nn.Sequential(Newer()), {"match": "order"}, True),
+        (nn.Sequential(Newer()), {"match": "order"}, False),
+        (Newer(), {"match": "order", "prefix": "part."}, True),
+    ],
+    ids=["prefix", "order", "order, foreign", "both"],
+)
+def test_modules_learn_their_saved_version(tmp_path: Path, target: nn.Module, options: Any, is_ours: bool) -> None:
+    path, source = tmp_path / "saved", nn.ModuleDict({"part": Newer()})
+    if is_ours:
+        everygpu.save(path, model=source)
+    else:
+        torch.save(nn.DataParallel(source).state_dict(), path)
+    everygpu.load(path, model=target, **options)
+    assert values(target) == [[1, 1]]

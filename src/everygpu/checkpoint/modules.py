@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from everygpu.checkpoint.keys import clean_names, describe_mismatch, match_names, name_cleaner
 from everygpu.errors import CheckpointMismatchError
+from everygpu.keys import bare_key
 
 _LOG = logging.getLogger("everygpu")
 
@@ -55,7 +56,7 @@ def plan_module(model: nn.Module, name: str, state: Any, fit: Fit) -> Callable[[
         CheckpointMismatchError: names or shapes differ more than they may.
     """
     saved = _select(state["values"], fit.prefix)
-    versions = {path.removeprefix(fit.prefix): version for path, version in state["versions"].items()}
+    versions = _select_versions(state["versions"], fit.prefix)
     own = model.state_dict()
     pairs = _pair_by_order(name, saved, own) if fit.match == "order" else _pair_by_name(model, saved, own)
     if fit.ignore_mismatched:
@@ -65,7 +66,8 @@ def plan_module(model: nn.Module, name: str, state: Any, fit: Fit) -> Callable[[
     _check_names(name, saved, own_left, pairs, fit.strict)
     loaded = OrderedDict((pairs.get(there, there), value) for there, value in saved.items())
     # torch reads the versions from this attribute: Module.load_state_dict.
-    loaded._metadata = _own_versions(model, own, versions)  # type: ignore[attr-defined]
+    partners = _paths(pairs) if fit.match == "order" else {}
+    loaded._metadata = _own_versions(model, own, versions, partners)  # type: ignore[attr-defined]
     strict = fit.strict and len(own_left) == len(own)
     return lambda: model.load_state_dict(loaded, strict=strict)
 
@@ -78,6 +80,12 @@ def _select(saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
             f"{', '.join(list(saved)[:3])}, … Pass what stands before the names of the part to load."
         )
     return selected
+
+
+def _select_versions(saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Give versions by the path inside the part behind the prefix; the part itself has the empty path."""
+    paths = {f"{path}.".lstrip("."): version for path, version in saved.items()}
+    return {path.removeprefix(prefix)[:-1]: version for path, version in paths.items() if path.startswith(prefix)}
 
 
 def _pair_by_name(model: nn.Module, saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, str]:
@@ -150,8 +158,16 @@ def _difference(saved: object, own: object) -> str | None:
     return None
 
 
-def _own_versions(model: nn.Module, own: object, saved: Mapping[str, Any]) -> "OrderedDict[str, Any]":
+def _paths(pairs: Mapping[str, str]) -> dict[str, str]:
+    """Return the saved path of each module that has tensors, by its own path."""
+    return {here.rpartition(".")[0]: there.rpartition(".")[0] for there, here in pairs.items()}
+
+
+def _own_versions(
+    model: nn.Module, own: object, saved: Mapping[str, Any], partners: Mapping[str, str]
+) -> "OrderedDict[str, Any]":
     clean = name_cleaner(model)
-    paths = getattr(own, "_metadata", {})
-    found = ((path, saved.get(clean(f"{path}.").rstrip("."))) for path in paths)
+    paths = {path: partners.get(path, clean(f"{path}.").rstrip(".")) for path in getattr(own, "_metadata", {})}
+    # Versions in foreign files stand under paths without wrappers' segments, their tensors need not.
+    found = ((path, saved.get(there, saved.get(bare_key(there)))) for path, there in paths.items())
     return OrderedDict((path, dict(version)) for path, version in found if version is not None)
