@@ -1,6 +1,8 @@
 """What is at a path is told by its content, and what can't be read is named."""
 
+import json
 import os
+import struct
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,14 @@ def test_the_name_of_a_file_does_not_matter(tmp_path: Path, name: str, kind: str
     assert locate(path).format == ("safetensors" if kind == "safetensors" else "torch")
     assert is_foreign(path)
     assert same_state(dict(read_foreign(path).model or {}), STATE)
+
+
+@pytest.mark.parametrize("header_bytes", [128, 384, 640, 896, 1152, 1408, 2**16 + 128])
+def test_safetensors_whose_length_begins_as_a_pickle(tmp_path: Path, header_bytes: int) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}).encode().ljust(header_bytes)
+    (tmp_path / "a").write_bytes(struct.pack("<Q", header_bytes) + header + struct.pack("<6f", *[1.0] * 6))
+    assert locate(tmp_path / "a").format == "safetensors"
+    assert same_state(dict(read_foreign(tmp_path / "a").model or {}), STATE)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.safetensors"])

@@ -102,11 +102,12 @@ def _format_of(path: Path) -> Format:
         raise broken(path, f"can't be opened ({cause.strerror})") from cause
     if not head:
         raise broken(path, "is empty")
-    if head.startswith(b"PK\x03\x04") or (head[0] == 0x80 and head[1:2] <= b"\x05"):
-        return "torch"
-    # Eight letters of text, taken as a length, are far above any header's.
+    # Eight letters of text, taken as a length, are far above any header's. This comes before pickles: headers of
+    # 128 and 384 bytes, and some longer ones, have lengths that begin as those do.
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 2**40:
         return "safetensors"
+    if head.startswith(b"PK\x03\x04") or (head[0] == 0x80 and head[1:2] <= b"\x05"):
+        return "torch"
     if head.lstrip().startswith(b"{"):
         return "index"
     for magic, (what, advice) in _OTHERS.items():
