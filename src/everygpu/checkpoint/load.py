@@ -75,7 +75,7 @@ def load(
     fit = Fit(strict=strict, match=match, prefix=prefix, ignore_mismatched=ignore_mismatched)
     device = _parse_device(map_location)
     if is_foreign(Path(path)):
-        contents = _read_foreign(Path(path), targets, extras, device)
+        contents = _read_foreign(Path(path), targets, extras, device, prefix)
     else:
         contents = read_contents(Path(path), targets, device, verify)
     plans = _plan_all(contents, targets, extras, fit)
@@ -129,8 +129,10 @@ def _plan_all(
     return plans + [_plan(contents.parts, name, targets[name], fit) for name in reversed(targets)]
 
 
-def _read_foreign(path: Path, targets: dict[str, Any], extras: dict[str, Any], device: torch.device) -> Contents:
-    parts, rest = read_parts(path, targets, extras, device)
+def _read_foreign(
+    path: Path, targets: dict[str, Any], extras: dict[str, Any], device: torch.device, prefix: str
+) -> Contents:
+    parts, rest = read_parts(path, targets, extras, device, prefix)
     return Contents(
         parts={name: Part(kind=kind, state=state) for name, (kind, state) in parts.items()},
         extras={name: Part(kind=kind, state=state) for name, (kind, state) in rest.items()},

@@ -134,6 +134,27 @@ def test_lightning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert same_state(snapshot(whole.model), snapshot(model))
 
 
+@pytest.mark.parametrize("save", SAVERS)
+def test_a_prefix_that_is_given_is_not_looked_for(tmp_path: Path, save: Callable[[nn.Module, Path], Path]) -> None:
+    students = nn.ModuleDict({"student": Net(1), "teacher": Net(3)})
+    path, target = save(students, tmp_path / "ckpt"), Net(2)
+    with pytest.raises(CheckpointMismatchError, match="one prefix"):
+        everygpu.load(path, model=target)
+    everygpu.load(path, model=target, prefix="student.")
+    assert same_state(dict(target.state_dict()), dict(Net(1).state_dict()))
+    everygpu.load(save(Lit(Net(4)), tmp_path / "lit"), model=target, prefix="model.")
+    assert same_state(dict(target.state_dict()), dict(Net(4).state_dict()))
+
+
+def test_of_tied_tensors_behind_a_prefix_one_name_is_enough(tmp_path: Path) -> None:
+    state = Lit(Net(1)).state_dict()
+    del state["model.head.weight"]
+    torch.save(state, tmp_path / "ckpt")
+    target = Net(2)
+    everygpu.load(tmp_path / "ckpt", model=target, prefix="model.")
+    assert same_state(dict(target.state_dict()), dict(Net(1).state_dict()))
+
+
 def test_versions_of_modules_arrive_under_a_prefix(tmp_path: Path) -> None:
     class Versioned(nn.Linear):
         _version = 7

@@ -22,7 +22,7 @@ Part: TypeAlias = tuple[Kind, Any]
 
 
 def read_parts(
-    path: Path, targets: Mapping[str, Any], extras: Mapping[str, Any], device: torch.device
+    path: Path, targets: Mapping[str, Any], extras: Mapping[str, Any], device: torch.device, prefix: str = ""
 ) -> tuple[dict[str, Part], dict[str, Part]]:
     """Read what another program wrote as if `everygpu.save` had written it.
 
@@ -31,6 +31,7 @@ def read_parts(
         targets: Those of model, optimizer and scheduler that are wanted.
         extras: Objects to restore that the file has under their names.
         device: Where tensors go that are for neither of them.
+        prefix: Of the model's names that are wanted, where the caller has chosen; else it is looked for.
     Returns:
         The wanted parts that are there; everything else in the file.
     Raises:
@@ -41,7 +42,7 @@ def read_parts(
         _LOG.warning("%s: %s.", path, note)
     parts: dict[str, Part] = {}
     if "model" in targets:
-        parts["model"] = _module_part(found.require_model(path), found.versions, targets["model"])
+        parts["model"] = _module_part(found.require_model(path), found.versions, targets["model"], prefix)
     for name, state in (("optimizer", found.optimizer), ("scheduler", found.scheduler)):
         if name in targets and state is not None:
             parts[name] = ("state_dict", detach(state, torch.device("cpu")))
@@ -61,13 +62,17 @@ def _part(value: Any, target: object, device: torch.device) -> Part:
     return kind_of(target) if is_a_state else "plain", detach(value, device)
 
 
-def _module_part(state: Mapping[str, Any], versions: Mapping[str, Any], target: nn.Module) -> Part:
-    prefix = fit_names(state, target.state_dict().keys())
-    values = rename(state, lambda name: strip_prefix(name, prefix)) if prefix else dict(state)
-    values = _with_tied(values, target)
+def _module_part(state: Mapping[str, Any], versions: Mapping[str, Any], target: nn.Module, chosen: str = "") -> Part:
     # Tensors are copied into the module's own; extra state is kept by whoever gets it.
     cpu = torch.device("cpu")
-    values = {name: value if isinstance(value, Tensor) else detach(value, cpu) for name, value in values.items()}
+    state = {name: value if isinstance(value, Tensor) else detach(value, cpu) for name, value in state.items()}
+    if chosen:
+        part = {name.removeprefix(chosen): value for name, value in state.items() if name.startswith(chosen)}
+        values = state | {chosen + name: value for name, value in _with_tied(part, target).items()}
+        return "module", {"values": values, "versions": dict(versions)}
+    prefix = fit_names(state, target.state_dict().keys())
+    values = rename(state, lambda name: strip_prefix(name, prefix)) if prefix else state
+    values = _with_tied(values, target)
     # The module at "model" stands behind "model." too.
     paths = {f"{bare_key(path)}.".lstrip("."): version for path, version in versions.items()}
     inner = {path.removeprefix(prefix)[:-1]: about for path, about in paths.items() if path.startswith(prefix)}
