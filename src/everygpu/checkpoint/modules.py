@@ -2,11 +2,12 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from everygpu.checkpoint.keys import clean_names, describe_mismatch, match_names, name_cleaner
 from everygpu.errors import CheckpointMismatchError
@@ -63,11 +64,11 @@ def plan_module(model: nn.Module, name: str, state: Any, fit: Fit) -> Callable[[
         saved, own_left = _leave_out_mismatched(name, saved, own, pairs)
     else:
         own_left = own
-    _check_names(name, saved, own_left, pairs, fit.strict)
+    own_versions = _own_versions(model, own, versions, _paths(pairs) if fit.match == "order" else {})
+    _check_names(name, saved, own_left, pairs, fit.strict, _made_by_torch(model, own_versions, set(pairs.values())))
     loaded = OrderedDict((pairs.get(there, there), value) for there, value in saved.items())
     # torch reads the versions from this attribute: Module.load_state_dict.
-    partners = _paths(pairs) if fit.match == "order" else {}
-    loaded._metadata = _own_versions(model, own, versions, partners)  # type: ignore[attr-defined]
+    loaded._metadata = own_versions  # type: ignore[attr-defined]
     strict = fit.strict and len(own_left) == len(own)
     return lambda: model.load_state_dict(loaded, strict=strict)
 
@@ -131,10 +132,15 @@ def _leave_out_mismatched(
 
 
 def _check_names(
-    name: str, saved: Mapping[str, Any], own: Mapping[str, Any], pairs: Mapping[str, str], strict: bool
+    name: str,
+    saved: Mapping[str, Any],
+    own: Mapping[str, Any],
+    pairs: Mapping[str, str],
+    strict: bool,
+    optional: Set[str],
 ) -> None:
     pairs = {there: here for there, here in pairs.items() if there in saved}
-    missing = sorted(own.keys() - pairs.values()) if strict else []
+    missing = sorted(own.keys() - pairs.values() - optional) if strict else []
     unexpected = sorted(saved.keys() - pairs.keys()) if strict else []
     differing = {there: _difference(saved[there], own[here]) for there, here in pairs.items()}
     shapes = {there: what for there, what in differing.items() if what is not None}
@@ -156,6 +162,14 @@ def _difference(saved: object, own: object) -> str | None:
     if saved.is_complex() and not own.is_complex():
         return f"{saved.dtype} in the checkpoint, {own.dtype} in the target"
     return None
+
+
+def _made_by_torch(model: nn.Module, versions: Mapping[str, Any], found: Set[str]) -> set[str]:
+    """Name the counters that BatchNorm's states of before its version 2 lack, in PyTorch 0.4.0: it keeps its own."""
+    norms = [path for path, module in model.named_modules(remove_duplicate=False) if isinstance(module, _NormBase)]
+    old = [path for path in norms if (versions.get(path, {}).get("version") or 1) < 2]
+    names = [(f"{path}.running_mean".lstrip("."), f"{path}.num_batches_tracked".lstrip(".")) for path in old]
+    return {counter for mean, counter in names if mean in found}
 
 
 def _paths(pairs: Mapping[str, str]) -> dict[str, str]:

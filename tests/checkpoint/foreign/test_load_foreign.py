@@ -172,6 +172,20 @@ def test_versions_of_modules_arrive_under_a_prefix(tmp_path: Path) -> None:
     assert target.seen == 7
 
 
+@pytest.mark.parametrize("wrap", [WRAPPERS["bare"], WRAPPERS["dp"], WRAPPERS["compiled"]])
+def test_batch_norm_of_before_it_counted_batches(tmp_path: Path, wrap: Wrap) -> None:
+    state = nn.Sequential(nn.BatchNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True)).state_dict()
+    old = {name: tensor + 1 for name, tensor in state.items() if not name.endswith("num_batches_tracked")}
+    torch.save(old, tmp_path / "old.pt")
+    target = nn.Sequential(nn.BatchNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True))
+    everygpu.load(tmp_path / "old.pt", model=wrap(target))
+    assert same_state(dict(target.state_dict()), {**state, **old})
+    del state["0.num_batches_tracked"]  # but its version says that it should be there
+    torch.save(state, tmp_path / "new.pt")
+    with pytest.raises(CheckpointMismatchError, match=r"(?s)1 missing.*0\.num_batches_tracked"):
+        everygpu.load(tmp_path / "new.pt", model=wrap(target))
+
+
 def test_several_models_load_under_their_names(tmp_path: Path) -> None:
     saved = {"G": Net(1).state_dict(), "D": {"state_dict": Lit(Net(2), "net").state_dict()}, "step": 5}
     torch.save(saved, tmp_path / "gan.pt")
