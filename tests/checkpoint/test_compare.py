@@ -101,6 +101,16 @@ def test_extra_state() -> None:
     assert found.kind == "value"
 
 
+@pytest.mark.parametrize("kind", [lambda tensor: tensor, lambda tensor: tensor.numpy()], ids=["tensor", "array"])
+def test_tensors_in_extra_state_are_compared_whole(kind: Any) -> None:
+    a = torch.zeros(5000)
+    b = a.clone()
+    b[2500] = 1e-9
+    assert differ({"scale": [kind(a)], "n": 1}, {"scale": [kind(a.clone())], "n": 1}) is None
+    for other in (b, b[:3], a.double()):
+        assert differ({"scale": [kind(a)]}, {"scale": [kind(other)]}) is not None
+
+
 def test_progress_is_told_for_every_entry() -> None:
     steps: list[int] = []
     compare({"a": torch.ones(1), "b": torch.ones(1)}, {"c": torch.ones(1)}, advance=steps.append)

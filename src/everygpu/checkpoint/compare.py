@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from everygpu.keys import align_keys
+from everygpu.tree import map_leaves
 
 Kind: TypeAlias = Literal["only in A", "only in B", "shape", "dtype", "value"]
 
@@ -78,7 +79,7 @@ def _compare_entry(
         return Difference(name=name, kind="only in B", detail=_describe(b[name]))
     x, y = a[name], b[name]
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-        return None if repr(x) == repr(y) else Difference(name=name, kind="value", detail="extra state")
+        return None if _same_value(x, y) else Difference(name=name, kind="value", detail="extra state")
     if x.shape != y.shape:
         return Difference(name=name, kind="shape", detail=f"{tuple(x.shape)} and {tuple(y.shape)}")
     if x.dtype != y.dtype:
@@ -101,6 +102,27 @@ def _compare_values(name: str, x: Tensor, y: Tensor, rtol: float, atol: float) -
     largest = torch.maximum(u.abs(), v.abs())
     relative = torch.where(gap == 0, 0.0, gap / largest).nan_to_num(nan=torch.inf)
     return Difference(name=name, kind="value", max_abs=gap.max().item(), max_rel=relative.max().item())
+
+
+def _same_value(x: Any, y: Any) -> bool:
+    """Compare what modules give as extra state: printed, tensors lack digits, and large ones their middle."""
+    skeletons, tensors = zip(*(_take_apart(value) for value in (x, y)))
+    if repr(skeletons[0]) != repr(skeletons[1]) or len(tensors[0]) != len(tensors[1]):
+        return False
+    return all(_compare_entry("", {"": u}, {"": v}, 0.0, 0.0) is None for u, v in zip(*tensors))
+
+
+def _take_apart(value: Any) -> tuple[Any, list[Tensor]]:
+    found: list[Tensor] = []
+
+    def put_aside(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+            return "a tensor"
+        is_array = hasattr(leaf, "dtype") and hasattr(leaf, "tolist")
+        return (str(leaf.dtype), leaf.shape, leaf.tolist()) if is_array else leaf
+
+    return map_leaves(put_aside, value), found
 
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:
