@@ -173,6 +173,15 @@ def test_dtype_is_for_floating_point_only(tmp_path: Path) -> None:
     assert dtypes == {"f": torch.bfloat16, "i": torch.int64, "c": torch.complex64}
 
 
+@pytest.mark.parametrize("name", ["b.pt", "b"])
+def test_tied_tensors_stay_tied_in_another_dtype(tmp_path: Path, name: str) -> None:
+    torch.save(Net(1).state_dict(), tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / name, dtype=torch.float16)
+    state = read_any(tmp_path / name).model or {}
+    assert state["embed.weight"].dtype == torch.float16
+    assert state["embed.weight"].data_ptr() == state["head.weight"].data_ptr()
+
+
 def test_a_section_of_ours_and_of_others(tmp_path: Path) -> None:
     everygpu.save(tmp_path / "a", model=Net(1), ema=Net(2))
     torch.save({"model": Net(1).state_dict(), "ema": Net(2).state_dict()}, tmp_path / "a.pt")

@@ -21,6 +21,7 @@ from everygpu.checkpoint.output import write_dcp, write_safetensors, write_torch
 from everygpu.checkpoint.rng import plan_rng_restore, take_rng_states
 from everygpu.checkpoint.save import save
 from everygpu.checkpoint.states import Kind
+from everygpu.checkpoint.tensors import identity
 from everygpu.errors import CheckpointContentError, CheckpointError, CheckpointForeignError, OptionError
 
 Target: TypeAlias = Literal["everygpu", "torch", "safetensors", "dcp"]
@@ -82,7 +83,7 @@ def convert(
     contents = read_any(source, section=section)
     model = contents.require_model(source)
     new_name = _renamer(model, strip_prefix, add_prefix)
-    model = {name: _cast(value, dtype) for name, value in rename(model, new_name).items()}
+    model = _cast(rename(model, new_name), dtype)
     versions = {new_name(f"{path}.".lstrip(".")).rstrip("."): about for path, about in contents.versions.items()}
     try:
         left_out = _write(destination, target, contents, model, versions)
@@ -121,8 +122,19 @@ def _renamer(model: Mapping[str, Any], strip: str, add: str) -> Callable[[str], 
     return lambda name: add + name.removeprefix(strip)
 
 
-def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and dtype and value.is_floating_point() else value
+def _cast(model: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
+    """Cast floating-point tensors, those that are tied to one that is tied."""
+    casts: dict[object, Tensor] = {}
+
+    def cast(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == dtype:
+            return value
+        key = identity(value) if value.layout == torch.strided and value.numel() else id(value)
+        if key not in casts:
+            casts[key] = value.to(dtype)
+        return casts[key]
+
+    return model if dtype is None else {name: cast(value) for name, value in model.items()}
 
 
 def _write(
