@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from everygpu.checkpoint.contents import read_any
 from everygpu.checkpoint.encode import encode
 from everygpu.checkpoint.foreign import Contents
+from everygpu.checkpoint.foreign.formats import locate
 from everygpu.checkpoint.foreign.prefixes import rename
 from everygpu.checkpoint.foreign.sections import is_state
 from everygpu.checkpoint.load import load
@@ -22,7 +23,13 @@ from everygpu.checkpoint.rng import plan_rng_restore, take_rng_states
 from everygpu.checkpoint.save import save
 from everygpu.checkpoint.states import Kind
 from everygpu.checkpoint.tensors import identity
-from everygpu.errors import CheckpointContentError, CheckpointError, CheckpointForeignError, OptionError
+from everygpu.errors import (
+    CheckpointContentError,
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointForeignError,
+    OptionError,
+)
 
 Target: TypeAlias = Literal["everygpu", "torch", "safetensors", "dcp"]
 
@@ -110,6 +117,21 @@ def _check_destination(destination: Path, target: Target, overwrite: bool) -> No
         raise CheckpointForeignError(
             f"convert: the destination must be free, got {destination}, which exists. Pass --overwrite to replace it."
         )
+    if not destination.is_dir() and not _is_weights_file(destination):
+        raise CheckpointForeignError(
+            f"convert: the destination must be free or hold a checkpoint, got the file {destination}, which is none. "
+            f"Choose another one, or remove it yourself."
+        )
+
+
+def _is_weights_file(path: Path) -> bool:
+    """Tell a file of torch.save or safetensors, also one that was cut off, from what else may have been meant."""
+    try:
+        return locate(path).format in ("torch", "safetensors")
+    except CheckpointDamagedError:  # empty
+        return True
+    except CheckpointForeignError:
+        return False
 
 
 def _renamer(model: Mapping[str, Any], strip: str, add: str) -> Callable[[str], str]:
