@@ -186,6 +186,12 @@ def test_read_only_arrays_are_stored_without_a_warning() -> None:
         np.array(["x"]),
         np.array([None]),
         np.datetime64("2020-01-01"),
+        np.datetime64("2020-01-01", "ns"),
+        np.timedelta64(1, "ns"),
+        np.ma.masked_array([1, 2], mask=[False, True]),
+        np.arange(3, dtype=np.dtype(int).newbyteorder()),
+        nn.parameter.UninitializedParameter(),
+        {"\ud800": torch.ones(1)},
         10**5000,
         torch.eye(2).to_sparse(),
         torch.ones(2, device="meta"),
@@ -195,6 +201,20 @@ def test_read_only_arrays_are_stored_without_a_warning() -> None:
 def test_what_has_no_place_is_refused_with_its_path(value: object) -> None:
     with pytest.raises(CheckpointContentError, match=r"extras\.config\.1"):
         encode({"config": [0, value]}, "extras", {})
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=layout)
+    with pytest.raises(CheckpointContentError, match="at extras"):
+        encode(nested, "extras", {})
+
+
+def test_the_message_about_half_a_surrogate_pair_can_be_printed() -> None:
+    with pytest.raises(CheckpointContentError, match=r"at \\ud800") as caught:
+        encode({"\ud800": torch.ones(1)}, "", {})
+    assert str(caught.value).encode()
 
 
 @pytest.mark.parametrize("key", [object(), torch.tensor(1), (1, object()), frozenset({1})])

@@ -74,7 +74,7 @@ def decode(skeleton: Json, tensors: Mapping[str, Tensor]) -> Any:
 
 def _encode(value: object, path: str, tensors: dict[str, Tensor]) -> Json:
     if isinstance(value, Tensor):
-        return {"$tensor": _put_aside(value.detach(), path, tensors)}
+        return {"$tensor": _put_aside(value, path, tensors)}
     if isinstance(value, dict):
         return _encode_dict(value, path, tensors)
     if isinstance(value, tuple | list):
@@ -139,13 +139,16 @@ def _encode_key(key: object, path: str) -> Json:
 def _encode_numpy(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
     if isinstance(value, sys.modules["numpy"].generic):
         item = value.item()
-        if type(item) is type(value):  # longdouble, which Python has no number for
+        # Python has no number for longdouble; and dates and times in nanoseconds would become bare numbers.
+        if type(item) is type(value) or value.dtype.kind in "mM":
             raise unstorable(value, path)
         return _encode_scalar(item, path)
+    if hasattr(value, "mask"):  # a masked array would lose it
+        raise unstorable(value, path)
     try:
         # A copy: torch refuses negative strides and warns of arrays that can't be written to.
         return {"$array": _put_aside(torch.from_numpy(value.copy(order="C")), path, tensors)}
-    except TypeError as cause:
+    except (TypeError, ValueError) as cause:  # ValueError: bytes in another order than the machine's
         raise unstorable(value, f"{path} (dtype {value.dtype})") from cause
 
 
@@ -155,7 +158,7 @@ def _put_aside(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
     while name in tensors:
         number += 1
         name = f"{path}~{number}"
-    tensors[name] = tensor
+    tensors[name] = tensor.detach()
     return name
 
 

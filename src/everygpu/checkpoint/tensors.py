@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from everygpu.checkpoint.manifest import damaged
 from everygpu.errors import CheckpointContentError
@@ -98,12 +99,18 @@ def check_storable(tensor: Tensor, name: str) -> None:
     """Refuse tensors whose elements are not plain memory.
 
     Raises:
-        CheckpointContentError: the tensor is sparse, quantized, on the meta device or of a subclass that
-            keeps its elements elsewhere.
+        CheckpointContentError: the tensor is sparse, nested, quantized, on the meta device, not made yet or of a
+            subclass that keeps its elements elsewhere, or its name can't be written.
     """
     problem = None
     if name == _METADATA:
         problem = "one whose name the safetensors format reserves"
+    elif not _is_unicode(name):  # it would be written, and no reader could open the file
+        problem = "one whose name has half of a surrogate pair"
+    elif is_lazy(tensor):
+        problem = "one that a lazy module has not made yet"
+    elif tensor.is_nested:
+        problem = "a nested one"
     elif type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         problem = f"a {type(tensor).__name__}, which keeps its elements elsewhere"
     elif tensor.layout != torch.strided:
@@ -114,7 +121,8 @@ def check_storable(tensor: Tensor, name: str) -> None:
         problem = f"one quantized as {tensor.dtype}"
     if problem is not None:
         raise CheckpointContentError(
-            f"save: a tensor must be dense and hold its data, got {problem} at {name}. "
+            f"save: a tensor must be dense and hold its data, got {problem} at "
+            f"{name.encode(errors='backslashreplace').decode()}. "
             f"Turn it into an ordinary tensor first."
         )
 
@@ -123,6 +131,14 @@ def identity(tensor: Tensor) -> object:
     """Return what two tensors share if they are the same view of the same memory."""
     place = (tensor.device, tensor.data_ptr(), tensor.is_conj(), tensor.is_neg())
     return (*place, tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _is_unicode(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
