@@ -188,6 +188,19 @@ def test_what_only_has_the_name_of_a_checkpoint_is_left_alone(tmp_path: Path) ->
     assert everygpu.load(tmp_path / "archive") == {"value": 1}
 
 
+def test_a_relative_directory_stays_the_same_when_the_program_goes_elsewhere(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with CheckpointManager("run", keep=1, asynchronous=True) as checkpoints:
+        checkpoints.save(1)
+        monkeypatch.chdir("elsewhere")
+        path = checkpoints.save(2)
+        checkpoints.wait()
+        assert checkpoints.latest() == path == tmp_path / "run" / "step-00000002"
+    assert steps_in(tmp_path / "run") == [2]
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_another_saver_in_the_directory_is_refused(tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path)
     checkpoints.save(1)
