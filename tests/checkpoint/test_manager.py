@@ -201,6 +201,19 @@ def test_a_relative_directory_stays_the_same_when_the_program_goes_elsewhere(tmp
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
+@pytest.mark.parametrize("value", [None, "good", torch.ones(2), 10**400], ids=["none", "text", "several", "huge"])
+def test_metrics_that_are_no_numbers_are_refused(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(OptionError, match="for loss"):
+        CheckpointManager(tmp_path).save(1, metrics={"loss": value})
+    assert steps_in(tmp_path) == []
+
+
+def test_a_loss_with_its_graph_is_a_metric(tmp_path: Path) -> None:
+    checkpoints = CheckpointManager(tmp_path)
+    checkpoints.save(1, metrics={"loss": torch.ones((), requires_grad=True)})  # warnings are errors here
+    assert checkpoints.best("loss", "min") == tmp_path / "step-00000001"
+
+
 def test_another_saver_in_the_directory_is_refused(tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path)
     checkpoints.save(1)

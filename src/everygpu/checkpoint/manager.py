@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, get_args
 
+from torch import Tensor
+
 from everygpu.checkpoint.background import Background
 from everygpu.checkpoint.load import load
 from everygpu.checkpoint.lock import hold_lock
@@ -82,6 +84,7 @@ class CheckpointManager:
             `wait` returns.
         Raises:
             CheckpointError: as `everygpu.save` raises it, here or in the background since the last call.
+            OptionError: the step is no whole number from 0 on, or a metric no number.
         """
         self._background.check()
         _require_step(step)
@@ -197,8 +200,17 @@ class CheckpointManager:
 
 
 def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
-    numbers = {str(name): float(value) for name, value in metrics.items()}
+    numbers = {str(name): _number(name, value) for name, value in metrics.items()}
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def _number(metric: str, value: Any) -> float:
+    try:
+        return float(value.detach() if isinstance(value, Tensor) else value)  # float warns of a loss with a graph
+    except (TypeError, ValueError, RuntimeError, OverflowError) as cause:
+        raise OptionError(
+            f"save: a metric must be a number, got {value!r} for {metric}. Pass a float, or leave it out."
+        ) from cause
 
 
 def _require_positive(name: str, value: int) -> int:
