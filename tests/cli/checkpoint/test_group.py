@@ -26,6 +26,13 @@ def test_the_command_line_loads_no_torch_before_a_verb_is_called():
     assert run("-c", code).stdout == "False\n"
 
 
+@pytest.mark.parametrize("verb", [["show"], ["verify"], ["diff", "ours"], ["convert", "ours"]])
+def test_a_path_the_system_refuses_is_four(call, verb):
+    result = call(*verb, "a" * 300)
+    assert result.exit_code == 4
+    assert "File name too long" in result.stderr
+
+
 @pytest.mark.parametrize(("arguments", "code"), [(["ours", "a.pt"], 0), (["ours", "none"], 4)])
 def test_as_processes(here, arguments, code):
     done = run("-m", "everygpu", "checkpoint", "diff", *(str(here / name) for name in arguments))

@@ -1,8 +1,11 @@
 """``everygpu checkpoint``: look at checkpoints of any format, check, convert and compare them."""
 
 from importlib import import_module
+from typing import Any
 
 import click
+
+from everygpu.errors import CheckpointError
 
 _VERBS = {
     "convert": "convert_checkpoint",
@@ -14,6 +17,16 @@ _VERBS = {
 
 class _Group(click.Group):
     """Imports a verb when it is asked for: they need torch, which `everygpu run` must not load before its time."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # click's affair: whoever read the output has gone
+        except OSError as cause:  # such as a path that may not be looked at, or is too long
+            raise CheckpointError(
+                f"checkpoint: the paths must be ones that can be read and written, got {cause}. Check their rights."
+            ) from cause
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_VERBS)
