@@ -127,6 +127,29 @@ def test_another_way_to_match_is_refused(path: Path) -> None:
         everygpu.load(path, match="shape")  # type: ignore[arg-type]
 
 
+class Counting(nn.Linear):
+    """A module with extra state."""
+
+    calls = 0
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+def test_by_order_extra_state_goes_with_the_tensors_of_its_module(tmp_path: Path) -> None:
+    source, target = (
+        nn.ModuleDict({"a": Counting(2, 2), "b": Counting(2, 2)}),
+        nn.Sequential(Counting(2, 2), Counting(2, 2)),
+    )
+    source["a"].calls, source["b"].calls = 3, 4
+    everygpu.load(everygpu.save(tmp_path / "ckpt", model=source), model=target, match="order")
+    assert [module.calls for module in target] == [3, 4]
+    assert torch.equal(target[1].weight, source["b"].weight)
+
+
 class Newer(nn.Module):
     """Its values of before version 2 were a hundredth of what they are now."""
 

@@ -112,7 +112,19 @@ def _pair_by_order(name: str, saved: Mapping[str, Any], own: Mapping[str, Any]) 
             f"{len(theirs)}; the first without a partner is {longer[min(len(theirs), len(ours))][0]}. "
             f"Nothing was loaded; prefix= selects a part of the checkpoint."
         )
-    return {there: here for (there, _), (here, _) in zip(theirs, ours)}
+    pairs = {there: here for (there, _), (here, _) in zip(theirs, ours)}
+    return pairs | _pair_extra_states(saved, own, _paths(pairs))
+
+
+def _pair_extra_states(saved: Mapping[str, Any], own: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, str]:
+    """Pair what is no tensor as the tensors of the same modules are paired."""
+    pairs = {}
+    for here, value in own.items():
+        path, _, last = here.rpartition(".")
+        there = f"{paths.get(path, path)}.{last}".lstrip(".")
+        if not isinstance(value, Tensor) and there in saved and not isinstance(saved[there], Tensor):
+            pairs[there] = here
+    return pairs
 
 
 def _leave_out_mismatched(
