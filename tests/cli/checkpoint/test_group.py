@@ -1,17 +1,21 @@
 """The group: its help, what it loads, and the commands as real processes."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import everygpu
 
 
-def run(*arguments):
+def run(*arguments, **variables):
     where = Path(everygpu.__file__).parents[1]  # PYTHONPATH may be relative, and the fixture changes directory
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, cwd=where)
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=60, cwd=where, env=os.environ | variables
+    )
 
 
 def test_help_names_the_verbs(call):
@@ -39,3 +43,11 @@ def test_as_processes(here, arguments, code):
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ("7 equal, 0 different\n" if code == 0 else "")
+
+
+def test_names_are_shown_where_the_output_has_no_letters_for_them(here):
+    torch.save({"poids.é✓": torch.ones(1)}, here / "é.pt")
+    for verb in ("show", "verify"):
+        done = run("-m", "everygpu", "checkpoint", verb, str(here / "é.pt"), PYTHONIOENCODING="ascii")
+        assert done.returncode == 0, done.stderr
+        assert r"\xe9.pt" in done.stdout

@@ -1,5 +1,6 @@
 """What the verbs share: where to print, and text from files made harmless."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,8 +18,13 @@ def open_console() -> Console:
 
 
 def harmless(text: object) -> str:
-    """Escape what isn't printable: names come from files that anyone may have made, and a terminal obeys."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in str(text))
+    """Escape what isn't printable: names come from files that anyone may have made, and a terminal obeys.
+
+    Likewise what the output's encoding has no letter for.
+    """
+    printable = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in str(text))
+    encoding = sys.stdout.encoding or "utf-8"
+    return printable.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def plain(text: object) -> Text:
