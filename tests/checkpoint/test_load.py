@@ -199,6 +199,24 @@ def test_optimizer_tensors_do_not_depend_on_the_file(path: Path, source: Run) ->
 # What is at the path.
 
 
+def test_extra_state_does_not_depend_on_the_file(tmp_path: Path) -> None:
+    class Scaled(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"scales": [self.scale]}
+
+        def set_extra_state(self, state: Any) -> None:
+            (self.scale,) = state["scales"]
+
+    source, target = Scaled(2, 2), Scaled(2, 2)
+    source.scale, target.scale = torch.ones(9), torch.zeros(9)
+    path = everygpu.save(tmp_path / "ckpt", model=source)
+    everygpu.load(path, model=target)
+    file = path / "model.safetensors"
+    with open(file, "r+b") as stream:
+        stream.write(bytes(file.stat().st_size))
+    assert torch.equal(target.scale, source.scale)
+
+
 def test_nothing_there(tmp_path: Path) -> None:
     assert_nothing_changes(CheckpointNotFoundError, tmp_path / "none", "none with nothing there")
 
