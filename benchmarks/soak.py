@@ -1,6 +1,6 @@
 """Train for many steps: no hang, no growing memory, finite losses, and with TrainStep equal replicas at the end.
 
-python benchmarks/soak.py [--steps 10000] [--replicas 2] [--train-step]     # all GPUs, or replicas on the CPU
+python benchmarks/soak.py [--steps 10000] [--replicas 2] [--engine graphs | --train-step]   # all GPUs, or the CPU
 """
 
 import argparse
@@ -14,6 +14,7 @@ from torch import nn
 
 import everygpu
 from everygpu.bench.report import describe_machine
+from everygpu.parallel.data_parallel import ENGINES
 
 
 class Net(nn.Module):
@@ -72,11 +73,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--replicas", type=int, help="replicas on the CPU, instead of all GPUs")
     parser.add_argument("--train-step", action="store_true", help="with TrainStep, in place of the usual loop")
+    parser.add_argument("--engine", choices=ENGINES, default="auto", help="of the usual loop")
     options = parser.parse_args()
     print(json.dumps(describe_machine()))
 
     everygpu.seed_all(0)
-    model = everygpu.DataParallel(Net(), ["cpu"] * options.replicas if options.replicas else None)
+    used = ["cpu"] * options.replicas if options.replicas else None
+    model = everygpu.DataParallel(Net(), used, engine=options.engine)
     devices = model.device_ids
     step = make_step(model, whole=options.train_step)
     x, y = torch.randn(64, 3, 32, 32, device=devices[0]), torch.randint(0, 10, (64,), device=devices[0])
