@@ -12,6 +12,9 @@ from torch import nn
 
 from everygpu import keys
 
+EXTRA_STATE = "_extra_state"
+"""What ``Module.get_extra_state`` returned is saved under a name that ends so."""
+
 _MAX_LISTED = 20
 
 

@@ -57,7 +57,7 @@ def plan_module(model: nn.Module, name: str, state: Any, fit: Fit) -> Callable[[
         CheckpointMismatchError: names or shapes differ more than they may.
     """
     saved = _select(state["values"], fit.prefix)
-    versions = _select_versions(state["versions"], fit.prefix)
+    versions = select_versions(state["versions"], fit.prefix)
     own = model.state_dict()
     pairs = _pair_by_order(name, saved, own) if fit.match == "order" else _pair_by_name(model, saved, own)
     if fit.ignore_mismatched:
@@ -83,8 +83,13 @@ def _select(saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return selected
 
 
-def _select_versions(saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Give versions by the path inside the part behind the prefix; the part itself has the empty path."""
+def select_versions(saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Give versions by the path inside the part behind the prefix; the part itself has the empty path.
+
+    Args:
+        saved: By the path of each module; the one at ``model`` stands behind ``model.`` too.
+        prefix: Ends with a dot, or is empty.
+    """
     paths = {f"{path}.".lstrip("."): version for path, version in saved.items()}
     return {path.removeprefix(prefix)[:-1]: version for path, version in paths.items() if path.startswith(prefix)}
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from everygpu.checkpoint import manifest as files
 from everygpu.checkpoint.directory import find_directory
 from everygpu.checkpoint.encode import decode
+from everygpu.checkpoint.keys import EXTRA_STATE
 from everygpu.checkpoint.run_directory import is_run_directory, list_saved
 from everygpu.checkpoint.states import Kind
 from everygpu.checkpoint.tensors import read_tensors
@@ -20,8 +21,6 @@ from everygpu.errors import CheckpointDamagedError, CheckpointForeignError, Ever
 
 _LOG = logging.getLogger("everygpu")
 _MAX_READS = 5
-_EXTRA_STATE = "_extra_state"
-"""In the names of what ``Module.get_extra_state`` returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +122,7 @@ def _read_directory(directory: Path, wanted: Collection[str], device: torch.devi
 def _own_tensors(part: str, read: Callable[[str], dict[str, Tensor]], rest: dict[str, Tensor]) -> dict[str, Tensor]:
     if part == "model":
         # A module copies into tensors of its own, but keeps its extra state as it is given.
-        return {name: t.clone() if _EXTRA_STATE in name else t for name, t in read(files.MODEL_TENSORS).items()}
+        return {name: t.clone() if EXTRA_STATE in name else t for name, t in read(files.MODEL_TENSORS).items()}
     if part == "optimizer":
         # Copies: an optimizer keeps what it is given, and the file may be removed.
         return {name: tensor.clone() for name, tensor in read(files.OPTIMIZER_TENSORS).items()}

@@ -11,14 +11,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from everygpu.cli.script import run_script
-from everygpu.errors import OptionError
 from everygpu.feed.batch_size import STEPS_PER_TRIAL, limited_memory, resize
+from everygpu.feed.workers import first_batch
 from everygpu.parallel.split import find_rows
 
 OnIterate = Callable[[Any, Callable[[], Iterator[Any]]], Iterator[Any]]
 """From a DataLoader and the way to iterate it as usual, to what its consumer gets."""
-
-_NONE = object()
 
 
 class Stop(BaseException):
@@ -79,9 +77,7 @@ def run_trial(
 def _few_batches(
     iterate: Callable[[], Iterator[Any]], num_rows: int, limit_memory: Callable[[], object], seen: dict[str, Any]
 ) -> Iterator[Any]:
-    batch = next(iterate(), _NONE)
-    if batch is _NONE:
-        raise OptionError("tune: the loader must give a batch, got none. Check its dataset and sampler.")
+    batch = first_batch(iterate(), "tune")
     seen["num_rows"] = num_rows or _num_rows(batch)
     limit_memory()
     for _ in range(STEPS_PER_TRIAL):

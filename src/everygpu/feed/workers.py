@@ -152,8 +152,7 @@ def _try(loader: DataLoader[Any], target: Target, num_workers: int, seconds: flo
     twin = with_workers(loader, num_workers)
     start = time.perf_counter()
     with iter(Feeder(twin, target)) as feed:
-        if next(feed, feed) is feed:
-            raise OptionError("tune_workers: the loader must give a batch, got none. Check its dataset and sampler.")
+        first_batch(feed, "tune_workers")
         begin = now = time.perf_counter()
         num_batches = 0
         for _ in feed:
@@ -165,6 +164,20 @@ def _try(loader: DataLoader[Any], target: Target, num_workers: int, seconds: flo
     return WorkerTrial(
         num_workers=num_workers, batches_per_s=rate, first_batch_s=first_batch_s, num_batches=num_batches
     )
+
+
+def first_batch(batches: Iterator[Any], caller: str) -> Any:
+    """Return a loader's first batch.
+
+    Args:
+        batches: The loader's.
+        caller: Whose error it is.
+    Raises:
+        OptionError: there is none.
+    """
+    for batch in batches:
+        return batch
+    raise OptionError(f"{caller}: the loader must give a batch, got none. Check its dataset and sampler.")
 
 
 def _has_peaked(rates: list[float]) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from everygpu.checkpoint.foreign.prefixes import fit_names, rename, strip_prefix
 from everygpu.checkpoint.foreign.read import read_foreign
 from everygpu.checkpoint.foreign.sections import find_state
+from everygpu.checkpoint.modules import select_versions
 from everygpu.checkpoint.states import Kind, kind_of
 from everygpu.keys import bare_key
 from everygpu.tree import map_leaves
@@ -73,9 +74,7 @@ def _module_part(state: Mapping[str, Any], versions: Mapping[str, Any], target: 
     prefix = fit_names(state, target.state_dict().keys())
     values = rename(state, lambda name: strip_prefix(name, prefix)) if prefix else state
     values = _with_tied(values, target)
-    # The module at "model" stands behind "model." too.
-    paths = {f"{bare_key(path)}.".lstrip("."): version for path, version in versions.items()}
-    inner = {path.removeprefix(prefix)[:-1]: about for path, about in paths.items() if path.startswith(prefix)}
+    inner = select_versions({bare_key(path): version for path, version in versions.items()}, prefix)
     return "module", {"values": values, "versions": inner}
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from everygpu.checkpoint.keys import EXTRA_STATE
 from everygpu.checkpoint.states import Kind
 from everygpu.errors import CheckpointMismatchError
 
@@ -24,9 +25,6 @@ SCHEDULER_NAMES = (
     "lr_schedulers",
 )
 """The last of each is Lightning's, a list with one entry per optimizer."""
-
-_EXTRA_STATE = "_extra_state"
-"""What ``Module.get_extra_state`` returned is saved under a name that ends so."""
 
 _MAX_DEPTH = 3
 
@@ -112,7 +110,7 @@ def is_state(value: Any) -> bool:
         return False
     if not any(isinstance(item, Tensor) for item in value.values()):
         return False
-    return not any(_holds_tensors(item) for name, item in value.items() if not name.endswith(_EXTRA_STATE))
+    return not any(_holds_tensors(item) for name, item in value.items() if not name.endswith(EXTRA_STATE))
 
 
 def is_optimizer_state(value: Any) -> bool:
@@ -192,7 +190,7 @@ def _only_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _belongs(name: Any, value: Any) -> bool:
-    return isinstance(value, Tensor) or str(name).endswith(_EXTRA_STATE)
+    return isinstance(value, Tensor) or str(name).endswith(EXTRA_STATE)
 
 
 def _checked_versions(versions: Any) -> dict[str, dict[str, Any]]:
