@@ -5,6 +5,7 @@ python benchmarks/soak.py [--steps 10000] [--replicas 2] [--engine graphs | --tr
 
 import argparse
 import json
+import logging
 import resource
 import time
 from collections.abc import Callable
@@ -76,6 +77,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=ENGINES, default="auto", help="of the usual loop")
     options = parser.parse_args()
     print(json.dumps(describe_machine()))
+    logging.basicConfig(level=logging.INFO)  # which way steps are run, and why
 
     everygpu.seed_all(0)
     used = ["cpu"] * options.replicas if options.replicas else None

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from everygpu.devices import peer_run
 from everygpu.devices.p2p import MODULE, child_environ
 from everygpu.devices.peer_run import PairReport, Patience, examine
 
@@ -127,6 +128,7 @@ def test_process_that_cannot_be_killed_does_not_hold_us_up(monkeypatch, caplog):
             pass
 
     monkeypatch.setattr(subprocess, "Popen", Stuck)
+    monkeypatch.setattr(peer_run, "_END_S", 0.5)
     outcome = run(READY, begin(0, 1), "time.sleep(100)")
     assert outcome.pairs[0, 1].verdict == "hangs"
     assert "can't be ended" in caplog.text

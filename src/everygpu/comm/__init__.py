@@ -6,6 +6,7 @@ more, and by plain copies elsewhere. A buffer's chunks are as many equal parts o
 j-th is device j's own.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -30,6 +31,20 @@ def copy(x: Tensor, device: torch.device, *, fresh: bool = False) -> Tensor:
     if trusted_peers((x.device, device)):
         return copies.copy(x, device, fresh=fresh)
     return staged.copy(x, device)
+
+
+def connect(devices: Sequence[torch.device]) -> None:
+    """Have GPUs map each other's memory, as torch does at the first copy between two.
+
+    CUDA graphs need it before they are recorded, while it is forbidden, and so do kernels that read other GPUs' memory.
+
+    Args:
+        devices: Of any type; what isn't a CUDA device is left out.
+    Source:
+        https://github.com/pytorch/pytorch/issues/133984
+    """
+    for source, target in itertools.permutations(dict.fromkeys(d for d in devices if d.type == "cuda"), 2):
+        copy(torch.zeros(1, device=source), target)
 
 
 def fill(target: Tensor, source: Tensor) -> None:

@@ -15,6 +15,8 @@ _LOG = logging.getLogger("everygpu")
 Verdict = Literal["right", "wrong", "hangs", "untested"]
 Pair = tuple[int, int]
 _POLL_S = 0.02
+_END_S = 10.0
+"""For a killed process to be gone: on a busy machine the driver takes seconds to clean up after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +163,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     """Kill it. One that is stuck in the driver doesn't die, and isn't waited for."""
     process.kill()
     try:
-        process.wait(timeout=1)
+        process.wait(timeout=_END_S)
     except subprocess.TimeoutExpired:
         _LOG.warning("The test of copies between GPUs (process %d) can't be ended.", process.pid)
 

@@ -217,7 +217,7 @@ class DataParallel(nn.Module):
             if reach_each_other(self.device_ids):
                 self._recorder = self._make_recorder()
             else:
-                logger.info(
+                logger.warning(
                     'DataParallel: engine="graphs": replicas run in threads, as recordings need GPUs that reach each '
                     "other's memory."
                 )

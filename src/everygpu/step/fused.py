@@ -108,7 +108,7 @@ class FusedUpdate:
         self._make_row = _sgd_row if isinstance(optimizer, torch.optim.SGD) else _adam_row
         self._sent: list[list[float]] = []
         self._arena = arena
-        _open_memory(arena.devices)
+        comm.connect(arena.devices)
         self._devices = [self._lay_out(shards, j) for j in range(len(arena.devices))]
         self._rows: dict[Any, list[Tensor]] = {}
         # The fragments, by identity, whose place in the chunks has been written.
@@ -338,13 +338,6 @@ def _sgd_row(group: Options, count: int, decoupled: bool) -> list[float]:
         float(group["nesterov"]),
         group["lr"],
     ]
-
-
-def _open_memory(devices: Sequence[torch.device]) -> None:
-    """Have each device map the others' memory, as torch does at the first copy between two."""
-    for source in set(devices):
-        for target in set(devices) - {source}:
-            comm.copy(torch.zeros(1, device=source), target)
 
 
 def _block_addresses(bucket: Sequence[Tensor], me: int, plan: BucketPlan, device: torch.device) -> Tensor:

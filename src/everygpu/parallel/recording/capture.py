@@ -100,13 +100,17 @@ class Capture(Generic[Result]):
         name: Whose steps they are, for messages.
         route: How batches are cut.
         must: Raise where a step can't be recorded, and record also where hooks would no longer be called.
+        level: Of the log line that says why steps run as they are.
     """
 
-    def __init__(self, step: Recordable[Result], name: str, route: Route, *, must: bool) -> None:
+    def __init__(
+        self, step: Recordable[Result], name: str, route: Route, *, must: bool = False, level: int = logging.INFO
+    ) -> None:
         self._step = step
         self._name = name
         self._route = route
         self._must = must
+        self._level = level
         self._recordings: dict[Any, _Recording] = {}
         self._counts: dict[Any, int] = {}
         self._facts: Any = None
@@ -230,7 +234,7 @@ class Capture(Generic[Result]):
                 f"{self._name}: the step must be recordable under capture=True, but {reason}. "
                 f"Pass capture='auto' to run such steps as they are."
             )
-        logger.info("%s: steps run without CUDA graphs: %s.", self._name, reason)
+        logger.log(self._level, "%s: steps run without CUDA graphs: %s.", self._name, reason)
 
 
 class _Scene:

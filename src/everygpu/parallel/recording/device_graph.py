@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from everygpu import comm
 from everygpu.comm.streams import kept_stream
 from everygpu.parallel.thread_state import queueing_on
 
@@ -58,6 +59,7 @@ class DeviceGraph:
                 generators are as before; see ``has_replaced_generators``.
         """
         self._random = [_RandomState(d) for d in self._devices[1:]]
+        comm.connect(self._devices)
         return_memory(self._devices)
         with on_recording_streams(self._devices):
             self._begin()

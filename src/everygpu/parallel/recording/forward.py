@@ -1,6 +1,7 @@
 """The forward and the backward of all replicas, each recorded as one CUDA graph."""
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -101,7 +102,7 @@ class RecordedForward:
         self._num_patterns = 0
         # Nothing that this holds refers back to it: when a model is dropped, its memory is free at once.
         self._me = weakref.proxy(self)
-        self._capture: Capture[Outputs] = Capture(self._me, "DataParallel", route, must=False)
+        self._capture: Capture[Outputs] = Capture(self._me, "DataParallel", route, level=logging.WARNING)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
         """Run a call by its recording, making one if it is time to; None where it has to run as it is."""
