@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from everygpu import comm
-from everygpu.errors import PlacementError
+from everygpu.errors import OptimizerError, PlacementError
 from everygpu.parallel.broadcast import Look, num_uses
+from everygpu.parallel.flat import BucketPlan, plan_buckets
 from everygpu.parallel.layout import has_hooks
-from everygpu.step.flat import BucketPlan, plan_buckets
 
 PerDevice = list[Tensor]
 
@@ -28,10 +28,12 @@ class Arena:
         devices: One per replica.
     Raises:
         PlacementError: a parameter is elsewhere.
+        OptimizerError: two elements of parameters share memory.
     """
 
     def __init__(self, params: Sequence[Tensor], devices: Sequence[torch.device]) -> None:
         _check_place(params, devices[0])
+        check_memory(params)
         self.params = list(params)
         self.devices = list(devices)
         self.plans = plan_buckets(params, len(devices))
@@ -238,6 +240,35 @@ def _check_place(params: Sequence[Tensor], device: torch.device) -> None:
                 f"TrainStep: every parameter of the optimizer must be on {device}, got parameter {i} of shape "
                 f"{tuple(p.shape)} on {p.device}. Move its module there before making the optimizer."
             )
+
+
+def check_memory(params: Sequence[Tensor]) -> None:
+    """Refuse parameters of which two elements share memory: in buckets they wouldn't."""
+    spans = sorted((p.data_ptr(), p.data_ptr() + _extent_bytes(p), i) for i, p in enumerate(params) if p.data_ptr())
+    end = 0
+    together: list[int] = []
+    for begin, until, i in spans:
+        together = [*together, i] if begin < end else [i]
+        end = max(end, until)
+        addresses = torch.cat([_addresses(params[k]) for k in together]) if len(together) > 1 else None
+        spread = any(size > 1 and step == 0 for size, step in zip(params[i].shape, params[i].stride()))
+        if spread or (addresses is not None and torch.unique(addresses).numel() < addresses.numel()):
+            raise OptimizerError(
+                f"TrainStep, ShardedOptimizer: parameters must have memory of their own, got parameter {i} of shape "
+                f"{tuple(params[i].shape)}, which shares some. To tie weights, use one Parameter in both places."
+            )
+
+
+def _extent_bytes(p: Tensor) -> int:
+    return (sum((size - 1) * step for size, step in zip(p.shape, p.stride())) + 1) * p.element_size()
+
+
+def _addresses(p: Tensor) -> Tensor:
+    """List where each element is."""
+    found = torch.tensor([p.data_ptr()])
+    for size, step in zip(p.shape, p.stride()):
+        found = (found[:, None] + torch.arange(size) * (step * p.element_size())).flatten()
+    return found
 
 
 def _make_bucket(plan: BucketPlan, devices: Sequence[torch.device]) -> PerDevice:

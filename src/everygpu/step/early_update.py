@@ -10,15 +10,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from everygpu import comm
+from everygpu.parallel.flat import BLOCK_NUMEL, block_addresses, lay_out
 from everygpu.parallel.recording.marks import Marks
 from everygpu.parallel.thread_state import queueing_on
 from everygpu.step.arena import Arena
-from everygpu.step.flat import BLOCK_NUMEL, Slot
 from everygpu.step.fused import FusedUpdate, Rows, meet
 from everygpu.step.update import clip_factor
-
-ALIGNMENT_BYTES = 16
-"""Of what the kernels load at a time."""
 
 
 class EarlyUpdate:
@@ -123,13 +120,7 @@ class EarlyUpdate:
             return
         for b, plan in enumerate(self._arena.plans):
             for me, table in enumerate(row[b] for row in self._sources):
-                found = torch.zeros(table.shape, dtype=table.dtype)
-                for piece in plan.pieces(me):
-                    steps = (piece.offset + torch.arange(0, piece.numel, BLOCK_NUMEL)) * plan.dtype.itemsize
-                    for source, grads in enumerate(self._grads):
-                        if piece.index in grads:
-                            found[source, piece.blocks] = grads[piece.index].data_ptr() + steps
-                table.copy_(found)
+                table.copy_(torch.stack([block_addresses(plan, me, grads) for grads in self._grads]))
         self._is_settled = True
 
     def _mark_buckets(self) -> list[Any]:
@@ -148,7 +139,7 @@ class EarlyUpdate:
         for b, slot in ((b, slot) for b, plan in enumerate(self._arena.plans) for slot in plan.slots):
             grad = tensors[slot.index].grad
             if slot.index in self.rows.row_of or grad is not None:
-                taken[slot.index] = _as_laid_out(grad, slot, tensors[slot.index])
+                taken[slot.index] = lay_out(grad, slot, tensors[slot.index])
                 if taken[slot.index] is not grad:  # it is made only now
                     self._marks.forget(b, replica)
         return taken
@@ -160,16 +151,6 @@ class EarlyUpdate:
         for tensors in self._replicas():
             for t in tensors:
                 t.grad = None
-
-
-def _as_laid_out(grad: Tensor | None, slot: Slot, like: Tensor) -> Tensor:
-    """Return a gradient whose memory is in the order of its parameter's slot, and aligned: itself, most often."""
-    if grad is not None and grad.stride() == slot.strides and grad.data_ptr() % ALIGNMENT_BYTES == 0:
-        return grad
-    laid = torch.zeros(slot.numel, dtype=like.dtype, device=like.device)
-    if grad is not None:
-        laid.as_strided(slot.shape, slot.strides).copy_(grad)
-    return laid
 
 
 def _on_accumulation(t: Tensor, note: Callable[[Tensor], None]) -> Any:

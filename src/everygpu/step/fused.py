@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from everygpu import comm
 from everygpu.devices.p2p import reach_each_other
+from everygpu.parallel.flat import BLOCK_NUMEL, BucketPlan, block_lengths
 from everygpu.parallel.thread_state import queueing_on
 from everygpu.step.arena import Arena
-from everygpu.step.flat import BLOCK_NUMEL, BucketPlan
 from everygpu.step.shards import Fragment, Shards, State
 
 Options = Mapping[str, Any]
@@ -218,7 +218,7 @@ class FusedUpdate:
             ],
             squares=[torch.zeros(plan.chunk_numel // BLOCK_NUMEL, device=device) for plan in arena.plans],
             one=torch.ones((), device=device),
-            lengths=[_block_lengths(plan, me).to(device) for plan in arena.plans],
+            lengths=[block_lengths(plan, me).to(device) for plan in arena.plans],
             states=states,
             addresses=[[chunk.data_ptr() for chunk in chunks] for chunks in states],
             options=torch.zeros(max(1, len(arena.params)), self._num_columns(), device=device),
@@ -345,15 +345,6 @@ def _block_addresses(bucket: Sequence[Tensor], me: int, plan: BucketPlan, device
     starts = torch.tensor([flat.data_ptr() + me * plan.chunk_numel * flat.element_size() for flat in bucket])
     steps = torch.arange(0, plan.chunk_numel, BLOCK_NUMEL) * bucket[0].element_size()
     return (starts[:, None] + steps).to(device)
-
-
-def _block_lengths(plan: BucketPlan, me: int) -> Tensor:
-    lengths = torch.zeros(plan.chunk_numel // BLOCK_NUMEL, dtype=torch.int32)
-    for piece in plan.pieces(me):
-        lengths[piece.blocks] = BLOCK_NUMEL
-        if piece.numel % BLOCK_NUMEL:
-            lengths[piece.blocks.stop - 1] = piece.numel % BLOCK_NUMEL
-    return lengths
 
 
 def _addresses(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from everygpu.step.flat import BLOCK_NUMEL
+from everygpu.parallel.flat import BLOCK_NUMEL
 
 ADAM_COLUMNS = ("sign", "decay", "l2", "beta1", "rest1", "beta2", "rest2", "eps", "step_size", "inverse_root2")
 """Of a row of the table of options; ``rest`` is one minus beta, ``inverse_root2`` 1 / sqrt(1 - beta2 ** step)."""

@@ -11,7 +11,8 @@ from torch.utils.hooks import RemovableHandle
 from everygpu import comm
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import OptimizerError
-from everygpu.step.flat import BucketPlan, plan_buckets
+from everygpu.parallel.flat import BucketPlan, plan_buckets
+from everygpu.step.arena import check_memory
 from everygpu.step.shards import ELEMENTWISE, Shards, State, can_shard
 
 _OWNER = "_everygpu_sharded"
@@ -270,6 +271,7 @@ class _ChunkMemory:
     """Each device's chunks, where parameters and gradients are on the primary device."""
 
     def __init__(self, params: Sequence[Tensor], devices: Sequence[torch.device]) -> None:
+        check_memory(params)
         self.params = list(params)
         self._known = [_shape_of(p) for p in params]
         self.plans = plan_buckets(params, len(devices))

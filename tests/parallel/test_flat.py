@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from everygpu.step.flat import BLOCK_NUMEL, plan_buckets
+from everygpu.parallel.flat import BLOCK_NUMEL, plan_buckets
 
 shapes = st.lists(st.lists(st.integers(0, 40), min_size=0, max_size=3), min_size=1, max_size=8)
 

@@ -1,16 +1,18 @@
 """Parameters side by side in flat buckets, each cut into one chunk per device."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from everygpu.errors import OptimizerError
 from everygpu.parallel.broadcast import dense_strides, group_by_storage, storage_offsets
 
 BLOCK_NUMEL = 1024
 """Parameters begin at, and chunks are whole multiples of: what one program of an update kernel works on."""
+
+ALIGNMENT_BYTES = 16
+"""Of what the kernels load at a time."""
 
 BUCKET_BYTES = 16 * 2**20
 """Size at which a bucket is closed: large enough for full bandwidth, small enough that the last, which no backward
@@ -87,46 +89,25 @@ def plan_buckets(params: Sequence[Tensor], num_chunks: int, limit_bytes: int = B
         limit_bytes: Size at which a bucket is closed; a larger parameter has one of its own.
     Returns:
         Buckets in the order in which backward usually finishes them: the last parameters first.
-    Raises:
-        OptimizerError: two elements share memory, which in the buckets they wouldn't.
     """
-    _check_memory(params)
     backwards = range(len(params))[::-1]
     return [
-        _plan_bucket(params, members, num_chunks, together)
+        plan_bucket(params, members, num_chunks, together=together)
         for members, together in group_by_storage(params, backwards, limit_bytes)
     ]
 
 
-def _check_memory(params: Sequence[Tensor]) -> None:
-    spans = sorted((p.data_ptr(), p.data_ptr() + _extent_bytes(p), i) for i, p in enumerate(params) if p.data_ptr())
-    end = 0
-    together: list[int] = []
-    for begin, until, i in spans:
-        together = [*together, i] if begin < end else [i]
-        end = max(end, until)
-        addresses = torch.cat([_addresses(params[k]) for k in together]) if len(together) > 1 else None
-        spread = any(size > 1 and step == 0 for size, step in zip(params[i].shape, params[i].stride()))
-        if spread or (addresses is not None and torch.unique(addresses).numel() < addresses.numel()):
-            raise OptimizerError(
-                f"TrainStep, ShardedOptimizer: parameters must have memory of their own, got parameter {i} of shape "
-                f"{tuple(params[i].shape)}, which shares some. To tie weights, use one Parameter in both places."
-            )
+def plan_bucket(
+    params: Sequence[Tensor], members: Sequence[int], num_chunks: int, *, together: bool = False
+) -> BucketPlan:
+    """Lay parameters out in one bucket.
 
-
-def _extent_bytes(p: Tensor) -> int:
-    return (sum((size - 1) * step for size, step in zip(p.shape, p.stride())) + 1) * p.element_size()
-
-
-def _addresses(p: Tensor) -> Tensor:
-    """List where each element is."""
-    found = torch.tensor([p.data_ptr()])
-    for size, step in zip(p.shape, p.stride()):
-        found = (found[:, None] + torch.arange(size) * (step * p.element_size())).flatten()
-    return found
-
-
-def _plan_bucket(params: Sequence[Tensor], members: Sequence[int], num_chunks: int, together: bool) -> BucketPlan:
+    Args:
+        params: Strided; of any shapes.
+        members: Which of them, in order, as indices; of one dtype.
+        num_chunks: Devices that share the work.
+        together: They lie side by side in one storage, and stay so.
+    """
     tensors = [params[i] for i in members]
     starts, end = storage_offsets(tensors) if together else _block_offsets(tensors)
     slots = [
@@ -145,3 +126,51 @@ def _block_offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
         offsets.append(end)
         end += -(-t.numel() // BLOCK_NUMEL) * BLOCK_NUMEL
     return offsets, end
+
+
+def block_lengths(plan: BucketPlan, chunk: int) -> Tensor:
+    """Return how many elements of a parameter are in each block of a chunk; shape (blocks,), int32."""
+    lengths = torch.zeros(plan.chunk_numel // BLOCK_NUMEL, dtype=torch.int32)
+    for piece in plan.pieces(chunk):
+        lengths[piece.blocks] = BLOCK_NUMEL
+        if piece.numel % BLOCK_NUMEL:
+            lengths[piece.blocks.stop - 1] = piece.numel % BLOCK_NUMEL
+    return lengths
+
+
+def block_addresses(plan: BucketPlan, chunk: int, tensors: Mapping[int, Tensor], missing: int = 0) -> Tensor:
+    """Return where the blocks of a chunk are in memory beside the bucket; shape (blocks,), int64.
+
+    Args:
+        plan: Every parameter begins with a block.
+        chunk: Which chunk.
+        tensors: By parameter, laid out as its slot.
+        missing: The address of blocks that have none.
+    """
+    found = torch.full((plan.chunk_numel // BLOCK_NUMEL,), missing, dtype=torch.int64)
+    for piece in plan.pieces(chunk):
+        if piece.index in tensors:
+            steps = (piece.offset + torch.arange(0, piece.numel, BLOCK_NUMEL)) * plan.dtype.itemsize
+            found[piece.blocks] = tensors[piece.index].data_ptr() + steps
+    return found
+
+
+def is_laid_out(t: Tensor, slot: Slot) -> bool:
+    """Tell whether a tensor's memory is in the order of a slot, and aligned as kernels need it."""
+    return t.stride() == slot.strides and t.data_ptr() % ALIGNMENT_BYTES == 0
+
+
+def lay_out(grad: Tensor | None, slot: Slot, like: Tensor) -> Tensor:
+    """Return a gradient laid out as its parameter's slot: itself, most often.
+
+    Args:
+        grad: None for zeros.
+        slot: The parameter's.
+        like: Gives dtype and device.
+    """
+    if grad is not None and is_laid_out(grad, slot):
+        return grad
+    laid = torch.zeros(slot.numel, dtype=like.dtype, device=like.device)
+    if grad is not None:
+        laid.as_strided(slot.shape, slot.strides).copy_(grad)
+    return laid
