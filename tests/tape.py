@@ -18,8 +18,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_iter, tree_map_only
 
+import everygpu.comm
 import everygpu.step
 from everygpu import DataParallel
+from everygpu.parallel.recording.movers import fits_kernels
 from everygpu.parallel.replicate import ReplicaSet
 from everygpu.parallel.sharded_batch import ShardedBatch
 from everygpu.parallel.thread_state import ThreadState
@@ -226,10 +228,10 @@ def current_tape() -> Tape | None:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> None:
-    """Have ``TrainStep`` record steps of CPU replicas.
+    """Have ``TrainStep`` and ``DataParallel`` record work of CPU replicas.
 
     Args:
-        fused: Have it update by kernels, also while backward goes on.
+        fused: Have them use kernels, also while backward goes on.
     """
     monkeypatch.setattr("everygpu.step.train_step._can_capture", lambda model, capture: capture is not False)
     monkeypatch.setattr(sys.modules[DataParallel.__module__], "reach_each_other", lambda devices: True)
@@ -239,11 +241,17 @@ def install(monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> None:
     # Writes that torch doesn't count are looked for on the CPU; on GPUs that would take too long.
     monkeypatch.setattr(sys.modules[ReplicaSet.__module__], "trusts_versions", lambda devices: True)
     monkeypatch.setattr("everygpu.step.arena.Arena._differs", lambda arena, bucket: False)
+    queue = _install_streams(monkeypatch)
     if fused:
-        _install_kernels(monkeypatch)
+        kernels = torch_kernels.Kernels(queue)
+        monkeypatch.setattr("everygpu.step.holders.can_fuse", has_kernel)
+        monkeypatch.setattr("everygpu.parallel.recording.bundle.can_use_kernels", fits_kernels)
+        for package in (everygpu.step, everygpu.comm):
+            monkeypatch.setattr(package, "kernels", kernels, raising=False)
 
 
-def _install_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def _install_streams(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Act streams out; return what queues kernels."""
     current: list[_Stream] = []
 
     @contextlib.contextmanager
@@ -265,12 +273,11 @@ def _install_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         streams.append(_Stream())
         return streams[-1]
 
-    monkeypatch.setattr("everygpu.step.holders.can_fuse", has_kernel)
-    monkeypatch.setattr(everygpu.step, "kernels", torch_kernels.Kernels(queue), raising=False)
     monkeypatch.setattr("everygpu.parallel.recording.marks.kept_stream", new_stream)
-    for module in ("parallel.recording.marks", "step.early_update"):
+    for module in ("parallel.recording.marks", "parallel.recording.movers", "step.early_update"):
         monkeypatch.setattr(f"everygpu.{module}.queueing_on", queueing_on)
     monkeypatch.setattr("torch.cuda.current_stream", lambda device: _Stream())
+    return queue
 
 
 def _run_again(func: Any, args: Any, kwargs: Any, targets: Sequence[tuple[int, Tensor]]) -> None:

@@ -1,4 +1,4 @@
-"""What ``everygpu.step.kernels`` does, written with torch for the CPU: by addresses, block by block."""
+"""What ``everygpu.step.kernels`` and ``everygpu.comm.kernels`` do, written with torch: by addresses, block by block."""
 
 import ctypes
 import functools
@@ -15,7 +15,7 @@ Rule = Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[float]], Tensor]
 
 
 class Kernels:
-    """In place of the module.
+    """In place of both modules.
 
     Args:
         queue: Called with a function and the tensors to call it with, which it does at the right time.
@@ -36,6 +36,39 @@ class Kernels:
 
     def run_reduce(self, *tensors: Tensor, me: int) -> None:
         self._queue(_reduce, *tensors)
+
+    def run_send(self, *tables: Tensor, **numbers: Any) -> None:
+        self._queue(functools.partial(_send, **numbers), *tables)
+
+    def run_add(self, *tables: Tensor, **numbers: Any) -> None:
+        self._queue(functools.partial(_add, **numbers), *tables)
+
+
+def _send(
+    sources: Tensor, lengths: Tensor, targets: Tensor, *, dtype: torch.dtype, block: int, begin: int, me: int
+) -> None:
+    for k, (source, length) in enumerate(zip(sources.tolist(), lengths.tolist())):
+        for target in targets.tolist() if length else ():
+            place = target + dtype.itemsize * (begin + k * block)
+            _at(place, length, dtype).copy_(_at(source, length, dtype))
+
+
+def _add(
+    sources: Tensor,
+    lengths: Tensor,
+    targets: Tensor,
+    *,
+    dtype: torch.dtype,
+    block: int,
+    begin: int,
+    index: int,
+    me: int,
+) -> None:
+    for k, length in enumerate(lengths.tolist()):
+        if length:
+            found = [_at(address, length, dtype) for address in sources[:, k].tolist()]
+            place = int(targets[index]) + dtype.itemsize * (begin + k * block)
+            _at(place, length, dtype).copy_(sum(found))
 
 
 def _reduce(grads: Tensor, target: Tensor, squares: Tensor, rows: Tensor, lengths: Tensor) -> None:
@@ -96,10 +129,10 @@ def _sgd(value: Tensor, grad: Tensor, states: Sequence[Tensor], options: Sequenc
     return value - lr * grad
 
 
-def _at(address: int, numel: int) -> Tensor:
+def _at(address: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Find memory by its address, where the kernels would load it 16 bytes at a time."""
-    assert address, "no address for a block that is updated"
+    assert address, "no address for a block that is used"
     assert address % 16 == 0, "not aligned as the kernels need it"
     if not numel:
-        return torch.empty(0)
-    return torch.frombuffer((ctypes.c_float * numel).from_address(address), dtype=torch.float32)
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer((ctypes.c_char * (numel * dtype.itemsize)).from_address(address), dtype=dtype)

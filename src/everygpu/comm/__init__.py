@@ -47,6 +47,11 @@ def connect(devices: Sequence[torch.device]) -> None:
         copy(torch.zeros(1, device=source), target)
 
 
+def has_triton() -> bool:
+    """Tell whether there are kernels that read and write other GPUs' memory; see ``everygpu.comm.kernels``."""
+    return bool(torch.utils._triton.has_triton())
+
+
 def fill(target: Tensor, source: Tensor) -> None:
     """Copy a tensor into another, on any device.
 

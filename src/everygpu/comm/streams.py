@@ -1,6 +1,7 @@
 """Streams of our own, beside those that users compute on."""
 
 import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -17,3 +18,13 @@ def kept_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
         purpose: Any name; different ones have different streams.
     """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def meet(devices: Sequence[torch.device]) -> None:
+    """Have all devices' current streams wait for each other, as kernels read and write the others' memory."""
+    streams = [torch.cuda.current_stream(d) for d in devices if d.type == "cuda"]
+    events = [stream.record_event() for stream in streams]
+    for stream in streams:
+        for other, event in zip(streams, events):
+            if other is not stream:
+                stream.wait_event(event)

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from everygpu.parallel.broadcast import dense_strides, group_by_storage, storage_offsets
 
+Grads = Sequence[Tensor | None]
+"""Of some parameters, None where one took no part."""
+
 BLOCK_NUMEL = 1024
 """Parameters begin at, and chunks are whole multiples of: what one program of an update kernel works on."""
 

@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from everygpu import comm
+from everygpu.comm.streams import meet
 from everygpu.parallel.flat import BLOCK_NUMEL, block_addresses, lay_out
 from everygpu.parallel.recording.marks import Marks
 from everygpu.parallel.thread_state import queueing_on
 from everygpu.step.arena import Arena
-from everygpu.step.fused import FusedUpdate, Rows, meet
+from everygpu.step.fused import FusedUpdate, Rows
 from everygpu.step.update import clip_factor
 
 

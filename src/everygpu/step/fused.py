@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from everygpu import comm
+from everygpu.comm.streams import meet
 from everygpu.devices.p2p import reach_each_other
 from everygpu.parallel.flat import BLOCK_NUMEL, BucketPlan, block_lengths
 from everygpu.parallel.thread_state import queueing_on
@@ -33,7 +34,7 @@ def can_fuse(optimizer: Optimizer, arena: Arena) -> bool:
         len(set(arena.devices)) == len(arena.devices)
         and reach_each_other(arena.devices)
         and has_kernel(optimizer, arena)
-        and _has_triton()
+        and comm.has_triton()
     )
 
 
@@ -46,10 +47,6 @@ def has_kernel(optimizer: Optimizer, arena: Arena) -> bool:
     whole_blocks = all(slot.start % BLOCK_NUMEL == 0 for plan in arena.plans for slot in plan.slots)
     single = all(plan.dtype is torch.float32 for plan in arena.plans)
     return type(optimizer) in STATES and plain and whole_blocks and single
-
-
-def _has_triton() -> bool:
-    return bool(torch.utils._triton.has_triton())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,13 +346,3 @@ def _block_addresses(bucket: Sequence[Tensor], me: int, plan: BucketPlan, device
 
 def _addresses(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)
-
-
-def meet(devices: Sequence[torch.device]) -> None:
-    """Have all devices' streams wait for each other: the kernels read and write the others' memory."""
-    streams = [torch.cuda.current_stream(d) for d in devices if d.type == "cuda"]
-    events = [stream.record_event() for stream in streams]
-    for stream in streams:
-        for other, event in zip(streams, events):
-            if other is not stream:
-                stream.wait_event(event)

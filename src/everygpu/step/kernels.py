@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from everygpu.comm.kernels import at, sum_blocks
 from everygpu.parallel.flat import BLOCK_NUMEL
 
 ADAM_COLUMNS = ("sign", "decay", "l2", "beta1", "rest1", "beta2", "rest2", "eps", "step_size", "inverse_root2")
@@ -20,31 +21,10 @@ SGD_COLUMNS = ("sign", "l2", "momentum", "fresh", "nesterov", "lr")
 
 
 @triton.jit
-def _at(addresses, index):
-    """Find memory by its address; it is aligned, so that loads may be wide."""
-    return tl.multiple_of(tl.load(addresses + index), 16).to(tl.pointer_type(tl.float32))
-
-
-@triton.jit
-def _sum_grads(grads, lengths, block, me, SOURCES: tl.constexpr, BLOCK: tl.constexpr):
-    """Add one block of the gradients up, each device beginning with its own: no link has all of them at once."""
-    inside = tl.arange(0, BLOCK)
-    length = tl.load(lengths + block)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for step in tl.static_range(SOURCES):
-        grad = _at(grads, (me + step) % SOURCES * tl.num_programs(0) + block)
-        if length == BLOCK:
-            total += tl.load(grad + inside)
-        else:
-            total += tl.load(grad + inside, mask=inside < length, other=0.0)
-    return total
-
-
-@triton.jit
 def _hand_out(values, begin, offsets, new, me, DEVICES: tl.constexpr) -> None:
     """Write one block of new values to all devices, each beginning with another one."""
     for step in tl.static_range(DEVICES):
-        tl.store(_at(values, (me + step) % DEVICES) + begin + offsets, new)
+        tl.store(at(values, (me + step) % DEVICES, tl.float32) + begin + offsets, new)
 
 
 @triton.jit(do_not_specialize=["me"])
@@ -61,7 +41,7 @@ def _reduce(
     block = tl.program_id(0)
     square = 0.0
     if tl.load(rows + block) >= 0:
-        total = _sum_grads(grads, lengths, block, me, SOURCES, BLOCK)
+        total = sum_blocks(grads, lengths, block, me, SOURCES, BLOCK, tl.float32, tl.float32)
         tl.store(target + block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK), total)
         square = tl.sum(total * total, axis=0)
     tl.store(squares + block, square)
@@ -89,8 +69,12 @@ def _adam(
     if row >= 0:
         offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         options = table + row * COLUMNS
-        value = tl.load(_at(values, me) + begin + offsets)
-        grad = _sum_grads(grads, lengths, block, me, SOURCES, BLOCK) * tl.load(factor) * tl.load(options)
+        value = tl.load(at(values, me, tl.float32) + begin + offsets)
+        grad = (
+            sum_blocks(grads, lengths, block, me, SOURCES, BLOCK, tl.float32, tl.float32)
+            * tl.load(factor)
+            * tl.load(options)
+        )
         grad += tl.load(options + 2) * value
         mean = tl.load(mean_of + offsets)
         square = tl.load(square_of + offsets)
@@ -124,8 +108,12 @@ def _sgd(
     if row >= 0:
         offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         options = table + row * COLUMNS
-        value = tl.load(_at(values, me) + begin + offsets)
-        grad = _sum_grads(grads, lengths, block, me, SOURCES, BLOCK) * tl.load(factor) * tl.load(options)
+        value = tl.load(at(values, me, tl.float32) + begin + offsets)
+        grad = (
+            sum_blocks(grads, lengths, block, me, SOURCES, BLOCK, tl.float32, tl.float32)
+            * tl.load(factor)
+            * tl.load(options)
+        )
         grad += tl.load(options + 1) * value
         momentum = tl.load(options + 2)
         if momentum != 0:

@@ -57,17 +57,25 @@ class TwoOutputs(Net):
         return Outputs(scores, self.other(h), scores.argmax(1), "two", None)
 
 
-@pytest.fixture
-def recording(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
+@pytest.fixture(params=["kernels", "copies"])
+def recording(request: pytest.FixtureRequest, devices: Devices, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
     """``devices`` on which forwards are recorded: GPUs, or CPU replicas, where CUDA graphs are acted out."""
+    by_kernels = request.param == "kernels"
     if devices(2)[0].type == "cpu":
-        tape.install(monkeypatch, fused=False)
+        tape.install(monkeypatch, fused=by_kernels)
     else:
+        if not by_kernels:
+            if request.node.originalname not in BOTH_WAYS_ON_GPUS:
+                pytest.skip("the CPU's are enough")
+            monkeypatch.setattr("everygpu.parallel.recording.bundle.can_use_kernels", lambda *_: False)
         torch.cuda.manual_seed_all(0)
     yield devices
     gc.collect()  # exceptions that were expected hold models, which hold threads
     if devices(2)[0].type == "cuda":
         torch.cuda.synchronize()
+
+
+BOTH_WAYS_ON_GPUS = {"test_training_is_the_same", "test_with_options"}
 
 
 def make_batches(num: int, rows: int = 12) -> list[tuple[Tensor, Tensor]]:
@@ -133,6 +141,34 @@ def nothing_more(model: Any, optimizer: Any, found: Any) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_training_is_the_same(recording: Devices, count: int) -> None:
     check(recording, train, count=count)
+
+
+class Odd(nn.Module):
+    """Of parameters and gradients whose memory is in another order, or spread, or missing, and of several dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(1, 4, 2).to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.randn(5, 4).t())
+        self.part = nn.Parameter(torch.randn(7, 3)[1:5, 1:])  # with gaps
+        self.shift = nn.Parameter(torch.randn(9)[1:6])  # not aligned
+        self.brief = nn.Parameter(torch.randn(1, 5).bfloat16())
+        self.exact = nn.Parameter(torch.randn(5, dtype=torch.float64))
+        self.imaginary = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+        self.sometimes = nn.Parameter(torch.randn(5))
+        self.number = nn.Parameter(torch.randn(()))
+        self.empty = nn.Parameter(torch.randn(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv(x.view(-1, 1, 2, 3)).sum((2, 3))
+        out = h @ self.turned + (h @ self.part).sum(1, keepdim=True) + self.shift
+        out = out * self.brief.float() + self.exact.float() * self.imaginary.abs() + self.number
+        return out + self.sometimes if x.device.index in (None, 0) else out
+
+
+def test_parameters_of_all_kinds(recording: Devices) -> None:
+    check(recording, train, make=Odd, count=3)
 
 
 @pytest.mark.parametrize("options", [{"gather": "joined"}, {"split": "even"}, {"buffers": "mean"}], ids=str)

@@ -6,37 +6,38 @@ import torch
 from torch import Tensor
 
 from everygpu import comm
-from everygpu.parallel.broadcast import ALIGNMENT_BYTES, Look, aligned_offsets, dense_strides, group
-
-Grads = Sequence[Tensor | None]
+from everygpu.parallel.broadcast import Look
+from everygpu.parallel.flat import Grads, plan_bucket
+from everygpu.parallel.recording.movers import CopyMover, KernelMover, Mover, Sum, can_use_kernels
 
 
 class Bundle:
     """Parameters of one dtype, with a leaf twin of each on every device after the first, in flat memory that stays.
 
-    A flat buffer's chunks are as many equal parts of it as there are devices: each device adds up and passes on its
-    own, so that all links between GPUs are busy.
-
     Args:
         originals: On ``devices[0]``, dense.
         devices: One per replica.
+        rooms: For each device a table; at ``index``, where this bundle's sums go.
+        index: This bundle's place among others.
     """
 
-    def __init__(self, originals: Sequence[Tensor], devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self, originals: Sequence[Tensor], devices: Sequence[torch.device], rooms: Sequence[Tensor], index: int
+    ) -> None:
         self.originals = list(originals)
         self._devices = list(devices)
-        self._metas = [(t.shape, dense_strides(t)) for t in originals]
-        self._offsets, end = aligned_offsets(originals)
-        step = len(devices) * ALIGNMENT_BYTES // originals[0].element_size()  # chunks are aligned, too
-        numel = -(-end // step) * step
-        self._values = [torch.zeros(numel, dtype=originals[0].dtype, device=d) for d in devices]
-        self._sums = [torch.zeros_like(flat) for flat in self._values]
-        self._arrivals = [torch.zeros_like(flat.chunk(len(devices))[0]) for flat in self._values]
+        self._plan = plan_bucket(originals, range(len(originals)), len(devices))
+        flats = [self._make_flat(d) for d in devices[1:]]
         # .data gives each a version counter of its own.
         self.twins = [
-            [Look(t).on(view.data).requires_grad_() for t, view in zip(originals, self._views(flat))]
-            for flat in self._values[1:]
+            [Look(t).on(view.data).requires_grad_() for t, view in zip(originals, self._views(flat))] for flat in flats
         ]
+        self._mover: Mover = (
+            KernelMover(originals, self._plan, flats, devices, rooms, index)
+            if can_use_kernels(originals, self._plan, devices)
+            else CopyMover(originals, self._plan, flats, devices)
+        )
+        self._total: Tensor | None = None
 
     def leaves(self) -> list[list[Tensor]]:
         """Return for each device what a recording takes gradients of.
@@ -47,52 +48,42 @@ class Bundle:
         return [[Look(t).on(t.detach()).requires_grad_() for t in self.originals], *self.twins]
 
     def send(self) -> None:
-        """Bring the twins up to date."""
-        if len(self._devices) == 1:
-            return
-        home, others = self._values[0], self._values[1:]
-        torch._foreach_copy_(self._views(home), [t.detach() for t in self.originals])
-        chunks = [flat.chunk(len(self._devices))[j + 1] for j, flat in enumerate(others)]
-        for chunk, target in zip(home.chunk(len(self._devices))[1:], chunks):
-            comm.fill(target, chunk)
-        comm.all_gather(self._values)
+        """Bring the twins up to date, on the current streams, which must have met, and must meet afterwards."""
+        self._mover.send()
 
-    def reduce(self, grads: Sequence[Grads]) -> None:
-        """Add gradients up, on the current streams, without making memory there: see ``DeviceGraph.record``.
+    def make_sum(self) -> Sum:
+        """Make what adds gradients up in one recording, before it begins."""
+        return self._mover.make_sum()
+
+    def make_room(self) -> int:
+        """Before a launch, make memory for the sums; return its address."""
+        self._total = self._mover.make_room()
+        return self._total.data_ptr()
+
+    def add(self, grads: Sequence[Grads]) -> None:
+        """Add gradients up that are no recording's.
 
         Args:
             grads: For each device those of its parameters, None where one took no part.
         """
-        for flat, row in zip(self._sums, grads):
-            pairs = [(view, g) for view, g in zip(self._views(flat), row) if g is not None]
-            if len(pairs) < len(row):
-                flat.zero_()
-            if pairs:
-                torch._foreach_copy_([view for view, _ in pairs], [g for _, g in pairs])
-        # From here on the j-th chunks are device j's.
-        columns = list(zip(*(flat.chunk(len(self._devices)) for flat in self._sums)))
-        for j, (column, arrival) in enumerate(zip(columns, self._arrivals)):
-            for theirs in (*column[:j], *column[j + 1 :]):
-                comm.fill(arrival, theirs)
-                column[j].add_(arrival)
-        for j, (home, *_) in enumerate(columns[1:], 1):
-            comm.fill(home, columns[j][j])
+        pairs = [(row, d) for row, d in zip(grads, self._devices) if any(g is not None for g in row)]
+        flats = [self._flatten(row, d) for row, d in pairs]
+        self._total = comm.reduce(flats, self._devices[0]) if flats else self._make_flat(self._devices[0])
 
     def totals(self) -> list[Tensor]:
-        """Return the sums of the last ``reduce``, in memory of their own on the first device."""
-        return self._views(self._sums[0].clone())
+        """Return the last sums, in memory of their own on the first device."""
+        assert self._total is not None  # noqa: S101 - ``make_room`` or ``add`` has made it
+        total, self._total = self._total, None
+        return self._views(self._mover.hand_over(total))
+
+    def _make_flat(self, device: torch.device) -> Tensor:
+        return torch.zeros(self._plan.numel, dtype=self._plan.dtype, device=device)
+
+    def _flatten(self, grads: Grads, device: torch.device) -> Tensor:
+        flat = self._make_flat(device)
+        pairs = [(view, g) for view, g in zip(self._views(flat), grads) if g is not None]
+        torch._foreach_copy_([view for view, _ in pairs], [g for _, g in pairs])
+        return flat
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        return [flat.as_strided(*meta, offset) for meta, offset in zip(self._metas, self._offsets)]
-
-
-def bundle_up(params: Sequence[Tensor], devices: Sequence[torch.device], limit_bytes: int) -> list[Bundle]:
-    """Put parameters of one dtype together, up to a size per bundle.
-
-    Returns:
-        Bundles in the order in which backward usually finishes them: the last parameters first. One that comes late
-        would hold up those after it.
-    """
-    backwards = params[::-1]
-    groups = group(backwards, lambda p: p.dtype, limit_bytes)
-    return [Bundle([backwards[i] for i in members], devices) for members in groups]
+        return [slot.view(flat) for slot in self._plan.slots]

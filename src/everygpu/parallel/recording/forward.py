@@ -1,10 +1,9 @@
 """The forward and the backward of all replicas, each recorded as one CUDA graph."""
 
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +14,17 @@ from torch.autograd.graph import Node, get_gradient_edge
 from everygpu import comm, tree
 from everygpu.errors import EveryGPUError
 from everygpu.parallel.broadcast import Streams
+from everygpu.parallel.flat import Grads
 from everygpu.parallel.gather import Joiner
 from everygpu.parallel.layout import is_dense
-from everygpu.parallel.recording.bundle import Bundle, Grads, bundle_up
 from everygpu.parallel.recording.capture import Capture
 from everygpu.parallel.recording.device_graph import DeviceGraph, on_recording_streams
+from everygpu.parallel.recording.exchange import Exchange
 from everygpu.parallel.recording.marks import Marks
+from everygpu.parallel.recording.movers import Sum
 from everygpu.parallel.recording.static_batch import PLAIN_TYPES, StaticBatch
-from everygpu.parallel.replicate import BUCKET_BYTES, ReplicaSet
 from everygpu.parallel.replicate import Leaves as Twins
+from everygpu.parallel.replicate import ReplicaSet
 from everygpu.parallel.split import Route
 from everygpu.parallel.thread_state import current_stream
 
@@ -34,6 +35,15 @@ Leaves = list[list[list[Tensor]]]
 """For each bundle and device, what gradients are taken of."""
 
 RunOn = Callable[[ReplicaSet, tuple[Any, ...], dict[str, Any]], Outputs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """What a recording is made with."""
+
+    leaves: Leaves
+    sums: list[Sum]
+    """For each bundle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +60,8 @@ class _Recorded:
     seeds: list[Tensor]
     """Where it finds them."""
     leaves: Leaves
+    sums: list[Sum]
+    """What adds the gradients up: the recorded backward uses its memory."""
     backward: DeviceGraph | None
     reached: list[bool]
     """For each parameter whether it gets a gradient, on any device."""
@@ -94,8 +106,7 @@ class RecordedForward:
         self._devices = route.devices
         self._replicas: ReplicaSet | None = None
         self._modules: list[nn.Module] = []
-        self._params: list[Tensor] = []
-        self._bundles: list[Bundle] = []
+        self._exchange: Exchange | None = None
         self._use: weakref.ref[_Use] | None = None
         # Which outputs the last backward began at, and how often that has changed.
         self._used: set[int] = set()
@@ -135,27 +146,28 @@ class RecordedForward:
                 return f"{name} is no plain dense tensor"
         return None
 
-    def prepare(self) -> Leaves:
-        # Replicas take on another parameter that fits in place of one; bundles are of the very tensors.
-        is_same = list(map(id, self._trained())) == list(map(id, self._params))
-        if self._replicas is None or self._replicas.module is not self._module() or not is_same:
+    def prepare(self) -> _Prepared:
+        # Replicas take on another parameter that fits in place of one; an exchange is of the very tensors.
+        fits = self._exchange is not None and self._exchange.fits(self._trained())
+        if self._replicas is None or self._replicas.module is not self._module() or not fits:
             self._replicas = self._make_replicas(lambda me=self._me: me._make_twins())  # type: ignore[misc]
         self._replicas.forget()  # frozen parameters are sent now, and no more
         self._modules = self._replicas.refresh(range(len(self._devices)))
-        return [bundle.leaves() for bundle in self._bundles]
+        bundles = self.exchange.bundles
+        return _Prepared(leaves=[b.leaves() for b in bundles], sums=[b.make_sum() for b in bundles])
 
-    def record(self, graph: DeviceGraph, batch: StaticBatch, prepared: Leaves) -> _Recorded:
-        outputs, joiner = graph.record(lambda: self._forward(batch, prepared))
+    def record(self, graph: DeviceGraph, batch: StaticBatch, prepared: _Prepared) -> _Recorded:
+        outputs, joiner = graph.record(lambda: self._forward(batch, prepared.leaves))
         _check(outputs)
         # From all of them: what a recorded backward doesn't begin at may be used after a launch.
-        _check_graph(_tensors(outputs), self._params)
+        _check_graph(_tensors(outputs), self.exchange.params)
         return self._record_backward(graph, batch, prepared, outputs, joiner)
 
     def try_otherwise(self) -> bool:
         return False
 
     def give_up(self) -> None:
-        self._replicas, self._modules, self._bundles, self._use = None, [], [], None
+        self._replicas, self._modules, self._exchange, self._use = None, [], None, None
 
     def begin(self, recorded: _Recorded) -> bool:
         return True
@@ -163,7 +175,7 @@ class RecordedForward:
     def finish(self, recorded: _Recorded) -> Outputs:
         launch = _Launch(self, recorded, [t._version for t in recorded.watched])
         self._use = weakref.ref(launch.use)
-        _, *tensors = _Graph.apply(launch, self._devices, *self._params)  # type: ignore[no-untyped-call]
+        _, *tensors = _Graph.apply(launch, self._devices, *self.exchange.params)  # type: ignore[no-untyped-call]
         fresh = iter(tensors)
         outputs = tree.map_leaves(lambda x: next(fresh) if isinstance(x, Tensor) else x, recorded.outputs)
         return outputs, recorded.joiner
@@ -174,21 +186,25 @@ class RecordedForward:
         return [p for p in self._module().parameters() if p.requires_grad]
 
     def _make_twins(self) -> Twins:
-        self._params = self._trained()
-        self._bundles = bundle_up(self._params, self._devices, BUCKET_BYTES)
-        return {id(p): twins for b in self._bundles for p, *twins in zip(b.originals, *b.twins)}
+        self._exchange = Exchange(self._trained(), self._devices)
+        return self._exchange.twins()
+
+    @property
+    def exchange(self) -> Exchange:
+        """What moves the parameters; there is one once replicas were made for a recording."""
+        assert self._exchange is not None  # noqa: S101 - ``prepare`` has made it
+        return self._exchange
 
     def _forward(self, batch: StaticBatch, leaves: Leaves) -> Outputs:
         assert self._replicas is not None  # noqa: S101 - ``prepare`` has made them
-        for bundle in self._bundles:
-            bundle.send()
+        self.exchange.send()
         args, kwargs, _ = batch.read()
-        at_home = {id(p): t for b, row in zip(self._bundles, leaves) for p, t in zip(b.originals, row[0])}
+        at_home = {id(p): t for b, row in zip(self.exchange.bundles, leaves) for p, t in zip(b.originals, row[0])}
         with _in_place_of(self._module(), at_home):
             return self._run(self._replicas, args, kwargs)
 
     def _record_backward(
-        self, graph: DeviceGraph, batch: StaticBatch, leaves: Leaves, outputs: list[Any], joiner: Joiner
+        self, graph: DeviceGraph, batch: StaticBatch, prepared: _Prepared, outputs: list[Any], joiner: Joiner
     ) -> _Recorded:
         tensors = _tensors(outputs)
         used = tuple(i for i in sorted(self._used) if i < len(tensors) and tensors[i].requires_grad)
@@ -196,11 +212,12 @@ class RecordedForward:
         backward = graph.next() if used else None
         grads: list[list[Grads]] = []
         if backward is not None:
-            marks = Marks(self._devices) if self._devices[0].type == "cuda" else None
             try:
-                grads = backward.record(lambda: self.run_backward([tensors[i] for i in used], seeds, leaves, marks))
+                grads = backward.record(lambda: self._begin_backward([tensors[i] for i in used], seeds, prepared))
             finally:
                 graph.has_replaced_generators |= backward.has_replaced_generators
+            for total in prepared.sums:
+                total.settle()
         kept = {id(t): t for m in self._modules for t in (*m.parameters(), *m.buffers())}
         watched = [t for t in (*kept.values(), *batch.tensors()) if not t.is_inference()]
         return _Recorded(
@@ -209,48 +226,48 @@ class RecordedForward:
             tensors=tensors,
             used=used,
             seeds=seeds,
-            leaves=leaves,
+            leaves=prepared.leaves,
+            sums=prepared.sums,
             backward=backward,
             reached=_reached(grads),
             watched=watched,
             versions=[t._version for t in watched],
         )
 
-    def run_backward(
-        self, outputs: list[Tensor], seeds: Sequence[Tensor], leaves: Leaves, marks: Marks | None = None
-    ) -> list[list[Grads]]:
-        """Go backward from outputs, and leave the sums in the bundles.
+    def _begin_backward(self, outputs: list[Tensor], seeds: Sequence[Tensor], prepared: _Prepared) -> list[list[Grads]]:
+        """Go backward while recording, with each bundle's additions beside what is left of it."""
+        marks = Marks(self._devices)
+        with _marked(marks, prepared.leaves):
+            grads = self._find_grads(outputs, seeds, prepared.leaves)
+        for b, (total, row) in enumerate(zip(prepared.sums, grads)):
+            for replica in total.take(row):
+                marks.forget(b, replica)
+        marks.run_beside({b: total.run for b, total in enumerate(prepared.sums)})
+        return grads
+
+    def run_backward(self, outputs: list[Tensor], seeds: Sequence[Tensor], leaves: Leaves) -> list[bool]:
+        """Go backward as it is, and leave the sums where ``totals`` finds them.
 
         Args:
             outputs: Of all replicas, as recorded.
             seeds: Their gradients.
             leaves: Of the recording.
-            marks: For a recording.
         Returns:
-            For each bundle and device, the gradients.
+            For each parameter of each bundle whether it has got a gradient.
         """
+        grads = self._find_grads(outputs, seeds, leaves)
+        self.exchange.add(grads)
+        return _reached(grads)
+
+    def _find_grads(self, outputs: list[Tensor], seeds: Sequence[Tensor], leaves: Leaves) -> list[list[Grads]]:
+        """Return the gradients of the leaves, for each bundle and device."""
         flat = [t for row in leaves for tensors in row for t in tensors]
-        with nullcontext() if marks is None else _marked(marks, leaves):
-            # The graph stays, for backwards that can't be launched.
-            found = torch.autograd.grad(outputs, flat, seeds, retain_graph=True, allow_unused=True)
-        each = iter(found)
+        # The graph stays, for backwards that can't be launched.
+        each = iter(torch.autograd.grad(outputs, flat, seeds, retain_graph=True, allow_unused=True))
         grads: list[list[Grads]] = [[[next(each) for _ in tensors] for tensors in row] for row in leaves]
         if any(g is not None and g.layout != torch.strided for row in grads for gs in row for g in gs):
             raise EveryGPUError("DataParallel: gradients must be dense, got sparse ones")
-        works = [functools.partial(bundle.reduce, row) for bundle, row in zip(self._bundles, grads)]
-        if marks is not None:
-            marks.run_beside(dict(enumerate(works)))
-        else:
-            for work in works:
-                work()
         return grads
-
-    def totals(self, reached: Sequence[bool]) -> list[Tensor | None]:
-        """Return the sums of the last backward, None for parameters that it didn't reach, in the parameters' order."""
-        members = [p for b in self._bundles for p in b.originals]
-        sums = [t for b in self._bundles for t in b.totals()]
-        found = {id(p): t if is_reached else None for p, t, is_reached in zip(members, sums, reached)}
-        return [found[id(p)] for p in self._params]
 
     def on_recording_streams(self) -> AbstractContextManager[None]:
         """Queue what is launched within on the streams of the recording; see the function."""
@@ -310,8 +327,9 @@ class _Launch:
             return self._run_as_it_is(given, written)
         for seed, grad in zip(recorded.seeds, given.values()):
             comm.fill(seed, grad)
+        self._owner.exchange.make_room()
         recorded.backward.replay()
-        return self._owner.totals(recorded.reached)
+        return self._owner.exchange.totals(recorded.reached)
 
     def _run_as_it_is(self, given: dict[int, Tensor], written: list[int]) -> list[Tensor | None]:
         """Go backward through the graph that the recording was made with: its memory has this launch's values.
@@ -325,8 +343,8 @@ class _Launch:
         counted = zip(recorded.versions, written, self._versions)
         as_seen = [then + now - launched for then, now, launched in counted]
         with _versions_set(recorded.watched, as_seen, written), self._owner.on_recording_streams():
-            grads = self._owner.run_backward(outputs, list(given.values()), recorded.leaves)
-        return self._owner.totals(_reached(grads))
+            reached = self._owner.run_backward(outputs, list(given.values()), recorded.leaves)
+        return self._owner.exchange.totals(reached)
 
 
 @contextmanager

@@ -1,0 +1,118 @@
+"""Kernels that send parameters to all devices and add gradients up, reading and writing other GPUs' memory.
+
+They find memory by addresses, block by block, so that nothing has to be put side by side first.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+KINDS = {
+    torch.float32: (tl.float32, tl.float32),
+    torch.bfloat16: (tl.bfloat16, tl.float32),
+    torch.float16: (tl.float16, tl.float32),
+    torch.float64: (tl.float64, tl.float64),
+}
+"""For each dtype the kernels' name of it, and what it is added up in."""
+
+
+@triton.jit
+def at(addresses, index, KIND: tl.constexpr):
+    """Find memory by its address; it is aligned, so that loads may be wide."""
+    return tl.multiple_of(tl.load(addresses + index), 16).to(tl.pointer_type(KIND))
+
+
+@triton.jit
+def sum_blocks(
+    sources, lengths, block, me, SOURCES: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr
+):
+    """Add one block of all devices up, each device beginning with its own: no link has all of them at once."""
+    inside = tl.arange(0, BLOCK)
+    length = tl.load(lengths + block)
+    total = tl.zeros((BLOCK,), WIDE)
+    for step in tl.static_range(SOURCES):
+        source = at(sources, (me + step) % SOURCES * tl.num_programs(0) + block, KIND)
+        if length == BLOCK:
+            total += tl.load(source + inside).to(WIDE)
+        else:
+            total += tl.load(source + inside, mask=inside < length, other=0.0).to(WIDE)
+    return total
+
+
+@triton.jit(do_not_specialize=["begin", "me"])
+def _send(sources, lengths, targets, begin, me, TARGETS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr) -> None:
+    block = tl.program_id(0)
+    inside = tl.arange(0, BLOCK)
+    kept = inside < tl.load(lengths + block)
+    values = tl.load(at(sources, block, KIND) + inside, mask=kept)
+    offsets = begin + block.to(tl.int64) * BLOCK + inside
+    for step in tl.static_range(TARGETS):
+        tl.store(at(targets, (me + step) % TARGETS, KIND) + offsets, values, mask=kept)
+
+
+@triton.jit(do_not_specialize=["begin", "index", "me"])
+def _add(
+    sources,
+    lengths,
+    targets,
+    begin,
+    index,
+    me,
+    SOURCES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> None:
+    block = tl.program_id(0)
+    length = tl.load(lengths + block)
+    if length > 0:
+        inside = tl.arange(0, BLOCK)
+        total = sum_blocks(sources, lengths, block, me, SOURCES, BLOCK, KIND, WIDE)
+        offsets = begin + block.to(tl.int64) * BLOCK + inside
+        tl.store(at(targets, index, KIND) + offsets, total.to(KIND), mask=inside < length)
+
+
+def run_send(
+    sources: Tensor, lengths: Tensor, targets: Tensor, *, dtype: torch.dtype, block: int, begin: int, me: int
+) -> None:
+    """Copy blocks to several devices, on the current stream of one of them.
+
+    Args:
+        sources: Address of each block, aligned to 16 bytes, shape (blocks,), int64, on the device.
+        lengths: How many elements are in each, int32.
+        targets: Addresses of flat memory on all devices that get the blocks, shape (devices,), int64.
+        dtype: One of ``KINDS``.
+        block: Elements from the beginning of one block to that of the next.
+        begin: Where the first block goes in ``targets``.
+        me: This device's place in ``targets``.
+    """
+    _send[(lengths.numel(),)](
+        sources, lengths, targets, begin, me, TARGETS=targets.numel(), BLOCK=block, KIND=KINDS[dtype][0]
+    )  # fmt: skip
+
+
+def run_add(
+    sources: Tensor,
+    lengths: Tensor,
+    targets: Tensor,
+    *,
+    dtype: torch.dtype,
+    block: int,
+    begin: int,
+    index: int,
+    me: int,
+) -> None:
+    """Add the blocks of several devices up, on the current stream of one of them; others as for ``run_send``.
+
+    Args:
+        sources: Addresses of the blocks on each device, shape (devices, blocks).
+        targets: A table in which ``index`` is the address of the flat memory, on any device, that gets the sums.
+        begin: Where the first goes.
+        me: This device's place in ``sources``.
+    """
+    kind, wide = KINDS[dtype]
+    _add[(lengths.numel(),)](
+        sources, lengths, targets, begin, index, me,
+        SOURCES=sources.shape[0], BLOCK=block, KIND=kind, WIDE=wide,
+    )  # fmt: skip

@@ -1,0 +1,79 @@
+"""Kernels over several GPUs' memory; what recordings make of them is tested with these."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from everygpu import comm
+from everygpu.comm.streams import meet
+
+pytestmark = pytest.mark.gpu
+
+BLOCK = 256
+LENGTHS = [BLOCK, BLOCK, 100, 0, 1, BLOCK]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.fixture
+def used() -> list[torch.device]:
+    if torch.cuda.device_count() < 2 or not comm.has_triton():
+        pytest.skip("needs two or more CUDA devices, and Triton")
+    found = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    comm.connect(found)
+    return found
+
+
+def addresses(tensors: list[Tensor], device: torch.device) -> Tensor:
+    return torch.tensor([t.data_ptr() for t in tensors], device=device)
+
+
+def make_blocks(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Memory for each block; those of length 0 must not be looked at."""
+    return [torch.randn(BLOCK, device=device).to(dtype) for _ in LENGTHS]
+
+
+def table(blocks: list[Tensor], device: torch.device) -> Tensor:
+    return addresses(blocks, device) * torch.tensor([min(n, 1) for n in LENGTHS], device=device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_blocks_are_sent_to_all(used: list[torch.device], dtype: torch.dtype) -> None:
+    from everygpu.comm import kernels
+
+    blocks, lengths = make_blocks(dtype, used[0]), torch.tensor(LENGTHS, dtype=torch.int32)
+    flats = [torch.zeros(BLOCK * (len(LENGTHS) + 1), dtype=dtype, device=d) for d in used[1:]]
+    meet(used)
+    for me, d in enumerate(used[1:]):
+        with torch.cuda.device(d):
+            kernels.run_send(
+                table(blocks, d), lengths.to(d), addresses(flats, d), dtype=dtype, block=BLOCK, begin=BLOCK, me=me
+            )
+    meet(used)
+    for flat in flats:
+        assert not flat[:BLOCK].any()
+        for block, length, found in zip(blocks, LENGTHS, flat[BLOCK:].cpu().split(BLOCK)):
+            assert found[:length].equal(block[:length].cpu())
+            assert not found[length:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_sources", [1, 2, 8])
+def test_blocks_are_added_up(used: list[torch.device], dtype: torch.dtype, num_sources: int) -> None:
+    from everygpu.comm import kernels
+
+    sources, lengths = used[:num_sources], torch.tensor(LENGTHS, dtype=torch.int32)
+    blocks = [make_blocks(dtype, d) for d in sources]
+    flat = torch.full((BLOCK * len(LENGTHS),), 7, dtype=dtype, device=used[0])
+    for me, d in enumerate(sources):
+        flat.fill_(7)
+        meet(used)
+        rows = torch.stack([table(row, d) for row in blocks])
+        with torch.cuda.device(d):
+            targets = torch.tensor([0, flat.data_ptr()], device=d)
+            kernels.run_add(rows, lengths.to(d), targets, dtype=dtype, block=BLOCK, begin=0, index=1, me=me)
+        meet(used)
+        for k, (length, found) in enumerate(zip(LENGTHS, flat.cpu().split(BLOCK))):
+            wide = torch.float64 if dtype is torch.float64 else torch.float32
+            expected = sum(row[k][:length].cpu().to(wide) for row in blocks)
+            torch.testing.assert_close(found[:length], torch.as_tensor(expected).to(dtype))
+            assert found[length:].eq(7).all()
