@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils import _triton
 
 from everygpu.comm import copies, nccl, staged
 from everygpu.devices.p2p import trusted_peers
@@ -49,7 +50,7 @@ def connect(devices: Sequence[torch.device]) -> None:
 
 def has_triton() -> bool:
     """Tell whether there are kernels that read and write other GPUs' memory; see ``everygpu.comm.kernels``."""
-    return bool(torch.utils._triton.has_triton())
+    return bool(_triton.has_triton())
 
 
 def fill(target: Tensor, source: Tensor) -> None:
