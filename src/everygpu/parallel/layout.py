@@ -1,5 +1,6 @@
 """Where parameters and buffers sit in a module tree."""
 
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,22 +50,20 @@ class Layout:
 
     def __init__(self, root: nn.Module) -> None:
         self.modules = list(root.modules())
-        self._children = [list(m._modules.items()) for m in self.modules]
+        self._children = _flatten(_children(self.modules))
         self._keys, self._contents = _read(self.modules)
+        self._filled = _flatten(_tensor_tables(self.modules))
         self.tensors = _unique(self._contents)
         self.order = _indices(self._contents, self.tensors)
         self.metas = [_meta(t) for t in self.tensors]
 
     def is_same(self) -> bool:
         """Tell whether the tree has the very same modules and tensors, whatever has become of them."""
-        if any(list(m._modules.items()) != known for m, known in zip(self.modules, self._children)):
-            return False
-        keys, contents = _read(self.modules)
-        return keys == self._keys and all(map(operator.is_, contents, self._contents))
+        return self._has_same_children() and _is_same(_flatten(_tensor_tables(self.modules)), self._filled)
 
     def is_current(self) -> bool:
         """Tell whether the tree is still arranged like this, taking on new tensors that fit in place of old ones."""
-        if any(list(m._modules.items()) != known for m, known in zip(self.modules, self._children)):
+        if not self._has_same_children():
             return False
         keys, contents = _read(self.modules)
         if keys != self._keys:
@@ -74,7 +73,11 @@ class Layout:
             if _indices(contents, tensors) != self.order:
                 return False
             self._contents, self.tensors = contents, tensors
+            self._filled = _flatten(_tensor_tables(self.modules))
         return all(meta.fits(t) for meta, t in zip(self.metas, self.tensors))
+
+    def _has_same_children(self) -> bool:
+        return _is_same(_flatten(_children(self.modules)), self._children)
 
     def places(self, modules: Sequence[nn.Module]) -> list[tuple[Table, str]]:
         """List the places of another tree of the same arrangement, in the order of ``order``."""
@@ -91,13 +94,35 @@ def has_hooks(t: Tensor) -> bool:
     return bool(t._backward_hooks or t._post_accumulate_grad_hooks)
 
 
+_Flat = tuple[list[int], list[str], list[Any]]
+"""Of tables, one after another: how long each is, their keys, and their values."""
+
+
+def _flatten(tables: Sequence[Table]) -> _Flat:
+    chain = itertools.chain.from_iterable
+    return list(map(len, tables)), list(chain(tables)), list(chain(map(dict.values, tables)))
+
+
+def _is_same(now: _Flat, before: _Flat) -> bool:
+    """Tell whether tables have the very same values in the same places: asked in every step."""
+    return now[0] == before[0] and now[1] == before[1] and all(map(operator.is_, now[2], before[2]))
+
+
+def _tensor_tables(modules: Sequence[nn.Module]) -> list[Table]:
+    return [table for m in modules for table in (m._parameters, m._buffers)]
+
+
+def _children(modules: Sequence[nn.Module]) -> list[Table]:
+    return [m._modules for m in modules]
+
+
 def _read(modules: Sequence[nn.Module]) -> tuple[list[list[str]], list[Tensor | None]]:
-    tables = [table for m in modules for table in (m._parameters, m._buffers)]
+    tables = _tensor_tables(modules)
     return [list(table) for table in tables], [t for table in tables for t in table.values()]
 
 
 def _tables(modules: Sequence[nn.Module], keys: Sequence[Sequence[str]]) -> list[Table]:
-    tables: list[Table] = [table for m in modules for table in (m._parameters, m._buffers)]
+    tables = _tensor_tables(modules)
     return [table for table, names in zip(tables, keys) for _ in names]
 
 

@@ -1,7 +1,8 @@
 """An update by one kernel per device, in place of adding up, stepping and handing out one after another."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,10 +73,21 @@ class _Device:
     options: Tensor
     """Shape (parameters, columns): rows of options, as many as there are different ones."""
 
-    def parts(self) -> Iterator[tuple[Fragment, State]]:
-        """Pair what this device updates with the state it has."""
-        if self.optimizer is not None:
-            yield from ((f, self.optimizer.state[f.param]) for f in self.fragments)
+    found: list[tuple[list[State], list[tuple[Fragment, State]]]]
+    """What ``parts`` has found last, with all states that there were."""
+
+    def parts(self) -> list[tuple[Fragment, State]]:
+        """Pair what this device updates with the state it has: looked up when the optimizer has others, or more."""
+        if self.optimizer is None:
+            return []
+        table = self.optimizer.state
+        if self.found:
+            before, pairs = self.found[0]
+            if len(before) == len(table) and all(map(operator.is_, table.values(), before)):
+                return pairs
+        pairs = [(f, table[f.param]) for f in self.fragments]
+        self.found[:] = [(list(table.values()), pairs)]
+        return pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +230,7 @@ class FusedUpdate:
             lengths=[block_lengths(plan, me).to(device) for plan in arena.plans],
             states=states,
             addresses=[[chunk.data_ptr() for chunk in chunks] for chunks in states],
+            found=[],
             options=torch.zeros(max(1, len(arena.params)), self._num_columns(), device=device),
         )
 

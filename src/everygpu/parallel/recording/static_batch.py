@@ -35,9 +35,10 @@ def describe_batch(batch: Batch, route: Route) -> tuple[Any, ...]:
             neither a tensor nor a plain number or string.
         SplitError: tensors disagree on the number of rows.
     """
-    plan = _plan(batch, route)
-    leaves = ((p, _describe(p, x, plan, route)) for p, x in _leaves(batch))
-    return (None if plan is None else plan.rows, _containers(batch), *leaves)
+    with torch._C.DisableTorchFunctionSubclass():  # a batch that is spread says its shape at once
+        plan = _plan(batch, route)
+        leaves = [(p, _describe(p, x, plan, route)) for p, x in _leaves(batch)]
+        return (None if plan is None else plan.rows, _containers(batch), *leaves)
 
 
 class StaticBatch:
