@@ -15,7 +15,7 @@ from torch import nn
 
 import everygpu
 from everygpu import DataParallel, Replicated, find_batch_size
-from everygpu.errors import OptionError, SplitError
+from everygpu.errors import ModuleError, OptimizerError, OptionError, SplitError
 from everygpu.feed.batch_size import PRECISION, resize
 from everygpu.folders import cache_folder
 
@@ -380,6 +380,18 @@ class TestResize:
         ({"batch": "text"}, OptionError, "batch must have a tensor with rows"),
         ({"batch": torch.ones(0, 2)}, OptionError, "batch must have a tensor with rows"),
         ({"batch": (torch.ones(2), torch.ones(3))}, SplitError, "got 2 in batch"),
+        ({"step": None}, OptionError, "step must be callable as step.batch., got NoneType"),
+        ({"model": "cpu"}, ModuleError, "model must be a torch.nn.Module, got str"),
+        ({"model": nn.Linear}, ModuleError, "got the class Linear"),
+        ({"optimizer": torch.optim.SGD}, OptimizerError, "must be a torch optimizer, got the class SGD"),
+        ({"optimizer": [1]}, OptimizerError, "must be a torch optimizer, got list"),
+        ({"min_rows": "1"}, OptionError, "min_rows must be a whole number, got '1'"),
+        ({"max_rows": None}, OptionError, "max_rows must be a whole number, got None"),
+        ({"max_rows": float("inf")}, OptionError, "max_rows must be a whole number, got inf"),
+        ({"max_rows": True}, OptionError, "max_rows must be a whole number, got True"),
+        ({"headroom_pct": "5"}, OptionError, "headroom_pct must be"),
+        ({"headroom_pct": float("nan")}, OptionError, "headroom_pct must be"),
+        ({"on_trial": 3}, OptionError, "on_trial must be callable as on_trial.trial., got int"),
     ],
     ids=str,
 )
@@ -387,6 +399,13 @@ def test_wrong_options(options, error, message):
     arguments = {"step": lambda batch: None, "batch": EXAMPLE, "model": nn.Linear(2, 2), "cache": False, **options}
     with pytest.raises(error, match=message):
         find_batch_size(**arguments)
+
+
+def test_limits_of_numpy():
+    numpy = pytest.importorskip("numpy")
+    report = find_batch_size(lambda batch: None, EXAMPLE, nn.Linear(2, 2), max_rows=numpy.int64(8))
+    assert type(report.num_rows) is int
+    assert (report.num_rows, report.is_limit) == (8, True)
 
 
 @pytest.mark.gpu

@@ -156,7 +156,12 @@ class TestTargets:
             ({"prefetch": 1.5}, "prefetch must be"),
             ({"prefetch": True}, "prefetch must be"),
             ({"timeout": 0}, "timeout must be more than 0"),
+            ({"timeout": "3"}, "timeout must be more than 0 seconds, got '3'"),
+            ({"timeout": True}, "timeout must be more than 0 seconds, got True"),
+            ({"timeout": float("nan")}, "timeout must be more than 0 seconds, got nan"),
             ({"timeout": 1, "prefetch": 0}, "needs a thread"),
+            ({"dim": "0"}, "dim must be an int, got '0'"),
+            ({"dim": True}, "dim must be an int, got True"),
             ({"split": "most"}, "split: must be"),
             ({"split": [1, 2]}, "split: must be"),
         ],
@@ -165,6 +170,31 @@ class TestTargets:
     def test_wrong_options(self, options, message):
         with pytest.raises(OptionError, match=message):
             Feeder([], ["cpu"] * 3, **options)
+
+    @pytest.mark.parametrize(
+        ("loader", "named"), [(None, "NoneType"), (5, "int"), (DataLoader, "the class DataLoader")]
+    )
+    def test_what_can_not_be_iterated(self, loader, named):
+        with pytest.raises(OptionError, match=f"loader must be an iterable of batches, got {named}. Pass"):
+            Feeder(loader, "cpu")
+
+    def test_what_is_iterated_by_index_alone(self):
+        dataset = TensorDataset(torch.arange(3.0))
+        assert [x.item() for (x,) in Feeder(dataset, "cpu")] == [0, 1, 2]
+
+    @pytest.mark.parametrize(
+        ("target", "named"),
+        [
+            (nn.Linear, "the class Linear"),
+            (torch.optim.SGD([torch.ones(1)]), "SGD"),
+            (1.5, "float"),
+            (DataLoader(TensorDataset(torch.ones(2))), "DataLoader"),
+        ],
+        ids=lambda value: type(value).__name__,
+    )
+    def test_what_is_neither_model_nor_devices(self, target, named):
+        with pytest.raises(OptionError, match=f"must be a model, a TrainStep or devices, got {named}. Leave"):
+            Feeder([], target)
 
     def test_unknown_device(self):
         with pytest.raises(DeviceError):

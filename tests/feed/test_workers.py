@@ -156,8 +156,20 @@ class TestTwins:
         (DataLoader(TensorDataset(torch.ones(2))), {"candidates": []}, "candidates must be"),
         (DataLoader(TensorDataset(torch.ones(2))), {"candidates": [-1]}, r"got \[-1\]"),
         (DataLoader(TensorDataset(torch.ones(0))), {"candidates": [0]}, "must give a batch, got none"),
+        (DataLoader, {}, "must be a torch.utils.data.DataLoader, got the class DataLoader"),
+        (DataLoader(TensorDataset(torch.ones(2))), {"seconds": "3"}, "seconds must be more than 0, got '3'"),
+        (DataLoader(TensorDataset(torch.ones(2))), {"seconds": None}, "seconds must be more than 0, got None"),
+        (DataLoader(TensorDataset(torch.ones(2))), {"candidates": 3}, "one or more whole numbers from 0, got 3"),
+        (DataLoader(TensorDataset(torch.ones(2))), {"candidates": [True]}, r"got \[True\]"),
+        (DataLoader(TensorDataset(torch.ones(2))), {"on_trial": 3}, "tune_workers: on_trial must be callable"),
     ],
 )
 def test_wrong_options(loader, options, message):
     with pytest.raises(OptionError, match=message):
         tune_workers(loader, "cpu", **options)
+
+
+def test_what_is_neither_model_nor_devices():
+    optimizer = torch.optim.SGD([torch.ones(1)])
+    with pytest.raises(OptionError, match="tune_workers: model_or_devices must be a model, .* got SGD"):
+        tune_workers(DataLoader(TensorDataset(torch.ones(2))), optimizer)

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from everygpu import tree
-from everygpu.errors import OptionError
+from everygpu.errors import ModuleError, OptimizerError, OptionError
+from everygpu.feed.arguments import as_whole, check_callback, describe, is_number
 from everygpu.feed.feeder import data_parallel_in, find_route
 from everygpu.feed.restore import restored
 from everygpu.feed.tuning_cache import describe_run, read_result, write_result
@@ -90,12 +91,18 @@ def find_batch_size(
     Returns:
         The size, and what was tried.
     Raises:
-        OptionError: an option has no such value, or ``batch`` has no rows.
+        OptionError: an option has no such value, ``batch`` has no rows, or ``step`` can't be called.
+        ModuleError: ``model`` is no module.
+        OptimizerError: ``optimizer`` is none of torch's.
         torch.OutOfMemoryError: not even ``min_rows`` fit.
         Exception: what the step raises.
     """
+    _check_arguments(step, model, optimizer, on_trial)
     route = find_route(model, None, None)
-    lowest = min(len(route.devices), max_rows) if min_rows is None else min_rows
+    max_rows = as_whole(max_rows, "max_rows", "find_batch_size")
+    lowest = (
+        min(len(route.devices), max_rows) if min_rows is None else as_whole(min_rows, "min_rows", "find_batch_size")
+    )
     start = _check_options(batch, route.dim, lowest, max_rows, headroom_pct)
     search = _Search(step, batch, model, route, on_trial)
     key = describe_run(step, batch, model, optimizer, route, (lowest, max_rows, headroom_pct)) if cache else None
@@ -114,6 +121,24 @@ def find_batch_size(
     return search.report(found, max_rows, is_cached=False)
 
 
+def _check_arguments(step: Any, model: Any, optimizer: Any, on_trial: Any) -> None:
+    if not callable(step):
+        raise OptionError(
+            f"find_batch_size: step must be callable as step(batch), got {describe(step)}. "
+            f"Pass a function that trains on one batch."
+        )
+    if not isinstance(model, nn.Module):
+        raise ModuleError(
+            f"find_batch_size: model must be a torch.nn.Module, got {describe(model)}. Pass the model that step trains."
+        )
+    if optimizer is not None and not isinstance(getattr(optimizer, "module", optimizer), torch.optim.Optimizer):
+        raise OptimizerError(
+            f"find_batch_size: optimizer must be a torch optimizer, got {describe(optimizer)}. "
+            f"Pass the one that step uses, or leave it out."
+        )
+    check_callback(on_trial, "find_batch_size")
+
+
 def _check_options(batch: Any, dim: int, min_rows: int, max_rows: int, headroom_pct: float) -> int:
     """Return the size to start with: the batch's own, within the limits."""
     num_rows = find_rows([("batch", batch)], dim)
@@ -123,7 +148,7 @@ def _check_options(batch: Any, dim: int, min_rows: int, max_rows: int, headroom_
         )
     if not 1 <= min_rows <= max_rows:
         raise OptionError(f"find_batch_size: needs 1 <= min_rows <= max_rows, got {min_rows} and {max_rows}.")
-    if not 0 <= headroom_pct < 100:
+    if not is_number(headroom_pct) or not 0 <= headroom_pct < 100:
         raise OptionError(f"find_batch_size: headroom_pct must be from 0 to below 100, got {headroom_pct!r}.")
     return min(max(num_rows, min_rows), max_rows)
 

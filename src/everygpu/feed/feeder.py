@@ -11,6 +11,7 @@ from torch import nn
 from everygpu.devices import parse_devices
 from everygpu.devices.parse import DeviceLike
 from everygpu.errors import OptionError
+from everygpu.feed.arguments import check_loader, check_target, is_number
 from everygpu.feed.one_pass import Feed, FeedOptions
 from everygpu.feed.position import Position, begin_pass, generator_state, parse_position
 from everygpu.feed.publishing import Board
@@ -51,7 +52,7 @@ class Feeder:
         timeout: Seconds after which a batch that has not come is an error; None to wait as long as it takes.
         publish: Whether ``everygpu top`` is to show steps per second and the share of waiting; by default on GPUs.
     Raises:
-        OptionError: an option has no such value.
+        OptionError: an option has no such value, or ``loader`` can't be iterated.
         DeviceError: a device is unknown, absent or named twice.
     """
 
@@ -66,12 +67,16 @@ class Feeder:
         timeout: float | None = None,
         publish: bool | None = None,
     ) -> None:
+        check_loader(loader, "Feeder")
+        check_target(model_or_devices, "Feeder")
         if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
             raise OptionError(f"Feeder: prefetch must be a whole number from 0, got {prefetch!r}. Leave it out for 2.")
-        if timeout is not None and not timeout > 0:
+        if timeout is not None and not (is_number(timeout) and timeout > 0):
             raise OptionError(f"Feeder: timeout must be more than 0 seconds, got {timeout!r}. Leave it out to wait.")
         if timeout is not None and prefetch == 0:
             raise OptionError("Feeder: timeout needs a thread that loads ahead, got prefetch=0. Leave out one of them.")
+        if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
+            raise OptionError(f"Feeder: dim must be an int, got {dim!r}. Leave it out for the model's, else 0.")
         self.loader = loader
         self._options = FeedOptions(
             loader=loader, route=find_route(model_or_devices, split, dim), prefetch=prefetch, timeout_s=timeout

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from everygpu.errors import OptionError
+from everygpu.feed.arguments import check_callback, check_target, describe, is_number
 from everygpu.feed.feeder import Feeder, Target
 from everygpu.feed.restore import restored_generators
 from everygpu.feed.waiting import count_cores
@@ -77,6 +78,8 @@ def tune_workers(
         Exception: what the loader raises.
     """
     numbers, all_of_them = _check_options(loader, candidates, seconds)
+    check_target(model_or_devices, "tune_workers")
+    check_callback(on_trial, "tune_workers")
     trials: list[WorkerTrial] = []
     for num_workers in numbers:
         with restored_generators(*_generators_of(loader)):
@@ -128,15 +131,20 @@ def _generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
 def _check_options(loader: DataLoader[Any], candidates: Iterable[int] | None, seconds: float) -> tuple[list[int], bool]:
     if not isinstance(loader, DataLoader):
         raise OptionError(
-            f"tune_workers: loader must be a torch.utils.data.DataLoader, got {type(loader).__name__}. "
+            f"tune_workers: loader must be a torch.utils.data.DataLoader, got {describe(loader)}. "
             f"Other iterables have no workers to tune."
         )
-    if not 0 < seconds < math.inf:
+    if not is_number(seconds) or not 0 < seconds < math.inf:
         raise OptionError(f"tune_workers: seconds must be more than 0, got {seconds!r}.")
-    numbers = list(_powers(count_cores()) if candidates is None else candidates)
-    if not numbers or any(not isinstance(n, int) or n < 0 for n in numbers):
-        raise OptionError(f"tune_workers: candidates must be one or more whole numbers from 0, got {numbers!r}.")
-    return numbers, candidates is not None
+    if candidates is None:
+        return list(_powers(count_cores())), False
+    numbers = list(candidates) if isinstance(candidates, Iterable) else []
+    if not numbers or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers):
+        raise OptionError(
+            f"tune_workers: candidates must be one or more whole numbers from 0, got {numbers or candidates!r}. "
+            f"Leave them out for 0, 1, 2, 4 and so on."
+        )
+    return numbers, True
 
 
 def _powers(limit: int) -> Iterator[int]:
