@@ -153,25 +153,34 @@ def test_any_other_use_sees_the_joined_tensor(devices, use):
 
 
 class WithLoss(nn.Module):
-    def __init__(self, net):
+    def __init__(self, net, shape):
         super().__init__()
         self.net = net
+        self.shape = shape
 
     def forward(self, x, y):
-        return F.cross_entropy(self.net(x), y)
+        return F.cross_entropy(self.net(x), y).reshape(self.shape)
 
 
-@pytest.mark.parametrize(("rows", "count"), SIZES)
-def test_loss_inside_the_module_is_weighed_by_rows(devices, rows, count):
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize(("rows", "count"), [*SIZES, (3, 3)])
+def test_loss_inside_the_module_is_weighed_by_rows(devices, rows, count, shape):
     used = devices(count)
-    bare = WithLoss(build(used[0]))
+    bare = WithLoss(build(used[0]), shape)
     model = everygpu.DataParallel(copy.deepcopy(bare), used)
     x, y = batch(rows, used[0])
-    expected, losses = bare(x, y), model(x, y)
+    expected, losses = bare(x, y).reshape(()), model(x, y)
     torch.testing.assert_close(losses.mean(), expected)
     losses.mean().backward()
     expected.backward()
     torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in bare.parameters()])
+
+
+def test_rows_of_one_element_are_no_results(devices):
+    used = devices(3)
+    model = everygpu.DataParallel(nn.Linear(5, 1).double(), used)
+    with torch.no_grad():
+        assert [model(batch(rows, used[0])[0]).shard_rows for rows in (3, 4, 12)] == [None] * 3
 
 
 def test_gradient_with_respect_to_the_output(devices):

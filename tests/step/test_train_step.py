@@ -201,11 +201,13 @@ class Knowing(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Any:
         out = self.net(x)
         loss = F.mse_loss(out, F.one_hot(y, 5).float())
-        return {"number": loss, "dict": {"loss": loss, "out": out}, "tuple": (loss, out),
+        return {"number": loss, "vector": loss[None], "matrix": loss[None, None],
+                "vector in dict": {"loss": loss[None]},
+                "dict": {"loss": loss, "out": out}, "tuple": (loss, out),
                 "output": ModelOutput(loss=loss, logits=out)}[self.way]  # fmt: skip
 
 
-@pytest.mark.parametrize("way", ["number", "dict", "tuple", "output"])
+@pytest.mark.parametrize("way", ["number", "vector", "matrix", "vector in dict", "dict", "tuple", "output"])
 @pytest.mark.parametrize("call", ["positional", "tuple", "dict", "UserDict", "keywords"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_model_that_returns_its_loss(devices: Devices, way: str, call: str, count: int) -> None:
@@ -229,6 +231,53 @@ def test_a_model_that_returns_its_loss(devices: Devices, way: str, call: str, co
     )  # fmt: skip
     assert losses == pytest.approx(expected, rel=1e-5)
     assert_close(ours, plain)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("num_rows", [2, 3, 5])
+def test_a_model_that_returns_one_number_of_shape_1(devices: Devices, count: int, num_rows: int) -> None:
+    used = devices(count)
+    ours = Knowing("vector").to(used[0])
+    plain = copy.deepcopy(ours)
+    step = everygpu.TrainStep(everygpu.DataParallel(ours, used), None, torch.optim.SGD(ours.parameters(), lr=0.1))
+    x, y = next(batches(1, ignore=False))
+    x, y = x[:num_rows].to(used[0]), y[:num_rows].to(used[0])
+    expected = plain.eval()(x, y).item()
+    assert step.evaluate(x, y).loss.item() == pytest.approx(expected, rel=1e-5)
+    (expected,), _ = train_plainly(
+        plain.train().net, torch.optim.SGD(plain.parameters(), lr=0.1), [(x, y)],
+        lambda out, y: F.mse_loss(out, F.one_hot(y, 5).float()),
+    )  # fmt: skip
+    assert step(x, y).item() == pytest.approx(expected, rel=1e-5)
+    assert_close(ours, plain)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(
+    "take", [lambda loss: loss, lambda loss: loss.mean(1).flatten(), lambda loss: loss.mean(1)[:2]]
+)
+def test_a_model_that_returns_more_than_one_number(devices: Devices, count: int, take: Any) -> None:
+    class Unreduced(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return take(F.mse_loss(super().forward(x), F.one_hot(y, 5).float(), reduction="none"))
+
+    used = devices(count)
+    net = Unreduced().to(used[0])
+    step = everygpu.TrainStep(everygpu.DataParallel(net, used), None, torch.optim.SGD(net.parameters()))
+    with pytest.raises(LossError, match="one number, got shape"):
+        step(*next(batches(1, ignore=False)))
+
+
+def test_a_loss_that_is_not_reduced_is_no_number_of_one_row_each(devices: Devices) -> None:
+    used = devices(2)
+    net = Net().to(used[0])
+    step = everygpu.TrainStep(
+        everygpu.DataParallel(net, used), lambda out, y: F.cross_entropy(out, y, reduction="none"),
+        torch.optim.SGD(net.parameters()),
+    )  # fmt: skip
+    x, y = next(batches(1, ignore=False))
+    with pytest.raises(LossError, match=r"one number, got shape \(2,\)"):
+        step(x[:2], y[:2])
 
 
 def test_nested_batches_and_sharded_targets(devices: Devices) -> None:

@@ -73,9 +73,15 @@ class Joiner:
             entries, dim, rows = [t.unsqueeze(0) for t in entries], 0, self.rows
         else:
             _check_shapes([tuple(t.shape) for t in tensors], self.dim, path)
+            rows = self.rows if _are_results(tensors, self.rows) else None
         if stay:
             return shard_batch(entries, target, dim, rows)
         return torch.cat([comm.copy(t, target) for t in entries], dim)
+
+
+def _are_results(tensors: list[Tensor], rows: tuple[int, ...] | None) -> bool:
+    """Tell one number per replica, as a loss of shape (1,), from rows; of one row each, the two look alike."""
+    return rows is not None and any(n > 1 for n in rows) and all(t.numel() == 1 for t in tensors)
 
 
 def _may_stay(tensors: list[Tensor]) -> bool:

@@ -37,7 +37,7 @@ class Layout:
     sizes: tuple[int, ...]
     """Rows of each part."""
     weights: tuple[int, ...] | None
-    """Rows of the data behind each part, when every replica returned one number."""
+    """Rows of the data behind each part, when every replica returned one number for all its rows."""
     home_stream: torch.cuda.Stream | None
     streams: tuple[torch.cuda.Stream, ...]
     """Where work was queued on the other devices, on CUDA."""
@@ -118,7 +118,8 @@ class ShardedBatch(Tensor):
     Attributes:
         shards: The parts, in order, each on its device, connected to the graph.
         shard_dim: Where the rows are.
-        shard_rows: Rows of the batch behind each shard, when each replica returned one number.
+        shard_rows: Rows of the batch behind each shard, when each replica returned one number for them all: 0-dim,
+            or of a shape such as (1,).
     """
 
     shard_dim: int

@@ -55,7 +55,8 @@ class TrainStep:
     Args:
         model: A module, for every device there is, or a ``DataParallel``.
         loss: Called as ``loss(output, *targets)``, returns one number, the mean over the batch; None when the
-            model returns the loss itself: as a number, or under ``["loss"]`` or ``.loss``.
+            model returns the loss itself: as a number, or under ``["loss"]`` or ``.loss``. A number may have any
+            shape with one element; several replicas' are weighed by their rows.
         optimizer: A torch optimizer, or a ``ShardedOptimizer``. Schedulers and edits of its groups take effect at
             the next update; its ``state_dict()`` is torch's own. Those that ``ShardedOptimizer`` can't spread step
             on the primary device.
@@ -219,7 +220,7 @@ class TrainStep:
         with self._autocast():
             output = self._holder.forward(*args, **kwargs)
             if self.loss is None:
-                return _as_number(_loss_in(output)), output
+                return _as_number(_loss_in(output), is_models=True), output
             with refusing_partial_grads(output, self._holder.leaves):
                 return _as_number(self.loss(output, *self._at_home(targets))), output
 
@@ -455,10 +456,10 @@ def _loss_in(output: Any) -> Any:
     return found
 
 
-def _as_number(loss: Any) -> Tensor:
+def _as_number(loss: Any, *, is_models: bool = False) -> Tensor:
     if not isinstance(loss, Tensor):
         raise LossError(f"TrainStep: the loss must be a tensor, got {type(loss).__qualname__}.")
-    if isinstance(loss, ShardedBatch) and loss.shard_rows is not None:
+    if isinstance(loss, ShardedBatch) and (loss.shard_rows is not None or (is_models and _is_one_each(loss))):
         return loss.mean()  # one number per replica, weighed by rows
     if loss.numel() != 1:
         raise LossError(
@@ -466,6 +467,11 @@ def _as_number(loss: Any) -> Tensor:
             f"Take its mean, as with reduction='mean'."
         )
     return loss.reshape(())
+
+
+def _is_one_each(loss: ShardedBatch) -> bool:
+    """Tell whether each replica returned one number, of one row each: of more rows the batch knows it itself."""
+    return all(shard.numel() == 1 for shard in loss.shards)
 
 
 @contextmanager
