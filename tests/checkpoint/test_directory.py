@@ -245,6 +245,45 @@ def test_a_file_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "model.pt").read_text() == "precious"
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
+def test_what_is_neither_file_nor_directory_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointForeignError, match="must be free or a checkpoint directory"):
+        write(tmp_path / "pipe", "new")
+    assert (tmp_path / "pipe").is_fifo()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_tensors_that_were_never_a_checkpoint_are_not_replaced(tmp_path: Path) -> None:
+    weights = tmp_path / "weights" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_text("precious")
+    with pytest.raises(CheckpointForeignError, match=r"got .*weights with 'model.safetensors' in it"):
+        write(weights.parent, "new")
+    assert weights.read_text() == "precious"
+
+
+@pytest.mark.parametrize("written", [".", "", "../run", "absolute", "link"])
+@pytest.mark.parametrize("is_checkpoint", [False, True])
+def test_the_working_directory_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, is_checkpoint: bool
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    if is_checkpoint:
+        write(run, "old")
+    (tmp_path / "link").symlink_to("run", target_is_directory=True)
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.chdir(run)
+    path = {"absolute": run, "link": tmp_path / "link"}.get(written, Path(written))
+    with pytest.raises(CheckpointForeignError, match="must not be the working directory, .* for instance .*last"):
+        write(path, "new")
+    assert sorted(tmp_path.rglob("*")) == before
+    assert run.samefile(".")
+    write(path / "last", "inside")
+    assert read(run / "last") == "inside"
+
+
 def test_an_empty_directory_and_missing_parents_are_fine(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     write(tmp_path / "empty", "a")

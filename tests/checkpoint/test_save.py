@@ -17,7 +17,7 @@ from torch import nn
 
 import everygpu
 from everygpu.checkpoint import tensors as tensors_module
-from everygpu.errors import CheckpointContentError, CheckpointError, CheckpointForeignError
+from everygpu.errors import CheckpointContentError, CheckpointError, CheckpointForeignError, OptionError
 from tests.checkpoint.models import WRAPPERS, Counting, Net, Wrap, same_state
 
 # By name: the package's attribute ``save`` is the function.
@@ -207,6 +207,16 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
             everygpu.save(path, epoch=1)
     assert (tmp_path / "notes.txt").read_text() == "precious"
     assert names_in(tmp_path) == {"notes.txt"}
+
+
+@pytest.mark.parametrize("path", ["", None, 5, b"ckpt", "a\0b"], ids=repr)
+def test_what_names_no_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OptionError, match="save: the path must be a str or Path that names a directory, got"):
+        everygpu.save(path, epoch=1)
+    with pytest.raises(OptionError, match="CheckpointManager: the path must be"):
+        everygpu.CheckpointManager(path)
+    assert not names_in(tmp_path)
 
 
 def test_a_damaged_checkpoint_may_be_replaced(tmp_path: Path) -> None:

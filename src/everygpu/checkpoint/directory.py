@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
-from stat import S_ISREG
+from stat import S_ISDIR, S_ISREG
 from time import sleep
 from typing import BinaryIO
 from warnings import warn
 
 from everygpu.checkpoint.lock import hold_lock
-from everygpu.checkpoint.manifest import FILE_NAMES, MANIFEST_FILE
-from everygpu.errors import CheckpointForeignError, CheckpointNotFoundError
+from everygpu.checkpoint.manifest import FILE_NAMES, MANIFEST_FILE, STATE_FILE
+from everygpu.errors import CheckpointForeignError, CheckpointNotFoundError, OptionError
 
 _LEFT = re.compile(r"\.(?P<name>.+)\.(?P<what>tmp|old)-\d+-[0-9a-f]{8}")
 """Names of what is being written, and of what has just been replaced."""
@@ -32,14 +32,21 @@ def resolve_target(path: Path) -> Path:
     Returns:
         The absolute path without links.
     Raises:
-        CheckpointForeignError: a file is there, or a directory that holds anything but a checkpoint.
+        CheckpointForeignError: a file is there, the working directory, or a directory that holds anything but a
+            checkpoint.
     """
     target = Path(os.path.realpath(path))
+    if _is_working_directory(target):
+        raise CheckpointForeignError(
+            f"save: the path must not be the working directory, as it is replaced as a whole, got {str(path)!r}. "
+            f"Choose a directory inside, for instance {path / 'last'}."
+        )
     try:
         # One look at the path: another saver may move what is there at any moment.
-        foreign = sorted(entry.name for entry in target.iterdir() if not _is_ours(entry))
+        entries = list(target.iterdir())
+        foreign = sorted(entry.name for entry in entries if not _is_ours(entry)) or _find_lone_tensors(target, entries)
     except (FileNotFoundError, NotADirectoryError) as cause:
-        if not target.is_file():
+        if not _is_no_directory(target):
             return target
         raise CheckpointForeignError(
             f"save: the path must be free or a checkpoint directory, got the file {path}. "
@@ -51,6 +58,21 @@ def resolve_target(path: Path) -> Path:
             f"got {path} with {foreign[0]!r} in it. Choose a directory inside, for instance {path / 'last'}."
         )
     return target
+
+
+def as_path(path: str | os.PathLike[str], caller: str) -> Path:
+    """Turn what the caller was given into a path.
+
+    Raises:
+        OptionError: it is none, or empty.
+    """
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise OptionError(
+            f"{caller}: the path must be a str or Path that names a directory, got {path!r}. "
+            f"Pass for instance 'checkpoints/last'."
+        )
+    return Path(text)
 
 
 @contextmanager
@@ -213,6 +235,29 @@ def _is_ours(entry: Path) -> bool:
         return entry.name in FILE_NAMES and S_ISREG(entry.stat().st_mode)
     except FileNotFoundError:
         return not entry.is_symlink()
+
+
+def _is_working_directory(target: Path) -> bool:
+    """Tell whether the program is in there: once it is replaced, relative paths would lead nowhere."""
+    try:
+        return target.samefile(".")
+    except OSError:  # nothing is there yet
+        return False
+
+
+def _find_lone_tensors(target: Path, entries: list[Path]) -> list[str]:
+    """List files with a checkpoint's names where none ever was: weights that somebody else has put there."""
+    marks = {MANIFEST_FILE, STATE_FILE}
+    if any(entry.name in marks for entry in entries) or any((target / name).exists() for name in marks):
+        return []
+    return sorted(entry.name for entry in entries if entry.exists())
+
+
+def _is_no_directory(path: Path) -> bool:
+    try:
+        return not S_ISDIR(path.stat().st_mode)
+    except OSError:
+        return False
 
 
 def sync_path(path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any, get_args
 from torch import Tensor
 
 from everygpu.checkpoint.background import Background
+from everygpu.checkpoint.directory import as_path
 from everygpu.checkpoint.load import load
 from everygpu.checkpoint.lock import hold_lock
 from everygpu.checkpoint.manifest import MANIFEST_FILE
@@ -60,7 +61,9 @@ class CheckpointManager:
         Raises:
             OptionError: an option is outside what it may be.
         """
-        self.directory = Path(directory).absolute()  # the program may change its working directory, also while it saves
+        self.directory = as_path(
+            directory, "CheckpointManager"
+        ).absolute()  # the program may change its working directory, also while it saves
         self.keep = _require_positive("keep", keep)
         self.every = _require_positive("every", every)
         self.keep_best = {name: _require_mode(name, mode) for name, mode in (keep_best or {}).items()}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from everygpu.checkpoint import manifest as files
 from everygpu.checkpoint.digests import MAX_WRITERS, hashing_pool
-from everygpu.checkpoint.directory import new_directory, resolve_target
+from everygpu.checkpoint.directory import as_path, new_directory, resolve_target
 from everygpu.checkpoint.encode import Json, encode
 from everygpu.checkpoint.hashed_file import new_hashed_file
 from everygpu.checkpoint.manifest import FileRecord, Place
@@ -64,11 +64,14 @@ def save(
         The path.
     Raises:
         CheckpointContentError: a value has no place in a checkpoint; nothing was written.
-        CheckpointForeignError: something else than a checkpoint is at the path; it is left alone.
+        CheckpointForeignError: something else than a checkpoint is at the path, or it is the working directory; it is
+            left alone.
+        OptionError: the path is none, or empty.
         CheckpointBusyError: somebody else is saving to the path; theirs goes on.
         CheckpointError: writing failed; the old checkpoint is untouched.
     """
-    return write_checkpoint(Path(path), with_generators(take(model, optimizer, scheduler, extras)))
+    where = as_path(path, "save")
+    return write_checkpoint(where, with_generators(take(model, optimizer, scheduler, extras)))
 
 
 def with_generators(taken: Taken) -> Taken:
