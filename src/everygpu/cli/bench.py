@@ -13,10 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from everygpu.cli.live import make_console
+from everygpu.cli.numbers import FiniteRange
 from everygpu.errors import BenchmarkError, DeviceError, OptionError
 
 _OURS = ("gpt2", "resnet50", "resnet18")
 _NUM_CPU_REPLICAS = 2
+MAX_TIMEOUT_S = 1_000_000
+"""Eleven days; the system counts milliseconds in 32 bits."""
+
 _ON_CPU = (
     "No GPU: replicas on the CPU, which share its cores. This shows that everything runs, and says nothing about speed."
 )
@@ -37,7 +41,13 @@ _ON_CPU = (
 @click.option(
     "--steps", "num_steps", type=click.IntRange(min=1), default=20, show_default=True, help="Steps in each round."
 )
-@click.option("--timeout", type=float, default=300.0, show_default=True, help="Seconds that a row may take.")
+@click.option(
+    "--timeout",
+    type=FiniteRange(min=0, min_open=True, max=MAX_TIMEOUT_S),
+    default=300.0,
+    show_default=True,
+    help="Seconds that a row may take.",
+)
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write all figures here.")
 @click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), help="Write Markdown here.")
 @click.option(

@@ -7,6 +7,8 @@ import click
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from everygpu.cli.numbers import FiniteRange
+
 PIPED_WIDTH = 200  # rich takes 80 columns for a pipe, and would fold the UUIDs
 
 
@@ -44,7 +46,7 @@ def interval_option(command: Callable[..., None]) -> Callable[..., None]:
     return click.option(
         "--interval",
         "interval_s",
-        type=click.FloatRange(min=0.1),
+        type=FiniteRange(min=0.1, max=86400),
         default=2.0,
         show_default=True,
         metavar="SECONDS",

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from everygpu.cli.filters import Filters, filter_options
 from everygpu.cli.launch import Launch, launch
+from everygpu.cli.numbers import FiniteRange
 from everygpu.cli.plan import NO_GPU, Manners, Plan, Request, parse_request, plan_run
 from everygpu.cli.script import run_script
 from everygpu.devices import nvml
@@ -43,7 +44,7 @@ def _read_processes(context: click.Context, option: click.Parameter, text: str |
 )
 @filter_options
 @click.option("--wait", is_flag=True, help="Wait until they are free.")
-@click.option("--timeout", type=click.FloatRange(min=0), metavar="SECONDS", help="Wait no longer than this.")
+@click.option("--timeout", type=FiniteRange(min=0), metavar="SECONDS", help="Wait no longer than this.")
 @click.option("--share", is_flag=True, help="Reserve nothing, and use what other runs have reserved.")
 @click.option("--cpu", is_flag=True, help="Hide every GPU from the script.")
 @click.option(

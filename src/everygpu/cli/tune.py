@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from everygpu.cli.numbers import FiniteRange
 from everygpu.units import format_size
 
 MAX_ROWS = 2**16
@@ -31,10 +32,16 @@ _NO_ROWS = (
     show_default=True,
     help="Which DataLoader, in the order they are used.",
 )
-@click.option("--seconds", default=3.0, show_default=True, help="How long to load data with each number of workers.")
+@click.option(
+    "--seconds",
+    type=FiniteRange(min=0, min_open=True),
+    default=3.0,
+    show_default=True,
+    help="How long to load data with each number of workers.",
+)
 @click.option(
     "--headroom",
-    type=click.FloatRange(min=0, max=100, max_open=True),
+    type=FiniteRange(min=0, max=100, max_open=True),
     default=5.0,
     show_default=True,
     help="Percent of each GPU's memory that stays free.",
