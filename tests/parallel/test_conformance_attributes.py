@@ -62,6 +62,69 @@ def test_a20_attributes_are_set_where_they_are_read(devices):
     assert not hasattr(model.module, "note")
 
 
+class Extended(Mlp):
+    """Uses what it has been given."""
+
+    def forward(self, x):
+        for name, value in [*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)]:
+            x = x * value if name.startswith("scale") else x + value
+        x = super().forward(x)
+        return self.head(x) if hasattr(self, "head") else x
+
+
+def register(model, device):
+    torch.manual_seed(1)
+    like = {"dtype": torch.float64, "device": device}
+    model.register_buffer("shift", torch.randn(3, **like))
+    model.register_buffer("passing", torch.randn(3, **like), persistent=False)
+    model.register_parameter("scale", nn.Parameter(torch.randn(3, **like)))
+    model.scale_more = nn.Parameter(torch.randn(3, **like))
+    model.add_module("head", nn.Linear(2, 3, **like))
+    model.register_module("head", nn.Linear(2, 4, **like))
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a20_what_is_registered_is_the_modules(devices, used):
+    devs = devices(3)
+    model, bare = pair(Extended, devs)
+    x = rows(7, 3, device=devs[0])
+    if used:
+        assert_same(model, bare, x)
+    register(model, devs[0])
+    register(bare, devs[0])
+    assert model.shift is model.module.shift
+    assert list(model._modules) == ["module"]
+    assert not model._parameters
+    assert not model._buffers
+    assert list(model.state_dict()) == list(bare.state_dict())
+    bare.load_state_dict(model.state_dict())
+    for _ in range(2):
+        assert_same(model, bare, x)
+    with pytest.raises(KeyError, match="already exists"):
+        model.register_buffer("first", torch.ones(1))
+
+
+def test_a20_what_is_registered_is_the_compiled_modules(devices):
+    devs = devices(2)
+    bare = Extended().double().to(devs[0])
+    model = everygpu.DataParallel(torch.compile(bare, backend="eager"), devs)
+    register(model, devs[0])
+    assert list(bare.state_dict()) == list(model.state_dict())
+    assert {"shift", "scale", "scale_more", "head.weight"} <= bare.state_dict().keys()
+    assert list(model.module._modules) == ["_orig_mod"]
+
+
+def test_a20_the_wrapped_module_is_replaced_by_its_name(devices):
+    devs = devices(2)
+    model = everygpu.DataParallel(Mlp().double().to(devs[0]), devs)
+    other = Mlp().double().to(devs[0])
+    model.add_module("module", other)
+    assert model.module is other
+    assert_same(model, copy.deepcopy(other), rows(4, 3, device=devs[0]))
+    with pytest.raises(KeyError, match="already exists"):
+        model.register_buffer("split", torch.ones(1))
+
+
 @pytest.mark.parametrize("copied", [lambda model: model, copy.deepcopy])
 def test_a20_the_wrapper_has_its_own_attributes(devices, copied):
     devs = devices(2)

@@ -331,13 +331,40 @@ class DataParallel(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set what is read from the module on the module, as in ``model.fc = nn.Linear(model.fc.in_features, 10)``."""
-        mine = vars(self)
-        module = mine.get("_modules", {}).get("module")
-        is_mine = name in mine or name in _TRANSIENT or hasattr(type(self), name)
-        if module is None or is_mine or any(name in mine[table] for table in TABLES) or not hasattr(module, name):
+        if self._has_own(name) or not hasattr(self.module, name):
             super().__setattr__(name, value)
         else:
-            setattr(module, name, value)
+            setattr(self.module, name, value)
+
+    def _has_own(self, name: str) -> bool:
+        """Tell whether a name is the wrapper's; all are until it has its module."""
+        mine = vars(self)
+        if mine.get("_modules", {}).get("module") is None or name in mine or name in _TRANSIENT:
+            return True
+        return hasattr(type(self), name) or any(name in mine[table] for table in TABLES)
+
+    # What is registered with the wrapper itself would be in no state dict and in no replica.
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Register a buffer of the module."""
+        if self._has_own(name):
+            super().register_buffer(name, tensor, persistent)
+        else:
+            unwrap(self).register_buffer(name, tensor, persistent)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter of the module."""
+        if self._has_own(name):
+            super().register_parameter(name, param)
+        else:
+            unwrap(self).register_parameter(name, param)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add a submodule to the module; ``register_module`` does, too."""
+        if self._has_own(name):
+            super().add_module(name, module)
+        else:
+            unwrap(self).add_module(name, module)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in _TRANSIENT}
