@@ -61,9 +61,8 @@ class CheckpointManager:
         Raises:
             OptionError: an option is outside what it may be.
         """
-        self.directory = as_path(
-            directory, "CheckpointManager"
-        ).absolute()  # the program may change its working directory, also while it saves
+        # The program may change its working directory, also while it saves.
+        self.directory = as_path(directory, "CheckpointManager").absolute()
         self.keep = _require_positive("keep", keep)
         self.every = _require_positive("every", every)
         self.keep_best = {name: _require_mode(name, mode) for name, mode in (keep_best or {}).items()}
