@@ -8,6 +8,7 @@ other things. ``Tape`` does the same with the operations that reach torch's disp
 import contextlib
 import ctypes
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -43,7 +44,7 @@ class Tape:
 
     has_replaced_generators = False
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Sequence[torch.device], streams: str = "") -> None:
         self._moments: list[Callable[[], object]] = []
         self._memories: dict[int, _Memory] = {}
 
@@ -222,6 +223,13 @@ class _Stream:
         """What is recorded afterwards comes later anyway."""
 
 
+class _Here(threading.local):
+    """What is current in a thread."""
+
+    def __init__(self) -> None:
+        self.streams: list[_Stream] = []
+
+
 def current_tape() -> Tape | None:
     mode = _get_current_dispatch_mode()
     return mode.tape if isinstance(mode, _Recorder) else None
@@ -252,20 +260,20 @@ def install(monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> None:
 
 def _install_streams(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Act streams out; return what queues kernels."""
-    current: list[_Stream] = []
+    here = _Here()
 
     @contextlib.contextmanager
     def queueing_on(device: torch.device, stream: _Stream | None = None) -> Iterator[None]:
-        current.append(stream or (current[-1] if current else _Stream()))
+        here.streams.append(stream or (here.streams[-1] if here.streams else _Stream()))
         yield
-        current.pop()
+        here.streams.pop()
 
     def queue(function: Callable[..., object], *tensors: Tensor) -> None:
         tape = current_tape()
         if tape is None:
             function(*tensors)
         else:
-            tape.call(function, tensors, current[-1].after if current else ())
+            tape.call(function, tensors, here.streams[-1].after if here.streams else ())
 
     streams: list[_Stream] = []
 

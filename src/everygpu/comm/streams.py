@@ -1,12 +1,14 @@
 """Streams of our own, beside those that users compute on."""
 
 import functools
+import threading
 from collections.abc import Sequence
 
 import torch
 
+_making = threading.RLock()
 
-@functools.cache
+
 def kept_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
     """Return a CUDA device's stream for a purpose, the same every time.
 
@@ -17,6 +19,12 @@ def kept_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
         device: A CUDA device.
         purpose: Any name; different ones have different streams.
     """
+    with _making:  # or two threads that ask first would each get one of their own
+        return _stream(device, purpose)
+
+
+@functools.cache
+def _stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 

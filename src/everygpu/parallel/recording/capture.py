@@ -22,6 +22,7 @@ from everygpu.parallel.layout import Layout, has_hooks, is_dense
 from everygpu.parallel.mirror import Watch
 from everygpu.parallel.recording.device_graph import DeviceGraph, is_capturing, return_memory
 from everygpu.parallel.recording.static_batch import Batch, NotStatic, StaticBatch, describe_batch
+from everygpu.parallel.recording.turn import RECORDING, TURN
 from everygpu.parallel.split import Route
 from everygpu.parallel.thread_state import function_modes
 
@@ -101,16 +102,25 @@ class Capture(Generic[Result]):
         route: How batches are cut.
         must: Raise where a step can't be recorded, and record also where hooks would no longer be called.
         level: Of the log line that says why steps run as they are.
+        streams: Which stream of each GPU steps are recorded on.
     """
 
     def __init__(
-        self, step: Recordable[Result], name: str, route: Route, *, must: bool = False, level: int = logging.INFO
+        self,
+        step: Recordable[Result],
+        name: str,
+        route: Route,
+        *,
+        must: bool = False,
+        level: int = logging.INFO,
+        streams: str = RECORDING,
     ) -> None:
         self._step = step
         self._name = name
         self._route = route
         self._must = must
         self._level = level
+        self._streams = streams
         self._recordings: dict[Any, _Recording] = {}
         self._counts: dict[Any, int] = {}
         self._facts: Any = None
@@ -142,7 +152,8 @@ class Capture(Generic[Result]):
             self._count(key)
             if self._counts[key] <= NUM_WARM_UPS or len(self._recordings) >= MAX_RECORDINGS:
                 return None
-            recording = self._record(key, batch)
+            with TURN.taken() as is_ours:
+                recording = self._record(key, batch) if is_ours else None
         if recording is None or not self._step.begin(recording.recorded):
             return None
         spread_seeds(self._route.devices)
@@ -212,7 +223,8 @@ class Capture(Generic[Result]):
 
     def _attempt(self, held: StaticBatch) -> _Recording | str:
         """Record, or say why not."""
-        graph, prepared, before = DeviceGraph(self._route.devices), self._step.prepare(), held.versions()
+        graph = DeviceGraph(self._route.devices, streams=self._streams)
+        prepared, before = self._step.prepare(), held.versions()
         try:
             recorded = self._step.record(graph, held, prepared)
             written = [now != then for now, then in zip(held.versions(), before)]

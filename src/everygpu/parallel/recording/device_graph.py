@@ -1,6 +1,7 @@
 """Work on several GPUs, recorded once and launched by one call."""
 
 import contextlib
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -10,12 +11,10 @@ import torch
 
 from everygpu import comm
 from everygpu.comm.streams import kept_stream
+from everygpu.parallel.recording.turn import RECORDING, TURN
 from everygpu.parallel.thread_state import queueing_on
 
 T = TypeVar("T")
-
-RECORDING = "recording"
-"""Which stream of each GPU work is recorded on."""
 
 
 def is_capturing() -> bool:
@@ -33,13 +32,15 @@ class DeviceGraph:
     Args:
         devices: CUDA devices, each once.
         pool: The memory of another graph, to share; see ``next``.
+        streams: Which stream of each GPU it is recorded on.
     Source:
         "CUDA Graphs" in NVIDIA's CUDA C++ Programming Guide, on capturing across streams; ``torch.cuda.graph``, which
         records one device.
     """
 
-    def __init__(self, devices: Sequence[torch.device], pool: Any = None) -> None:
+    def __init__(self, devices: Sequence[torch.device], pool: Any = None, streams: str = RECORDING) -> None:
         self._devices = list(devices)
+        self._streams = streams
         self._graph = torch.cuda.CUDAGraph()
         self._pool: Any = torch.cuda.graph_pool_handle() if pool is None else pool
         self._random: list[_RandomState] = []
@@ -48,6 +49,8 @@ class DeviceGraph:
 
     def record(self, function: Callable[[], T]) -> T:
         """Call a function; what it queues on the devices is recorded, and not run.
+
+        One thread at a time may do so; see ``Turn``.
 
         Args:
             function: Has run before, so that libraries are loaded; may use threads, and streams beside the current
@@ -58,10 +61,10 @@ class DeviceGraph:
             Exception: the function's, or CUDA's where something can't be recorded. Memory is returned, and random
                 generators are as before; see ``has_replaced_generators``.
         """
-        self._random = [_RandomState(d) for d in self._devices[1:]]
+        self._random = [_RandomState(d, self._streams) for d in self._devices[1:]]
         comm.connect(self._devices)
         return_memory(self._devices)
-        with on_recording_streams(self._devices):
+        with on_recording_streams(self._devices, self._streams):
             self._begin()
             try:
                 result = function()
@@ -70,7 +73,8 @@ class DeviceGraph:
                 self._abandon()
                 raise
             self._end()
-        release = weakref.finalize(self, _release, self._graph, self._devices, self._pool)
+        give_back = functools.partial(_release, self._graph, self._devices, self._pool)
+        release = weakref.finalize(self, TURN.run_between, give_back)
         release.atexit = False
         return result
 
@@ -79,19 +83,23 @@ class DeviceGraph:
 
         What one leaves for the other must be held by somebody while the other is recorded.
         """
-        return DeviceGraph(self._devices, self._pool)
+        return DeviceGraph(self._devices, self._pool, self._streams)
 
     def replay(self) -> None:
         """Queue the work: after what is queued on the devices' current streams, and before what will be."""
         home, *others = [torch.cuda.current_stream(d) for d in self._devices]
-        for state in self._random:
-            state.fill()
-        for stream in others:
-            home.wait_stream(stream)
-        self._graph.replay()
-        for stream in others:
-            stream.wait_stream(home)
-        self._random = [state for state in self._random if state.is_used()]
+        # Before torch 2.13 nobody can draw on a GPU while another thread records there, and a recording that draws
+        # nothing is known as such only after its first launch.
+        with TURN.taken() if self._random else contextlib.nullcontext(False) as may_draw:
+            for state in self._random if may_draw else ():
+                state.fill()
+            for stream in others:
+                home.wait_stream(stream)
+            self._graph.replay()
+            for stream in others:
+                stream.wait_stream(home)
+            if may_draw:
+                self._random = [state for state in self._random if state.is_used()]
 
     def _begin(self) -> None:
         for d in self._devices[1:]:
@@ -153,13 +161,14 @@ class _RandomState:
 
     Args:
         device: A CUDA device.
+        streams: Which of its streams serves.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, streams: str) -> None:
         self._generator = torch.cuda.default_generators[device.index]
         self._before = -1
         self._graph = torch.cuda.CUDAGraph()
-        with queueing_on(device, kept_stream(device, RECORDING)):
+        with queueing_on(device, kept_stream(device, streams)):
             x = torch.empty(1, device=device)
             torch.cuda.synchronize(device)
             self._graph.capture_begin(capture_error_mode="thread_local")
@@ -179,14 +188,14 @@ class _RandomState:
 
 
 @contextlib.contextmanager
-def on_recording_streams(devices: Sequence[torch.device]) -> Iterator[None]:
+def on_recording_streams(devices: Sequence[torch.device], streams: str) -> Iterator[None]:
     """Queue what is launched within on the streams that work is recorded on, in turn with what is around it.
 
     Autograd runs a node on the stream that its forward was on: going backward through what was recorded, it would not
     wait for gradients that are still to come on other streams, of devices after the first. And when it begins to
     record, torch queues there what resets its random generators' memory.
     """
-    pairs = [(torch.cuda.current_stream(d), kept_stream(d, RECORDING)) for d in devices if d.type == "cuda"]
+    pairs = [(torch.cuda.current_stream(d), kept_stream(d, streams)) for d in devices if d.type == "cuda"]
     for around, within in pairs:
         within.wait_stream(around)
     with contextlib.ExitStack() as stack:
@@ -198,10 +207,14 @@ def on_recording_streams(devices: Sequence[torch.device]) -> Iterator[None]:
 
 
 def return_memory(devices: Sequence[torch.device]) -> None:
-    """Give memory back that nobody holds: a graph has its own, and what earlier steps have used would lie idle."""
+    """Give memory back that nobody holds: a graph has its own, and what earlier steps have used would lie idle.
+
+    For the thread that has the turn.
+    """
     for d in devices:
         torch.cuda.synchronize(d)
     gc.collect()
+    TURN.catch_up()
     # Libraries' workspaces: those of the graph are to be its own.
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()

@@ -23,6 +23,7 @@ from everygpu.parallel.recording.exchange import Exchange
 from everygpu.parallel.recording.marks import Marks
 from everygpu.parallel.recording.movers import Sum
 from everygpu.parallel.recording.static_batch import PLAIN_TYPES, StaticBatch
+from everygpu.parallel.recording.turn import lease_streams
 from everygpu.parallel.replicate import Leaves as Twins
 from everygpu.parallel.replicate import ReplicaSet
 from everygpu.parallel.split import Route
@@ -113,7 +114,10 @@ class RecordedForward:
         self._num_patterns = 0
         # Nothing that this holds refers back to it: when a model is dropped, its memory is free at once.
         self._me = weakref.proxy(self)
-        self._capture: Capture[Outputs] = Capture(self._me, "DataParallel", route, level=logging.WARNING)
+        self._streams = lease_streams(self)
+        self._capture: Capture[Outputs] = Capture(
+            self._me, "DataParallel", route, level=logging.WARNING, streams=self._streams
+        )
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
         """Run a call by its recording, making one if it is time to; None where it has to run as it is."""
@@ -271,7 +275,7 @@ class RecordedForward:
 
     def on_recording_streams(self) -> AbstractContextManager[None]:
         """Queue what is launched within on the streams of the recording; see the function."""
-        return on_recording_streams(self._devices)
+        return on_recording_streams(self._devices, self._streams)
 
     def is_latest(self, use: _Use) -> bool:
         """Tell whether nothing was launched since."""
