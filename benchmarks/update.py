@@ -2,8 +2,9 @@
 
     python benchmarks/update.py [--gpus 2 4 8] [--millions 10 124 1500]
 
-Every row runs in a process of its own. ``wire`` is the time in which each GPU's links carry what must cross them:
-its share of the gradients in, its share of the parameters out, each once, at ``--gb-per-s`` in each direction.
+Every row runs in a process of its own. ``wire`` is the time in which each GPU's links carry what must come in: the
+others' gradients for its share, and the parameters that others have updated, each once, at ``--gb-per-s``. As much
+goes out meanwhile.
 """
 
 import argparse
@@ -135,7 +136,7 @@ def main() -> None:
     for count in options.gpus:
         for millions in options.millions:
             num = int(millions * 1e6)
-            wire = 4 * num * (count - 1) / count / (options.gb_per_s * 1e9) * 1e3
+            wire = 8 * num * (count - 1) / count / (options.gb_per_s * 1e9) * 1e3
             print(f"{count} GPUs, {millions:g}M parameters, wire {wire:.2f} ms", flush=True)
             for way in WAYS:
                 rows.append({"way": way, "gpus": count, "params": num, "wire_ms": wire})

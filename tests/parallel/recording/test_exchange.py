@@ -65,6 +65,7 @@ def test_parameters_arrive_and_gradients_add_up(used: Devices, count: int) -> No
         total.run()
     meet(devices)
     launched = exchange.totals(reached)
+    exchange.make_room()
     exchange.add(grads)
     for found in (launched, exchange.totals(reached)):
         for p, t in zip(params, found):
@@ -90,6 +91,7 @@ def test_sums_are_the_callers_own(used: Devices) -> None:
         total.run()
         meet(devices)
         kept += exchange.totals([True])
+        exchange.make_room()
         exchange.add([[[torch.full((2000,), 10 * value, device=d)] for d in devices]])
         kept += exchange.totals([True])
     assert [t[0].item() for t in kept if t is not None] == [2.0, 20.0, 4.0, 40.0]

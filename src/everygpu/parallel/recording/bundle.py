@@ -33,7 +33,7 @@ class Bundle:
             [Look(t).on(view.data).requires_grad_() for t, view in zip(originals, self._views(flat))] for flat in flats
         ]
         self._mover: Mover = (
-            KernelMover(originals, self._plan, flats, devices, rooms, index)
+            KernelMover(originals, flats, devices, rooms, index)
             if can_use_kernels(originals, self._plan, devices)
             else CopyMover(originals, self._plan, flats, devices)
         )
@@ -56,7 +56,7 @@ class Bundle:
         return self._mover.make_sum()
 
     def make_room(self) -> int:
-        """Before a launch, make memory for the sums; return its address."""
+        """Make memory for the sums of a launch, or of ``add``, on the current stream; return its address."""
         self._total = self._mover.make_room()
         return self._total.data_ptr()
 
@@ -68,13 +68,17 @@ class Bundle:
         """
         pairs = [(row, d) for row, d in zip(grads, self._devices) if any(g is not None for g in row)]
         flats = [self._flatten(row, d) for row, d in pairs]
-        self._total = comm.reduce(flats, self._devices[0]) if flats else self._make_flat(self._devices[0])
+        if flats:
+            torch._foreach_copy_(self._views(self._room()), self._views(comm.reduce(flats, self._devices[0])))
 
     def totals(self) -> list[Tensor]:
         """Return the last sums, in memory of their own on the first device."""
-        assert self._total is not None  # noqa: S101 - ``make_room`` or ``add`` has made it
-        total, self._total = self._total, None
+        total, self._total = self._room(), None
         return self._views(self._mover.hand_over(total))
+
+    def _room(self) -> Tensor:
+        assert self._total is not None  # noqa: S101 - ``make_room`` has made it
+        return self._total
 
     def _make_flat(self, device: torch.device) -> Tensor:
         return torch.zeros(self._plan.numel, dtype=self._plan.dtype, device=device)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from everygpu import comm
 from everygpu.comm.streams import meet
 from everygpu.parallel.broadcast import group
 from everygpu.parallel.flat import Grads
@@ -31,6 +32,7 @@ class Exchange:
         self.params = list(params)
         self._devices = list(devices)
         self._facts = _facts(params)
+        comm.connect(devices)
         backwards = self.params[::-1]
         groups = group(backwards, lambda p: p.dtype, limit_bytes)
         self._rooms = [torch.zeros(len(groups), dtype=torch.int64, device=d) for d in devices]
@@ -58,7 +60,7 @@ class Exchange:
         return [bundle.make_sum() for bundle in self.bundles]
 
     def make_room(self) -> None:
-        """Before a launch, make memory for its sums, which will be the user's."""
+        """Make memory for the sums of a launch, or of ``add``, which will be the user's; before these."""
         addresses = torch.tensor([bundle.make_room() for bundle in self.bundles], dtype=torch.int64)
         on_gpus = self._devices[0].type == "cuda"
         addresses = addresses.pin_memory() if on_gpus else addresses
@@ -70,6 +72,18 @@ class Exchange:
         """Add gradients up that are no recording's; for each bundle and device."""
         for bundle, row in zip(self.bundles, grads):
             bundle.add(row)
+
+    @torch.no_grad()
+    def _load_kernels(self) -> None:
+        """Run everything once: kernels are compiled and loaded now, as while recording that may be forbidden."""
+        self.send()
+        self.make_room()
+        for bundle, total in zip(self.bundles, self.make_sums()):
+            total.take([[None] * len(bundle.originals)] * len(self._devices))
+            total.settle()
+            total.run()
+        meet(self._devices)  # before memory is let go that others write to
+        self.totals([False] * len(self.params))
 
     def totals(self, reached: Sequence[bool]) -> list[Tensor | None]:
         """Return the last sums, in memory of their own on the first device, in the parameters' order.

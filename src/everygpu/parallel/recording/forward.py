@@ -344,6 +344,7 @@ class _Launch:
         if tuple(given) != recorded.used:
             self._owner.note_pattern(set(given))
         outputs = [recorded.tensors[i] for i in given]
+        self._owner.exchange.make_room()  # on the user's stream, whose memory it will be
         counted = zip(recorded.versions, written, self._versions)
         as_seen = [then + now - launched for then, now, launched in counted]
         with _versions_set(recorded.watched, as_seen, written), self._owner.on_recording_streams():

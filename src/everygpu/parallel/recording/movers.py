@@ -69,15 +69,15 @@ def fits_kernels(originals: Sequence[Tensor], plan: BucketPlan, _: Sequence[torc
 
 
 class KernelMover:
-    """Has each device read and write the others' memory: every parameter and gradient crosses the wire once or twice.
+    """Has devices read and write the others' memory: they find every parameter and gradient where it is.
 
-    A device after the first reads its chunk of the parameters from the first, and writes it to the others' twins; each
-    adds up its chunk of the gradients, and writes the sums to the first.
+    Each device after the first has a chunk of the bundle. It reads its parameters from the first device and writes
+    them to all twins; and it adds its gradients up, and writes the sums to the first. That one's links carry all
+    parameters out and all sums in, so it has no chunk, unless it is alone.
 
     Args:
         originals: Laid out as their slots.
-        plan: How they lie in flat memory.
-        flats: That of the twins, one for each device after the first.
+        flats: The memory of the twins, one for each device after the first.
         devices: One per replica, each once.
         rooms: For each device a table; at ``index``, where this bundle's sums go.
         index: This bundle's place in it.
@@ -86,43 +86,39 @@ class KernelMover:
     def __init__(
         self,
         originals: Sequence[Tensor],
-        plan: BucketPlan,
         flats: Sequence[Tensor],
         devices: Sequence[torch.device],
         rooms: Sequence[Tensor],
         index: int,
     ) -> None:
-        others = list(devices[1:])
-        # The same places, cut for the devices that have twins.
-        sent = plan_bucket(originals, range(len(originals)), max(1, len(others)))
-        self.plan = plan
         self.devices = list(devices)
-        self.rooms = list(rooms)
+        self.first_worker = min(1, len(devices) - 1)
+        """The devices from here on have chunks."""
+        self.workers = self.devices[self.first_worker :]
+        self.plan = plan_bucket(originals, range(len(originals)), len(self.workers))
+        self.lengths = [block_lengths(self.plan, me).to(d) for me, d in enumerate(self.workers)]
+        self.rooms = rooms[self.first_worker :]
         self.index = index
-        self.lengths = [block_lengths(plan, me).to(d) for me, d in enumerate(devices)]
-        self.zeros = [torch.zeros(BLOCK_NUMEL, dtype=plan.dtype, device=d) for d in devices]
+        self.zeros = [torch.zeros(BLOCK_NUMEL, dtype=self.plan.dtype, device=d) for d in self.workers]
         """Read in place of gradients that there are none of."""
-        self._others = others
         self._flats = list(flats)
-        self._sent_numel = sent.chunk_numel
         memory = dict(enumerate(originals))
-        self._sources = [block_addresses(sent, me, memory).to(d) for me, d in enumerate(others)]
-        self._sent_lengths = [block_lengths(sent, me).to(d) for me, d in enumerate(others)]
+        self._sources = [block_addresses(self.plan, me, memory).to(d) for me, d in enumerate(self.workers)]
         addresses = torch.tensor([flat.data_ptr() for flat in flats], dtype=torch.int64)
-        self._targets = [addresses.to(d) for d in others]
+        self._targets = [addresses.to(d) for d in self.workers]
 
     def send(self) -> None:
         from everygpu.comm import kernels  # needs Triton, which not every machine has
 
-        for me, d in enumerate(self._others):
+        for me, d in enumerate(self.workers if self._flats else ()):
             with queueing_on(d):
                 kernels.run_send(
                     self._sources[me],
-                    self._sent_lengths[me],
+                    self.lengths[me],
                     self._targets[me],
                     dtype=self.plan.dtype,
                     block=BLOCK_NUMEL,
-                    begin=me * self._sent_numel,
+                    begin=me * self.plan.chunk_numel,
                     me=me,
                 )
 
@@ -142,10 +138,9 @@ class _KernelSum:
     def __init__(self, mover: KernelMover) -> None:
         self._mover = mover
         self._grads: list[dict[int, Tensor]] = []
-        num_sources = len(mover.devices)
         self._sources = [
-            torch.zeros(num_sources, lengths.numel(), dtype=torch.int64, device=d)
-            for lengths, d in zip(mover.lengths, mover.devices)
+            torch.zeros(len(mover.devices), lengths.numel(), dtype=torch.int64, device=d)
+            for lengths, d in zip(mover.lengths, mover.workers)
         ]
 
     def take(self, grads: Sequence[Grads]) -> list[int]:
@@ -160,7 +155,7 @@ class _KernelSum:
         from everygpu.comm import kernels  # needs Triton, which not every machine has
 
         mover = self._mover
-        for me, d in enumerate(mover.devices):
+        for me, d in enumerate(mover.workers):
             with queueing_on(d):
                 kernels.run_add(
                     self._sources[me],
@@ -170,7 +165,7 @@ class _KernelSum:
                     block=BLOCK_NUMEL,
                     begin=me * mover.plan.chunk_numel,
                     index=mover.index,
-                    me=me,
+                    me=mover.first_worker + me,
                 )
 
     def settle(self) -> None:
