@@ -134,7 +134,9 @@ def check(recording: Devices, scenario: Scenario, *, make: Any = Net, count: int
     for a, b in zip(recorded, plain):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     for name, value in values.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        # Threads add up in bfloat16, kernels in float32.
+        rtol, atol = (0.02, 0.02) if value.dtype is torch.bfloat16 else (1e-3, 1e-4)
+        torch.testing.assert_close(ours[name], value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
     assert ours_missing == missing
 
 
@@ -167,7 +169,7 @@ class Odd(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.conv(x.view(-1, 1, 2, 3)).sum((2, 3))
         out = h @ self.turned + (h @ self.part).sum(1, keepdim=True) + self.shift
-        out = out * self.brief.float() + self.exact.float() * self.imaginary.abs() + self.number
+        out = out * self.brief.float() * self.number + self.exact.float() * self.imaginary.abs()
         return out + self.sometimes if x.device.index in (None, 0) else out
 
 
