@@ -1107,3 +1107,16 @@ def test_a_loss_with_parameters_of_its_own(devices: Devices) -> None:
         step(*batch)
     train_plainly(plain[0], OPTIMIZERS["AdamW"](plain.parameters()), data, plain[1])
     assert_close(ours, plain)
+
+
+def test_a_models_own_loss_is_not_weighed_where_rows_are_unknown() -> None:
+    net = Net()
+    optimizer = OPTIMIZERS["SGD"](net.parameters())
+    joined = everygpu.DataParallel(net, ["cpu"] * 2, gather="joined")
+    with pytest.raises(OptionError, match="loss=None needs a DataParallel with gather='sharded'.*got gather='joined'"):
+        everygpu.TrainStep(joined, None, optimizer)
+    everygpu.TrainStep(joined, F.cross_entropy, optimizer)
+    alone = Net()
+    everygpu.TrainStep(
+        everygpu.DataParallel(alone, ["cpu"], gather="joined"), None, OPTIMIZERS["SGD"](alone.parameters())
+    )

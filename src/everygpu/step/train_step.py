@@ -90,6 +90,8 @@ class TrainStep:
     ) -> None:
         _check_options(loss, precision, accumulate, clip_norm)
         self.model = _wrap(model, compile=compile)
+        if loss is None:
+            _check_gathering(self.model)
         self.loss = loss
         self.optimizer = optimizer
         self.accumulate = accumulate
@@ -385,6 +387,15 @@ def _wrap(model: nn.Module, *, compile: bool) -> DataParallel:
             f"Pass it there, or pass the bare module here."
         )
     return model
+
+
+def _check_gathering(model: DataParallel) -> None:
+    """Refuse to weigh replicas' losses where nobody knows of how many rows each is."""
+    if model.gather == "joined" and len(model.device_ids) > 1:
+        raise OptionError(
+            "TrainStep: loss=None needs a DataParallel with gather='sharded', which knows the rows behind each loss, "
+            "got gather='joined'. Pass gather='sharded' there, or a loss here."
+        )
 
 
 def _can_capture(model: DataParallel, capture: Any) -> bool:
