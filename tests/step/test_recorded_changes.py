@@ -510,6 +510,25 @@ def test_groups_that_are_edited(recording: Devices) -> None:
     check(recording, scenario)
 
 
+@pytest.mark.parametrize("is_new", [False, True], ids=["unfrozen", "added"])
+def test_layers_that_are_unfrozen_are_recorded_again(recording: Devices, is_new: bool) -> None:
+    used = recording(2)
+    net = Net().to(used[0])
+    net.first.requires_grad_(False)
+    net.unused.requires_grad_(False)
+    late = [] if is_new else [net.first.weight]
+    optimizer = torch.optim.SGD([*net.norm.parameters(), *net.last.parameters(), *late], lr=0.1)
+    step = Step(everygpu.DataParallel(net, used), F.cross_entropy, optimizer, capture="auto")
+    for _ in range(NUM_BEFORE):
+        step(X, Y)
+    net.first.requires_grad_(True)
+    if is_new:
+        optimizer.add_param_group({"params": net.first.parameters()})
+    for _ in range(NUM_BEFORE):
+        step(X, Y)
+    assert num_recordings(step) == 1
+
+
 def test_flushes_and_another_number_of_batches(recording: Devices) -> None:
     def scenario(step: Step, losses: list[Tensor]) -> None:
         for num in (1, 2, 3, 4):

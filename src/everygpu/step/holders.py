@@ -215,7 +215,8 @@ class ShardedHolder:
 
     def why_not_recordable(self) -> str | None:
         """Say what would be lost or frozen in a recording, if anything is."""
-        mine = {id(p) for p in self._arena.params}
+        # Not the arena's: asked before ``prepare`` has seen what was unfrozen or added.
+        mine = set(map(id, self._trainable()))
         others = [n for n, p in self._model.module.named_parameters() if p.requires_grad and id(p) not in mine]
         return f"parameter {others[0]} takes gradients, but the optimizer doesn't have it" if others else None
 
