@@ -141,6 +141,18 @@ class TestWatch:
         watch.changed()
         assert watch.changed() == [0]
 
+    def test_hooks_of_state_dicts_are_no_part_of_a_forward(self):
+        """weight_norm has one, and would be translated at every forward and never recorded."""
+        net = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+        net.register_state_dict_post_hook(lambda *_: None)
+        net.register_state_dict_pre_hook(lambda *_: None)
+        net.register_load_state_dict_post_hook(lambda *_: None)
+        watch = Watch(list(net.modules()))
+        watch.changed()
+        assert watch.changed() == []
+        net.register_state_dict_pre_hook(lambda *_: None)
+        assert watch.changed() == [0]
+
 
 class TestFollowing:
     def test_replica_is_of_the_same_class_with_its_own_tables(self):

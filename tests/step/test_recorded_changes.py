@@ -529,6 +529,16 @@ def test_layers_that_are_unfrozen_are_recorded_again(recording: Devices, is_new:
     assert num_recordings(step) == 1
 
 
+class Normalised(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.weight_norm(self.first)
+
+
+def test_layers_with_hooks_for_state_dicts(recording: Devices) -> None:
+    check(recording, train_on, make=Normalised)
+
+
 def test_flushes_and_another_number_of_batches(recording: Devices) -> None:
     def scenario(step: Step, losses: list[Tensor]) -> None:
         for num in (1, 2, 3, 4):

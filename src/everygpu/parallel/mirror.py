@@ -22,6 +22,14 @@ from everygpu.parallel.callables import open_callable, rebind_function
 TABLES = ("_parameters", "_buffers", "_modules")
 """What a module keeps its tensors and children in; filled by the replica's owner, not copied."""
 
+STATE_DICT_HOOKS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""No forward looks into these; torch's weight_norm has such a hook, and so have many libraries' layers."""
+
 _INERT_TYPES = frozenset(
     {int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, type}
 )
@@ -225,15 +233,15 @@ class _Record:
 
 def _record(module: nn.Module) -> _Record:
     attributes = vars(module)
-    plain = [v for k, v in attributes.items() if k not in TABLES]
-    mutable = [v for v in plain if isinstance(v, (dict, list, set))]
+    plain = {k: v for k, v in attributes.items() if k not in TABLES}
+    mutable = [v for v in plain.values() if isinstance(v, (dict, list, set))]
     return _Record(
         kind=type(module),
         names=list(attributes),
         values=list(attributes.values()),
         empty=[v for v in mutable if not v],
         filled=[(v, copy.copy(v)) for v in mutable if v],
-        volatile=any(_is_volatile(v) for v in plain),
+        volatile=any(_is_volatile(v) for k, v in plain.items() if k not in STATE_DICT_HOOKS),
     )
 
 
