@@ -704,6 +704,51 @@ def test_outputs_that_go_backward_one_by_one(recording: Devices) -> None:
     check(recording, scenario, make=TwoNets)
 
 
+class Pairwise(nn.Module):
+    """Returns two outputs that share nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.actor = nn.Linear(6, 5)
+        self.critic = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.actor(x), self.critic(x)
+
+
+@pytest.mark.parametrize("change", ["frozen", "moved"])
+def test_a_backward_after_another_exchange_was_made(
+    recording: Devices, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    used = recording(2)
+    net = Pairwise().to(used[0])
+    weight = net.critic.weight
+    model = everygpu.DataParallel(net, used, engine="graphs")
+    for x, _ in make_batches(NUM_STEPS):
+        model(x)[1].square().mean().backward()
+    assert num_recordings(model) == 1
+    (wanted,) = torch.autograd.grad(net.critic(x.to(used[0])).square().mean(), [weight])
+    scores, value = model(x)
+    scores.sum().backward()  # from here on another recording may be launched
+    if change == "frozen":
+        net.actor.requires_grad_(False)
+    else:
+        net.actor.weight.data = net.actor.weight.data.clone()
+    with monkeypatch.context() as patch:
+        patch.setattr(capture.DeviceGraph, "replay", fail)
+        for _ in range(NUM_WARM_UPS + 1):
+            model(x)
+        with pytest.raises(torch.OutOfMemoryError):
+            model(x)
+    (found,) = torch.autograd.grad(value.square().mean(), [weight])
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def fail(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 class SparseScores(nn.Module):
     def __init__(self) -> None:
         super().__init__()

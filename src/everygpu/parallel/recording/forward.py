@@ -63,6 +63,8 @@ class _Recorded:
     leaves: Leaves
     sums: list[Sum]
     """What adds the gradients up: the recorded backward uses its memory."""
+    exchange: Exchange
+    """What it was made with; the parameters may have another since."""
     backward: DeviceGraph | None
     reached: list[bool]
     """For each parameter whether it gets a gradient, on any device."""
@@ -179,7 +181,7 @@ class RecordedForward:
     def finish(self, recorded: _Recorded) -> Outputs:
         launch = _Launch(self, recorded, [t._version for t in recorded.watched])
         self._use = weakref.ref(launch.use)
-        _, *tensors = _Graph.apply(launch, self._devices, *self.exchange.params)  # type: ignore[no-untyped-call]
+        _, *tensors = _Graph.apply(launch, self._devices, *recorded.exchange.params)  # type: ignore[no-untyped-call]
         fresh = iter(tensors)
         outputs = tree.map_leaves(lambda x: next(fresh) if isinstance(x, Tensor) else x, recorded.outputs)
         return outputs, recorded.joiner
@@ -232,6 +234,7 @@ class RecordedForward:
             seeds=seeds,
             leaves=prepared.leaves,
             sums=prepared.sums,
+            exchange=self.exchange,
             backward=backward,
             reached=_reached(grads),
             watched=watched,
@@ -242,29 +245,21 @@ class RecordedForward:
         """Go backward while recording, with each bundle's additions beside what is left of it."""
         marks = Marks(self._devices)
         with _marked(marks, prepared.leaves):
-            grads = self._find_grads(outputs, seeds, prepared.leaves)
+            grads = self.find_grads(outputs, seeds, prepared.leaves)
         for b, (total, row) in enumerate(zip(prepared.sums, grads)):
             for replica in total.take(row):
                 marks.forget(b, replica)
         marks.run_beside({b: total.run for b, total in enumerate(prepared.sums)})
         return grads
 
-    def run_backward(self, outputs: list[Tensor], seeds: Sequence[Tensor], leaves: Leaves) -> list[bool]:
-        """Go backward as it is, and leave the sums where ``totals`` finds them.
+    def find_grads(self, outputs: list[Tensor], seeds: Sequence[Tensor], leaves: Leaves) -> list[list[Grads]]:
+        """Return the gradients of the leaves, for each bundle and device.
 
         Args:
             outputs: Of all replicas, as recorded.
             seeds: Their gradients.
             leaves: Of the recording.
-        Returns:
-            For each parameter of each bundle whether it has got a gradient.
         """
-        grads = self._find_grads(outputs, seeds, leaves)
-        self.exchange.add(grads)
-        return _reached(grads)
-
-    def _find_grads(self, outputs: list[Tensor], seeds: Sequence[Tensor], leaves: Leaves) -> list[list[Grads]]:
-        """Return the gradients of the leaves, for each bundle and device."""
         flat = [t for row in leaves for tensors in row for t in tensors]
         # The graph stays, for backwards that can't be launched.
         each = iter(torch.autograd.grad(outputs, flat, seeds, retain_graph=True, allow_unused=True))
@@ -331,9 +326,9 @@ class _Launch:
             return self._run_as_it_is(given, written)
         for seed, grad in zip(recorded.seeds, given.values()):
             comm.fill(seed, grad)
-        self._owner.exchange.make_room()
+        recorded.exchange.make_room()
         recorded.backward.replay()
-        return self._owner.exchange.totals(recorded.reached)
+        return recorded.exchange.totals(recorded.reached)
 
     def _run_as_it_is(self, given: dict[int, Tensor], written: list[int]) -> list[Tensor | None]:
         """Go backward through the graph that the recording was made with: its memory has this launch's values.
@@ -344,12 +339,13 @@ class _Launch:
         if tuple(given) != recorded.used:
             self._owner.note_pattern(set(given))
         outputs = [recorded.tensors[i] for i in given]
-        self._owner.exchange.make_room()  # on the user's stream, whose memory it will be
+        recorded.exchange.make_room()  # on the user's stream, whose memory it will be
         counted = zip(recorded.versions, written, self._versions)
         as_seen = [then + now - launched for then, now, launched in counted]
         with _versions_set(recorded.watched, as_seen, written), self._owner.on_recording_streams():
-            reached = self._owner.run_backward(outputs, list(given.values()), recorded.leaves)
-        return self._owner.exchange.totals(reached)
+            grads = self._owner.find_grads(outputs, list(given.values()), recorded.leaves)
+            recorded.exchange.add(grads)
+        return recorded.exchange.totals(_reached(grads))
 
 
 @contextmanager
