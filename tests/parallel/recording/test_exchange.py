@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from everygpu.comm.streams import meet
 from everygpu.parallel.recording.exchange import Exchange
-from everygpu.parallel.recording.movers import CopyMover, _KernelSum
+from everygpu.parallel.recording.movers import CopyMover, KernelMover, _CopySum, _KernelSum
 from tests import tape
 
 Devices = Callable[[int], list[torch.device]]
@@ -108,6 +108,16 @@ def test_other_memory_does_not_fit(used: Devices) -> None:
     assert not exchange.fits(params)
     params[0].data = held.clone()
     assert not exchange.fits(params)
+
+
+def test_kernels_are_loaded_before_a_recording(used: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices, ran = used(2), []
+    for owner, name in ((KernelMover, "send"), (_KernelSum, "run"), (CopyMover, "send"), (_CopySum, "run")):
+        run = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda me, run=run: (ran.append(run.__qualname__), run(me)))
+    exchange = Exchange(make_params(devices[0]), devices)
+    movers = {type(bundle._mover) for bundle in exchange.bundles}
+    assert set(ran) == {f"{m.__name__}.send" for m in movers} | {f"_{m.__name__[:-5]}Sum.run" for m in movers}
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float32])

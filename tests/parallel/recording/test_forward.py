@@ -749,6 +749,21 @@ def fail(*_: object) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
+def test_memory_that_is_too_small_for_recordings(
+    recording: Devices, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    used = recording(2)
+    monkeypatch.setattr(forward, "Exchange", fail)
+    net = Net().to(used[0])
+    model = everygpu.DataParallel(net, used, engine="graphs")
+    with caplog.at_level(logging.INFO, "everygpu"):
+        for x, y in make_batches(NUM_STEPS):
+            loss_of(model(x), y).backward()
+    assert net.first.weight.grad is not None
+    assert num_recordings(model) == 0
+    assert len([m for m in caplog.messages if "without CUDA graphs: OutOfMemoryError" in m]) == 1
+
+
 class SparseScores(nn.Module):
     def __init__(self) -> None:
         super().__init__()

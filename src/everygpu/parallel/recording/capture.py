@@ -224,8 +224,8 @@ class Capture(Generic[Result]):
     def _attempt(self, held: StaticBatch) -> _Recording | str:
         """Record, or say why not."""
         graph = DeviceGraph(self._route.devices, streams=self._streams)
-        prepared, before = self._step.prepare(), held.versions()
         try:
+            prepared, before = self._step.prepare(), held.versions()
             recorded = self._step.record(graph, held, prepared)
             written = [now != then for now, then in zip(held.versions(), before)]
             return _Recording(batch=held, graph=graph, recorded=recorded, written=written)

@@ -39,6 +39,7 @@ class Exchange:
         self.bundles = [
             Bundle([backwards[i] for i in members], devices, self._rooms, index) for index, members in enumerate(groups)
         ]
+        self._load_kernels()
 
     def fits(self, params: Sequence[Tensor]) -> bool:
         """Tell whether these are the parameters it was made for, where they were."""
