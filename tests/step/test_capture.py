@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import everygpu
 from everygpu.errors import CaptureError, OptionError
 from everygpu.parallel.recording.capture import NUM_WARM_UPS, referents
+from tests import tape
 
 Devices = Callable[[int], list[torch.device]]
 Batch = tuple[Tensor, Tensor]
@@ -402,6 +403,22 @@ def test_a_method_s_attributes_are_seen() -> None:
     assert referents(trainer.loss) != before
     assert referents(F.mse_loss) == referents(F.mse_loss)
     assert referents(nn.MSELoss()) == ()
+
+
+@pytest.mark.parametrize("capture", [False, "auto"])
+def test_with_a_default_device(devices: Devices, monkeypatch: pytest.MonkeyPatch, capture: Any) -> None:
+    """Kernels find their tables where these are made, not where the caller would have tensors."""
+    used = devices(2)
+    if used[0].type == "cpu":
+        tape.install(monkeypatch, fused=True)
+    data = batches(8, used[0])
+    nets = [Net().to(used[0]) for _ in range(2)]
+    plain, _ = train(nets[0], used, data, OPTIMIZERS["AdamW"], capture=capture)
+    with torch.device("meta" if used[0].type == "cpu" else used[0]):
+        made, step = train(nets[1], used, data, OPTIMIZERS["AdamW"], capture=capture)
+    assert capture is False or num_recordings(step) == 1
+    torch.testing.assert_close(made, plain, rtol=1e-5, atol=1e-6)
+    assert_nets_equal(nets[1], nets[0], rtol=1e-4, atol=1e-5)
 
 
 class Full(nn.Linear):

@@ -104,7 +104,7 @@ def _update(
 
 
 def _sum(grads: Tensor, block: int, length: int) -> Tensor:
-    total = torch.zeros(BLOCK_NUMEL)
+    total = torch.zeros(BLOCK_NUMEL, device="cpu")
     for address in grads[:, block].tolist():
         total[:length] += _at(address, length)
     return total

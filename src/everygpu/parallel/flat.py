@@ -132,8 +132,8 @@ def _block_offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
 
 
 def block_lengths(plan: BucketPlan, chunk: int) -> Tensor:
-    """Return how many elements of a parameter are in each block of a chunk; shape (blocks,), int32."""
-    lengths = torch.zeros(plan.chunk_numel // BLOCK_NUMEL, dtype=torch.int32)
+    """Return how many elements of a parameter are in each block of a chunk; shape (blocks,), int32, on the CPU."""
+    lengths = torch.zeros(plan.chunk_numel // BLOCK_NUMEL, dtype=torch.int32, device="cpu")
     for piece in plan.pieces(chunk):
         lengths[piece.blocks] = BLOCK_NUMEL
         if piece.numel % BLOCK_NUMEL:
@@ -142,7 +142,7 @@ def block_lengths(plan: BucketPlan, chunk: int) -> Tensor:
 
 
 def block_addresses(plan: BucketPlan, chunk: int, tensors: Mapping[int, Tensor], missing: int = 0) -> Tensor:
-    """Return where the blocks of a chunk are in memory beside the bucket; shape (blocks,), int64.
+    """Return where the blocks of a chunk are in memory beside the bucket; shape (blocks,), int64, on the CPU.
 
     Args:
         plan: Every parameter begins with a block.
@@ -150,10 +150,10 @@ def block_addresses(plan: BucketPlan, chunk: int, tensors: Mapping[int, Tensor],
         tensors: By parameter, laid out as its slot.
         missing: The address of blocks that have none.
     """
-    found = torch.full((plan.chunk_numel // BLOCK_NUMEL,), missing, dtype=torch.int64)
+    found = torch.full((plan.chunk_numel // BLOCK_NUMEL,), missing, dtype=torch.int64, device="cpu")
     for piece in plan.pieces(chunk):
         if piece.index in tensors:
-            steps = (piece.offset + torch.arange(0, piece.numel, BLOCK_NUMEL)) * plan.dtype.itemsize
+            steps = (piece.offset + torch.arange(0, piece.numel, BLOCK_NUMEL, device="cpu")) * plan.dtype.itemsize
             found[piece.blocks] = tensors[piece.index].data_ptr() + steps
     return found
 

@@ -206,7 +206,7 @@ class FusedUpdate:
         run(grads, d.values[b], d.states[b], *tables, factor=scale, begin=begin, me=me)
 
     def _send(self, table: list[list[float]]) -> None:
-        rows = torch.tensor(table, dtype=torch.float32)
+        rows = torch.tensor(table, dtype=torch.float32, device="cpu")  # a default device may be set
         rows = rows.pin_memory() if self._arena.devices[0].type == "cuda" else rows
         for d in self._devices:
             with queueing_on(d.device):
@@ -286,7 +286,8 @@ class FusedUpdate:
         if key not in self._rows:
             if len(self._rows) >= 4 * len(self._devices):
                 self._rows.clear()
-            rows = [torch.full((plan.chunk_numel // BLOCK_NUMEL,), -1, dtype=torch.int32) for plan in self._arena.plans]
+            sizes = [plan.chunk_numel // BLOCK_NUMEL for plan in self._arena.plans]
+            rows = [torch.full((size,), -1, dtype=torch.int32, device="cpu") for size in sizes]
             for f in d.fragments:
                 rows[f.bucket][f.piece.blocks] = row_of.get(f.piece.index, -1)
             self._rows[key] = [r.to(d.device) for r in rows]
@@ -352,9 +353,9 @@ def _sgd_row(group: Options, count: int, decoupled: bool) -> list[float]:
 
 def _block_addresses(bucket: Sequence[Tensor], me: int, plan: BucketPlan, device: torch.device) -> Tensor:
     """Return where the blocks of one chunk are in several devices' buckets, shape (devices, blocks)."""
-    starts = torch.tensor([flat.data_ptr() + me * plan.chunk_numel * flat.element_size() for flat in bucket])
-    steps = torch.arange(0, plan.chunk_numel, BLOCK_NUMEL) * bucket[0].element_size()
-    return (starts[:, None] + steps).to(device)
+    starts = [flat.data_ptr() + me * plan.chunk_numel * flat.element_size() for flat in bucket]
+    steps = torch.arange(0, plan.chunk_numel, BLOCK_NUMEL, device="cpu") * bucket[0].element_size()
+    return (torch.tensor(starts, device="cpu")[:, None] + steps).to(device)
 
 
 def _addresses(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -120,6 +120,25 @@ def test_kernels_are_loaded_before_a_recording(used: Devices, monkeypatch: pytes
     assert set(ran) == {f"{m.__name__}.send" for m in movers} | {f"_{m.__name__[:-5]}Sum.run" for m in movers}
 
 
+def test_with_a_default_device(used: Devices) -> None:
+    devices = used(2)
+    params = [nn.Parameter(torch.ones(2000, device=devices[0]))]
+    with torch.device("meta"):
+        exchange = Exchange(params, devices)
+        exchange.send()
+        (total,) = exchange.make_sums()
+        total.take([[torch.ones(2000, device=d)] for d in devices])
+        if isinstance(total, _KernelSum):
+            total.settle()
+        exchange.make_room()
+        meet(devices)
+        total.run()
+        meet(devices)
+        (found,) = exchange.totals([True])
+    assert found is not None
+    assert found.cpu().equal(torch.full((2000,), 2.0))
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float32])
 def test_what_kernels_do_not_know_is_copied(used: Devices, dtype: torch.dtype) -> None:
     devices = used(2)

@@ -1,5 +1,6 @@
 """``engine="graphs"``: what is launched gives what replicas give that run as they are."""
 
+import contextlib
 import copy
 import functools
 import gc
@@ -762,6 +763,23 @@ def test_memory_that_is_too_small_for_recordings(
     assert net.first.weight.grad is not None
     assert num_recordings(model) == 0
     assert len([m for m in caplog.messages if "without CUDA graphs: OutOfMemoryError" in m]) == 1
+
+
+def test_with_a_default_device(recording: Devices) -> None:
+    used = recording(2)
+    default = torch.device("meta") if used[0].type == "cpu" else used[0]
+    batches = make_batches(NUM_STEPS)
+    found = []
+    for context in (contextlib.nullcontext(), default):
+        net = Net().to(used[0]).eval()
+        model = everygpu.DataParallel(net, used, engine="graphs")
+        with context:
+            for x, y in batches:
+                net.zero_grad()
+                loss_of(model(x), y).backward()
+        assert num_recordings(model) == 1
+        found.append(net.first.weight.grad.cpu())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
 class SparseScores(nn.Module):

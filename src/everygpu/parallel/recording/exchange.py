@@ -62,7 +62,7 @@ class Exchange:
 
     def make_room(self) -> None:
         """Make memory for the sums of a launch, or of ``add``, which will be the user's; before these."""
-        addresses = torch.tensor([bundle.make_room() for bundle in self.bundles], dtype=torch.int64)
+        addresses = torch.tensor([b.make_room() for b in self.bundles], dtype=torch.int64, device="cpu")
         on_gpus = self._devices[0].type == "cuda"
         addresses = addresses.pin_memory() if on_gpus else addresses
         for d, table in zip(self._devices, self._rooms):

@@ -104,7 +104,7 @@ class KernelMover:
         self._flats = list(flats)
         memory = dict(enumerate(originals))
         self._sources = [block_addresses(self.plan, me, memory).to(d) for me, d in enumerate(self.workers)]
-        addresses = torch.tensor([flat.data_ptr() for flat in flats], dtype=torch.int64)
+        addresses = torch.tensor([flat.data_ptr() for flat in flats], dtype=torch.int64, device="cpu")
         self._targets = [addresses.to(d) for d in self.workers]
 
     def send(self) -> None:
