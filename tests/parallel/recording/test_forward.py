@@ -929,3 +929,34 @@ def test_memory_is_free_when_the_model_is_dropped(recording: Devices) -> None:
         assert module() is None
     finally:
         gc.enable()
+
+
+class Features(Net):
+    """Returns what its scores were computed from, too."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.norm(self.first(x)).tanh()
+        return self.last(h), h
+
+
+@pytest.mark.parametrize("uses_both", [False, True])
+def test_an_output_that_others_were_computed_from(recording: Devices, uses_both: bool) -> None:
+    used = recording(2)
+    found = []
+    for engine in ("threads", "graphs"):
+        net = Features().to(used[0])
+        model = everygpu.DataParallel(net, used, engine=engine)
+        optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01)
+        losses: list[Tensor] = []
+
+        def loss(outputs: Any, y: Tensor) -> Tensor:
+            scores, h = outputs
+            return loss_of(scores, y) + (h.square().mean() if uses_both else 0)
+
+        train(model, optimizer, losses, num=4 * NUM_STEPS, loss=loss)
+        found.append(torch.stack(losses))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    recorder = model._recorder
+    assert recorder is not None
+    assert recorder._capture._num_attempts <= 2
+    assert recorder._capture._num_launches > 2 * NUM_STEPS

@@ -129,8 +129,11 @@ class RecordedForward:
         return self._capture.run((args, kwargs, ()))
 
     def watch(self, outputs: list[Any]) -> None:
-        """See which outputs of a call that runs as it is are used: a recording's backward will be for these."""
-        if torch.is_grad_enabled():
+        """See which outputs of a call that runs as it is are used: a recording's backward will be for these.
+
+        Gradients also reach an output that others were computed from, whether it is used or not. A launch knows better.
+        """
+        if torch.is_grad_enabled() and not self._num_patterns:
             self._used = used = set()
             for i, t in enumerate(_tensors(outputs)):
                 if t.requires_grad and not t.is_leaf:  # a leaf is the user's own, and no recording returns one
