@@ -179,6 +179,10 @@ class Watch:
             self._summary = _Summary([r for r in self._records if r is not None])
         return found
 
+    def volatile(self) -> list[int]:
+        """Return the indices of the modules that count as changed whenever they are looked at."""
+        return [i for i, r in enumerate(self._records) if r is not None and r.volatile]
+
     def accept(self, indices: Iterable[int]) -> None:
         """Take note of these modules as they are now."""
         for i in indices:

@@ -825,6 +825,17 @@ def test_a_first_backward_after_forwards_that_had_none(recording: Devices, make:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_what_may_change_unseen_is_named(recording: Devices, caplog: pytest.LogCaptureFixture) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Recurrent().to(used[0]), used, engine="graphs")
+    for x, y in make_batches(20):
+        loss_of(model(x), y).backward()
+    assert num_recordings(model) == 0
+    (record,) = [r for r in caplog.records if "without CUDA graphs" in r.message]
+    assert record.levelno == logging.WARNING
+    assert "LSTM 'cells' has attributes that may change unseen" in record.message
+
+
 def test_other_streams(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
     used = recording(2)
     model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")

@@ -187,14 +187,15 @@ class Capture(Generic[Result]):
             return True
         self.forget()
         self._num_unsteady += 1
-        if not is_same_scene:
-            self._scene = _Scene(roots)
-        self._facts = facts
+        scene = self._scene if self._scene is not None and is_same_scene else _Scene(roots)
+        self._scene, self._facts = scene, facts
         obstacle = self._step.find_obstacle() or _find_hooks(roots)
         if obstacle is not None and not self._must:
             self._give_up(obstacle)
         elif self._num_unsteady > MAX_ATTEMPTS:
-            self._give_up("the modules' attributes, or torch's settings, are others at every step")
+            self._give_up(
+                scene.find_volatile() or "the modules' attributes, or torch's settings, are others at every step"
+            )
         return False
 
     def _record(self, key: Any, batch: Batch) -> _Recording | None:
@@ -273,6 +274,15 @@ class _Scene:
             and not sum(len(watch.changed()) for watch in self._watches)
             and self._look() == self._facts
         )
+
+    def find_volatile(self) -> str | None:
+        """Say which module can't be seen to be as it was."""
+        for root, layout, watch in zip(self._roots, self._layouts, self._watches):
+            for m in (layout.modules[i] for i in watch.volatile()):
+                name = next((n for n, other in root.named_modules() if other is m), "")
+                which = f"{type(m).__name__} {name!r}" if name else type(m).__name__
+                return f"{which} has attributes that may change unseen, such as a list of tensors"
+        return None
 
     def _look(self) -> tuple[list[Any], ...]:
         """Return what may change in a tensor that stays the same object; and writes to those that aren't trained,
