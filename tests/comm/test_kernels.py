@@ -6,12 +6,12 @@ from torch import Tensor
 
 from everygpu import comm
 from everygpu.comm.streams import meet
+from everygpu.parallel.recording.movers import DTYPES
 
 pytestmark = pytest.mark.gpu
 
 BLOCK = 256
 LENGTHS = [BLOCK, BLOCK, 100, 0, 1, BLOCK]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 @pytest.fixture
@@ -77,3 +77,9 @@ def test_blocks_are_added_up(used: list[torch.device], dtype: torch.dtype, num_s
             expected = sum(row[k][:length].cpu().to(wide) for row in blocks)
             torch.testing.assert_close(found[:length], torch.as_tensor(expected).to(dtype))
             assert found[length:].eq(7).all()
+
+
+def test_what_movers_use_kernels_for(used: list[torch.device]) -> None:
+    from everygpu.comm import kernels
+
+    assert set(kernels.KINDS) == set(DTYPES)

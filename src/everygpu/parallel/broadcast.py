@@ -151,9 +151,7 @@ class Bucket:
         missing = self._has_gaps or len(which) < len(self._metas) or any(t is None for t in tensors)
         make = torch.zeros if missing else torch.empty
         flat = make(self._numel, dtype=self._dtype, device=device)
-        pairs = [(v, t) for v, t in zip(self._views(flat, which), tensors) if t is not None]
-        if pairs:
-            torch._foreach_copy_([v for v, _ in pairs], [t.detach() for _, t in pairs])
+        fill_views(self._views(flat, which), tensors)
         return flat
 
     def _sum_flat(self, grads: Sequence[Grads], which: Sequence[int]) -> list[Tensor]:
@@ -319,6 +317,13 @@ def version_of(t: Tensor) -> int:
 
 def _version(t: Tensor) -> _Version:
     return weakref.ref(t), version_of(t)
+
+
+def fill_views(views: Sequence[Tensor], tensors: Grads) -> None:
+    """Copy tensors of one dtype into views of flat memory, at once; where there is none, the memory stays as it is."""
+    pairs = [(view, t) for view, t in zip(views, tensors) if t is not None]
+    if pairs:
+        torch._foreach_copy_([view for view, _ in pairs], [t.detach() for _, t in pairs])
 
 
 class Look:

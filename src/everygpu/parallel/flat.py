@@ -8,9 +8,6 @@ from torch import Tensor
 
 from everygpu.parallel.broadcast import dense_strides, group_by_storage, storage_offsets
 
-Grads = Sequence[Tensor | None]
-"""Of some parameters, None where one took no part."""
-
 BLOCK_NUMEL = 1024
 """Parameters begin at, and chunks are whole multiples of: what one program of an update kernel works on."""
 
@@ -71,6 +68,10 @@ class BucketPlan:
         """Elements in the whole bucket, the gaps between parameters included."""
         return self.chunk_numel * self.num_chunks
 
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Return all parameters' places in a bucket's memory, in the order of ``slots``."""
+        return [slot.view(flat) for slot in self.slots]
+
     def pieces(self, chunk: int) -> Iterator[Piece]:
         """List what the ``chunk``-th chunk holds."""
         begin, end = chunk * self.chunk_numel, (chunk + 1) * self.chunk_numel
@@ -129,6 +130,11 @@ def _block_offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
         offsets.append(end)
         end += -(-t.numel() // BLOCK_NUMEL) * BLOCK_NUMEL
     return offsets, end
+
+
+def addresses(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return where tensors are in memory, for kernels on a device; shape (tensors,), int64."""
+    return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)
 
 
 def block_lengths(plan: BucketPlan, chunk: int) -> Tensor:

@@ -4,7 +4,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,29 +51,25 @@ class Layout:
     def __init__(self, root: nn.Module) -> None:
         self.modules = list(root.modules())
         self._children = _flatten(_children(self.modules))
-        self._keys, self._contents = _read(self.modules)
-        self._filled = _flatten(_tensor_tables(self.modules))
-        self.tensors = _unique(self._contents)
-        self.order = _indices(self._contents, self.tensors)
+        self._contents = _flatten(_tensor_tables(self.modules))
+        self.tensors = _unique(self._contents.values)
+        self.order = _indices(self._contents.values, self.tensors)
         self.metas = [_meta(t) for t in self.tensors]
 
     def is_same(self) -> bool:
         """Tell whether the tree has the very same modules and tensors, whatever has become of them."""
-        return self._has_same_children() and _is_same(_flatten(_tensor_tables(self.modules)), self._filled)
+        return self._has_same_children() and _is_same(_flatten(_tensor_tables(self.modules)), self._contents)
 
     def is_current(self) -> bool:
         """Tell whether the tree is still arranged like this, taking on new tensors that fit in place of old ones."""
         if not self._has_same_children():
             return False
-        keys, contents = _read(self.modules)
-        if keys != self._keys:
-            return False
-        if not all(map(operator.is_, contents, self._contents)):
-            tensors = _unique(contents)
-            if _indices(contents, tensors) != self.order:
+        contents = _flatten(_tensor_tables(self.modules))
+        if not _is_same(contents, self._contents):
+            tensors = _unique(contents.values)
+            if not _has_same_keys(contents, self._contents) or _indices(contents.values, tensors) != self.order:
                 return False
             self._contents, self.tensors = contents, tensors
-            self._filled = _flatten(_tensor_tables(self.modules))
         return all(meta.fits(t) for meta, t in zip(self.metas, self.tensors))
 
     def _has_same_children(self) -> bool:
@@ -81,7 +77,8 @@ class Layout:
 
     def places(self, modules: Sequence[nn.Module]) -> list[tuple[Table, str]]:
         """List the places of another tree of the same arrangement, in the order of ``order``."""
-        return [(table, key) for table, key in zip(_tables(modules, self._keys), _flat(self._keys))]
+        pairs = zip(_tensor_tables(modules), self._contents.lengths)
+        return list(zip((table for table, length in pairs for _ in range(length)), self._contents.keys))
 
 
 def is_dense(t: Tensor) -> bool:
@@ -94,18 +91,27 @@ def has_hooks(t: Tensor) -> bool:
     return bool(t._backward_hooks or t._post_accumulate_grad_hooks)
 
 
-_Flat = tuple[list[int], list[str], list[Any]]
-"""Of tables, one after another: how long each is, their keys, and their values."""
+class _Flat(NamedTuple):
+    """Tables one after another."""
+
+    lengths: list[int]
+    """Of each table."""
+    keys: list[str]
+    values: list[Any]
 
 
 def _flatten(tables: Sequence[Table]) -> _Flat:
     chain = itertools.chain.from_iterable
-    return list(map(len, tables)), list(chain(tables)), list(chain(map(dict.values, tables)))
+    return _Flat(list(map(len, tables)), list(chain(tables)), list(chain(map(dict.values, tables))))
+
+
+def _has_same_keys(now: _Flat, before: _Flat) -> bool:
+    return now.lengths == before.lengths and now.keys == before.keys
 
 
 def _is_same(now: _Flat, before: _Flat) -> bool:
     """Tell whether tables have the very same values in the same places: asked in every step."""
-    return now[0] == before[0] and now[1] == before[1] and all(map(operator.is_, now[2], before[2]))
+    return _has_same_keys(now, before) and all(map(operator.is_, now.values, before.values))
 
 
 def _tensor_tables(modules: Sequence[nn.Module]) -> list[Table]:
@@ -114,20 +120,6 @@ def _tensor_tables(modules: Sequence[nn.Module]) -> list[Table]:
 
 def _children(modules: Sequence[nn.Module]) -> list[Table]:
     return [m._modules for m in modules]
-
-
-def _read(modules: Sequence[nn.Module]) -> tuple[list[list[str]], list[Tensor | None]]:
-    tables = _tensor_tables(modules)
-    return [list(table) for table in tables], [t for table in tables for t in table.values()]
-
-
-def _tables(modules: Sequence[nn.Module], keys: Sequence[Sequence[str]]) -> list[Table]:
-    tables = _tensor_tables(modules)
-    return [table for table, names in zip(tables, keys) for _ in names]
-
-
-def _flat(keys: Sequence[Sequence[str]]) -> list[str]:
-    return [key for names in keys for key in names]
 
 
 def _unique(contents: Sequence[Tensor | None]) -> list[Tensor]:

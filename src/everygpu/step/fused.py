@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from everygpu import comm
 from everygpu.comm.streams import meet
 from everygpu.devices.p2p import reach_each_other
-from everygpu.parallel.flat import BLOCK_NUMEL, BucketPlan, block_lengths
+from everygpu.parallel.flat import BLOCK_NUMEL, BucketPlan, addresses, block_lengths
 from everygpu.parallel.thread_state import queueing_on
 from everygpu.step.arena import Arena
 from everygpu.step.shards import Fragment, Shards, State
@@ -220,7 +220,7 @@ class FusedUpdate:
             device=device,
             fragments=shards.fragments[me],
             optimizer=shards.optimizers[me],
-            values=[_addresses(bucket, device) for bucket in arena.values],
+            values=[addresses(bucket, device) for bucket in arena.values],
             grads=[_block_addresses(bucket, me, plan, device) for bucket, plan in zip(arena.grads, arena.plans)],
             own_grads=[
                 _block_addresses([bucket[me]], me, plan, device) for bucket, plan in zip(arena.grads, arena.plans)
@@ -356,7 +356,3 @@ def _block_addresses(bucket: Sequence[Tensor], me: int, plan: BucketPlan, device
     starts = [flat.data_ptr() + me * plan.chunk_numel * flat.element_size() for flat in bucket]
     steps = torch.arange(0, plan.chunk_numel, BLOCK_NUMEL, device="cpu") * bucket[0].element_size()
     return (torch.tensor(starts, device="cpu")[:, None] + steps).to(device)
-
-
-def _addresses(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)

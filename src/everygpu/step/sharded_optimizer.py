@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from everygpu import comm
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import OptimizerError
+from everygpu.parallel.broadcast import fill_views
 from everygpu.parallel.flat import BucketPlan, plan_buckets
 from everygpu.step.arena import check_memory
 from everygpu.step.shards import ELEMENTWISE, Shards, State, can_shard
@@ -288,9 +289,7 @@ class _ChunkMemory:
         """Copy tensors, shaped as the parameters, to the chunks; zeros where there is None."""
         for plan, targets in zip(self.plans, chunks):
             flat = torch.zeros(plan.numel, dtype=plan.dtype, device=self.params[plan.slots[0].index].device)
-            pairs = [(slot.view(flat), t) for slot in plan.slots if (t := tensors[slot.index]) is not None]
-            if pairs:
-                torch._foreach_copy_([view for view, _ in pairs], [t.detach() for _, t in pairs])
+            fill_views(plan.views(flat), [tensors[slot.index] for slot in plan.slots])
             comm.scatter(flat, targets)
 
     def store(self) -> None:
@@ -299,7 +298,7 @@ class _ChunkMemory:
             members = [self.params[slot.index] for slot in plan.slots]
             flat = torch.empty(plan.numel, dtype=plan.dtype, device=members[0].device)
             comm.gather(sources, flat)
-            torch._foreach_copy_(members, [slot.view(flat) for slot in plan.slots])
+            torch._foreach_copy_(members, plan.views(flat))
 
 
 class _ChunkShards(Shards):

@@ -1,29 +1,17 @@
 """Parameters on their way to all devices, and gradients on their way back, by kernels and by copies."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from everygpu.comm.streams import meet
+from everygpu.parallel.broadcast import Grads
 from everygpu.parallel.recording.exchange import Exchange
 from everygpu.parallel.recording.movers import CopyMover, KernelMover, _CopySum, _KernelSum
-from tests import tape
 
 Devices = Callable[[int], list[torch.device]]
-
-
-@pytest.fixture(params=["kernels", "copies"])
-def used(request: pytest.FixtureRequest, devices: Devices, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
-    by_kernels = request.param == "kernels"
-    if devices(2)[0].type == "cpu":
-        tape.install(monkeypatch, fused=by_kernels)
-    elif not by_kernels:
-        monkeypatch.setattr("everygpu.parallel.recording.bundle.can_use_kernels", lambda *_: False)
-    yield devices
-    if devices(2)[0].type == "cuda":
-        torch.cuda.synchronize()
 
 
 def make_params(device: torch.device) -> list[nn.Parameter]:
@@ -34,9 +22,25 @@ def make_params(device: torch.device) -> list[nn.Parameter]:
     return [nn.Parameter(t) for t in found]
 
 
+def add_up(
+    exchange: Exchange, devices: Sequence[torch.device], grads: Sequence[Sequence[Grads]]
+) -> list[Tensor | None]:
+    """Add gradients up as a launch does, for each bundle and device; all parameters count as reached."""
+    sums = exchange.make_sums()
+    for total, rows in zip(sums, grads):
+        total.take(rows)
+        total.settle()
+    exchange.make_room()
+    meet(devices)
+    for total in sums:
+        total.run()
+    meet(devices)
+    return exchange.totals([True] * len(exchange.params))
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_parameters_arrive_and_gradients_add_up(used: Devices, count: int) -> None:
-    devices = used(count)
+def test_parameters_arrive_and_gradients_add_up(either_way: Devices, count: int) -> None:
+    devices = either_way(count)
     params = make_params(devices[0])
     exchange = Exchange(params, devices, limit_bytes=4096)
     exchange.send()
@@ -48,26 +52,15 @@ def test_parameters_arrive_and_gradients_add_up(used: Devices, count: int) -> No
         return None if p.shape == (5,) and j > 0 else torch.randn(p.shape, device=d).to(p.dtype)
 
     grads = [[[draw(p, d, j) for p in b.originals] for j, d in enumerate(devices)] for b in exchange.bundles]
-    reached = [True] * len(params)
     expected = {
         id(p): sum(row[k].cpu() for row in rows if row[k] is not None)  # type: ignore[union-attr]
         for b, rows in zip(exchange.bundles, grads)
         for k, p in enumerate(b.originals)
     }
-    sums = exchange.make_sums()
-    for total, rows in zip(sums, grads):
-        total.take(rows)
-        if isinstance(total, _KernelSum):
-            total.settle()
-    exchange.make_room()
-    meet(devices)
-    for total in sums:
-        total.run()
-    meet(devices)
-    launched = exchange.totals(reached)
+    launched = add_up(exchange, devices, grads)
     exchange.make_room()
     exchange.add(grads)
-    for found in (launched, exchange.totals(reached)):
+    for found in (launched, exchange.totals([True] * len(params))):
         for p, t in zip(params, found):
             assert t is not None
             assert t.device == devices[0]
@@ -76,29 +69,21 @@ def test_parameters_arrive_and_gradients_add_up(used: Devices, count: int) -> No
             torch.testing.assert_close(t.cpu(), expected[id(p)], rtol=tolerance, atol=tolerance)
 
 
-def test_sums_are_the_callers_own(used: Devices) -> None:
-    devices = used(2)
+def test_sums_are_the_callers_own(either_way: Devices) -> None:
+    devices = either_way(2)
     params = [nn.Parameter(torch.zeros(2000, device=devices[0]))]
     exchange = Exchange(params, devices)
     kept = []
     for value in (1.0, 2.0):
-        (total,) = exchange.make_sums()
-        total.take([[torch.full((2000,), value, device=d)] for d in devices])
-        if isinstance(total, _KernelSum):
-            total.settle()
-        exchange.make_room()
-        meet(devices)
-        total.run()
-        meet(devices)
-        kept += exchange.totals([True])
+        kept += add_up(exchange, devices, [[[torch.full((2000,), value, device=d)] for d in devices]])
         exchange.make_room()
         exchange.add([[[torch.full((2000,), 10 * value, device=d)] for d in devices]])
         kept += exchange.totals([True])
     assert [t[0].item() for t in kept if t is not None] == [2.0, 20.0, 4.0, 40.0]
 
 
-def test_other_memory_does_not_fit(used: Devices) -> None:
-    devices = used(2)
+def test_other_memory_does_not_fit(either_way: Devices) -> None:
+    devices = either_way(2)
     params = [nn.Parameter(torch.randn(4, 4, device=devices[0]))]
     exchange = Exchange(params, devices)
     assert exchange.fits(params)
@@ -110,8 +95,8 @@ def test_other_memory_does_not_fit(used: Devices) -> None:
     assert not exchange.fits(params)
 
 
-def test_kernels_are_loaded_before_a_recording(used: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
-    devices, ran = used(2), []
+def test_kernels_are_loaded_before_a_recording(either_way: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices, ran = either_way(2), []
     for owner, name in ((KernelMover, "send"), (_KernelSum, "run"), (CopyMover, "send"), (_CopySum, "run")):
         run = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda me, run=run: (ran.append(run.__qualname__), run(me)))
@@ -120,28 +105,20 @@ def test_kernels_are_loaded_before_a_recording(used: Devices, monkeypatch: pytes
     assert set(ran) == {f"{m.__name__}.send" for m in movers} | {f"_{m.__name__[:-5]}Sum.run" for m in movers}
 
 
-def test_with_a_default_device(used: Devices) -> None:
-    devices = used(2)
+def test_with_a_default_device(either_way: Devices) -> None:
+    devices = either_way(2)
     params = [nn.Parameter(torch.ones(2000, device=devices[0]))]
     with torch.device("meta"):
         exchange = Exchange(params, devices)
         exchange.send()
-        (total,) = exchange.make_sums()
-        total.take([[torch.ones(2000, device=d)] for d in devices])
-        if isinstance(total, _KernelSum):
-            total.settle()
-        exchange.make_room()
-        meet(devices)
-        total.run()
-        meet(devices)
-        (found,) = exchange.totals([True])
+        (found,) = add_up(exchange, devices, [[[torch.ones(2000, device=d)] for d in devices]])
     assert found is not None
     assert found.cpu().equal(torch.full((2000,), 2.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float32])
-def test_what_kernels_do_not_know_is_copied(used: Devices, dtype: torch.dtype) -> None:
-    devices = used(2)
+def test_what_kernels_do_not_know_is_copied(either_way: Devices, dtype: torch.dtype) -> None:
+    devices = either_way(2)
     unaligned = torch.randn(9, device=devices[0]).to(dtype)[1:]
     exchange = Exchange([nn.Parameter(unaligned)], devices)
     assert isinstance(exchange.bundles[0]._mover, CopyMover)

@@ -62,22 +62,16 @@ class TwoOutputs(Net):
         return Outputs(scores, self.other(h), scores.argmax(1), "two", None)
 
 
-@pytest.fixture(params=["kernels", "copies"])
-def recording(request: pytest.FixtureRequest, devices: Devices, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
-    """``devices`` on which forwards are recorded: GPUs, or CPU replicas, where CUDA graphs are acted out."""
-    by_kernels = request.param == "kernels"
-    if devices(2)[0].type == "cpu":
-        tape.install(monkeypatch, fused=by_kernels)
-    else:
-        if not by_kernels:
-            if request.node.originalname not in BOTH_WAYS_ON_GPUS:
-                pytest.skip("the CPU's are enough")
-            monkeypatch.setattr("everygpu.parallel.recording.bundle.can_use_kernels", lambda *_: False)
+@pytest.fixture
+def recording(either_way: Devices, request: pytest.FixtureRequest) -> Iterator[Devices]:
+    """``devices`` on which forwards are recorded; on GPUs most tests go one way, the CPU's are enough for the other."""
+    if either_way(2)[0].type == "cuda":
+        by_copies = request.node.callspec.params["either_way"] == "copies"
+        if by_copies and request.node.originalname not in BOTH_WAYS_ON_GPUS:
+            pytest.skip("the CPU's are enough")
         torch.cuda.manual_seed_all(0)
-    yield devices
+    yield either_way
     gc.collect()  # exceptions that were expected hold models, which hold threads
-    if devices(2)[0].type == "cuda":
-        torch.cuda.synchronize()
 
 
 BOTH_WAYS_ON_GPUS = {"test_training_is_the_same", "test_with_options"}

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from everygpu import comm
-from everygpu.parallel.broadcast import Look
-from everygpu.parallel.flat import Grads, plan_bucket
+from everygpu.parallel.broadcast import Grads, Look, fill_views
+from everygpu.parallel.flat import plan_bucket
 from everygpu.parallel.recording.movers import CopyMover, KernelMover, Mover, Sum, can_use_kernels
 
 
@@ -30,7 +30,8 @@ class Bundle:
         flats = [self._make_flat(d) for d in devices[1:]]
         # .data gives each a version counter of its own.
         self.twins = [
-            [Look(t).on(view.data).requires_grad_() for t, view in zip(originals, self._views(flat))] for flat in flats
+            [Look(t).on(view.data).requires_grad_() for t, view in zip(originals, views)]
+            for views in map(self._plan.views, flats)
         ]
         self._mover: Mover = (
             KernelMover(originals, flats, devices, rooms, index)
@@ -69,12 +70,13 @@ class Bundle:
         pairs = [(row, d) for row, d in zip(grads, self._devices) if any(g is not None for g in row)]
         flats = [self._flatten(row, d) for row, d in pairs]
         if flats:
-            torch._foreach_copy_(self._views(self._room()), self._views(comm.reduce(flats, self._devices[0])))
+            total = comm.reduce(flats, self._devices[0])
+            fill_views(self._plan.views(self._room()), self._plan.views(total))
 
     def totals(self) -> list[Tensor]:
         """Return the last sums, in memory of their own on the first device."""
         total, self._total = self._room(), None
-        return self._views(self._mover.hand_over(total))
+        return self._plan.views(self._mover.hand_over(total))
 
     def _room(self) -> Tensor:
         assert self._total is not None  # noqa: S101 - ``make_room`` has made it
@@ -85,9 +87,5 @@ class Bundle:
 
     def _flatten(self, grads: Grads, device: torch.device) -> Tensor:
         flat = self._make_flat(device)
-        pairs = [(view, g) for view, g in zip(self._views(flat), grads) if g is not None]
-        torch._foreach_copy_([view for view, _ in pairs], [g for _, g in pairs])
+        fill_views(self._plan.views(flat), grads)
         return flat
-
-    def _views(self, flat: Tensor) -> list[Tensor]:
-        return [slot.view(flat) for slot in self._plan.slots]

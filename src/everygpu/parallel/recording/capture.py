@@ -289,21 +289,15 @@ class _Scene:
         which replicas are sent outside recordings.
         """
         return (
-            list(map(Tensor.data_ptr, self._dense)),
-            list(map(_SHAPE, self._dense)),
-            list(map(Tensor.stride, self._dense)),
-            list(map(_DTYPE, self._dense)),
-            list(map(_REQUIRES_GRAD, self._tensors)),
+            [t.data_ptr() for t in self._dense],
+            [t.shape for t in self._dense],
+            [t.stride() for t in self._dense],
+            [t.dtype for t in self._dense],
+            [t.requires_grad for t in self._tensors],
             [has_hooks(t) for t in self._tensors],
             [version_of(t) for t in self._fixed],
             [_fact(v) for o in self._objects for v in vars(o).values()],
         )
-
-
-# Read of every tensor in every step: called without Python in between.
-_SHAPE, _DTYPE, _REQUIRES_GRAD = (
-    vars(torch._C.TensorBase)[name].__get__ for name in ("shape", "dtype", "requires_grad")
-)
 
 
 def _is_open(value: Any) -> bool:

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from everygpu import comm
 from everygpu.comm.streams import meet
-from everygpu.parallel.broadcast import group
-from everygpu.parallel.flat import Grads
+from everygpu.parallel.broadcast import Grads, group
 from everygpu.parallel.recording.bundle import Bundle
 from everygpu.parallel.recording.movers import Sum
 from everygpu.parallel.replicate import BUCKET_BYTES, Leaves

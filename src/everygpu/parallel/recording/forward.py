@@ -13,8 +13,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from everygpu import comm, tree
 from everygpu.errors import EveryGPUError
-from everygpu.parallel.broadcast import Streams
-from everygpu.parallel.flat import Grads
+from everygpu.parallel.broadcast import Grads, Streams
 from everygpu.parallel.gather import Joiner
 from everygpu.parallel.layout import is_dense
 from everygpu.parallel.recording.capture import Capture
@@ -162,8 +161,8 @@ class RecordedForward:
             self._replicas = self._make_replicas(lambda me=self._me: me._make_twins())  # type: ignore[misc]
         self._replicas.forget()  # frozen parameters are sent now, and no more
         self._modules = self._replicas.refresh(range(len(self._devices)))
-        bundles = self.exchange.bundles
-        return _Prepared(leaves=[b.leaves() for b in bundles], sums=[b.make_sum() for b in bundles])
+        exchange = self.exchange
+        return _Prepared(leaves=[b.leaves() for b in exchange.bundles], sums=exchange.make_sums())
 
     def record(self, graph: DeviceGraph, batch: StaticBatch, prepared: _Prepared) -> _Recorded:
         outputs, joiner = graph.record(lambda: self._forward(batch, prepared.leaves))

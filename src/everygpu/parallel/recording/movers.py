@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from everygpu import comm
+from everygpu.parallel.broadcast import Grads, fill_views
 from everygpu.parallel.flat import (
     BLOCK_NUMEL,
     BucketPlan,
-    Grads,
+    addresses,
     block_addresses,
     block_lengths,
     is_laid_out,
@@ -104,8 +105,7 @@ class KernelMover:
         self._flats = list(flats)
         memory = dict(enumerate(originals))
         self._sources = [block_addresses(self.plan, me, memory).to(d) for me, d in enumerate(self.workers)]
-        addresses = torch.tensor([flat.data_ptr() for flat in flats], dtype=torch.int64, device="cpu")
-        self._targets = [addresses.to(d) for d in self.workers]
+        self._targets = [addresses(flats, d) for d in self.workers]
 
     def send(self) -> None:
         from everygpu.comm import kernels  # needs Triton, which not every machine has
@@ -204,7 +204,7 @@ class CopyMover:
         if len(self._values) == 1:
             return
         home, *others = self._values
-        torch._foreach_copy_(self._views(home), [t.detach() for t in self._originals])
+        fill_views(self._plan.views(home), self._originals)
         for j, (chunk, flat) in enumerate(zip(home.chunk(len(self._values))[1:], others), 1):
             comm.fill(flat.chunk(len(self._values))[j], chunk)
         comm.all_gather(self._values)
@@ -216,16 +216,14 @@ class CopyMover:
         return self._sums[0]
 
     def hand_over(self, total: Tensor) -> Tensor:
-        return total.clone() if total is self._sums[0] else total
+        return total.clone()
 
     def add(self, grads: Sequence[Grads]) -> None:
         """Add gradients up where they have a place for good."""
         for flat, row in zip(self._sums, grads):
-            pairs = [(view, g) for view, g in zip(self._views(flat), row) if g is not None]
-            if len(pairs) < len(row):
+            if any(g is None for g in row):
                 flat.zero_()
-            if pairs:
-                torch._foreach_copy_([view for view, _ in pairs], [g for _, g in pairs])
+            fill_views(self._plan.views(flat), row)
         # From here on the j-th chunks are device j's.
         columns = list(zip(*(flat.chunk(len(self._sums)) for flat in self._sums)))
         for j, (column, arrival) in enumerate(zip(columns, self._arrivals)):
@@ -234,9 +232,6 @@ class CopyMover:
                 column[j].add_(arrival)
         for j, (home, *_) in enumerate(columns[1:], 1):
             comm.fill(home, columns[j][j])
-
-    def _views(self, flat: Tensor) -> list[Tensor]:
-        return [slot.view(flat) for slot in self._plan.slots]
 
 
 class _CopySum:
@@ -253,4 +248,3 @@ class _CopySum:
 
     def settle(self) -> None:
         """Nothing was left to be done."""
-        self._grads = []
