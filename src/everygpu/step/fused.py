@@ -50,7 +50,7 @@ def has_kernel(optimizer: Optimizer, arena: Arena) -> bool:
     return type(optimizer) in STATES and plain and whole_blocks and single
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Device:
     """What one device's kernels work on."""
 
@@ -73,20 +73,20 @@ class _Device:
     options: Tensor
     """Shape (parameters, columns): rows of options, as many as there are different ones."""
 
-    found: list[tuple[list[State], list[tuple[Fragment, State]]]]
-    """What ``parts`` has found last, with all states that there were."""
+    found: tuple[list[State], list[tuple[Fragment, State]]] | None = None
+    """All states that there were when ``parts`` looked last, and what it found."""
 
     def parts(self) -> list[tuple[Fragment, State]]:
         """Pair what this device updates with the state it has: looked up when the optimizer has others, or more."""
         if self.optimizer is None:
             return []
         table = self.optimizer.state
-        if self.found:
-            before, pairs = self.found[0]
+        if self.found is not None:
+            before, pairs = self.found
             if len(before) == len(table) and all(map(operator.is_, table.values(), before)):
                 return pairs
         pairs = [(f, table[f.param]) for f in self.fragments]
-        self.found[:] = [(list(table.values()), pairs)]
+        self.found = list(table.values()), pairs
         return pairs
 
 
@@ -230,7 +230,6 @@ class FusedUpdate:
             lengths=[block_lengths(plan, me).to(device) for plan in arena.plans],
             states=states,
             addresses=[[chunk.data_ptr() for chunk in chunks] for chunks in states],
-            found=[],
             options=torch.zeros(max(1, len(arena.params)), self._num_columns(), device=device),
         )
 
