@@ -110,3 +110,15 @@ def test_scatter_and_gather_are_each_others_reverse(devices, count):
     back = torch.empty_like(source)
     comm.gather(chunks, back)
     assert back.equal(source)
+
+
+def test_copies_to_and_from_several_devices(devices):
+    used = devices(3)
+    x = torch.arange(6.0, device=used[0]).view(2, 3)
+    copies = comm.copy_to_each(x, used)
+    assert copies[0] is x
+    assert [c.device for c in copies] == used
+    assert all(c.cpu().equal(x.cpu()) for c in copies)
+    back = comm.copy_from_each(copies, used[0])
+    assert back[0] is x
+    assert all(b.device == used[0] and b.equal(x) for b in back)

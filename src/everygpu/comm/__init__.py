@@ -34,10 +34,39 @@ def copy(x: Tensor, device: torch.device, *, fresh: bool = False) -> Tensor:
     return staged.copy(x, device)
 
 
+def copy_to_each(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
+    """Copy a tensor to several devices, at once in a CUDA graph.
+
+    Args:
+        x: As for ``copy``.
+        devices: Where to.
+    Returns:
+        One tensor for each; ``x`` itself where it is already.
+    """
+    if trusted_peers((x.device, *devices)):
+        return copies.copy_to_each(x, devices)
+    return [copy(x, d) for d in devices]
+
+
+def copy_from_each(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copy tensors from several devices to one, at once in a CUDA graph.
+
+    Args:
+        tensors: As for ``copy``, but without a graph: no gradients flow back.
+        device: Where to.
+    Returns:
+        The copies; a tensor itself where it is there already.
+    """
+    if trusted_peers((device, *(t.device for t in tensors))):
+        return copies.copy_from_each(tensors, device)
+    return [copy(t, device) for t in tensors]
+
+
 def connect(devices: Sequence[torch.device]) -> None:
     """Have GPUs map each other's memory, as torch does at the first copy between two.
 
-    CUDA graphs need it before they are recorded, while it is forbidden, and so do kernels that read other GPUs' memory.
+    CUDA graphs need it before they are recorded, while it is forbidden, as is loading the kernel that makes small
+    copies there; and so do kernels that read other GPUs' memory.
 
     Args:
         devices: Of any type; what isn't a CUDA device is left out.
@@ -45,7 +74,10 @@ def connect(devices: Sequence[torch.device]) -> None:
         https://github.com/pytorch/pytorch/issues/133984
     """
     for source, target in itertools.permutations(dict.fromkeys(d for d in devices if d.type == "cuda"), 2):
-        copy(torch.zeros(1, device=source), target)
+        x = torch.zeros(1, device=source)
+        arrived = copy(x, target)
+        if trusted_peers((source, target)) and copies.can_push(x, target):
+            copies.push(arrived, x)
 
 
 def has_triton() -> bool:

@@ -5,17 +5,53 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _triton
 
 from everygpu.comm.streams import kept_stream
+from everygpu.devices.p2p import reach_each_other
+
+SMALL_BYTES = 2**20
+"""Up to here a kernel that writes to the other GPU is done before a copy would begin."""
 
 
 def copy(x: Tensor, device: torch.device, *, fresh: bool = False) -> Tensor:
     """Copy a tensor to a device; ``fresh``: also if it is there already."""
-    if x.requires_grad and x.is_cuda and device.type == "cuda" and x.device != device and _is_capturing():
-        return _RecordedCopy.apply(x, device)  # type: ignore[no-untyped-call, no-any-return]
+    if x.is_cuda and device.type == "cuda" and x.device != device and _is_capturing():
+        if x.requires_grad:
+            return _RecordedCopy.apply(x, device)  # type: ignore[no-untyped-call, no-any-return]
+        return _copy_in_graph(x, device)
     # Who reads host memory doesn't ask whether the copy is done.
     return x.to(device, non_blocking=device.type != "cpu", copy=fresh)
+
+
+def copy_to_each(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
+    """Copy a tensor to several devices; ``x`` itself where it is already."""
+    found = []
+    for index, device in enumerate(devices):
+        with _beside(x, index):
+            found.append(copy(x, device))
+    return found
+
+
+def copy_from_each(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copy tensors from several devices to one; those that are there already stay."""
+    if not (device.type == "cuda" and _is_capturing()):
+        return [copy(t, device) for t in tensors]
+    found = [t if t.device == device else torch.empty_like(t, device=device) for t in tensors]
+    home = torch.cuda.current_stream(device)
+    # Each on a stream of its own: torch has a copy wait for what comes before it on both devices' streams.
+    streams = []
+    for index, (target, source) in enumerate(zip(found, tensors)):
+        if target is not source:
+            stream = kept_stream(device, f"copy from {index}")
+            stream.wait_stream(home)
+            with torch.cuda.stream(stream):
+                fill(target, source)
+            streams.append(stream)
+    for stream in streams:
+        home.wait_stream(stream)
+    return found
 
 
 class _RecordedCopy(torch.autograd.Function):
@@ -28,7 +64,7 @@ class _RecordedCopy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, device: torch.device) -> Tensor:
         ctx.stream = torch.cuda.current_stream(x.device)
-        return x.to(device, non_blocking=True)
+        return _copy_in_graph(x, device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -38,7 +74,46 @@ class _RecordedCopy(torch.autograd.Function):
 
 def fill(target: Tensor, source: Tensor) -> None:
     """Copy a tensor into another of the same shape."""
-    target.copy_(source, non_blocking=target.device.type != "cpu")
+    if source.is_cuda and target.is_cuda and _is_capturing() and can_push(source, target.device) and _is_raw(target):
+        push(target, source)
+    else:
+        target.copy_(source, non_blocking=target.device.type != "cpu")
+
+
+def can_push(source: Tensor, device: torch.device) -> bool:
+    """Tell whether a tensor is copied to a device by ``push`` in a CUDA graph, whose copies take long to begin."""
+    return (
+        source.device != device
+        and 0 < source.nbytes <= SMALL_BYTES
+        and _is_raw(source)
+        and bool(_triton.has_triton())
+        and reach_each_other((source.device, device))
+    )
+
+
+def push(target: Tensor, source: Tensor) -> None:
+    """Copy bytes between GPUs by a kernel, which writes to the other one, in turn with both devices' streams."""
+    from everygpu.comm import kernels  # needs Triton, which not every machine has
+
+    here, there = torch.cuda.current_stream(source.device), torch.cuda.current_stream(target.device)
+    here.wait_stream(there)
+    with torch.cuda.device(source.device):
+        kernels.run_copy(target, source)
+    there.wait_stream(here)
+
+
+def _is_raw(x: Tensor) -> bool:
+    """Tell whether a tensor's values are the bytes from its address on, in whole words."""
+    is_plain = type(x) in (Tensor, nn.Parameter) and not x.is_conj() and not x.is_neg()
+    return is_plain and x.is_contiguous() and x.nbytes % 4 == 0 and x.data_ptr() % 4 == 0
+
+
+def _copy_in_graph(x: Tensor, device: torch.device) -> Tensor:
+    if not can_push(x, device):
+        return x.to(device, non_blocking=True)
+    target = torch.empty_like(x, device=device)
+    push(target, x)
+    return target
 
 
 def broadcast(source: Tensor, targets: Sequence[Tensor]) -> None:

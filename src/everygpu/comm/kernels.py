@@ -1,4 +1,4 @@
-"""Kernels that send parameters to all devices and add gradients up, reading and writing other GPUs' memory.
+"""Kernels that read and write other GPUs' memory: to send parameters, to add gradients up, to copy a few bytes.
 
 They find memory by addresses, block by block, so that nothing has to be put side by side first.
 """
@@ -71,6 +71,26 @@ def _add(
         total = sum_blocks(sources, lengths, block, me, SOURCES, BLOCK, KIND, WIDE)
         offsets = begin + block.to(tl.int64) * BLOCK + inside
         tl.store(at(targets, index, KIND) + offsets, total.to(KIND), mask=inside < length)
+
+
+@triton.jit(do_not_specialize=["source", "target", "num_words"])
+def _copy(source, target, num_words, BLOCK: tl.constexpr) -> None:
+    inside = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    kept = inside < num_words
+    words = tl.load(source.to(tl.pointer_type(tl.int32)) + inside, mask=kept)
+    tl.store(target.to(tl.pointer_type(tl.int32)) + inside, words, mask=kept)
+
+
+def run_copy(target: Tensor, source: Tensor, *, block: int = 1024) -> None:
+    """Copy bytes from one GPU to another, on the current stream of either.
+
+    Args:
+        target: As many bytes as ``source``; both contiguous, whole words of 4 bytes, at addresses that are multiples.
+        source: Less than 2 GiB.
+        block: Words for each program.
+    """
+    num_words = source.nbytes // 4
+    _copy[(triton.cdiv(num_words, block),)](source.data_ptr(), target.data_ptr(), num_words, BLOCK=block)
 
 
 def run_send(

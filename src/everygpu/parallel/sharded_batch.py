@@ -228,15 +228,19 @@ def same_rows(a: Layout, b: Layout) -> bool:
 
 
 def move(x: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device; of one that repeats its rows, as gradients of sums do, once."""
-    if x.device == device:
-        return x
+    """Copy a tensor to a device; see ``move_to_each``."""
+    (moved,) = move_to_each(x, [device])
+    return moved
+
+
+def move_to_each(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
+    """Copy a tensor to several devices; of one that repeats its rows, as gradients of sums do, once."""
     repeated = [d for d in range(x.ndim) if x.stride(d) == 0 and x.shape[d] > 1]
     seed = x
     for d in repeated:
         seed = seed.narrow(d, 0, 1)
-    moved = comm.copy(seed, device)
-    return moved.expand(x.shape) if repeated else moved
+    copied = comm.copy_to_each(seed, devices)
+    return [x if y is seed else y.expand(x.shape) if repeated else y for y in copied]
 
 
 # Below autograd.

@@ -15,6 +15,7 @@ from everygpu.parallel.sharded_batch import (
     ShardedBatch,
     has_shards,
     move,
+    move_to_each,
     same_rows,
     whole,
     wrap,
@@ -71,7 +72,7 @@ def spread(value: Any, frame: Frame) -> Sequence[Any] | None:
         return None
     dim = x.ndim - frame.from_right
     if dim < 0 or (x.shape[dim] == 1 != frame.layout.num_rows):
-        return [move(x, d) for d in frame.layout.devices]
+        return move_to_each(x, frame.layout.devices)
     return cut(x, dim, frame.layout)
 
 
@@ -105,7 +106,7 @@ def cut_alike(value: Any, frame: Frame) -> Sequence[Tensor] | None:
 def everywhere(x: Tensor, layout: Layout) -> list[Tensor] | None:
     """Give every part the whole of an operand."""
     plain = whole(x) if isinstance(x, ShardedBatch) else x
-    return [move(plain, d) for d in layout.devices] if plain.device == layout.home else None
+    return move_to_each(plain, layout.devices) if plain.device == layout.home else None
 
 
 def each(func: Any, columns: Sequence[Sequence[Any] | None], kwargs: Kwargs, layout: Layout) -> list[Any] | None:
@@ -118,7 +119,7 @@ def each(func: Any, columns: Sequence[Sequence[Any] | None], kwargs: Kwargs, lay
 
 def home(parts: Sequence[Tensor], layout: Layout) -> list[Tensor]:
     """Move results to where the joined tensor would be."""
-    return [comm.copy(p, layout.home) for p in parts]
+    return comm.copy_from_each(parts, layout.home)
 
 
 def add_up(parts: Sequence[Tensor], layout: Layout) -> Tensor:
@@ -126,8 +127,8 @@ def add_up(parts: Sequence[Tensor], layout: Layout) -> Tensor:
     dtype = parts[0].dtype
     wide = torch.float32 if dtype in HALF else dtype
     found = home(parts, layout)
-    if dtype == wide and found[0].ndim == 0:
-        return torch.stack(found).sum(dtype=dtype)
+    if dtype == wide and found[0].ndim <= 1:
+        return torch.stack(found).sum(0, dtype=dtype)
     return functools.reduce(torch.add, [p.to(wide) for p in found]).to(dtype)
 
 

@@ -73,8 +73,9 @@ def class_loss(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if x.dtype in HALF:
         columns = [c if k == 1 else [None if t is None else t.float() for t in c] for k, c in enumerate(columns)]
     pairs = _class_losses(func, columns, SUM, ignore_index, layout)
-    loss, count = add_up([p for p, _ in pairs], layout), add_up([n for _, n in pairs], layout)
-    return (loss / count if reduction == MEAN else loss).to(x.dtype), count.to(x.dtype)
+    # Both travel together, and don't share memory in the end: autograd keeps one, and the user may write to the other.
+    loss, count = add_up([torch.stack(pair) for pair in pairs], layout).unbind()
+    return (loss / count if reduction == MEAN else loss.clone()).to(x.dtype), count.to(x.dtype)
 
 
 def _class_losses(func: Any, columns: list[Any], reduction: int, ignore_index: int, layout: Layout) -> list[Any]:
@@ -88,11 +89,20 @@ def class_loss_backward(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if frame is None:
         return NotImplemented
     layout = frame.layout
-    grads = cut_alike(grad, frame._replace(from_right=grad.ndim)) if grad.ndim else everywhere(grad, layout)
     columns = _class_columns(x, target, weight, frame)
     constants = [constant(c, layout) for c in (reduction, ignore_index)]
-    parts = each(func, [grads, *columns, *constants, everywhere(count, layout)], {}, layout)
+    if grad.ndim:
+        grads, counts = cut_alike(grad, frame._replace(from_right=grad.ndim)), everywhere(count, layout)
+    else:
+        grads, counts = _both_everywhere(grad, count, layout)
+    parts = each(func, [grads, *columns, *constants, counts], {}, layout)
     return NotImplemented if parts is None else wrap(parts, layout, 0)
+
+
+def _both_everywhere(grad: Tensor, count: Tensor, layout: Layout) -> list[Any]:
+    """Give every part two numbers, which travel together."""
+    pairs = everywhere(torch.stack([grad, count]), layout)
+    return [None, None] if pairs is None else list(zip(*(pair.unbind() for pair in pairs)))
 
 
 def _class_frame(x: Tensor, target: Tensor) -> Frame | None:

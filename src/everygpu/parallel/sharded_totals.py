@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from everygpu.parallel.sharded_batch import Args, Join, Kwargs, ShardedBatch, has_shards, join, move, shards_of
+from everygpu.parallel.sharded_batch import Args, Join, Kwargs, ShardedBatch, has_shards, join, move_to_each, shards_of
 from everygpu.parallel.sharded_frame import HALF, add_up, dims_of
 
 
@@ -98,9 +98,9 @@ class _Total(torch.autograd.Function):
         for d in () if plan.keepdim else sorted(plan.dims):
             grad = grad.unsqueeze(d)
         with ctx.layout.on_streams():
+            grads = move_to_each(grad, ctx.layout.devices)
             parts = [
-                (move(grad, device) * factor).to(ctx.dtype).expand(shape)
-                for device, factor, shape in zip(ctx.layout.devices, plan.factors, ctx.shapes)
+                (g * factor).to(ctx.dtype).expand(shape) for g, factor, shape in zip(grads, plan.factors, ctx.shapes)
             ]
             return Join.apply(ctx.layout, ctx.dim, *parts), None, None  # type: ignore[no-untyped-call]
 
