@@ -17,6 +17,18 @@ KINDS = {
 """For each dtype the kernels' name of it, and what it is added up in."""
 
 
+def num_programs(num_blocks: int, num_devices: int) -> int:
+    """Return how many programs add up so many blocks beside a backward, each one block after another.
+
+    One for each multiprocessor moves bytes as fast as the links do. More of them would wait for the links in places
+    where backward's kernels could compute: with as many as there are blocks, GPT-2's step takes 2% longer on four H200.
+    A device that reads only its own memory is quicker with all.
+    """
+    if num_devices == 1:
+        return num_blocks
+    return min(num_blocks, torch.cuda.get_device_properties().multi_processor_count)
+
+
 @triton.jit
 def at(addresses, index, KIND: tl.constexpr):
     """Find memory by its address; it is aligned, so that loads may be wide."""
@@ -25,14 +37,22 @@ def at(addresses, index, KIND: tl.constexpr):
 
 @triton.jit
 def sum_blocks(
-    sources, lengths, block, me, SOURCES: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr
+    sources,
+    lengths,
+    block,
+    num_blocks,
+    me,
+    SOURCES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """Add one block of all devices up, each device beginning with its own: no link has all of them at once."""
     inside = tl.arange(0, BLOCK)
     length = tl.load(lengths + block)
     total = tl.zeros((BLOCK,), WIDE)
     for step in tl.static_range(SOURCES):
-        source = at(sources, (me + step) % SOURCES * tl.num_programs(0) + block, KIND)
+        source = at(sources, (me + step) % SOURCES * num_blocks + block, KIND)
         if length == BLOCK:
             total += tl.load(source + inside).to(WIDE)
         else:
@@ -51,26 +71,27 @@ def _send(sources, lengths, targets, begin, me, TARGETS: tl.constexpr, BLOCK: tl
         tl.store(at(targets, (me + step) % TARGETS, KIND) + offsets, values, mask=kept)
 
 
-@triton.jit(do_not_specialize=["begin", "index", "me"])
+@triton.jit(do_not_specialize=["begin", "index", "num_blocks", "me"])
 def _add(
     sources,
     lengths,
     targets,
     begin,
     index,
+    num_blocks,
     me,
     SOURCES: tl.constexpr,
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    block = tl.program_id(0)
-    length = tl.load(lengths + block)
-    if length > 0:
-        inside = tl.arange(0, BLOCK)
-        total = sum_blocks(sources, lengths, block, me, SOURCES, BLOCK, KIND, WIDE)
-        offsets = begin + block.to(tl.int64) * BLOCK + inside
-        tl.store(at(targets, index, KIND) + offsets, total.to(KIND), mask=inside < length)
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        length = tl.load(lengths + block)
+        if length > 0:
+            inside = tl.arange(0, BLOCK)
+            total = sum_blocks(sources, lengths, block, num_blocks, me, SOURCES, BLOCK, KIND, WIDE)
+            offsets = begin + tl.cast(block, tl.int64) * BLOCK + inside
+            tl.store(at(targets, index, KIND) + offsets, total.to(KIND), mask=inside < length)
 
 
 @triton.jit(do_not_specialize=["source", "target", "num_words"])
@@ -132,7 +153,8 @@ def run_add(
         me: This device's place in ``sources``.
     """
     kind, wide = KINDS[dtype]
-    _add[(lengths.numel(),)](
-        sources, lengths, targets, begin, index, me,
+    num_blocks = lengths.numel()
+    _add[(num_programs(num_blocks, sources.shape[0]),)](
+        sources, lengths, targets, begin, index, num_blocks, me,
         SOURCES=sources.shape[0], BLOCK=block, KIND=kind, WIDE=wide,
     )  # fmt: skip

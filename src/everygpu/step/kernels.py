@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from everygpu.comm.kernels import at, sum_blocks
+from everygpu.comm.kernels import at, num_programs, sum_blocks
 from everygpu.parallel.flat import BLOCK_NUMEL
 
 ADAM_COLUMNS = ("sign", "decay", "l2", "beta1", "rest1", "beta2", "rest2", "eps", "step_size", "inverse_root2")
@@ -27,27 +27,28 @@ def _hand_out(values, begin, offsets, new, me, DEVICES: tl.constexpr) -> None:
         tl.store(at(values, (me + step) % DEVICES, tl.float32) + begin + offsets, new)
 
 
-@triton.jit(do_not_specialize=["me"])
+@triton.jit(do_not_specialize=["num_blocks", "me"])
 def _reduce(
     grads,
     target,
     squares,
     rows,
     lengths,
+    num_blocks,
     me,
     SOURCES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    block = tl.program_id(0)
-    square = 0.0
-    if tl.load(rows + block) >= 0:
-        total = sum_blocks(grads, lengths, block, me, SOURCES, BLOCK, tl.float32, tl.float32)
-        tl.store(target + block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK), total)
-        square = tl.sum(total * total, axis=0)
-    tl.store(squares + block, square)
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        square = 0.0
+        if tl.load(rows + block) >= 0:
+            total = sum_blocks(grads, lengths, block, num_blocks, me, SOURCES, BLOCK, tl.float32, tl.float32)
+            tl.store(target + tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK), total)
+            square = tl.sum(total * total, axis=0)
+        tl.store(squares + block, square)
 
 
-@triton.jit(do_not_specialize=["me"])
+@triton.jit(do_not_specialize=["num_blocks", "me"])
 def _adam(
     grads,
     values,
@@ -58,36 +59,37 @@ def _adam(
     table,
     factor,
     begin,
+    num_blocks,
     me,
     SOURCES: tl.constexpr,
     DEVICES: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    block = tl.program_id(0)
-    row = tl.load(rows + block)
-    if row >= 0:
-        offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        options = table + row * COLUMNS
-        value = tl.load(at(values, me, tl.float32) + begin + offsets)
-        grad = (
-            sum_blocks(grads, lengths, block, me, SOURCES, BLOCK, tl.float32, tl.float32)
-            * tl.load(factor)
-            * tl.load(options)
-        )
-        grad += tl.load(options + 2) * value
-        mean = tl.load(mean_of + offsets)
-        square = tl.load(square_of + offsets)
-        mean += tl.load(options + 4) * (grad - mean)
-        square = tl.load(options + 5) * square + tl.load(options + 6) * grad * grad
-        tl.store(mean_of + offsets, mean)
-        tl.store(square_of + offsets, square)
-        value *= tl.load(options + 1)
-        value -= tl.load(options + 8) * mean / (tl.sqrt(square) * tl.load(options + 9) + tl.load(options + 7))
-        _hand_out(values, begin, offsets, value, me, DEVICES)
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        row = tl.load(rows + block)
+        if row >= 0:
+            offsets = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            options = table + row * COLUMNS
+            value = tl.load(at(values, me, tl.float32) + begin + offsets)
+            grad = (
+                sum_blocks(grads, lengths, block, num_blocks, me, SOURCES, BLOCK, tl.float32, tl.float32)
+                * tl.load(factor)
+                * tl.load(options)
+            )
+            grad += tl.load(options + 2) * value
+            mean = tl.load(mean_of + offsets)
+            square = tl.load(square_of + offsets)
+            mean += tl.load(options + 4) * (grad - mean)
+            square = tl.load(options + 5) * square + tl.load(options + 6) * grad * grad
+            tl.store(mean_of + offsets, mean)
+            tl.store(square_of + offsets, square)
+            value *= tl.load(options + 1)
+            value -= tl.load(options + 8) * mean / (tl.sqrt(square) * tl.load(options + 9) + tl.load(options + 7))
+            _hand_out(values, begin, offsets, value, me, DEVICES)
 
 
-@triton.jit(do_not_specialize=["me"])
+@triton.jit(do_not_specialize=["num_blocks", "me"])
 def _sgd(
     grads,
     values,
@@ -97,31 +99,32 @@ def _sgd(
     table,
     factor,
     begin,
+    num_blocks,
     me,
     SOURCES: tl.constexpr,
     DEVICES: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    block = tl.program_id(0)
-    row = tl.load(rows + block)
-    if row >= 0:
-        offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        options = table + row * COLUMNS
-        value = tl.load(at(values, me, tl.float32) + begin + offsets)
-        grad = (
-            sum_blocks(grads, lengths, block, me, SOURCES, BLOCK, tl.float32, tl.float32)
-            * tl.load(factor)
-            * tl.load(options)
-        )
-        grad += tl.load(options + 1) * value
-        momentum = tl.load(options + 2)
-        if momentum != 0:
-            kept = momentum * tl.load(momentum_of + offsets) + tl.load(options + 3) * grad
-            tl.store(momentum_of + offsets, kept)
-            nesterov = tl.load(options + 4)
-            grad = nesterov * (grad + momentum * kept) + (1 - nesterov) * kept
-        _hand_out(values, begin, offsets, value - tl.load(options + 5) * grad, me, DEVICES)
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        row = tl.load(rows + block)
+        if row >= 0:
+            offsets = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            options = table + row * COLUMNS
+            value = tl.load(at(values, me, tl.float32) + begin + offsets)
+            grad = (
+                sum_blocks(grads, lengths, block, num_blocks, me, SOURCES, BLOCK, tl.float32, tl.float32)
+                * tl.load(factor)
+                * tl.load(options)
+            )
+            grad += tl.load(options + 1) * value
+            momentum = tl.load(options + 2)
+            if momentum != 0:
+                kept = momentum * tl.load(momentum_of + offsets) + tl.load(options + 3) * grad
+                tl.store(momentum_of + offsets, kept)
+                nesterov = tl.load(options + 4)
+                grad = nesterov * (grad + momentum * kept) + (1 - nesterov) * kept
+            _hand_out(values, begin, offsets, value - tl.load(options + 5) * grad, me, DEVICES)
 
 
 def run_reduce(
@@ -139,8 +142,9 @@ def run_reduce(
         target: Where the sum goes, shape (numel,), float32.
         squares: Where the sum of each block's squares goes, shape (blocks,), float32.
     """
-    _reduce[(rows.numel(),)](
-        grads, target, squares, rows, lengths, me, SOURCES=grads.shape[0], BLOCK=BLOCK_NUMEL
+    num_blocks = rows.numel()
+    _reduce[(num_programs(num_blocks, grads.shape[0]),)](
+        grads, target, squares, rows, lengths, num_blocks, me, SOURCES=grads.shape[0], BLOCK=BLOCK_NUMEL
     )  # fmt: skip
 
 
@@ -172,9 +176,9 @@ def run_adam(
     Source:
         ``torch.optim.AdamW``; Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
     """
-    grid, columns = (rows.numel(),), table.shape[1]
-    _adam[grid](
-        grads, values, *states, rows, lengths, table, factor, begin, me,
+    num_blocks, columns = rows.numel(), table.shape[1]
+    _adam[(num_programs(num_blocks, grads.shape[0]),)](
+        grads, values, *states, rows, lengths, table, factor, begin, num_blocks, me,
         SOURCES=grads.shape[0], DEVICES=values.numel(), COLUMNS=columns, BLOCK=BLOCK_NUMEL,
     )  # fmt: skip
 
@@ -199,8 +203,8 @@ def run_sgd(
     Source:
         ``torch.optim.SGD``.
     """
-    grid, columns = (rows.numel(),), table.shape[1]
-    _sgd[grid](
-        grads, values, *states, rows, lengths, table, factor, begin, me,
+    num_blocks, columns = rows.numel(), table.shape[1]
+    _sgd[(num_programs(num_blocks, grads.shape[0]),)](
+        grads, values, *states, rows, lengths, table, factor, begin, num_blocks, me,
         SOURCES=grads.shape[0], DEVICES=values.numel(), COLUMNS=columns, BLOCK=BLOCK_NUMEL,
     )  # fmt: skip
