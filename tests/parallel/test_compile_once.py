@@ -1,6 +1,7 @@
 """One compilation that serves several GPUs: which version runs, when it is loaded, and when there is none."""
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -392,3 +393,120 @@ class TestCopies:
     def test_other_graphs_outputs_stay(self, managers: Managers) -> None:
         kept = [on_gpu(0)]
         assert _Captured(_Part(0, lambda inputs: kept))([on_gpu(0)]) is kept
+
+
+class Tied(nn.Module):
+    """A model whose first parameter is also its last, with a buffer that changes."""
+
+    def __init__(self, num_blocks: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 32)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(num_blocks))
+        self.head = nn.Linear(32, 50, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("num_calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        h = self.embedding(x)
+        for block in self.blocks:
+            h = h + block(h)
+        return self.head(h)
+
+
+class TestPieces:
+    """Graphs that are cut, so that gradients come while backward goes on."""
+
+    @pytest.fixture
+    def order(self) -> list[str]:
+        return []
+
+    def train(self, backend: Any, order: list[str], module: nn.Module | None = None) -> None:
+        """Compare training steps with those of the module as it is."""
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        net = Tied() if module is None else module
+        twin, x = copy.deepcopy(net), torch.randint(50, (6, 7))
+        for name, p in net.named_parameters():
+            p.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))  # type: ignore[misc]
+        compiled = torch.compile(net, backend=backend, dynamic=False)
+        for _ in range(2):
+            order.clear()
+            torch.testing.assert_close(compiled(x), twin(x))
+            compiled(x).square().mean().backward()
+            twin(x).square().mean().backward()
+            for p, expected in zip(net.parameters(), twin.parameters()):
+                torch.testing.assert_close(p.grad, expected.grad)
+        torch.testing.assert_close(dict(net.named_buffers()), dict(twin.named_buffers()))
+
+    @pytest.fixture
+    def cuts(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """How many pieces each graph was cut into."""
+        from torch._dynamo.backends.distributed import DDPOptimizer
+
+        found: list[int] = []
+        compile_fn = DDPOptimizer.compile_fn
+
+        def count(optimizer: Any, *args: Any) -> Any:
+            function = compile_fn(optimizer, *args)
+            found.append(len(optimizer.buckets))
+            return function
+
+        monkeypatch.setattr(DDPOptimizer, "compile_fn", count)
+        return found
+
+    def test_gradients_come_piece_by_piece(
+        self, order: list[str], cuts: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(compile_once, "PIECE_BYTES", 4096)
+        self.train(inductor(None, in_pieces=True), order)
+        assert cuts == [6]
+        blocks = [name.split(".")[1] for name in order[:-1]]
+        assert blocks == ["3", "3", "2", "2", "1", "1", "0", "0"]
+        assert order[-1] == "embedding.weight"
+
+    def test_small_graphs_stay_whole(self, order: list[str], cuts: list[int]) -> None:
+        self.train(inductor(None, in_pieces=True), order)
+        assert not cuts
+
+    def test_without_gradients_nothing_is_cut(self, cuts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(compile_once, "PIECE_BYTES", 4096)
+        torch._dynamo.reset()
+        net, x = Tied(), torch.randint(50, (6, 7))
+        with torch.no_grad():
+            torch.compile(net, backend=inductor(None, in_pieces=True))(x)
+        assert not cuts
+
+    def test_a_graph_that_can_not_be_cut_stays_whole(
+        self, order: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        from torch._dynamo.backends.distributed import SubmodCompiler
+
+        compile_submod = SubmodCompiler.compile_submod
+        calls: list[int] = []
+
+        def fail_late(compiler: Any, *args: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 3:
+                raise NotImplementedError("an operation of a higher order")
+            return compile_submod(compiler, *args)
+
+        monkeypatch.setattr(compile_once, "PIECE_BYTES", 4096)
+        monkeypatch.setattr(SubmodCompiler, "compile_submod", fail_late)
+        with caplog.at_level("INFO", "everygpu"):
+            self.train(inductor(None, in_pieces=True), order)
+        assert "graphs aren't cut" in caplog.text
+        assert len(calls) == 3
+
+    def test_checkpoints_within(self, order: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        from torch.utils.checkpoint import checkpoint
+
+        class Checkpointed(Tied):
+            def forward(self, x: Tensor) -> Tensor:
+                h = self.embedding(x)
+                for block in self.blocks:
+                    h = h + checkpoint(block, h, use_reentrant=False)
+                return self.head(h)
+
+        monkeypatch.setattr(compile_once, "PIECE_BYTES", 4096)
+        self.train(inductor(None, in_pieces=True), order, Checkpointed())

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 import everygpu
 from everygpu.errors import OptionError, ReplicaError
-from everygpu.parallel import compiled
+from everygpu.parallel import compile_once, compiled
+from everygpu.parallel.compile_once import CompileOnce
 from everygpu.parallel.compiled import MAX_SIGNATURES, CompiledReplicas
 
 # torch's own modules warn about themselves when its compiler is imported.
@@ -29,7 +30,7 @@ def fresh_compiler():
 @pytest.fixture
 def quick(monkeypatch):
     """Trace and guard as ever, without generating code: seconds less for each replica."""
-    monkeypatch.setattr(compiled, "inductor", lambda mode: lookup_backend("aot_eager"))
+    monkeypatch.setattr(compiled, "inductor", lambda mode, in_pieces: lookup_backend("aot_eager"))
 
 
 class Net(nn.Module):
@@ -94,7 +95,7 @@ class TestSameAsThreads:
             made.append(graph)
             return lookup_backend("aot_eager")(graph, inputs)
 
-        monkeypatch.setattr(compiled, "inductor", lambda mode: counting)
+        monkeypatch.setattr(compiled, "inductor", lambda mode, in_pieces: counting)
         x, y = batch(used[0])
         torch.manual_seed(0)
         net = Plain().to(used[0])
@@ -105,6 +106,23 @@ class TestSameAsThreads:
         torch.testing.assert_close(list(ours.buffers()), list(eager.buffers()))
         # One graph is made for one device.
         assert len(made) == len(set(used))
+
+    def test_graphs_in_pieces(self, devices, monkeypatch):
+        used = devices(3)
+        cut = []
+        monkeypatch.setattr(compile_once, "PIECE_BYTES", 64)
+        compile_pieces = CompileOnce._compile_pieces
+        monkeypatch.setattr(CompileOnce, "_compile_pieces", lambda *args: cut.append(compile_pieces(*args)) or cut[-1])
+        x, y = batch(used[0])
+        torch.manual_seed(0)
+        net = Plain().to(used[0])
+        eager = everygpu.DataParallel(copy.deepcopy(net), used, engine="threads")
+        ours = everygpu.DataParallel(torch.compile(net), used, engine="graphs")
+        for _ in range(3):  # the last steps are recorded where that is possible
+            assert train(ours, x, y) == pytest.approx(train(eager, x, y), rel=1e-4)
+        torch.testing.assert_close(list(ours.parameters()), list(eager.parameters()), rtol=1e-4, atol=1e-5)
+        assert cut
+        assert None not in cut
 
     def test_python_state_means_what_it_does_eagerly(self, devices, quick):
         used = devices(2)
@@ -185,7 +203,7 @@ class TestWaysBack:
         def broken(graph, inputs):
             raise NotImplementedError("no such operation")
 
-        monkeypatch.setattr(compiled, "inductor", lambda mode: broken)
+        monkeypatch.setattr(compiled, "inductor", lambda mode, in_pieces: broken)
         model = everygpu.DataParallel(build("cpu"), ["cpu"] * 2, engine="compile").eval()
         x, _ = batch("cpu")
         with caplog.at_level(logging.WARNING, "everygpu"):

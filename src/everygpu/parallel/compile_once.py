@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from everygpu import comm
 from everygpu.parallel.retarget import retarget
@@ -23,6 +23,13 @@ Backend = Callable[[Any, list[Any]], Callable[..., Any]]
 _capturing = threading.RLock()
 """Held by who may capture a CUDA graph, whichever model it is of: memory and streams then serve the capture only."""
 
+NUM_PIECES = 6
+"""Into how many a large graph is cut: at each cut values go through memory, which costs a little; and what is left to
+do after backward is the work on the last piece's gradients."""
+
+PIECE_BYTES = 25 * 2**20
+"""A piece has parameters of so many bytes at least: as under DistributedDataParallel, where torch cuts likewise."""
+
 logger = logging.getLogger("everygpu")
 
 
@@ -31,10 +38,13 @@ class CompileOnce:
 
     Args:
         options: Inductor's, as in ``torch.compile(options=…)``.
+        in_pieces: Cut large graphs, so that gradients come piece by piece: work on them can begin before backward is
+            over. Of a whole graph autograd gets all gradients at the end.
     """
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: Mapping[str, Any], *, in_pieces: bool = False) -> None:
         self._options = dict(options)
+        self._in_pieces = in_pieces
         self._reasons: set[str] = set()
 
     @property
@@ -53,11 +63,36 @@ class CompileOnce:
         def compile_part(*args: Any, **kwargs: Any) -> Any:
             return self._compile_part(parts, *args, **kwargs)
 
+        def compile_graph(graph: Any, inputs: list[Any]) -> Any:
+            return compile_fx(graph, inputs, inner_compile=compile_part, config_patches=self._options)
+
         # From its cache of whole compilations torch would answer without asking compile_part. Left for later, backward
         # would be compiled by autograd's threads, by one for each GPU.
         with config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
-            function: Any = compile_fx(graph, example_inputs, inner_compile=compile_part, config_patches=self._options)
+            function = None
+            if self._in_pieces and torch.is_grad_enabled():
+                function = self._compile_pieces(graph, example_inputs, compile_graph)
+            if function is None:
+                parts.clear()
+                function = compile_graph(graph, example_inputs)
         return Portable(function, parts)
+
+    def _compile_pieces(self, graph: Any, example_inputs: list[Any], compile_piece: Backend) -> Any:
+        """Compile a graph as torch does within DistributedDataParallel; None where it is small or can't be cut."""
+        total = sum(p.nbytes for p in _trained(graph))
+        limit = max(PIECE_BYTES, total // NUM_PIECES)
+        if total <= limit:
+            return None
+        context = torch._guards.TracingContext.try_get()
+        try:
+            from torch._dynamo.backends.distributed import DDPOptimizer
+
+            return DDPOptimizer(limit, compile_piece, limit).compile_fn(graph, example_inputs)
+        except Exception as error:  # noqa: BLE001 - such as operations of a higher order; where it is ours, it comes again
+            self._tell(f"{type(error).__name__}: {error}", "graphs aren't cut, and gradients come all at once")
+            if context is not None:
+                context.ddp_optimizer_ctx = None
+            return None
 
     def _compile_part(self, parts: "list[_Part]", graph: Any, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Compile a forward or backward graph as torch does, and have it run on the GPU of its inputs."""
@@ -72,7 +107,7 @@ class CompileOnce:
         reason = why_not(compiled, example_inputs)
         if reason is not None:
             if "cuda" in getattr(compiled, "device_types", ("cuda",)):
-                self._tell(reason)
+                self._tell(reason, "each GPU is compiled for by itself")
             parts.append(_Part(None))
         else:
             parts.append(
@@ -88,26 +123,35 @@ class CompileOnce:
             compiled.current_callable = _Captured(compiled.current_callable, static, copies_outputs=is_backward)
         return compiled
 
-    def _tell(self, reason: str) -> None:
+    def _tell(self, reason: str, consequence: str) -> None:
         if reason not in self._reasons:
             self._reasons.add(reason)
-            logger.info("DataParallel: each GPU is compiled for by itself: %s", reason)
+            logger.info("DataParallel: %s: %s", consequence, reason)
 
 
-def inductor(mode: str | None) -> CompileOnce:
+def inductor(mode: str | None, *, in_pieces: bool = False) -> CompileOnce:
     """Make the backend that ``torch.compile(mode=…)`` would take, compiling once for all GPUs.
 
     Args:
         mode: ``"reduce-overhead"`` for CUDA graphs; None for plain launches, as whoever captures graphs needs them.
+        in_pieces: See ``CompileOnce``.
     """
-    return CompileOnce(torch._TorchCompileInductorWrapper(mode, None, False).config)  # type: ignore[no-untyped-call]
+    wrapper = torch._TorchCompileInductorWrapper(mode, None, False)  # type: ignore[no-untyped-call]
+    return CompileOnce(wrapper.config, in_pieces=in_pieces)
 
 
-def compiling_once(backend: Backend, *, cuda_graphs: bool) -> Backend:
+def compiling_once(backend: Backend, *, cuda_graphs: bool, in_pieces: bool = False) -> Backend:
     """Replace torch's own backend by ours with the same options, perhaps without CUDA graphs; others stay."""
     if not isinstance(backend, torch._TorchCompileInductorWrapper):
         return backend
-    return CompileOnce(backend.config if cuda_graphs else {**backend.config, "triton.cudagraphs": False})
+    options = backend.config if cuda_graphs else {**backend.config, "triton.cudagraphs": False}
+    return CompileOnce(options, in_pieces=in_pieces)
+
+
+def _trained(graph: Any) -> list[Tensor]:
+    """List the parameters among a graph's inputs that get gradients."""
+    inputs = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
+    return [x for x in inputs if isinstance(x, nn.Parameter) and x.requires_grad]
 
 
 class Portable:

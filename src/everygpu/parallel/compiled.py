@@ -37,10 +37,13 @@ class CompiledReplicas:
             options, else for the least overhead.
         workers: Run the replicas where compiling doesn't pay off or fails.
         cuda_graphs: Let torch make CUDA graphs of them.
+        in_pieces: Have gradients come before backward is over; see ``CompileOnce``.
     """
 
-    def __init__(self, module: nn.Module, workers: Workers, *, cuda_graphs: bool = True) -> None:
-        self._compile, self._recorder = _compiler_of(module, cuda_graphs=cuda_graphs)
+    def __init__(
+        self, module: nn.Module, workers: Workers, *, cuda_graphs: bool = True, in_pieces: bool = False
+    ) -> None:
+        self._compile, self._recorder = _compiler_of(module, cuda_graphs=cuda_graphs, in_pieces=in_pieces)
         self._workers = workers
         self._compiled: dict[int, tuple[nn.Module, Callable[..., Any]]] = {}
         self._signatures: set[Any] = set()
@@ -114,16 +117,16 @@ def _can_share(calls: Sequence[Call]) -> bool:
     return len(calls) > 1 and len({_signature(call) for call in calls}) == 1
 
 
-def _compiler_of(module: nn.Module, *, cuda_graphs: bool) -> tuple[Compiler, Recorder]:
+def _compiler_of(module: nn.Module, *, cuda_graphs: bool, in_pieces: bool) -> tuple[Compiler, Recorder]:
     if wrapped_child(module) == "_orig_mod":
         context: Any = module.dynamo_ctx
         found, options = backend_of(context), {"dynamic": context._dynamic, "fullgraph": context.fullgraph}
         if found is None:
             return context, Recorder(inductor(None))
-        backend = compiling_once(found, cuda_graphs=cuda_graphs)
+        backend = compiling_once(found, cuda_graphs=cuda_graphs, in_pieces=in_pieces)
     else:
         mode = "reduce-overhead" if cuda_graphs and torch.cuda.is_available() else None
-        backend, options = inductor(mode), {"dynamic": False}
+        backend, options = inductor(mode, in_pieces=in_pieces), {"dynamic": False}
     recorder = Recorder(backend)
     return lambda function: torch.compile(function, backend=recorder, **options), recorder
 

@@ -151,7 +151,9 @@ class DataParallel(nn.Module):
         workers = Workers(len(self.device_ids) - 1)
         if not self._is_compiled():
             return workers
-        return CompiledReplicas(self.module, workers, cuda_graphs=self._makes_graphs)
+        # What a recording does with gradients, it does beside its backward.
+        in_pieces = not self._makes_graphs and len(self.device_ids) > 1
+        return CompiledReplicas(self.module, workers, cuda_graphs=self._makes_graphs, in_pieces=in_pieces)
 
     def _is_compiled(self) -> bool:
         return self.engine == "compile" or (self.engine != "threads" and wrapped_child(self.module) == "_orig_mod")
