@@ -1,7 +1,7 @@
 """Transfers by plain copies: on the CPU, and over peer access or host memory between GPUs."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def copy_to_each(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
     """Copy a tensor to several devices; ``x`` itself where it is already."""
     found = []
     for index, device in enumerate(devices):
-        with _beside(x, index):
+        with nullcontext() if device == x.device else _beside(x, index):
             found.append(copy(x, device))
     return found
 
