@@ -29,7 +29,7 @@ def normalize_together(eps: float, records: "Records", brought: list[Brought]) -
     with _keeping_tensors():
         mean, var, *ys = _Normalize.apply(eps, records, len(xs), *xs, *weights, *biases)  # type: ignore[no-untyped-call]
     count = _count(xs)
-    return [(y, comm.copy(mean, x.device), comm.copy(var, x.device), count) for x, y in zip(xs, ys)]
+    return [(y, m, v, count) for y, (m, v) in zip(ys, _everywhere([mean, var], xs))]
 
 
 @contextmanager
@@ -77,8 +77,8 @@ class _Normalize(torch.autograd.Function):
         ctx.mark_non_differentiable(mean, var)
         ctx.set_materialize_grads(False)
         ys = (
-            F.batch_norm(x, comm.copy(mean, x.device), comm.copy(var, x.device), w, b, training=False, eps=eps)
-            for x, w, b in zip(xs, weights, biases)
+            F.batch_norm(x, m, v, w, b, training=False, eps=eps)
+            for x, w, b, (m, v) in zip(xs, weights, biases, _everywhere([mean, var], xs))
         )
         # The first output is where autograd runs this node: on the first replica's device.
         return mean, var, *ys
@@ -173,10 +173,20 @@ def _statistics(xs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     filled = [x for x in xs if x.numel()]
     pairs = [torch.var_mean(_wide(x), _dims(x), correction=0) for x in filled]
     shares = [x.numel() // x.shape[1] / total for x in filled]
-    means = [comm.copy(m, home) for _, m in pairs]
+    variances, means = zip(*_together(pairs, home))
     mean = torch.stack([m * share for m, share in zip(means, shares)]).sum(0)
-    spread = [(comm.copy(v, home) + (m - mean).square()) * share for (v, _), m, share in zip(pairs, means, shares)]
+    spread = [(v + (m - mean).square()) * share for v, m, share in zip(variances, means, shares)]
     return mean, torch.stack(spread).sum(0)
+
+
+def _together(rows: Sequence[Sequence[Tensor]], home: torch.device) -> list[tuple[Tensor, ...]]:
+    """Bring values per channel of each replica to one device, in one copy each."""
+    return [row.unbind() for row in comm.copy_from_each([torch.stack(list(row)) for row in rows], home)]
+
+
+def _everywhere(values: Sequence[Tensor], xs: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """Bring values per channel to where each replica's input is, in one copy each."""
+    return [row.unbind() for row in comm.copy_to_each(torch.stack(list(values)), [x.device for x in xs])]
 
 
 def _grads(
@@ -188,20 +198,16 @@ def _grads(
     biases: Sequence[Tensor | None],
     grads: Sequence[Tensor],
 ) -> list[Tensor | None]:
-    home, count = mean.device, _count(xs)
-    scale = (var + eps).rsqrt()
-    normal = [(_wide(x) - _along(mean, x)) * _along(scale, x) for x in xs]
+    count = _count(xs)
+    means, scales = zip(*_everywhere([mean, (var + eps).rsqrt()], xs))
+    normal = [(_wide(x) - _along(m, x)) * _along(scale, x) for x, m, scale in zip(xs, means, scales)]
     wide = [_wide(g) for g in grads]
     sums = [g.sum(_dims(g)) for g in wide]
     products = [(g * n).sum(_dims(g)) for g, n in zip(wide, normal)]
-    mean_sum = torch.stack([comm.copy(s, home) for s in sums]).sum(0) / count
-    mean_product = torch.stack([comm.copy(p, home) for p in products]).sum(0) / count
+    totals = [torch.stack(column).sum(0) / count for column in zip(*_together(list(zip(sums, products)), mean.device))]
     inputs = [
-        (
-            (g - _along(mean_sum, g) - n * _along(mean_product, g))
-            * _along(scale if w is None else scale * comm.copy(w, home), g)
-        )
-        for g, n, w in zip(wide, normal, weights)
+        (g - _along(mean_sum, g) - n * _along(mean_product, g)) * _along(scale if w is None else scale * w, g)
+        for g, n, w, scale, (mean_sum, mean_product) in zip(wide, normal, weights, scales, _everywhere(totals, xs))
     ]
     return [
         *(i.to(x.dtype) for i, x in zip(inputs, xs)),
