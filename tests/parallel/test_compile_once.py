@@ -465,6 +465,17 @@ class TestPieces:
         assert blocks == ["3", "3", "2", "2", "1", "1", "0", "0"]
         assert order[-1] == "embedding.weight"
 
+    def test_parameters_side_by_side_count_as_their_own_bytes(
+        self, order: list[str], cuts: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        net = Tied()
+        flat = nn.utils.parameters_to_vector(net.parameters()).detach()
+        nn.utils.vector_to_parameters(flat, net.parameters())
+        assert net.head.weight.untyped_storage().nbytes() == flat.nbytes
+        monkeypatch.setattr(compile_once, "PIECE_BYTES", 8192)
+        self.train(inductor(None, in_pieces=True), order, net)
+        assert cuts == [3]
+
     def test_small_graphs_stay_whole(self, order: list[str], cuts: list[int]) -> None:
         self.train(inductor(None, in_pieces=True), order)
         assert not cuts

@@ -87,7 +87,9 @@ class CompileOnce:
         try:
             from torch._dynamo.backends.distributed import DDPOptimizer
 
-            return DDPOptimizer(limit, compile_piece, limit).compile_fn(graph, example_inputs)
+            optimizer: Any = DDPOptimizer(limit, compile_piece, limit)
+            optimizer.add_param = _count
+            return optimizer.compile_fn(graph, example_inputs)
         except Exception as error:  # noqa: BLE001 - such as operations of a higher order; where it is ours, it comes again
             self._tell(f"{type(error).__name__}: {error}", "graphs aren't cut, and gradients come all at once")
             if context is not None:
@@ -152,6 +154,16 @@ def _trained(graph: Any) -> list[Tensor]:
     """List the parameters among a graph's inputs that get gradients."""
     inputs = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
     return [x for x in inputs if isinstance(x, nn.Parameter) and x.requires_grad]
+
+
+def _count(piece: Any, param: Tensor, name: str) -> None:
+    """Count a parameter's own bytes, as ``DDPOptimizer.add_param`` does with its storage's.
+
+    A training step's parameters lie side by side in few storages: almost each would have a piece of its own.
+    """
+    piece.size += param.nbytes
+    piece.params.append(name)
+    piece.param_ids.append(id(param))
 
 
 class Portable:
