@@ -476,6 +476,23 @@ class TestPieces:
         self.train(inductor(None, in_pieces=True), order, net)
         assert cuts == [3]
 
+    def test_pieces_read_what_those_before_have_written(
+        self, order: list[str], cuts: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Branches(Tied):
+            def forward(self, x: Tensor) -> Tensor:
+                h, found = self.embedding(x), []
+                for i, block in enumerate(self.blocks):
+                    self.num_calls.mul_(2).add_(i)
+                    found.append(block[0](h) + self.num_calls)
+                return torch.stack(found)
+
+        monkeypatch.setattr(compile_once, "PIECE_BYTES", 4096)
+        net = Branches()
+        net.head = nn.Identity()
+        self.train(inductor(None, in_pieces=True), order, net)
+        assert cuts == [5]
+
     def test_small_graphs_stay_whole(self, order: list[str], cuts: list[int]) -> None:
         self.train(inductor(None, in_pieces=True), order)
         assert not cuts

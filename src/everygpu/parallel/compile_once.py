@@ -7,6 +7,7 @@ its kernels are the same, and found in Triton's cache on disk. CUDA graphs are m
 
 import copy
 import logging
+import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -89,7 +90,10 @@ class CompileOnce:
 
             optimizer: Any = DDPOptimizer(limit, compile_piece, limit)
             optimizer.add_param = _count
-            return optimizer.compile_fn(graph, example_inputs)
+            pieces = optimizer.compile_fn(graph, example_inputs)
+            if len(optimizer.buckets) > 1:
+                _put_in_order(pieces)
+            return pieces
         except Exception as error:  # noqa: BLE001 - such as operations of a higher order; where it is ours, it comes again
             self._tell(f"{type(error).__name__}: {error}", "graphs aren't cut, and gradients come all at once")
             if context is not None:
@@ -164,6 +168,20 @@ def _count(piece: Any, param: Tensor, name: str) -> None:
     piece.size += param.nbytes
     piece.params.append(name)
     piece.param_ids.append(id(param))
+
+
+def _put_in_order(pieces: Any) -> None:
+    """Have pieces run in the order in which they were cut.
+
+    torch asks only which needs what others return; but one may also read what another has written, such as a buffer.
+    """
+    *nodes, output = pieces.graph.nodes
+    calls = [node for node in nodes if node.op == "call_module"]
+    for call in sorted(calls, key=lambda node: int(node.target.rpartition("_")[2])):
+        output.prepend(call)
+        for item in [user for user in call.users if user.target is operator.getitem]:
+            output.prepend(item)
+    pieces.recompile()
 
 
 class Portable:
