@@ -421,7 +421,7 @@ class TestPieces:
     def order(self) -> list[str]:
         return []
 
-    def train(self, backend: Any, order: list[str], module: nn.Module | None = None) -> None:
+    def train(self, backend: Any, order: list[str], module: nn.Module | None = None, *, dynamic: bool = False) -> None:
         """Compare training steps with those of the module as it is."""
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -525,6 +525,32 @@ class TestPieces:
             self.train(inductor(None, in_pieces=True), order)
         assert "graphs aren't cut" in caplog.text
         assert len(calls) == 3
+
+    def test_views_written_in_several_pieces_of_changing_shape(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class Writing(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+            def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+                kept = torch.zeros(x.shape[0], 16)
+                view = kept[:, :8]
+                for block in self.blocks:
+                    found = block(x + kept)
+                    view.copy_(found[:, :8])
+                return kept, found
+
+        monkeypatch.setattr(compile_once, "PIECE_BYTES", 512)
+        torch._dynamo.reset()
+        net = Writing()
+        compiled = torch.compile(net, backend=inductor(None, in_pieces=True), dynamic=True)
+        with caplog.at_level("INFO", "everygpu"):
+            for rows in (6, 8):
+                x = torch.randn(rows, 16)
+                torch.testing.assert_close(compiled(x), net(x))
+        assert "graphs aren't cut" in caplog.text
 
     def test_checkpoints_within(self, order: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         from torch.utils.checkpoint import checkpoint

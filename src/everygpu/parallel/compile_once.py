@@ -85,12 +85,16 @@ class CompileOnce:
         if total <= limit:
             return None
         context = torch._guards.TracingContext.try_get()
+        guards: list[Any] = [] if context is None else context.guards_context.aotautograd_guards
+        num_before = len(guards)
         try:
             from torch._dynamo.backends.distributed import DDPOptimizer
 
             optimizer: Any = DDPOptimizer(limit, compile_piece, limit)
             optimizer.add_param = _count
             pieces = optimizer.compile_fn(graph, example_inputs)
+            if any(map(_is_between, guards[num_before:])):
+                raise NotImplementedError("where tensors share memory must be checked between pieces")
             if len(optimizer.buckets) > 1:
                 _put_in_order(pieces)
             return pieces
@@ -98,6 +102,7 @@ class CompileOnce:
             self._tell(f"{type(error).__name__}: {error}", "graphs aren't cut, and gradients come all at once")
             if context is not None:
                 context.ddp_optimizer_ctx = None
+            del guards[num_before:]
             return None
 
     def _compile_part(self, parts: "list[_Part]", graph: Any, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -168,6 +173,12 @@ def _count(piece: Any, param: Tensor, name: str) -> None:
     piece.size += param.nbytes
     piece.params.append(name)
     piece.param_ids.append(id(param))
+
+
+def _is_between(guard: Any) -> bool:
+    """Tell whether a guard is about what one piece hands another: Dynamo, which checks inputs, fails at it."""
+    found = vars(guard).values()
+    return any(source is None for x in found for source in (x if isinstance(x, list) else [x]))
 
 
 def _put_in_order(pieces: Any) -> None:
