@@ -1,11 +1,14 @@
 """Flat buffers copied to every device, and added up on one."""
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from everygpu import comm
+from everygpu.comm import copies
 
 PROPERTY = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.uint8]
@@ -122,3 +125,23 @@ def test_copies_to_and_from_several_devices(devices):
     back = comm.copy_from_each(copies, used[0])
     assert back[0] is x
     assert all(b.device == used[0] and b.equal(x) for b in back)
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_copies_whose_gradients_come_back_are_in_turn_with_the_device(monkeypatch, requires_grad):
+    beside = []
+
+    @contextlib.contextmanager
+    def note(source, index):
+        beside.append(index)
+        yield
+
+    monkeypatch.setattr(copies, "_beside", note)
+    x = torch.ones(2, requires_grad=requires_grad)
+    comm.copy_to_each(x, [torch.device(d) for d in ("cpu", "meta", "meta")])
+    assert beside == ([] if requires_grad else [1, 2])
+
+
+def test_zeros_without_memory_have_no_bytes_to_copy():
+    assert copies._is_raw(torch.zeros(4))
+    assert not copies._is_raw(torch._efficientzerotensor(4))

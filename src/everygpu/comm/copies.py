@@ -29,7 +29,8 @@ def copy_to_each(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
     """Copy a tensor to several devices; ``x`` itself where it is already."""
     found = []
     for index, device in enumerate(devices):
-        with nullcontext() if device == x.device else _beside(x, index):
+        # Gradients come back on the stream of the copy, and what they are added to waits for the device's own only.
+        with nullcontext() if device == x.device or x.requires_grad else _beside(x, index):
             found.append(copy(x, device))
     return found
 
@@ -104,7 +105,7 @@ def push(target: Tensor, source: Tensor) -> None:
 
 def _is_raw(x: Tensor) -> bool:
     """Tell whether a tensor's values are the bytes from its address on, in whole words."""
-    is_plain = type(x) in (Tensor, nn.Parameter) and not x.is_conj() and not x.is_neg()
+    is_plain = type(x) in (Tensor, nn.Parameter) and not (x.is_conj() or x.is_neg() or x._is_zerotensor())
     return is_plain and x.is_contiguous() and x.nbytes % 4 == 0 and x.data_ptr() % 4 == 0
 
 
