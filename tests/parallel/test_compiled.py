@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import everygpu
 from everygpu.errors import OptionError, ReplicaError
-from everygpu.parallel import compile_once, compiled
+from everygpu.parallel import compiled, pieces
 from everygpu.parallel.compile_once import CompileOnce
 from everygpu.parallel.compiled import MAX_SIGNATURES, CompiledReplicas
 
@@ -110,7 +110,7 @@ class TestSameAsThreads:
     def test_graphs_in_pieces(self, devices, monkeypatch):
         used = devices(3)
         cut = []
-        monkeypatch.setattr(compile_once, "PIECE_BYTES", 64)
+        monkeypatch.setattr(pieces, "PIECE_BYTES", 64)
         compile_pieces = CompileOnce._compile_pieces
         monkeypatch.setattr(CompileOnce, "_compile_pieces", lambda *args: cut.append(compile_pieces(*args)) or cut[-1])
         x, y = batch(used[0])

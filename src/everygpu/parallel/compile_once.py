@@ -7,29 +7,20 @@ its kernels are the same, and found in Triton's cache on disk. CUDA graphs are m
 
 import copy
 import logging
-import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from everygpu import comm
+from everygpu.parallel.pieces import Backend, compile_pieces
 from everygpu.parallel.retarget import retarget
-
-Backend = Callable[[Any, list[Any]], Callable[..., Any]]
 
 _capturing = threading.RLock()
 """Held by who may capture a CUDA graph, whichever model it is of: memory and streams then serve the capture only."""
-
-NUM_PIECES = 6
-"""Into how many a large graph is cut: at each cut values go through memory, which costs a little; and what is left to
-do after backward is the work on the last piece's gradients."""
-
-PIECE_BYTES = 25 * 2**20
-"""A piece has parameters of so many bytes at least: as under DistributedDataParallel, where torch cuts likewise."""
 
 logger = logging.getLogger("everygpu")
 
@@ -79,30 +70,11 @@ class CompileOnce:
         return Portable(function, parts)
 
     def _compile_pieces(self, graph: Any, example_inputs: list[Any], compile_piece: Backend) -> Any:
-        """Compile a graph as torch does within DistributedDataParallel; None where it is small or can't be cut."""
-        total = sum(p.nbytes for p in _trained(graph))
-        limit = max(PIECE_BYTES, total // NUM_PIECES)
-        if total <= limit:
-            return None
-        context = torch._guards.TracingContext.try_get()
-        guards: list[Any] = [] if context is None else context.guards_context.aotautograd_guards
-        num_before = len(guards)
+        """Compile a graph in pieces; None where it is small or can't be cut."""
         try:
-            from torch._dynamo.backends.distributed import DDPOptimizer
-
-            optimizer: Any = DDPOptimizer(limit, compile_piece, limit)
-            optimizer.add_param = _count
-            pieces = optimizer.compile_fn(graph, example_inputs)
-            if any(map(_is_between, guards[num_before:])):
-                raise NotImplementedError("where tensors share memory must be checked between pieces")
-            if len(optimizer.buckets) > 1:
-                _put_in_order(pieces)
-            return pieces
+            return compile_pieces(graph, example_inputs, compile_piece)
         except Exception as error:  # noqa: BLE001 - such as operations of a higher order; where it is ours, it comes again
             self._tell(f"{type(error).__name__}: {error}", "graphs aren't cut, and gradients come all at once")
-            if context is not None:
-                context.ddp_optimizer_ctx = None
-            del guards[num_before:]
             return None
 
     def _compile_part(self, parts: "list[_Part]", graph: Any, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -157,42 +129,6 @@ def compiling_once(backend: Backend, *, cuda_graphs: bool, in_pieces: bool = Fal
         return backend
     options = backend.config if cuda_graphs else {**backend.config, "triton.cudagraphs": False}
     return CompileOnce(options, in_pieces=in_pieces)
-
-
-def _trained(graph: Any) -> list[Tensor]:
-    """List the parameters among a graph's inputs that get gradients."""
-    inputs = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
-    return [x for x in inputs if isinstance(x, nn.Parameter) and x.requires_grad]
-
-
-def _count(piece: Any, param: Tensor, name: str) -> None:
-    """Count a parameter's own bytes, as ``DDPOptimizer.add_param`` does with its storage's.
-
-    A training step's parameters lie side by side in few storages: almost each would have a piece of its own.
-    """
-    piece.size += param.nbytes
-    piece.params.append(name)
-    piece.param_ids.append(id(param))
-
-
-def _is_between(guard: Any) -> bool:
-    """Tell whether a guard is about what one piece hands another: Dynamo, which checks inputs, fails at it."""
-    found = vars(guard).values()
-    return any(source is None for x in found for source in (x if isinstance(x, list) else [x]))
-
-
-def _put_in_order(pieces: Any) -> None:
-    """Have pieces run in the order in which they were cut.
-
-    torch asks only which needs what others return; but one may also read what another has written, such as a buffer.
-    """
-    *nodes, output = pieces.graph.nodes
-    calls = [node for node in nodes if node.op == "call_module"]
-    for call in sorted(calls, key=lambda node: int(node.target.rpartition("_")[2])):
-        output.prepend(call)
-        for item in [user for user in call.users if user.target is operator.getitem]:
-            output.prepend(item)
-    pieces.recompile()
 
 
 class Portable:

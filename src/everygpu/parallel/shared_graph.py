@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from everygpu import tree
 from everygpu.parallel.apply import Call
-from everygpu.parallel.compile_once import Backend, CompileOnce, Portable
+from everygpu.parallel.compile_once import CompileOnce, Portable
+from everygpu.parallel.pieces import Backend
 
 _ALIGNED = 16
 """Elements: compiled code may count on the alignment it has seen."""
