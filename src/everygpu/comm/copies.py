@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.utils import _triton
 
 from everygpu.comm.streams import kept_stream
@@ -75,8 +76,10 @@ class _RecordedCopy(torch.autograd.Function):
 
 def fill(target: Tensor, source: Tensor) -> None:
     """Copy a tensor into another of the same shape."""
-    if source.is_cuda and target.is_cuda and _is_capturing() and can_push(source, target.device) and _is_raw(target):
+    if source.is_cuda and target.is_cuda and _is_capturing() and _is_for_push(target, source):
         push(target, source)
+        if not target.is_inference():
+            increment_version(target)
     else:
         target.copy_(source, non_blocking=target.device.type != "cpu")
 
@@ -90,6 +93,18 @@ def can_push(source: Tensor, device: torch.device) -> bool:
         and bool(_triton.has_triton())
         and reach_each_other((source.device, device))
     )
+
+
+def _is_for_push(target: Tensor, source: Tensor) -> bool:
+    is_alike = target.shape == source.shape and target.dtype is source.dtype and _is_raw(target)
+    return is_alike and can_push(source, target.device) and _is_loaded(source.device)
+
+
+def _is_loaded(device: torch.device) -> bool:
+    """Tell whether recording may launch ``push``; in a graph of the user's own nobody has loaded it."""
+    from everygpu.comm import kernels  # needs Triton, which not every machine has
+
+    return kernels.is_loaded(device)
 
 
 def push(target: Tensor, source: Tensor) -> None:
@@ -110,7 +125,7 @@ def _is_raw(x: Tensor) -> bool:
 
 
 def _copy_in_graph(x: Tensor, device: torch.device) -> Tensor:
-    if not can_push(x, device):
+    if not (can_push(x, device) and _is_loaded(x.device)):
         return x.to(device, non_blocking=True)
     target = torch.empty_like(x, device=device)
     push(target, x)
