@@ -237,3 +237,35 @@ class TestPieces:
 
         monkeypatch.setattr(pieces, "PIECE_BYTES", 4096)
         self.train(inductor(None, in_pieces=True), order, Checkpointed())
+
+    def test_shapes_that_change(
+        self, cuts: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """torch finds numbers that it takes for tensors then, and begins anew."""
+
+        class Normed(Tied):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norms = nn.ModuleList(nn.BatchNorm1d(7) for _ in self.blocks)
+
+            def forward(self, x: Tensor) -> Tensor:
+                h = self.embedding(x)
+                for block, norm in zip(self.blocks, self.norms):
+                    h = norm(h + block(h))
+                return self.head(h)
+
+        monkeypatch.setattr(pieces, "PIECE_BYTES", 4096)
+        torch._dynamo.reset()
+        net = Normed()
+        twin = copy.deepcopy(net)
+        compiled = torch.compile(net, backend=inductor(None, in_pieces=True), dynamic=True)
+        with caplog.at_level("INFO", "everygpu"):
+            for rows in (6, 9):
+                x = torch.randint(50, (rows, 7))
+                compiled(x).square().mean().backward()
+                twin(x).square().mean().backward()
+        torch.testing.assert_close(
+            [p.grad for p in net.parameters()], [p.grad for p in twin.parameters()], rtol=1e-4, atol=1e-5
+        )
+        assert cuts
+        assert "aren't cut" not in caplog.text

@@ -71,8 +71,12 @@ class CompileOnce:
 
     def _compile_pieces(self, graph: Any, example_inputs: list[Any], compile_piece: Backend) -> Any:
         """Compile a graph in pieces; None where it is small or can't be cut."""
+        from torch._dynamo.exc import RestartAnalysis
+
         try:
             return compile_pieces(graph, example_inputs, compile_piece)
+        except RestartAnalysis:  # by which torch asks to be called again with another graph
+            raise
         except Exception as error:  # noqa: BLE001 - such as operations of a higher order; where it is ours, it comes again
             self._tell(f"{type(error).__name__}: {error}", "graphs aren't cut, and gradients come all at once")
             return None
