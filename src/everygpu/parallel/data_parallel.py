@@ -40,7 +40,7 @@ _TRANSIENT = ("_replicas", "_fresh", "_may_record", "_recorder", "_workers", "_t
 ENGINES = ("auto", "threads", "compile", "graphs")
 _AUTO = {
     False: "replicas run eagerly, each in a thread, as the module didn't go through torch.compile. With "
-    'engine="compile" one thread launches them all',
+    'engine="compile" one thread launches them all; with engine="graphs", or everygpu.TrainStep, no Python at all',
     True: "replicas are compiled, as the module went through torch.compile, and launched from one thread",
 }
 """What is chosen, and why, by whether the module is compiled."""
