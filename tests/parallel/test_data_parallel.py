@@ -225,7 +225,7 @@ class TestConstruction:
         with pytest.raises(error, match=words):
             make()
 
-    @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+    @pytest.mark.filterwarnings("ignore:.*torch.jit")
     def test_torchscript_is_refused(self):
         net = nn.Sequential(nn.Identity(), torch.jit.script(nn.Linear(1, 1)))
         with pytest.raises(ModuleError, match="TorchScript module can't be replicated, got one at '1'"):

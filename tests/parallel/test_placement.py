@@ -31,7 +31,7 @@ def test_module_is_accepted():
     check_module(nn.Sequential(nn.Linear(1, 1), nn.Identity()), "caller")
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_torchscript_is_refused_at_the_top_too():
     with pytest.raises(ModuleError, match="got one at 'the top'"):
         check_module(torch.jit.script(nn.Linear(1, 1)), "caller")

@@ -25,7 +25,7 @@ def test_ours(call):
     out = call("show", "ours").stdout
     lines = out.splitlines()
     assert lines[0] == "format: everygpu"
-    assert f"torch {torch.__version__}" in lines[1]
+    assert f"torch {torch.__version__.partition('+')[0]}" in lines[1]  # a wheel may leave out what comes after the plus
     assert lines[2:5] == [
         "optimizer: 1 group, state of 0 parameters, lr 0.1",
         "epoch: 3",
