@@ -123,12 +123,19 @@ class TestPieces:
                     h = block(h) * self.num_calls.clone()
                 return self.head(h)
 
+        compiled: list[Any] = []
+        backend = inductor(None, in_pieces=True)
+        compile_part = backend._compile_part
         monkeypatch.setattr(pieces, "PIECE_BYTES", 4096)
+        monkeypatch.setattr(
+            backend, "_compile_part", lambda *args, **kw: compiled.append(1) or compile_part(*args, **kw)
+        )
         net, x = Counting(), torch.randint(50, (6, 7))
         torch._dynamo.reset()
         with caplog.at_level("INFO", "everygpu"):
-            torch.compile(net, backend=inductor(None, in_pieces=True))(x)
+            torch.compile(net, backend=backend)(x)
         assert "num_calls_ is written, and used in several pieces" in caplog.text
+        assert len(compiled) == 2  # forward and backward, once
 
     def test_buffers_that_are_only_read(
         self, order: list[str], cuts: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -44,14 +44,17 @@ def compile_pieces(graph: Any, example_inputs: list[Any], compile_piece: Backend
         return None
     from torch._dynamo.backends.distributed import DDPOptimizer
 
-    optimizer: Any = DDPOptimizer(limit, compile_piece, limit)
+    def compile_checked(piece: Any, inputs: list[Any]) -> Callable[..., Any]:
+        _check_writes(graph, optimizer.buckets)  # here, where they are known, and nothing is compiled
+        return compile_piece(piece, inputs)
+
+    optimizer: Any = DDPOptimizer(limit, compile_checked, limit)
     optimizer.add_param_args = _count
     with _leaving_no_trace() as guards:
         pieces: Any = optimizer.compile_fn(graph, example_inputs)
         if any(map(_is_between, guards())):
             raise NotImplementedError("where tensors share memory must be checked between pieces")
         if len(optimizer.buckets) > 1:
-            _check_writes(graph, [set(piece.nodes) for piece in optimizer.buckets])
             _put_in_order(pieces)
     return pieces  # type: ignore[no-any-return]
 
@@ -100,7 +103,7 @@ def _is_between(guard: Any) -> bool:
     return any(source is None for x in found for source in (x if isinstance(x, list) else [x]))
 
 
-def _check_writes(graph: Any, pieces: list[set[Any]]) -> None:
+def _check_writes(graph: Any, pieces: list[Any]) -> None:
     """Refuse a graph one of whose inputs is written in one piece, and used in another.
 
     What that one saves for backward, autograd then takes for overwritten.
@@ -108,7 +111,7 @@ def _check_writes(graph: Any, pieces: list[set[Any]]) -> None:
     for source in _inputs(graph):
         value = _value_of(source)
         is_written = isinstance(value, Tensor) and value._version > 0  # by Dynamo, which has run it on this value
-        if is_written and sum(not piece.isdisjoint(source.users) for piece in pieces) > 1:
+        if is_written and sum(not source.users.keys().isdisjoint(piece.nodes) for piece in pieces) > 1:
             raise NotImplementedError(f"{source.target} is written, and used in several pieces")
 
 
