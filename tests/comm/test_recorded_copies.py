@@ -68,6 +68,7 @@ def test_what_is_copied_is_what_is_there_at_the_launch(
 def test_which_copies_a_kernel_makes(used: list[torch.device], is_small: bool) -> None:
     if not comm.has_triton():
         pytest.skip("needs Triton")
+    comm.connect(used)
     for make in (SMALL if is_small else OTHERS).values():
         assert copies.can_push(make(used[0]), used[1]) == is_small
     assert not copies.can_push(torch.rand(4, device=used[0]), used[0])

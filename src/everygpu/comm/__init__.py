@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _triton
 
 from everygpu.comm import copies, nccl, staged
-from everygpu.devices.p2p import trusted_peers
+from everygpu.devices.p2p import reach_each_other, trusted_peers
 
 
 def copy(x: Tensor, device: torch.device, *, fresh: bool = False) -> Tensor:
@@ -74,10 +74,9 @@ def connect(devices: Sequence[torch.device]) -> None:
         https://github.com/pytorch/pytorch/issues/133984
     """
     for source, target in itertools.permutations(dict.fromkeys(d for d in devices if d.type == "cuda"), 2):
-        x = torch.zeros(1, device=source)
-        arrived = copy(x, target)
-        if trusted_peers((source, target)) and copies.can_push(x, target):
-            copies.push(arrived, x)
+        copy(torch.zeros(1, device=source), target)
+        if has_triton() and reach_each_other((source, target)):
+            copies.link(source, target)
 
 
 def has_triton() -> bool:

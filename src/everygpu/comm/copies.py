@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.utils import _triton
 
 from everygpu.comm.streams import kept_stream
-from everygpu.devices.p2p import reach_each_other
 
 SMALL_BYTES = 2**20
 """Up to here a kernel that writes to the other GPU is done before a copy would begin."""
+
+# Facts about the process: which GPUs' kernels have written to which other GPUs. Whoever records may launch these, but
+# load no new ones; in a graph of the user's own, perhaps none was loaded.
+_linked: set[tuple[torch.device, torch.device]] = set()
 
 
 def copy(x: Tensor, device: torch.device, *, fresh: bool = False) -> Tensor:
@@ -84,27 +86,21 @@ def fill(target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=target.device.type != "cpu")
 
 
+def link(source: torch.device, target: torch.device) -> None:
+    """Load what writes from one GPU to another, which must reach each other, so that recordings may use it."""
+    x = torch.zeros(1, device=source)
+    push(torch.zeros(1, device=target), x)
+    _linked.add((source, target))
+
+
 def can_push(source: Tensor, device: torch.device) -> bool:
     """Tell whether a tensor is copied to a device by ``push`` in a CUDA graph, whose copies take long to begin."""
-    return (
-        source.device != device
-        and 0 < source.nbytes <= SMALL_BYTES
-        and _is_raw(source)
-        and bool(_triton.has_triton())
-        and reach_each_other((source.device, device))
-    )
+    return (source.device, device) in _linked and 0 < source.nbytes <= SMALL_BYTES and _is_raw(source)
 
 
 def _is_for_push(target: Tensor, source: Tensor) -> bool:
     is_alike = target.shape == source.shape and target.dtype is source.dtype and _is_raw(target)
-    return is_alike and can_push(source, target.device) and _is_loaded(source.device)
-
-
-def _is_loaded(device: torch.device) -> bool:
-    """Tell whether recording may launch ``push``; in a graph of the user's own nobody has loaded it."""
-    from everygpu.comm import kernels  # needs Triton, which not every machine has
-
-    return kernels.is_loaded(device)
+    return is_alike and can_push(source, target.device)
 
 
 def push(target: Tensor, source: Tensor) -> None:
@@ -125,7 +121,7 @@ def _is_raw(x: Tensor) -> bool:
 
 
 def _copy_in_graph(x: Tensor, device: torch.device) -> Tensor:
-    if not (can_push(x, device) and _is_loaded(x.device)):
+    if not can_push(x, device):
         return x.to(device, non_blocking=True)
     target = torch.empty_like(x, device=device)
     push(target, x)

@@ -33,15 +33,6 @@ def num_programs(lengths: Tensor, num_sources: int) -> int:
     return min(lengths.numel(), torch.cuda.get_device_properties(lengths.device).multi_processor_count)
 
 
-_loaded: set[torch.device] = set()
-"""GPUs on which ``run_copy`` has run."""
-
-
-def is_loaded(device: torch.device) -> bool:
-    """Tell whether ``run_copy`` can be recorded on a GPU: loading it first, CUDA may forbid."""
-    return device in _loaded
-
-
 @triton.jit
 def at(addresses, index, KIND: tl.constexpr):
     """Find memory by its address; it is aligned, so that loads may be wide."""
@@ -125,7 +116,6 @@ def run_copy(target: Tensor, source: Tensor, *, block: int = 1024) -> None:
     """
     num_words = source.nbytes // 4
     _copy[(triton.cdiv(num_words, block),)](source.data_ptr(), target.data_ptr(), num_words, BLOCK=block)
-    _loaded.add(source.device)
 
 
 def run_send(
