@@ -21,6 +21,13 @@ SGD_COLUMNS = ("sign", "l2", "momentum", "fresh", "nesterov", "lr")
 
 
 @triton.jit
+def _scaled_sum(grads, lengths, block, num_blocks, me, factor, options, SOURCES: tl.constexpr, BLOCK: tl.constexpr):
+    """Add one block of gradients up; multiplied by the factor, and by the sign that begins each row of options."""
+    total = sum_blocks(grads, lengths, block, num_blocks, me, SOURCES, BLOCK, tl.float32, tl.float32)
+    return total * tl.load(factor) * tl.load(options)
+
+
+@triton.jit
 def _hand_out(values, begin, offsets, new, me, DEVICES: tl.constexpr) -> None:
     """Write one block of new values to all devices, each beginning with another one."""
     for step in tl.static_range(DEVICES):
@@ -72,11 +79,7 @@ def _adam(
             offsets = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             options = table + row * COLUMNS
             value = tl.load(at(values, me, tl.float32) + begin + offsets)
-            grad = (
-                sum_blocks(grads, lengths, block, num_blocks, me, SOURCES, BLOCK, tl.float32, tl.float32)
-                * tl.load(factor)
-                * tl.load(options)
-            )
+            grad = _scaled_sum(grads, lengths, block, num_blocks, me, factor, options, SOURCES, BLOCK)
             grad += tl.load(options + 2) * value
             mean = tl.load(mean_of + offsets)
             square = tl.load(square_of + offsets)
@@ -112,11 +115,7 @@ def _sgd(
             offsets = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             options = table + row * COLUMNS
             value = tl.load(at(values, me, tl.float32) + begin + offsets)
-            grad = (
-                sum_blocks(grads, lengths, block, num_blocks, me, SOURCES, BLOCK, tl.float32, tl.float32)
-                * tl.load(factor)
-                * tl.load(options)
-            )
+            grad = _scaled_sum(grads, lengths, block, num_blocks, me, factor, options, SOURCES, BLOCK)
             grad += tl.load(options + 1) * value
             momentum = tl.load(options + 2)
             if momentum != 0:
