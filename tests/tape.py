@@ -258,6 +258,18 @@ def install(monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> None:
             monkeypatch.setattr(package, "kernels", kernels, raising=False)
 
 
+def prepare(used: Sequence[torch.device], monkeypatch: pytest.MonkeyPatch, *, fused: bool, switch: str) -> None:
+    """Have work recorded on GPUs, or acted out for CPU replicas, by kernels or without them.
+
+    Args:
+        switch: The function that tells whether kernels serve on GPUs.
+    """
+    if used[0].type == "cpu":
+        install(monkeypatch, fused=fused)
+    elif not fused:
+        monkeypatch.setattr(switch, lambda *_: False)
+
+
 def _install_streams(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Act streams out; return what queues kernels."""
     here = _Here()
