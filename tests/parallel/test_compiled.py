@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import everygpu
 from everygpu.errors import OptionError, ReplicaError
-from everygpu.parallel import compiled, pieces
+from everygpu.parallel import compiled, last_product, pieces
 from everygpu.parallel.compile_once import CompileOnce
 from everygpu.parallel.compiled import MAX_SIGNATURES, CompiledReplicas
 
@@ -30,7 +30,7 @@ def fresh_compiler():
 @pytest.fixture
 def quick(monkeypatch):
     """Trace and guard as ever, without generating code: seconds less for each replica."""
-    monkeypatch.setattr(compiled, "inductor", lambda mode, in_pieces: lookup_backend("aot_eager"))
+    monkeypatch.setattr(compiled, "inductor", lambda mode, cuts: lookup_backend("aot_eager"))
 
 
 class Net(nn.Module):
@@ -50,6 +50,13 @@ class Plain(Net):
 
     def forward(self, x):
         return self.body(x) * self.scale
+
+
+class Last(Net):
+    """Which ends with a product."""
+
+    def forward(self, x):
+        return self.body(x)
 
 
 def build(device):
@@ -95,7 +102,7 @@ class TestSameAsThreads:
             made.append(graph)
             return lookup_backend("aot_eager")(graph, inputs)
 
-        monkeypatch.setattr(compiled, "inductor", lambda mode, in_pieces: counting)
+        monkeypatch.setattr(compiled, "inductor", lambda mode, cuts: counting)
         x, y = batch(used[0])
         torch.manual_seed(0)
         net = Plain().to(used[0])
@@ -123,6 +130,27 @@ class TestSameAsThreads:
         torch.testing.assert_close(list(ours.parameters()), list(eager.parameters()), rtol=1e-4, atol=1e-5)
         assert cut
         assert None not in cut
+
+    @pytest.mark.parametrize("count", [1, 3])
+    def test_last_products_are_left_out_of_graphs(self, devices, monkeypatch, count):
+        used = devices(count)
+        apart = []
+        monkeypatch.setattr(pieces, "PIECE_BYTES", 64)
+        monkeypatch.setattr(last_product, "is_large", lambda *_: True)
+        linear = last_product.linear
+        monkeypatch.setattr(last_product, "linear", lambda *operands: apart.append(operands) or linear(*operands))
+        x, y = batch(used[0])
+        torch.manual_seed(0)
+        net = Last().to(used[0])
+        eager = everygpu.DataParallel(copy.deepcopy(net), used, engine="threads")
+        ours = everygpu.DataParallel(torch.compile(net), used, engine="graphs")
+        for _ in range(3):
+            assert train(ours, x, y) == pytest.approx(train(eager, x, y), rel=1e-4)
+        torch.testing.assert_close(list(ours.parameters()), list(eager.parameters()), rtol=1e-4, atol=1e-5)
+        assert apart
+        if used[0].type == "cuda" and ours._recorder is not None:
+            (found,) = ours._recorder._capture._recordings.values()
+            assert any(slot.is_lent for slot in found.recorded.slots)
 
     def test_python_state_means_what_it_does_eagerly(self, devices, quick):
         used = devices(2)
@@ -203,7 +231,7 @@ class TestWaysBack:
         def broken(graph, inputs):
             raise NotImplementedError("no such operation")
 
-        monkeypatch.setattr(compiled, "inductor", lambda mode, in_pieces: broken)
+        monkeypatch.setattr(compiled, "inductor", lambda mode, cuts: broken)
         model = everygpu.DataParallel(build("cpu"), ["cpu"] * 2, engine="compile").eval()
         x, _ = batch("cpu")
         with caplog.at_level(logging.WARNING, "everygpu"):

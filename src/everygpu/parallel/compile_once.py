@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 
 from everygpu import comm
-from everygpu.parallel.pieces import Backend, compile_pieces
+from everygpu.parallel.last_product import split_off
+from everygpu.parallel.pieces import Backend, Cuts, compile_pieces
 from everygpu.parallel.retarget import retarget
 
 _capturing = threading.RLock()
 """Held by who may capture a CUDA graph, whichever model it is of: memory and streams then serve the capture only."""
+
+WHOLE = Cuts()
 
 logger = logging.getLogger("everygpu")
 
@@ -30,13 +33,12 @@ class CompileOnce:
 
     Args:
         options: Inductor's, as in ``torch.compile(options=…)``.
-        in_pieces: Cut large graphs, so that gradients come piece by piece: work on them can begin before backward is
-            over. Of a whole graph autograd gets all gradients at the end.
+        cuts: How graphs are cut.
     """
 
-    def __init__(self, options: Mapping[str, Any], *, in_pieces: bool = False) -> None:
+    def __init__(self, options: Mapping[str, Any], cuts: Cuts = WHOLE) -> None:
         self._options = dict(options)
-        self._in_pieces = in_pieces
+        self._cuts = cuts
         self._reasons: set[str] = set()
 
     @property
@@ -62,12 +64,13 @@ class CompileOnce:
         # would be compiled by autograd's threads, by one for each GPU.
         with config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
             function = None
-            if self._in_pieces and torch.is_grad_enabled():
+            put_behind = split_off(graph) if self._cuts.last_product and torch.is_grad_enabled() else None
+            if self._cuts.in_pieces and torch.is_grad_enabled():
                 function = self._compile_pieces(graph, example_inputs, compile_graph)
             if function is None:
                 parts.clear()
                 function = compile_graph(graph, example_inputs)
-        return Portable(function, parts)
+        return Portable(function if put_behind is None else put_behind(function), parts)
 
     def _compile_pieces(self, graph: Any, example_inputs: list[Any], compile_piece: Backend) -> Any:
         """Compile a graph in pieces; None where it is small or can't be cut."""
@@ -116,23 +119,23 @@ class CompileOnce:
             logger.info("DataParallel: %s: %s", consequence, reason)
 
 
-def inductor(mode: str | None, *, in_pieces: bool = False) -> CompileOnce:
+def inductor(mode: str | None, cuts: Cuts = WHOLE) -> CompileOnce:
     """Make the backend that ``torch.compile(mode=…)`` would take, compiling once for all GPUs.
 
     Args:
         mode: ``"reduce-overhead"`` for CUDA graphs; None for plain launches, as whoever captures graphs needs them.
-        in_pieces: See ``CompileOnce``.
+        cuts: How graphs are cut.
     """
     wrapper = torch._TorchCompileInductorWrapper(mode, None, False)  # type: ignore[no-untyped-call]
-    return CompileOnce(wrapper.config, in_pieces=in_pieces)
+    return CompileOnce(wrapper.config, cuts)
 
 
-def compiling_once(backend: Backend, *, cuda_graphs: bool, in_pieces: bool = False) -> Backend:
+def compiling_once(backend: Backend, *, cuda_graphs: bool, cuts: Cuts = WHOLE) -> Backend:
     """Replace torch's own backend by ours with the same options, perhaps without CUDA graphs; others stay."""
     if not isinstance(backend, torch._TorchCompileInductorWrapper):
         return backend
     options = backend.config if cuda_graphs else {**backend.config, "triton.cudagraphs": False}
-    return CompileOnce(options, in_pieces=in_pieces)
+    return CompileOnce(options, cuts)
 
 
 class Portable:

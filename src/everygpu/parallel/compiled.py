@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from everygpu import tree
 from everygpu.keys import wrapped_child
 from everygpu.parallel.apply import Call, Outcome, Workers, attempt, raise_first
-from everygpu.parallel.compile_once import compiling_once, inductor
+from everygpu.parallel.compile_once import WHOLE, compiling_once, inductor
+from everygpu.parallel.pieces import Cuts
 from everygpu.parallel.shared_graph import Recorder, backend_of, find_recipe
 from everygpu.parallel.sync_batch_norm import SyncBatchNorm
 from everygpu.parallel.thread_state import current_stream, on_device
@@ -37,13 +38,11 @@ class CompiledReplicas:
             options, else for the least overhead.
         workers: Run the replicas where compiling doesn't pay off or fails.
         cuda_graphs: Let torch make CUDA graphs of them.
-        in_pieces: Have gradients come before backward is over; see ``CompileOnce``.
+        cuts: How their graphs are cut.
     """
 
-    def __init__(
-        self, module: nn.Module, workers: Workers, *, cuda_graphs: bool = True, in_pieces: bool = False
-    ) -> None:
-        self._compile, self._recorder = _compiler_of(module, cuda_graphs=cuda_graphs, in_pieces=in_pieces)
+    def __init__(self, module: nn.Module, workers: Workers, *, cuda_graphs: bool = True, cuts: Cuts = WHOLE) -> None:
+        self._compile, self._recorder = _compiler_of(module, cuda_graphs=cuda_graphs, cuts=cuts)
         self._workers = workers
         self._compiled: dict[int, tuple[nn.Module, Callable[..., Any]]] = {}
         self._signatures: set[Any] = set()
@@ -117,16 +116,16 @@ def _can_share(calls: Sequence[Call]) -> bool:
     return len(calls) > 1 and len({_signature(call) for call in calls}) == 1
 
 
-def _compiler_of(module: nn.Module, *, cuda_graphs: bool, in_pieces: bool) -> tuple[Compiler, Recorder]:
+def _compiler_of(module: nn.Module, *, cuda_graphs: bool, cuts: Cuts) -> tuple[Compiler, Recorder]:
     if wrapped_child(module) == "_orig_mod":
         context: Any = module.dynamo_ctx
         found, options = backend_of(context), {"dynamic": context._dynamic, "fullgraph": context.fullgraph}
         if found is None:
             return context, Recorder(inductor(None))
-        backend = compiling_once(found, cuda_graphs=cuda_graphs, in_pieces=in_pieces)
+        backend = compiling_once(found, cuda_graphs=cuda_graphs, cuts=cuts)
     else:
         mode = "reduce-overhead" if cuda_graphs and torch.cuda.is_available() else None
-        backend, options = inductor(mode, in_pieces=in_pieces), {"dynamic": False}
+        backend, options = inductor(mode, cuts), {"dynamic": False}
     recorder = Recorder(backend)
     return lambda function: torch.compile(function, backend=recorder, **options), recorder
 

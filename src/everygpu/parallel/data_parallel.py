@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,8 +22,9 @@ from everygpu.parallel.compiled import CompiledReplicas
 from everygpu.parallel.gather import Joiner, gather_outputs
 from everygpu.parallel.lend import note_writes
 from everygpu.parallel.mirror import TABLES
+from everygpu.parallel.pieces import Cuts
 from everygpu.parallel.placement import check_module, place_module
-from everygpu.parallel.recording.forward import RecordedForward
+from everygpu.parallel.recording.forward import Around, RecordedForward
 from everygpu.parallel.replicate import Leaves, ReplicaSet
 from everygpu.parallel.scatter import Shard, move_tree, scatter_call
 from everygpu.parallel.sharded_batch import not_compiled
@@ -153,7 +154,8 @@ class DataParallel(nn.Module):
             return workers
         # What a recording does with gradients, it does beside its backward.
         in_pieces = not self._makes_graphs and len(self.device_ids) > 1
-        return CompiledReplicas(self.module, workers, cuda_graphs=self._makes_graphs, in_pieces=in_pieces)
+        cuts = Cuts(in_pieces=in_pieces, last_product=self.engine == "graphs")
+        return CompiledReplicas(self.module, workers, cuda_graphs=self._makes_graphs, cuts=cuts)
 
     def _is_compiled(self) -> bool:
         return self.engine == "compile" or (self.engine != "threads" and wrapped_child(self.module) == "_orig_mod")
@@ -200,12 +202,25 @@ class DataParallel(nn.Module):
         return gather_outputs(outputs, joiner)
 
     def _run_on(
-        self, replicas: ReplicaSet, inputs: tuple[Any, ...], kwargs: dict[str, Any], fresh: set[int] | None = None
+        self,
+        replicas: ReplicaSet,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        fresh: set[int] | None = None,
+        around: Around = nullcontext,
     ) -> tuple[list[Any], Joiner]:
-        """Return what each replica returned, and how that is joined."""
+        """Return what each replica returned, and how that is joined.
+
+        Args:
+            replicas: The replicas.
+            inputs: Of the call.
+            kwargs: Of the call.
+            fresh: See ``ReplicaSet.refresh``.
+            around: Gives what the replicas are called within.
+        """
         shards = scatter_call(inputs, kwargs, self.device_ids, self.dim, self.split)
         modules = replicas.refresh([s.position for s in shards], fresh)
-        with fresh_casts():
+        with fresh_casts(), around(modules):
             outputs = self._apply_to(modules, shards)
         note_writes((inputs, kwargs))
         self._settle_buffers(replicas, shards)
@@ -229,7 +244,7 @@ class DataParallel(nn.Module):
         me = weakref.proxy(self)  # or this would hold itself
         return RecordedForward(
             lambda: me.module,
-            lambda *call: me._run_on(*call),
+            lambda *call, around: me._run_on(*call, around=around),
             lambda make_leaves: me.make_replicas(make_leaves, fixed=True),
             lambda: (me.split, me.dim, me.gather, me.buffers_rule, me.output_device),
             Route(devices=tuple(self.device_ids), dim=self.dim, split=self.split),

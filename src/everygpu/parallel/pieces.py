@@ -7,6 +7,7 @@ below: what a parameter counts for, in which order pieces run, and which graphs 
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,17 @@ do after backward is the work on the last piece's gradients."""
 
 PIECE_BYTES = 25 * 2**20
 """A piece has parameters of so many bytes at least: as under DistributedDataParallel, where torch cuts likewise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cuts:
+    """How graphs are cut that a recording will have in it."""
+
+    in_pieces: bool = False
+    """Large ones, so that gradients come piece by piece: work on them can begin before backward is over. Of a whole
+    graph autograd gets all gradients at the end."""
+    last_product: bool = False
+    """Before a product that they end with; see ``last_product``."""
 
 
 def compile_pieces(graph: Any, example_inputs: list[Any], compile_piece: Backend) -> Callable[..., Any] | None:

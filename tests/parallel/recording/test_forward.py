@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import everygpu
 from everygpu.errors import EveryGPUError
+from everygpu.parallel import last_product
 from everygpu.parallel.recording import capture, forward
 from everygpu.parallel.recording.capture import NUM_WARM_UPS
 from everygpu.parallel.recording.device_graph import is_capturing
@@ -63,10 +64,16 @@ class TwoOutputs(Net):
 
 
 @pytest.fixture
-def recording(either_way: Devices, request: pytest.FixtureRequest) -> Iterator[Devices]:
-    """``devices`` on which forwards are recorded; on GPUs most tests go one way, the CPU's are enough for the other."""
+def recording(
+    either_way: Devices, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Devices]:
+    """``devices`` on which forwards are recorded; on GPUs most tests go one way, the CPU's are enough for the other.
+
+    Kernels go with last products that are left out of recordings, copies with those that aren't.
+    """
+    by_copies = request.node.callspec.params["either_way"] == "copies"
+    monkeypatch.setattr(last_product, "is_large", lambda *_: not by_copies)
     if either_way(2)[0].type == "cuda":
-        by_copies = request.node.callspec.params["either_way"] == "copies"
         if by_copies and request.node.originalname not in BOTH_WAYS_ON_GPUS:
             pytest.skip("the CPU's are enough")
         torch.cuda.manual_seed_all(0)

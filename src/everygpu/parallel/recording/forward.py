@@ -3,9 +3,10 @@
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,10 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from everygpu import comm, tree
 from everygpu.errors import EveryGPUError
+from everygpu.keys import wrapped_child
 from everygpu.parallel.broadcast import Grads, Streams
 from everygpu.parallel.gather import Joiner
+from everygpu.parallel.last_product import LastProducts, Product
 from everygpu.parallel.layout import is_dense
 from everygpu.parallel.recording.capture import Capture
 from everygpu.parallel.recording.device_graph import DeviceGraph, on_recording_streams
@@ -26,7 +29,7 @@ from everygpu.parallel.recording.turn import lease_streams
 from everygpu.parallel.replicate import Leaves as Twins
 from everygpu.parallel.replicate import ReplicaSet
 from everygpu.parallel.split import Route
-from everygpu.parallel.thread_state import current_stream
+from everygpu.parallel.thread_state import current_stream, queueing_on
 
 Outputs = tuple[list[Any], Joiner]
 """What each replica returned, and how that is joined."""
@@ -34,7 +37,28 @@ Outputs = tuple[list[Any], Joiner]
 Leaves = list[list[list[Tensor]]]
 """For each bundle and device, what gradients are taken of."""
 
-RunOn = Callable[[ReplicaSet, tuple[Any, ...], dict[str, Any]], Outputs]
+Around = Callable[[list[nn.Module]], AbstractContextManager[Any]]
+"""Gives what replicas are called within."""
+
+
+class RunOn(Protocol):
+    """Runs replicas on a call's arguments."""
+
+    def __call__(
+        self, replicas: ReplicaSet, args: tuple[Any, ...], kwargs: dict[str, Any], /, *, around: Around
+    ) -> Outputs:
+        """Return what they returned."""
+
+
+class _Slot(NamedTuple):
+    """A tensor that a recording returns, or that goes into a product that its launches return."""
+
+    tensor: Tensor
+    """It has the value of the last launch, and is connected to the leaves."""
+    output: int
+    """Which of the tensors in the outputs it is for."""
+    is_lent: bool
+    """The product is computed of the recording's own memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +75,12 @@ class _Recorded:
     """A forward, and the backward from the outputs that were used."""
 
     outputs: list[Any]
-    """Of each replica; their tensors have the values of the last launch, and are connected to the leaves."""
+    """Of each replica, with a ``Product`` for each that launches compute afterwards."""
     joiner: Joiner
-    tensors: list[Tensor]
-    """In the outputs, in order."""
+    slots: list[_Slot]
+    """Of the outputs, in order."""
     used: tuple[int, ...]
-    """Which of the tensors the recorded backward takes gradients of."""
+    """Which of the slots the recorded backward takes gradients of."""
     seeds: list[Tensor]
     """Where it finds them."""
     leaves: Leaves
@@ -83,6 +107,7 @@ class RecordedForward:
     """Records a model's forward after a few of a kind, with its backward, and launches both from then on.
 
     What a launch returns is copied out of the recording's memory, as are the gradients: users keep them as they like.
+    A large product at the end, such as logits, is left out of the recording; see ``last_product``.
     While a backward is to come, the memory is its: another forward then runs as it is.
 
     Args:
@@ -110,6 +135,8 @@ class RecordedForward:
         self._modules: list[nn.Module] = []
         self._exchange: Exchange | None = None
         self._use: weakref.ref[_Use] | None = None
+        # Of the last recording; None where they are no longer left out.
+        self._products: LastProducts | None = LastProducts()
         # Which outputs the last backward began at, and how often that has changed.
         self._used: set[int] = set()
         self._num_patterns = 0
@@ -167,12 +194,16 @@ class RecordedForward:
     def record(self, graph: DeviceGraph, batch: StaticBatch, prepared: _Prepared) -> _Recorded:
         outputs, joiner = graph.record(lambda: self._forward(batch, prepared.leaves))
         _check(outputs)
+        slots = _slots(outputs)
         # From all of them: what a recorded backward doesn't begin at may be used after a launch.
-        _check_graph(_tensors(outputs), self.exchange.params)
-        return self._record_backward(graph, batch, prepared, outputs, joiner)
+        _check_graph([slot.tensor for slot in slots], self.exchange.params)
+        return self._record_backward(graph, batch, prepared, slots, outputs, joiner)
 
     def try_otherwise(self) -> bool:
-        return False
+        """Have the recording compute all products."""
+        may_help = self._products is not None and self._products.were_any
+        self._products = None if may_help else self._products
+        return may_help
 
     def give_up(self) -> None:
         self._replicas, self._modules, self._exchange, self._use = None, [], None, None
@@ -185,8 +216,7 @@ class RecordedForward:
         self._use = weakref.ref(launch.use)
         _, *tensors = _Graph.apply(launch, self._devices, *recorded.exchange.params)  # type: ignore[no-untyped-call]
         fresh = iter(tensors)
-        outputs = tree.map_leaves(lambda x: next(fresh) if isinstance(x, Tensor) else x, recorded.outputs)
-        return outputs, recorded.joiner
+        return tree.map_leaves(lambda x: _renewed(x, fresh), recorded.outputs), recorded.joiner
 
     # What is recorded.
 
@@ -209,13 +239,30 @@ class RecordedForward:
         args, kwargs, _ = batch.read()
         at_home = {id(p): t for b, row in zip(self.exchange.bundles, leaves) for p, t in zip(b.originals, row[0])}
         with _in_place_of(self._module(), at_home):
-            return self._run(self._replicas, args, kwargs)
+            return self._run_without_products(self._replicas, args, kwargs)
+
+    def _run_without_products(self, replicas: ReplicaSet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs:
+        if self._products is None:
+            return self._run(replicas, args, kwargs, around=nullcontext)
+        self._products = products = LastProducts()
+        are_compiled = wrapped_child(self._module()) == "_orig_mod"
+        around = partial(products.watched, are_compiled=are_compiled)
+        outputs, joiner = self._run(replicas, args, kwargs, around=around)
+        outputs = products.take(outputs)
+        products.check()
+        return outputs, joiner
 
     def _record_backward(
-        self, graph: DeviceGraph, batch: StaticBatch, prepared: _Prepared, outputs: list[Any], joiner: Joiner
+        self,
+        graph: DeviceGraph,
+        batch: StaticBatch,
+        prepared: _Prepared,
+        slots: list[_Slot],
+        outputs: list[Any],
+        joiner: Joiner,
     ) -> _Recorded:
-        tensors = _tensors(outputs)
-        used = tuple(i for i in sorted(self._used) if i < len(tensors) and tensors[i].requires_grad)
+        tensors = [slot.tensor for slot in slots]
+        used = tuple(i for i, slot in enumerate(slots) if slot.output in self._used and slot.tensor.requires_grad)
         seeds = [torch.zeros_like(tensors[i]) for i in used]
         backward = graph.next() if used else None
         grads: list[list[Grads]] = []
@@ -231,7 +278,7 @@ class RecordedForward:
         return _Recorded(
             outputs=outputs,
             joiner=joiner,
-            tensors=tensors,
+            slots=slots,
             used=used,
             seeds=seeds,
             leaves=prepared.leaves,
@@ -339,8 +386,8 @@ class _Launch:
         """
         recorded = self.recorded
         if tuple(given) != recorded.used:
-            self._owner.note_pattern(set(given))
-        outputs = [recorded.tensors[i] for i in given]
+            self._owner.note_pattern({recorded.slots[i].output for i in given})
+        outputs = [recorded.slots[i].tensor for i in given]
         recorded.exchange.make_room()  # on the user's stream, whose memory it will be
         counted = zip(recorded.versions, written, self._versions)
         as_seen = [then + now - launched for then, now, launched in counted]
@@ -386,10 +433,10 @@ class _Graph(torch.autograd.Function):
         ctx.streams = Streams(*devices)
         # Autograd runs a node where its first output is; see ``_Broadcast``.
         anchor = torch.empty(0, device=devices[0])
-        tensors = launch.recorded.tensors
-        copies = [t.detach().clone() for t in tensors]
-        ctx.mark_non_differentiable(*(copy for copy, t in zip(copies, tensors) if not t.requires_grad))
-        return anchor, *copies
+        slots = launch.recorded.slots
+        found = [slot.tensor.detach() if slot.is_lent else slot.tensor.detach().clone() for slot in slots]
+        ctx.mark_non_differentiable(*(t for t, slot in zip(found, slots) if not slot.tensor.requires_grad))
+        return anchor, *found
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -417,6 +464,29 @@ def _marked(marks: Marks, leaves: Leaves) -> Iterator[None]:
             handle.remove()
 
 
+def _slots(outputs: list[Any]) -> list[_Slot]:
+    """List the tensors of a recording's outputs; in place of a product those that go into it."""
+    found: list[_Slot] = []
+    leaves = [x for _, x in tree.leaves(outputs, "out") if isinstance(x, (Tensor, Product))]
+    for i, x in enumerate(leaves):
+        tensors = x.operands if isinstance(x, Product) else [x]
+        found += [_Slot(t, i, isinstance(x, Product)) for t in tensors]
+    return found
+
+
+def _renewed(leaf: Any, fresh: Iterator[Tensor]) -> Any:
+    """Return what a launch returns for one leaf of the outputs.
+
+    Args:
+        leaf: As recorded.
+        fresh: Values of the slots that are left.
+    """
+    if isinstance(leaf, Product):
+        with queueing_on(leaf.device):
+            return leaf.run([next(fresh) for _ in leaf.operands])
+    return next(fresh) if isinstance(leaf, Tensor) else leaf
+
+
 def _tensors(outputs: list[Any]) -> list[Tensor]:
     return [x for _, x in tree.leaves(outputs, "out") if isinstance(x, Tensor)]
 
@@ -424,8 +494,8 @@ def _tensors(outputs: list[Any]) -> list[Tensor]:
 def _check(outputs: list[Any]) -> None:
     """Refuse what a launch can't return anew."""
     for path, x in tree.leaves(outputs, "out"):
-        plain = type(x) is Tensor and x.layout == torch.strided if isinstance(x, Tensor) else type(x) in PLAIN_TYPES
-        if not plain:
+        is_array = type(x) is Tensor and x.layout == torch.strided
+        if not is_array and type(x) not in (*PLAIN_TYPES, Product):
             raise EveryGPUError(f"DataParallel: outputs must be tensors or numbers, got {type(x).__name__} at {path}")
 
 
