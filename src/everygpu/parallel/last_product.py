@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
 
 from everygpu import tree
 from everygpu.errors import EveryGPUError
 from everygpu.keys import wrapped_child
+from everygpu.parallel.stand_in import StandIn, settled
 from everygpu.parallel.thread_state import current_stream
 
 LEAST_BYTES = 32 * 2**20
@@ -91,6 +91,7 @@ class LastProducts:
 
     def postpone(self, operands: Sequence[Tensor]) -> Tensor:
         """Return what stands for a product, or the product itself where it is not to be put off."""
+        operands = [settled(t) for t in operands]
         device = operands[0].device
         conditions = self._conditions.get(device)
         if conditions is None or conditions != _conditions(device) or not _pays(operands):
@@ -126,11 +127,8 @@ def linear(*operands: Tensor) -> Tensor:
     return F.linear(*operands) if products is None else products.postpone(operands)
 
 
-class _Postponed(Tensor):
-    """Stands for a product until somebody asks for it, which is whenever a function of torch's is given this.
-
-    It has no memory: what goes past torch's functions fails, and the recording with it.
-    """
+class _Postponed(StandIn):
+    """Stands for a product."""
 
     _product: Product
     _conditions: Hashable
@@ -140,45 +138,30 @@ class _Postponed(Tensor):
     @staticmethod
     def __new__(cls, product: Product, conditions: Hashable) -> "_Postponed":
         x, weight, *_ = product.operands
-        shape = (*x.shape[:-1], weight.shape[0])
-        made: _Postponed = Tensor._make_wrapper_subclass(cls, shape, dtype=x.dtype, device=x.device, requires_grad=True)
+        made: _Postponed = StandIn.__new__(cls, (*x.shape[:-1], weight.shape[0]), x)
         made._product, made._conditions, made._result = product, conditions, None
         made._versions = [t._version for t in product.operands]
         return made
 
-    def __init__(self, *_: Any) -> None:
-        """Everything is done in ``__new__``, as for all tensors."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(_Postponed, _settled, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise EveryGPUError(f"DataParallel: {func} was given a linear layer's result in an unusual way")
-
-
-def _settled(postponed: _Postponed) -> Tensor:
-    """Return the product, as it would have been computed at once."""
-    with torch._C.DisableTorchFunctionSubclass():
+    def settle(self) -> Tensor:
+        """Return the product, as it would have been computed at once."""
         # Also if it is done: another stream may have waited for this one before it was.
-        if postponed._conditions != _conditions(postponed._product.device):
+        if self._conditions != _conditions(self._product.device):
             raise EveryGPUError("DataParallel: a linear layer's result is used under other settings, or elsewhere")
-        if postponed._result is None:
-            _check_versions(postponed)
-            postponed._result = Product.run(postponed._product.operands)
-        return postponed._result
+        if self._result is None:
+            _check_versions(self)
+            self._result = Product.run(self._product.operands)
+        return self._result
 
 
 def _opened(leaf: Any) -> Any:
     if type(leaf) is not _Postponed:
         return leaf
-    with torch._C.DisableTorchFunctionSubclass():
-        if leaf._result is not None:
-            return leaf._result
-        _check_versions(leaf)
-        return leaf._product
+    if leaf._result is not None:
+        return leaf._result
+    _check_versions(leaf)
+    # Backward begins at the operands, but not at a leaf: on the second GPU torch warns of streams there.
+    return Product([t.view_as(t) if t.is_leaf and t.requires_grad else t for t in leaf._product.operands])
 
 
 def _check_versions(postponed: _Postponed) -> None:

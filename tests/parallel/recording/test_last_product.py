@@ -118,6 +118,25 @@ class Counted(Tied):
         return Result(logits, best, best)
 
 
+class Negate(torch.autograd.Function):
+    """Is given its inputs past torch's functions: autograd connects it to what stands for a product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return -x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return -grad
+
+
+class Custom(Tied):
+    """Goes on by a function of its own."""
+
+    def forward(self, ids: Tensor) -> Any:
+        return Negate.apply(self.head(self.hidden(ids)))  # type: ignore[no-untyped-call]
+
+
 KEPT: list[Tensor] = []
 
 
@@ -200,7 +219,7 @@ def test_what_is_used_within_is_recorded(recording: Devices, make: Any) -> None:
     check(make, recording(2), 0)
 
 
-@pytest.mark.parametrize("make", [Late, Counted, Keeping])
+@pytest.mark.parametrize("make", [Late, Counted, Keeping, Custom])
 def test_where_it_cannot_wait_everything_is_recorded(recording: Devices, make: Any) -> None:
     try:
         check(make, recording(2), 0)
@@ -287,8 +306,16 @@ class TestPostponed:
 
     def test_operators_that_see_no_function_fail(self, layer: nn.Linear, products: LastProducts) -> None:
         out = layer(torch.randn(2, 4))
-        with torch._C.DisableTorchFunctionSubclass(), pytest.raises(everygpu.EveryGPUError, match="unusual"):
+        with torch._C.DisableTorchFunctionSubclass(), pytest.raises(everygpu.EveryGPUError, match="past torch"):
             torch.neg(out)
+
+    def test_compiled_code(self, layer: nn.Linear, products: LastProducts) -> None:
+        negate = torch.compile(lambda t: t.neg(), backend="eager")
+        x = torch.randn(2, 4)
+        for _ in range(2):
+            with pytest.raises(everygpu.EveryGPUError, match="compiled code"):
+                negate(layer(x))
+        torch.testing.assert_close(negate(x), -x)
 
     def test_other_settings(self, layer: nn.Linear, products: LastProducts) -> None:
         with torch.no_grad():

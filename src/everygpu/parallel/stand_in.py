@@ -1,0 +1,65 @@
+"""What stands for a tensor in a recording until somebody asks for it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from everygpu.errors import EveryGPUError
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _no_compiler() -> None:
+    """Answer for releases of torch that can't be asked."""
+
+
+_eval_frame: Any = torch._C._dynamo.eval_frame
+_find_compiler: Callable[[], Any] = getattr(_eval_frame, "get_eval_frame_callback", _no_compiler)
+"""Gives what compiles Python code in this thread, within a function that went through torch.compile."""
+
+
+def _left_to_run(method: Method) -> Method:
+    """Have torch.compile leave a method's code as it is, though not what it calls: there it can be seen at work."""
+    action = _eval_frame._FrameAction
+    _eval_frame.set_code_exec_strategy(method.__code__, _eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    return method
+
+
+class StandIn(Tensor):
+    """Stands for a tensor until somebody asks for it, which is whenever a function of torch's is given this.
+
+    It has no memory: what goes past torch's functions fails, and the recording with it. So does compiled code, which
+    would be compiled anew for this class.
+    """
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], like: Tensor) -> Any:
+        """Make one; the shape, and the dtype and device of another tensor are what C++ code sees."""
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device, requires_grad=True)
+
+    def __init__(self, *_: Any) -> None:
+        """Everything is done in ``__new__``, as for all tensors."""
+
+    def settle(self) -> Tensor:
+        """Return the tensor, for use on the current stream."""
+        raise NotImplementedError
+
+    @classmethod
+    @_left_to_run
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _find_compiler() is not None:
+            raise EveryGPUError("DataParallel: compiled code was given what isn't there yet")
+        args, kwargs = tree_map_only(StandIn, settled, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise EveryGPUError(f"DataParallel: {func} was given what isn't there yet, past torch's functions")
+
+
+def settled(x: Tensor) -> Tensor:
+    """Return what a tensor stands for, or the tensor."""
+    return x.settle() if isinstance(x, StandIn) else x
