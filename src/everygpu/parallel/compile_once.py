@@ -17,7 +17,7 @@ from torch import Tensor
 
 from everygpu import comm
 from everygpu.parallel.last_product import split_off
-from everygpu.parallel.pieces import Backend, Cuts, compile_pieces
+from everygpu.parallel.pieces import Backend, Cuts, awaiting, compile_pieces
 from everygpu.parallel.retarget import retarget
 
 _capturing = threading.RLock()
@@ -69,7 +69,7 @@ class CompileOnce:
                 function = self._compile_pieces(graph, example_inputs, compile_graph)
             if function is None:
                 parts.clear()
-                function = compile_graph(graph, example_inputs)
+                function = awaiting(compile_graph(graph, example_inputs))
         return Portable(function if put_behind is None else put_behind(function), parts)
 
     def _compile_pieces(self, graph: Any, example_inputs: list[Any], compile_piece: Backend) -> Any:
@@ -139,7 +139,7 @@ def compiling_once(backend: Backend, *, cuda_graphs: bool, cuts: Cuts = WHOLE) -
 
 
 class Portable:
-    """What Dynamo's graph was compiled to: forward, and backward by autograd."""
+    """What Dynamo's graph was compiled to: forward, and backward by autograd. It waits for parameters on their way."""
 
     def __init__(self, function: Callable[..., Any], parts: "Sequence[_Part]") -> None:
         self._function = function

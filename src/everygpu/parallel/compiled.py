@@ -18,6 +18,7 @@ from everygpu.keys import wrapped_child
 from everygpu.parallel.apply import Call, Outcome, Workers, attempt, raise_first
 from everygpu.parallel.compile_once import WHOLE, compiling_once, inductor
 from everygpu.parallel.pieces import Cuts
+from everygpu.parallel.recording.arrivals import await_on
 from everygpu.parallel.shared_graph import Recorder, backend_of, find_recipe
 from everygpu.parallel.sync_batch_norm import SyncBatchNorm
 from everygpu.parallel.thread_state import current_stream, on_device
@@ -54,12 +55,12 @@ class CompiledReplicas:
         """Make the calls in order, each with its device current; see ``Workers.run``."""
         calls = [(_inner(module), args, kwargs) for module, args, kwargs in calls]
         if self._given_up or not self._accepts(calls):
-            return self._workers.run(calls, devices, positions)
+            return self._run_eagerly(calls, devices, positions)
         names = positions if positions is not None else range(len(calls))
         outcomes = self._launch(calls, devices, names)
         if any(_is_compilers(error) for _, error in outcomes):
             self._give_up(f"compiling failed: {outcomes[-1][1]}")
-            return self._workers.run(calls, devices, positions)
+            return self._run_eagerly(calls, devices, positions)
         raise_first(outcomes, list(zip(names, devices, calls)))
         if not self._recorder.may_capture:
             return [value for value, _ in outcomes]
@@ -84,7 +85,15 @@ class CompiledReplicas:
                 outcomes.append(attempt(lambda i=inputs, d=device: _on(d, recipe.run, i)))  # type: ignore[misc]
         return outcomes
 
+    def _run_eagerly(
+        self, calls: Sequence[Call], devices: Sequence[torch.device], positions: Sequence[int] | None
+    ) -> list[Any]:
+        for d in devices:
+            await_on(d)
+        return self._workers.run(calls, devices, positions)
+
     def _call(self, position: int, call: Call, device: torch.device) -> Any:
+        await_on(device)  # Python code, too, may use parameters
         module, args, kwargs = call
         known, function = self._compiled.get(position, (None, None))
         if function is None or known is not module:

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from everygpu import tree
 from everygpu.errors import EveryGPUError
 from everygpu.keys import wrapped_child
+from everygpu.parallel.recording.arrivals import await_all
 from everygpu.parallel.stand_in import StandIn, settled
 from everygpu.parallel.thread_state import current_stream
 
@@ -240,8 +241,9 @@ def _switches(node: Any) -> bool:
 
 def _put_behind(function: Callable[..., Any], *, place: int, sources: Sequence[int]) -> Callable[..., Any]:
     def run(*inputs: Any) -> list[Any]:
-        outputs = list(function(*inputs))
-        outputs[place] = linear(outputs[place], *(inputs[i] for i in sources))
+        outputs, others = list(function(*inputs)), [inputs[i] for i in sources]
+        await_all(others)
+        outputs[place] = linear(outputs[place], *others)
         return outputs
 
     return run

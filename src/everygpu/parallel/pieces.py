@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from everygpu.parallel.recording.arrivals import await_all
+
 Backend = Callable[[Any, list[Any]], Callable[..., Any]]
 """From Dynamo's graph and example inputs to what runs it."""
 
@@ -58,7 +60,7 @@ def compile_pieces(graph: Any, example_inputs: list[Any], compile_piece: Backend
 
     def compile_checked(piece: Any, inputs: list[Any]) -> Callable[..., Any]:
         _check_writes(graph, optimizer.buckets)  # here, where they are known, and nothing is compiled
-        return compile_piece(piece, inputs)
+        return awaiting(compile_piece(piece, inputs))
 
     optimizer: Any = DDPOptimizer(limit, compile_checked, limit)
     optimizer.add_param_args = _count
@@ -69,6 +71,16 @@ def compile_pieces(graph: Any, example_inputs: list[Any], compile_piece: Backend
         if len(optimizer.buckets) > 1:
             _put_in_order(pieces)
     return pieces  # type: ignore[no-any-return]
+
+
+def awaiting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a function wait for those of its arguments that are parameters on their way."""
+
+    def run(*inputs: Any) -> Any:
+        await_all(inputs)
+        return function(*inputs)
+
+    return run
 
 
 def _inputs(graph: Any) -> list[Any]:

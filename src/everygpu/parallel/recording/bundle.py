@@ -38,6 +38,7 @@ class Bundle:
             if can_use_kernels(originals, self._plan, devices)
             else CopyMover(originals, self._plan, flats, devices)
         )
+        self.uses_kernels = isinstance(self._mover, KernelMover)
         self._total: Tensor | None = None
 
     def leaves(self) -> list[list[Tensor]]:

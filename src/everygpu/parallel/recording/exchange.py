@@ -8,6 +8,7 @@ from torch import Tensor
 from everygpu import comm
 from everygpu.comm.streams import meet
 from everygpu.parallel.broadcast import Grads, group
+from everygpu.parallel.recording.arrivals import Arrivals
 from everygpu.parallel.recording.bundle import Bundle
 from everygpu.parallel.recording.movers import Sum
 from everygpu.parallel.replicate import BUCKET_BYTES, Leaves
@@ -54,6 +55,11 @@ class Exchange:
         for bundle in self.bundles:
             bundle.send()
         meet(self._devices)
+
+    def make_arrivals(self) -> Arrivals | None:
+        """Make what sends the parameters beside a forward; None where that takes copies, which need memory."""
+        may_send = len(self._devices) > 1 and all(b.uses_kernels for b in self.bundles)
+        return Arrivals(self.bundles, self._devices) if may_send else None
 
     def make_sums(self) -> list[Sum]:
         """Make what adds gradients up in one recording, for each bundle, before it begins."""

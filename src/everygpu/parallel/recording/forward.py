@@ -2,8 +2,8 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +19,7 @@ from everygpu.parallel.broadcast import Grads, Streams
 from everygpu.parallel.gather import Joiner
 from everygpu.parallel.last_product import LastProducts, Product
 from everygpu.parallel.layout import is_dense
+from everygpu.parallel.recording.arrivals import Arrivals, in_place_of
 from everygpu.parallel.recording.capture import Capture
 from everygpu.parallel.recording.device_graph import DeviceGraph, on_recording_streams
 from everygpu.parallel.recording.exchange import Exchange
@@ -29,6 +30,7 @@ from everygpu.parallel.recording.turn import lease_streams
 from everygpu.parallel.replicate import Leaves as Twins
 from everygpu.parallel.replicate import ReplicaSet
 from everygpu.parallel.split import Route
+from everygpu.parallel.stand_in import StandIn
 from everygpu.parallel.thread_state import current_stream, queueing_on
 
 Outputs = tuple[list[Any], Joiner]
@@ -135,8 +137,9 @@ class RecordedForward:
         self._modules: list[nn.Module] = []
         self._exchange: Exchange | None = None
         self._use: weakref.ref[_Use] | None = None
-        # Of the last recording; None where they are no longer left out.
-        self._products: LastProducts | None = LastProducts()
+        # Whether something may stand for what isn't there yet in recordings, and whether it did in the last.
+        self._may_stand_in = True
+        self._stood_in = False
         # Which outputs the last backward began at, and how often that has changed.
         self._used: set[int] = set()
         self._num_patterns = 0
@@ -200,9 +203,9 @@ class RecordedForward:
         return self._record_backward(graph, batch, prepared, slots, outputs, joiner)
 
     def try_otherwise(self) -> bool:
-        """Have the recording compute all products."""
-        may_help = self._products is not None and self._products.were_any
-        self._products = None if may_help else self._products
+        """Have nothing stand for what isn't there yet."""
+        may_help = self._may_stand_in and self._stood_in
+        self._may_stand_in = False
         return may_help
 
     def give_up(self) -> None:
@@ -235,22 +238,41 @@ class RecordedForward:
 
     def _forward(self, batch: StaticBatch, leaves: Leaves) -> Outputs:
         assert self._replicas is not None  # noqa: S101 - ``prepare`` has made them
-        self.exchange.send()
         args, kwargs, _ = batch.read()
         at_home = {id(p): t for b, row in zip(self.exchange.bundles, leaves) for p, t in zip(b.originals, row[0])}
-        with _in_place_of(self._module(), at_home):
-            return self._run_without_products(self._replicas, args, kwargs)
+        with in_place_of(self._module(), at_home):
+            return self._run_early(self._replicas, args, kwargs)
 
-    def _run_without_products(self, replicas: ReplicaSet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs:
-        if self._products is None:
-            return self._run(replicas, args, kwargs, around=nullcontext)
-        self._products = products = LastProducts()
-        are_compiled = wrapped_child(self._module()) == "_orig_mod"
-        around = partial(products.watched, are_compiled=are_compiled)
+    def _run_early(self, replicas: ReplicaSet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs:
+        """Run replicas before their parameters have arrived, and without the last products, where that may be."""
+        arrivals = self.exchange.make_arrivals() if self._may_stand_in else None
+        self._stood_in = arrivals is not None
+        if arrivals is None:
+            self.exchange.send()
+        else:
+            arrivals.send()
+        products = LastProducts()
+        around = partial(self._stand_in, products, arrivals)
         outputs, joiner = self._run(replicas, args, kwargs, around=around)
         outputs = products.take(outputs)
         products.check()
         return outputs, joiner
+
+    @contextmanager
+    def _stand_in(
+        self, products: LastProducts, arrivals: Arrivals | None, replicas: Sequence[nn.Module]
+    ) -> Iterator[None]:
+        """Have others stand for what replicas compute last, and for the parameters that they are given."""
+        are_compiled = wrapped_child(self._module()) == "_orig_mod"
+        with ExitStack() as stack:
+            if arrivals is not None:
+                stack.enter_context(arrivals.awaited(replicas, are_compiled=are_compiled))
+            if self._may_stand_in:
+                stack.enter_context(products.watched(replicas, are_compiled=are_compiled))
+            try:
+                yield
+            finally:
+                self._stood_in |= products.were_any
 
     def _record_backward(
         self,
@@ -398,22 +420,6 @@ class _Launch:
 
 
 @contextmanager
-def _in_place_of(module: nn.Module, leaves: Mapping[int, Tensor]) -> Iterator[None]:
-    """Have a module and those below it use other tensors for their parameters, by these' ``id``."""
-    tables = [
-        (m._parameters, name, p) for m in module.modules() for name, p in m._parameters.items() if id(p) in leaves
-    ]
-    for table, name, p in tables:
-        table[name] = leaves[id(p)]  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for table, name, p in tables:
-            if table.get(name) is leaves[id(p)]:
-                table[name] = p
-
-
-@contextmanager
 def _versions_set(tensors: list[Tensor], versions: list[int], afterwards: list[int]) -> Iterator[None]:
     write = torch._C._autograd._unsafe_set_version_counter
     write(tuple(tensors), tuple(versions))
@@ -503,8 +509,11 @@ def _check_graph(outputs: list[Tensor], params: list[Tensor]) -> None:
     """Refuse what has no gradients of leaves, or none that a bundle can add up."""
     originals = set(map(id, params))
     for node in _nodes(outputs):
-        if node.name() == _ACCUMULATION and id(node.variable) in originals:  # type: ignore[attr-defined]
+        variable = node.variable if node.name() == _ACCUMULATION else None  # type: ignore[attr-defined]
+        if id(variable) in originals:
             raise EveryGPUError("DataParallel: a parameter is used that is in a plain attribute of a module")
+        if isinstance(variable, StandIn):
+            raise EveryGPUError("DataParallel: an autograd function was given what isn't there yet")
         if node.name() == "CheckpointFunctionBackward":
             raise EveryGPUError("DataParallel: checkpoints must have use_reentrant=False")
         if getattr(node, "_saved_sparse", False):

@@ -1,0 +1,144 @@
+"""Parameters that reach the replicas while a recorded forward goes on, those that it uses first before the others."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor, nn
+
+from everygpu.comm.streams import kept_stream
+from everygpu.parallel.recording.bundle import Bundle
+from everygpu.parallel.stand_in import StandIn
+from everygpu.parallel.thread_state import queueing_on
+
+_arrivals: ContextVar["Arrivals | None"] = ContextVar("everygpu_arrivals", default=None)
+
+
+class Arrivals:
+    """The parameters of one recording on their way to the replicas.
+
+    Replicas may run before everything has arrived. What stands for a parameter in them waits for it as soon as
+    anybody asks; compiled code, which is given the parameters themselves, calls ``await_all``.
+
+    Args:
+        bundles: In the order in which backward finishes them.
+        devices: One per replica.
+    """
+
+    def __init__(self, bundles: Sequence[Bundle], devices: Sequence[torch.device]) -> None:
+        self._bundles = list(bundles)[::-1]
+        self._devices = list(devices)
+        self._places = {
+            id(t): place for place, bundle in enumerate(self._bundles) for twins in bundle.twins for t in twins
+        }
+        self._sent: list[list[torch.cuda.Event]] = []
+        self._awaited: set[tuple[torch.cuda.Stream, int]] = set()
+
+    def send(self) -> None:
+        """Queue everything beside the current streams, after what is queued on them."""
+        streams = [kept_stream(d, "beside forward") for d in self._devices]
+        now = [torch.cuda.current_stream(d).record_event() for d in self._devices]
+        for stream in streams:
+            for event in now:
+                stream.wait_event(event)
+        for bundle in self._bundles:
+            with ExitStack() as stack:
+                for d, stream in reversed(list(zip(self._devices, streams))):
+                    stack.enter_context(queueing_on(d, stream))
+                bundle.send()
+            self._sent.append([stream.record_event() for stream in streams])
+
+    @contextmanager
+    def awaited(self, replicas: Sequence[nn.Module], *, are_compiled: bool) -> Iterator[None]:
+        """Have replicas that run within wait for what they use, and in the end wait for all.
+
+        Args:
+            replicas: To be run.
+            are_compiled: They are; see ``await_all``.
+        """
+        token = _arrivals.set(self)
+        with ExitStack() as stack:
+            stack.callback(self._finish)
+            stack.callback(_arrivals.reset, token)
+            for replica in () if are_compiled else replicas:
+                # Nor are they elsewhere: a module with a tensor among its attributes isn't recorded.
+                stack.enter_context(in_place_of(replica, self._stand_ins(replica)))
+            yield
+
+    def wait(self, tensors: Iterable[object]) -> None:
+        """Have the current streams wait for parameters, each on its device; for nothing that isn't one."""
+        for t in tensors:
+            place = self._places.get(id(t))
+            if place is not None and isinstance(t, Tensor):
+                self._wait(place, t.device)
+
+    def wait_on(self, device: torch.device) -> None:
+        """Have a device's current stream wait for all that it gets."""
+        for place in range(len(self._bundles)) if device != self._devices[0] else ():
+            self._wait(place, device)
+
+    def _wait(self, place: int, device: torch.device) -> None:
+        stream = torch.cuda.current_stream(device)
+        if (stream, place) not in self._awaited:
+            self._awaited.add((stream, place))
+            for event in self._sent[place]:
+                stream.wait_event(event)
+
+    def _finish(self) -> None:
+        for d in self._devices:
+            for other in self._devices:
+                torch.cuda.current_stream(d).wait_stream(kept_stream(other, "beside forward"))
+
+    def _stand_ins(self, replica: nn.Module) -> dict[int, Tensor]:
+        return {id(p): _Arriving(p, self) for p in replica.parameters() if id(p) in self._places}
+
+
+class _Arriving(StandIn):
+    """Stands for a parameter until it has arrived."""
+
+    _twin: Tensor
+    _on_its_way: Arrivals
+
+    @staticmethod
+    def __new__(cls, twin: Tensor, arrivals: Arrivals) -> "_Arriving":
+        made: _Arriving = StandIn.__new__(cls, twin.shape, twin)
+        vars(made).update(vars(twin))
+        made._is_param = isinstance(twin, nn.Parameter)  # by which torch knows parameters
+        made._twin, made._on_its_way = twin, arrivals
+        return made
+
+    def settle(self) -> Tensor:
+        """Return the parameter, for use on the current stream."""
+        self._on_its_way.wait([self._twin])
+        return self._twin
+
+
+def await_all(tensors: Iterable[object]) -> None:
+    """Have the current streams wait for those of these that are parameters on their way."""
+    arrivals = _arrivals.get()
+    if arrivals is not None:
+        arrivals.wait(tensors)
+
+
+def await_on(device: torch.device) -> None:
+    """Have a device's current stream wait for everything that is on its way there."""
+    arrivals = _arrivals.get()
+    if arrivals is not None:
+        arrivals.wait_on(device)
+
+
+@contextmanager
+def in_place_of(module: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None]:
+    """Have a module and those below it use other tensors for their parameters, by these' ``id``."""
+    tables = [
+        (m._parameters, name, p) for m in module.modules() for name, p in m._parameters.items() if id(p) in others
+    ]
+    for table, name, p in tables:
+        table[name] = others[id(p)]  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for table, name, p in tables:
+            if table.get(name) is others[id(p)]:
+                table[name] = p

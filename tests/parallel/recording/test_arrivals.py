@@ -1,0 +1,111 @@
+"""Parameters that arrive while the forward goes on: replicas never see those of the step before."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import everygpu
+from everygpu.parallel.recording import exchange
+from everygpu.parallel.recording.capture import NUM_WARM_UPS
+
+Devices = Callable[[int], list[torch.device]]
+
+
+@pytest.fixture
+def recording(either_way: Devices, monkeypatch: pytest.MonkeyPatch) -> Devices:
+    """``devices`` on which forwards are recorded, with a bundle for each parameter."""
+    monkeypatch.setattr(exchange.Exchange.__init__, "__defaults__", (1,))
+    return either_way
+
+
+class Net(nn.Module):
+    """Of parameters that are used in several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(8))
+        self.scale.note = "scale"  # type: ignore[attr-defined]
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, ids: Tensor) -> Any:
+        assert isinstance(self.scale, nn.Parameter)
+        assert self.scale.note == "scale"  # type: ignore[attr-defined]
+        h = self.embedding(ids)
+        for layer in self.layers:
+            h = h + layer(h).tanh() * self.scale
+        mixed, _ = self.attention(h, h, h)
+        with torch.no_grad():
+            size = self.layers[0].weight.abs().mean()  # no other weight is asked for
+        h = self.norm(h + mixed) / size
+        penalty = sum(p.square().mean() for p in self.parameters())
+        return F.linear(h, self.embedding.weight) + penalty
+
+
+class Negate(torch.autograd.Function):
+    """Is given its inputs past torch's functions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return -x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return -grad
+
+
+class Custom(Net):
+    """Gives a parameter to an autograd function."""
+
+    def forward(self, ids: Tensor) -> Any:
+        return super().forward(ids) * Negate.apply(self.scale).mean()  # type: ignore[no-untyped-call]
+
+
+class Hidden(Net):
+    """Gives a parameter to what goes past torch's functions."""
+
+    def forward(self, ids: Tensor) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            doubled = self.scale * 2
+        return super().forward(ids) * doubled.mean()
+
+
+def train(make: Callable[[], nn.Module], used: list[torch.device], engine: str) -> tuple[Any, list[Tensor]]:
+    torch.manual_seed(0)
+    net = make().to(used[0])
+    model = everygpu.DataParallel(net, used, engine=engine)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
+    generator, losses = torch.Generator().manual_seed(1), []
+    for _ in range(NUM_WARM_UPS + 5):
+        ids = torch.randint(12, (6, 5), generator=generator).to(used[0])
+        logits = model(ids)
+        loss = F.cross_entropy(logits.flatten(0, -2), ids.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().cpu())
+    return model, losses
+
+
+@pytest.mark.parametrize(("make", "stands_in"), [(Net, True), (Custom, False), (Hidden, False)])
+def test_parameters_are_those_of_the_step(recording: Devices, make: Any, stands_in: bool) -> None:
+    used = recording(3)
+    plain, expected = train(make, used, "threads")
+    model, losses = train(make, used, "graphs")
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-3, atol=1e-4)
+    recorder = model._recorder
+    assert len(recorder._capture._recordings) == 1
+    assert recorder._may_stand_in is stands_in or not recorder.exchange.bundles[0].uses_kernels
+
+
+def test_replicas_are_as_before(recording: Devices) -> None:
+    model, _ = train(Net, recording(2), "graphs")
+    for replica in model._recorder._modules:
+        assert all(type(p) in (Tensor, nn.Parameter) for p in replica.parameters())
