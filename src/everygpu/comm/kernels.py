@@ -35,8 +35,9 @@ def num_programs(lengths: Tensor, num_devices: int) -> int:
 
 @triton.jit
 def at(addresses, index, KIND: tl.constexpr):
-    """Find memory by its address; it is aligned, so that loads may be wide."""
-    return tl.multiple_of(tl.load(addresses + index), 16).to(tl.pointer_type(KIND))
+    """Find memory by its address; it is aligned, so that a thread loads 16 bytes at a time."""
+    # Said of the pointer: what is said of the number doesn't survive the cast.
+    return tl.multiple_of(tl.load(addresses + index).to(tl.pointer_type(KIND)), 16)
 
 
 @triton.jit
@@ -55,11 +56,13 @@ def sum_blocks(
     inside = tl.arange(0, BLOCK)
     length = tl.load(lengths + block)
     total = tl.zeros((BLOCK,), WIDE)
-    for step in tl.static_range(SOURCES):
-        source = at(sources, (me + step) % SOURCES * num_blocks + block, KIND)
-        if length == BLOCK:
+    if length == BLOCK:  # asked once, so that the loads of all devices are on their way together
+        for step in tl.static_range(SOURCES):
+            source = at(sources, (me + step) % SOURCES * num_blocks + block, KIND)
             total += tl.load(source + inside).to(WIDE)
-        else:
+    else:
+        for step in tl.static_range(SOURCES):
+            source = at(sources, (me + step) % SOURCES * num_blocks + block, KIND)
             total += tl.load(source + inside, mask=inside < length, other=0.0).to(WIDE)
     return total
 
@@ -70,11 +73,18 @@ def _send(
 ) -> None:
     inside = tl.arange(0, BLOCK)
     for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
-        kept = inside < tl.load(lengths + block)
-        values = tl.load(at(sources, block, KIND) + inside, mask=kept)
-        offsets = begin + tl.cast(block, tl.int64) * BLOCK + inside
-        for step in tl.static_range(TARGETS):
-            tl.store(at(targets, (me + step) % TARGETS, KIND) + offsets, values, mask=kept)
+        length = tl.load(lengths + block)
+        source = at(sources, block, KIND) + inside
+        start = tl.multiple_of(begin + tl.cast(block, tl.int64) * BLOCK, BLOCK)
+        if length == BLOCK:
+            values = tl.load(source)
+            for step in tl.static_range(TARGETS):
+                tl.store(at(targets, (me + step) % TARGETS, KIND) + start + inside, values)
+        elif length > 0:
+            kept = inside < length
+            values = tl.load(source, mask=kept)
+            for step in tl.static_range(TARGETS):
+                tl.store(at(targets, (me + step) % TARGETS, KIND) + start + inside, values, mask=kept)
 
 
 @triton.jit(do_not_specialize=["begin", "index", "num_blocks", "me"])
@@ -91,13 +101,17 @@ def _add(
     KIND: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
+    inside = tl.arange(0, BLOCK)
     for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
         length = tl.load(lengths + block)
         if length > 0:
-            inside = tl.arange(0, BLOCK)
-            total = sum_blocks(sources, lengths, block, num_blocks, me, SOURCES, BLOCK, KIND, WIDE)
-            offsets = begin + tl.cast(block, tl.int64) * BLOCK + inside
-            tl.store(at(targets, index, KIND) + offsets, total.to(KIND), mask=inside < length)
+            total = sum_blocks(sources, lengths, block, num_blocks, me, SOURCES, BLOCK, KIND, WIDE).to(KIND)
+            start = tl.multiple_of(begin + tl.cast(block, tl.int64) * BLOCK, BLOCK)
+            target = at(targets, index, KIND) + start + inside
+            if length == BLOCK:
+                tl.store(target, total)
+            else:
+                tl.store(target, total, mask=inside < length)
 
 
 @triton.jit(do_not_specialize=["source", "target", "num_words"])
@@ -131,7 +145,7 @@ def run_send(
         targets: Addresses of flat memory on all devices that get the blocks, shape (devices,), int64.
         dtype: One of ``KINDS``.
         block: Elements from the beginning of one block to that of the next.
-        begin: Where the first block goes in ``targets``.
+        begin: Where the first block goes in ``targets``, a multiple of ``block``.
         me: This device's place in ``targets``.
     """
     num_blocks = lengths.numel()

@@ -78,11 +78,12 @@ def _adam(
         if row >= 0:
             offsets = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             options = table + row * COLUMNS
+            # What is here arrives while the gradients are on their way.
             value = tl.load(at(values, me, tl.float32) + begin + offsets)
-            grad = _scaled_sum(grads, lengths, block, num_blocks, me, factor, options, SOURCES, BLOCK)
-            grad += tl.load(options + 2) * value
             mean = tl.load(mean_of + offsets)
             square = tl.load(square_of + offsets)
+            grad = _scaled_sum(grads, lengths, block, num_blocks, me, factor, options, SOURCES, BLOCK)
+            grad += tl.load(options + 2) * value
             mean += tl.load(options + 4) * (grad - mean)
             square = tl.load(options + 5) * square + tl.load(options + 6) * grad * grad
             tl.store(mean_of + offsets, mean)
