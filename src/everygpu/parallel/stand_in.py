@@ -47,6 +47,11 @@ class StandIn(Tensor):
         """Return the tensor, for use on the current stream."""
         raise NotImplementedError
 
+    @property
+    def __tensor_flatten__(self) -> Any:
+        """Stop torch.compile, which asks whether there is this: going on, it would give the whole function up."""
+        raise EveryGPUError("DataParallel: compiled code was given what isn't there yet")
+
     @classmethod
     @_left_to_run
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
