@@ -6,6 +6,7 @@ product writes to the user's memory itself, and goes backward from the gradient 
 what is multiplied, which is small.
 """
 
+import sys
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -175,7 +176,9 @@ def _run_layer(layer: nn.Linear, input: Tensor) -> Tensor:
 
 
 def _find_layers(module: nn.Module) -> Iterator[nn.Linear]:
-    """Find torch's linear layers that run as they are, not within a compiled module."""
+    """Find torch's linear layers that run as they are, not within a compiled module, nor as somebody has them run."""
+    if getattr(nn.Linear.forward, "__globals__", None) is not vars(sys.modules[nn.Linear.__module__]):
+        return
     if wrapped_child(module) == "_orig_mod" or module._compiled_call_impl is not None:
         return
     if type(module) is nn.Linear and "forward" not in vars(module):

@@ -219,6 +219,11 @@ def test_what_is_used_within_is_recorded(recording: Devices, make: Any) -> None:
     check(make, recording(2), 0)
 
 
+def test_layers_that_were_changed_all_together(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Linear, "forward", lambda layer, x: F.linear(x, layer.weight, layer.bias) * 2)
+    check(Tied, recording(2), 0)
+
+
 @pytest.mark.parametrize("make", [Late, Counted, Keeping, Custom])
 def test_where_it_cannot_wait_everything_is_recorded(recording: Devices, make: Any) -> None:
     try:
