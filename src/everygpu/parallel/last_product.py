@@ -23,7 +23,7 @@ from everygpu import tree
 from everygpu.errors import EveryGPUError
 from everygpu.keys import wrapped_child
 from everygpu.parallel.recording.arrivals import await_all
-from everygpu.parallel.stand_in import StandIn, settled
+from everygpu.parallel.stand_in import StandIn, refusal, settled
 from everygpu.parallel.thread_state import current_stream
 
 LEAST_BYTES = 32 * 2**20
@@ -149,7 +149,7 @@ class _Postponed(StandIn):
         """Return the product, as it would have been computed at once."""
         # Also if it is done: another stream may have waited for this one before it was.
         if self._conditions != _conditions(self._product.device):
-            raise EveryGPUError("DataParallel: a linear layer's result is used under other settings, or elsewhere")
+            raise refusal("a linear layer's result is used under other settings, or elsewhere")
         if self._result is None:
             _check_versions(self)
             self._result = Product.run(self._product.operands)
@@ -168,7 +168,7 @@ def _opened(leaf: Any) -> Any:
 
 def _check_versions(postponed: _Postponed) -> None:
     if [t._version for t in postponed._product.operands] != postponed._versions:
-        raise EveryGPUError("DataParallel: what goes into a linear layer is written in place afterwards")
+        raise refusal("what goes into a linear layer is written in place afterwards")
 
 
 def _run_layer(layer: nn.Linear, input: Tensor) -> Tensor:

@@ -1,6 +1,9 @@
 """What stands for a tensor in a recording until somebody asks for it."""
 
-from collections.abc import Callable, Sequence
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +31,24 @@ def _left_to_run(method: Method) -> Method:
     return method
 
 
+_num_refusals = itertools.count()
+
+
+def refusal(reason: str) -> EveryGPUError:
+    """Make what is raised where something can't stand for a tensor."""
+    next(_num_refusals)
+    return EveryGPUError(f"DataParallel: {reason}")
+
+
+@contextmanager
+def refusals_heeded() -> Iterator[None]:
+    """Raise in the end if something within couldn't stand for a tensor, and a model has caught the exception."""
+    before = next(_num_refusals)
+    yield
+    if next(_num_refusals) != before + 1:
+        raise EveryGPUError("DataParallel: the model has caught an exception that it raises only while recorded")
+
+
 class StandIn(Tensor):
     """Stands for a tensor until somebody asks for it, which is whenever a function of torch's is given this.
 
@@ -47,22 +68,26 @@ class StandIn(Tensor):
         """Return the tensor, for use on the current stream."""
         raise NotImplementedError
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy what this stands for, as its class does."""
+        return copy.deepcopy(self.settle(), memo)
+
     @property
     def __tensor_flatten__(self) -> Any:
         """Stop torch.compile, which asks whether there is this: going on, it would give the whole function up."""
-        raise EveryGPUError("DataParallel: compiled code was given what isn't there yet")
+        raise refusal("compiled code was given what isn't there yet")
 
     @classmethod
     @_left_to_run
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _find_compiler() is not None:
-            raise EveryGPUError("DataParallel: compiled code was given what isn't there yet")
+            raise refusal("compiled code was given what isn't there yet")
         args, kwargs = tree_map_only(StandIn, settled, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise EveryGPUError(f"DataParallel: {func} was given what isn't there yet, past torch's functions")
+        raise refusal(f"{func} was given what isn't there yet, past torch's functions")
 
 
 def settled(x: Tensor) -> Tensor:

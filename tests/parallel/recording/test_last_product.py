@@ -137,6 +137,19 @@ class Custom(Tied):
         return Negate.apply(self.head(self.hidden(ids)))  # type: ignore[no-untyped-call]
 
 
+class Catching(Tied):
+    """Has another way where its product can't be used, which there is only in a recording."""
+
+    def forward(self, ids: Tensor) -> Any:
+        logits = self.head(self.hidden(ids))
+        try:
+            with torch.no_grad():
+                largest = logits.max()
+        except everygpu.EveryGPUError:
+            return logits
+        return logits / largest.abs()
+
+
 KEPT: list[Tensor] = []
 
 
@@ -224,7 +237,7 @@ def test_layers_that_were_changed_all_together(recording: Devices, monkeypatch: 
     check(Tied, recording(2), 0)
 
 
-@pytest.mark.parametrize("make", [Late, Counted, Keeping, Custom])
+@pytest.mark.parametrize("make", [Late, Counted, Keeping, Custom, Catching])
 def test_where_it_cannot_wait_everything_is_recorded(recording: Devices, make: Any) -> None:
     try:
         check(make, recording(2), 0)

@@ -30,7 +30,7 @@ from everygpu.parallel.recording.turn import lease_streams
 from everygpu.parallel.replicate import Leaves as Twins
 from everygpu.parallel.replicate import ReplicaSet
 from everygpu.parallel.split import Route
-from everygpu.parallel.stand_in import StandIn
+from everygpu.parallel.stand_in import StandIn, refusals_heeded
 from everygpu.parallel.thread_state import current_stream, queueing_on
 
 Outputs = tuple[list[Any], Joiner]
@@ -253,7 +253,8 @@ class RecordedForward:
             arrivals.send()
         products = LastProducts()
         around = partial(self._stand_in, products, arrivals)
-        outputs, joiner = self._run(replicas, args, kwargs, around=around)
+        with refusals_heeded():
+            outputs, joiner = self._run(replicas, args, kwargs, around=around)
         outputs = products.take(outputs)
         products.check()
         return outputs, joiner
