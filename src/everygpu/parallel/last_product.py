@@ -7,7 +7,6 @@ what is multiplied, which is small.
 """
 
 import sys
-import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,13 +22,11 @@ from everygpu import tree
 from everygpu.errors import EveryGPUError
 from everygpu.keys import wrapped_child
 from everygpu.parallel.recording.arrivals import await_all
-from everygpu.parallel.stand_in import StandIn, refusal, settled
+from everygpu.parallel.stand_in import StandIn, check_dropped, refusal, settled
 from everygpu.parallel.thread_state import current_stream
 
 LEAST_BYTES = 32 * 2**20
 """Results that are smaller are sooner copied than asked about."""
-
-PATIENCE_S = 0.1
 
 _products: ContextVar["LastProducts | None"] = ContextVar("everygpu_last_products", default=None)
 
@@ -112,15 +109,7 @@ class LastProducts:
         Raises:
             EveryGPUError: a replica has put it in an attribute, say.
         """
-        # A replica's thread lets go of what it has returned a moment after it was taken.
-        ends = time.monotonic() + PATIENCE_S
-        while self._are_kept() and time.monotonic() < ends:
-            time.sleep(0.001)
-        if self._are_kept():
-            raise EveryGPUError("DataParallel: a module keeps a linear layer's result beyond its forward")
-
-    def _are_kept(self) -> bool:
-        return any(ref() is not None for ref in self._postponed)
+        check_dropped(self._postponed, "a linear layer's result")
 
 
 def linear(*operands: Tensor) -> Tensor:

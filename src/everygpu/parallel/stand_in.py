@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -11,6 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from everygpu.errors import EveryGPUError
+
+PATIENCE_S = 0.1
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -88,6 +92,20 @@ class StandIn(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise refusal(f"{func} was given what isn't there yet, past torch's functions")
+
+
+def check_dropped(made: Sequence["weakref.ref[Any]"], what: str) -> None:
+    """Refuse a recording beyond whose forward somebody keeps a stand-in.
+
+    Raises:
+        EveryGPUError: a replica has put it in a list, say.
+    """
+    # A replica's thread lets go of what it has returned a moment after it was taken.
+    ends = time.monotonic() + PATIENCE_S
+    while any(ref() is not None for ref in made):
+        if time.monotonic() >= ends:
+            raise EveryGPUError(f"DataParallel: a module keeps {what} beyond its forward")
+        time.sleep(0.001)
 
 
 def settled(x: Tensor) -> Tensor:

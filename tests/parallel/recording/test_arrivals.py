@@ -78,6 +78,17 @@ class Hidden(Net):
         return super().forward(ids) * doubled.mean()
 
 
+KEPT: list[Tensor] = []
+
+
+class Keeping(Net):
+    """Keeps its parameters."""
+
+    def forward(self, ids: Tensor) -> Any:
+        KEPT[:] = self.parameters()
+        return super().forward(ids)
+
+
 def train(make: Callable[[], nn.Module], used: list[torch.device], engine: str) -> tuple[Any, list[Tensor]]:
     torch.manual_seed(0)
     net = make().to(used[0])
@@ -95,7 +106,7 @@ def train(make: Callable[[], nn.Module], used: list[torch.device], engine: str) 
     return model, losses
 
 
-@pytest.mark.parametrize(("make", "stands_in"), [(Net, True), (Custom, False), (Hidden, False)])
+@pytest.mark.parametrize(("make", "stands_in"), [(Net, True), (Custom, False), (Hidden, False), (Keeping, False)])
 def test_parameters_are_those_of_the_step(recording: Devices, make: Any, stands_in: bool) -> None:
     used = recording(3)
     plain, expected = train(make, used, "threads")
@@ -105,6 +116,8 @@ def test_parameters_are_those_of_the_step(recording: Devices, make: Any, stands_
     recorder = model._recorder
     assert len(recorder._capture._recordings) == 1
     assert recorder._may_stand_in is stands_in or not recorder.exchange.bundles[0].uses_kernels
+    assert all(type(t) in (Tensor, nn.Parameter) for t in KEPT)
+    KEPT.clear()
 
 
 def test_replicas_are_as_before(recording: Devices) -> None:

@@ -1,5 +1,6 @@
 """Parameters that reach the replicas while a recorded forward goes on, those that it uses first before the others."""
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from everygpu.comm.streams import kept_stream
 from everygpu.parallel.recording.bundle import Bundle
-from everygpu.parallel.stand_in import StandIn
+from everygpu.parallel.stand_in import StandIn, check_dropped
 from everygpu.parallel.thread_state import queueing_on
 
 _arrivals: ContextVar["Arrivals | None"] = ContextVar("everygpu_arrivals", default=None)
@@ -34,6 +35,7 @@ class Arrivals:
         }
         self._sent: list[list[torch.cuda.Event]] = []
         self._awaited: set[tuple[torch.cuda.Stream, int]] = set()
+        self._made: list[weakref.ref[_Arriving]] = []
 
     def send(self) -> None:
         """Queue everything beside the current streams, after what is queued on them."""
@@ -66,6 +68,14 @@ class Arrivals:
                 stack.enter_context(in_place_of(replica, self._stand_ins(replica)))
             yield
 
+    def check(self) -> None:
+        """Refuse a recording of which somebody has kept what stands for a parameter; when nothing runs within.
+
+        Raises:
+            EveryGPUError: it would wait for events that are the recording's.
+        """
+        check_dropped(self._made, "a parameter")
+
     def wait(self, tensors: Iterable[object]) -> None:
         """Have the current streams wait for parameters, each on its device; for nothing that isn't one."""
         for t in tensors:
@@ -91,7 +101,9 @@ class Arrivals:
                 torch.cuda.current_stream(d).wait_stream(kept_stream(other, "beside forward"))
 
     def _stand_ins(self, replica: nn.Module) -> dict[int, Tensor]:
-        return {id(p): _Arriving(p, self) for p in replica.parameters() if id(p) in self._places}
+        made = {id(p): _Arriving(p, self) for p in replica.parameters() if id(p) in self._places}
+        self._made += map(weakref.ref, made.values())
+        return made
 
 
 class _Arriving(StandIn):

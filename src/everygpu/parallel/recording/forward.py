@@ -257,6 +257,8 @@ class RecordedForward:
             outputs, joiner = self._run(replicas, args, kwargs, around=around)
         outputs = products.take(outputs)
         products.check()
+        if arrivals is not None:
+            arrivals.check()
         return outputs, joiner
 
     @contextmanager
