@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import everygpu
-from everygpu.parallel.recording import exchange
+from everygpu.parallel.recording import arrivals, exchange
 from everygpu.parallel.recording.capture import NUM_WARM_UPS
 
 Devices = Callable[[int], list[torch.device]]
@@ -118,6 +118,22 @@ def test_parameters_are_those_of_the_step(recording: Devices, make: Any, stands_
     assert recorder._may_stand_in is stands_in or not recorder.exchange.bundles[0].uses_kernels
     assert all(type(t) in (Tensor, nn.Parameter) for t in KEPT)
     KEPT.clear()
+
+
+def test_nobody_waits_beforehand(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what a replica uses has it wait, when it does."""
+    places: list[int] = []
+    wait = arrivals.Arrivals._wait
+    monkeypatch.setattr(arrivals.Arrivals, "_wait", lambda me, place, d: places.append(place) or wait(me, place, d))
+
+    class Noting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            places.append(-1)
+            return super().forward(x)
+
+    model, _ = train(lambda: nn.Sequential(nn.Embedding(12, 8), Noting(8, 12)), recording(2), "graphs")
+    if model._recorder.exchange.bundles[0].uses_kernels:
+        assert places[places.index(0) - 1 :] == [-1, 0, -1, 1, 2]
 
 
 def test_replicas_are_as_before(recording: Devices) -> None:

@@ -268,10 +268,11 @@ class RecordedForward:
         """Have others stand for what replicas compute last, and for the parameters that they are given."""
         are_compiled = wrapped_child(self._module()) == "_orig_mod"
         with ExitStack() as stack:
-            if arrivals is not None:
-                stack.enter_context(arrivals.awaited(replicas, are_compiled=are_compiled))
             if self._may_stand_in:
                 stack.enter_context(products.watched(replicas, are_compiled=are_compiled))
+            # Last: whoever looks at a parameter's stand-in waits for it.
+            if arrivals is not None:
+                stack.enter_context(arrivals.awaited(replicas, are_compiled=are_compiled))
             try:
                 yield
             finally:
