@@ -78,6 +78,15 @@ class Hidden(Net):
         return super().forward(ids) * doubled.mean()
 
 
+class Writing(Net):
+    """Writes to a parameter."""
+
+    def forward(self, ids: Tensor) -> Any:
+        with torch.no_grad():
+            self.scale.mul_(0.9)
+        return super().forward(ids)
+
+
 KEPT: list[Tensor] = []
 
 
@@ -106,7 +115,7 @@ def train(make: Callable[[], nn.Module], used: list[torch.device], engine: str) 
     return model, losses
 
 
-@pytest.mark.parametrize(("make", "stands_in"), [(Net, True), (Custom, False), (Hidden, False), (Keeping, False)])
+@pytest.mark.parametrize(("make", "stands_in"), [(Net, True), (Custom, False), (Hidden, False), (Keeping, False), (Writing, False)])
 def test_parameters_are_those_of_the_step(recording: Devices, make: Any, stands_in: bool) -> None:
     used = recording(3)
     plain, expected = train(make, used, "threads")

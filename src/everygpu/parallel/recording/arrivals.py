@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from everygpu.comm.streams import kept_stream
+from everygpu.errors import EveryGPUError
 from everygpu.parallel.recording.bundle import Bundle
 from everygpu.parallel.stand_in import StandIn, check_dropped
 from everygpu.parallel.thread_state import queueing_on
@@ -36,9 +37,11 @@ class Arrivals:
         self._sent: list[list[torch.cuda.Event]] = []
         self._awaited: set[tuple[torch.cuda.Stream, int]] = set()
         self._made: list[weakref.ref[_Arriving]] = []
+        self._versions: list[int] = []
 
     def send(self) -> None:
         """Queue everything beside the current streams, after what is queued on them."""
+        self._versions = self._count_writes()
         streams = [kept_stream(d, "beside forward") for d in self._devices]
         now = [torch.cuda.current_stream(d).record_event() for d in self._devices]
         for stream in streams:
@@ -69,11 +72,14 @@ class Arrivals:
             yield
 
     def check(self) -> None:
-        """Refuse a recording of which somebody has kept what stands for a parameter; when nothing runs within.
+        """Refuse a recording that would go wrong; when nothing runs within.
 
         Raises:
-            EveryGPUError: it would wait for events that are the recording's.
+            EveryGPUError: somebody has kept what stands for a parameter, and would wait for the recording's events; or
+                the first replica writes to a parameter, which may be on its way to the others.
         """
+        if self._count_writes() != self._versions:
+            raise EveryGPUError("DataParallel: a parameter is written in the forward")
         check_dropped(self._made, "a parameter")
 
     def wait(self, tensors: Iterable[object]) -> None:
@@ -94,6 +100,9 @@ class Arrivals:
             self._awaited.add((stream, place))
             for event in self._sent[place]:
                 stream.wait_event(event)
+
+    def _count_writes(self) -> list[int]:
+        return [t._version for bundle in self._bundles for t in bundle.originals]
 
     def _finish(self) -> None:
         for d in self._devices:
