@@ -181,7 +181,10 @@ def _conditions(device: torch.device) -> Hashable:
     kind = device.type
     autocast = (torch.get_autocast_dtype(kind),) if torch.is_autocast_enabled(kind) else ()
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, hooks, current_stream(device)
+    matmul = torch.backends.cuda.matmul
+    precision = matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return modes, autocast, hooks, precision, current_stream(device)
 
 
 def _pays(operands: Sequence[Tensor]) -> bool:
