@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from everygpu import tree
-from everygpu.errors import EveryGPUError
 from everygpu.keys import wrapped_child
 from everygpu.parallel.recording.arrivals import await_all
 from everygpu.parallel.stand_in import StandIn, check_dropped, refusal, settled

@@ -115,7 +115,9 @@ def train(make: Callable[[], nn.Module], used: list[torch.device], engine: str) 
     return model, losses
 
 
-@pytest.mark.parametrize(("make", "stands_in"), [(Net, True), (Custom, False), (Hidden, False), (Keeping, False), (Writing, False)])
+@pytest.mark.parametrize(
+    ("make", "stands_in"), [(Net, True), (Custom, False), (Hidden, False), (Keeping, False), (Writing, False)]
+)
 def test_parameters_are_those_of_the_step(recording: Devices, make: Any, stands_in: bool) -> None:
     used = recording(3)
     plain, expected = train(make, used, "threads")

@@ -36,7 +36,7 @@ class Arrivals:
         }
         self._sent: list[list[torch.cuda.Event]] = []
         self._awaited: set[tuple[torch.cuda.Stream, int]] = set()
-        self._made: list[weakref.ref[_Arriving]] = []
+        self._made: list[weakref.ref[Tensor]] = []
         self._versions: list[int] = []
 
     def send(self) -> None:
@@ -110,7 +110,7 @@ class Arrivals:
                 torch.cuda.current_stream(d).wait_stream(kept_stream(other, "beside forward"))
 
     def _stand_ins(self, replica: nn.Module) -> dict[int, Tensor]:
-        made = {id(p): _Arriving(p, self) for p in replica.parameters() if id(p) in self._places}
+        made: dict[int, Tensor] = {id(p): _Arriving(p, self) for p in replica.parameters() if id(p) in self._places}
         self._made += map(weakref.ref, made.values())
         return made
 
