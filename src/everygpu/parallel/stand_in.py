@@ -1,11 +1,11 @@
 """What stands for a tensor in a recording until somebody asks for it."""
 
 import copy
-import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from everygpu.errors import EveryGPUError
 
 PATIENCE_S = 0.1
+"""How long a thread may take to let go of what it has handed over."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -35,22 +36,28 @@ def _left_to_run(method: Method) -> Method:
     return method
 
 
-_num_refusals = itertools.count()
+_refusals: ContextVar[list[EveryGPUError] | None] = ContextVar("everygpu_refusals", default=None)
 
 
 def refusal(reason: str) -> EveryGPUError:
     """Make what is raised where something can't stand for a tensor."""
-    next(_num_refusals)
-    return EveryGPUError(f"DataParallel: {reason}")
+    error, known = EveryGPUError(f"DataParallel: {reason}"), _refusals.get()
+    if known is not None:
+        known.append(error)
+    return error
 
 
 @contextmanager
 def refusals_heeded() -> Iterator[None]:
-    """Raise in the end if something within couldn't stand for a tensor, and a model has caught the exception."""
-    before = next(_num_refusals)
-    yield
-    if next(_num_refusals) != before + 1:
-        raise EveryGPUError("DataParallel: the model has caught an exception that it raises only while recorded")
+    """Raise in the end if something within couldn't stand for a tensor, though the model has caught the exception."""
+    refusals: list[EveryGPUError] = []
+    token = _refusals.set(refusals)
+    try:
+        yield
+    finally:
+        _refusals.reset(token)
+    if refusals:
+        raise refusals[0]
 
 
 class StandIn(Tensor):
@@ -59,6 +66,9 @@ class StandIn(Tensor):
     It has no memory: what goes past torch's functions fails, and the recording with it. So does compiled code, which
     would be compiled anew for this class.
     """
+
+    refused: frozenset[Any] = frozenset()
+    """Functions that it may not be given."""
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], like: Tensor) -> Any:
@@ -86,6 +96,8 @@ class StandIn(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _find_compiler() is not None:
             raise refusal("compiled code was given what isn't there yet")
+        if func in cls.refused:
+            raise refusal(f"{func} was given what isn't there yet")
         args, kwargs = tree_map_only(StandIn, settled, (args, kwargs or {}))
         return func(*args, **kwargs)
 

@@ -87,6 +87,14 @@ class Writing(Net):
         return super().forward(ids)
 
 
+class WritingUncounted(Net):
+    """Writes to a parameter in a way that torch doesn't count."""
+
+    def forward(self, ids: Tensor) -> Any:
+        self.scale.data.mul_(0.9)
+        return super().forward(ids)
+
+
 KEPT: list[Tensor] = []
 
 
@@ -116,7 +124,8 @@ def train(make: Callable[[], nn.Module], used: list[torch.device], engine: str) 
 
 
 @pytest.mark.parametrize(
-    ("make", "stands_in"), [(Net, True), (Custom, False), (Hidden, False), (Keeping, False), (Writing, False)]
+    ("make", "stands_in"),
+    [(Net, True), (Custom, False), (Hidden, False), (Keeping, False), (Writing, False), (WritingUncounted, False)],
 )
 def test_parameters_are_those_of_the_step(recording: Devices, make: Any, stands_in: bool) -> None:
     used = recording(3)

@@ -39,7 +39,7 @@ class Arrivals:
         self._made: list[weakref.ref[Tensor]] = []
         self._versions: list[int] = []
 
-    def send(self) -> None:
+    def _send(self) -> None:
         """Queue everything beside the current streams, after what is queued on them."""
         self._versions = self._count_writes()
         streams = [kept_stream(d, "beside forward") for d in self._devices]
@@ -56,7 +56,7 @@ class Arrivals:
 
     @contextmanager
     def awaited(self, replicas: Sequence[nn.Module], *, are_compiled: bool) -> Iterator[None]:
-        """Have replicas that run within wait for what they use, and in the end wait for all.
+        """Send, have replicas that run within wait for what they use, and in the end wait for all.
 
         Args:
             replicas: To be run.
@@ -66,6 +66,7 @@ class Arrivals:
         with ExitStack() as stack:
             stack.callback(self._finish)
             stack.callback(_arrivals.reset, token)
+            self._send()
             for replica in () if are_compiled else replicas:
                 # Nor are they elsewhere: a module with a tensor among its attributes isn't recorded.
                 stack.enter_context(in_place_of(replica, self._stand_ins(replica)))
@@ -117,6 +118,9 @@ class Arrivals:
 
 class _Arriving(StandIn):
     """Stands for a parameter until it has arrived."""
+
+    # What is written to it isn't counted, on the first device either, from which the parameter is still being sent.
+    refused = frozenset({Tensor.data.__get__, Tensor.data.__set__})  # type: ignore[attr-defined]
 
     _twin: Tensor
     _on_its_way: Arrivals

@@ -249,8 +249,6 @@ class RecordedForward:
         self._stood_in = arrivals is not None
         if arrivals is None:
             self.exchange.send()
-        else:
-            arrivals.send()
         products = LastProducts()
         around = partial(self._stand_in, products, arrivals)
         with refusals_heeded():
