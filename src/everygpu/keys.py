@@ -61,3 +61,8 @@ def wrapped_child(module: nn.Module) -> str | None:
         return "module"
     names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__)
     return next((_WRAPPERS[name] for name in names if name in _WRAPPERS), None)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Tell whether calling a module runs what torch.compile made of it."""
+    return wrapped_child(module) == "_orig_mod" or module._compiled_call_impl is not None

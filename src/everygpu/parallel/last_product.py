@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from everygpu import tree
-from everygpu.keys import wrapped_child
+from everygpu.keys import is_compiled
 from everygpu.parallel.recording.arrivals import await_all
 from everygpu.parallel.stand_in import StandIn, check_dropped, refusal, settled
 from everygpu.parallel.thread_state import current_stream
@@ -167,7 +167,7 @@ def _find_layers(module: nn.Module) -> Iterator[nn.Linear]:
     """Find torch's linear layers that run as they are, not within a compiled module, nor as somebody has them run."""
     if getattr(nn.Linear.forward, "__globals__", None) is not vars(sys.modules[nn.Linear.__module__]):
         return
-    if wrapped_child(module) == "_orig_mod" or module._compiled_call_impl is not None:
+    if is_compiled(module):
         return
     if type(module) is nn.Linear and "forward" not in vars(module):
         yield module

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import everygpu
 from everygpu.parallel.recording import arrivals, exchange
 from everygpu.parallel.recording.capture import NUM_WARM_UPS
+from everygpu.parallel.stand_in import StandIn
 
 Devices = Callable[[int], list[torch.device]]
 
@@ -154,6 +155,26 @@ def test_nobody_waits_beforehand(recording: Devices, monkeypatch: pytest.MonkeyP
     model, _ = train(lambda: nn.Sequential(nn.Embedding(12, 8), Noting(8, 12)), recording(2), "graphs")
     if model._recorder.exchange.bundles[0].uses_kernels:
         assert places[places.index(0) - 1 :] == [-1, 0, -1, 1, 2]
+
+
+def test_compiled_blocks_are_given_parameters(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[int, list[type]] = {8: [], 12: []}
+
+    class Block(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen[self.out_features].append(type(self.weight))
+            return super().forward(x)
+
+    def make() -> nn.Module:
+        net = nn.Sequential(nn.Embedding(12, 8), Block(8, 8), Block(8, 12))
+        net[1]._compiled_call_impl = net[1]._call_impl  # as compile() sets it
+        return net
+
+    model, _ = train(make, recording(2), "graphs")
+    assert len(model._recorder._capture._recordings) == 1
+    assert model._recorder._may_stand_in
+    assert StandIn not in [kind.__base__ for kind in seen[8]]
+    assert (StandIn in [kind.__base__ for kind in seen[12]]) is model._recorder.exchange.bundles[0].uses_kernels
 
 
 def test_replicas_are_as_before(recording: Devices) -> None:

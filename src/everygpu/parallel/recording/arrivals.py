@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from everygpu.comm.streams import kept_stream
 from everygpu.errors import EveryGPUError
+from everygpu.keys import is_compiled
 from everygpu.parallel.recording.bundle import Bundle
 from everygpu.parallel.stand_in import StandIn, check_dropped
 from everygpu.parallel.thread_state import queueing_on
@@ -111,7 +112,11 @@ class Arrivals:
                 torch.cuda.current_stream(d).wait_stream(kept_stream(other, "beside forward"))
 
     def _stand_ins(self, replica: nn.Module) -> dict[int, Tensor]:
-        made: dict[int, Tensor] = {id(p): _Arriving(p, self) for p in replica.parameters() if id(p) in self._places}
+        # Compiled code can't be given any.
+        given = [p for m in replica.modules() if is_compiled(m) for p in m.parameters()]
+        self.wait(given)
+        left = self._places.keys() - set(map(id, given))
+        made: dict[int, Tensor] = {id(p): _Arriving(p, self) for p in replica.parameters() if id(p) in left}
         self._made += map(weakref.ref, made.values())
         return made
 
