@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from everygpu import tree
 from everygpu.keys import is_compiled
 from everygpu.parallel.recording.arrivals import await_all
-from everygpu.parallel.stand_in import StandIn, check_dropped, refusal, settled
+from everygpu.parallel.stand_in import StandIn, StandInError, check_dropped, settled
 from everygpu.parallel.thread_state import current_stream
 
 LEAST_BYTES = 32 * 2**20
@@ -60,7 +60,7 @@ class LastProducts:
 
     def __init__(self) -> None:
         self._conditions: dict[torch.device, Hashable] = {}
-        self._postponed: list[weakref.ref[_Postponed]] = []
+        self._postponed: list[weakref.ref[Postponed]] = []
 
     @property
     def were_any(self) -> bool:
@@ -94,7 +94,7 @@ class LastProducts:
         conditions = self._conditions.get(device)
         if conditions is None or conditions != _conditions(device) or not _pays(operands):
             return F.linear(*operands)
-        postponed = _Postponed(Product(operands), conditions)
+        postponed = Postponed(Product(operands), conditions)
         self._postponed.append(weakref.ref(postponed))
         return postponed
 
@@ -106,9 +106,9 @@ class LastProducts:
         """Refuse a recording of which somebody has kept what stands for a product; after ``take``.
 
         Raises:
-            EveryGPUError: a replica has put it in an attribute, say.
+            StandInError: a replica has put it in an attribute, say.
         """
-        check_dropped(self._postponed, "a linear layer's result")
+        check_dropped(self._postponed, Postponed)
 
 
 def linear(*operands: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def linear(*operands: Tensor) -> Tensor:
     return F.linear(*operands) if products is None else products.postpone(operands)
 
 
-class _Postponed(StandIn):
+class Postponed(StandIn):
     """Stands for a product."""
 
     _product: Product
@@ -126,9 +126,9 @@ class _Postponed(StandIn):
     _result: Tensor | None
 
     @staticmethod
-    def __new__(cls, product: Product, conditions: Hashable) -> "_Postponed":
+    def __new__(cls, product: Product, conditions: Hashable) -> "Postponed":
         x, weight, *_ = product.operands
-        made: _Postponed = StandIn.__new__(cls, (*x.shape[:-1], weight.shape[0]), x)
+        made: Postponed = StandIn.__new__(cls, (*x.shape[:-1], weight.shape[0]), x)
         made._product, made._conditions, made._result = product, conditions, None
         made._versions = [t._version for t in product.operands]
         return made
@@ -137,7 +137,7 @@ class _Postponed(StandIn):
         """Return the product, as it would have been computed at once."""
         # Also if it is done: another stream may have waited for this one before it was.
         if self._conditions != _conditions(self._product.device):
-            raise refusal("a linear layer's result is used under other settings, or elsewhere")
+            raise StandInError(Postponed, "a linear layer's result is used under other settings, or elsewhere")
         if self._result is None:
             _check_versions(self)
             self._result = Product.run(self._product.operands)
@@ -145,7 +145,7 @@ class _Postponed(StandIn):
 
 
 def _opened(leaf: Any) -> Any:
-    if type(leaf) is not _Postponed:
+    if type(leaf) is not Postponed:
         return leaf
     if leaf._result is not None:
         return leaf._result
@@ -154,9 +154,9 @@ def _opened(leaf: Any) -> Any:
     return Product([t.view_as(t) if t.is_leaf and t.requires_grad else t for t in leaf._product.operands])
 
 
-def _check_versions(postponed: _Postponed) -> None:
+def _check_versions(postponed: Postponed) -> None:
     if [t._version for t in postponed._product.operands] != postponed._versions:
-        raise refusal("what goes into a linear layer is written in place afterwards")
+        raise StandInError(Postponed, "what goes into a linear layer is written in place afterwards")
 
 
 def _run_layer(layer: nn.Linear, input: Tensor) -> Tensor:

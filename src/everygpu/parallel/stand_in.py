@@ -36,24 +36,40 @@ def _left_to_run(method: Method) -> Method:
     return method
 
 
-_refusals: ContextVar[list[EveryGPUError] | None] = ContextVar("everygpu_refusals", default=None)
+class StandInError(EveryGPUError):
+    """Something can't stand for a tensor in a recording.
+
+    Args:
+        kind: Its class.
+        reason: Why.
+    """
+
+    def __init__(self, kind: "type[StandIn]", reason: str) -> None:
+        super().__init__(f"DataParallel: {reason}")
+        self.kind = kind
+        known = _refusals.get()
+        if known is not None:
+            known.append(self)
 
 
-def refusal(reason: str) -> EveryGPUError:
-    """Make what is raised where something can't stand for a tensor."""
-    error, known = EveryGPUError(f"DataParallel: {reason}"), _refusals.get()
-    if known is not None:
-        known.append(error)
-    return error
+_refusals: ContextVar[list[StandInError] | None] = ContextVar("everygpu_refusals", default=None)
 
 
 @contextmanager
 def refusals_heeded() -> Iterator[None]:
-    """Raise in the end if something within couldn't stand for a tensor, though the model has caught the exception."""
-    refusals: list[EveryGPUError] = []
+    """Raise the first refusal from within, though the model has caught it, or torch has raised another error for it.
+
+    Raises:
+        StandInError: there was one.
+    """
+    refusals: list[StandInError] = []
     token = _refusals.set(refusals)
     try:
         yield
+    except Exception as error:
+        if refusals:
+            raise refusals[0] from error
+        raise
     finally:
         _refusals.reset(token)
     if refusals:
@@ -89,34 +105,34 @@ class StandIn(Tensor):
     @property
     def __tensor_flatten__(self) -> Any:
         """Stop torch.compile, which asks whether there is this: going on, it would give the whole function up."""
-        raise refusal("compiled code was given what isn't there yet")
+        raise StandInError(type(self), "compiled code was given what isn't there yet")
 
     @classmethod
     @_left_to_run
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _find_compiler() is not None:
-            raise refusal("compiled code was given what isn't there yet")
+            raise StandInError(cls, "compiled code was given what isn't there yet")
         if func in cls.refused:
-            raise refusal(f"{func} was given what isn't there yet")
+            raise StandInError(cls, f"{func} was given what isn't there yet")
         args, kwargs = tree_map_only(StandIn, settled, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise refusal(f"{func} was given what isn't there yet, past torch's functions")
+        raise StandInError(cls, f"{func} was given what isn't there yet, past torch's functions")
 
 
-def check_dropped(made: Sequence["weakref.ref[Any]"], what: str) -> None:
+def check_dropped(made: Sequence["weakref.ref[Any]"], kind: type[StandIn]) -> None:
     """Refuse a recording beyond whose forward somebody keeps a stand-in.
 
     Raises:
-        EveryGPUError: a replica has put it in a list, say.
+        StandInError: a replica has put it in a list, say.
     """
     # A replica's thread lets go of what it has returned a moment after it was taken.
     ends = time.monotonic() + PATIENCE_S
     while any(ref() is not None for ref in made):
         if time.monotonic() >= ends:
-            raise EveryGPUError(f"DataParallel: a module keeps {what} beyond its forward")
+            raise StandInError(kind, "a module keeps what isn't there yet beyond its forward")
         time.sleep(0.001)
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import everygpu
+from everygpu.parallel.last_product import Postponed
 from everygpu.parallel.recording import arrivals, exchange
 from everygpu.parallel.recording.capture import NUM_WARM_UPS
 from everygpu.parallel.stand_in import StandIn
@@ -136,7 +137,8 @@ def test_parameters_are_those_of_the_step(recording: Devices, make: Any, stands_
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-3, atol=1e-4)
     recorder = model._recorder
     assert len(recorder._capture._recordings) == 1
-    assert recorder._may_stand_in is stands_in or not recorder.exchange.bundles[0].uses_kernels
+    assert (arrivals.Arriving in recorder._allowed) is stands_in or not recorder.exchange.bundles[0].uses_kernels
+    assert Postponed in recorder._allowed
     assert all(type(t) in (Tensor, nn.Parameter) for t in KEPT)
     KEPT.clear()
 
@@ -172,7 +174,7 @@ def test_compiled_blocks_are_given_parameters(recording: Devices, monkeypatch: p
 
     model, _ = train(make, recording(2), "graphs")
     assert len(model._recorder._capture._recordings) == 1
-    assert model._recorder._may_stand_in
+    assert arrivals.Arriving in model._recorder._allowed
     assert StandIn not in [kind.__base__ for kind in seen[8]]
     assert (StandIn in [kind.__base__ for kind in seen[12]]) is model._recorder.exchange.bundles[0].uses_kernels
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import everygpu
 from everygpu.parallel import last_product
 from everygpu.parallel.last_product import LastProducts, Product, linear
+from everygpu.parallel.recording.arrivals import Arriving
 from everygpu.parallel.recording.capture import NUM_WARM_UPS
 
 Devices = Callable[[int], list[torch.device]]
@@ -211,6 +212,7 @@ def check(make: Callable[[], nn.Module], used: list[torch.device], num_products:
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-3, atol=1e-4)
     assert len(products_of(model)) == num_products * len(used)
+    assert Arriving in model._recorder._allowed  # whatever becomes of products
 
 
 @pytest.mark.parametrize("count", [1, 3])

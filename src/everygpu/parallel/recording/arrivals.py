@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from everygpu.comm.streams import kept_stream
-from everygpu.errors import EveryGPUError
 from everygpu.keys import is_compiled
 from everygpu.parallel.recording.bundle import Bundle
-from everygpu.parallel.stand_in import StandIn, check_dropped
+from everygpu.parallel.stand_in import StandIn, StandInError, check_dropped
 from everygpu.parallel.thread_state import queueing_on
 
 _arrivals: ContextVar["Arrivals | None"] = ContextVar("everygpu_arrivals", default=None)
@@ -77,12 +76,12 @@ class Arrivals:
         """Refuse a recording that would go wrong; when nothing runs within.
 
         Raises:
-            EveryGPUError: somebody has kept what stands for a parameter, and would wait for the recording's events; or
+            StandInError: somebody has kept what stands for a parameter, and would wait for the recording's events; or
                 the first replica writes to a parameter, which may be on its way to the others.
         """
         if self._count_writes() != self._versions:
-            raise EveryGPUError("DataParallel: a parameter is written in the forward")
-        check_dropped(self._made, "a parameter")
+            raise StandInError(Arriving, "a parameter is written in the forward")
+        check_dropped(self._made, Arriving)
 
     def wait(self, tensors: Iterable[object]) -> None:
         """Have the current streams wait for parameters, each on its device; for nothing that isn't one."""
@@ -116,12 +115,12 @@ class Arrivals:
         given = [p for m in replica.modules() if is_compiled(m) for p in m.parameters()]
         self.wait(given)
         left = self._places.keys() - set(map(id, given))
-        made: dict[int, Tensor] = {id(p): _Arriving(p, self) for p in replica.parameters() if id(p) in left}
+        made: dict[int, Tensor] = {id(p): Arriving(p, self) for p in replica.parameters() if id(p) in left}
         self._made += map(weakref.ref, made.values())
         return made
 
 
-class _Arriving(StandIn):
+class Arriving(StandIn):
     """Stands for a parameter until it has arrived."""
 
     # What is written to it isn't counted, on the first device either, from which the parameter is still being sent.
@@ -131,8 +130,8 @@ class _Arriving(StandIn):
     _on_its_way: Arrivals
 
     @staticmethod
-    def __new__(cls, twin: Tensor, arrivals: Arrivals) -> "_Arriving":
-        made: _Arriving = StandIn.__new__(cls, twin.shape, twin)
+    def __new__(cls, twin: Tensor, arrivals: Arrivals) -> "Arriving":
+        made: Arriving = StandIn.__new__(cls, twin.shape, twin)
         vars(made).update(vars(twin))
         made._is_param = isinstance(twin, nn.Parameter)  # by which torch knows parameters
         made._twin, made._on_its_way = twin, arrivals

@@ -17,9 +17,9 @@ from everygpu.errors import EveryGPUError
 from everygpu.keys import wrapped_child
 from everygpu.parallel.broadcast import Grads, Streams
 from everygpu.parallel.gather import Joiner
-from everygpu.parallel.last_product import LastProducts, Product
+from everygpu.parallel.last_product import LastProducts, Postponed, Product
 from everygpu.parallel.layout import is_dense
-from everygpu.parallel.recording.arrivals import Arrivals, in_place_of
+from everygpu.parallel.recording.arrivals import Arrivals, Arriving, in_place_of
 from everygpu.parallel.recording.capture import Capture
 from everygpu.parallel.recording.device_graph import DeviceGraph, on_recording_streams
 from everygpu.parallel.recording.exchange import Exchange
@@ -30,7 +30,7 @@ from everygpu.parallel.recording.turn import lease_streams
 from everygpu.parallel.replicate import Leaves as Twins
 from everygpu.parallel.replicate import ReplicaSet
 from everygpu.parallel.split import Route
-from everygpu.parallel.stand_in import StandIn, refusals_heeded
+from everygpu.parallel.stand_in import StandIn, StandInError, refusals_heeded
 from everygpu.parallel.thread_state import current_stream, queueing_on
 
 Outputs = tuple[list[Any], Joiner]
@@ -137,9 +137,10 @@ class RecordedForward:
         self._modules: list[nn.Module] = []
         self._exchange: Exchange | None = None
         self._use: weakref.ref[_Use] | None = None
-        # Whether something may stand for what isn't there yet in recordings, and whether it did in the last.
-        self._may_stand_in = True
-        self._stood_in = False
+        # Which stand-ins recordings may have, which of them the last had, and which it was refused for.
+        self._allowed: set[type[StandIn]] = {Postponed, Arriving}
+        self._stood_in: set[type[StandIn]] = set()
+        self._refused: type[StandIn] | None = None
         # Which outputs the last backward began at, and how often that has changed.
         self._used: set[int] = set()
         self._num_patterns = 0
@@ -195,6 +196,14 @@ class RecordedForward:
         return _Prepared(leaves=[b.leaves() for b in exchange.bundles], sums=exchange.make_sums())
 
     def record(self, graph: DeviceGraph, batch: StaticBatch, prepared: _Prepared) -> _Recorded:
+        self._refused = None
+        try:
+            return self._record(graph, batch, prepared)
+        except StandInError as refusal:
+            self._refused = refusal.kind
+            raise
+
+    def _record(self, graph: DeviceGraph, batch: StaticBatch, prepared: _Prepared) -> _Recorded:
         outputs, joiner = graph.record(lambda: self._forward(batch, prepared.leaves))
         _check(outputs)
         slots = _slots(outputs)
@@ -203,10 +212,10 @@ class RecordedForward:
         return self._record_backward(graph, batch, prepared, slots, outputs, joiner)
 
     def try_otherwise(self) -> bool:
-        """Have nothing stand for what isn't there yet."""
-        may_help = self._may_stand_in and self._stood_in
-        self._may_stand_in = False
-        return may_help
+        """Do without the stand-ins that were refused, or without any."""
+        tried = self._stood_in & self._allowed
+        self._allowed -= {self._refused} if self._refused in tried else tried
+        return bool(tried)
 
     def give_up(self) -> None:
         self._replicas, self._modules, self._exchange, self._use = None, [], None, None
@@ -245,8 +254,8 @@ class RecordedForward:
 
     def _run_early(self, replicas: ReplicaSet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs:
         """Run replicas before their parameters have arrived, and without the last products, where that may be."""
-        arrivals = self.exchange.make_arrivals() if self._may_stand_in else None
-        self._stood_in = arrivals is not None
+        arrivals = self.exchange.make_arrivals() if Arriving in self._allowed else None
+        self._stood_in = set() if arrivals is None else {Arriving}
         if arrivals is None:
             self.exchange.send()
         products = LastProducts()
@@ -266,7 +275,7 @@ class RecordedForward:
         """Have others stand for what replicas compute last, and for the parameters that they are given."""
         are_compiled = wrapped_child(self._module()) == "_orig_mod"
         with ExitStack() as stack:
-            if self._may_stand_in:
+            if Postponed in self._allowed:
                 stack.enter_context(products.watched(replicas, are_compiled=are_compiled))
             # Last: whoever looks at a parameter's stand-in waits for it.
             if arrivals is not None:
@@ -274,7 +283,7 @@ class RecordedForward:
             try:
                 yield
             finally:
-                self._stood_in |= products.were_any
+                self._stood_in |= {Postponed} if products.were_any else set()
 
     def _record_backward(
         self,
@@ -515,7 +524,7 @@ def _check_graph(outputs: list[Tensor], params: list[Tensor]) -> None:
         if id(variable) in originals:
             raise EveryGPUError("DataParallel: a parameter is used that is in a plain attribute of a module")
         if isinstance(variable, StandIn):
-            raise EveryGPUError("DataParallel: an autograd function was given what isn't there yet")
+            raise StandInError(type(variable), "an autograd function was given what isn't there yet")
         if node.name() == "CheckpointFunctionBackward":
             raise EveryGPUError("DataParallel: checkpoints must have use_reentrant=False")
         if getattr(node, "_saved_sparse", False):
