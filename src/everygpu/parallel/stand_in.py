@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map_only
 
 from everygpu.errors import EveryGPUError
 
-PATIENCE_S = 0.1
-"""How long a thread may take to let go of what it has handed over."""
+PATIENCE_S = 1.0
+"""How long a thread may take to let go of what it has handed over, on a busy machine."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
