@@ -317,10 +317,9 @@ def _install_streams(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         if tape is None:
             function(*tensors)
         elif isinstance(stream, _LateStream):
-            # Kernels keep memory by its address, which is looked up now.
             stream.kernels.append(lambda: current_tape().call(function, tensors))  # type: ignore[union-attr]
         else:
-            tape.call(function, tensors, here.streams[-1].after if here.streams else ())
+            tape.call(function, tensors, stream.after if stream else ())
 
     streams: list[_Stream] = []
     late: dict[torch.device, _LateStream] = {}

@@ -268,9 +268,8 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_else(
     assert names_in(tmp_path) == {"a.pt", "b"}
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*[sS]parse"
-)  # some versions of torch say that they check them, some that they don't
+# Some versions of torch say that they check them, some that they don't.
+@pytest.mark.filterwarnings("ignore:.*[sS]parse")
 def test_tensors_that_a_format_has_no_word_for(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2, dtype=torch.complex128)}, tmp_path / "a.pt")
     with pytest.raises(CheckpointContentError, match=r"complex128.*Choose --dtype"):

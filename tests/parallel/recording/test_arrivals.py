@@ -1,6 +1,7 @@
 """Parameters that arrive while the forward goes on: replicas never see those of the step before."""
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import everygpu
 from everygpu.parallel.last_product import Postponed
 from everygpu.parallel.recording import arrivals, exchange
-from everygpu.parallel.recording.capture import NUM_WARM_UPS
 from everygpu.parallel.stand_in import StandIn
+from tests.parallel.recording import training
+from tests.parallel.recording.training import Negate
 
 Devices = Callable[[int], list[torch.device]]
 
@@ -50,18 +51,6 @@ class Net(nn.Module):
         h = h + copy.deepcopy(self.layers[1])(h).detach()
         penalty = sum(p.square().mean() for p in self.parameters())
         return F.linear(h, self.embedding.weight) + penalty
-
-
-class Negate(torch.autograd.Function):
-    """Is given its inputs past torch's functions."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return -x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return -grad
 
 
 class Custom(Net):
@@ -108,21 +97,13 @@ class Keeping(Net):
         return super().forward(ids)
 
 
+def loss_of(logits: Any, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), y.flatten())
+
+
 def train(make: Callable[[], nn.Module], used: list[torch.device], engine: str) -> tuple[Any, list[Tensor]]:
-    torch.manual_seed(0)
-    net = make().to(used[0])
-    model = everygpu.DataParallel(net, used, engine=engine)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
-    generator, losses = torch.Generator().manual_seed(1), []
-    for _ in range(NUM_WARM_UPS + 5):
-        ids = torch.randint(12, (6, 5), generator=generator).to(used[0])
-        logits = model(ids)
-        loss = F.cross_entropy(logits.flatten(0, -2), ids.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach().cpu())
-    return model, losses
+    make_optimizer = functools.partial(torch.optim.SGD, lr=0.02)
+    return training.train(make, used, loss_of, make_optimizer, shape=(6, 5), vocabulary=12, engine=engine)
 
 
 @pytest.mark.parametrize(
@@ -131,11 +112,9 @@ def train(make: Callable[[], nn.Module], used: list[torch.device], engine: str) 
 )
 def test_parameters_are_those_of_the_step(recording: Devices, make: Any, stands_in: bool) -> None:
     used = recording(3)
-    plain, expected = train(make, used, "threads")
-    model, losses = train(make, used, "graphs")
-    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-3, atol=1e-4)
-    recorder = model._recorder
+    plain, ours = train(make, used, "threads"), train(make, used, "graphs")
+    training.compare(ours, plain)
+    recorder = ours[0]._recorder
     assert len(recorder._capture._recordings) == 1
     assert (arrivals.Arriving in recorder._allowed) is stands_in or not recorder.exchange.bundles[0].uses_kernels
     assert Postponed in recorder._allowed

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,7 +15,8 @@ import everygpu
 from everygpu.parallel import last_product
 from everygpu.parallel.last_product import LastProducts, Product, linear
 from everygpu.parallel.recording.arrivals import Arriving
-from everygpu.parallel.recording.capture import NUM_WARM_UPS
+from tests.parallel.recording import training
+from tests.parallel.recording.training import Negate
 
 Devices = Callable[[int], list[torch.device]]
 
@@ -119,18 +121,6 @@ class Counted(Tied):
         return Result(logits, best, best)
 
 
-class Negate(torch.autograd.Function):
-    """Is given its inputs past torch's functions: autograd connects it to what stands for a product."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return -x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return -grad
-
-
 class Custom(Tied):
     """Goes on by a function of its own."""
 
@@ -182,20 +172,8 @@ def loss_of(output: Any, y: Tensor) -> Tensor:
 
 
 def train(make: Callable[[], nn.Module], used: list[torch.device], **options: Any) -> tuple[Any, list[Tensor]]:
-    torch.manual_seed(0)
-    net = make().to(used[0])
-    model = everygpu.DataParallel(net, used, **options)
-    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01)
-    generator = torch.Generator().manual_seed(1)
-    losses = []
-    for _ in range(NUM_WARM_UPS + 4):
-        ids = torch.randint(VOCABULARY, (6, LENGTH + 1), generator=generator).to(used[0])
-        loss = loss_of(model(ids[:, :-1].contiguous()), ids[:, 1:].contiguous())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach().cpu())
-    return model, losses
+    make_optimizer = functools.partial(torch.optim.AdamW, lr=0.01)
+    return training.train(make, used, loss_of, make_optimizer, shape=(6, LENGTH), vocabulary=VOCABULARY, **options)
 
 
 def products_of(model: Any) -> list[Product]:
@@ -207,12 +185,10 @@ def products_of(model: Any) -> list[Product]:
 
 def check(make: Callable[[], nn.Module], used: list[torch.device], num_products: int, **options: Any) -> None:
     """Compare losses and parameters with those of threads; ``num_products`` for each replica must be left out."""
-    plain, expected = train(make, used, engine="threads", **options)
-    model, losses = train(make, used, engine="graphs", **options)
-    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-3, atol=1e-4)
-    assert len(products_of(model)) == num_products * len(used)
-    assert Arriving in model._recorder._allowed  # whatever becomes of products
+    plain, ours = (train(make, used, engine=engine, **options) for engine in ("threads", "graphs"))
+    training.compare(ours, plain)
+    assert len(products_of(ours[0])) == num_products * len(used)
+    assert Arriving in ours[0]._recorder._allowed  # whatever becomes of products
 
 
 @pytest.mark.parametrize("count", [1, 3])
