@@ -63,6 +63,11 @@ def wrapped_child(module: nn.Module) -> str | None:
     return next((_WRAPPERS[name] for name in names if name in _WRAPPERS), None)
 
 
+def compiled_original(module: nn.Module) -> nn.Module | None:
+    """Return the module that torch.compile was given; None when this is not what it made."""
+    return module.get_submodule("_orig_mod") if wrapped_child(module) == "_orig_mod" else None
+
+
 def is_compiled(module: nn.Module) -> bool:
-    """Tell whether calling a module runs what torch.compile made of it."""
-    return wrapped_child(module) == "_orig_mod" or module._compiled_call_impl is not None
+    """Tell whether calling a module runs what torch.compile made of it, wrapped or in place."""
+    return compiled_original(module) is not None or module._compiled_call_impl is not None

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from everygpu import comm
 from everygpu.parallel.last_product import split_off
-from everygpu.parallel.pieces import Backend, Cuts, awaiting, compile_pieces
+from everygpu.parallel.pieces import WHOLE, Backend, Cuts, compile_pieces
+from everygpu.parallel.recording.arrivals import awaiting
 from everygpu.parallel.retarget import retarget
 
 _capturing = threading.RLock()
 """Held by who may capture a CUDA graph, whichever model it is of: memory and streams then serve the capture only."""
-
-WHOLE = Cuts()
 
 logger = logging.getLogger("everygpu")
 
@@ -63,9 +62,9 @@ class CompileOnce:
         # From its cache of whole compilations torch would answer without asking compile_part. Left for later, backward
         # would be compiled by autograd's threads, by one for each GPU.
         with config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
-            function = None
-            put_behind = split_off(graph) if self._cuts.last_product and torch.is_grad_enabled() else None
-            if self._cuts.in_pieces and torch.is_grad_enabled():
+            cuts, function = self._cuts if torch.is_grad_enabled() else WHOLE, None
+            put_behind = split_off(graph) if cuts.last_product else None
+            if cuts.in_pieces:
                 function = self._compile_pieces(graph, example_inputs, compile_graph)
             if function is None:
                 parts.clear()

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from everygpu import tree
-from everygpu.keys import wrapped_child
+from everygpu.keys import compiled_original
 from everygpu.parallel.apply import Call, Outcome, Workers, attempt, raise_first
-from everygpu.parallel.compile_once import WHOLE, compiling_once, inductor
-from everygpu.parallel.pieces import Cuts
+from everygpu.parallel.compile_once import compiling_once, inductor
+from everygpu.parallel.pieces import WHOLE, Cuts
 from everygpu.parallel.recording.arrivals import await_on
 from everygpu.parallel.shared_graph import Recorder, backend_of, find_recipe
 from everygpu.parallel.sync_batch_norm import SyncBatchNorm
@@ -126,7 +126,7 @@ def _can_share(calls: Sequence[Call]) -> bool:
 
 
 def _compiler_of(module: nn.Module, *, cuda_graphs: bool, cuts: Cuts) -> tuple[Compiler, Recorder]:
-    if wrapped_child(module) == "_orig_mod":
+    if compiled_original(module) is not None:
         context: Any = module.dynamo_ctx
         found, options = backend_of(context), {"dynamic": context._dynamic, "fullgraph": context.fullgraph}
         if found is None:
@@ -141,7 +141,8 @@ def _compiler_of(module: nn.Module, *, cuda_graphs: bool, cuts: Cuts) -> tuple[C
 
 def _inner(module: nn.Module) -> nn.Module:
     """Look into what ``torch.compile`` made of a module."""
-    return module.get_submodule("_orig_mod") if wrapped_child(module) == "_orig_mod" else module
+    original = compiled_original(module)
+    return module if original is None else original
 
 
 def _as_function(module: nn.Module) -> Callable[..., Any]:

@@ -16,9 +16,10 @@ from everygpu.devices import parse_device, parse_devices, spread_seeds
 from everygpu.devices.p2p import reach_each_other
 from everygpu.devices.parse import DeviceLike
 from everygpu.errors import EveryGPUError, OptionError
-from everygpu.keys import align_keys, unwrap, wrapped_child
+from everygpu.keys import align_keys, compiled_original, unwrap
 from everygpu.parallel.apply import Workers
 from everygpu.parallel.compiled import CompiledReplicas
+from everygpu.parallel.eval_frame import not_compiled
 from everygpu.parallel.gather import Joiner, gather_outputs
 from everygpu.parallel.lend import note_writes
 from everygpu.parallel.mirror import TABLES
@@ -27,7 +28,6 @@ from everygpu.parallel.placement import check_module, place_module
 from everygpu.parallel.recording.forward import Around, RecordedForward
 from everygpu.parallel.replicate import Leaves, ReplicaSet
 from everygpu.parallel.scatter import Shard, move_tree, scatter_call
-from everygpu.parallel.sharded_batch import not_compiled
 from everygpu.parallel.split import Route, Split, check_split, default_split, settle_split
 from everygpu.parallel.thread_state import fresh_casts
 
@@ -158,7 +158,7 @@ class DataParallel(nn.Module):
         return CompiledReplicas(self.module, workers, cuda_graphs=self._makes_graphs, cuts=cuts)
 
     def _is_compiled(self) -> bool:
-        return self.engine == "compile" or (self.engine != "threads" and wrapped_child(self.module) == "_orig_mod")
+        return self.engine == "compile" or (self.engine != "threads" and compiled_original(self.module) is not None)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on all devices; see the class."""

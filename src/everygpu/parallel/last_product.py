@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from everygpu import tree
 from everygpu.keys import is_compiled
-from everygpu.parallel.recording.arrivals import await_all
+from everygpu.parallel.recording.arrivals import awaiting
 from everygpu.parallel.stand_in import StandIn, StandInError, check_dropped, settled
 from everygpu.parallel.thread_state import current_stream
 
@@ -77,7 +77,8 @@ class LastProducts:
                 off calls ``linear`` itself.
         """
         self._conditions = {d: _conditions(d) for d in {p.device for m in replicas for p in m.parameters()}}
-        layers = [] if are_compiled else [layer for replica in replicas for layer in _find_layers(replica)]
+        is_as_ever = not are_compiled and _is_torchs_own()
+        layers = [layer for replica in replicas for layer in _find_layers(replica)] if is_as_ever else []
         token = _products.set(self)
         with ExitStack() as stack:
             stack.callback(_products.reset, token)
@@ -163,10 +164,13 @@ def _run_layer(layer: nn.Linear, input: Tensor) -> Tensor:
     return linear(*(t for t in (input, layer.weight, layer.bias) if t is not None))
 
 
+def _is_torchs_own() -> bool:
+    """Tell whether nobody has given all linear layers another forward."""
+    return getattr(nn.Linear.forward, "__globals__", None) is vars(sys.modules[nn.Linear.__module__])
+
+
 def _find_layers(module: nn.Module) -> Iterator[nn.Linear]:
-    """Find torch's linear layers that run as they are, not within a compiled module, nor as somebody has them run."""
-    if getattr(nn.Linear.forward, "__globals__", None) is not vars(sys.modules[nn.Linear.__module__]):
-        return
+    """Find torch's linear layers that run as they are, not within a compiled module, nor as somebody has it run."""
     if is_compiled(module):
         return
     if type(module) is nn.Linear and "forward" not in vars(module):
@@ -235,9 +239,8 @@ def _switches(node: Any) -> bool:
 
 def _put_behind(function: Callable[..., Any], *, place: int, sources: Sequence[int]) -> Callable[..., Any]:
     def run(*inputs: Any) -> list[Any]:
-        outputs, others = list(function(*inputs)), [inputs[i] for i in sources]
-        await_all(others)
-        outputs[place] = linear(outputs[place], *others)
+        outputs = list(function(*inputs))
+        outputs[place] = awaiting(linear)(outputs[place], *(inputs[i] for i in sources))
         return outputs
 
     return run

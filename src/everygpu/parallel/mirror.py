@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from everygpu import comm, tree
-from everygpu.keys import wrapped_child
+from everygpu.keys import compiled_original
 from everygpu.parallel.callables import open_callable, rebind_function
 
 TABLES = ("_parameters", "_buffers", "_modules")
@@ -51,8 +51,9 @@ class Mirror:
         self._twins = {id(m): twin for m, twin in zip(modules, self.modules)}
         for original in modules:
             # The wrapper torch.compile makes calls the very module it was made from.
-            if wrapped_child(original) == "_orig_mod":
-                self._twins[id(original)] = self._twins[id(original.get_submodule("_orig_mod"))]
+            inner = compiled_original(original)
+            if inner is not None:
+                self._twins[id(original)] = self._twins[id(inner)]
         for original, twin in zip(modules, self.modules):
             children = {k: None if c is None else self._twins[id(c)] for k, c in original._modules.items()}
             twin._modules.update(children)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everygpu.parallel.recording.arrivals import await_all
+from everygpu.parallel.recording.arrivals import awaiting
 
 Backend = Callable[[Any, list[Any]], Callable[..., Any]]
 """From Dynamo's graph and example inputs to what runs it."""
@@ -35,6 +35,9 @@ class Cuts:
     graph autograd gets all gradients at the end."""
     last_product: bool = False
     """Before a product that they end with; see ``last_product``."""
+
+
+WHOLE = Cuts()
 
 
 def compile_pieces(graph: Any, example_inputs: list[Any], compile_piece: Backend) -> Callable[..., Any] | None:
@@ -71,16 +74,6 @@ def compile_pieces(graph: Any, example_inputs: list[Any], compile_piece: Backend
         if len(optimizer.buckets) > 1:
             _put_in_order(pieces)
     return pieces  # type: ignore[no-any-return]
-
-
-def awaiting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a function wait for those of its arguments that are parameters on their way."""
-
-    def run(*inputs: Any) -> Any:
-        await_all(inputs)
-        return function(*inputs)
-
-    return run
 
 
 def _inputs(graph: Any) -> list[Any]:

@@ -13,16 +13,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from everygpu import comm
+from everygpu.parallel.eval_frame import not_compiled
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-Method = TypeVar("Method", bound=Any)
 Rule = Callable[[Any, Args, Kwargs], Any]
 """From an operation and its arguments to the result, or NotImplemented when the joined tensor must answer."""
 
@@ -95,14 +95,6 @@ class Joined:
                 ):
                     self.tensor = self.make()
             return self.tensor
-
-
-def not_compiled(method: Method) -> Method:
-    """Keep torch.compile out of a method and what it calls, which it would compile piece by piece."""
-    eval_frame: Any = torch._C._dynamo.eval_frame
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(method.__code__, eval_frame._FrameExecStrategy(skip, skip))
-    return method
 
 
 class ShardedBatch(Tensor):

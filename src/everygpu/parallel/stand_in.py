@@ -3,37 +3,19 @@
 import copy
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from everygpu.errors import EveryGPUError
+from everygpu.parallel.eval_frame import is_compiler_at_work, left_to_run
 
 PATIENCE_S = 1.0
 """How long a thread may take to let go of what it has handed over, on a busy machine."""
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _no_compiler() -> None:
-    """Answer for releases of torch that can't be asked."""
-
-
-_eval_frame: Any = torch._C._dynamo.eval_frame
-_find_compiler: Callable[[], Any] = getattr(_eval_frame, "get_eval_frame_callback", _no_compiler)
-"""Gives what compiles Python code in this thread, within a function that went through torch.compile."""
-
-
-def _left_to_run(method: Method) -> Method:
-    """Have torch.compile leave a method's code as it is, though not what it calls: there it can be seen at work."""
-    action = _eval_frame._FrameAction
-    _eval_frame.set_code_exec_strategy(method.__code__, _eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT))
-    return method
 
 
 class StandInError(EveryGPUError):
@@ -108,9 +90,9 @@ class StandIn(Tensor):
         raise StandInError(type(self), "compiled code was given what isn't there yet")
 
     @classmethod
-    @_left_to_run
+    @left_to_run
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _find_compiler() is not None:
+        if is_compiler_at_work():
             raise StandInError(cls, "compiled code was given what isn't there yet")
         if func in cls.refused:
             raise StandInError(cls, f"{func} was given what isn't there yet")

@@ -1,9 +1,10 @@
 """Parameters that reach the replicas while a recorded forward goes on, those that it uses first before the others."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ class Arrivals:
     """The parameters of one recording on their way to the replicas.
 
     Replicas may run before everything has arrived. What stands for a parameter in them waits for it as soon as
-    anybody asks; compiled code, which is given the parameters themselves, calls ``await_all``.
+    anybody asks; compiled code, which is given the parameters themselves, is ``awaiting``.
 
     Args:
         bundles: In the order in which backward finishes them.
@@ -60,7 +61,7 @@ class Arrivals:
 
         Args:
             replicas: To be run.
-            are_compiled: They are; see ``await_all``.
+            are_compiled: They are; see ``awaiting``.
         """
         token = _arrivals.set(self)
         with ExitStack() as stack:
@@ -143,11 +144,16 @@ class Arriving(StandIn):
         return self._twin
 
 
-def await_all(tensors: Iterable[object]) -> None:
-    """Have the current streams wait for those of these that are parameters on their way."""
-    arrivals = _arrivals.get()
-    if arrivals is not None:
-        arrivals.wait(tensors)
+def awaiting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a function wait for those of its arguments that are parameters on their way."""
+
+    def run(*inputs: Any) -> Any:
+        arrivals = _arrivals.get()
+        if arrivals is not None:
+            arrivals.wait(inputs)
+        return function(*inputs)
+
+    return run
 
 
 def await_on(device: torch.device) -> None:

@@ -38,7 +38,6 @@ class Bundle:
             if can_use_kernels(originals, self._plan, devices)
             else CopyMover(originals, self._plan, flats, devices)
         )
-        self.uses_kernels = isinstance(self._mover, KernelMover)
         self._total: Tensor | None = None
 
     def leaves(self) -> list[list[Tensor]]:
@@ -48,6 +47,11 @@ class Bundle:
         autograd accumulates the parameters' gradients on streams that are none of the recording's.
         """
         return [[Look(t).on(t.detach()).requires_grad_() for t in self.originals], *self.twins]
+
+    @property
+    def uses_kernels(self) -> bool:
+        """Tell whether kernels move it; else copies do."""
+        return isinstance(self._mover, KernelMover)
 
     def send(self) -> None:
         """Bring the twins up to date, on the current streams, which must have met, and must meet afterwards."""

@@ -14,7 +14,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from everygpu import comm, tree
 from everygpu.errors import EveryGPUError
-from everygpu.keys import wrapped_child
+from everygpu.keys import compiled_original
 from everygpu.parallel.broadcast import Grads, Streams
 from everygpu.parallel.gather import Joiner
 from everygpu.parallel.last_product import LastProducts, Postponed, Product
@@ -273,7 +273,7 @@ class RecordedForward:
         self, products: LastProducts, arrivals: Arrivals | None, replicas: Sequence[nn.Module]
     ) -> Iterator[None]:
         """Have others stand for what replicas compute last, and for the parameters that they are given."""
-        are_compiled = wrapped_child(self._module()) == "_orig_mod"
+        are_compiled = compiled_original(self._module()) is not None
         with ExitStack() as stack:
             if Postponed in self._allowed:
                 stack.enter_context(products.watched(replicas, are_compiled=are_compiled))
