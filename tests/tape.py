@@ -341,7 +341,9 @@ def _install_streams(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     )
     for module in modules:
         monkeypatch.setattr(f"everygpu.{module}.queueing_on", queueing_on)
-    monkeypatch.setattr("torch.cuda.current_stream", lambda device: _Stream())
+    current: dict[tuple[int, torch.device], _Stream] = {}
+    key = threading.get_ident
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: current.setdefault((key(), device), _Stream()))
     return queue
 
 

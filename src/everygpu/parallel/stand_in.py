@@ -80,6 +80,11 @@ class StandIn(Tensor):
         """Return the tensor, for use on the current stream."""
         raise NotImplementedError
 
+    @classmethod
+    def settle_part(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return a function's arguments, with tensors in place of stand-ins of which it needs only a part."""
+        return args
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy what this stands for, as its class does."""
         return copy.deepcopy(self.settle(), memo)
@@ -96,6 +101,7 @@ class StandIn(Tensor):
             raise StandInError(cls, "compiled code was given what isn't there yet")
         if func in cls.refused:
             raise StandInError(cls, f"{func} was given what isn't there yet")
+        args = cls.settle_part(func, args, kwargs or {})
         args, kwargs = tree_map_only(StandIn, settled, (args, kwargs or {}))
         return func(*args, **kwargs)
 

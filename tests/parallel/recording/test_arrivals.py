@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from everygpu.parallel.last_product import Postponed
 from everygpu.parallel.recording import arrivals, exchange
+from everygpu.parallel.recording.bundle import Bundle
 from everygpu.parallel.stand_in import StandIn
 from tests.parallel.recording import training
 from tests.parallel.recording.training import Negate
@@ -123,26 +124,106 @@ def test_parameters_are_those_of_the_step(recording: Devices, make: Any, stands_
     KEPT.clear()
 
 
-def test_nobody_waits_beforehand(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what a replica uses has it wait, when it does."""
-    noted: list[tuple[int, int]] = []
-    wait = arrivals.Arrivals._wait
+ROWS, CALLED = -1, -2
 
-    def note(place: int) -> None:
-        noted.append((threading.get_ident(), place))
 
+def note_waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Take note of threads, and what they wait for: a place among bundles, or ``ROWS``; return what notes more."""
+    wait, send_rows = arrivals.Arrivals._wait, Bundle.send_rows
+
+    def note(what: int) -> None:
+        NOTED.append((threading.get_ident(), what))
+
+    NOTED.clear()
     monkeypatch.setattr(arrivals.Arrivals, "_wait", lambda me, place, d: note(place) or wait(me, place, d))
+    monkeypatch.setattr(Bundle, "send_rows", lambda *args: note(ROWS) or send_rows(*args))
+    return note
+
+
+NOTED: list[tuple[int, int]] = []
+
+
+def noted_by_second() -> list[int]:
+    """Return what the second replica's thread noted while recording; the first waits for nothing."""
+    (thread,) = {thread for thread, what in NOTED if what >= 0}
+    noted = [what for by, what in NOTED if by == thread]
+    return noted[next(i for i, what in enumerate(noted) if what != CALLED) :]
+
+
+def test_nobody_waits_beforehand(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what a replica uses has it wait, when it does; a table's rows have it wait for no others."""
+    note = note_waits(monkeypatch)
 
     class Noting(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            note(-1)
+            note(CALLED)
             return super().forward(x)
 
     model, _ = train(lambda: nn.Sequential(nn.Embedding(12, 8), Noting(8, 12)), recording(2), "graphs")
     if model._recorder.exchange.bundles[0].uses_kernels:
-        (second,) = [thread for thread, place in noted if place == 0]  # the first replica has its own
-        places = [place for thread, place in noted if thread == second]
-        assert places[places.index(0) :] == [0, -1, 1, 2]
+        assert noted_by_second() == [ROWS, CALLED, 0, 1]
+
+
+class Looking(nn.Module):
+    """Looks rows up in ways that torch knows.
+
+    Args:
+        look: Given what is looked up, the table, and the module; returns rows.
+        times: How many times as many are looked up as there is need of.
+    """
+
+    def __init__(self, look: Callable[..., Tensor], times: int = 1, **options: Any) -> None:
+        super().__init__()
+        self.table, self.linear, self.look, self.times = nn.Embedding(12, 8, **options), nn.Linear(8, 12), look, times
+
+    def forward(self, ids: Tensor) -> Tensor:
+        many = ids.repeat(1, self.times)
+        found = self.look(many, self.table.weight, self.table)[:, : ids.shape[1]]
+        return self.linear(5 * found)  # so that rows of the step before would tell
+
+
+def spread_out(ids: Tensor) -> Tensor:
+    """Return the same with gaps in memory."""
+    return torch.stack([ids, ids], dim=-1)[..., 0]
+
+
+LOOKS: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
+    "padding": (lambda: Looking(lambda ids, w, m: m(ids), padding_idx=3), [ROWS, 0, 1]),
+    "gaps": (lambda: Looking(lambda ids, w, m: m(spread_out(ids))), [ROWS, 0, 1]),
+    "int32": (lambda: Looking(lambda ids, w, m: m(ids.int())), [ROWS, 0, 1]),
+    "twice": (lambda: Looking(lambda ids, w, m: m(ids) + m(11 - ids)), [ROWS, ROWS, 0, 1]),
+    "function": (lambda: Looking(lambda ids, w, m: F.embedding(ids, w, 3)), [ROWS, 0, 1]),
+    "no rows": (lambda: Looking(lambda ids, w, m: m(ids) + m(ids[:, :0]).sum()), [ROWS, 2, 0, 1]),
+    "all of it, too": (lambda: Looking(lambda ids, w, m: m(ids) + w.mean()), [ROWS, 2, 0, 1]),
+    "all of it before": (lambda: Looking(lambda ids, w, m: w.mean() + m(ids)), [2, 2, 0, 1]),
+    "more than there is": (lambda: Looking(lambda ids, w, m: m(ids), times=9), [2, 0, 1]),
+    "otherwise": (lambda: Looking(lambda ids, w, m: torch.embedding(w, ids)), [2, 0, 1]),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_rows_that_are_looked_up(recording: Devices, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Rows are those of the step, and waiting is for no more than is used."""
+    make, waits = LOOKS[name]
+    used = recording(2)
+    plain = train(make, used, "threads")
+    note_waits(monkeypatch)
+    ours = train(make, used, "graphs")
+    training.compare(ours, plain)
+    assert len(ours[0]._recorder._capture._recordings) == 1
+    if ours[0]._recorder.exchange.bundles[0].uses_kernels:
+        assert noted_by_second() == waits
+
+
+def test_tables_that_are_written_as_they_are_looked_up(recording: Devices) -> None:
+    """An embedding that writes to its table as it looks up isn't among those that are sent last."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Embedding(12, 8, max_norm=0.5), nn.Linear(8, 12))
+
+    assert arrivals.find_tables(make()) == set()
+    used = recording(2)
+    training.compare(train(make, used, "graphs"), train(make, used, "threads"))
 
 
 def test_compiled_blocks_are_given_parameters(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,20 @@
 """Parameters that reach the replicas while a recorded forward goes on, those that it uses first before the others."""
 
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from everygpu.comm.streams import kept_stream
 from everygpu.keys import is_compiled
 from everygpu.parallel.recording.bundle import Bundle
+from everygpu.parallel.recording.movers import ROW_DTYPES
 from everygpu.parallel.stand_in import StandIn, StandInError, check_dropped
 from everygpu.parallel.thread_state import queueing_on
 
@@ -24,13 +27,23 @@ class Arrivals:
     Replicas may run before everything has arrived. What stands for a parameter in them waits for it as soon as
     anybody asks; compiled code, which is given the parameters themselves, is ``awaiting``.
 
+    Tables are sent last: whoever looks rows up is sent these at once. A language model's embedding, which is asked for
+    first, is larger than any other parameter.
+
     Args:
         bundles: In the order in which backward finishes them.
         devices: One per replica.
+        tables: Parameters of which the forward looks rows up, by ``id``.
     """
 
-    def __init__(self, bundles: Sequence[Bundle], devices: Sequence[torch.device]) -> None:
-        self._bundles = list(bundles)[::-1]
+    def __init__(
+        self, bundles: Sequence[Bundle], devices: Sequence[torch.device], tables: Collection[int] = ()
+    ) -> None:
+        is_last = [b.is_table and id(b.originals[0]) in tables for b in bundles]
+        others = [b for b, last in zip(bundles, is_last) if not last]
+        self._bundles = [*others[::-1], *itertools.compress(bundles, is_last)]
+        self._first_table = len(others)
+        self._num_bytes = sum(t.nbytes for b in bundles for t in b.originals)
         self._devices = list(devices)
         self._places = {
             id(t): place for place, bundle in enumerate(self._bundles) for twins in bundle.twins for t in twins
@@ -91,6 +104,25 @@ class Arrivals:
             if place is not None and isinstance(t, Tensor):
                 self._wait(place, t.device)
 
+    def wait_for_rows(self, t: Tensor, rows: Tensor) -> None:
+        """Have a device's current stream wait for rows of a parameter, or for all of it, whichever is there sooner.
+
+        Args:
+            t: The parameter there.
+            rows: Which, on the same device.
+        """
+        place = self._places[id(t)]
+        is_there = (torch.cuda.current_stream(t.device), place) in self._awaited
+        if place >= self._first_table and not is_there and self._is_sooner(t, rows):
+            self._bundles[place].send_rows(t, rows.contiguous())
+        else:
+            self._wait(place, t.device)
+
+    def _is_sooner(self, table: Tensor, rows: Tensor) -> bool:
+        """Tell whether rows can be sent, in less time than all that comes before the table."""
+        is_known = rows.dtype in ROW_DTYPES and rows.device == table.device
+        return is_known and 0 < rows.numel() * table.shape[1] * table.element_size() < self._num_bytes
+
     def wait_on(self, device: torch.device) -> None:
         """Have a device's current stream wait for all that it gets."""
         for place in range(len(self._bundles)) if device != self._devices[0] else ():
@@ -138,6 +170,15 @@ class Arriving(StandIn):
         made._twin, made._on_its_way = twin, arrivals
         return made
 
+    @classmethod
+    def settle_part(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is F.embedding and kwargs.get("max_norm") is None:
+            rows, weight = args
+            if type(rows) is Tensor and isinstance(weight, Arriving):
+                weight._on_its_way.wait_for_rows(weight._twin, rows)
+                return rows, weight._twin
+        return args
+
     def settle(self) -> Tensor:
         """Return the parameter, for use on the current stream."""
         self._on_its_way.wait([self._twin])
@@ -161,6 +202,13 @@ def await_on(device: torch.device) -> None:
     arrivals = _arrivals.get()
     if arrivals is not None:
         arrivals.wait_on(device)
+
+
+def find_tables(module: nn.Module) -> set[int]:
+    """Find parameters of which a module's embeddings look rows up, by ``id``; compiled code is given all of them."""
+    compiled = {id(p) for m in module.modules() if is_compiled(m) for p in m.parameters()}
+    layers = [m for m in module.modules() if isinstance(m, nn.Embedding) and type(m).forward is nn.Embedding.forward]
+    return {id(m.weight) for m in layers if m.max_norm is None} - compiled
 
 
 @contextmanager
