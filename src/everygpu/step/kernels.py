@@ -143,7 +143,7 @@ def run_reduce(
         squares: Where the sum of each block's squares goes, shape (blocks,), float32.
     """
     num_blocks = rows.numel()
-    _reduce[(num_programs(lengths, grads.shape[0]),)](
+    _reduce[(num_programs(lengths, grads.shape[0] - 1),)](
         grads, target, squares, rows, lengths, num_blocks, me, SOURCES=grads.shape[0], BLOCK=BLOCK_NUMEL
     )  # fmt: skip
 
@@ -177,7 +177,7 @@ def run_adam(
         ``torch.optim.AdamW``; Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
     """
     num_blocks, columns = rows.numel(), table.shape[1]
-    _adam[(num_programs(lengths, grads.shape[0]),)](
+    _adam[(num_programs(lengths, grads.shape[0] - 1),)](
         grads, values, *states, rows, lengths, table, factor, begin, num_blocks, me,
         SOURCES=grads.shape[0], DEVICES=values.numel(), COLUMNS=columns, BLOCK=BLOCK_NUMEL,
     )  # fmt: skip
@@ -204,7 +204,7 @@ def run_sgd(
         ``torch.optim.SGD``.
     """
     num_blocks, columns = rows.numel(), table.shape[1]
-    _sgd[(num_programs(lengths, grads.shape[0]),)](
+    _sgd[(num_programs(lengths, grads.shape[0] - 1),)](
         grads, values, *states, rows, lengths, table, factor, begin, num_blocks, me,
         SOURCES=grads.shape[0], DEVICES=values.numel(), COLUMNS=columns, BLOCK=BLOCK_NUMEL,
     )  # fmt: skip
