@@ -239,8 +239,8 @@ class _LateStream(_Stream):
         return _Late(self, len(self.kernels))
 
     def run(self, num: int) -> None:
-        left, self.kernels = self.kernels[:num], [_nothing] * num + self.kernels[num:]
-        for kernel in left:
+        for i in range(num):  # other threads may add to it
+            kernel, self.kernels[i] = self.kernels[i], _nothing
             kernel()
 
 

@@ -1,8 +1,8 @@
-"""Parameters that reach the replicas while a recorded forward goes on, those that it uses first before the others."""
+"""Parameters that reach the replicas while a recorded forward goes on, in the order in which these ask for them."""
 
-import itertools
+import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -27,50 +27,54 @@ class Arrivals:
     Replicas may run before everything has arrived. What stands for a parameter in them waits for it as soon as
     anybody asks; compiled code, which is given the parameters themselves, is ``awaiting``.
 
-    Tables are sent last: whoever looks rows up is sent these at once. A language model's embedding, which is asked for
-    first, is larger than any other parameter.
+    Whoever looks rows up is sent these: a language model's embedding, which is asked for first, is larger than any
+    other parameter.
 
     Args:
         bundles: In the order in which backward finishes them.
         devices: One per replica.
-        tables: Parameters of which the forward looks rows up, by ``id``.
     """
 
-    def __init__(
-        self, bundles: Sequence[Bundle], devices: Sequence[torch.device], tables: Collection[int] = ()
-    ) -> None:
-        is_last = [b.is_table and id(b.originals[0]) in tables for b in bundles]
-        others = [b for b, last in zip(bundles, is_last) if not last]
-        self._bundles = [*others[::-1], *itertools.compress(bundles, is_last)]
-        self._first_table = len(others)
-        self._num_bytes = sum(t.nbytes for b in bundles for t in b.originals)
+    def __init__(self, bundles: Sequence[Bundle], devices: Sequence[torch.device]) -> None:
+        self._bundles = list(bundles)[::-1]
         self._devices = list(devices)
         self._places = {
             id(t): place for place, bundle in enumerate(self._bundles) for twins in bundle.twins for t in twins
         }
-        self._sent: list[list[torch.cuda.Event]] = []
+        self._sent: dict[int, list[torch.cuda.Event]] = {}
+        self._sending = threading.Lock()
         self._awaited: set[tuple[torch.cuda.Stream, int]] = set()
         self._made: list[weakref.ref[Tensor]] = []
         self._versions: list[int] = []
 
-    def _send(self) -> None:
-        """Queue everything beside the current streams, after what is queued on them."""
+    def _begin(self) -> None:
+        """Have what will be sent come after what is queued on the current streams."""
         self._versions = self._count_writes()
-        streams = [kept_stream(d, "beside forward") for d in self._devices]
         now = [torch.cuda.current_stream(d).record_event() for d in self._devices]
-        for stream in streams:
+        for stream in self._streams():
             for event in now:
                 stream.wait_event(event)
-        for bundle in self._bundles:
-            with ExitStack() as stack:
-                for d, stream in reversed(list(zip(self._devices, streams))):
-                    stack.enter_context(queueing_on(d, stream))
-                bundle.send()
-            self._sent.append([stream.record_event() for stream in streams])
+
+    def _send(self, place: int) -> list[torch.cuda.Event]:
+        """Queue a bundle behind those that were asked for before, if it isn't; return the moments at which it is there.
+
+        Where replicas have got to doesn't matter: a recording knows dependencies, not the order of calls.
+        """
+        with self._sending:
+            if place not in self._sent:
+                with ExitStack() as stack:
+                    for d, stream in reversed(list(zip(self._devices, self._streams()))):
+                        stack.enter_context(queueing_on(d, stream))
+                    self._bundles[place].send()
+                self._sent[place] = [stream.record_event() for stream in self._streams()]
+            return self._sent[place]
+
+    def _streams(self) -> list[torch.cuda.Stream]:
+        return [kept_stream(d, "beside forward") for d in self._devices]
 
     @contextmanager
     def awaited(self, replicas: Sequence[nn.Module], *, are_compiled: bool) -> Iterator[None]:
-        """Send, have replicas that run within wait for what they use, and in the end wait for all.
+        """Send what replicas that run within use, have them wait for it, and in the end send and await the rest.
 
         Args:
             replicas: To be run.
@@ -80,11 +84,13 @@ class Arrivals:
         with ExitStack() as stack:
             stack.callback(self._finish)
             stack.callback(_arrivals.reset, token)
-            self._send()
+            self._begin()
             for replica in () if are_compiled else replicas:
                 # Nor are they elsewhere: a module with a tensor among its attributes isn't recorded.
                 stack.enter_context(in_place_of(replica, self._stand_ins(replica)))
             yield
+            for place in range(len(self._bundles)):
+                self._send(place)
 
     def check(self) -> None:
         """Refuse a recording that would go wrong; when nothing runs within.
@@ -105,7 +111,7 @@ class Arrivals:
                 self._wait(place, t.device)
 
     def wait_for_rows(self, t: Tensor, rows: Tensor) -> None:
-        """Have a device's current stream wait for rows of a parameter, or for all of it, whichever is there sooner.
+        """Have a device's current stream wait for rows of a parameter, or for all of it where that is no more.
 
         Args:
             t: The parameter there.
@@ -113,15 +119,11 @@ class Arrivals:
         """
         place = self._places[id(t)]
         is_there = (torch.cuda.current_stream(t.device), place) in self._awaited
-        if place >= self._first_table and not is_there and self._is_sooner(t, rows):
+        can_send = self._bundles[place].is_table and rows.dtype in ROW_DTYPES and rows.device == t.device
+        if can_send and not is_there and 0 < rows.numel() < t.shape[0]:
             self._bundles[place].send_rows(t, rows.contiguous())
         else:
             self._wait(place, t.device)
-
-    def _is_sooner(self, table: Tensor, rows: Tensor) -> bool:
-        """Tell whether rows can be sent, in less time than all that comes before the table."""
-        is_known = rows.dtype in ROW_DTYPES and rows.device == table.device
-        return is_known and 0 < rows.numel() * table.shape[1] * table.element_size() < self._num_bytes
 
     def wait_on(self, device: torch.device) -> None:
         """Have a device's current stream wait for all that it gets."""
@@ -132,7 +134,7 @@ class Arrivals:
         stream = torch.cuda.current_stream(device)
         if (stream, place) not in self._awaited:
             self._awaited.add((stream, place))
-            for event in self._sent[place]:
+            for event in self._send(place):
                 stream.wait_event(event)
 
     def _count_writes(self) -> list[int]:
@@ -140,8 +142,8 @@ class Arrivals:
 
     def _finish(self) -> None:
         for d in self._devices:
-            for other in self._devices:
-                torch.cuda.current_stream(d).wait_stream(kept_stream(other, "beside forward"))
+            for stream in self._streams():
+                torch.cuda.current_stream(d).wait_stream(stream)
 
     def _stand_ins(self, replica: nn.Module) -> dict[int, Tensor]:
         # Compiled code can't be given any.
@@ -202,13 +204,6 @@ def await_on(device: torch.device) -> None:
     arrivals = _arrivals.get()
     if arrivals is not None:
         arrivals.wait_on(device)
-
-
-def find_tables(module: nn.Module) -> set[int]:
-    """Find parameters of which a module's embeddings look rows up, by ``id``; compiled code is given all of them."""
-    compiled = {id(p) for m in module.modules() if is_compiled(m) for p in m.parameters()}
-    layers = [m for m in module.modules() if isinstance(m, nn.Embedding) and type(m).forward is nn.Embedding.forward]
-    return {id(m.weight) for m in layers if m.max_norm is None} - compiled
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """A module's trainable parameters on their way to all devices, within a recording, and their gradients' way back."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -56,14 +56,10 @@ class Exchange:
             bundle.send()
         meet(self._devices)
 
-    def make_arrivals(self, tables: Collection[int] = ()) -> Arrivals | None:
-        """Make what sends the parameters beside a forward; None where that takes copies, which need memory.
-
-        Args:
-            tables: Parameters of which the forward looks rows up, by ``id``.
-        """
+    def make_arrivals(self) -> Arrivals | None:
+        """Make what sends the parameters beside a forward; None where that takes copies, which need memory."""
         may_send = len(self._devices) > 1 and all(b.uses_kernels for b in self.bundles)
-        return Arrivals(self.bundles, self._devices, tables) if may_send else None
+        return Arrivals(self.bundles, self._devices) if may_send else None
 
     def make_sums(self) -> list[Sum]:
         """Make what adds gradients up in one recording, for each bundle, before it begins."""

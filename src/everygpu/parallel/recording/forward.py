@@ -19,7 +19,7 @@ from everygpu.parallel.broadcast import Grads, Streams
 from everygpu.parallel.gather import Joiner
 from everygpu.parallel.last_product import LastProducts, Postponed, Product
 from everygpu.parallel.layout import is_dense
-from everygpu.parallel.recording.arrivals import Arrivals, Arriving, find_tables, in_place_of
+from everygpu.parallel.recording.arrivals import Arrivals, Arriving, in_place_of
 from everygpu.parallel.recording.capture import Capture
 from everygpu.parallel.recording.device_graph import DeviceGraph, on_recording_streams
 from everygpu.parallel.recording.exchange import Exchange
@@ -249,15 +249,12 @@ class RecordedForward:
         assert self._replicas is not None  # noqa: S101 - ``prepare`` has made them
         args, kwargs, _ = batch.read()
         at_home = {id(p): t for b, row in zip(self.exchange.bundles, leaves) for p, t in zip(b.originals, row[0])}
-        tables = find_tables(self._module())
-        arrivals = self.exchange.make_arrivals(tables) if Arriving in self._allowed else None
         with in_place_of(self._module(), at_home):
-            return self._run_early(self._replicas, args, kwargs, arrivals)
+            return self._run_early(self._replicas, args, kwargs)
 
-    def _run_early(
-        self, replicas: ReplicaSet, args: tuple[Any, ...], kwargs: dict[str, Any], arrivals: Arrivals | None
-    ) -> Outputs:
+    def _run_early(self, replicas: ReplicaSet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs:
         """Run replicas before their parameters have arrived, and without the last products, where that may be."""
+        arrivals = self.exchange.make_arrivals() if Arriving in self._allowed else None
         self._stood_in = set() if arrivals is None else {Arriving}
         if arrivals is None:
             self.exchange.send()
