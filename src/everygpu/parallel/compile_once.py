@@ -19,6 +19,7 @@ from everygpu import comm
 from everygpu.parallel.last_product import split_off
 from everygpu.parallel.pieces import WHOLE, Backend, Cuts, compile_pieces
 from everygpu.parallel.recording.arrivals import awaiting
+from everygpu.parallel.recording.lookups import find_lookups
 from everygpu.parallel.retarget import retarget
 
 _capturing = threading.RLock()
@@ -68,7 +69,8 @@ class CompileOnce:
                 function = self._compile_pieces(graph, example_inputs, compile_graph)
             if function is None:
                 parts.clear()
-                function = awaiting(compile_graph(graph, example_inputs))
+                lookups = find_lookups(graph)
+                function = awaiting(compile_graph(graph, example_inputs), lookups)
         return Portable(function if put_behind is None else put_behind(function), parts)
 
     def _compile_pieces(self, graph: Any, example_inputs: list[Any], compile_piece: Backend) -> Any:

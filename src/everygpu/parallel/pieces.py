@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from everygpu.parallel.recording.arrivals import awaiting
+from everygpu.parallel.recording.lookups import find_lookups
 
 Backend = Callable[[Any, list[Any]], Callable[..., Any]]
 """From Dynamo's graph and example inputs to what runs it."""
@@ -63,7 +64,7 @@ def compile_pieces(graph: Any, example_inputs: list[Any], compile_piece: Backend
 
     def compile_checked(piece: Any, inputs: list[Any]) -> Callable[..., Any]:
         _check_writes(graph, optimizer.buckets)  # here, where they are known, and nothing is compiled
-        return awaiting(compile_piece(piece, inputs))
+        return awaiting(compile_piece(piece, inputs), find_lookups(piece))
 
     optimizer: Any = DDPOptimizer(limit, compile_checked, limit)
     optimizer.add_param_args = _count

@@ -2,10 +2,10 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from everygpu.comm.streams import kept_stream
 from everygpu.keys import is_compiled
 from everygpu.parallel.recording.bundle import Bundle
+from everygpu.parallel.recording.lookups import NONE, Lookups
 from everygpu.parallel.recording.movers import ROW_DTYPES
 from everygpu.parallel.stand_in import StandIn, StandInError, check_dropped
 from everygpu.parallel.thread_state import queueing_on
@@ -103,14 +104,18 @@ class Arrivals:
             raise StandInError(Arriving, "a parameter is written in the forward")
         check_dropped(self._made, Arriving)
 
-    def wait(self, tensors: Iterable[object]) -> None:
+    def wait(self, tensors: Sequence[object], lookups: Lookups = NONE) -> None:
         """Have the current streams wait for parameters, each on its device; for nothing that isn't one."""
-        for t in tensors:
+        for i, t in enumerate(tensors):
             place = self._places.get(id(t))
-            if place is not None and isinstance(t, Tensor):
+            if place is None or not isinstance(t, Tensor):
+                continue
+            for rows in [tensors[k] for k in lookups.get(i, ())]:
+                self.wait_for_rows(t, rows)
+            if i not in lookups:
                 self._wait(place, t.device)
 
-    def wait_for_rows(self, t: Tensor, rows: Tensor) -> None:
+    def wait_for_rows(self, t: Tensor, rows: object) -> None:
         """Have a device's current stream wait for rows of a parameter, or for all of it where that is no more.
 
         Args:
@@ -119,8 +124,7 @@ class Arrivals:
         """
         place = self._places[id(t)]
         is_there = (torch.cuda.current_stream(t.device), place) in self._awaited
-        can_send = self._bundles[place].is_table and rows.dtype in ROW_DTYPES and rows.device == t.device
-        if can_send and not is_there and 0 < rows.numel() < t.shape[0]:
+        if self._bundles[place].is_table and not is_there and _are_rows(rows, t):
             self._bundles[place].send_rows(t, rows.contiguous())
         else:
             self._wait(place, t.device)
@@ -176,7 +180,7 @@ class Arriving(StandIn):
     def settle_part(cls, func: Any, args: Any, kwargs: Any) -> Any:
         if func is F.embedding and kwargs.get("max_norm") is None:
             rows, weight = args
-            if type(rows) is Tensor and isinstance(weight, Arriving):
+            if isinstance(weight, Arriving):
                 weight._on_its_way.wait_for_rows(weight._twin, rows)
                 return rows, weight._twin
         return args
@@ -187,13 +191,25 @@ class Arriving(StandIn):
         return self._twin
 
 
-def awaiting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a function wait for those of its arguments that are parameters on their way."""
+def _are_rows(rows: object, table: Tensor) -> TypeGuard[Tensor]:
+    """Tell whether these are rows of a table that can be sent, and not as many as there are."""
+    if type(rows) is not Tensor or rows.dtype not in ROW_DTYPES or rows.device != table.device:
+        return False
+    return 0 < rows.numel() < table.shape[0]
+
+
+def awaiting(function: Callable[..., Any], lookups: Lookups = NONE) -> Callable[..., Any]:
+    """Have a function wait for those of its arguments that are parameters on their way.
+
+    Args:
+        function: Takes tensors.
+        lookups: Of which of them it looks rows up only.
+    """
 
     def run(*inputs: Any) -> Any:
         arrivals = _arrivals.get()
         if arrivals is not None:
-            arrivals.wait(inputs)
+            arrivals.wait(inputs, lookups)
         return function(*inputs)
 
     return run

@@ -1,0 +1,43 @@
+"""Tables of which a compiled graph only looks rows up, such as a language model's embedding."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from torch.nn import functional as F
+
+Lookups = Mapping[int, Sequence[int]]
+"""By a function's argument that is a table: those that name the rows."""
+
+NONE: Lookups = MappingProxyType({})
+
+RESHAPING = frozenset({"contiguous", "flatten", "reshape", "unsqueeze", "view"})
+"""Methods of tensors that leave all values."""
+
+
+def find_lookups(graph: Any) -> Lookups:
+    """Find the inputs of one of Dynamo's graphs in which it looks up rows that other inputs name, and nothing else.
+
+    Args:
+        graph: A ``torch.fx.GraphModule``, whose parameters are inputs.
+    """
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    rows = {i: [_named_by(user, node) for user in node.users] for i, node in enumerate(inputs)}
+    return {i: [inputs.index(r) for r in named] for i, named in rows.items() if named and set(named) <= set(inputs)}
+
+
+def _named_by(user: Any, table: Any) -> Any:
+    """Return what names the rows that a node looks up in a table, before it was shaped anew; None of other nodes."""
+    if user.target is not F.embedding:
+        return None
+    rows, weight, max_norm = _arguments(*user.args, **user.kwargs)
+    while rows.op == "call_method" and rows.target in RESHAPING:
+        rows = rows.args[0]
+    return rows if weight is table and max_norm is None else None
+
+
+def _arguments(
+    input: Any, weight: Any, padding_idx: Any = None, max_norm: Any = None, *_: Any, **__: Any
+) -> tuple[Any, Any, Any]:
+    """Return those of ``embedding`` that matter, however it was called."""
+    return input, weight, max_norm
