@@ -239,7 +239,7 @@ class _LateStream(_Stream):
         return _Late(self, len(self.kernels))
 
     def run(self, num: int) -> None:
-        for i in range(num):  # other threads may add to it
+        for i in range(num):  # others may add to the list meanwhile
             kernel, self.kernels[i] = self.kernels[i], _nothing
             kernel()
 

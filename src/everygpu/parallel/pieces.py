@@ -64,7 +64,8 @@ def compile_pieces(graph: Any, example_inputs: list[Any], compile_piece: Backend
 
     def compile_checked(piece: Any, inputs: list[Any]) -> Callable[..., Any]:
         _check_writes(graph, optimizer.buckets)  # here, where they are known, and nothing is compiled
-        return awaiting(compile_piece(piece, inputs), find_lookups(piece))
+        lookups = find_lookups(piece)
+        return awaiting(compile_piece(piece, inputs), lookups)
 
     optimizer: Any = DDPOptimizer(limit, compile_checked, limit)
     optimizer.add_param_args = _count

@@ -82,7 +82,7 @@ class StandIn(Tensor):
 
     @classmethod
     def settle_part(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return a function's arguments, with tensors in place of stand-ins of which it needs only a part."""
+        """Return a function's positional arguments, with tensors for stand-ins of which it needs only a part."""
         return args
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

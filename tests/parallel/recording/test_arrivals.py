@@ -197,6 +197,7 @@ LOOKS: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
     "all of it, too": (lambda: Looking(lambda ids, w, m: m(ids) + w.mean()), [ROWS, 0, 1, 2]),
     "all of it before": (lambda: Looking(lambda ids, w, m: w.mean() + m(ids)), [0, 0, 1, 2]),
     "more than there is": (lambda: Looking(lambda ids, w, m: m(ids), times=9), [0, 1, 2]),
+    "mapped": (lambda: Looking(lambda ids, w, m: torch.vmap(m)(ids)), [0, 1, 2]),
     "otherwise": (lambda: Looking(lambda ids, w, m: torch.embedding(w, ids)), [0, 1, 2]),
 }
 

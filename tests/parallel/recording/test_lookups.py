@@ -22,7 +22,12 @@ USES: dict[str, tuple[Use, bool]] = {
     "known rows": (lambda _, __, m: m(torch.arange(4)), False),
     "one of two": (lambda ids, others, m: m(ids) + m(others % 3), False),
     "all of it, too": (lambda ids, _, m: m(ids) + m.weight.mean(), False),
-    "written": (lambda ids, _, m: F.embedding(ids, m.weight, None, 0.5), False),
+    "table written": (lambda ids, _, m: F.embedding(ids, m.weight, None, 0.5), False),
+    "rows written": (lambda ids, _, m: m(ids.clamp_(min=3)), False),
+    "view written": (lambda ids, _, m: m(ids) if ids.view(-1)[:2].fill_(5) is not None else None, False),
+    "rows written later": (lambda ids, _, m: (m(ids), ids.add_(1))[0], False),
+    "other numbers": (lambda ids, _, m: m(ids.view(torch.int32)), False),
+    "written in between": (lambda ids, others, m: m(ids) + m(ids.add_(0)), False),
 }
 
 

@@ -105,18 +105,24 @@ class Arrivals:
         check_dropped(self._made, Arriving)
 
     def wait(self, tensors: Sequence[object], lookups: Lookups = NONE) -> None:
-        """Have the current streams wait for parameters, each on its device; for nothing that isn't one."""
+        """Have the current streams wait for parameters, each on its device; for nothing that isn't one.
+
+        Args:
+            tensors: Parameters and others.
+            lookups: Of which of them no more than rows are needed.
+        """
         for i, t in enumerate(tensors):
             place = self._places.get(id(t))
             if place is None or not isinstance(t, Tensor):
                 continue
-            for rows in [tensors[k] for k in lookups.get(i, ())]:
-                self.wait_for_rows(t, rows)
-            if i not in lookups:
+            if i in lookups:
+                for k in lookups[i]:
+                    self.wait_for_rows(t, tensors[k])
+            else:
                 self._wait(place, t.device)
 
     def wait_for_rows(self, t: Tensor, rows: object) -> None:
-        """Have a device's current stream wait for rows of a parameter, or for all of it where that is no more.
+        """Have a device's current stream wait for rows of a parameter; for all where that is as quick, or must be.
 
         Args:
             t: The parameter there.
@@ -137,9 +143,9 @@ class Arrivals:
     def _wait(self, place: int, device: torch.device) -> None:
         stream = torch.cuda.current_stream(device)
         if (stream, place) not in self._awaited:
-            self._awaited.add((stream, place))
             for event in self._send(place):
                 stream.wait_event(event)
+            self._awaited.add((stream, place))  # not before: another thread may use the stream
 
     def _count_writes(self) -> list[int]:
         return [t._version for bundle in self._bundles for t in bundle.originals]
@@ -192,8 +198,10 @@ class Arriving(StandIn):
 
 
 def _are_rows(rows: object, table: Tensor) -> TypeGuard[Tensor]:
-    """Tell whether these are rows of a table that can be sent, and not as many as there are."""
+    """Tell whether these are rows of a table that a kernel can be told, and not as many as there are."""
     if type(rows) is not Tensor or rows.dtype not in ROW_DTYPES or rows.device != table.device:
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(rows):  # has no address
         return False
     return 0 < rows.numel() < table.shape[0]
 

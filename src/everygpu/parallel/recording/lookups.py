@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 Lookups = Mapping[int, Sequence[int]]
@@ -12,18 +14,25 @@ Lookups = Mapping[int, Sequence[int]]
 NONE: Lookups = MappingProxyType({})
 
 RESHAPING = frozenset({"contiguous", "flatten", "reshape", "unsqueeze", "view"})
-"""Methods of tensors that leave all values."""
+"""Methods of tensors that leave all values, unless they are given a dtype."""
 
 
 def find_lookups(graph: Any) -> Lookups:
     """Find the inputs of one of Dynamo's graphs in which it looks up rows that other inputs name, and nothing else.
 
     Args:
-        graph: A ``torch.fx.GraphModule``, whose parameters are inputs.
+        graph: A ``torch.fx.GraphModule``, whose parameters are inputs; not yet compiled.
     """
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    rows = {i: [_named_by(user, node) for user in node.users] for i, node in enumerate(inputs)}
-    return {i: [inputs.index(r) for r in named] for i, named in rows.items() if named and set(named) <= set(inputs)}
+    places = {node: i for i, node in enumerate(inputs) if not _is_written(node)}
+    found = {i: [_named_by(user, node) for user in node.users] for i, node in enumerate(inputs)}
+    return {i: [places[n] for n in named] for i, named in found.items() if named and all(n in places for n in named)}
+
+
+def _is_written(node: Any) -> bool:
+    """Tell whether a graph writes to an input, so that who calls it doesn't know what it will hold."""
+    value = node.meta.get("example_value")
+    return not isinstance(value, Tensor) or value._version > 0  # Dynamo has run the graph on this value
 
 
 def _named_by(user: Any, table: Any) -> Any:
@@ -31,9 +40,14 @@ def _named_by(user: Any, table: Any) -> Any:
     if user.target is not F.embedding:
         return None
     rows, weight, max_norm = _arguments(*user.args, **user.kwargs)
-    while rows.op == "call_method" and rows.target in RESHAPING:
+    while rows.op == "call_method" and rows.target in RESHAPING and not _casts(rows):
         rows = rows.args[0]
     return rows if weight is table and max_norm is None else None
+
+
+def _casts(node: Any) -> bool:
+    """Tell whether a view is of another dtype."""
+    return any(isinstance(x, torch.dtype) for x in (*node.args, *node.kwargs.values()))
 
 
 def _arguments(
