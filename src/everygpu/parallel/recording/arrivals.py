@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from everygpu.comm.streams import kept_stream
 from everygpu.keys import is_compiled
 from everygpu.parallel.recording.bundle import Bundle
-from everygpu.parallel.recording.lookups import NONE, Lookups
+from everygpu.parallel.recording.lookups import NO_LOOKUPS, Lookups
 from everygpu.parallel.recording.movers import ROW_DTYPES
 from everygpu.parallel.stand_in import StandIn, StandInError, check_dropped
 from everygpu.parallel.thread_state import queueing_on
@@ -104,7 +104,7 @@ class Arrivals:
             raise StandInError(Arriving, "a parameter is written in the forward")
         check_dropped(self._made, Arriving)
 
-    def wait(self, tensors: Sequence[object], lookups: Lookups = NONE) -> None:
+    def wait(self, tensors: Sequence[object], lookups: Lookups = NO_LOOKUPS) -> None:
         """Have the current streams wait for parameters, each on its device; for nothing that isn't one.
 
         Args:
@@ -206,7 +206,7 @@ def _are_rows(rows: object, table: Tensor) -> TypeGuard[Tensor]:
     return 0 < rows.numel() < table.shape[0]
 
 
-def awaiting(function: Callable[..., Any], lookups: Lookups = NONE) -> Callable[..., Any]:
+def awaiting(function: Callable[..., Any], lookups: Lookups = NO_LOOKUPS) -> Callable[..., Any]:
     """Have a function wait for those of its arguments that are parameters on their way.
 
     Args:

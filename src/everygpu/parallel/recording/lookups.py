@@ -11,7 +11,7 @@ from torch.nn import functional as F
 Lookups = Mapping[int, Sequence[int]]
 """By a function's argument that is a table: those that name the rows."""
 
-NONE: Lookups = MappingProxyType({})
+NO_LOOKUPS: Lookups = MappingProxyType({})
 
 RESHAPING = frozenset({"contiguous", "flatten", "reshape", "unsqueeze", "view"})
 """Methods of tensors that leave all values, unless they are given a dtype."""
