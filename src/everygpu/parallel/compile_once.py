@@ -58,7 +58,9 @@ class CompileOnce:
             return self._compile_part(parts, *args, **kwargs)
 
         def compile_graph(graph: Any, inputs: list[Any]) -> Any:
-            return compile_fx(graph, inputs, inner_compile=compile_part, config_patches=self._options)
+            lookups = find_lookups(graph)  # before it is changed
+            function: Any = compile_fx(graph, inputs, inner_compile=compile_part, config_patches=self._options)
+            return awaiting(function, lookups)
 
         # From its cache of whole compilations torch would answer without asking compile_part. Left for later, backward
         # would be compiled by autograd's threads, by one for each GPU.
@@ -69,8 +71,7 @@ class CompileOnce:
                 function = self._compile_pieces(graph, example_inputs, compile_graph)
             if function is None:
                 parts.clear()
-                lookups = find_lookups(graph)
-                function = awaiting(compile_graph(graph, example_inputs), lookups)
+                function = compile_graph(graph, example_inputs)
         return Portable(function if put_behind is None else put_behind(function), parts)
 
     def _compile_pieces(self, graph: Any, example_inputs: list[Any], compile_piece: Backend) -> Any:

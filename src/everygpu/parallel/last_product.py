@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from everygpu import tree
 from everygpu.keys import is_compiled
+from everygpu.parallel.dynamo_graph import inputs_of, value_of
 from everygpu.parallel.recording.arrivals import awaiting
 from everygpu.parallel.stand_in import StandIn, StandInError, check_dropped, settled
 from everygpu.parallel.thread_state import current_stream
@@ -218,12 +219,12 @@ def split_off(graph: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]] 
     if last.target is not F.linear or last.kwargs or returned.count(last) != 1 or any(map(_switches, nodes)):
         return None
     x, *others = [node for node in last.args if node is not None]
-    values = [node.meta.get("example_value") for node in (last, x, *others)]
+    values = [value_of(node) for node in (last, x, *others)]
     is_whole = x.op != "placeholder" and all(node.op == "placeholder" for node in others)
     is_static = all(isinstance(v, Tensor) and all(type(n) is int for n in v.shape) for v in values)
     if not is_whole or not is_static or not is_large(values[0].nbytes, values[1:]):
         return None
-    inputs = [node for node in nodes if node.op == "placeholder"]
+    inputs = inputs_of(graph)
     place, sources = returned.index(last), [inputs.index(node) for node in others]
     returned[place] = x
     output.args = (tuple(returned),)

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from everygpu.parallel.recording.arrivals import awaiting
-from everygpu.parallel.recording.lookups import find_lookups
+from everygpu.parallel.dynamo_graph import inputs_of, is_written, value_of
 
 Backend = Callable[[Any, list[Any]], Callable[..., Any]]
 """From Dynamo's graph and example inputs to what runs it."""
@@ -56,7 +55,7 @@ def compile_pieces(graph: Any, example_inputs: list[Any], compile_piece: Backend
     Source:
         ``torch._dynamo.backends.distributed.DDPOptimizer``.
     """
-    total = sum(p.nbytes for p in map(_value_of, _inputs(graph)) if _is_trained(p))
+    total = sum(p.nbytes for p in map(value_of, inputs_of(graph)) if _is_trained(p))
     limit = max(PIECE_BYTES, total // NUM_PIECES)
     if total <= limit:
         return None
@@ -64,8 +63,7 @@ def compile_pieces(graph: Any, example_inputs: list[Any], compile_piece: Backend
 
     def compile_checked(piece: Any, inputs: list[Any]) -> Callable[..., Any]:
         _check_writes(graph, optimizer.buckets)  # here, where they are known, and nothing is compiled
-        lookups = find_lookups(piece)
-        return awaiting(compile_piece(piece, inputs), lookups)
+        return compile_piece(piece, inputs)
 
     optimizer: Any = DDPOptimizer(limit, compile_checked, limit)
     optimizer.add_param_args = _count
@@ -78,14 +76,6 @@ def compile_pieces(graph: Any, example_inputs: list[Any], compile_piece: Backend
     return pieces  # type: ignore[no-any-return]
 
 
-def _inputs(graph: Any) -> list[Any]:
-    return [node for node in graph.graph.nodes if node.op == "placeholder"]
-
-
-def _value_of(node: Any) -> Any:
-    return node.meta.get("example_value")
-
-
 def _is_trained(value: Any) -> bool:
     return isinstance(value, nn.Parameter) and value.requires_grad
 
@@ -96,8 +86,8 @@ def _count(piece: Any, node: Any) -> None:
     And their own bytes, not their storages': a training step's parameters lie side by side in few of these.
     """
     for source in node.all_input_nodes:
-        if source.op == "placeholder" and _is_trained(_value_of(source)) and next(iter(source.users)) is node:
-            piece.size += _value_of(source).nbytes
+        if source.op == "placeholder" and _is_trained(value_of(source)) and next(iter(source.users)) is node:
+            piece.size += value_of(source).nbytes
             piece.params.append(str(source.target))
 
 
@@ -127,10 +117,8 @@ def _check_writes(graph: Any, pieces: list[Any]) -> None:
 
     What that one saves for backward, autograd then takes for overwritten.
     """
-    for source in _inputs(graph):
-        value = _value_of(source)
-        is_written = isinstance(value, Tensor) and value._version > 0  # by Dynamo, which has run it on this value
-        if is_written and sum(not source.users.keys().isdisjoint(piece.nodes) for piece in pieces) > 1:
+    for source in inputs_of(graph):
+        if is_written(source) and sum(not source.users.keys().isdisjoint(piece.nodes) for piece in pieces) > 1:
             raise NotImplementedError(f"{source.target} is written, and used in several pieces")
 
 

@@ -101,8 +101,9 @@ class StandIn(Tensor):
             raise StandInError(cls, "compiled code was given what isn't there yet")
         if func in cls.refused:
             raise StandInError(cls, f"{func} was given what isn't there yet")
-        args = cls.settle_part(func, args, kwargs or {})
-        args, kwargs = tree_map_only(StandIn, settled, (args, kwargs or {}))
+        kwargs = kwargs or {}
+        args = cls.settle_part(func, args, kwargs)
+        args, kwargs = tree_map_only(StandIn, settled, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from everygpu.parallel.dynamo_graph import inputs_of, is_written, value_of
+
 Lookups = Mapping[int, Sequence[int]]
 """By a function's argument that is a table: those that name the rows."""
 
@@ -23,16 +25,11 @@ def find_lookups(graph: Any) -> Lookups:
     Args:
         graph: A ``torch.fx.GraphModule``, whose parameters are inputs; not yet compiled.
     """
-    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    places = {node: i for i, node in enumerate(inputs) if not _is_written(node)}
+    inputs = inputs_of(graph)
+    # Who calls it doesn't know what one that is written will hold.
+    places = {n: i for i, n in enumerate(inputs) if isinstance(value_of(n), Tensor) and not is_written(n)}
     found = {i: [_named_by(user, node) for user in node.users] for i, node in enumerate(inputs)}
     return {i: [places[n] for n in named] for i, named in found.items() if named and all(n in places for n in named)}
-
-
-def _is_written(node: Any) -> bool:
-    """Tell whether a graph writes to an input, so that who calls it doesn't know what it will hold."""
-    value = node.meta.get("example_value")
-    return not isinstance(value, Tensor) or value._version > 0  # Dynamo has run the graph on this value
 
 
 def _named_by(user: Any, table: Any) -> Any:
