@@ -309,8 +309,10 @@ def _install_streams(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     @contextlib.contextmanager
     def queueing_on(device: torch.device, stream: _Stream | None = None) -> Iterator[None]:
         here.streams.append(stream or (here.streams[-1] if here.streams else _Stream()))
-        yield
-        here.streams.pop()
+        try:
+            yield
+        finally:
+            here.streams.pop()
 
     def queue(function: Callable[..., object], *tensors: Tensor) -> None:
         tape, stream = current_tape(), here.streams[-1] if here.streams else None
@@ -333,13 +335,7 @@ def _install_streams(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     monkeypatch.setattr("everygpu.parallel.recording.marks.kept_stream", new_stream)
     monkeypatch.setattr("everygpu.parallel.recording.arrivals.kept_stream", late_stream)
-    modules = (
-        "parallel.recording.arrivals",
-        "parallel.recording.marks",
-        "parallel.recording.movers",
-        "step.early_update",
-    )
-    for module in modules:
+    for module in ("parallel.thread_state", "parallel.recording.movers", "step.early_update"):
         monkeypatch.setattr(f"everygpu.{module}.queueing_on", queueing_on)
     current: dict[tuple[int, torch.device], _Stream] = {}
     key = threading.get_ident

@@ -1,7 +1,7 @@
 """What torch and Python keep per thread, carried from the caller to the replicas' threads."""
 
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -112,6 +112,15 @@ def queueing_on(device: torch.device, stream: torch.cuda.Stream | None = None) -
         yield
         return
     with torch.cuda.device(device), torch.cuda.stream(stream or torch.cuda.current_stream(device)):
+        yield
+
+
+@contextmanager
+def queueing_on_each(devices: Sequence[torch.device], streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
+    """Queue what is launched on several devices, on a stream of each; the first one is current within."""
+    with ExitStack() as stack:
+        for device, stream in reversed(list(zip(devices, streams))):
+            stack.enter_context(queueing_on(device, stream))
         yield
 
 

@@ -17,7 +17,7 @@ from everygpu.parallel.recording.bundle import Bundle
 from everygpu.parallel.recording.lookups import NO_LOOKUPS, Lookups
 from everygpu.parallel.recording.movers import ROW_DTYPES
 from everygpu.parallel.stand_in import StandIn, StandInError, check_dropped
-from everygpu.parallel.thread_state import queueing_on
+from everygpu.parallel.thread_state import queueing_on_each
 
 _arrivals: ContextVar["Arrivals | None"] = ContextVar("everygpu_arrivals", default=None)
 
@@ -63,9 +63,7 @@ class Arrivals:
         """
         with self._sending:
             if place not in self._sent:
-                with ExitStack() as stack:
-                    for d, stream in reversed(list(zip(self._devices, self._streams()))):
-                        stack.enter_context(queueing_on(d, stream))
+                with queueing_on_each(self._devices, self._streams()):
                     self._bundles[place].send()
                 self._sent[place] = [stream.record_event() for stream in self._streams()]
             return self._sent[place]

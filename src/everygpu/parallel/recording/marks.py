@@ -1,13 +1,12 @@
 """Work that is recorded beside a backward."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 
 from everygpu.comm.streams import kept_stream
-from everygpu.parallel.thread_state import queueing_on
+from everygpu.parallel.thread_state import queueing_on_each
 
 
 class Marks:
@@ -55,9 +54,7 @@ class Marks:
             for stream in streams:
                 for replica, event in enumerate(now):
                     stream.wait_event(self._ready.get((group, replica), event))
-            with ExitStack() as stack:
-                for d, stream in reversed(list(zip(self._devices, streams))):
-                    stack.enter_context(queueing_on(d, stream))
+            with queueing_on_each(self._devices, streams):
                 works[group]()
         for d in self._devices if works else ():  # a stream that has waited for nothing is no part of the recording
             for stream in streams:
