@@ -127,41 +127,37 @@ def test_parameters_are_those_of_the_step(recording: Devices, make: Any, stands_
 ROWS, CALLED = -1, -2
 
 
-def note_waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Take note of threads, and what they wait for: a place among bundles, or ``ROWS``; return what notes more."""
-    wait, send_rows = arrivals.Arrivals._wait, Bundle.send_rows
+class Notes:
+    """Threads, and what they wait for: a place among bundles, or ``ROWS``."""
 
-    def note(what: int) -> None:
-        NOTED.append((threading.get_ident(), what))
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._notes: list[tuple[int, int]] = []
+        wait, send_rows = arrivals.Arrivals._wait, Bundle.send_rows
+        monkeypatch.setattr(arrivals.Arrivals, "_wait", lambda me, place, d: self.add(place) or wait(me, place, d))
+        monkeypatch.setattr(Bundle, "send_rows", lambda *args: self.add(ROWS) or send_rows(*args))
 
-    NOTED.clear()
-    monkeypatch.setattr(arrivals.Arrivals, "_wait", lambda me, place, d: note(place) or wait(me, place, d))
-    monkeypatch.setattr(Bundle, "send_rows", lambda *args: note(ROWS) or send_rows(*args))
-    return note
+    def add(self, what: int) -> None:
+        self._notes.append((threading.get_ident(), what))
 
-
-NOTED: list[tuple[int, int]] = []
-
-
-def noted_by_second() -> list[int]:
-    """Return what the second replica's thread noted while recording; the first waits for nothing."""
-    (thread,) = {thread for thread, what in NOTED if what >= 0}
-    noted = [what for by, what in NOTED if by == thread]
-    return noted[next(i for i, what in enumerate(noted) if what != CALLED) :]
+    def of_second(self) -> list[int]:
+        """Return what the second replica's thread noted while recording; the first waits for nothing."""
+        (thread,) = {thread for thread, what in self._notes if what >= 0}
+        found = [what for by, what in self._notes if by == thread]
+        return found[next(i for i, what in enumerate(found) if what != CALLED) :]
 
 
 def test_nobody_waits_beforehand(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what a replica uses has it wait, when it does; a table's rows have it wait for no others."""
-    note = note_waits(monkeypatch)
+    notes = Notes(monkeypatch)
 
     class Noting(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            note(CALLED)
+            notes.add(CALLED)
             return super().forward(x)
 
     model, _ = train(lambda: nn.Sequential(nn.Embedding(40, 8), Noting(8, 12)), recording(2), "graphs")
     if model._recorder.exchange.bundles[0].uses_kernels:
-        assert noted_by_second() == [ROWS, CALLED, 1, 2]
+        assert notes.of_second() == [ROWS, CALLED, 1, 2]
 
 
 class Looking(nn.Module):
@@ -208,12 +204,12 @@ def test_rows_that_are_looked_up(recording: Devices, monkeypatch: pytest.MonkeyP
     make, waits = LOOKS[name]
     used = recording(2)
     plain = train(make, used, "threads")
-    note_waits(monkeypatch)
+    notes = Notes(monkeypatch)
     ours = train(make, used, "graphs")
     training.compare(ours, plain)
     assert len(ours[0]._recorder._capture._recordings) == 1
     if ours[0]._recorder.exchange.bundles[0].uses_kernels:
-        assert noted_by_second() == waits
+        assert notes.of_second() == waits
 
 
 def test_rows_that_are_written_as_they_are_looked_up(recording: Devices) -> None:
