@@ -1,6 +1,6 @@
 """From every device's gradients to new parameters on all: one kernel, against NCCL's all-reduce and fused AdamW.
 
-    python benchmarks/update.py [--gpus 2 4 8] [--millions 10 124 1500]
+    python benchmarks/update.py [--gpus 2 4 8] [--millions 10 124 1500] [--dtypes float32 bfloat16]
 
 Every row runs in a process of its own. ``wire`` is the time in which each GPU's links carry what must come in: the
 others' gradients for its share, and the parameters that others have updated, each once, at ``--gb-per-s``. As much
@@ -8,6 +8,7 @@ goes out meanwhile.
 """
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -28,15 +29,15 @@ from everygpu.step.fused import FusedUpdate, can_fuse
 from everygpu.step.shards import Shards
 
 
-def make_params(num: int, device: torch.device) -> list[nn.Parameter]:
+def make_params(num: int, device: torch.device, dtype: torch.dtype) -> list[nn.Parameter]:
     """Parameters as a model has them: matrices of a million elements with a bias each."""
     width = 1024
-    pairs = [(torch.zeros(width, width, device=device), torch.zeros(width, device=device))] * max(1, num // width**2)
-    return [nn.Parameter(t.clone().normal_()) for pair in pairs for t in pair]
+    shapes = [(width, width), (width,)] * max(1, num // width**2)
+    return [nn.Parameter(torch.empty(shape, device=device, dtype=dtype).normal_()) for shape in shapes]
 
 
-def make_update(num: int, devices: list[torch.device]) -> tuple[FusedUpdate, set[int]]:
-    params = make_params(num, devices[0])
+def make_update(num: int, devices: list[torch.device], dtype: torch.dtype) -> tuple[FusedUpdate, set[int]]:
+    params = make_params(num, devices[0], dtype)
     optimizer = torch.optim.AdamW(params, lr=1e-4)
     arena = Arena(params, devices)
     shards = Shards(optimizer, params, arena.plans, arena.chunks(arena.values), arena.chunks(arena.grads))
@@ -46,15 +47,15 @@ def make_update(num: int, devices: list[torch.device]) -> tuple[FusedUpdate, set
     return FusedUpdate(optimizer, arena, shards), set(range(len(params)))
 
 
-def ours(num: int, devices: list[torch.device]) -> Callable[[], Any]:
+def ours(num: int, devices: list[torch.device], dtype: torch.dtype) -> Callable[[], Any]:
     """What TrainStep does after backward, in a step that isn't recorded."""
-    fused, touched = make_update(num, devices)
+    fused, touched = make_update(num, devices, dtype)
     return lambda: fused.run(touched, factor=1.0, is_reduced=False)
 
 
-def recorded(num: int, devices: list[torch.device]) -> Callable[[], Any]:
+def recorded(num: int, devices: list[torch.device], dtype: torch.dtype) -> Callable[[], Any]:
     """What TrainStep does in a recorded step: the kernels alone, launched as one CUDA graph."""
-    fused, touched = make_update(num, devices)
+    fused, touched = make_update(num, devices, dtype)
     rows = fused.prepare(touched)
     fused.launch(rows, factor=1.0, is_reduced=False)  # compiles the kernels
     graph = DeviceGraph(devices)
@@ -62,9 +63,9 @@ def recorded(num: int, devices: list[torch.device]) -> Callable[[], Any]:
     return graph.replay
 
 
-def in_turn(num: int, devices: list[torch.device]) -> Callable[[], Any]:
+def in_turn(num: int, devices: list[torch.device], dtype: torch.dtype) -> Callable[[], Any]:
     """What TrainStep does where there is no kernel: reduce-scatter, torch's AdamW on the shares, all-gather."""
-    params = make_params(num, devices[0])
+    params = make_params(num, devices[0], dtype)
     optimizer = torch.optim.AdamW(params, lr=1e-4, fused=True)
     arena = Arena(params, devices)
     shards = Shards(optimizer, params, arena.plans, arena.chunks(arena.values), arena.chunks(arena.grads))
@@ -79,12 +80,12 @@ def in_turn(num: int, devices: list[torch.device]) -> Callable[[], Any]:
     return step
 
 
-def peer(num: int, devices: list[torch.device]) -> Callable[[], Any]:
+def peer(num: int, devices: list[torch.device], dtype: torch.dtype) -> Callable[[], Any]:
     """What DistributedDataParallel comes down to: all-reduce, then the whole update on every device."""
-    grads = [torch.zeros(num, device=d) for d in devices]
+    grads = [torch.zeros(num, device=d, dtype=dtype) for d in devices]
     optimizers = []
     for device, grad in zip(devices, grads):
-        p = nn.Parameter(torch.zeros(num, device=device))
+        p = nn.Parameter(torch.zeros(num, device=device, dtype=dtype))
         p.grad = grad
         optimizers.append(torch.optim.AdamW([p], lr=1e-4, fused=True))
 
@@ -99,9 +100,9 @@ def peer(num: int, devices: list[torch.device]) -> Callable[[], Any]:
 WAYS = {"kernel, recorded": recorded, "kernel": ours, "in turn": in_turn, "nccl + fused AdamW": peer}
 
 
-def measure(way: str, num: int, count: int, rounds: int, steps: int) -> dict[str, Any]:
+def measure(way: str, num: int, count: int, dtype: str, rounds: int, steps: int) -> dict[str, Any]:
     devices = [torch.device("cuda", i) for i in range(count)]
-    step = WAYS[way](num, devices)
+    step = WAYS[way](num, devices, getattr(torch, dtype))
 
     def wait() -> None:
         for d in devices:
@@ -110,8 +111,8 @@ def measure(way: str, num: int, count: int, rounds: int, steps: int) -> dict[str
     return time_rounds(step, wait, rounds, steps)
 
 
-def run_apart(way: str, num: int, count: int, options: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--one", way, str(num), str(count)]
+def run_apart(way: str, num: int, count: int, dtype: str, options: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--one", way, str(num), str(count), dtype]
     command += ["--rounds", str(options.rounds), "--steps", str(options.steps)]
     return run_command(command, options.timeout)
 
@@ -120,30 +121,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, nargs="+", default=[torch.cuda.device_count()])
     parser.add_argument("--millions", type=float, nargs="+", default=[10, 124, 1500])
+    parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
     parser.add_argument("--gb-per-s", type=float, default=400, help="of one GPU's links, in each direction")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--timeout", type=int, default=90)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--one", nargs=3, metavar=("WAY", "NUM", "GPUS"), help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=4, metavar=("WAY", "NUM", "GPUS", "DTYPE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        way, num, count = options.one
-        print(json.dumps(measure(way, int(num), int(count), options.rounds, options.steps)), flush=True)
+        way, num, count, dtype = options.one
+        print(json.dumps(measure(way, int(num), int(count), dtype, options.rounds, options.steps)), flush=True)
         os._exit(0)
     machine, rows = describe_machine(), []
     print(json.dumps(machine), flush=True)
-    for count in options.gpus:
-        for millions in options.millions:
-            num = int(millions * 1e6)
-            wire = 8 * num * (count - 1) / count / (options.gb_per_s * 1e9) * 1e3
-            print(f"{count} GPUs, {millions:g}M parameters, wire {wire:.2f} ms", flush=True)
-            for way in WAYS:
-                rows.append({"way": way, "gpus": count, "params": num, "wire_ms": wire})
-                rows[-1] |= run_apart(way, num, count, options)
-                row = rows[-1]
-                text = row.get("error") or f"{row['ms']:.3f} ms ({row['ms_min']:.3f} to {row['ms_max']:.3f})"
-                print(f"  {way:20} {text}", flush=True)
+    for count, millions, dtype in itertools.product(options.gpus, options.millions, options.dtypes):
+        num = int(millions * 1e6)
+        num_bytes = 2 * getattr(torch, dtype).itemsize * num * (count - 1) / count
+        wire = num_bytes / (options.gb_per_s * 1e9) * 1e3
+        print(f"{count} GPUs, {millions:g}M parameters, {dtype}, wire {wire:.2f} ms", flush=True)
+        for way in WAYS:
+            rows.append({"way": way, "gpus": count, "params": num, "dtype": dtype, "wire_ms": wire})
+            rows[-1] |= run_apart(way, num, count, dtype, options)
+            row = rows[-1]
+            text = row.get("error") or f"{row['ms']:.3f} ms ({row['ms_min']:.3f} to {row['ms_max']:.3f})"
+            print(f"  {way:20} {text}", flush=True)
     if options.json:
         options.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
 

@@ -128,6 +128,20 @@ def test_with_every_option(recording: Devices, options: dict[str, Any]) -> None:
     assert_replicas_equal(step)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+def test_recorded_steps_of_parameters_in_bf16(recording: Devices, name: str, clip_norm: float | None) -> None:
+    used = recording(2)
+    data = [(x.bfloat16(), y) for x, y in batches(30, used[0])]
+    nets = [Net().bfloat16().to(used[0]) for _ in range(2)]
+    plain, _ = train(nets[0], used, data, OPTIMIZERS[name], capture=False, clip_norm=clip_norm)
+    recorded, step = train(nets[1], used, data, OPTIMIZERS[name], clip_norm=clip_norm)
+    assert num_recordings(step) == 1
+    torch.testing.assert_close(recorded, plain, rtol=0.02, atol=0.02)  # kernels round once, torch at each operation
+    assert_nets_equal(nets[1], nets[0], rtol=0.1, atol=0.05)
+    assert_replicas_equal(step)
+
+
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_dropout_draws_the_same_numbers(recording: Devices, count: int) -> None:
     used = recording(count)

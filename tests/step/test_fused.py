@@ -27,7 +27,7 @@ def test_as_torch_on_every_number_of_devices():
     command = [sys.executable, str(Path(__file__).parent / "fused_check.py")]
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("as torch") == 18
+    assert done.stdout.count("as torch") == 36
 
 
 def arena_of(*shapes, **options):
@@ -51,9 +51,13 @@ def test_which_optimizers_have_a_kernel(make, expected):
     assert has_kernel(make(params), arena) is expected
 
 
-def test_only_single_precision_has_a_kernel():
-    params, arena = arena_of((3,), dtype=torch.bfloat16)
-    assert not has_kernel(torch.optim.AdamW(params), arena)
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(torch.float32, True), (torch.bfloat16, True), (torch.float16, False), (torch.float64, False)],
+)
+def test_which_dtypes_have_a_kernel(dtype, expected):
+    params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(5, dtype=dtype))]
+    assert has_kernel(torch.optim.AdamW(params), Arena(params, CPU)) is expected
 
 
 def test_weights_that_share_a_storage_have_none():

@@ -733,6 +733,46 @@ def test_bf16_is_as_good_as_plain_bf16(devices: Devices) -> None:
     assert 0 < max(abs(a - b) for a, b in zip(losses, fine)) <= 3 * spread
 
 
+class InBfloat16(nn.Module):
+    """All of it in bfloat16, but for a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net().bfloat16()
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.to(self.net.frozen.dtype)).float() * self.scale
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_parameters_in_bf16_are_as_good_as_plain_bf16(
+    devices: Devices, name: str, count: int, clip_norm: float | None
+) -> None:
+    used = devices(count)
+    plain, exact, ours = (InBfloat16().to(used[0]) for _ in range(3))
+    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(40, (12,))]
+    optimizer = OPTIMIZERS[name](ours.parameters())
+    step = everygpu.TrainStep(
+        everygpu.DataParallel(ours, used), nn.CrossEntropyLoss(), optimizer, clip_norm=clip_norm
+    )  # fmt: skip
+    losses = [step(*batch).item() for batch in data]
+    reference = OPTIMIZERS[name](plain.parameters())
+    rough, _ = train_plainly(plain, reference, data, clip_norm=clip_norm)
+    fine, _ = train_plainly(exact.float(), OPTIMIZERS[name](exact.parameters()), data, clip_norm=clip_norm)
+    spread = max(abs(a - b) for a, b in zip(rough, fine))
+    assert 0 < max(abs(a - b) for a, b in zip(losses, fine)) <= 2 * spread
+    if count > 1:
+        assert_replicas_bit_equal(step)
+    kept, expected = optimizer.state_dict()["state"], reference.state_dict()["state"]
+    assert {i: {k: v.dtype for k, v in s.items()} for i, s in kept.items()} == {
+        i: {k: v.dtype for k, v in s.items()} for i, s in expected.items()
+    }
+    reference.load_state_dict(optimizer.state_dict())
+
+
 @pytest.mark.parametrize("name", ["AdamW-fused", "AdamW", "RMSprop"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_fp16_skips_updates_that_are_not_finite(devices: Devices, name: str, count: int) -> None:

@@ -83,7 +83,7 @@ def _reduce(grads: Tensor, target: Tensor, squares: Tensor, rows: Tensor, length
     squares.zero_()
     for block, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist())):
         if row >= 0:
-            total = _sum(grads, block, length)
+            total = _sum(grads, block, length, target.dtype)
             target[block * BLOCK_NUMEL :][:BLOCK_NUMEL] = total
             squares[block] = total.square().sum()
 
@@ -104,17 +104,20 @@ def _update(
         if row < 0:
             continue
         first, options = block * BLOCK_NUMEL, table[row].tolist()
-        places = [_at(int(v) + 4 * (begin + first), BLOCK_NUMEL) for v in values]
-        grad = _sum(grads, block, length) * factor * options[0]
-        new = rule(places[me].clone(), grad, [s[first : first + BLOCK_NUMEL] for s in states], options)
-        for place in places:
-            place.copy_(new)
+        dtype = states[0].dtype
+        places = [_at(int(v) + dtype.itemsize * (begin + first), BLOCK_NUMEL, dtype) for v in values]
+        grad = _sum(grads, block, length, dtype) * factor * options[0]
+        kept = [s[first : first + BLOCK_NUMEL] for s in states]
+        wide = [s.float() for s in kept]
+        new = rule(places[me].float().clone(), grad, wide, options)
+        for place, value in [*((p, new) for p in places), *zip(kept, wide)]:
+            place.copy_(value)
 
 
-def _sum(grads: Tensor, block: int, length: int) -> Tensor:
+def _sum(grads: Tensor, block: int, length: int, dtype: torch.dtype) -> Tensor:
     total = torch.zeros(BLOCK_NUMEL, device="cpu")
     for address in grads[:, block].tolist():
-        total[:length] += _at(address, length)
+        total[:length] += _at(address, length, dtype)
     return total
 
 
@@ -137,7 +140,7 @@ def _sgd(value: Tensor, grad: Tensor, states: Sequence[Tensor], options: Sequenc
     return value - lr * grad
 
 
-def _at(address: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def _at(address: int, numel: int, dtype: torch.dtype) -> Tensor:
     """Find memory by its address, where the kernels would load it 16 bytes at a time."""
     assert address, "no address for a block that is used"
     assert address % 16 == 0, "not aligned as the kernels need it"

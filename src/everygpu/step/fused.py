@@ -28,6 +28,9 @@ STATES: dict[type[Optimizer], tuple[str, ...]] = {
 }
 """What each kernel keeps for every element."""
 
+DTYPES = (torch.float32, torch.bfloat16)
+"""Of parameters that there are kernels for; their gradients and states have the same."""
+
 
 def can_fuse(optimizer: Optimizer, arena: Arena) -> bool:
     """Tell whether there is a kernel for an optimizer, and devices that reach each other's memory."""
@@ -46,8 +49,8 @@ def has_kernel(optimizer: Optimizer, arena: Arena) -> bool:
         for group in optimizer.param_groups
     )
     whole_blocks = all(slot.start % BLOCK_NUMEL == 0 for plan in arena.plans for slot in plan.slots)
-    single = all(plan.dtype is torch.float32 for plan in arena.plans)
-    return type(optimizer) in STATES and plain and whole_blocks and single
+    known = all(plan.dtype in DTYPES for plan in arena.plans)
+    return type(optimizer) in STATES and plain and whole_blocks and known
 
 
 @dataclass(slots=True, kw_only=True)
@@ -215,7 +218,10 @@ class FusedUpdate:
 
     def _lay_out(self, shards: Shards, me: int) -> _Device:
         arena, device = self._arena, self._arena.devices[me]
-        states = [[torch.zeros(plan.chunk_numel, device=device) for _ in self._names] for plan in arena.plans]
+        states = [
+            [torch.zeros(plan.chunk_numel, dtype=plan.dtype, device=device) for _ in self._names]
+            for plan in arena.plans
+        ]
         return _Device(
             device=device,
             fragments=shards.fragments[me],
