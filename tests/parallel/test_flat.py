@@ -5,7 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from everygpu.parallel.flat import BLOCK_NUMEL, block_addresses, block_lengths, lay_out, plan_buckets
+from everygpu.parallel.flat import (
+    BLOCK_NUMEL,
+    BUCKET_BYTES,
+    NUM_BUCKETS,
+    block_addresses,
+    block_lengths,
+    lay_out,
+    plan_buckets,
+)
 
 shapes = st.lists(st.lists(st.integers(0, 40), min_size=0, max_size=3), min_size=1, max_size=8)
 
@@ -50,6 +58,12 @@ def test_buckets_hold_one_dtype_and_are_closed_at_a_size():
     plans = plan_buckets(params, 1, limit_bytes=80)
     assert [[slot.index for slot in plan.slots] for plan in plans] == [[3, 2], [1], [0]]
     assert [plan.dtype for plan in plans] == [torch.float32, torch.float64, torch.float32]
+
+
+def test_large_models_have_larger_buckets_and_not_more_of_them():
+    params = [torch.empty(BUCKET_BYTES // 4) for _ in range(3 * NUM_BUCKETS)]  # never touched
+    assert len(plan_buckets(params[:4], 2)) == 4
+    assert len(plan_buckets(params, 2)) <= NUM_BUCKETS + 1
 
 
 def test_views_have_the_parameters_own_strides():

@@ -18,6 +18,9 @@ BUCKET_BYTES = 16 * 2**20
 """Size at which a bucket is closed: large enough for full bandwidth, small enough that the last, which no backward
 is left to hide, is soon done."""
 
+NUM_BUCKETS = 32
+"""About so many are made of a large model, larger ones: each costs Python a launch on every device."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
@@ -83,17 +86,20 @@ class BucketPlan:
                 yield Piece(index=slot.index, start=0, offset=0, numel=0)
 
 
-def plan_buckets(params: Sequence[Tensor], num_chunks: int, limit_bytes: int = BUCKET_BYTES) -> list[BucketPlan]:
+def plan_buckets(params: Sequence[Tensor], num_chunks: int, limit_bytes: int | None = None) -> list[BucketPlan]:
     """Lay parameters out in buckets.
 
     Args:
         params: Strided; of any dtypes and shapes. Those that lie side by side in one storage, as a recurrent
             layer's weights, stay so.
         num_chunks: Devices that share the work.
-        limit_bytes: Size at which a bucket is closed; a larger parameter has one of its own.
+        limit_bytes: Size at which a bucket is closed; a larger parameter has one of its own. Left out: ``BUCKET_BYTES``,
+            or more where there would be more than about ``NUM_BUCKETS``.
     Returns:
         Buckets in the order in which backward usually finishes them: the last parameters first.
     """
+    if limit_bytes is None:
+        limit_bytes = max(BUCKET_BYTES, sum(p.nbytes for p in params) // NUM_BUCKETS)
     backwards = range(len(params))[::-1]
     return [
         plan_bucket(params, members, num_chunks, together=together)
