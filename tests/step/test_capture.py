@@ -142,6 +142,28 @@ def test_recorded_steps_of_parameters_in_bf16(recording: Devices, name: str, cli
     assert_replicas_equal(step)
 
 
+class Branching(Net):
+    """Of small batches it uses only a part of itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.last(self.norm(h).tanh() if len(x) > 4 else h.tanh())
+
+
+def test_the_norm_is_that_of_the_parameters_that_take_part(
+    recording: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr("everygpu.parallel.flat.BUCKET_BYTES", 1)
+    used = recording(2)
+    data = [batch for pair in zip(batches(16, used[0]), batches(16, used[0], rows=6, ignore=False)) for batch in pair]
+    nets = [Branching().to(used[0]) for _ in range(2)]
+    plain, _ = train(nets[0], used, data, OPTIMIZERS["SGD"], capture=False, clip_norm=0.1)
+    recorded, step = train(nets[1], used, data, OPTIMIZERS["SGD"], clip_norm=0.1)
+    assert num_recordings(step) == 2
+    torch.testing.assert_close(recorded, plain, rtol=1e-4, atol=1e-5)
+    assert_nets_equal(nets[1], nets[0], rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_dropout_draws_the_same_numbers(recording: Devices, count: int) -> None:
     used = recording(count)

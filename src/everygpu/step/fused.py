@@ -171,13 +171,16 @@ class FusedUpdate:
         target = self._arena.chunks(self._arena.grads)[b][me]
         kernels.run_reduce(grads, target, d.squares[b], rows.blocks[me][b], d.lengths[b], me=me)
 
-    def norm_of_reduced(self) -> Tensor:
-        """Return the norm of all that ``reduce_bucket`` has added up, as one vector; shape (), on the first device.
+    def norm_of_reduced(self, buckets: Sequence[int]) -> Tensor:
+        """Return the norm of what ``reduce_bucket`` has added up, as one vector; shape (), on the first device.
 
         All devices must have met since.
+
+        Args:
+            buckets: Those that were; others have squares of earlier gradients.
         """
         home = self._devices[0].device
-        squares = [comm.copy(torch.stack([s.sum() for s in d.squares]).sum(), home) for d in self._devices]
+        squares = [comm.copy(torch.stack([d.squares[b].sum() for b in buckets]).sum(), home) for d in self._devices]
         return torch.stack(squares).sum().sqrt()
 
     def launch_bucket(
