@@ -93,8 +93,8 @@ def plan_buckets(params: Sequence[Tensor], num_chunks: int, limit_bytes: int | N
         params: Strided; of any dtypes and shapes. Those that lie side by side in one storage, as a recurrent
             layer's weights, stay so.
         num_chunks: Devices that share the work.
-        limit_bytes: Size at which a bucket is closed; a larger parameter has one of its own. Left out: ``BUCKET_BYTES``,
-            or more where there would be more than about ``NUM_BUCKETS``.
+        limit_bytes: Size at which a bucket is closed; a larger parameter has one of its own. If left out,
+            ``BUCKET_BYTES``, or more where there would be more than about ``NUM_BUCKETS``.
     Returns:
         Buckets in the order in which backward usually finishes them: the last parameters first.
     """
