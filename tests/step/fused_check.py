@@ -9,6 +9,7 @@ from torch import nn
 from triton.runtime import interpreter
 
 from everygpu import ShardedOptimizer
+from everygpu.parallel import flat
 from everygpu.step import kernels
 from everygpu.step.arena import Arena
 from everygpu.step.early_update import EarlyUpdate
@@ -76,6 +77,7 @@ def check(name, num_devices, dtype, *, is_reduced):
 
     shards = new_shards()
     assert has_kernel(optimizer, arena)
+    assert len(arena.plans) > 1
     fused = FusedUpdate(optimizer, arena, shards)
     for step in range(8):
         # A parameter takes no part at times; the rate changes; a state is loaded; the stock optimizers step too.
@@ -152,10 +154,11 @@ def check_in_place(name, num_devices, dtype, clip_norm):
         else:
             for b, me in chunks:
                 update._reduce(b, me)
-            norm = fused.norm_of_reduced(range(len(arena.plans)))
+            norm = fused.norm_of_reduced(fused.spans)
             torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain, clip_norm))
             for b, me in chunks:
-                fused.launch_bucket(b, me, update.rows, factor=clip_factor(norm, clip_norm), is_reduced=True)
+                factor = clip_factor(norm, clip_norm)
+                fused.launch_span(fused.spans[b], me, update.rows, factor=factor, is_reduced=True)
         fused.finish(touched)
         step_plainly(stock, dtype)
         for i, (p, q) in enumerate(zip(params, plain)):
@@ -177,7 +180,8 @@ def rounding_to_nearest(convert):
 
 if __name__ == "__main__":
     interpreter._convert_float = rounding_to_nearest(interpreter._convert_float)
-    kernels.num_programs = lambda lengths, num_away: 1 + num_away  # each has several blocks, as on GPUs
+    flat.BUCKET_BYTES = 4096  # several buckets
+    kernels.num_programs = lambda num_blocks, device, num_away: 1 + num_away  # each has several blocks, as on GPUs
     for name, num_devices, dtype in itertools.product(OPTIMIZERS, (1, 2, 3), DTYPES):
         for is_reduced in (False, True):
             check(name, num_devices, dtype, is_reduced=is_reduced)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everygpu.parallel.flat import BLOCK_NUMEL
+from everygpu.parallel.flat import BLOCK_NUMEL, Span
 
 Rule = Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[float]], Tensor]
 """From value, gradient, states and options to the new value; the states are written."""
@@ -24,18 +24,14 @@ class Kernels:
     def __init__(self, queue: Callable[..., None]) -> None:
         self._queue = queue
 
-    def run_adam(
-        self, grads: Tensor, values: Tensor, states: Sequence[Tensor], *tables: Tensor, factor: Tensor, **numbers: Any
-    ) -> None:
-        self._queue(functools.partial(_update, _adam, **numbers), grads, values, *tables, factor, *states)
+    def run_adam(self, grads: Tensor, *tables: Tensor, factor: Tensor, **numbers: Any) -> None:
+        self._queue(functools.partial(_update, _adam, **numbers), grads, *tables, factor)
 
-    def run_sgd(
-        self, grads: Tensor, values: Tensor, states: Sequence[Tensor], *tables: Tensor, factor: Tensor, **numbers: Any
-    ) -> None:
-        self._queue(functools.partial(_update, _sgd, **numbers), grads, values, *tables, factor, *states)
+    def run_sgd(self, grads: Tensor, *tables: Tensor, factor: Tensor, **numbers: Any) -> None:
+        self._queue(functools.partial(_update, _sgd, **numbers), grads, *tables, factor)
 
-    def run_reduce(self, *tensors: Tensor, me: int) -> None:
-        self._queue(_reduce, *tensors)
+    def run_reduce(self, *tensors: Tensor, span: Span, me: int) -> None:
+        self._queue(functools.partial(_reduce, span=span), *tensors)
 
     def run_send(self, *tables: Tensor, **numbers: Any) -> None:
         self._queue(functools.partial(_send, **numbers), *tables)
@@ -79,12 +75,12 @@ def _add(
             _at(place, length, dtype).copy_(sum(found))
 
 
-def _reduce(grads: Tensor, target: Tensor, squares: Tensor, rows: Tensor, lengths: Tensor) -> None:
-    squares.zero_()
-    for block, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist())):
-        if row >= 0:
-            total = _sum(grads, block, length, target.dtype)
-            target[block * BLOCK_NUMEL :][:BLOCK_NUMEL] = total
+def _reduce(grads: Tensor, targets: Tensor, squares: Tensor, rows: Tensor, lengths: Tensor, *, span: Span) -> None:
+    for block in range(span.first, span.first + span.num_blocks):
+        squares[block] = 0
+        if rows[block] >= 0:
+            total = _sum(grads, block, int(lengths[block]), span.dtype)
+            _at(int(targets[0, block]), BLOCK_NUMEL, span.dtype).copy_(total)
             squares[block] = total.square().sum()
 
 
@@ -92,22 +88,24 @@ def _update(
     rule: Rule,
     grads: Tensor,
     values: Tensor,
+    states: Tensor,
     rows: Tensor,
     lengths: Tensor,
     table: Tensor,
     factor: Tensor,
-    *states: Tensor,
-    begin: int,
+    *,
+    span: Span,
     me: int,
 ) -> None:
-    for block, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist())):
-        if row < 0:
+    for block in range(span.first, span.first + span.num_blocks):
+        if rows[block] < 0:
             continue
-        first, options = block * BLOCK_NUMEL, table[row].tolist()
-        dtype = states[0].dtype
-        places = [_at(int(v) + dtype.itemsize * (begin + first), BLOCK_NUMEL, dtype) for v in values]
-        grad = _sum(grads, block, length, dtype) * factor * options[0]
-        kept = [s[first : first + BLOCK_NUMEL] for s in states]
+        options = table[rows[block]].tolist()
+        places, kept = (
+            [_at(address, BLOCK_NUMEL, span.dtype) for address in found[:, block].tolist()]
+            for found in (values, states)
+        )
+        grad = _sum(grads, block, int(lengths[block]), span.dtype) * factor * options[0]
         wide = [s.float() for s in kept]
         new = rule(places[me].float().clone(), grad, wide, options)
         for place, value in [*((p, new) for p in places), *zip(kept, wide)]:

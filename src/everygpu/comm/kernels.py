@@ -17,7 +17,7 @@ KINDS = {
 """For each dtype the kernels' name of it, and what it is added up in."""
 
 
-def num_programs(lengths: Tensor, num_away: int) -> int:
+def num_programs(num_blocks: int, device: torch.device, num_away: int) -> int:
     """Return how many programs move blocks beside a model's work, each one block after another.
 
     Two blocks on their way for each multiprocessor keep the links busy. More programs would wait for the links in
@@ -25,13 +25,14 @@ def num_programs(lengths: Tensor, num_away: int) -> int:
     four H200. A device that reads only its own memory is quicker with all.
 
     Args:
-        lengths: One number for each block, on the device.
+        num_blocks: How many there are.
+        device: Where the programs run.
         num_away: Of how many other devices each program asks for a block at a time.
     """
-    if num_away == 0 or lengths.device.type != "cuda":  # or Triton's interpreter
-        return lengths.numel()
-    num_multiprocessors = torch.cuda.get_device_properties(lengths.device).multi_processor_count
-    return min(lengths.numel(), num_multiprocessors * (2 if num_away == 1 else 1))
+    if num_away == 0 or device.type != "cuda":  # or Triton's interpreter
+        return num_blocks
+    num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return min(num_blocks, num_multiprocessors * (2 if num_away == 1 else 1))
 
 
 @triton.jit
@@ -178,7 +179,7 @@ def run_send(
         me: This device's place in ``targets``.
     """
     num_blocks = lengths.numel()
-    _send[(num_programs(lengths, 1),)](
+    _send[(num_programs(num_blocks, lengths.device, 1),)](
         sources, lengths, targets, begin, num_blocks, me, TARGETS=targets.numel(), BLOCK=block, KIND=KINDS[dtype][0]
     )  # fmt: skip
 
@@ -204,7 +205,7 @@ def run_add(
     """
     kind, wide = KINDS[dtype]
     num_blocks = lengths.numel()
-    _add[(num_programs(lengths, sources.shape[0] - 1),)](
+    _add[(num_programs(num_blocks, lengths.device, sources.shape[0] - 1),)](
         sources, lengths, targets, begin, index, num_blocks, me,
         SOURCES=sources.shape[0], BLOCK=block, KIND=kind, WIDE=wide,
     )  # fmt: skip

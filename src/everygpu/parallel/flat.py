@@ -1,7 +1,7 @@
 """Parameters side by side in flat buckets, each cut into one chunk per device."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -128,6 +128,34 @@ def plan_bucket(
     return BucketPlan(
         dtype=tensors[0].dtype, slots=tuple(slots), chunk_numel=blocks * BLOCK_NUMEL, num_chunks=num_chunks
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Blocks of one dtype, side by side in tables that have the blocks of one chunk of each bucket in them."""
+
+    first: int
+    num_blocks: int
+    dtype: torch.dtype
+
+
+def block_spans(plans: Sequence[BucketPlan]) -> list[Span]:
+    """Return where each bucket's blocks are in a device's tables: the same places on every device."""
+    spans, first = [], 0
+    for plan in plans:
+        spans.append(Span(first=first, num_blocks=plan.chunk_numel // BLOCK_NUMEL, dtype=plan.dtype))
+        first += spans[-1].num_blocks
+    return spans
+
+
+def join_spans(spans: Sequence[Span]) -> list[Span]:
+    """Put neighbours of one dtype together."""
+    joined: list[Span] = []
+    for span in spans:
+        if joined and joined[-1].dtype is span.dtype:
+            span = replace(span, first=joined[-1].first, num_blocks=joined.pop().num_blocks + span.num_blocks)
+        joined.append(span)
+    return joined
 
 
 def _block_offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:

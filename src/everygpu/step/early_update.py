@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from everygpu import comm
 from everygpu.comm.streams import meet
-from everygpu.parallel.flat import BLOCK_NUMEL, block_addresses, lay_out
+from everygpu.parallel.flat import block_addresses, lay_out
 from everygpu.parallel.recording.marks import Marks
 from everygpu.parallel.thread_state import queueing_on
 from everygpu.step.arena import Arena
@@ -39,13 +39,10 @@ class EarlyUpdate:
         self._marks = Marks(arena.devices)
         self._grads: list[dict[int, Tensor]] = []
         self._touched: set[int] = set()
-        # For each device and bucket, the addresses of all devices' gradients for the blocks of its chunk.
+        # For each device, the addresses of all devices' gradients for the blocks of its chunks.
+        num_blocks = sum(span.num_blocks for span in fused.spans)
         self._sources = [
-            [
-                torch.zeros(len(arena.devices), p.chunk_numel // BLOCK_NUMEL, dtype=torch.int64, device=d)
-                for p in arena.plans
-            ]
-            for d in arena.devices
+            torch.zeros(len(arena.devices), num_blocks, dtype=torch.int64, device=d) for d in arena.devices
         ]
         self._is_settled = False
 
@@ -85,21 +82,21 @@ class EarlyUpdate:
         # What can begin early is adding up: before the first update the last gradient must be known.
         self._run_on_buckets(self._reduce)
         meet(self._arena.devices)
-        norm = self._fused.norm_of_reduced(self._used_buckets())
+        norm = self._fused.norm_of_reduced([self._fused.spans[b] for b in self._used_buckets()])
         factor = clip_factor(norm, clip_norm)
         for me, d in enumerate(self._arena.devices):
             scale = comm.copy(factor, d)
             with queueing_on(d):
-                for b in self._used_buckets():
-                    self._fused.launch_bucket(b, me, self.rows, factor=scale, is_reduced=True)
+                for span in self._fused.whole:
+                    self._fused.launch_span(span, me, self.rows, factor=scale, is_reduced=True)
         meet(self._arena.devices)
         return norm
 
     def _update(self, b: int, me: int) -> None:
-        self._fused.launch_bucket(b, me, self.rows, is_reduced=False, grads=self._sources[me][b])
+        self._fused.launch_span(self._fused.spans[b], me, self.rows, is_reduced=False, grads=self._sources[me])
 
     def _reduce(self, b: int, me: int) -> None:
-        self._fused.reduce_bucket(b, me, self.rows, self._sources[me][b])
+        self._fused.reduce_span(self._fused.spans[b], me, self.rows, self._sources[me])
 
     def _used_buckets(self) -> list[int]:
         plans = enumerate(self._arena.plans)
@@ -119,9 +116,9 @@ class EarlyUpdate:
         """After the recording, before its first launch: tell the kernels where the gradients are."""
         if self._is_settled:
             return
-        for b, plan in enumerate(self._arena.plans):
-            for me, table in enumerate(row[b] for row in self._sources):
-                table.copy_(torch.stack([block_addresses(plan, me, grads) for grads in self._grads]))
+        for me, table in enumerate(self._sources):
+            rows = [[block_addresses(plan, me, grads) for plan in self._arena.plans] for grads in self._grads]
+            table.copy_(torch.stack([torch.cat(row) for row in rows]))
         self._is_settled = True
 
     def _mark_buckets(self) -> list[Any]:

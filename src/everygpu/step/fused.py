@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from everygpu import comm
 from everygpu.comm.streams import meet
 from everygpu.devices.p2p import reach_each_other
-from everygpu.parallel.flat import BLOCK_NUMEL, BucketPlan, addresses, block_lengths
+from everygpu.parallel.flat import BLOCK_NUMEL, Span, block_lengths, block_spans, join_spans
 from everygpu.parallel.thread_state import queueing_on
 from everygpu.step.arena import Arena
 from everygpu.step.shards import Fragment, Shards, State
@@ -49,7 +49,7 @@ def has_kernel(optimizer: Optimizer, arena: Arena) -> bool:
         for group in optimizer.param_groups
     )
     whole_blocks = all(slot.start % BLOCK_NUMEL == 0 for plan in arena.plans for slot in plan.slots)
-    known = all(plan.dtype in DTYPES for plan in arena.plans)
+    known = bool(arena.plans) and all(plan.dtype in DTYPES for plan in arena.plans)
     return type(optimizer) in STATES and plain and whole_blocks and known
 
 
@@ -60,18 +60,23 @@ class _Device:
     device: torch.device
     fragments: list[Fragment]
     optimizer: Optimizer | None
-    values: list[Tensor]
-    """For each bucket, the addresses of all devices' parameters."""
-    grads: list[Tensor]
-    """For each bucket, the addresses of all devices' gradients of each block; shape (devices, blocks)."""
-    own_grads: list[Tensor]
-    lengths: list[Tensor]
+    values: Tensor
+    """Addresses of all devices' parameters for each block of this one's chunks, bucket after bucket; shape (devices,
+    blocks). The other tables have the same columns."""
+    grads: Tensor
+    """Of all devices' gradients, shape (devices, blocks)."""
+    own_grads: Tensor
+    """Of this device's, shape (1, blocks)."""
+    state_blocks: Tensor
+    """Of the states, shape (names, blocks)."""
+    lengths: Tensor
+    """How many elements of a parameter are in each block."""
+    squares: Tensor
+    """The sum of the squares of each block's gradients, where these are added up first."""
     states: list[list[Tensor]]
     """For each bucket, one chunk for each name in ``STATES``."""
     addresses: list[list[int]]
     """Of the states' chunks: asking each would take longer than comparing."""
-    squares: list[Tensor]
-    """For each bucket, the sum of the squares of each block's gradients, where these are added up first."""
     one: Tensor
     options: Tensor
     """Shape (parameters, columns): rows of options, as many as there are different ones."""
@@ -99,8 +104,8 @@ class Rows:
 
     row_of: dict[int, int]
     """For each parameter that is updated."""
-    blocks: list[list[Tensor]]
-    """For each device and bucket, one row per block of the device's chunk; -1 to leave it alone."""
+    blocks: list[Tensor]
+    """For each device, one row per block of the device's chunks; -1 to leave it alone."""
 
 
 class FusedUpdate:
@@ -120,9 +125,12 @@ class FusedUpdate:
         self._make_row = _sgd_row if isinstance(optimizer, torch.optim.SGD) else _adam_row
         self._sent: list[list[float]] = []
         self._arena = arena
+        # For each bucket its blocks, and all blocks in as few spans as there can be.
+        self.spans = block_spans(arena.plans)
+        self.whole = join_spans(self.spans)
         comm.connect(arena.devices)
         self._devices = [self._lay_out(shards, j) for j in range(len(arena.devices))]
-        self._rows: dict[Any, list[Tensor]] = {}
+        self._rows: dict[Any, Tensor] = {}
         # The fragments, by identity, whose place in the chunks has been written.
         self._written: set[int] = set()
         # For each parameter its step, that tensor's version, and its value: reading it would wait for a GPU.
@@ -159,33 +167,32 @@ class FusedUpdate:
         for me, d in enumerate(self._devices):
             with queueing_on(d.device):
                 scale = None if factor == 1 else torch.full((), factor, device=d.device)
-                for b in range(len(self._arena.plans)):
-                    self.launch_bucket(b, me, rows, factor=scale, is_reduced=is_reduced)
+                for span in self.whole:
+                    self.launch_span(span, me, rows, factor=scale, is_reduced=is_reduced)
         meet(self._arena.devices)
 
-    def reduce_bucket(self, b: int, me: int, rows: Rows, grads: Tensor) -> None:
-        """Queue the addition of one device's chunk to where ``is_reduced`` has it looked for; see ``launch_bucket``."""
+    def reduce_span(self, span: Span, me: int, rows: Rows, grads: Tensor) -> None:
+        """Queue the addition of one device's blocks to where ``is_reduced`` has it looked for; see ``launch_span``."""
         from everygpu.step import kernels  # needs Triton, which not every machine has
 
         d = self._devices[me]
-        target = self._arena.chunks(self._arena.grads)[b][me]
-        kernels.run_reduce(grads, target, d.squares[b], rows.blocks[me][b], d.lengths[b], me=me)
+        kernels.run_reduce(grads, d.own_grads, d.squares, rows.blocks[me], d.lengths, span=span, me=me)
 
-    def norm_of_reduced(self, buckets: Sequence[int]) -> Tensor:
-        """Return the norm of what ``reduce_bucket`` has added up, as one vector; shape (), on the first device.
+    def norm_of_reduced(self, spans: Sequence[Span]) -> Tensor:
+        """Return the norm of what ``reduce_span`` has added up, as one vector; shape (), on the first device.
 
         All devices must have met since.
 
         Args:
-            buckets: Those that were; others have squares of earlier gradients.
+            spans: Those that were; others have squares of earlier gradients.
         """
         home = self._devices[0].device
-        squares = [comm.copy(torch.stack([d.squares[b].sum() for b in buckets]).sum(), home) for d in self._devices]
-        return torch.stack(squares).sum().sqrt()
+        parts = [[d.squares.narrow(0, s.first, s.num_blocks).sum() for s in spans] for d in self._devices]
+        return torch.stack([comm.copy(torch.stack(sums).sum(), home) for sums in parts]).sum().sqrt()
 
-    def launch_bucket(
+    def launch_span(
         self,
-        b: int,
+        span: Span,
         me: int,
         rows: Rows,
         *,
@@ -193,23 +200,23 @@ class FusedUpdate:
         factor: Tensor | None = None,
         grads: Tensor | None = None,
     ) -> None:
-        """Queue one device's part of one bucket on its current stream.
+        """Queue the update of some of one device's blocks on its current stream.
 
         All devices' gradients must be there, and all devices be done with the parameters.
 
         Args:
+            span: One of ``spans``, or several together.
             factor: What the gradients are multiplied by, if by anything; shape (), on the device.
-            grads: Where the gradients are, if not in the arena: for each device the addresses of the chunk's blocks.
+            grads: Where the gradients are, if not in the arena: all devices' addresses for each block.
         """
         from everygpu.step import kernels  # needs Triton, which not every machine has
 
         run = kernels.run_sgd if isinstance(self._optimizer, torch.optim.SGD) else kernels.run_adam
-        d, begin = self._devices[me], me * self._arena.plans[b].chunk_numel
+        d = self._devices[me]
         if grads is None:
-            grads = d.own_grads[b] if is_reduced else d.grads[b]
-        tables = (rows.blocks[me][b], d.lengths[b], d.options)
-        scale = d.one if factor is None else factor
-        run(grads, d.values[b], d.states[b], *tables, factor=scale, begin=begin, me=me)
+            grads = d.own_grads if is_reduced else d.grads
+        tables = (rows.blocks[me], d.lengths, d.options)
+        run(grads, d.values, d.state_blocks, *tables, factor=d.one if factor is None else factor, span=span, me=me)
 
     def _send(self, table: list[list[float]]) -> None:
         rows = torch.tensor(table, dtype=torch.float32, device="cpu")  # a default device may be set
@@ -225,22 +232,33 @@ class FusedUpdate:
             [torch.zeros(plan.chunk_numel, dtype=plan.dtype, device=device) for _ in self._names]
             for plan in arena.plans
         ]
+        begins = [me * plan.chunk_numel for plan in arena.plans]
+        own_grads = [[bucket[me]] for bucket in arena.grads]
         return _Device(
             device=device,
             fragments=shards.fragments[me],
             optimizer=shards.optimizers[me],
-            values=[addresses(bucket, device) for bucket in arena.values],
-            grads=[_block_addresses(bucket, me, plan, device) for bucket, plan in zip(arena.grads, arena.plans)],
-            own_grads=[
-                _block_addresses([bucket[me]], me, plan, device) for bucket, plan in zip(arena.grads, arena.plans)
-            ],
-            squares=[torch.zeros(plan.chunk_numel // BLOCK_NUMEL, device=device) for plan in arena.plans],
-            one=torch.ones((), device=device),
-            lengths=[block_lengths(plan, me).to(device) for plan in arena.plans],
+            values=self._find_blocks(arena.values, begins, device),
+            grads=self._find_blocks(arena.grads, begins, device),
+            own_grads=self._find_blocks(own_grads, begins, device),
+            state_blocks=self._find_blocks(states, [0] * len(begins), device),
+            lengths=torch.cat([block_lengths(plan, me) for plan in arena.plans]).to(device),
+            squares=torch.zeros(sum(span.num_blocks for span in self.spans), device=device),
             states=states,
             addresses=[[chunk.data_ptr() for chunk in chunks] for chunks in states],
+            one=torch.ones((), device=device),
             options=torch.zeros(max(1, len(arena.params)), self._num_columns(), device=device),
         )
+
+    def _find_blocks(self, buckets: Sequence[Sequence[Tensor]], begins: Sequence[int], device: torch.device) -> Tensor:
+        """Return where blocks are in memory, for kernels on a device; shape (tensors, blocks), int64.
+
+        Args:
+            buckets: For each bucket some flat tensors, equally many.
+            begins: For each bucket the element at which the first block begins.
+        """
+        rows = zip(*buckets)
+        return torch.stack([torch.cat(list(map(_addresses, row, begins, self.spans))) for row in rows]).to(device)
 
     def _adopt_states(self) -> None:
         """Bring states that the stock optimizers made, or that were loaded, to where the kernels find them."""
@@ -288,17 +306,17 @@ class FusedUpdate:
             known = self._known[index] = step, step._version, int(step)
         return known[2]
 
-    def _rows_for(self, d: _Device, row_of: Mapping[int, int]) -> list[Tensor]:
-        """Return, for each bucket, the row of each block of this device's chunk."""
+    def _rows_for(self, d: _Device, row_of: Mapping[int, int]) -> Tensor:
+        """Return the row of each block of this device's chunks."""
         key = (d.device, id(d), tuple(row_of.items()))
         if key not in self._rows:
             if len(self._rows) >= 4 * len(self._devices):
                 self._rows.clear()
-            sizes = [plan.chunk_numel // BLOCK_NUMEL for plan in self._arena.plans]
-            rows = [torch.full((size,), -1, dtype=torch.int32, device="cpu") for size in sizes]
+            rows = torch.full((d.lengths.numel(),), -1, dtype=torch.int32, device="cpu")
             for f in d.fragments:
-                rows[f.bucket][f.piece.blocks] = row_of.get(f.piece.index, -1)
-            self._rows[key] = [r.to(d.device) for r in rows]
+                first, blocks = self.spans[f.bucket].first, f.piece.blocks
+                rows[first + blocks.start : first + blocks.stop] = row_of.get(f.piece.index, -1)
+            self._rows[key] = rows.to(d.device)
         return self._rows[key]
 
     def finish(self, touched: set[int]) -> None:
@@ -359,8 +377,7 @@ def _sgd_row(group: Options, count: int, decoupled: bool) -> list[float]:
     ]
 
 
-def _block_addresses(bucket: Sequence[Tensor], me: int, plan: BucketPlan, device: torch.device) -> Tensor:
-    """Return where the blocks of one chunk are in several devices' buckets, shape (devices, blocks)."""
-    starts = [flat.data_ptr() + me * plan.chunk_numel * flat.element_size() for flat in bucket]
-    steps = torch.arange(0, plan.chunk_numel, BLOCK_NUMEL, device="cpu") * bucket[0].element_size()
-    return (torch.tensor(starts, device="cpu")[:, None] + steps).to(device)
+def _addresses(flat: Tensor, begin: int, span: Span) -> Tensor:
+    """Return where the blocks of flat memory are, from one of its elements on; shape (blocks,), int64, on the CPU."""
+    steps = torch.arange(span.num_blocks, dtype=torch.int64, device="cpu") * BLOCK_NUMEL
+    return flat.data_ptr() + (begin + steps) * flat.element_size()
