@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import everygpu
-from everygpu.errors import CaptureError, OptionError
+from everygpu.errors import CaptureError, OptimizerError, OptionError
 from everygpu.parallel.recording.capture import NUM_WARM_UPS, referents
 from tests import tape
 
@@ -140,6 +140,92 @@ def test_recorded_steps_of_parameters_in_bf16(recording: Devices, name: str, cli
     torch.testing.assert_close(recorded, plain, rtol=0.02, atol=0.02)  # kernels round once, torch at each operation
     assert_nets_equal(nets[1], nets[0], rtol=0.1, atol=0.05)
     assert_replicas_equal(step)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+def test_the_default_dtype_says_nothing_about_options_and_counts(
+    recording: Devices, name: str, clip_norm: float | None
+) -> None:
+    used = recording(2)
+    data = [(x.bfloat16(), y) for x, y in batches(30, used[0])]
+    nets = [Net().bfloat16().to(used[0]) for _ in range(2)]
+    expected, usual = train(nets[0], used, data, OPTIMIZERS[name], clip_norm=clip_norm)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found, step = train(nets[1], used, data, OPTIMIZERS[name], clip_norm=clip_norm)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert num_recordings(step) == 1
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert_nets_equal(nets[1], nets[0], rtol=0, atol=0)
+    states = [s.optimizer.state_dict()["state"] for s in (step, usual)]
+    for state, same in zip(*(found.values() for found in states)):
+        assert {k: v.dtype for k, v in state.items()} == {k: v.dtype for k, v in same.items()}
+
+
+def test_a_momentum_of_more_precision_than_its_parameter_keeps_it(recording: Devices) -> None:
+    used = recording(2)
+    net = nn.Linear(6, 5).to(used[0])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    step = everygpu.TrainStep(everygpu.DataParallel(net, used), F.cross_entropy, optimizer)
+    data = batches(6, used[0])
+    for x, y in data:
+        step(x, y)
+    net.bfloat16()
+    for x, y in data:
+        step(x.bfloat16(), y)
+    kept = optimizer.state_dict()["state"][0]["momentum_buffer"]
+    assert kept.dtype is torch.float32
+    assert not kept.equal(kept.bfloat16().float())
+
+
+class WideGrad(torch.autograd.Function):
+    """A product whose weight has a gradient in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return grad @ w, grad.float().t() @ x.float()
+
+
+class WithWideGrad(nn.Module):
+    def __init__(self, grad_dtype: torch.dtype | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(5, 6).bfloat16())
+        self.weight.grad_dtype = grad_dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return WideGrad.apply(x, self.weight).float()
+
+
+@pytest.mark.skipif(not hasattr(torch.zeros(1), "grad_dtype"), reason="torch converts gradients itself")
+@pytest.mark.parametrize("count", [1, 2])
+def test_gradients_of_another_dtype_are_converted(recording: Devices, count: int) -> None:
+    used = recording(count)
+    data = [(x.bfloat16(), y) for x, y in batches(10, used[0])]
+    nets = [WithWideGrad(None).to(used[0]) for _ in range(2)]
+    for net in nets:
+        net.weight.grad_dtype = None
+    plain, _ = train(nets[0], used, data, OPTIMIZERS["SGD"], capture=False)
+    recorded, step = train(nets[1], used, data, OPTIMIZERS["SGD"])
+    assert num_recordings(step) == 1
+    torch.testing.assert_close(recorded, plain, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.skipif(not hasattr(torch.zeros(1), "grad_dtype"), reason="torch converts gradients itself")
+def test_gradients_that_must_have_another_dtype_are_refused(devices: Devices) -> None:
+    used = devices(2)
+    net = WithWideGrad(torch.float32).to(used[0])
+    net.weight.grad_dtype = torch.float32
+    with pytest.raises(OptimizerError, match="grad_dtype=torch.float32. Set its grad_dtype to torch.bfloat16"):
+        train(net, used, [], OPTIMIZERS["SGD"])
 
 
 class Branching(Net):

@@ -113,7 +113,7 @@ def _update(
 
 
 def _sum(grads: Tensor, block: int, length: int, dtype: torch.dtype) -> Tensor:
-    total = torch.zeros(BLOCK_NUMEL, device="cpu")
+    total = torch.zeros(BLOCK_NUMEL, dtype=torch.float32, device="cpu")
     for address in grads[:, block].tolist():
         total[:length] += _at(address, length, dtype)
     return total

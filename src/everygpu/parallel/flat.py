@@ -204,14 +204,14 @@ def is_laid_out(t: Tensor, slot: Slot) -> bool:
 
 
 def lay_out(grad: Tensor | None, slot: Slot, like: Tensor) -> Tensor:
-    """Return a gradient laid out as its parameter's slot: itself, most often.
+    """Return a gradient laid out as its parameter's slot, in its parameter's dtype: itself, most often.
 
     Args:
         grad: None for zeros.
         slot: The parameter's.
         like: Gives dtype and device.
     """
-    if grad is not None and is_laid_out(grad, slot):
+    if grad is not None and grad.dtype is like.dtype and is_laid_out(grad, slot):
         return grad
     laid = torch.zeros(slot.numel, dtype=like.dtype, device=like.device)
     if grad is not None:

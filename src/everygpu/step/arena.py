@@ -28,11 +28,12 @@ class Arena:
         devices: One per replica.
     Raises:
         PlacementError: a parameter is elsewhere.
-        OptimizerError: two elements of parameters share memory.
+        OptimizerError: two elements of parameters share memory, or gradients are to have another dtype.
     """
 
     def __init__(self, params: Sequence[Tensor], devices: Sequence[torch.device]) -> None:
         _check_place(params, devices[0])
+        _check_grad_dtypes(params)
         check_memory(params)
         self.params = list(params)
         self.devices = list(devices)
@@ -239,6 +240,16 @@ def _check_place(params: Sequence[Tensor], device: torch.device) -> None:
             raise PlacementError(
                 f"TrainStep: every parameter of the optimizer must be on {device}, got parameter {i} of shape "
                 f"{tuple(p.shape)} on {p.device}. Move its module there before making the optimizer."
+            )
+
+
+def _check_grad_dtypes(params: Sequence[Tensor]) -> None:
+    for i, p in enumerate(params):
+        wanted = getattr(p, "grad_dtype", None)  # torch 2.10 and later; None for any
+        if wanted not in (None, p.dtype):
+            raise OptimizerError(
+                f"TrainStep: gradients must have their parameters' dtypes, got parameter {i} of {p.dtype} with "
+                f"grad_dtype={wanted}. Set its grad_dtype to {p.dtype}, or train with DataParallel in an ordinary loop."
             )
 
 

@@ -53,6 +53,19 @@ def has_kernel(optimizer: Optimizer, arena: Arena) -> bool:
     return type(optimizer) in STATES and plain and whole_blocks and known
 
 
+def keeps_states(shards: Shards) -> bool:
+    """Tell whether the kernels can go on from states as they are: they keep them in the parameters' dtypes."""
+    return all(
+        torch.promote_types(state[name].dtype, f.param.dtype) is f.param.dtype
+        for fragments, optimizer in zip(shards.fragments, shards.optimizers)
+        if optimizer is not None
+        for f in fragments
+        if (state := optimizer.state.get(f.param))
+        for name in STATES[type(optimizer)]
+        if state.get(name) is not None
+    )
+
+
 @dataclass(slots=True, kw_only=True)
 class _Device:
     """What one device's kernels work on."""
@@ -166,7 +179,7 @@ class FusedUpdate:
         meet(self._arena.devices)
         for me, d in enumerate(self._devices):
             with queueing_on(d.device):
-                scale = None if factor == 1 else torch.full((), factor, device=d.device)
+                scale = None if factor == 1 else torch.full((), factor, dtype=torch.float32, device=d.device)
                 for span in self.whole:
                     self.launch_span(span, me, rows, factor=scale, is_reduced=is_reduced)
         meet(self._arena.devices)
@@ -243,11 +256,11 @@ class FusedUpdate:
             own_grads=self._find_blocks(own_grads, begins, device),
             state_blocks=self._find_blocks(states, [0] * len(begins), device),
             lengths=torch.cat([block_lengths(plan, me) for plan in arena.plans]).to(device),
-            squares=torch.zeros(sum(span.num_blocks for span in self.spans), device=device),
+            squares=torch.zeros(sum(span.num_blocks for span in self.spans), dtype=torch.float32, device=device),
             states=states,
             addresses=[[chunk.data_ptr() for chunk in chunks] for chunks in states],
-            one=torch.ones((), device=device),
-            options=torch.zeros(max(1, len(arena.params)), self._num_columns(), device=device),
+            one=torch.ones((), dtype=torch.float32, device=device),
+            options=torch.zeros(max(1, len(arena.params)), self._num_columns(), dtype=torch.float32, device=device),
         )
 
     def _find_blocks(self, buckets: Sequence[Sequence[Tensor]], begins: Sequence[int], device: torch.device) -> Tensor:
@@ -342,7 +355,9 @@ class FusedUpdate:
         if isinstance(self._optimizer, torch.optim.SGD):
             return {"momentum_buffer": views[0]} if group["momentum"] else {}
         on_device = group.get("capturable") or group.get("fused")
-        step = torch.zeros((), device=d.device if on_device else "cpu")
+        # As torch's: a smaller dtype, which may be the default, would stop counting at 256.
+        dtype = torch.float32 if group.get("fused") else torch.promote_types(torch.get_default_dtype(), torch.float32)
+        step = torch.zeros((), dtype=dtype, device=d.device if on_device else "cpu")
         return {"step": step, **dict(zip(self._names, views))}
 
 

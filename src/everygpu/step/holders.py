@@ -15,7 +15,7 @@ from everygpu.parallel.placement import place_module
 from everygpu.parallel.replicate import Leaves, ReplicaSet
 from everygpu.step.arena import Arena
 from everygpu.step.early_update import EarlyUpdate
-from everygpu.step.fused import FusedUpdate, Rows, can_fuse
+from everygpu.step.fused import FusedUpdate, Rows, can_fuse, keeps_states
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.shards import Shards
 from everygpu.step.update import Share, is_fused
@@ -291,7 +291,8 @@ class ShardedHolder:
         self._shards = Shards(self._optimizer.module, arena.params, arena.plans, values, grads)
         self._optimizer.attach(arena.params, self._shards)
         stock = self._optimizer.module
-        self._fused = FusedUpdate(stock, arena, self._shards) if can_fuse(stock, arena) else None
+        may_fuse = can_fuse(stock, arena) and keeps_states(self._shards)
+        self._fused = FusedUpdate(stock, arena, self._shards) if may_fuse else None
 
     def _run_fused(self, fused: FusedUpdate, *, factor: float, is_reduced: bool) -> None:
         fused.run(self._touched, factor=factor, is_reduced=is_reduced)

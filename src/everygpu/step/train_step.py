@@ -103,8 +103,8 @@ class TrainStep:
         self._scale = LossScale(self._home) if precision == "fp16" else None
         self._num_batches = 0
         self._num_steps = 0
-        self._num_skipped = torch.zeros((), device=self._home)
-        self._last_loss = self._last_norm = torch.full((), float("nan"), device=self._home)
+        self._num_skipped = torch.zeros((), dtype=torch.float32, device=self._home)
+        self._last_loss = self._last_norm = torch.full((), float("nan"), dtype=torch.float32, device=self._home)
         self._stopwatch = Stopwatch(self._home)
         self._capture = _make_capture(self, self._holder, must=capture is True) if can_capture else None
 

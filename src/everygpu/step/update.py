@@ -87,7 +87,7 @@ def total_norm(shares: Sequence[Share], home: torch.device) -> Tensor:
         ``torch.nn.utils.get_total_norm``, over several devices.
     """
     norms = [comm.copy(n, home) for share in shares for n in _norms(share.grads)]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=home)
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float32, device=home)
 
 
 def clip(shares: Sequence[Share], norm: Tensor, max_norm: float) -> None:
