@@ -154,7 +154,7 @@ def check_in_place(name, num_devices, dtype, clip_norm):
         else:
             for b, me in chunks:
                 update._reduce(b, me)
-            norm = fused.norm_of_reduced(fused.spans)
+            norm = fused.norm_of_reduced(update.rows)
             torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain, clip_norm))
             for b, me in chunks:
                 factor = clip_factor(norm, clip_norm)

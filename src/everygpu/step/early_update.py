@@ -82,7 +82,7 @@ class EarlyUpdate:
         # What can begin early is adding up: before the first update the last gradient must be known.
         self._run_on_buckets(self._reduce)
         meet(self._arena.devices)
-        norm = self._fused.norm_of_reduced([self._fused.spans[b] for b in self._used_buckets()])
+        norm = self._fused.norm_of_reduced(self.rows)
         factor = clip_factor(norm, clip_norm)
         for me, d in enumerate(self._arena.devices):
             scale = comm.copy(factor, d)

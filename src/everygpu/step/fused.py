@@ -191,17 +191,17 @@ class FusedUpdate:
         d = self._devices[me]
         kernels.run_reduce(grads, d.own_grads, d.squares, rows.blocks[me], d.lengths, span=span, me=me)
 
-    def norm_of_reduced(self, spans: Sequence[Span]) -> Tensor:
+    def norm_of_reduced(self, rows: Rows) -> Tensor:
         """Return the norm of what ``reduce_span`` has added up, as one vector; shape (), on the first device.
 
         All devices must have met since.
 
         Args:
-            spans: Those that were; others have squares of earlier gradients.
+            rows: With which it was; other blocks have squares of earlier gradients.
         """
         home = self._devices[0].device
-        parts = [[d.squares.narrow(0, s.first, s.num_blocks).sum() for s in spans] for d in self._devices]
-        return torch.stack([comm.copy(torch.stack(sums).sum(), home) for sums in parts]).sum().sqrt()
+        squares = [d.squares.masked_fill(table < 0, 0.0).sum() for d, table in zip(self._devices, rows.blocks)]
+        return torch.stack([comm.copy(s, home) for s in squares]).sum().sqrt()
 
     def launch_span(
         self,
