@@ -348,14 +348,10 @@ class DataParallel(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set what is read from the module on the module, as in ``model.fc = nn.Linear(model.fc.in_features, 10)``."""
-        if self._has_own(name):
+        if self._has_own(name) or not hasattr(self.module, name):
             super().__setattr__(name, value)
-        elif hasattr(self.module, name):
-            setattr(self.module, name, value)
-        elif isinstance(value, nn.Module):
-            self.add_module(name, value)
         else:
-            super().__setattr__(name, value)
+            setattr(self.module, name, value)
 
     def _has_own(self, name: str) -> bool:
         """Tell whether a name is the wrapper's; all are until it has its module."""
