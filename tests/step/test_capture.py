@@ -224,8 +224,77 @@ def test_gradients_that_must_have_another_dtype_are_refused(devices: Devices) ->
     used = devices(2)
     net = WithWideGrad(torch.float32).to(used[0])
     net.weight.grad_dtype = torch.float32
-    with pytest.raises(OptimizerError, match="grad_dtype=torch.float32. Set its grad_dtype to torch.bfloat16"):
+    message = "grad_dtype=torch.float32. Set its grad_dtype to torch.bfloat16"
+    with pytest.raises(OptimizerError, match=message):
         train(net, used, [], OPTIMIZERS["SGD"])
+    net.weight.grad_dtype = torch.bfloat16
+    _, step = train(net, used, [(x.bfloat16(), y) for x, y in batches(2, used[0])], OPTIMIZERS["SGD"])
+    net.weight.grad_dtype = torch.float32
+    with pytest.raises(OptimizerError, match=message):
+        step(torch.zeros(4, 6, dtype=torch.bfloat16, device=used[0]), torch.zeros(4, dtype=torch.int64, device=used[0]))
+
+
+@pytest.mark.parametrize("capture", [False, "auto"])
+def test_amsgrad_that_is_loaded_counts(recording: Devices, capture: Any) -> None:
+    used = recording(2)
+    data = batches(20, used[0])
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5)).to(used[0])
+    ours = copy.deepcopy(plain)
+    earlier = torch.optim.AdamW(plain.parameters(), lr=0.01, amsgrad=True)
+    F.cross_entropy(plain(data[0][0]), data[0][1]).backward()
+    earlier.step()
+    optimizer = torch.optim.AdamW(ours.parameters(), lr=0.01)
+    step = everygpu.TrainStep(everygpu.DataParallel(ours, used), F.cross_entropy, optimizer, capture=capture)
+    for x, y in data[:8]:
+        step(x, y)
+    ours.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(earlier.state_dict()))
+    for x, y in data[8:]:
+        earlier.zero_grad()
+        loss = F.cross_entropy(plain(x), y)
+        loss.backward()
+        earlier.step()
+        torch.testing.assert_close(step(x, y), loss.detach(), rtol=1e-4, atol=1e-5)
+    kept, expected = optimizer.state_dict()["state"][0], earlier.state_dict()["state"][0]
+    torch.testing.assert_close(kept["max_exp_avg_sq"].cpu(), expected["max_exp_avg_sq"].cpu())
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_a_rate_that_becomes_a_tensor_is_read_at_every_step(recording: Devices, name: str) -> None:
+    used = recording(2)
+    losses = []
+    for as_tensor in (False, True):
+        net = Net().to(used[0])
+        optimizer = OPTIMIZERS[name]([p for p in net.parameters() if p.requires_grad])
+        step = everygpu.TrainStep(everygpu.DataParallel(net, used), F.cross_entropy, optimizer)
+        (group,) = optimizer.param_groups
+        for i, (x, y) in enumerate(batches(20, used[0])):
+            if i == 8 and as_tensor:
+                group |= {"lr": torch.tensor(group["lr"]), "foreach": False}
+            if i >= 8:
+                group["lr"] *= 0.5  # in place
+            losses.append(step(x, y).item())
+    assert losses[20:] == pytest.approx(losses[:20], rel=1e-3, abs=1e-4)
+
+
+def test_a_step_without_any_parameter(recording: Devices) -> None:
+    used = recording(2)
+    net = Net().to(used[0])
+    optimizer = OPTIMIZERS["AdamW"](net.parameters())
+    step = everygpu.TrainStep(
+        everygpu.DataParallel(net, used), lambda out, x, y: F.cross_entropy(out, y) + x.sum(), optimizer
+    )
+    data = batches(6, used[0])
+    for x, y in data:
+        step(x, x, y)
+    before = copy.deepcopy(net.state_dict())
+    step.loss = lambda out, x, y: (x * 2).sum() + out.detach().sum()
+    x = data[0][0].requires_grad_()
+    for _ in range(2):
+        step(x, x, data[0][1])
+    for name, p in net.named_parameters():
+        assert p.equal(before[name]), name
 
 
 class Branching(Net):

@@ -292,7 +292,7 @@ def _slots(plans: Sequence[BucketPlan], buckets: Sequence[PerDevice], replica: i
 
 
 def _facts(p: Tensor) -> tuple[Any, ...]:
-    return p.shape, p.dtype, p.device, p.requires_grad, p.stride(), has_hooks(p)
+    return p.shape, p.dtype, getattr(p, "grad_dtype", None), p.device, p.requires_grad, p.stride(), has_hooks(p)
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:

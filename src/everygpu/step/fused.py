@@ -44,21 +44,27 @@ def can_fuse(optimizer: Optimizer, arena: Arena) -> bool:
 
 def has_kernel(optimizer: Optimizer, arena: Arena) -> bool:
     """Tell whether the kernels do what an optimizer does, for parameters as these."""
-    plain = all(
-        not group.get("amsgrad") and not any(isinstance(group[k], Tensor) for k in ("lr", "betas") if k in group)
-        for group in optimizer.param_groups
-    )
     whole_blocks = all(slot.start % BLOCK_NUMEL == 0 for plan in arena.plans for slot in plan.slots)
     known = bool(arena.plans) and all(plan.dtype in DTYPES for plan in arena.plans)
-    return type(optimizer) in STATES and plain and whole_blocks and known
+    return type(optimizer) in STATES and has_plain_options(optimizer) and whole_blocks and known
+
+
+def has_plain_options(optimizer: Optimizer) -> bool:
+    """Tell whether the kernels heed all options that an optimizer has now; schedulers and loading may change them."""
+    groups = optimizer.param_groups
+    tensors = [v for group in groups for v in (group["lr"], *group.get("betas", ())) if isinstance(v, Tensor)]
+    return not tensors and not any(group.get("amsgrad") for group in groups)
 
 
 def keeps_states(shards: Shards) -> bool:
-    """Tell whether the kernels can go on from states as they are: they keep them in the parameters' dtypes."""
+    """Tell whether the kernels, which keep states in the parameters' dtypes, keep all that torch would.
+
+    After ``model.bfloat16()``, torch's SGD goes on with a momentum in float32; its Adam fails.
+    """
     return all(
         torch.promote_types(state[name].dtype, f.param.dtype) is f.param.dtype
         for fragments, optimizer in zip(shards.fragments, shards.optimizers)
-        if optimizer is not None
+        if isinstance(optimizer, torch.optim.SGD)
         for f in fragments
         if (state := optimizer.state.get(f.param))
         for name in STATES[type(optimizer)]
@@ -170,7 +176,7 @@ class FusedUpdate:
         """
         self._adopt_states()
         table, row_of = self._make_table(touched)
-        if table != self._sent:
+        if table and table != self._sent:
             self._send(table)
         return Rows(row_of=row_of, blocks=[self._rows_for(d, row_of) for d in self._devices])
 

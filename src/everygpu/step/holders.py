@@ -15,7 +15,7 @@ from everygpu.parallel.placement import place_module
 from everygpu.parallel.replicate import Leaves, ReplicaSet
 from everygpu.step.arena import Arena
 from everygpu.step.early_update import EarlyUpdate
-from everygpu.step.fused import FusedUpdate, Rows, can_fuse, keeps_states
+from everygpu.step.fused import FusedUpdate, Rows, can_fuse, has_plain_options, keeps_states
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.shards import Shards
 from everygpu.step.update import Share, is_fused
@@ -170,8 +170,9 @@ class ShardedHolder:
                 self._optimizer.before_step()
         # Forward and hooks may have written parameters; here each device updates its own copy of a chunk.
         self._arena.follow_edits()
-        if self._fused is not None and found_inf is None:
-            self._run_fused(self._fused, factor=1.0, is_reduced=True)
+        fused = self._kernels()
+        if fused is not None and found_inf is None:
+            self._run_fused(fused, factor=1.0, is_reduced=True)
             return
         try:
             self._shards.step(self._optimizer.param_groups, self._touched, found_inf)
@@ -266,7 +267,11 @@ class ShardedHolder:
 
     def _whole_update(self) -> FusedUpdate | None:
         """Return the kernels, unless someone wants to see whole gradients between reduction and update."""
-        return None if self._optimizer.has_pre_hooks() else self._fused
+        return None if self._optimizer.has_pre_hooks() else self._kernels()
+
+    def _kernels(self) -> FusedUpdate | None:
+        """Return the kernels, where they do what the optimizer's options say now."""
+        return self._fused if has_plain_options(self._optimizer.module) else None
 
     def _trainable(self) -> list[Tensor]:
         return [p for p in _params(self._optimizer) if p.requires_grad]
