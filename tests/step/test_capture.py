@@ -195,11 +195,10 @@ class WideGrad(torch.autograd.Function):
 
 
 class WithWideGrad(nn.Module):
-    def __init__(self, grad_dtype: torch.dtype | None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.weight = nn.Parameter(torch.randn(5, 6).bfloat16())
-        self.weight.grad_dtype = grad_dtype
 
     def forward(self, x: Tensor) -> Tensor:
         return WideGrad.apply(x, self.weight).float()
@@ -210,7 +209,7 @@ class WithWideGrad(nn.Module):
 def test_gradients_of_another_dtype_are_converted(recording: Devices, count: int) -> None:
     used = recording(count)
     data = [(x.bfloat16(), y) for x, y in batches(10, used[0])]
-    nets = [WithWideGrad(None).to(used[0]) for _ in range(2)]
+    nets = [WithWideGrad().to(used[0]) for _ in range(2)]
     for net in nets:
         net.weight.grad_dtype = None
     plain, _ = train(nets[0], used, data, OPTIMIZERS["SGD"], capture=False)
@@ -222,7 +221,7 @@ def test_gradients_of_another_dtype_are_converted(recording: Devices, count: int
 @pytest.mark.skipif(not hasattr(torch.zeros(1), "grad_dtype"), reason="torch converts gradients itself")
 def test_gradients_that_must_have_another_dtype_are_refused(devices: Devices) -> None:
     used = devices(2)
-    net = WithWideGrad(torch.float32).to(used[0])
+    net = WithWideGrad().to(used[0])
     net.weight.grad_dtype = torch.float32
     message = "grad_dtype=torch.float32. Set its grad_dtype to torch.bfloat16"
     with pytest.raises(OptimizerError, match=message):

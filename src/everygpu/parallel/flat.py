@@ -71,6 +71,11 @@ class BucketPlan:
         """Elements in the whole bucket, the gaps between parameters included."""
         return self.chunk_numel * self.num_chunks
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in one chunk."""
+        return self.chunk_numel // BLOCK_NUMEL
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return all parameters' places in a bucket's memory, in the order of ``slots``."""
         return [slot.view(flat) for slot in self.slots]
@@ -143,7 +148,7 @@ def block_spans(plans: Sequence[BucketPlan]) -> list[Span]:
     """Return where each bucket's blocks are in a device's tables: the same places on every device."""
     spans, first = [], 0
     for plan in plans:
-        spans.append(Span(first=first, num_blocks=plan.chunk_numel // BLOCK_NUMEL, dtype=plan.dtype))
+        spans.append(Span(first=first, num_blocks=plan.num_blocks, dtype=plan.dtype))
         first += spans[-1].num_blocks
     return spans
 
@@ -173,7 +178,7 @@ def addresses(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def block_lengths(plan: BucketPlan, chunk: int) -> Tensor:
     """Return how many elements of a parameter are in each block of a chunk; shape (blocks,), int32, on the CPU."""
-    lengths = torch.zeros(plan.chunk_numel // BLOCK_NUMEL, dtype=torch.int32, device="cpu")
+    lengths = torch.zeros(plan.num_blocks, dtype=torch.int32, device="cpu")
     for piece in plan.pieces(chunk):
         lengths[piece.blocks] = BLOCK_NUMEL
         if piece.numel % BLOCK_NUMEL:
@@ -190,7 +195,7 @@ def block_addresses(plan: BucketPlan, chunk: int, tensors: Mapping[int, Tensor],
         tensors: By parameter, laid out as its slot.
         missing: The address of blocks that have none.
     """
-    found = torch.full((plan.chunk_numel // BLOCK_NUMEL,), missing, dtype=torch.int64, device="cpu")
+    found = torch.full((plan.num_blocks,), missing, dtype=torch.int64, device="cpu")
     for piece in plan.pieces(chunk):
         if piece.index in tensors:
             steps = (piece.offset + torch.arange(0, piece.numel, BLOCK_NUMEL, device="cpu")) * plan.dtype.itemsize

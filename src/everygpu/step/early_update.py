@@ -40,10 +40,8 @@ class EarlyUpdate:
         self._grads: list[dict[int, Tensor]] = []
         self._touched: set[int] = set()
         # For each device, the addresses of all devices' gradients for the blocks of its chunks.
-        num_blocks = sum(span.num_blocks for span in fused.spans)
-        self._sources = [
-            torch.zeros(len(arena.devices), num_blocks, dtype=torch.int64, device=d) for d in arena.devices
-        ]
+        shape = len(arena.devices), fused.num_blocks
+        self._sources = [torch.zeros(shape, dtype=torch.int64, device=d) for d in arena.devices]
         self._is_settled = False
 
     @contextmanager

@@ -147,6 +147,7 @@ class FusedUpdate:
         # For each bucket its blocks, and all blocks in as few spans as there can be.
         self.spans = block_spans(arena.plans)
         self.whole = join_spans(self.spans)
+        self.num_blocks = sum(span.num_blocks for span in self.spans)
         comm.connect(arena.devices)
         self._devices = [self._lay_out(shards, j) for j in range(len(arena.devices))]
         self._rows: dict[Any, Tensor] = {}
@@ -252,17 +253,17 @@ class FusedUpdate:
             for plan in arena.plans
         ]
         begins = [me * plan.chunk_numel for plan in arena.plans]
-        own_grads = [[bucket[me]] for bucket in arena.grads]
+        grads = self._find_blocks(arena.grads, begins, device)
         return _Device(
             device=device,
             fragments=shards.fragments[me],
             optimizer=shards.optimizers[me],
             values=self._find_blocks(arena.values, begins, device),
-            grads=self._find_blocks(arena.grads, begins, device),
-            own_grads=self._find_blocks(own_grads, begins, device),
+            grads=grads,
+            own_grads=grads[me : me + 1].clone(),
             state_blocks=self._find_blocks(states, [0] * len(begins), device),
             lengths=torch.cat([block_lengths(plan, me) for plan in arena.plans]).to(device),
-            squares=torch.zeros(sum(span.num_blocks for span in self.spans), dtype=torch.float32, device=device),
+            squares=torch.zeros(self.num_blocks, dtype=torch.float32, device=device),
             states=states,
             addresses=[[chunk.data_ptr() for chunk in chunks] for chunks in states],
             one=torch.ones((), dtype=torch.float32, device=device),
@@ -331,7 +332,7 @@ class FusedUpdate:
         if key not in self._rows:
             if len(self._rows) >= 4 * len(self._devices):
                 self._rows.clear()
-            rows = torch.full((d.lengths.numel(),), -1, dtype=torch.int32, device="cpu")
+            rows = torch.full((self.num_blocks,), -1, dtype=torch.int32, device="cpu")
             for f in d.fragments:
                 first, blocks = self.spans[f.bucket].first, f.piece.blocks
                 rows[first + blocks.start : first + blocks.stop] = row_of.get(f.piece.index, -1)
