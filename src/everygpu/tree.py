@@ -2,12 +2,17 @@
 
 A container is a tuple, list, dict or UserDict (and their subclasses: named tuples, ``torch.return_types``,
 ``ModelOutput``), a dataclass instance, or a type registered with torch's pytree. Everything else is a leaf.
+An attribute that a container has beside its items is a child, too; one that shows an item follows that item.
 """
 
 import copy
 import dataclasses
-from collections import UserDict
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import itertools
+import sys
+import types
+from collections import UserDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +23,10 @@ _LEAF_TYPES = frozenset(
     {torch.Tensor, torch.nn.Parameter, torch.Size, torch.nn.utils.rnn.PackedSequence}
     | {int, float, str, bool, type(None)}
 )
+_PLAIN_TYPES = frozenset({int, float, str, bool, type(None)})
+# What these hold is their own business, not data.
+_OPAQUE_TYPES = (torch.Tensor, torch.nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
+_MOST_PARTS, _MOST_OBJECTS = 32, 1000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +55,13 @@ def open_container(value: Any) -> Container | None:
     if kind in (list, tuple):
         return Container(accessors=_indices(value), children=tuple(value), rebuild=kind)
     if isinstance(value, (dict, UserDict)):
-        return _open_mapping(value)
+        return _with_attributes(value, _open_mapping(value))
     if isinstance(value, (list, tuple)):
-        return _open_sequence(value)
+        return _with_attributes(value, _open_sequence(value))
     if kind in _pytree.SUPPORTED_NODES:
         return _open_registered(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _open_dataclass(value)
+        return _with_attributes(value, _open_dataclass(value))
     return None
 
 
@@ -94,6 +103,53 @@ def fan_out(function: Callable[[Any], Sequence[Any]], tree: Any, num_copies: int
     return [opened.rebuild([column[i] for column in columns]) for i in range(num_copies)]
 
 
+def find_tensor(value: Any) -> tuple[str, tuple[int, ...]] | None:
+    """Find a tensor or array with dimensions in what an object holds, which need not be a container.
+
+    A tokenizer has a hundred thousand parts and no tensor: only the first parts of each object are looked at.
+
+    Returns:
+        What follows the object's name to reach it, such as ``.x``, and its shape; None where there is none.
+    """
+    if type(value) in _PLAIN_TYPES:
+        return None
+    found, seen = [("", value)], {id(value)}
+    for path, part in found:  # which grows meanwhile
+        if has_dims(part):
+            return path, tuple(part.shape)
+        if len(found) < _MOST_OBJECTS:
+            new = [(path + accessor, held) for accessor, held in itertools.islice(_held_by(part), _MOST_PARTS)]
+            found += [(name, held) for name, held in new if id(held) not in seen]
+            seen.update(id(held) for _, held in new)
+    return None
+
+
+def has_dims(value: Any) -> bool:
+    """Tell whether a value is a tensor or a NumPy array that may have rows."""
+    return (isinstance(value, torch.Tensor) or is_array(value)) and value.ndim > 0
+
+
+def is_array(value: Any) -> bool:
+    """Tell whether a value is a NumPy array, without loading NumPy, which torch works without."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _held_by(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an object holds: its items, if its class is built in, and its attributes."""
+    if type(value) in _PLAIN_TYPES or isinstance(value, _OPAQUE_TYPES):
+        return
+    if isinstance(value, dict):
+        yield from ((f"[{key!r}]", held) for key, held in value.items())
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        yield from ((f"[{i}]", held) for i, held in enumerate(value))
+    yield from ((f".{name}", held) for name, held in (getattr(value, "__dict__", None) or {}).items())
+    for kind in type(value).__mro__:
+        if "__slots__" in vars(kind):
+            slots = [(name, slot) for name, slot in vars(kind).items() if isinstance(slot, types.MemberDescriptorType)]
+            yield from ((f".{name}", slot.__get__(value)) for name, slot in slots if hasattr(value, name))
+
+
 def _indices(value: Sequence[Any]) -> tuple[str, ...]:
     return tuple(f"[{i}]" for i in range(len(value)))
 
@@ -130,7 +186,8 @@ def _open_sequence(value: Any) -> Container:
         if hasattr(kind, "_make"):
             return kind._make(new)
         if isinstance(value, tuple):
-            return kind(new)
+            # With attributes, the class may have a constructor of its own; torch's return types have neither.
+            return _set_attributes(tuple.__new__(kind, new), vars(value)) if hasattr(value, "__dict__") else kind(new)
         twin = copy.copy(value)
         twin[:] = new
         return twin
@@ -155,3 +212,62 @@ def _open_dataclass(value: Any) -> Container:
         children=tuple(getattr(value, name) for name in names),
         rebuild=rebuild,
     )
+
+
+def _with_attributes(value: Any, opened: Container) -> Container:
+    """Let attributes follow: those that show a child become what it becomes, others are children themselves."""
+    own = getattr(value, "__dict__", None)
+    if not own:
+        return opened
+    if own is value:  # self.__dict__ = self
+        return dataclasses.replace(opened, rebuild=lambda new: _tie(opened.rebuild(new)))
+    place_of, cached, more = _sort_attributes(value, own, opened)
+    if not (place_of or cached):
+        return opened
+
+    def rebuild(new: Sequence[Any]) -> Any:
+        twin = opened.rebuild(new[: len(opened.children)])
+        for name in cached:
+            vars(twin).pop(name, None)
+        return _set_attributes(twin, {name: new[i] for name, i in place_of.items()})
+
+    return Container(
+        accessors=(*opened.accessors, *(f".{name}" for name in more)),
+        children=(*opened.children, *(own[name] for name in more)),
+        rebuild=rebuild,
+    )
+
+
+def _sort_attributes(value: Any, own: dict[str, Any], opened: Container) -> tuple[dict[str, int], list[str], list[str]]:
+    """Return which child each attribute is, which are computed from others and kept, and which are no child yet."""
+    names = {accessor: i for i, accessor in enumerate(opened.accessors)}
+    ids = {id(child): i for i, child in reversed(list(enumerate(opened.children)))}
+    place_of: dict[str, int] = {}
+    cached: list[str] = []
+    more: list[str] = []
+    for name, held in own.items():
+        same_name = names.get(f'["{name}"]')
+        if f".{name}" in names or held is value or (name == "data" and isinstance(value, UserDict)):
+            continue
+        if isinstance(getattr(type(value), name, None), functools.cached_property):
+            cached.append(name)
+        elif same_name is not None and opened.children[same_name] is held:
+            place_of[name] = same_name
+        elif type(held) in _PLAIN_TYPES:
+            continue
+        elif id(held) in ids:
+            place_of[name] = ids[id(held)]
+        else:
+            place_of[name] = len(names) + len(more)
+            more.append(name)
+    return place_of, cached, more
+
+
+def _tie(twin: Any) -> Any:
+    return _set_attributes(twin, {"__dict__": twin})
+
+
+def _set_attributes(twin: Any, attributes: Mapping[str, Any]) -> Any:
+    for name, held in attributes.items():
+        object.__setattr__(twin, name, held)  # the class may set items in its own
+    return twin

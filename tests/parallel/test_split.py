@@ -10,7 +10,7 @@ from torch import nn
 
 from everygpu import Replicated
 from everygpu.errors import OptionError, SplitError
-from everygpu.parallel.split import SplitPlan, check_split, find_rows, is_splittable, plan_split
+from everygpu.parallel.split import SplitPlan, check_split, check_splittable, find_rows, plan_split
 
 rows_of_a_batch = st.integers(0, 200)
 device_counts = st.integers(1, 64)
@@ -136,7 +136,7 @@ class TestFindRows:
     @pytest.mark.parametrize("dim", [2, -3])
     def test_dim_out_of_range(self, dim):
         with pytest.raises(SplitError, match="Replicated"):
-            is_splittable(torch.ones(2, 2), "x", dim)
+            check_splittable(torch.ones(2, 2), "x", dim)
 
     def test_packed_sequence_is_refused(self):
         packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])

@@ -15,7 +15,7 @@ from everygpu.feed.arguments import as_whole, check_callback, describe, is_numbe
 from everygpu.feed.feeder import data_parallel_in, find_route
 from everygpu.feed.restore import restored
 from everygpu.feed.tuning_cache import describe_run, read_result, write_result
-from everygpu.parallel.split import Replicated, Route, find_rows, is_splittable
+from everygpu.parallel.split import Route, find_rows
 
 STEPS_PER_TRIAL = 2
 """The first step makes the optimizer's state, the second has it beside its activations."""
@@ -270,11 +270,14 @@ def resize(batch: Any, num_rows: int, dim: int) -> Any:
     """
 
     def repeat(leaf: Any) -> Any:
-        if isinstance(leaf, Replicated) or not is_splittable(leaf, "batch", dim):
+        if not tree.has_dims(leaf):
             return leaf
+        if not isinstance(leaf, torch.Tensor):
+            return leaf.take(range(num_rows), axis=dim, mode="wrap")
         index = torch.arange(num_rows, device=leaf.device) % leaf.shape[dim]
         # Indexing keeps channels_last, index_select doesn't.
-        repeated: torch.Tensor = leaf[(*[slice(None)] * (dim % leaf.ndim), index)]
+        before: list[Any] = [slice(None)] * (dim % leaf.ndim)
+        repeated = leaf[(*before, index)]
         return repeated.requires_grad_(leaf.requires_grad)
 
     with torch.no_grad():

@@ -16,7 +16,7 @@ from everygpu import tree
 from everygpu.comm.upload import Mark, mark, receive, upload
 from everygpu.parallel.scatter import move_tree
 from everygpu.parallel.sharded_batch import ShardedBatch, shard_batch
-from everygpu.parallel.split import Replicated, Route, SplitPlan, find_rows, is_splittable, plan_split
+from everygpu.parallel.split import Replicated, Route, SplitPlan, find_rows, plan_split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ def _pack(leaf: Any, plan: SplitPlan | None, route: Route) -> Parcel:
         return Parcel(unpack=lambda: move_tree(leaf, home))
     if not isinstance(leaf, Tensor):
         return Parcel(unpack=lambda: leaf)
-    if plan is not None and plan.active != (0,) and is_splittable(leaf, "batch", route.dim):
+    if plan is not None and plan.active != (0,) and tree.has_dims(leaf):
         return _pack_rows(leaf, plan, route)
     whole = upload(leaf, home)
     return Parcel(tensors=[whole], unpack=lambda: _like(whole, leaf))

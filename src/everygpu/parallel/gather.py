@@ -135,7 +135,7 @@ def _check_shapes(shapes: list[tuple[int, ...]], dim: int, path: str) -> None:
 
 
 def _join_leaves(values: list[Any], dim: int, path: str) -> Any:
-    arrays = [v for v in values if _is_array(v)]
+    arrays = [v for v in values if tree.is_array(v)]
     if any(isinstance(v, Tensor) for v in values) or (arrays and len(arrays) < len(values)):
         raise _structure_error(path, [_describe(v) for v in values])
     if arrays:
@@ -159,11 +159,6 @@ def _join_arrays(arrays: list[Any], dim: int, path: str) -> Any:
     return numpy.concatenate(arrays, dim)
 
 
-def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
-
-
 def _holds_tensors(value: Any) -> bool:
     return isinstance(value, (set, frozenset)) and any(isinstance(v, Tensor) for v in value)
 
@@ -171,8 +166,8 @@ def _holds_tensors(value: Any) -> bool:
 def _same(a: Any, b: Any) -> bool:
     if a is b:
         return True
-    if type(a) is not type(b):
-        return False
+    if type(a) is not type(b) or tree.find_tensor(a) is not None:
+        return False  # == of objects may leave their tensors out
     try:
         return bool(a == b) or bool(a != a and b != b)  # nan differs from itself
     except (RuntimeError, TypeError, ValueError):  # == gives no plain truth value

@@ -1,6 +1,7 @@
 """Cut a batch into one shard per replica, each on its device."""
 
 import itertools
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +13,11 @@ from torch.nn.utils.rnn import PackedSequence
 from everygpu import comm, tree
 from everygpu.comm import upload
 from everygpu.devices.parse import DeviceLike, parse_devices
+from everygpu.errors import SplitError
 from everygpu.parallel.broadcast import broadcast_tensor, keep_requires_grad
 from everygpu.parallel.lend import lend
 from everygpu.parallel.sharded_batch import ShardedBatch
-from everygpu.parallel.split import Replicated, Split, SplitPlan, find_rows, is_splittable, plan_split
+from everygpu.parallel.split import Replicated, Split, SplitPlan, find_rows, plan_split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +42,16 @@ def scatter(
     """Cut every tensor in ``inputs`` along ``dim`` and put one part on each device.
 
     Args:
-        inputs: A tensor of shape (..., rows, ...), or any nesting of containers with such tensors. 0-dim
-            tensors, ``Replicated`` values and everything that is no tensor go to every device.
+        inputs: A tensor of shape (..., rows, ...), or any nesting of containers with such tensors. NumPy arrays
+            are cut alike, and stay arrays. 0-dim tensors, ``Replicated`` values and everything else go to every
+            device.
         device_ids: Devices, as ints (CUDA indices), names or ``torch.device``.
         dim: Where the rows are.
         split: ``"chunk"``, ``"even"`` or weights; see ``plan_split``.
     Returns:
         One structure like ``inputs`` for each device that gets rows. Gradients flow back to ``inputs``.
     Raises:
-        SplitError: tensors disagree on the number of rows.
+        SplitError: tensors disagree on the number of rows; an object that is no container holds tensors.
         DeviceError: a device is unknown or absent.
     Source:
         ``torch.nn.parallel.scatter``, which silently drops rows where tensors disagree.
@@ -125,12 +128,17 @@ class _Sharer:
             if copies is not None:
                 return copies
             return tree.fan_out(self._copies, leaf.value, len(self.devices))
-        if self.plan is not None and is_splittable(leaf, "an input", self.dim):
+        if self.plan is not None and tree.has_dims(leaf):
             return self._rows(leaf, self.plan)
+        if len(self.devices) > 1:
+            _check_object(leaf)
         return self._copies(leaf)
 
-    def _rows(self, x: Tensor, plan: SplitPlan) -> list[Tensor]:
+    def _rows(self, x: Any, plan: SplitPlan) -> Sequence[Any]:
         rows = [plan.rows[position] for position in self.active]
+        if not isinstance(x, Tensor):
+            views: list[Any] = sys.modules["numpy"].split(x, list(itertools.accumulate(rows))[:-1], self.dim)
+            return views
         lent = lend(x, self.devices, rows, self.dim) if isinstance(x, ShardedBatch) else None
         if lent is not None:
             return lent
@@ -153,6 +161,18 @@ class _Sharer:
         if isinstance(leaf, PackedSequence):
             return [move_tree(leaf, device) for device in self.devices]
         return [leaf] * len(self.devices)
+
+
+def _check_object(leaf: Any) -> None:
+    """Refuse an object that would take the whole batch to every replica, unseen."""
+    found = None if isinstance(leaf, Tensor) else tree.find_tensor(leaf)
+    if found is not None:
+        (path, shape), kind = found, type(leaf).__qualname__
+        raise SplitError(
+            f"scatter: tensors must be in containers for their rows to be shared, got the {kind} object with shape "
+            f"{shape} at {path}. Pass a dict or a dataclass of its tensors, register {kind} with "
+            f"torch.utils._pytree.register_pytree_node, or send it whole on purpose, as everygpu.Replicated(...)."
+        )
 
 
 def _cut(x: Tensor, rows: Sequence[int], dim: int) -> list[Tensor]:

@@ -131,14 +131,15 @@ def find_rows(named: Sequence[tuple[str, Any]], dim: int) -> int | None:
         named: Arguments with their names, such as ``("args[0]", x)``; containers are searched.
         dim: The dimension along which tensors are split.
     Returns:
-        The batch size all tensors agree on; None when there is no tensor to split.
+        The batch size all tensors and arrays agree on; None when there is none to split.
     Raises:
         SplitError: two tensors disagree, or one has no such dimension.
     """
     found: tuple[str, int] | None = None
     for name, value in named:
         for path, leaf in tree.leaves(value, name):
-            if not is_splittable(leaf, path, dim):
+            check_splittable(leaf, path, dim)
+            if not tree.has_dims(leaf):
                 continue
             size = leaf.shape[dim]
             if found is not None and size != found[1]:
@@ -151,25 +152,22 @@ def find_rows(named: Sequence[tuple[str, Any]], dim: int) -> int | None:
     return found[1] if found else None
 
 
-def is_splittable(leaf: Any, path: str, dim: int) -> bool:
-    """Tell whether a leaf has rows to share; 0-dim tensors have none and go to every replica.
+def check_splittable(leaf: Any, path: str, dim: int) -> None:
+    """Refuse a leaf that has rows, but none that can be shared.
 
     Raises:
-        SplitError: the tensor has dimensions, but not this one; or it is packed.
+        SplitError: the tensor or array has dimensions, but not this one; or it is packed.
     """
     if isinstance(leaf, torch.nn.utils.rnn.PackedSequence):
         raise SplitError(
             f"scatter: {path} is a PackedSequence, whose rows are interleaved and can't be split. "
             f"Pass the padded batch and pack it inside forward."
         )
-    if not isinstance(leaf, Tensor) or leaf.ndim == 0:
-        return False
-    if not -leaf.ndim <= dim < leaf.ndim:
+    if tree.has_dims(leaf) and not -leaf.ndim <= dim < leaf.ndim:
         raise SplitError(
             f"scatter: every tensor needs the batch on dim {dim}, got shape {tuple(leaf.shape)} in {path}. "
             f"Wrap it in everygpu.Replicated(...) if every replica needs it whole."
         )
-    return True
 
 
 def _is_on(value: Any, device: torch.device) -> bool:

@@ -456,7 +456,10 @@ def _loss_in(output: Any) -> Any:
     """Find the loss in what a model returned."""
     if isinstance(output, Tensor):
         return output
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(output, Mapping):  # an attribute that is no item; what __getattr__ raises is its own affair
+        found = output.get("loss", getattr(output, "__dict__", {}).get("loss"))
+    else:
+        found = getattr(output, "loss", None)
     if found is None and isinstance(output, tuple) and output and isinstance(output[0], Tensor):
         found = output[0]
     if found is None:

@@ -52,7 +52,8 @@ class StaticBatch:
     def __init__(self, batch: Batch, route: Route) -> None:
         self._route = route
         self._plan = _plan(batch, route)
-        self._structure = tree.map_leaves(lambda _: None, batch)
+        # Each leaf is one of its own: attributes that show an item are known by its identity.
+        self._structure = tree.map_leaves(lambda _: object(), batch)
         self._slots = [self._make_slot(x) for _, x in _leaves(batch)]
 
     @torch.no_grad()
