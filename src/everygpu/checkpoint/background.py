@@ -39,8 +39,11 @@ class Background:
     def check(self) -> None:
         """Raise what the work has raised by now, once; don't wait for it."""
         error, self._error = self._error, None
-        if error is not None:
-            raise error
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame
 
     def _run(self, work: Callable[[], object]) -> None:
         try:

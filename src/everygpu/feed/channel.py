@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 from everygpu.errors import FeedTimeoutError
 
@@ -80,16 +80,18 @@ class Channel(Generic[T]):
                 if not producer.is_alive():
                     break
             if not self._items:
-                error = self._take_error()
-                raise StopIteration if error is None else error  # an error with a length of 0 is one, too
+                self._raise_end()
             item = self._items.popleft()
             self._changed.notify_all()
             return item
 
-    def _take_error(self) -> BaseException | None:
+    def _raise_end(self) -> NoReturn:
         # Kept no longer than needed: a traceback holds all that its frames refer to.
         error, self._error = self._error, None
-        return error
+        try:
+            raise StopIteration if error is None else error  # an error with a length of 0 is one, too
+        finally:
+            del error
 
     def close(self) -> None:
         """Let go of everything; the producer ends at its next step."""

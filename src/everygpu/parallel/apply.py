@@ -102,14 +102,14 @@ class Workers:
             for worker, job, device in zip(self._started(), jobs[1:], devices[1:]):
                 futures.append(worker.submit(state.run, state.snapshot(), device, job))
             outcomes = [attempt(lambda: _run_here(jobs[0], devices[0], alone=len(jobs) == 1))]
-            outcomes += [attempt(future.result) for future in futures]
+            while futures:  # a future of a failed call would hold its exception, and that this frame
+                outcomes.append(attempt(futures.pop(0).result))
         except BaseException:  # Ctrl-C while waiting: no replica may run on into the next call
             turns.stop()
             with contextlib.suppress(RuntimeError):  # a thread that can't start has nothing to wait for
                 wait([thread.submit(_nothing) for thread in self._threads])
             raise
-        raise_first(outcomes, list(zip(names, devices, calls)))
-        return [value for value, _ in outcomes]
+        return values_of(outcomes, list(zip(names, devices, calls)))
 
     def close(self) -> None:
         """End the threads."""
@@ -170,8 +170,10 @@ def attempt(function: Callable[[], Any]) -> Outcome:
     """Call a function, keeping an exception for when all replicas have stopped."""
     try:
         return function(), None
-    except Exception as error:  # noqa: BLE001 - raised again by raise_first
+    except Exception as error:  # noqa: BLE001 - raised again by values_of
         return None, error
+    finally:
+        del function  # the traceback holds this frame, and a future's method the exception
 
 
 def _run_here(job: _Job, device: torch.device, *, alone: bool) -> Any:
@@ -181,18 +183,27 @@ def _run_here(job: _Job, device: torch.device, *, alone: bool) -> Any:
         return job()
 
 
-def raise_first(outcomes: Sequence[Outcome], calls: Sequence[tuple[int, torch.device, Any]]) -> None:
-    """Raise the first replica's exception as it was, with the replica named as its cause."""
-    for (_, error), (position, device, (_, args, kwargs)) in zip(outcomes, calls):
-        if error is None or isinstance(error, Cancelled):
-            continue
-        shapes = ", ".join(_shapes(args, kwargs)) or "no tensors"
-        where = ReplicaError(f"forward: replica {position} on {device} failed, called with {shapes}.")
-        where.__cause__ = error.__cause__
-        try:
-            raise error from where
-        finally:
-            del error, outcomes  # the traceback holds this frame: let go of the replicas' outputs
+def values_of(outcomes: list[Outcome], calls: Sequence[tuple[int, torch.device, Any]]) -> list[Any]:
+    """Return what the replicas returned, or raise the first exception as it was, with the replica named as its cause.
+
+    The outcomes are taken out of their list. A traceback holds the frames of all callers: one that held the exception
+    in turn would keep what the failed replicas have allocated until the next garbage collection.
+    """
+    values = [value for value, _ in outcomes]
+    errors = [error for _, error in outcomes]
+    outcomes.clear()
+    failed = next((i for i, e in enumerate(errors) if e is not None and not isinstance(e, Cancelled)), None)
+    if failed is None:
+        return values
+    position, device, (_, args, kwargs) = calls[failed]
+    shapes = ", ".join(_shapes(args, kwargs)) or "no tensors"
+    where = ReplicaError(f"forward: replica {position} on {device} failed, called with {shapes}.")
+    error: Any = errors[failed]
+    where.__cause__ = error.__cause__
+    try:
+        raise error from where
+    finally:
+        del error, errors, values
 
 
 def _shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
