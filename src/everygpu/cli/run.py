@@ -56,7 +56,7 @@ def _read_processes(context: click.Context, option: click.Parameter, text: str |
     "--processes",
     metavar="N|auto",
     callback=_read_processes,
-    help="Hand over to torchrun: this many processes, or one per GPU.",
+    help="For scripts with torch's DistributedDataParallel: this many processes by torchrun, or one per GPU.",
 )
 @click.option("--nnodes", metavar="N", help="With --processes: how many boxes, as torchrun's.")
 @click.option("--rdzv-endpoint", metavar="HOST:PORT", help="With --nnodes: where the boxes meet, as torchrun's.")

@@ -24,7 +24,7 @@ from everygpu.parallel.gather import Joiner, gather_outputs
 from everygpu.parallel.lend import note_writes
 from everygpu.parallel.mirror import TABLES
 from everygpu.parallel.pieces import Cuts
-from everygpu.parallel.placement import check_module, place_module
+from everygpu.parallel.placement import check_module, check_process, place_module, without_wrappers
 from everygpu.parallel.recording.forward import Around, RecordedForward
 from everygpu.parallel.replicate import Leaves, ReplicaSet
 from everygpu.parallel.scatter import Shard, move_tree, scatter_call
@@ -60,7 +60,8 @@ class DataParallel(nn.Module):
 
     Args:
         module: Any ``torch.nn.Module``. It is the first replica itself: its buffers and attributes change as
-            in a run on one device. It is moved to ``device_ids[0]`` if it is elsewhere.
+            in a run on one device. It is moved to ``device_ids[0]`` if it is elsewhere, and taken out of a
+            ``DataParallel`` of ours or torch's.
         device_ids: Ints (CUDA indices), names or ``torch.device``; all CUDA devices when left out, or the
             CPU. ``["cpu"] * n`` gives n replicas on the CPU.
         output_device: Where outputs go; ``device_ids[0]`` when left out.
@@ -83,7 +84,7 @@ class DataParallel(nn.Module):
         strict_device: Raise when the module is not on ``device_ids[0]``, instead of moving it.
     Raises:
         ModuleError: ``module`` can't be replicated.
-        DeviceError: a device is unknown, absent or named twice.
+        DeviceError: a device is unknown, absent or named twice; this is one of several processes, as of torchrun.
         PlacementError: the module is spread over several devices.
         OptionError: an option has no such value.
     Source:
@@ -108,6 +109,8 @@ class DataParallel(nn.Module):
         strict_device: bool = False,
     ) -> None:
         super().__init__()
+        check_process("DataParallel")
+        module = without_wrappers(module, "DataParallel")
         check_module(module, "DataParallel")
         self.device_ids = parse_devices(device_ids)
         self.output_device = self.device_ids[0] if output_device is None else parse_device(output_device)

@@ -1,6 +1,7 @@
 """What may be replicated, and where it has to be."""
 
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,9 +10,36 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from everygpu.devices.p2p import trusted_peers
-from everygpu.errors import ModuleError, PlacementError
+from everygpu.errors import DeviceError, ModuleError, PlacementError
+
+# By name: what they are defined in takes long to import.
+_DISTRIBUTED = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
 logger = logging.getLogger("everygpu")
+
+
+def check_process(caller: str) -> None:
+    """Refuse to take all devices in each of several processes, which would train models of their own, side by side.
+
+    Raises:
+        DeviceError: this process was started as one of several, as torchrun does.
+    """
+    rank, num_processes = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
+    if rank is not None and num_processes.isdecimal() and int(num_processes) > 1:
+        raise DeviceError(
+            f"{caller}: one process must drive all devices, got process {rank} of {num_processes} that torchrun or a "
+            f"scheduler started (RANK and WORLD_SIZE). Start the script without it, as python train.py. For several "
+            f"boxes use torch.nn.parallel.DistributedDataParallel."
+        )
+
+
+def without_wrappers(module: Any, caller: str) -> Any:
+    """Take the module out of wrappers that would run replicas within replicas, as after a cell that is run again."""
+    while isinstance(module, nn.DataParallel) or getattr(type(module), "wraps_a_module", False):
+        kind = f"{type(module).__module__.partition('.')[0]}'s {type(module).__qualname__}"
+        logger.warning("%s: taking the module out of %s; options that were given there don't count.", caller, kind)
+        module = module.module
+    return module
 
 
 def check_module(module: Any, caller: str) -> None:
@@ -39,6 +67,12 @@ def check_module(module: Any, caller: str) -> None:
             raise ModuleError(
                 f"{caller}: a TorchScript module can't be replicated, got one at {name or 'the top'!r}. "
                 f"Wrap the eager module it was made from."
+            )
+        kinds = {k.__qualname__ for k in type(child).__mro__ if k.__module__.startswith("torch.")} & _DISTRIBUTED
+        if kinds:
+            raise ModuleError(
+                f"{caller}: a module that works with other processes can't be replicated, got {kinds.pop()} at "
+                f"{name or 'the top'!r}. Pass the module without it; it takes a training loop of its own."
             )
 
 

@@ -13,6 +13,7 @@ from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import OptimizerError
 from everygpu.parallel.broadcast import fill_views
 from everygpu.parallel.flat import BucketPlan, plan_buckets
+from everygpu.parallel.placement import check_process
 from everygpu.step.arena import check_memory
 from everygpu.step.shards import ELEMENTWISE, Shards, State, can_shard
 
@@ -40,13 +41,14 @@ class ShardedOptimizer(Optimizer):
         module: The stock optimizer.
     Raises:
         OptimizerError: this optimizer can't be sharded.
-        DeviceError: a device is unknown, absent or named twice.
+        DeviceError: a device is unknown, absent or named twice; this is one of several processes, as of torchrun.
     Source:
         ZeRO stage 1: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
         2020. ``torch.distributed.optim.ZeroRedundancyOptimizer`` deals out whole parameters, to processes.
     """
 
     def __init__(self, optimizer: Optimizer, device_ids: Sequence[DeviceLike] | None = None) -> None:
+        check_process("ShardedOptimizer")
         _check(optimizer)
         self.module = optimizer
         self.devices = _find_devices(optimizer, device_ids)
