@@ -9,7 +9,7 @@
     ├── GatherError (ValueError)              the replicas' outputs can't be joined
     ├── OptimizerError (TypeError)            what was passed as the optimizer can't be used so
     ├── CaptureError (RuntimeError)           a training step can't be recorded, though it must
-    ├── LossError (ValueError)                what the loss returned can't be trained on
+    ├── LossError (ValueError)                what the loss returned can't be trained on; a RuntimeError, too
     ├── ReplicaError (RuntimeError)           names the replica an exception came from
     ├── WorkerError (RuntimeError)            a worker process of the loader died
     ├── FeedTimeoutError (TimeoutError)       no batch came in time
@@ -63,8 +63,8 @@ class CaptureError(EveryGPUError, RuntimeError):
     """A training step that must be recorded as a CUDA graph can't be."""
 
 
-class LossError(EveryGPUError, ValueError):
-    """What the loss function, or the model in its place, returned is not one number."""
+class LossError(EveryGPUError, ValueError, RuntimeError):
+    """What the loss function, or the model in its place, returned is not one number. torch's is a RuntimeError."""
 
 
 class ReplicaError(EveryGPUError, RuntimeError):

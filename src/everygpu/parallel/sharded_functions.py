@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from everygpu.errors import GatherError
+from everygpu.errors import GatherError, LossError
 from everygpu.parallel.sharded_batch import Args, Joined, Kwargs, Memory, ShardedBatch, join, whole
 from everygpu.parallel.sharded_totals import TOTALS
 
@@ -97,6 +97,18 @@ def _set_data(func: Any, args: Args, kwargs: Kwargs) -> None:
         )
 
 
+def _backward(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``loss.backward()``: of one loss per replica there is no gradient until it is known how they make one."""
+    x, gradient = args[0], args[1] if len(args) > 1 else kwargs.get("gradient")
+    if gradient is None and x.shard_rows is not None and x.numel() != 1:
+        raise LossError(
+            f"backward: the loss must be one number, got one entry from each of {x.numel()} replicas. Call "
+            f"loss.mean().backward(), which weighs them by rows and so is the loss of the whole batch, or "
+            f"loss.sum().backward() if the loss is a sum over rows."
+        )
+    return _itself(func, args, kwargs)
+
+
 def _members(names: str) -> list[Any]:
     return [getattr(Tensor, name) for name in names.split() if hasattr(Tensor, name)]
 
@@ -114,6 +126,7 @@ FUNCTIONS: dict[Any, Function] = {
     Tensor.__repr__: _printed,
     Tensor.__format__: _printed,
     Tensor.__deepcopy__: _deepcopied,
+    Tensor.backward: _backward,
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     **TOTALS,
 }
