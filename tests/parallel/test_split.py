@@ -93,7 +93,7 @@ def test_split_that_is_none_of_the_three(split):
 
 @pytest.mark.parametrize("split", [None, 3, [None, 1], ["a", "b"]])
 def test_split_of_another_type(split):
-    with pytest.raises(OptionError, match="split: must be 'chunk', 'even' or one weight"):
+    with pytest.raises(OptionError, match="split: must be 'chunk', 'even', 'auto' or one weight"):
         check_split(split, 2)
 
 

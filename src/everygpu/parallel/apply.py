@@ -109,7 +109,7 @@ class Workers:
             with contextlib.suppress(RuntimeError):  # a thread that can't start has nothing to wait for
                 wait([thread.submit(_nothing) for thread in self._threads])
             raise
-        return values_of(outcomes, list(zip(names, devices, calls)))
+        return take_values(outcomes, list(zip(names, devices, calls)))
 
     def close(self) -> None:
         """End the threads."""
@@ -170,7 +170,7 @@ def attempt(function: Callable[[], Any]) -> Outcome:
     """Call a function, keeping an exception for when all replicas have stopped."""
     try:
         return function(), None
-    except Exception as error:  # noqa: BLE001 - raised again by values_of
+    except Exception as error:  # noqa: BLE001 - raised again by take_values
         return None, error
     finally:
         del function  # the traceback holds this frame, and a future's method the exception
@@ -183,7 +183,7 @@ def _run_here(job: _Job, device: torch.device, *, alone: bool) -> Any:
         return job()
 
 
-def values_of(outcomes: list[Outcome], calls: Sequence[tuple[int, torch.device, Any]]) -> list[Any]:
+def take_values(outcomes: list[Outcome], calls: Sequence[tuple[int, torch.device, Any]]) -> list[Any]:
     """Return what the replicas returned, or raise the first exception as it was, with the replica named as its cause.
 
     The outcomes are taken out of their list. A traceback holds the frames of all callers: one that held the exception

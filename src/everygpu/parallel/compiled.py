@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from everygpu import tree
 from everygpu.keys import compiled_original
-from everygpu.parallel.apply import Call, Outcome, Workers, attempt, values_of
+from everygpu.parallel.apply import Call, Outcome, Workers, attempt, take_values
 from everygpu.parallel.compile_once import compiling_once, inductor
 from everygpu.parallel.pieces import WHOLE, Cuts
 from everygpu.parallel.recording.arrivals import await_on
@@ -61,7 +61,7 @@ class CompiledReplicas:
         if any(_is_compilers(error) for _, error in outcomes):
             self._give_up(f"compiling failed: {outcomes[-1][1]}")
             return self._run_eagerly(calls, devices, positions)
-        values = values_of(outcomes, list(zip(names, devices, calls)))
+        values = take_values(outcomes, list(zip(names, devices, calls)))
         return (
             [tree.map_leaves(_leave_graph_memory, value) for value in values] if self._recorder.may_capture else values
         )

@@ -92,14 +92,14 @@ def plan_split(num_rows: int, num_devices: int, split: Split = "chunk") -> Split
         base, extra = divmod(num_rows, num_devices)
         shares = [base + (i < extra) for i in range(num_devices)]
     else:
-        shares = _weighted_shares(num_rows, _check_weights(split, num_devices))
+        shares = _weighted_shares(num_rows, _check_weights(split, num_devices, "'chunk', 'even'"))
     return SplitPlan(tuple(shares))
 
 
 def check_split(split: Split, num_devices: int) -> None:
     """Refuse a ``split`` that ``plan_split`` would refuse, before any batch is there."""
     if not isinstance(split, str) or split not in ("chunk", "even"):
-        _check_weights(split, num_devices)
+        _check_weights(split, num_devices, "'chunk', 'even', 'auto'")
 
 
 def default_split() -> Split:
@@ -174,7 +174,7 @@ def _is_on(value: Any, device: torch.device) -> bool:
     return all(leaf.device == device for _, leaf in tree.leaves(value, "") if isinstance(leaf, Tensor))
 
 
-def _check_weights(split: Any, num_devices: int) -> Sequence[float]:
+def _check_weights(split: Any, num_devices: int, names: str) -> Sequence[float]:
     try:
         weights = [] if isinstance(split, str) else [float(w) for w in split]
     except (TypeError, ValueError):  # no sequence, or not of numbers
@@ -182,8 +182,7 @@ def _check_weights(split: Any, num_devices: int) -> Sequence[float]:
     finite = all(0 <= w < float("inf") for w in weights)
     if len(weights) != num_devices or not finite or sum(weights) == 0:
         raise OptionError(
-            f"split: must be 'chunk', 'even' or one weight of 0 or more for each of the {num_devices} devices, "
-            f"got {split!r}."
+            f"split: must be {names} or one weight of 0 or more for each of the {num_devices} devices, got {split!r}."
         )
     return weights
 

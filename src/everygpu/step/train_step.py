@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from everygpu import comm, tree
 from everygpu.errors import EveryGPUError, LossError, OptimizerError, OptionError
+from everygpu.keys import unwrap
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.recording.capture import Capture, referents, values_of
 from everygpu.parallel.recording.device_graph import DeviceGraph
@@ -194,6 +195,16 @@ class TrainStep:
         self._num_skipped.fill_(state["num_skipped"])
         if self._scale is not None and "scale" in state:
             self._scale.load_state_dict(state["scale"])
+
+    def __repr__(self) -> str:
+        loss = getattr(self.loss, "__name__", None if self.loss is None else type(self.loss).__name__)
+        precision = next(name for name, dtype in PRECISIONS.items() if dtype is self._dtype)
+        return (
+            f"TrainStep(model={type(unwrap(self.model)).__name__}, loss={loss}, "
+            f"optimizer={type(self.optimizer).__name__}, device_ids={[str(d) for d in self.model.device_ids]}, "
+            f"precision={precision!r}, accumulate={self.accumulate}, clip_norm={self.clip_norm}, "
+            f"num_steps={self._num_steps})"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise EveryGPUError(
