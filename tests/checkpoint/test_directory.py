@@ -1,6 +1,8 @@
 """The exchange of directories: whatever fails, and wherever the process dies, a whole checkpoint is there."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from everygpu.checkpoint import directory as module
-from everygpu.checkpoint.directory import find_directory, new_directory, new_file, resolve_target
+from everygpu.checkpoint.directory import find_directory, new_directory, new_file, remove_leftovers, resolve_target
 from everygpu.errors import CheckpointForeignError, CheckpointNotFoundError
 
 
@@ -214,6 +216,27 @@ def test_a_replaced_one_that_is_partly_removed_is_not_taken(tmp_path: Path) -> N
     os.rename(tmp_path / "x", tmp_path / ".ckpt.old-1-00000000")
     with pytest.raises(CheckpointNotFoundError):
         find_directory(tmp_path / "ckpt")
+
+
+@pytest.mark.parametrize("what", ["old", "tmp"])
+def test_a_link_with_a_leftover_s_name_is_not_followed(tmp_path: Path, what: str) -> None:
+    write(tmp_path / "other", "precious")
+    write(tmp_path / "ckpt", "first")
+    (tmp_path / f".ckpt.{what}-1-00000000").symlink_to("other")
+    write(tmp_path / "ckpt", "second")
+    assert (read(tmp_path / "ckpt"), read(tmp_path / "other")) == ("second", "precious")
+    assert (tmp_path / "other" / "manifest.json").exists()
+    shutil.rmtree(tmp_path / "ckpt")
+    with pytest.raises(CheckpointNotFoundError):  # nor is it what was there before
+        find_directory(tmp_path / "ckpt")
+
+
+def test_a_link_with_a_leftover_s_name_is_removed_with_what_killed_savers_left(tmp_path: Path) -> None:
+    write(tmp_path / "other", "precious")
+    (tmp_path / ".ckpt.old-1-00000000").symlink_to("other")
+    remove_leftovers(tmp_path, re.compile("ckpt"))
+    assert os.listdir(tmp_path) == ["other"]
+    assert read(tmp_path / "other") == "precious"
 
 
 def test_nothing_there_is_not_found(tmp_path: Path) -> None:

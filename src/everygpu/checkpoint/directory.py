@@ -206,6 +206,10 @@ def _replace(new: Path, target: Path) -> None:
 def _remove(directory: Path) -> None:
     """Remove what was replaced, the manifest first: without it, a part is not taken for a checkpoint."""
     with suppress(OSError):
+        if directory.is_symlink():  # what it leads to is another checkpoint
+            directory.unlink()
+        if not _is_real_directory(directory):
+            return
         (directory / MANIFEST_FILE).unlink(missing_ok=True)
         shutil.rmtree(directory)
 
@@ -214,7 +218,18 @@ def _siblings(target: Path, what: str) -> list[Path]:
     if not target.parent.is_dir():
         return []
     found = [(entry, _LEFT.fullmatch(entry.name)) for entry in target.parent.iterdir()]
-    return [entry for entry, match in found if match and (match["name"], match["what"]) == (target.name, what)]
+    named = [entry for entry, match in found if match and (match["name"], match["what"]) == (target.name, what)]
+    return [entry for entry in named if _is_real_directory(entry)]
+
+
+def _is_real_directory(path: Path) -> bool:
+    """Tell a directory from a link to one: savers rename directories only, so that a link was put there otherwise."""
+    try:
+        found = os.lstat(path)
+    except OSError:  # another saver removed it at this moment
+        return False
+    # Windows has directories that lead elsewhere, junctions, and lstat calls them directories.
+    return S_ISDIR(found.st_mode) and not getattr(found, "st_reparse_tag", 0)
 
 
 def _make_parents(directory: Path) -> None:
