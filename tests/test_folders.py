@@ -1,5 +1,6 @@
 """The user's own folders, and files that are never seen half written."""
 
+import json
 import os
 import stat
 import sys
@@ -7,8 +8,10 @@ import tempfile
 
 import pytest
 
-from everygpu.folders import cache_folder, runtime_folder, write_whole
+from everygpu import folders
+from everygpu.folders import cache_folder, open_own, read_json, runtime_folder, write_whole
 
+pwd = pytest.importorskip("pwd")
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the folders of POSIX systems")
 
 
@@ -64,8 +67,9 @@ def test_cache_folder_by_default(tmp_path, monkeypatch, told):
     assert (tmp_path / ".cache" / "everygpu").is_dir()
 
 
-def test_folder_that_cannot_be_made_is_an_os_error(tmp_path):
+def test_folder_that_cannot_be_made_is_an_os_error(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
     with pytest.raises(OSError):
         cache_folder({"XDG_CACHE_HOME": str(tmp_path / "file")})
 
@@ -91,3 +95,92 @@ def test_write_that_fails_leaves_the_old_text_and_nothing_else(tmp_path, monkeyp
         write_whole(path, "new")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["a.json"]
+
+
+@pytest.mark.parametrize("trap", ["link", "file", "open to all", "of another user", "relative"])
+def test_session_folder_of_others_is_not_used(shared, tmp_path, monkeypatch, trap):
+    told = tmp_path / "session"
+    if trap == "link":
+        (tmp_path / "theirs").mkdir()
+        told.symlink_to(tmp_path / "theirs")
+    elif trap == "file":
+        told.touch()
+    else:
+        told.mkdir()
+    if trap == "open to all":
+        told.chmod(0o777)
+    elif trap == "of another user":
+        (shared / f"everygpu-{os.geteuid()}").mkdir(mode=0o700)
+        own = folders._is_own
+        monkeypatch.setattr(folders, "_is_own", lambda found: not os.path.samestat(found, told.stat()) and own(found))
+    monkeypatch.chdir(tmp_path)
+    environ = {"XDG_RUNTIME_DIR": "session" if trap == "relative" else str(told)}
+    assert runtime_folder(environ) == shared / f"everygpu-{os.geteuid()}"
+    assert not told.is_dir() or not any(told.iterdir())
+
+
+def test_folder_of_ours_that_others_could_write_to_is_not_used(shared, tmp_path):
+    (tmp_path / "everygpu").mkdir()
+    (tmp_path / "everygpu").chmod(0o777)
+    assert runtime_folder({"XDG_RUNTIME_DIR": str(tmp_path)}) == shared / f"everygpu-{os.getuid()}"
+
+
+def test_without_a_home_the_cache_is_in_the_shared_folder(shared, monkeypatch):
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])  # as for a uid that is not in passwd
+    folder = cache_folder({})
+    assert folder == shared / f"everygpu-{os.getuid()}" / "cache"
+    assert mode(folder) == 0o700
+
+
+@pytest.mark.parametrize("fault", ["none", "read-only"])
+def test_home_that_cannot_be_written_is_not_used(shared, tmp_path, monkeypatch, fault):
+    home = tmp_path / "home"
+    home.mkdir()
+    if fault == "read-only":
+        (home / ".cache" / "everygpu").mkdir(parents=True)
+        access = os.access
+        monkeypatch.setattr(os, "access", lambda path, mode: home not in path.parents and access(path, mode))
+    else:
+        (home / ".cache").touch()
+    monkeypatch.setenv("HOME", str(home))
+    assert cache_folder({}) == shared / f"everygpu-{os.getuid()}" / "cache"
+
+
+def test_json_of_ours_is_read(tmp_path):
+    write_whole(tmp_path / "a.json", '{"a": [1, "\u00fc"]}')
+    assert read_json(tmp_path / "a.json") == {"a": [1, "\u00fc"]}
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"\xff", b"[" * 200_000, b"1" * 5000])
+def test_no_json_is_a_value_error(tmp_path, text):
+    (tmp_path / "a.json").write_bytes(text)
+    with pytest.raises(ValueError):
+        read_json(tmp_path / "a.json")
+
+
+def test_file_that_never_ends_is_a_value_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "_MAX_BYTES", 10)
+    (tmp_path / "a.json").write_text(json.dumps("a" * 20))
+    with pytest.raises(ValueError, match="at most 10 bytes"):
+        read_json(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("trap", ["link", "pipe", "folder", "of another user"])
+def test_what_is_no_file_of_ours_is_not_opened(tmp_path, monkeypatch, trap):
+    path, target = tmp_path / "a.json", tmp_path / "target"
+    if trap == "link":
+        path.symlink_to(target)
+        target.write_text("1")
+    elif trap == "pipe":
+        os.mkfifo(path)
+    elif trap == "folder":
+        path.mkdir()
+    else:
+        path.write_text("1")
+        uid = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    with pytest.raises(OSError):
+        read_json(path)
+    with pytest.raises(OSError):
+        open_own(path, os.O_RDWR | os.O_CREAT)

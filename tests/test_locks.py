@@ -128,3 +128,19 @@ def test_forked_process_that_lets_go_leaves_it_to_its_parent(tmp_path):
         assert is_locked(path)
     finally:
         stop(process)
+
+
+@pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="links are followed here")
+def test_link_is_no_lock_and_its_target_stays(tmp_path):
+    path, target = tmp_path / "a.lock", tmp_path / "precious"
+    target.write_text("kept")
+    path.symlink_to(target)
+    for ask in (try_lock, is_locked):
+        with pytest.raises(OSError):
+            ask(path)
+    assert target.read_text() == "kept"
+    path.unlink()
+    path.symlink_to(tmp_path / "new")
+    with pytest.raises(OSError):
+        try_lock(path)
+    assert not (tmp_path / "new").exists()

@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from everygpu.folders import open_own
+
 _POLL_S = 0.02
 # On Windows a locked region can't be read by others, so it lies far behind the text.
 _REGION = 1 << 30
@@ -58,11 +60,14 @@ def try_lock(path: Path) -> Lock | None:
     Returns:
         The lock, held; None while another process, or this one, holds it.
     Raises:
-        OSError: the file can't be opened, or its file system has no locks.
+        OSError: the file can't be opened, is no regular file of this user, or its file system has no locks.
     Source:
         ``flock(2)``; ``LockFileEx`` on Windows. Both end with the process, also when it is killed.
     """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    return _lock(path, open_own(path, os.O_RDWR | os.O_CREAT))
+
+
+def _lock(path: Path, handle: int) -> Lock | None:
     try:
         is_taken = not _take(handle)
     except BaseException:
@@ -88,10 +93,15 @@ def wait_for_lock(path: Path, timeout_s: float) -> Lock | None:
 
 
 def is_locked(path: Path) -> bool:
-    """Tell whether someone holds a lock, without making its file."""
-    if not path.exists():
+    """Tell whether a lock is held, without making its file.
+
+    Raises:
+        OSError: as for ``try_lock``.
+    """
+    try:
+        lock = _lock(path, open_own(path, os.O_RDWR))
+    except FileNotFoundError:
         return False
-    lock = try_lock(path)
     if lock is None:
         return True
     lock.release()

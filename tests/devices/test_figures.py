@@ -176,6 +176,14 @@ def damage(path, change):
         lambda record: record | {"figures": {}},
         lambda record: record | {"figures": record["figures"] | {"devices": 3}},
         lambda record: record | {"pid": "x"},
+        lambda record: record | {"pid": 2**70},
+        lambda record: record | {"written_s": 10**400},
+        lambda record: record | {"written_s": []},
+        lambda record: record | {"figures": record["figures"] | {"num_steps": "many"}},
+        lambda record: record | {"figures": record["figures"] | {"num_steps": 1e999}},
+        lambda record: record | {"figures": record["figures"] | {"steps_per_s": {}}},
+        lambda record: record | {"figures": record["figures"] | {"data_wait_pct": "x"}},
+        lambda record: record | {"figures": record["figures"] | {"slowest_replica": "x"}},
     ],
 )
 def test_file_that_is_not_understood_is_skipped(folder, change):
@@ -243,3 +251,48 @@ def test_full_disk_ends_publishing_with_one_line(monkeypatch, caplog, folder):
     source.publish(FIGURES)
     assert len(caplog.records) == 1
     assert read_runs() == []
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_number_that_says_nothing_is_none(folder, number):
+    source = publisher()
+    source.publish(Figures(devices=("cpu",), num_steps=1, steps_per_s=number))
+    (run,) = read_runs()
+    assert run.figures == Figures(devices=("cpu",), num_steps=1)
+    source.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+@pytest.mark.parametrize("suffix", [".json", ".lock"])
+@pytest.mark.parametrize("make", [os.mkdir, getattr(os, "mkfifo", None), lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_neither_read_nor_waited_for(folder, make, suffix):
+    sources = [publisher(), publisher()]
+    for source in sources:
+        source.publish(FIGURES)
+    path = sorted(folder.glob(f"*{suffix}"))[0]
+    path.unlink()
+    make(path)
+    assert len(read_runs()) == 1
+    for source in sources:
+        source.close()
+
+
+def test_figures_of_another_user_are_not_read(folder, monkeypatch):
+    source = publisher()
+    source.publish(FIGURES)
+    uid = os.geteuid()
+    monkeypatch.setattr(module, "_folder", lambda: folder)
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    assert read_runs() == []
+    monkeypatch.undo()
+    assert len(list(folder.iterdir())) == 2
+    source.close()
+
+
+def test_text_without_end_is_skipped(folder):
+    source = publisher()
+    source.publish(FIGURES)
+    (path,) = folder.glob("*.json")
+    path.write_text("[" * 100_000)
+    assert read_runs() == []
+    source.close()

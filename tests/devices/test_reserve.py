@@ -187,3 +187,29 @@ def test_a_run_that_stops_while_choosing_does_not_stop_others(monkeypatch, folde
     assert held.devices == [BOX[0]]
     assert "not waiting" in caplog.text
     held.release()
+
+
+@pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="links are followed here")
+@pytest.mark.parametrize("make", [os.mkdir, getattr(os, "mkfifo", None), lambda path: path.symlink_to("target")])
+@pytest.mark.parametrize("name", [f"{BOX[0].uuid}.lock", "choosing", "probe"])
+def test_what_is_no_lock_of_ours_reserves_nothing(folder, caplog, make, name):
+    caplog.set_level(logging.WARNING)
+    reserve(take_free(1)).release()
+    (folder / name).unlink(missing_ok=True)
+    make(folder / name)
+    (folder / "target").write_text("kept")
+    assert find_holders({}) == {}
+    held = reserve(take_free(1))
+    assert held.devices == [BOX[0]]
+    assert (folder / "target").read_text() == "kept"
+    assert caplog.text.count("WARNING") in (1, 2)
+    held.release()
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"pid": 1e999, "command": "y"}'])
+def test_holder_whose_description_is_out_of_bounds(folder, text):
+    reserve(take_free(1)).release()
+    (path,) = folder.glob("*.lock")
+    with locks.try_lock(path) as lock:
+        lock.write(text)
+        assert list(find_holders({}).values()) == [Holder(pid=None, command=None)]

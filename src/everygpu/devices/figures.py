@@ -6,6 +6,7 @@ a killed run leaves behind is recognised, and removed by the next reader.
 
 import json
 import logging
+import math
 import os
 import time
 import weakref
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from everygpu.devices.reserve import name_command
-from everygpu.folders import runtime_folder, write_whole
+from everygpu.folders import read_json, runtime_folder, write_whole
 from everygpu.locks import Lock, is_locked, wait_for_lock
 
 _LOG = logging.getLogger("everygpu")
@@ -151,8 +152,8 @@ def _read(path: Path) -> Run | None:
             _remove(path)
             _remove(_lock_of(path))
             return None
-        return _parse(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):
+        return _parse(read_json(path))
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 
@@ -161,8 +162,27 @@ def _parse(record: Any) -> Run:
         raise ValueError(record["format"])
     told = {entry.name: record["figures"][entry.name] for entry in fields(Figures)}
     return Run(
-        pid=int(record["pid"]),
+        pid=_whole(record["pid"]),
         command=str(record["command"]),
-        figures=Figures(**(told | {"devices": tuple(map(str, told["devices"]))})),
-        age_s=max(0.0, time.time() - float(record["written_s"])),
+        figures=Figures(
+            devices=tuple(map(str, told["devices"])),
+            num_steps=_whole(told["num_steps"]),
+            steps_per_s=_finite(told["steps_per_s"]),
+            data_wait_pct=_finite(told["data_wait_pct"]),
+            communication_pct=_finite(told["communication_pct"]),
+            slowest_replica=None if told["slowest_replica"] is None else _whole(told["slowest_replica"]),
+        ),
+        age_s=max(0.0, time.time() - (_finite(record["written_s"]) or 0.0)),
     )
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, int) or abs(value) >= 2**63:
+        raise ValueError(f"figures: a count must be a whole number of 64 bits, got {value!r}")
+    return value
+
+
+def _finite(value: Any) -> float | None:
+    """Take a number; None for one that is no figure, such as the infinite speed of a step that took no time."""
+    number = None if value is None else float(value)
+    return number if number is not None and math.isfinite(number) else None

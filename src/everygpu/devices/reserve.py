@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 from urllib.parse import quote, unquote
 
-from everygpu.folders import runtime_folder
+from everygpu.folders import read_json, runtime_folder
 from everygpu.locks import Lock, is_locked, try_lock, wait_for_lock
 
 _LOG = logging.getLogger("everygpu")
@@ -99,8 +99,9 @@ def _folder() -> Path | None:
     try:
         folder = runtime_folder() / "reserved"
         folder.mkdir(exist_ok=True)
-        (folder / "probe").touch(mode=0o600)
-        is_locked(folder / "probe")
+        probe = try_lock(folder / "probe")
+        if probe is not None:
+            probe.release()
     except OSError as error:
         _LOG.warning("GPUs can't be reserved (%s): other runs may choose the same ones.", error)
         return None
@@ -110,9 +111,13 @@ def _folder() -> Path | None:
 @contextmanager
 def _turn(folder: Path) -> Iterator[None]:
     """Hold the right to choose."""
-    lock = wait_for_lock(folder / "choosing", _TURN_S)
-    if lock is None:
-        _LOG.warning("Another run has been choosing GPUs for %g s: not waiting for it any longer.", _TURN_S)
+    try:
+        lock = wait_for_lock(folder / "choosing", _TURN_S)
+        if lock is None:
+            _LOG.warning("Another run has been choosing GPUs for %g s: not waiting for it any longer.", _TURN_S)
+    except OSError as error:
+        _LOG.warning("Runs that start together may choose the same GPUs: %s.", error)
+        lock = None
     try:
         yield
     finally:
@@ -123,14 +128,22 @@ def _turn(folder: Path) -> Iterator[None]:
 def _read_holders(folder: Path, environ: Mapping[str, str]) -> dict[str, Holder]:
     own = environ.get(OWN, "").split(",")
     paths = {unquote(path.stem): path for path in folder.glob("*.lock")}
-    return {uuid: _read_holder(path) for uuid, path in paths.items() if uuid not in own and is_locked(path)}
+    return {uuid: _read_holder(path) for uuid, path in paths.items() if uuid not in own and _is_held(path)}
+
+
+def _is_held(path: Path) -> bool:
+    try:
+        return is_locked(path)
+    except OSError as error:  # a link, a pipe or another user's file reserves nothing
+        _LOG.debug("No reservation is read: %s.", error)
+        return False
 
 
 def _read_holder(path: Path) -> Holder:
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        told = read_json(path)
         return Holder(pid=int(told["pid"]), command=str(told["command"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return Holder(pid=None, command=None)
 
 
@@ -138,7 +151,11 @@ def _hold(folder: Path, uuids: Sequence[str]) -> Iterator[Lock]:
     text = json.dumps({"pid": os.getpid(), "command": name_command()})
     for uuid in uuids:
         # The UUIDs of old MIG instances have slashes.
-        lock = try_lock(folder / f"{quote(uuid, safe='')}.lock")
+        try:
+            lock = try_lock(folder / f"{quote(uuid, safe='')}.lock")
+        except OSError as error:
+            _LOG.warning("%s can't be reserved (%s): other runs may choose it.", uuid, error)
+            continue
         if lock is not None:  # a process inside a run reserves what the run holds already
             lock.write(text)
             yield lock

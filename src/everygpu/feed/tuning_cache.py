@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from everygpu import tree
-from everygpu.folders import cache_folder, write_whole
+from everygpu.folders import cache_folder, read_json, write_whole
 from everygpu.keys import unwrap
 from everygpu.parallel.split import Route
 
@@ -51,7 +51,7 @@ def describe_run(
 def read_result(key: str) -> int | None:
     """Return a remembered number of rows, or None."""
     try:
-        record = json.loads(_path_of(key).read_text())
+        record = read_json(_path_of(key))
         num_rows = record["num_rows"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
