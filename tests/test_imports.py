@@ -16,7 +16,8 @@ import everygpu
 ROOT = Path(everygpu.__file__).parent
 LAYERS = [
     {"errors"},
-    {"tree", "units", "keys", "folders", "locks"},
+    {"tree", "units", "keys", "folders", "child"},
+    {"locks"},
     {"devices"},
     {"comm"},
     {"parallel"},

@@ -9,6 +9,7 @@ import torch
 from click.testing import CliRunner
 
 from everygpu.bench import timing
+from everygpu.child import python_command
 from everygpu.cli import main
 from everygpu.cli.bench import find_devices
 from everygpu.errors import DeviceError
@@ -50,8 +51,10 @@ def test_a_model_of_ones_own(tmp_path):
         "    batch = torch.randn(5, 3), torch.randn(5, 1)\n"
         "    return model, torch.nn.MSELoss(), torch.optim.Adam(model.parameters()), batch\n"
     )
+    (tmp_path / "random.py").write_text("raise SystemExit('trapped')")
     options = ["--model", "train:bench", "--peer", "step", "--rows", "4", "--gpus", "3", "--precision", "fp32"]
-    done = bench(*QUICK, *options, "--json", "rows.json", cwd=tmp_path)
+    command = command_of() | {"args": python_command("everygpu", "bench", *QUICK, *options, "--json", "rows.json")}
+    done = subprocess.run(**command, cwd=tmp_path, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert (row["model"], row["rows_per_device"], row["num_devices"]) == ("train:bench", 4, 3)

@@ -190,3 +190,15 @@ def test_real_gpus(monkeypatch):
     assert view.samples
     shown = top.describe(view)["devices"]
     assert all(device["power_w"] > 0 and device["temperature_c"] > 0 for device in shown)
+
+
+def test_names_of_others_are_shown_and_not_obeyed(show, monkeypatch):
+    library = FakeNvml(*two_h200s(**BUSY))
+    monkeypatch.setattr(library, "nvmlSystemGetProcessName", lambda pid: "/bin/a\x1b]0;owned\x07\nb")
+    publisher = Publisher("train\x1b[2J\x9b1m\u202e.py")
+    publisher.publish(Figures(devices=("GPU-\x1b[31m",), num_steps=3))
+    out = show("--once", library=library)
+    assert not any(letter in out for letter in "\x1b\x07\x9b\u202e")
+    assert r"a\x1b]0;owned\x07\nb" in out.replace("\n", "")
+    assert r"train\x1b[2J\x9b1m\u202e.py" in out
+    publisher.close()

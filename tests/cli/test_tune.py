@@ -214,8 +214,12 @@ class TestProcesses:
     def path(self, monkeypatch):
         monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
 
-    def test_trials_in_processes_of_their_own(self, script):
+    def test_trials_in_processes_of_their_own(self, script, tmp_path, monkeypatch):
         path = script(TRAIN)
+        where = tmp_path / "trap"  # no file of the working directory is run in their place
+        where.mkdir()
+        (where / "random.py").write_text("raise SystemExit('trapped')")
+        monkeypatch.chdir(where)
         assert tune.try_rows(16, path, [], 1, 5.0) == {"num_rows": 16, "fits": True, "peak_bytes": None}
         assert tune.try_rows(32, path, [], 1, 5.0) == {"num_rows": 32, "fits": False}
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import tempfile
 import threading
 import time
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from everygpu import folders
 from everygpu.devices import nvml, p2p
 from everygpu.devices.p2p import VARIABLE, child_environ, examine_and_keep, keep, look_up, trusted_peers
 from everygpu.devices.peer_run import Outcome, PairReport
@@ -182,9 +184,8 @@ def test_threads_that_ask_at_once_wait_for_one_test(machine):
 
 @pytest.mark.usefixtures("machine")
 def test_process_sees_the_same_devices_in_the_same_order():
-    environ = child_environ(UUIDS, {"CUDA_VISIBLE_DEVICES": "7", "PYTHONPATH": "mine", "X": "y"})
+    environ = child_environ(UUIDS, {"CUDA_VISIBLE_DEVICES": "7", "X": "y"})
     assert environ["CUDA_VISIBLE_DEVICES"] == "GPU-aaaa,GPU-bbbb,GPU-cccc"
-    assert environ["PYTHONPATH"].split(os.pathsep)[1:] == ["mine"]
     assert environ["X"] == "y"
 
 
@@ -229,3 +230,52 @@ def test_real_gpus_are_tested_in_seconds(monkeypatch, tmp_path, caplog):
     began = time.monotonic()
     assert look_up(uuids) is not None
     assert time.monotonic() - began < 1
+
+
+def test_without_a_home_the_verdict_is_kept_elsewhere(machine, monkeypatch, tmp_path, caplog):
+    def refuse():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(folders.Path, "home", refuse)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert trusted_peers(cuda(0, 1))
+    forget_this_process()
+    assert trusted_peers(cuda(0, 1))
+    assert len(machine.commands) == 1
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        "null",
+        '{"format": 1}',
+        "[" * 100_000,
+        "1" * 5000,
+        '{"format": 1, "driver": "580.159.03", "pairs": 3}',
+    ],
+)
+def test_damaged_memory_is_made_anew(machine, tmp_path, caplog, text):
+    keep(UUIDS, reports())
+    (path,) = tmp_path.rglob("p2p.json")
+    path.write_text(text)
+    assert trusted_peers(cuda(0, 1))
+    assert len(machine.commands) == 1
+    assert look_up(UUIDS) == reports()
+    assert caplog.text == ""
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+@pytest.mark.parametrize("make", [os.mkdir, getattr(os, "mkfifo", None)])
+def test_memory_that_is_no_file_is_done_without(machine, tmp_path, make, caplog):
+    keep(UUIDS, reports())
+    (path,) = tmp_path.rglob("p2p.json")
+    path.unlink()
+    make(path)
+    assert trusted_peers(cuda(0, 1))
+    assert len(machine.commands) == 1
+    assert caplog.text == ""

@@ -5,13 +5,16 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
+from everygpu.child import python_command
 from everygpu.devices import peer_run
-from everygpu.devices.p2p import MODULE, child_environ
+from everygpu.devices.p2p import MODULE
 from everygpu.devices.peer_run import PairReport, Patience, examine
 
+SRC = str(Path(peer_run.__file__).parents[2])
 QUICK = Patience(start_s=20, step_s=0.3, total_s=5)
 RIGHT = PairReport(verdict="right")
 UNTESTED = PairReport(verdict="untested")
@@ -160,13 +163,20 @@ REAL = """
 def test_real_test_with_transfers_that_corrupt_or_hang(spoil, verdict, detail):
     command = [sys.executable, "-c", textwrap.dedent(REAL).format(spoil=spoil)]
     began = time.monotonic()
-    outcome = examine(command, child_environ([], {}), 2, Patience(step_s=2))
+    outcome = examine(command, {"PYTHONPATH": SRC}, 2, Patience(step_s=2))
     assert outcome.pairs[0, 1] == PairReport(verdict=verdict, detail=detail)
     assert time.monotonic() - began < 60
 
 
 def test_module_runs_as_a_program():
-    command = [sys.executable, "-m", MODULE, "0"]
-    done = subprocess.run(command, env=child_environ([], {}), capture_output=True, text=True, check=True)
+    done = subprocess.run(python_command(MODULE, "0"), env={}, capture_output=True, text=True, check=True)
     assert [json.loads(line) for line in done.stdout.splitlines()] == [{"ready": []}, {"done": True}]
     assert done.stderr == ""
+
+
+def test_without_a_place_for_its_output_nothing_is_tested(monkeypatch):
+    def refuse(**options):
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(peer_run.tempfile, "TemporaryDirectory", refuse)
+    assert run(READY, DONE).pairs == {(0, 1): UNTESTED, (1, 0): UNTESTED}

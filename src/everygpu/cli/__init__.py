@@ -11,6 +11,7 @@ from everygpu.cli.checkpoint import checkpoint
 from everygpu.cli.devices import list_devices
 from everygpu.cli.doctor import find_faults
 from everygpu.cli.run import run_chosen
+from everygpu.cli.text import harmless
 from everygpu.cli.top import watch_gpus
 from everygpu.cli.tune import tune_script
 from everygpu.errors import CheckpointError, DeviceError, EveryGPUError, OptionError
@@ -27,13 +28,9 @@ class _Group(click.Group):
         except KeyboardInterrupt:
             ctx.exit(130)
         except EveryGPUError as error:
-            Console(stderr=True).out(f"Error: {_printable(str(error))}", highlight=False)
+            said = harmless(error, keep="\n")
+            Console(stderr=True).out(f"Error: {said}", highlight=False)
             ctx.exit(next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), 1))
-
-
-def _printable(text: str) -> str:
-    """Escape control characters: messages quote files, and a terminal would obey what is in them."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

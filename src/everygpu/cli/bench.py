@@ -12,8 +12,10 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from everygpu.child import python_command
 from everygpu.cli.live import make_console
 from everygpu.cli.numbers import FiniteRange
+from everygpu.cli.text import harmless
 from everygpu.errors import BenchmarkError, DeviceError, OptionError
 
 _OURS = ("gpt2", "resnet50", "resnet18")
@@ -149,7 +151,7 @@ def _measure_all(
         for peer in peers:
             with console.status(f"{peer}…"):
                 rows.append(run_row(model, peer, timeout, conditions))
-            console.out(describe_row(rows[-1]), highlight=False)
+            console.out(harmless(describe_row(rows[-1])), highlight=False)
         print_table(console, add_efficiency(rows[-len(peers) :]))
 
 
@@ -157,7 +159,10 @@ def _measure_apart(text: str) -> None:
     """Measure one row in this process, print it, and end though threads of a failed peer go on."""
     from everygpu.bench.measure import Conditions, measure_row
 
-    outcome = measure_row(Conditions(**json.loads(text)))
+    conditions = Conditions(**json.loads(text))
+    if ":" in conditions.model:
+        sys.path.insert(0, os.getcwd())  # where the user's module is
+    outcome = measure_row(conditions)
     click.echo(f"\n{json.dumps(outcome)}")  # the model may have printed something without an end of line
     os._exit(0)
 
@@ -198,7 +203,7 @@ def run_row(model: str, peer: str, timeout: float, conditions: Mapping[str, Any]
 
     row = {"model": model, "peer": peer, **conditions}
     record = json.dumps({**row, "started_s": time.time()})
-    outcome = run_command([sys.executable, "-m", "everygpu", "bench", "--apart", record], timeout)
+    outcome = run_command(python_command("everygpu", "bench", "--apart", record), timeout)
     if "refused" in outcome:
         raise OptionError(outcome["refused"])
     return row | outcome

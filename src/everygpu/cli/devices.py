@@ -12,6 +12,7 @@ from rich.text import Text
 from everygpu.cli.filters import Filters, filter_options
 from everygpu.cli.live import interval_option, make_console, show_live
 from everygpu.cli.plan import Request, choose_gpus, parse_request
+from everygpu.cli.text import harmless
 from everygpu.devices import nvml
 from everygpu.devices.nvml import DeviceSample
 from everygpu.devices.reserve import Holder, find_holders
@@ -151,11 +152,11 @@ def build_table(rows: Sequence[Row], holders: Mapping[str, Holder]) -> Table:
         table.add_row(
             str(device.device) if isinstance(device, VisibleDevice) else "-",
             _number(device),
-            device.name,
-            device.uuid or "-",
+            harmless(device.name),
+            harmless(device.uuid or "-"),
             f"{_size(device.free_memory_bytes)} / {_size(device.total_memory_bytes)}",
             "-" if device.utilization_pct is None else f"{device.utilization_pct:g}%",
-            "\n".join([*used_by, *([] if holder is None else [holder.reason])]) or "-",
+            "\n".join([*used_by, *([] if holder is None else [harmless(holder.reason)])]) or "-",
         )
     return table
 

@@ -9,6 +9,7 @@ import click
 from rich.table import Table
 
 from everygpu.cli.live import make_console
+from everygpu.cli.text import harmless
 from everygpu.devices.checks import Finding
 from everygpu.devices.peer_run import Outcome, PairReport
 
@@ -39,7 +40,7 @@ def find_faults(quick: bool, as_json: bool) -> None:
         console.out(json.dumps(report, indent=2), highlight=False)
     else:
         for finding in diagnosis.findings:
-            console.out(describe(finding), highlight=False)
+            console.out(harmless(describe(finding), keep="\n"), highlight=False)
         if diagnosis.peers is not None:
             console.print(build_matrix(diagnosis.peers))
     sys.exit(0 if diagnosis.is_usable else _UNUSABLE)

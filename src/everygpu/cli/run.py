@@ -14,6 +14,7 @@ from everygpu.cli.launch import Launch, launch
 from everygpu.cli.numbers import FiniteRange
 from everygpu.cli.plan import NO_GPU, Manners, Plan, Request, parse_request, plan_run
 from everygpu.cli.script import run_script
+from everygpu.cli.text import harmless
 from everygpu.devices import nvml
 
 _SPLITS = {"chunk": "chunk", "even": "even", "weighted": "auto"}
@@ -139,4 +140,5 @@ def _warn_if_unused(num_gpus: int) -> None:
 
 def _tell(line: str | None) -> None:
     if line is not None:
-        Console(stderr=True).out(f"everygpu run: {line}", highlight=False)
+        said = harmless(line, keep="\n")
+        Console(stderr=True).out(f"everygpu run: {said}", highlight=False)

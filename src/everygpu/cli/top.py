@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from everygpu.cli.live import interval_option, make_console, show_live
+from everygpu.cli.text import harmless
 from everygpu.devices import nvml
 from everygpu.devices.figures import Run, read_runs
 from everygpu.devices.nvml import DeviceSample
@@ -95,12 +96,12 @@ def build_devices(view: View) -> Table:
         used_by = [_name_process(pid, used, view) for pid, used in sample.processes]
         table.add_row(
             sample.label.removeprefix("GPU "),
-            sample.name,
+            harmless(sample.name),
             _bar(sample.utilization_pct),
             _memory(sample),
             _power(sample),
             "-" if sample.temperature_c is None else f"{sample.temperature_c:g} °C",
-            "\n".join([*used_by, *([holder.reason] if holder is not None and not used_by else [])]) or "-",
+            "\n".join([*used_by, *([harmless(holder.reason)] if holder is not None and not used_by else [])]) or "-",
         )
     return table
 
@@ -111,9 +112,9 @@ def build_runs(view: View) -> Table:
     table = Table("run", "pid", "GPUs", "steps", "steps/s", "data wait", "comm.", "slowest", "seen", highlight=False)
     for run in view.runs:
         figures, slowest = run.figures, run.figures.slowest_replica
-        names = [labels.get(uuid, uuid).removeprefix("GPU ") for uuid in figures.devices]
+        names = [harmless(labels.get(uuid, uuid)).removeprefix("GPU ") for uuid in figures.devices]
         table.add_row(
-            run.command,
+            harmless(run.command),
             str(run.pid),
             ",".join(names),
             str(figures.num_steps),
@@ -128,7 +129,7 @@ def build_runs(view: View) -> Table:
 
 def _name_process(pid: int, used_bytes: int | None, view: View) -> str:
     used = "" if used_bytes is None else f" {format_size(used_bytes)}"
-    return f"{pid} {os.path.basename(view.names.get(pid, '?'))}{used}"
+    return f"{pid} {harmless(os.path.basename(view.names.get(pid, '?')))}{used}"
 
 
 def _bar(pct: float | None) -> str:

@@ -13,7 +13,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from everygpu.child import python_command
 from everygpu.cli.numbers import FiniteRange
+from everygpu.cli.text import harmless
 from everygpu.units import format_size
 
 MAX_ROWS = 2**16
@@ -162,10 +164,10 @@ def try_rows(num_rows: int, script: str, args: Sequence[str], which: int, headro
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         options = ["--trial", str(num_rows), str(result), "--loader", str(which), "--headroom", str(headroom)]
-        command = [sys.executable, "-m", "everygpu", "tune", *options, script, *args]
+        command = python_command("everygpu", "tune", *options, script, *args)
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
         if not result.exists():
-            last = "\n".join((done.stderr or done.stdout).splitlines()[-12:])
+            last = harmless("\n".join((done.stderr or done.stdout).splitlines()[-12:]), keep="\n\t")
             raise click.ClickException(f"{_explain_end(script, which, done.returncode)}\n{last}")
         record: dict[str, Any] = json.loads(result.read_text())
         return record

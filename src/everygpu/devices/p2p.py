@@ -9,17 +9,17 @@ import itertools
 import json
 import logging
 import os
-import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from everygpu.child import python_command
 from everygpu.devices import nvml
 from everygpu.devices.peer_run import Outcome, Pair, PairReport, Patience, examine
 from everygpu.errors import OptionError
-from everygpu.folders import cache_folder, write_whole
+from everygpu.folders import cache_folder, read_json, write_whole
 
 _LOG = logging.getLogger("everygpu")
 MODULE = "everygpu.devices.peer_test"
@@ -110,7 +110,7 @@ def examine_and_keep(uuids: Sequence[str], *, full: bool = False) -> Outcome:
     patience = Patience(total_s=120.0, step_s=15.0) if full else Patience()
     flags = ["--measure", "--collective"] if full else []
     _LOG.info("Testing copies between %d GPUs, once for this driver.", len(uuids))
-    command = [sys.executable or "python", "-m", MODULE, str(len(uuids)), *flags]
+    command = python_command(MODULE, str(len(uuids)), *flags)
     report = examine(command, child_environ(uuids, os.environ), len(uuids), patience)
     keep(uuids, report.pairs)
     return report
@@ -118,11 +118,9 @@ def examine_and_keep(uuids: Sequence[str], *, full: bool = False) -> Outcome:
 
 def child_environ(uuids: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
     """Make the environment in which another process sees the same devices in the same order."""
-    root = str(Path(__file__).parents[2])
-    changed = {"PYTHONPATH": os.pathsep.join(filter(None, [root, environ.get("PYTHONPATH")]))}
-    if torch.version.hip is None:  # HIP takes no UUIDs of this kind
-        changed["CUDA_VISIBLE_DEVICES"] = ",".join(f"GPU-{uuid}" for uuid in uuids)
-    return {**environ, **changed}
+    if torch.version.hip is not None:  # HIP takes no UUIDs of this kind
+        return dict(environ)
+    return {**environ, "CUDA_VISIBLE_DEVICES": ",".join(f"GPU-{uuid}" for uuid in uuids)}
 
 
 def look_up(uuids: Sequence[str]) -> dict[Pair, PairReport] | None:
@@ -143,12 +141,12 @@ def keep(uuids: Sequence[str], reports: Mapping[Pair, PairReport]) -> None:
     try:
         write_whole(_cache_path(), json.dumps({"format": _FORMAT, "driver": _driver(), "pairs": entries}, indent=1))
     except OSError as error:
-        _LOG.info("The test of copies between GPUs can't be remembered: %s.", error)
+        _LOG.debug("The test of copies between GPUs can't be remembered: %s.", error)
 
 
 def _read_cache() -> dict[str, PairReport]:
     try:
-        kept = json.loads(_cache_path().read_text(encoding="utf-8"))
+        kept = read_json(_cache_path())
         if (kept["format"], kept["driver"]) != (_FORMAT, _driver()):
             return {}
         return {

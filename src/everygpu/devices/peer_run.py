@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -109,10 +110,10 @@ def examine(command: Sequence[str], environ: Mapping[str, str], num_devices: int
         better: the GPUs are left alone.
     """
     progress = _Progress()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    with ExitStack() as stack:
         # A file, not a pipe: to read it never waits, whatever has become of the writer.
-        path = Path(folder) / "said"
         try:
+            path = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))) / "said"
             process = _start(command, environ, path)
         except OSError as error:
             _LOG.info("Copies between GPUs are not tested: %s.", error)

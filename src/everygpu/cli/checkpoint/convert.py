@@ -6,7 +6,8 @@ import click
 import torch
 
 from everygpu.checkpoint.convert import Target, convert
-from everygpu.cli.checkpoint.text import open_console, open_progress, plain
+from everygpu.cli.checkpoint.console import open_console, open_progress
+from everygpu.cli.text import plain
 
 _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
 

@@ -6,7 +6,8 @@ import click
 
 from everygpu.checkpoint.compare import Difference, compare
 from everygpu.checkpoint.contents import read_any
-from everygpu.cli.checkpoint.text import open_console, open_progress, plain
+from everygpu.cli.checkpoint.console import open_console, open_progress
+from everygpu.cli.text import plain
 
 _DIFFERENT = 1
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from everygpu.checkpoint.contents import read_any
 from everygpu.checkpoint.foreign import Contents
 from everygpu.checkpoint.foreign.sections import is_optimizer_state
-from everygpu.cli.checkpoint.text import harmless, open_console, plain
+from everygpu.cli.checkpoint.console import open_console
+from everygpu.cli.text import harmless, plain
 from everygpu.units import format_size
 
 _MAX_TEXT = 60

@@ -5,7 +5,8 @@ from pathlib import Path
 import click
 
 from everygpu.checkpoint.verify import examine, total_bytes
-from everygpu.cli.checkpoint.text import harmless, open_console, open_progress, plain
+from everygpu.cli.checkpoint.console import open_console, open_progress
+from everygpu.cli.text import harmless, plain
 from everygpu.units import format_size
 
 _INVALID = 4

@@ -1,0 +1,22 @@
+"""Text of others, made harmless: a terminal obeys what names of processes, runs and tensors contain."""
+
+import sys
+
+from rich.text import Text
+
+
+def harmless(text: object, *, keep: str = "") -> str:
+    """Escape what isn't printable, and what the output's encoding has no letter for.
+
+    Args:
+        text: Of a file, the driver, another process, or an error that quotes them.
+        keep: Letters that stay: ``"\\n"`` for text of several lines.
+    """
+    printable = "".join(x if x.isprintable() or x in keep else ascii(x)[1:-1] for x in str(text))
+    encoding = sys.stdout.encoding or "utf-8"
+    return printable.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def plain(text: object) -> Text:
+    """Make text that rich prints as it stands."""
+    return Text(harmless(text))
