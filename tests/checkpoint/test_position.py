@@ -175,8 +175,7 @@ def test_skipping_fetches_nothing(tmp_path: Path) -> None:
 
 
 def position_of(data: ResumableLoader) -> Any:
-    data._order.remember()
-    return data._order.start
+    return data._order.take_states()
 
 
 class Stream(IterableDataset[tuple[torch.Tensor]]):
@@ -207,16 +206,81 @@ def test_a_pass_left_early_is_over_when_the_next_begins() -> None:
     assert data.epoch == 2
 
 
-def test_batches_that_are_pending_are_not_counted(tmp_path: Path) -> None:
+def test_a_consumer_that_fetches_ahead_counts_what_is_used() -> None:
     data = ResumableLoader(DataLoader(DATA, 4))
-    batches = iter(data)
+    batches, progress = data.begin_pass()
     for _ in range(3):
         next(batches)
-    state = data.state_dict(num_pending=2)
-    batches.close()  # type: ignore[attr-defined]
+    progress.count()
     again = ResumableLoader(DataLoader(DATA, 4))
-    again.load_state_dict(state)
+    again.load_state_dict(data.state_dict())
     assert next(iter(again))[0].tolist() == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=list(LOADERS))
+def test_a_pass_of_which_nothing_was_used_is_begun_again(make: Any) -> None:
+    seed_everything(1)
+    data = ResumableLoader(make(1))
+    list(data)
+    batches, _ = data.begin_pass()
+    expected = [batch[0].tolist() for batch in batches]
+    again = ResumableLoader(make(2))
+    again.load_state_dict(data.state_dict())
+    assert again.epoch == 1
+    assert [batch[0].tolist() for batch in again] == expected
+
+
+def test_a_pass_beside_a_later_one_does_not_move_its_position() -> None:
+    data = ResumableLoader(DataLoader(DATA, 4))
+    old = iter(data)
+    next(old)
+    new = iter(data)
+    next(new)
+    next(old)
+    assert (data.state_dict()["epoch"], data.state_dict()["num_batches"]) == (1, 1)
+    list(old)
+    assert (data.state_dict()["epoch"], data.state_dict()["num_batches"]) == (1, 1)
+
+
+def test_an_interrupt_while_a_pass_is_resumed_leaves_the_position() -> None:
+    class Interrupted(Stream):
+        is_on = False
+
+        def __iter__(self) -> Iterator[tuple[torch.Tensor]]:
+            for position, value in enumerate(super().__iter__()):
+                if self.is_on and position == 2:
+                    raise KeyboardInterrupt
+                yield value
+
+    stream = Interrupted()
+    data = ResumableLoader(DataLoader(stream, 1))
+    batches = iter(data)
+    expected = [next(batches)[0].tolist() for _ in range(5)][4]
+    state = data.state_dict()
+    state["num_batches"] = 4
+    data.load_state_dict(state)
+    stream.is_on = True
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(data))
+    assert data.state_dict() == state
+    stream.is_on = False
+    assert next(iter(data))[0].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "state", [None, {}, {"epoch": 0, "batch": 3, "generator": None, "loader": None}, {"epoch": 0, "length": 6}], ids=str
+)
+def test_what_is_no_position_is_refused(state: Any) -> None:
+    data = ResumableLoader(DataLoader(DATA, 4))
+    with pytest.raises(CheckpointMismatchError, match=r"what ResumableLoader.state_dict returned"):
+        data.load_state_dict(state)
+
+
+def test_another_number_of_generators_is_refused() -> None:
+    state = ResumableLoader(LOADERS["shuffled by a generator"](1)).state_dict()
+    data = ResumableLoader(LOADERS["shuffled"](1))
+    with pytest.raises(CheckpointMismatchError, match="as many generators as when it was saved, 1, got 0"):
+        data.load_state_dict(state)
 
 
 def test_other_data_is_refused_and_nothing_changes() -> None:

@@ -1,16 +1,16 @@
 """Where a run stands in its data, so that a resumed run sees the same samples in the same order.
 
-DataLoader's workers fetch ahead, so the sampler is further than the training; and the order of an epoch
-depends on random states from before its first batch. Hence batches are counted where they are handed out,
-and the random states from the epoch's beginning are kept. To resume, the epoch's order is drawn again from
-these, and the indices of the batches that were used are skipped without fetching anything.
+DataLoader's workers and a Feeder's thread fetch ahead, so the sampler is further than the training; and the order
+of an epoch depends on random states from before its first batch. Hence batches are counted where the training loop
+gets them, and the random states from the epoch's beginning are kept. To resume, the epoch's order is drawn again
+from these, and the indices of the batches that were used are skipped without fetching anything.
 """
 
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,30 @@ from torch.utils.data import DataLoader, IterableDataset
 from everygpu.checkpoint.rng import plan_rng_restore, take_rng_states
 from everygpu.errors import CheckpointMismatchError, OptionError
 
-_LOG = logging.getLogger("everygpu")
+logger = logging.getLogger("everygpu")
+
+
+class Progress:
+    """How far the training is in one pass; told by whatever hands it the batches.
+
+    Each pass has one of its own, so a pass that goes on beside a later one doesn't change where the later one stands.
+    """
+
+    __slots__ = ("epoch", "num_batches", "start")
+
+    def __init__(self, epoch: int = 0, num_batches: int = 0, start: Any = None) -> None:
+        self.epoch = epoch
+        self.num_batches = num_batches
+        self.start = start
+        """Random states that the order is drawn from; None before and after the pass."""
+
+    def count(self) -> None:
+        """Count a batch as used."""
+        self.num_batches += 1
+
+    def finish(self) -> None:
+        """Count the pass as complete."""
+        self.epoch, self.num_batches, self.start = self.epoch + 1, 0, None
 
 
 class ResumableLoader:
@@ -35,6 +58,9 @@ class ResumableLoader:
     The order of the samples stays the same when the number of workers or replicas changes. What workers draw
     at random, as augmentations, does not: their random states are their own. An IterableDataset can't be
     skipped through, so the batches that were used are fetched again and dropped.
+
+    A `Feeder` over it fetches ahead and says which batches it has handed out: only these count. The position is
+    that of the pass that was begun last.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -52,13 +78,17 @@ class ResumableLoader:
                 f"A loader with a state_dict of its own, as torchdata's, is saved and loaded as it is."
             )
         self.loader = loader
-        self.epoch = 0
-        """How many passes over the data are complete."""
-        self._num_batches = 0
+        self._progress = Progress()
         self._is_resumed = False
         self._order = _Order(_index_sampler(loader), _generators(loader))
         self._is_iterable = isinstance(loader.dataset, IterableDataset)
-        self._ordered = loader if self._is_iterable else _with_index_sampler(loader, self._order)
+        self.ordered = loader if self._is_iterable else _with_index_sampler(loader, self._order)
+        """The DataLoader that is iterated: the one that was passed, with a sampler that can begin in the middle."""
+
+    @property
+    def epoch(self) -> int:
+        """How many passes over the data are complete."""
+        return self._progress.epoch
 
     def __len__(self) -> int:
         """Count the batches of a whole pass."""
@@ -70,114 +100,160 @@ class ResumableLoader:
         A batch counts as used when it is handed out. A pass that is left early counts as complete once the
         next one begins.
         """
-        for batch in self._begin():
-            self._num_batches += 1
+        batches, progress = self.begin_pass()
+        for batch in batches:
+            progress.count()
             yield batch
-        self.epoch, self._num_batches = self.epoch + 1, 0
+        progress.finish()
 
-    def state_dict(self, num_pending: int = 0) -> dict[str, Any]:
-        """Return the position.
+    def begin_pass(self) -> tuple[Iterator[Any], Progress]:
+        """Begin a pass for a consumer that fetches ahead.
 
-        Args:
-            num_pending: How many of the batches handed out are not used yet, where somebody fetches ahead.
+        Returns:
+            The batches, of which none is counted; and where to count each that is used, and the end.
         """
-        num_batches = max(0, self._num_batches - num_pending)
+        old, resumed = self._progress, self._is_resumed
+        fresh = Progress(old.epoch + (old.num_batches > 0))
+        progress = Progress(old.epoch, old.num_batches, old.start) if resumed else fresh
+        batches = self._begin(progress, resumed)
+        # Only now: what interrupts the beginning leaves the position as it was.
+        self._progress, self._is_resumed = progress, False
+        return batches, progress
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: after the last batch that was used."""
+        progress = self._progress
+        # Between two passes, generators of the loader's own are where the next pass begins.
+        start = {"generators": self._order.generator_states()} if progress.start is None else progress.start
         return {
-            "epoch": self.epoch,
-            "num_batches": num_batches,
+            "epoch": progress.epoch,
+            "num_batches": progress.num_batches,
             "length": _length(self.loader),
-            # Between two passes, generators of the loader's own are where the next pass begins.
-            "start": self._order.start if num_batches else {"generators": self._order.generator_states()},
+            "start": start,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position; the next pass begins there.
 
         Raises:
-            CheckpointMismatchError: a pass has another number of batches than the one that was saved.
+            CheckpointMismatchError: it is no position, or one in other data: of another number of batches in a
+                pass, or drawn from another number of generators.
         """
-        if state["length"] != _length(self.loader):
-            raise CheckpointMismatchError(
-                f"load: the data must have as many batches as when it was saved, {state['length']}, got "
-                f"{_length(self.loader)}. Use the same dataset and batch size, or leave the position out."
-            )
-        self.epoch, self._num_batches = state["epoch"], state["num_batches"]
-        self._order.start, self._is_resumed = state["start"], True
-        if not self._num_batches:
-            self._order.set_generators()
+        _check_state(state, _length(self.loader), self._order.num_generators)
+        start = state["start"]
+        is_begun = "global" in start
+        if not is_begun:
+            self._order.set_generators(start)
+        self._progress = Progress(state["epoch"], state["num_batches"], start if is_begun else None)
+        self._is_resumed = True
 
-    def _begin(self) -> Iterator[Any]:
-        resumed, self._is_resumed = self._is_resumed, False
-        if not resumed and self._num_batches:
-            self.epoch, self._num_batches = self.epoch + 1, 0
+    def _begin(self, progress: Progress, resumed: bool) -> Iterator[Any]:
         if self._is_iterable:
-            return self._begin_iterable()
-        self._order.num_skipped = self._num_batches
+            return self._begin_iterable(progress)
+        self._order.progress = progress
         # A new iterator draws a seed for its workers: an interrupted pass had done so before it was saved.
-        keeps_workers = self.loader.persistent_workers and self.epoch > 0
-        if resumed and (self._num_batches or keeps_workers):
+        keeps_workers = self.loader.persistent_workers and progress.epoch > 0
+        if resumed and (progress.start is not None or keeps_workers):
             with _random_states_kept():
-                return iter(self._ordered)
-        return iter(self._ordered)
+                return _with_order_drawn(iter(self.ordered))
+        return _with_order_drawn(iter(self.ordered))
 
-    def _begin_iterable(self) -> Iterator[Any]:
-        if not self._num_batches:
-            self._order.remember()
-            return iter(self._ordered)
-        _LOG.info("ResumableLoader: %d batches of an IterableDataset are fetched again.", self._num_batches)
+    def _begin_iterable(self, progress: Progress) -> Iterator[Any]:
+        if progress.start is None:
+            progress.start = self._order.take_states()
+            return iter(self.ordered)
+        logger.info("ResumableLoader: %d batches of an IterableDataset are fetched again.", progress.num_batches)
         with _random_states_kept():
-            self._order.return_to_start()
-            batches = iter(self._ordered)
-            for _ in islice(batches, self._num_batches):
+            self._order.return_to(progress.start)
+            batches = iter(self.ordered)
+            for _ in islice(batches, progress.num_batches):
                 pass
         return batches
 
 
 class _Order:
-    """A sampler that knows the random states its pass began with, and can begin the same pass again."""
+    """A sampler that notes the random states its pass began with, and can begin the same pass again."""
 
     def __init__(self, sampler: Any, generators: list[torch.Generator]) -> None:
-        self.start: Any = None
-        self.num_skipped = 0
+        self.progress = Progress()
+        """Of the pass that begins next."""
         self._sampler, self._generators = sampler, generators
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        # Runs in the main process, when the first index is asked for.
-        yield from self._repeat() if self.num_skipped else self._begin()
+        return self._draw(self.progress)
 
-    def remember(self) -> None:
-        """Keep the random states of this moment as those of the pass's beginning."""
-        self.start = {"global": take_rng_states(with_cuda=False), "generators": self.generator_states()}
+    @property
+    def num_generators(self) -> int:
+        """How many generators the order may come from."""
+        return len(self._generators)
 
-    def return_to_start(self) -> None:
-        """Set the random states to those of the pass's beginning."""
-        plan_rng_restore(self.start["global"])()
-        self.set_generators()
+    def take_states(self) -> dict[str, Any]:
+        """Return the random states of this moment, as those of a pass's beginning."""
+        return {"global": take_rng_states(with_cuda=False), "generators": self.generator_states()}
+
+    def return_to(self, start: Any) -> None:
+        """Set the random states to those of a pass's beginning."""
+        plan_rng_restore(start["global"])()
+        self.set_generators(start)
 
     def generator_states(self) -> list[bytes]:
         """Return the present states of the loader's own generators."""
         return [bytes(generator.get_state().tolist()) for generator in self._generators]
 
-    def set_generators(self) -> None:
-        """Set the loader's own generators to the pass's beginning."""
-        for generator, state in zip(self._generators, self.start["generators"], strict=True):
+    def set_generators(self, start: Any) -> None:
+        """Set the loader's own generators to a pass's beginning."""
+        for generator, state in zip(self._generators, start["generators"], strict=True):
             generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
-    def _begin(self) -> Iterator[Any]:
-        self.remember()
-        indices: Iterator[Any] = iter(self._sampler)
-        return indices
+    def _draw(self, progress: Progress) -> Iterator[Any]:
+        # Runs in the main process, when the first index is asked for.
+        if progress.start is None:
+            progress.start = self.take_states()
+            yield from self._sampler
+        else:
+            yield from self._draw_again(progress)
 
-    def _repeat(self) -> Iterator[Any]:
+    def _draw_again(self, progress: Progress) -> Iterator[Any]:
         with _random_states_kept():
-            self.return_to_start()
-            indices: Iterator[Any] = iter(self._sampler)
-            for _ in islice(indices, self.num_skipped):
-                pass
-        return indices
+            self.return_to(progress.start)
+            indices = iter(self._sampler)
+            # The first of the rest is drawn here: samplers draw their order when they are asked for an index.
+            rest = list(islice(indices, progress.num_batches, progress.num_batches + 1))
+        return chain(rest, indices)
+
+
+def _with_order_drawn(batches: Iterator[Any]) -> Iterator[Any]:
+    """Have an iterator draw its order now, in this thread; with worker processes it has done so already."""
+    if type(batches) is torch.utils.data.dataloader._SingleProcessDataLoaderIter:
+        drawn = batches._sampler_iter
+        batches._sampler_iter = chain(list(islice(drawn, 1)), drawn)
+    return batches
+
+
+def _check_state(state: Any, length: int | None, num_generators: int) -> None:
+    try:
+        saved_length, num_saved = state["length"], len(state["start"]["generators"])
+        is_position = state["epoch"] >= 0 and state["num_batches"] >= 0
+    except (LookupError, TypeError):
+        is_position = False
+    if not is_position:
+        raise CheckpointMismatchError(
+            f"load: the data's position must be what ResumableLoader.state_dict returned, got {state!r:.200}. "
+            f"Load what was saved from a Feeder into a Feeder, and what was saved from a loader into a loader."
+        )
+    if saved_length != length:
+        raise CheckpointMismatchError(
+            f"load: the data must have as many batches as when it was saved, {saved_length}, got {length}. "
+            f"Use the same dataset and batch size, or leave the position out."
+        )
+    if num_saved != num_generators:
+        raise CheckpointMismatchError(
+            f"load: the order must be drawn from as many generators as when it was saved, {num_saved}, got "
+            f"{num_generators}. Give the DataLoader and its sampler the same generators, or leave the position out."
+        )
 
 
 @contextmanager

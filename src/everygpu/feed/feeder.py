@@ -1,19 +1,20 @@
 """Batches from a loader, on their devices before they are asked for."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
+from everygpu.checkpoint.position import ResumableLoader
 from everygpu.devices import parse_devices
 from everygpu.devices.parse import DeviceLike
 from everygpu.errors import OptionError
 from everygpu.feed.arguments import check_loader, check_target, is_number
 from everygpu.feed.one_pass import Feed, FeedOptions
-from everygpu.feed.position import Position, begin_pass, generator_state, parse_position
+from everygpu.feed.position import Position, Tally, begin_pass, generator_state, parse_position
 from everygpu.feed.publishing import Board
 from everygpu.feed.waiting import FeedReport, WaitMeter
 from everygpu.keys import wrapped_child
@@ -78,32 +79,24 @@ class Feeder:
         if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
             raise OptionError(f"Feeder: dim must be an int, got {dim!r}. Leave it out for the model's, else 0.")
         self.loader = loader
+        iterated = loader.ordered if isinstance(loader, ResumableLoader) else loader
         self._options = FeedOptions(
-            loader=loader, route=find_route(model_or_devices, split, dim), prefetch=prefetch, timeout_s=timeout
+            loader=iterated, route=find_route(model_or_devices, split, dim), prefetch=prefetch, timeout_s=timeout
         )
         on_gpus = self._options.route.devices[0].type == "cuda"
         self._board = Board(self._options.route.devices) if publish or (publish is None and on_gpus) else None
-        self._meter = WaitMeter(loader, prefetch, None if self._board is None else self._board.show)
-        self._position = Position()
+        self._meter = WaitMeter(iterated, prefetch, None if self._board is None else self._board.show)
+        self._tally = Tally(Position())
         self._is_resumed = False
         self._feed: weakref.ref[Feed] | None = None
 
     def __iter__(self) -> Feed:
         """Begin a pass; after ``load_state_dict`` where that one stood."""
-        if getattr(self.loader, "persistent_workers", False):
+        if getattr(self._options.loader, "persistent_workers", False):
             self._end_pass()  # such workers serve one pass at a time
-        # The generator's state is needed from before the loader draws its order from it.
-        now = generator_state(self.loader)
-        if self._is_resumed:
-            iterator = begin_pass(self.loader, self._position)
-        else:
-            left_early = self._position.batch > 0
-            self._position = Position(epoch=self._position.epoch + left_early)
-            iterator = iter(self.loader)
-        if self._position.batch == 0:
-            self._position = replace(self._position, generator=now)
+        iterator, self._tally = self._begin()
         self._is_resumed = False
-        feed = Feed(iterator, self._options, self._position, self._meter, self._note)
+        feed = Feed(iterator, self._options, self._tally, self._meter)
         self._feed = weakref.ref(feed)
         return feed
 
@@ -121,9 +114,13 @@ class Feeder:
 
         Returns:
             ``epoch`` (whole passes), ``batch`` (of the present pass), and what the loader needs to give the same
-            order again. ``everygpu.save(path, feeder=feeder)`` stores it.
+            order again. ``everygpu.save(path, feeder=feeder)`` stores it. Over a ``ResumableLoader`` it is that
+            loader's position, wherever it was iterated.
         """
-        return asdict(self._position)
+        if not isinstance(self.loader, ResumableLoader):
+            return asdict(self._tally.position)
+        state = self.loader.state_dict()
+        return asdict(Position(epoch=state["epoch"], batch=state["num_batches"])) | {"loader": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next pass begin where ``state_dict`` was taken.
@@ -133,9 +130,13 @@ class Feeder:
         if it is drawn from torch's generator, or the one the DataLoader was given.
 
         Raises:
-            OptionError: ``state`` is no such state.
+            OptionError: ``state`` is no such state, or that of a Feeder over another kind of loader.
+            CheckpointMismatchError: the ``ResumableLoader`` has other data than the one that was saved.
         """
-        self._position, self._is_resumed = parse_position(state), True
+        position = parse_position(state, self.loader)
+        if isinstance(self.loader, ResumableLoader):
+            self.loader.load_state_dict(position.loader)
+        self._tally, self._is_resumed = Tally(position), True
 
     def report(self) -> FeedReport:
         """Return how long the steps took so far, and how much of that was waiting for data."""
@@ -153,15 +154,26 @@ class Feeder:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def _begin(self) -> tuple[Iterator[Any], Tally]:
+        """Begin to iterate the loader, where it was resumed at its position."""
+        if isinstance(self.loader, ResumableLoader):
+            iterator, progress = self.loader.begin_pass()
+            return iterator, Tally(Position(epoch=progress.epoch, batch=progress.num_batches), progress)
+        position = self._tally.position
+        # The generator's state is needed from before the loader draws its order from it.
+        now = generator_state(self.loader)
+        if self._is_resumed:
+            iterator = begin_pass(self.loader, position)
+        else:
+            left_early = position.batch > 0
+            position = Position(epoch=position.epoch + left_early)
+            iterator = iter(self.loader)
+        return iterator, Tally(position if position.batch else replace(position, generator=now))
+
     def _end_pass(self) -> None:
         feed = None if self._feed is None else self._feed()
         if feed is not None:
             feed.close()
-
-    def _note(self, feed: Feed, position: Position) -> None:
-        """Note a position, if it is of the pass begun last."""
-        if self._feed is not None and self._feed() is feed:
-            self._position = position
 
 
 def find_route(target: Target, split: Split | None, dim: int | None) -> Route:

@@ -5,14 +5,14 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from everygpu.errors import FeedTimeoutError, WorkerError
 from everygpu.feed.batches import SentBatch, send_batch, unpack_batch
 from everygpu.feed.channel import Channel, ChannelClosed
-from everygpu.feed.position import Position
+from everygpu.feed.position import Tally
 from everygpu.feed.source import Source
 from everygpu.feed.waiting import StepTime, WaitMeter
 from everygpu.parallel.split import Route
@@ -51,26 +51,17 @@ class Feed:
     Args:
         iterator: Of the loader, where the pass begins.
         options: Of the Feeder.
-        start: Where the pass begins.
+        tally: Is told of each batch that is handed out, and of the end.
         meter: Is told how long each step took.
-        note: Is told the position after each batch, and at the end.
     """
 
-    def __init__(
-        self,
-        iterator: Iterator[Any],
-        options: FeedOptions,
-        start: Position,
-        meter: WaitMeter,
-        note: Callable[["Feed", Position], None],
-    ) -> None:
+    def __init__(self, iterator: Iterator[Any], options: FeedOptions, tally: Tally, meter: WaitMeter) -> None:
         channel: Channel[_Prepared] = Channel(max(1, options.prefetch))
         self._channel = channel
         self._source = Source(iterator, options.loader, lambda: channel.is_closed)
         self._options = options
-        self._position = start
+        self._tally = tally
         self._meter = meter
-        self._note = note
         self._handed_over_at: float | None = None
         self._end_state: list[Any] = []
         self._thread: threading.Thread | None = None
@@ -103,10 +94,11 @@ class Feed:
         try:
             prepared = self._take()
             batch = unpack_batch(prepared.sent)
-            self._count(prepared, asked_at)
+            self._measure(prepared, asked_at)
         except BaseException as error:
             self._finish(error)
             raise
+        self._tally.count(prepared.loader_state)  # last: what interrupts the above has not used the batch
         return batch
 
     def close(self) -> None:
@@ -130,10 +122,8 @@ class Feed:
                 f"{self._source.describe_workers()} Raise timeout, or look at what the loader waits for."
             ) from None
 
-    def _count(self, prepared: _Prepared, asked_at: float) -> None:
+    def _measure(self, prepared: _Prepared, asked_at: float) -> None:
         now = time.perf_counter()
-        self._position = replace(self._position, batch=self._position.batch + 1, loader=prepared.loader_state)
-        self._note(self, self._position)
         if self._handed_over_at is not None:
             times = {"load_s": prepared.load_s, "send_s": prepared.send_s}
             self._meter.add(StepTime(total_s=now - self._handed_over_at, wait_s=now - asked_at, **times))
@@ -141,8 +131,7 @@ class Feed:
 
     def _finish(self, error: BaseException) -> None:
         if isinstance(error, StopIteration):
-            state = self._end_state[0] if self._thread is not None else self._source.state()
-            self._note(self, Position(epoch=self._position.epoch + 1, loader=state))
+            self._tally.finish(self._end_state[0] if self._thread is not None else self._source.state())
         elif isinstance(error, (FeedTimeoutError, WorkerError)):
             self._channel.close()
             self._source.kill_workers()

@@ -4,12 +4,13 @@ import copy
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from everygpu.checkpoint.position import Progress
 from everygpu.errors import OptionError
 from everygpu.feed.source import keeps_position
 
@@ -28,11 +29,40 @@ class Position:
     """The loader's own position, where it keeps one."""
 
 
-def parse_position(state: Any) -> Position:
+class Tally:
+    """Where the consumer of one pass stands.
+
+    Args:
+        position: Where the pass begins.
+        progress: Of a ``ResumableLoader``, which is told what is used.
+    """
+
+    __slots__ = ("_progress", "position")
+
+    def __init__(self, position: Position, progress: Progress | None = None) -> None:
+        self.position, self._progress = position, progress
+
+    def count(self, loader: Any) -> None:
+        """Count a batch as used; ``loader`` is the loader's own position after it."""
+        self.position = replace(self.position, batch=self.position.batch + 1, loader=loader)
+        if self._progress is not None:
+            self._progress.count()
+
+    def finish(self, loader: Any) -> None:
+        """Count the pass as complete."""
+        self.position = Position(epoch=self.position.epoch + 1, loader=loader)
+        if self._progress is not None:
+            self._progress.finish()
+
+
+def parse_position(state: Any, loader: Any) -> Position:
     """Read what ``Feeder.state_dict`` returned.
 
+    Args:
+        state: Of a Feeder over a loader like this one.
+        loader: To be put there.
     Raises:
-        OptionError: it is something else.
+        OptionError: it is something else, or the position of a loader that keeps its own, which this one can't take.
     """
     try:
         position = Position(**state)
@@ -42,6 +72,11 @@ def parse_position(state: Any) -> Position:
     if not is_fit:
         raise OptionError(
             f"Feeder.load_state_dict: needs what Feeder.state_dict returned, got {state!r:.200}. Pass that."
+        )
+    if position.loader is not None and not keeps_position(loader):
+        raise OptionError(
+            f"Feeder.load_state_dict: needs a loader that keeps its own position, as the saved one did, got "
+            f"{type(loader).__qualname__}. Wrap it as it was wrapped then, for instance in a ResumableLoader."
         )
     return position
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from everygpu.checkpoint.position import ResumableLoader
 from everygpu.errors import OptionError
 from everygpu.feed.arguments import check_callback, check_target, describe, is_number
 from everygpu.feed.feeder import Feeder, Target
@@ -49,7 +50,7 @@ class WorkerReport:
 
 
 def tune_workers(
-    loader: DataLoader[Any],
+    loader: DataLoader[Any] | ResumableLoader,
     model_or_devices: Target = None,
     *,
     candidates: Iterable[int] | None = None,
@@ -66,7 +67,7 @@ def tune_workers(
         loader = DataLoader(dataset, num_workers=report.num_workers, ...)
 
     Args:
-        loader: A DataLoader of torch.
+        loader: A DataLoader of torch, or a ``ResumableLoader`` around one, whose position stays.
         model_or_devices: As for ``Feeder``.
         candidates: Numbers of workers to try, all of them, in this order.
         seconds: How long to measure each.
@@ -77,6 +78,7 @@ def tune_workers(
         OptionError: ``loader`` is no DataLoader or gives no batch, or an option has no such value.
         Exception: what the loader raises.
     """
+    loader = loader.loader if isinstance(loader, ResumableLoader) else loader
     numbers, all_of_them = _check_options(loader, candidates, seconds)
     check_target(model_or_devices, "tune_workers")
     check_callback(on_trial, "tune_workers")
