@@ -1,6 +1,7 @@
 """Converting: every format into every other, nothing lost silently, nothing half-written."""
 
 import os
+import signal
 import stat
 from collections.abc import Callable
 from importlib import import_module
@@ -17,6 +18,7 @@ import everygpu
 from everygpu.checkpoint.contents import read_any
 from everygpu.checkpoint.convert import Target, convert
 from everygpu.errors import (
+    CheckpointBusyError,
     CheckpointContentError,
     CheckpointError,
     CheckpointForeignError,
@@ -266,6 +268,33 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_else(
         convert(tmp_path / "a.pt", tmp_path / "b", target=target, overwrite=True)
     assert same_state(dict(read_any(tmp_path / "b").model or {}), dict(Net(1).state_dict()))
     assert names_in(tmp_path) == {"a.pt", "b"}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("name", ["b.pt", "b.safetensors"])
+def test_what_a_killed_conversion_has_left_goes_with_the_next(tmp_path: Path, name: str) -> None:
+    torch.save(Net(1).state_dict(), tmp_path / "a.pt")
+    foreign = {f".x{name}.tmp-1-01234567", f".{name}.tmp-1"}
+    for other in foreign:
+        (tmp_path / other).touch()
+    child = os.fork()
+    if child == 0:
+        with output.new_file_at(tmp_path / name):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert len(names_in(tmp_path) - foreign) == 3  # the lock's file, too
+    convert(tmp_path / "a.pt", tmp_path / name)
+    assert names_in(tmp_path) - foreign == {"a.pt", name}
+
+
+def test_a_living_conversion_to_the_same_file_goes_on(tmp_path: Path) -> None:
+    torch.save(Net(1).state_dict(), tmp_path / "a.pt")
+    with output.new_file_at(tmp_path / "b.pt") as temporary:
+        with pytest.raises(CheckpointBusyError, match="locked by another saver"):
+            convert(tmp_path / "a.pt", tmp_path / "b.pt")
+        torch.save(Net(2).state_dict(), temporary)
+    assert names_in(tmp_path) == {"a.pt", "b.pt"}
 
 
 # Some versions of torch say that they check them, some that they don't.

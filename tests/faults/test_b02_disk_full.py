@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import everygpu
+from everygpu.checkpoint.convert import Target, convert
 from everygpu.errors import CheckpointError
 from tests.faults.inject import file_size_limit, files_of, full_at, is_disk_error
 from tests.faults.savers import EVERYGPU, Weights, version_of
@@ -57,6 +59,19 @@ def test_b02_any_call_to_the_system_fails(tmp_path: Path, monkeypatch: pytest.Mo
             assert_old_is_there(tmp_path)
         assert failures >= 1
         EVERYGPU.save(tmp_path / "ckpt", Weights(1))
+
+
+@pytest.mark.parametrize("target", ["everygpu", "torch", "safetensors", "dcp"])
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+def test_b02_a_conversion_says_that_the_disk_is_full(tmp_path: Path, target: Target) -> None:
+    torch.save(Weights(1).state_dict(), tmp_path / "a.pt")
+    num_bytes = (tmp_path / "a.pt").stat().st_size
+    for limit in (0, 1000, num_bytes // 2, num_bytes - 2000):
+        with file_size_limit(limit), pytest.raises(CheckpointError, match="must be writable.*File too large") as caught:
+            convert(tmp_path / "a.pt", tmp_path / "b", target=target)
+        assert is_disk_error(caught.value)
+        assert os.listdir(tmp_path) == ["a.pt"]
+    convert(tmp_path / "a.pt", tmp_path / "b", target=target)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

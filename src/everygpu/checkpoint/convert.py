@@ -94,6 +94,8 @@ def convert(
     versions = {new_name(f"{path}.".lstrip(".")).rstrip("."): about for path, about in contents.versions.items()}
     try:
         left_out = _write(destination, target, contents, model, versions)
+    except CheckpointError:
+        raise
     except OSError as cause:
         raise CheckpointError(
             f"convert: {destination} must be writable, got {cause}. What was there before is untouched; make room or "

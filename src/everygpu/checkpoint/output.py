@@ -1,6 +1,7 @@
 """Write a model's state in formats that other programs read, beside what is there and then in its place."""
 
 import os
+import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from everygpu.checkpoint.directory import new_directory, sync_path
 from everygpu.checkpoint.foreign.formats import DCP_METADATA
+from everygpu.checkpoint.lock import hold_lock
 from everygpu.checkpoint.tensors import check_storable
 from everygpu.errors import CheckpointContentError, CheckpointForeignError
 
@@ -33,7 +35,7 @@ def write_torch(path: Path, state: Mapping[str, Any], versions: Mapping[str, Any
     """
     document = OrderedDict(_compact(state))
     document._metadata = OrderedDict(versions)  # type: ignore[attr-defined]  # as Module.state_dict has it
-    with new_file_at(path) as temporary, open(temporary, "wb") as file:
+    with new_file_at(path) as temporary, open(temporary, "wb") as file, _system_errors(RuntimeError):
         torch.save(document, file)
 
 
@@ -47,7 +49,8 @@ def write_safetensors(path: Path, state: Mapping[str, Tensor]) -> None:
     with new_file_at(path) as temporary:
         mode = temporary.stat().st_mode
         try:
-            save_file(tensors, temporary, metadata={"format": "pt"})
+            with _system_errors(SafetensorError):
+                save_file(tensors, temporary, metadata={"format": "pt"})
         except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as cause:
             dtypes = sorted({str(tensor.dtype) for tensor in tensors.values()})
             raise CheckpointContentError(
@@ -63,7 +66,9 @@ def write_dcp(path: Path, state: Mapping[str, Tensor]) -> None:
     Raises:
         CheckpointForeignError: the directory holds something else.
     """
-    from torch.distributed.checkpoint.state_dict_saver import save  # takes half a second, and only this needs it
+    # These take half a second, and only this needs them.
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     target = Path(os.path.realpath(path))
     if target.exists():
@@ -75,30 +80,69 @@ def write_dcp(path: Path, state: Mapping[str, Tensor]) -> None:
             )
     with new_directory(target) as directory, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
-        save({DCP_SECTION: dict(_check(state))}, checkpoint_id=directory, no_dist=True)
+        with _system_errors(CheckpointException):
+            save({DCP_SECTION: dict(_check(state))}, checkpoint_id=directory, no_dist=True)
 
 
 @contextmanager
 def new_file_at(path: Path) -> Iterator[Path]:
     """Yield an empty file beside a path; it takes the path's place when the block ends, or is removed.
 
+    What writers that were killed have left is removed first: the lock tells that they are dead.
+
     Args:
         path: The file to write; a symbolic link is followed, the permissions of what is there are kept.
+    Raises:
+        CheckpointBusyError: another process is writing to the path.
     """
     target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}-{token_hex(4)}")
+    with hold_lock(target.with_name(f".{target.name}.lock")) as is_alone:
+        if is_alone:
+            _remove_left(target)
+        try:
+            temporary.touch(exist_ok=False)
+            if target.exists():
+                os.chmod(temporary, target.stat().st_mode)
+            yield temporary
+            sync_path(temporary)
+            os.replace(temporary, target)
+            sync_path(target.parent)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def _remove_left(target: Path) -> None:
+    name = re.compile(re.escape(f".{target.name}.tmp-") + r"\d+-[0-9a-f]{8}")
+    for entry in target.parent.iterdir():
+        if name.fullmatch(entry.name) and entry.is_file() and not entry.is_symlink():
+            entry.unlink()
+
+
+@contextmanager
+def _system_errors(*kinds: type[BaseException]) -> Iterator[None]:
+    """Raise a writer's error as the system's own where that is behind it, for instance that the disk is full."""
     try:
-        temporary.touch(exist_ok=False)
-        if target.exists():
-            os.chmod(temporary, target.stat().st_mode)
-        yield temporary
-        sync_path(temporary)
-        os.replace(temporary, target)
-        sync_path(target.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+        yield
+    except kinds as error:
+        cause = _find_system_error(error)
+        if cause is None:
+            raise
+        raise cause from error
+
+
+def _find_system_error(error: BaseException) -> OSError | None:
+    """Look for the system's error in what an error came from, what it collects, and, of Rust's, what it says."""
+    if isinstance(error, OSError):
+        return error
+    said = re.search(r"\(os error (\d+)\)", str(error)) if isinstance(error, SafetensorError) else None
+    if said is not None:
+        return OSError(int(said[1]), os.strerror(int(said[1])))
+    collected = [failure[0] for failure in getattr(error, "failures", {}).values()]  # of CheckpointException
+    behind = [e for e in (error.__cause__, error.__context__, *collected) if e is not None]
+    return next((found for found in map(_find_system_error, behind) if found is not None), None)
 
 
 def _check(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
