@@ -141,6 +141,30 @@ def test_a_damaged_one_is_stepped_over_with_a_warning_that_names_it(tmp_path: Pa
         checkpoints.load(2, model=target)
 
 
+def test_a_damaged_one_saved_after_going_back_is_named(tmp_path: Path) -> None:
+    checkpoints = CheckpointManager(tmp_path)
+    for step in (5, 3):
+        path = checkpoints.save(step, model=Net(step))
+        assert path is not None
+        os.utime(path, ns=(0, 10**9 * (9 - step)))
+    flip(tmp_path / "step-00000003" / "manifest.json")
+    with pytest.warns(UserWarning, match=r"(?s)step-00000005 is taken.*step-00000003/manifest\.json"):
+        assert checkpoints.load() == {"step": 5}
+
+
+def test_checkpoints_in_each_other_s_place_are_named(tmp_path: Path) -> None:
+    checkpoints = CheckpointManager(tmp_path)
+    for step in range(3):
+        checkpoints.save(step, model=Net(step))
+    assert checkpoints.load() == {"step": 2}
+    for old, new in (("1", "x"), ("2", "1"), ("x", "2")):
+        os.rename(tmp_path / f"step-0000000{old}", tmp_path / f"step-0000000{new}")
+    with pytest.warns(UserWarning, match="step-00000002 is taken, which holds the checkpoint of step 1"):
+        assert checkpoints.load(2) == {"step": 1}
+    with pytest.warns(UserWarning, match="step-00000001 is taken, which holds the checkpoint of step 2"):
+        assert checkpoints.load() == {"step": 2}
+
+
 def test_all_damaged_is_an_error_that_lists_them(tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path)
     for step in range(2):

@@ -14,7 +14,7 @@ from everygpu.checkpoint import manifest as files
 from everygpu.checkpoint.directory import find_directory
 from everygpu.checkpoint.encode import decode
 from everygpu.checkpoint.keys import EXTRA_STATE
-from everygpu.checkpoint.run_directory import is_run_directory, list_saved
+from everygpu.checkpoint.run_directory import Saved, is_run_directory, list_saved, step_of
 from everygpu.checkpoint.states import Kind
 from everygpu.checkpoint.tensors import read_tensors
 from everygpu.errors import CheckpointDamagedError, CheckpointForeignError, EveryGPUError
@@ -39,6 +39,8 @@ class Contents:
     """Those of model, optimizer and scheduler that were saved and are wanted."""
     extras: dict[str, Part]
     rng: Any
+    place: files.Place | None = None
+    """Among the checkpoints of its run."""
 
 
 def read_contents(path: Path, wanted: Collection[str], device: torch.device, verify: bool) -> Contents:
@@ -53,20 +55,49 @@ def read_contents(path: Path, wanted: Collection[str], device: torch.device, ver
         CheckpointError: as `everygpu.load` describes.
     """
     if not is_run_directory(path):
-        return _read_steadily(path, wanted, device, verify)
+        return _as_named(path, _read_steadily(path, wanted, device, verify))
     problems: list[str] = []
-    for saved in list_saved(path):
+    all_saved = list_saved(path)
+    for position, saved in enumerate(all_saved, 1):
         try:
-            contents = _read_steadily(saved.path, wanted, device, verify)
+            contents = _as_named(saved.path, _read_steadily(saved.path, wanted, device, verify))
         except (CheckpointDamagedError, CheckpointForeignError) as error:
             problems.append(str(error))
             continue
+        problems += [_describe_damage(other.path) for other in all_saved[position:] if _may_be_newer(other, saved)]
         if problems:
             listed = "".join(f"\n  {problem}" for problem in problems)
             warn(f"load: {saved.path} is taken, as what was saved after it is damaged:{listed}", stacklevel=3)
         return contents
     listed = "".join(f"\n  {problem}" for problem in problems)
     raise CheckpointDamagedError(f"load: one checkpoint in {path} must be whole, got none. Nothing was loaded.{listed}")
+
+
+def _as_named(path: Path, contents: Contents) -> Contents:
+    """Warn of a checkpoint in the place of another step's: its files have been moved there."""
+    step, place = step_of(path), contents.place
+    if step is not None and place is not None and place.step != step:
+        warn(
+            f"load: {path} is taken, which holds the checkpoint of step {place.step}: its files were moved.",
+            stacklevel=4,
+        )
+    return contents
+
+
+def _may_be_newer(other: Saved, taken: Saved) -> bool:
+    """Tell whether a checkpoint that can't tell when it was saved was changed after another one."""
+    try:
+        return other.place is None and other.path.stat().st_mtime_ns > taken.path.stat().st_mtime_ns
+    except OSError:  # replaced or removed meanwhile
+        return False
+
+
+def _describe_damage(directory: Path) -> str:
+    try:
+        files.read_manifest(directory)
+    except EveryGPUError as error:
+        return str(error)
+    return f"{directory} can be read by now."
 
 
 def _read_steadily(path: Path, wanted: Collection[str], device: torch.device, verify: bool) -> Contents:
@@ -112,7 +143,7 @@ def _read_directory(directory: Path, wanted: Collection[str], device: torch.devi
         rest = {name: tensor.to(device, copy=True) for name, tensor in read(files.STATE_TENSORS).items()}
         parts = {name: _decode_part(part, _own_tensors(name, read, rest)) for name, part in saved.items()}
         extras = {name: _decode_part(part, rest) for name, part in state["extras"].items()}
-        return Contents(parts=parts, extras=extras, rng=decode(state["rng"], {}))
+        return Contents(parts=parts, extras=extras, rng=decode(state["rng"], {}), place=manifest.place)
     except EveryGPUError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as cause:

@@ -33,6 +33,12 @@ def step_path(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}"
 
 
+def step_of(path: Path) -> int | None:
+    """Return the step that a checkpoint's name tells; None for another name."""
+    match = _NAME.fullmatch(path.name)
+    return None if match is None else int(match[1])
+
+
 def is_run_directory(path: Path) -> bool:
     """Tell whether a directory holds checkpoints of steps and is not one itself."""
     return path.is_dir() and not (path / MANIFEST_FILE).exists() and bool(_names(path))
