@@ -2,13 +2,14 @@
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from everygpu.checkpoint import lock as module
 from everygpu.checkpoint.lock import hold_lock
-from everygpu.errors import CheckpointBusyError
+from everygpu.errors import CheckpointBusyError, CheckpointError
 
 
 def test_the_second_holder_is_refused_until_the_first_is_done(tmp_path: Path) -> None:
@@ -102,3 +103,86 @@ def test_a_file_system_without_locks_is_logged(tmp_path: Path, monkeypatch, capl
 def test_a_place_that_can_t_be_written_is_the_system_s_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), hold_lock(tmp_path / "none" / ".lock"):
         pass
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_dead_holder_s_forks_do_not_keep_it(tmp_path: Path) -> None:
+    """A DataLoader's slow workers outlive a run that is killed while it saves."""
+    go = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with hold_lock(tmp_path / ".lock"):
+            if os.fork() == 0:
+                os.read(go[0], 1)
+                os._exit(0)
+            os._exit(9)  # as by a kill: nothing is let go
+    os.waitpid(child, 0)
+    try:
+        with hold_lock(tmp_path / ".lock") as is_alone:
+            assert is_alone
+            with pytest.raises(CheckpointBusyError), hold_lock(tmp_path / ".lock"):
+                pass
+    finally:
+        os.write(go[1], b"x")
+        for descriptor in go:
+            os.close(descriptor)
+
+
+def as_another_user(work: Callable[[], object]) -> int:
+    """Do work in a process without root's rights; return its status."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            if os.getuid() == 0:
+                os.setgid(65534)
+                os.setuid(65534)
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_another_user_s_file_that_can_only_be_read_is_locked(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the other user may not pass the directories above
+    tmp_path.chmod(0o777)
+    Path(".lock").touch()
+    Path(".lock").chmod(0o444)
+
+    def lock() -> None:
+        with hold_lock(Path(".lock")) as is_alone:
+            assert is_alone
+            with pytest.raises(CheckpointBusyError), hold_lock(Path(".lock")):
+                pass
+
+    assert as_another_user(lock) == 0
+    assert not Path(".lock").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_file_that_can_t_even_be_read_is_named_with_what_to_do(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.chmod(0o777)
+    Path(".lock").touch()
+    Path(".lock").chmod(0)
+
+    def lock() -> None:
+        with pytest.raises(CheckpointError, match="remove it"), hold_lock(Path(".lock")):
+            pass
+
+    assert as_another_user(lock) == 0
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no umask")
+def test_whatever_umask_says_others_can_lock_what_is_left(tmp_path: Path) -> None:
+    before = os.umask(0o777)
+    try:
+        with hold_lock(tmp_path / ".lock"):
+            assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o666
+    finally:
+        os.umask(before)

@@ -1,6 +1,9 @@
 """The manager: when it saves, what it keeps, what it finds, and what happens in the background."""
 
+import _thread
 import os
+import subprocess
+import sys
 import threading
 import time
 from importlib import import_module
@@ -28,6 +31,7 @@ from everygpu.errors import (
 from tests.checkpoint.models import Net, same_state
 
 manager_module = import_module("everygpu.checkpoint.manager")
+run_directory = import_module("everygpu.checkpoint.run_directory")
 save_module = import_module("everygpu.checkpoint.save")
 
 
@@ -173,6 +177,41 @@ def test_all_damaged_is_an_error_that_lists_them(tmp_path: Path) -> None:
         checkpoints.load(model=Net())
 
 
+def test_a_damaged_one_does_not_count_towards_keep(tmp_path: Path) -> None:
+    for step in range(3):
+        CheckpointManager(tmp_path, keep=3, keep_best={"loss": "min"}).save(step, model=Net(step), metrics={"loss": 1})
+    flip(tmp_path / "step-00000002" / "model.safetensors")
+    checkpoints = CheckpointManager(tmp_path, keep=2)
+    checkpoints.save(3, model=Net(3))
+    assert steps_in(tmp_path) == [1, 2, 3], "the last whole one but the newest is gone"
+    checkpoints.save(4, model=Net(4))
+    assert steps_in(tmp_path) == [3, 4]
+
+
+def test_a_damaged_best_one_does_not_count_as_best(tmp_path: Path) -> None:
+    checkpoints = CheckpointManager(tmp_path, keep=1, keep_best={"loss": "min"})
+    for step, loss in enumerate([2.0, 1.0]):
+        CheckpointManager(tmp_path, keep=9).save(step, model=Net(step), metrics={"loss": loss})
+    flip(tmp_path / "step-00000001" / "model.safetensors")
+    checkpoints.save(2, model=Net(2), metrics={"loss": 3.0})
+    assert steps_in(tmp_path) == [0, 1, 2]
+
+
+def test_only_what_this_manager_has_not_written_is_read_and_once(tmp_path: Path, monkeypatch) -> None:
+    for step in range(3):
+        CheckpointManager(tmp_path).save(step, model=Net(step))
+    read: list[str] = []
+    real = run_directory.check_files
+    monkeypatch.setattr(run_directory, "check_files", lambda path, *args: (read.append(path.name), real(path, *args)))
+    checkpoints = CheckpointManager(tmp_path, keep=3)
+    for step in range(3, 8):
+        checkpoints.save(step, model=Net(step))
+    assert read == ["step-00000002", "step-00000001"]
+    os.utime(tmp_path / "step-00000007" / "model.safetensors", ns=(1, 1))
+    checkpoints.save(8, model=Net(8))
+    assert read[2:] == ["step-00000007"]
+
+
 def test_without_verify_a_flip_passes_and_the_log_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = everygpu.save(tmp_path / "ckpt", model=Net())
     flip(path / "model.safetensors")
@@ -278,9 +317,9 @@ def slow_down(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Make writing wait until the event is set."""
     real, go_on = manager_module.write_checkpoint, threading.Event()
 
-    def write(*args: Any) -> Any:
+    def write(*args: Any, **options: Any) -> Any:
         assert go_on.wait(10)
-        return real(*args)
+        return real(*args, **options)
 
     monkeypatch.setattr(manager_module, "write_checkpoint", write)
     return go_on
@@ -322,14 +361,14 @@ def test_an_error_in_the_background_is_raised_once_at_the_next_call(tmp_path: Pa
     checkpoints.save(0)
     checkpoints.wait()
 
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(save_module, "write_tensors", fail)
         checkpoints.save(2, x=torch.ones(1))
         deadline = time.monotonic() + 10
-        while checkpoints._background._error is None:
+        while not checkpoints._background._tasks[0].is_done:
             assert time.monotonic() < deadline
             time.sleep(0.001)
     calls = {
@@ -363,8 +402,60 @@ def test_the_block_s_own_error_is_the_one_that_is_seen(tmp_path: Path, monkeypat
     assert "failed: full" in caplog.text
 
 
-def raise_full(*args: Any) -> None:
+def raise_full(*args: Any, **options: Any) -> None:
     raise CheckpointError("full")
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["asynchronous", "synchronous"])
+def test_without_new_threads_the_caller_s_does_the_work(tmp_path: Path, monkeypatch, asynchronous: bool) -> None:
+    """As Python 3.12 and later at the interpreter's end, or a process at its limit."""
+
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    checkpoints = CheckpointManager(tmp_path, keep=1, asynchronous=asynchronous)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        checkpoints.save(1, model=Net(1))
+        patch.setattr(_thread, "start_new_thread", refuse)
+        checkpoints.save(2, model=Net(2))
+        assert steps_in(tmp_path) == [2]
+        assert checkpoints.load(model=Net()) == {"step": 2}
+    checkpoints.close()
+
+
+EXITS = """
+import atexit, sys, threading, torch, everygpu
+
+def save(name, step):
+    checkpoints = everygpu.CheckpointManager(sys.argv[1] + "/" + name, asynchronous=True)
+    checkpoints.save(step, x=torch.full((3_000_000,), float(step)))
+    return checkpoints
+
+def save_at_exit():
+    save("at exit", 1)
+    checkpoints = save("at exit, closed", 2)
+    checkpoints.close()
+    assert checkpoints.load()["x"].unique().tolist() == [2]
+
+def train():
+    threading.main_thread().join()
+    save("thread", 3).save(4, x=torch.full((3_000_000,), 4.0))
+
+atexit.register(save_at_exit)
+threading.Thread(target=train).start()
+save("main", 5)
+raise KeyboardInterrupt
+"""
+
+
+def test_the_last_checkpoint_is_there_however_the_program_ends(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", EXITS, tmp_path], capture_output=True, text=True, timeout=60)
+    assert "KeyboardInterrupt" in ended.stderr
+    assert "AssertionError" not in ended.stderr
+    for name, step in {"at exit": 1, "at exit, closed": 2, "thread": 4, "main": 5}.items():
+        found = everygpu.load(tmp_path / name)
+        assert (found["step"], found["x"].unique().tolist()) == (step, [step]), name
 
 
 def test_what_can_t_be_saved_is_refused_in_the_caller_s_thread(tmp_path: Path) -> None:
@@ -380,13 +471,15 @@ def test_snapshots_reuse_their_memory_and_give_it_back(tmp_path: Path, devices) 
     model = nn.Linear(64, 64).to(device)
     checkpoints = CheckpointManager(tmp_path, asynchronous=True)
     checkpoints.save(1, model=model)
-    memory = checkpoints._memory._memory
+    checkpoints.wait()
+    memory = checkpoints._spare[0]._memory
     checkpoints.save(2, model=model)
-    assert checkpoints._memory._memory is memory
+    checkpoints.wait()
+    assert checkpoints._spare[0]._memory is memory
     assert memory.numel() <= sum(p.nbytes for p in model.parameters()) + 64 * 2 + 1024 * 8
-    assert checkpoints._memory._is_pinned == device.type.startswith("cuda")
+    assert memory.is_pinned() == device.type.startswith("cuda")
     checkpoints.close()
-    assert checkpoints._memory._memory.numel() == 0
+    assert not checkpoints._spare
     checkpoints.save(3, model=model)
     checkpoints.close()
     assert checkpoints.load()["step"] == 3

@@ -113,8 +113,8 @@ class StoppedError(Exception):
 )
 @pytest.mark.parametrize(
     ("where", "name"),
-    [(os, "fsync"), (os, "rename"), (save_module, "write_tensors"), (save_module, "_write_text"), (json, "dumps")],
-    ids=["fsync", "rename", "tensors", "text", "json"],
+    [(os, "fsync"), (os, "rename"), (save_module, "write_tensors"), (save_module, "new_hashed_file"), (json, "dumps")],
+    ids=["fsync", "rename", "tensors", "file", "json"],
 )
 def test_a_failure_anywhere_leaves_the_old_checkpoint(
     tmp_path: Path, where: Any, name: str, error: BaseException

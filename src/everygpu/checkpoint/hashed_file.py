@@ -3,7 +3,7 @@
 import ctypes
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from hashlib import sha256
@@ -24,15 +24,16 @@ _SYNC_FILE_RANGE_WRITE = 2
 class HashedFile:
     """A new file whose chunks are written and hashed by a pool, while the caller prepares the next ones."""
 
-    def __init__(self, path: Path, pool: Executor) -> None:
+    def __init__(self, path: Path, pool: Executor, check: Callable[[], None] = lambda: None) -> None:
         """Write to an existing, empty file.
 
         Args:
             path: The file.
             pool: Runs the writing; at most `MAX_WRITERS` chunks wait in it at a time.
+            check: Called before each chunk; what it raises ends the writing.
         """
         self._size_bytes = 0
-        self._path, self._pool = path, pool
+        self._path, self._pool, self._check = path, pool, check
         self._chunk: list[memoryview] = []
         self._chunk_bytes = 0
         self._running: deque[Future[str]] = deque()
@@ -68,6 +69,7 @@ class HashedFile:
         return FileRecord(size_bytes=self._size_bytes, sha256=tuple(self._digests))
 
     def _hand_over(self) -> None:
+        self._check()
         while len(self._running) >= MAX_WRITERS:
             self._collect()
         self._running.append(self._pool.submit(_write_chunk, self._path, self._size_bytes, self._chunk))
@@ -79,13 +81,13 @@ class HashedFile:
 
 
 @contextmanager
-def new_hashed_file(path: Path, pool: Executor) -> Iterator[HashedFile]:
+def new_hashed_file(path: Path, pool: Executor, check: Callable[[], None] = lambda: None) -> Iterator[HashedFile]:
     """Open a new file with the permissions that umask leaves; it is on the disk when the block ends.
 
     The block must call `HashedFile.finish`.
     """
     with new_file(path):
-        yield HashedFile(path, pool)
+        yield HashedFile(path, pool, check)
 
 
 def _write_chunk(path: Path, begin: int, pieces: list[memoryview]) -> str:

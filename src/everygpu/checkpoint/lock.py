@@ -4,11 +4,13 @@ import errno
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
-from everygpu.errors import CheckpointBusyError
+from everygpu.errors import CheckpointBusyError, CheckpointError
 
 _LOG = logging.getLogger("everygpu")
 _UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
@@ -27,6 +29,7 @@ def hold_lock(path: Path) -> Iterator[bool]:
         CheckpointBusyError: somebody else holds it.
         OSError: the file can't be made.
     """
+    owner = os.getpid()
     descriptor = _open_locked(path)
     if descriptor is None:
         _LOG.warning("%s can't be locked on this file system: let only one process save there.", path)
@@ -35,30 +38,92 @@ def hold_lock(path: Path) -> Iterator[bool]:
     try:
         yield True
     finally:
-        # Removed while it is held: whoever opened it meanwhile finds it gone and opens a new one.
-        with suppress(OSError):
-            path.unlink()
-        # Not left to close: processes forked meanwhile, as a DataLoader's workers, have the file open too.
-        _unlock(descriptor)
-        os.close(descriptor)
+        if owner == os.getpid():  # a process forked in the block has nothing to let go
+            # Removed while it is held: a process that opened it meanwhile finds it gone and opens a new one.
+            with suppress(OSError):
+                path.unlink()
+            _unlock(descriptor)
+            _lock_files().close(descriptor)
+
+
+class _LockFiles:
+    """The lock files that this process has open.
+
+    A forked process has them open too, and would hold the lock as long as it lives: a DataLoader's workers, for
+    instance, which outlive a run that is killed. So it closes them at once.
+    """
+
+    def __init__(self) -> None:
+        self._descriptors: set[int] = set()
+        # Held while a file is opened and noted, and by each fork: it would miss a file that is not noted yet.
+        self._noting = threading.Lock()
+        if sys.platform != "win32":
+            os.register_at_fork(
+                before=self._noting.acquire, after_in_parent=self._noting.release, after_in_child=self._close_all
+            )
+
+    def open(self, path: Path) -> int:
+        with self._noting:
+            descriptor = _open(path)
+            self._descriptors.add(descriptor)
+        return descriptor
+
+    def close(self, descriptor: int) -> None:
+        with self._noting:
+            self._descriptors.remove(descriptor)
+            os.close(descriptor)
+
+    def _close_all(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
+        self._noting.release()
+
+
+@cache
+def _lock_files() -> _LockFiles:
+    """Return those of this process: what is called at a fork can't be taken back, so it is registered once."""
+    return _LockFiles()
+
+
+def _open(path: Path) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError as cause:
+        # Left by a saver of another user that was killed. To lock it, reading is enough.
+        try:
+            return os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            raise cause from None
+        except PermissionError:
+            raise CheckpointError(
+                f"save: the lock file must be readable, got {path} of another user, or without permissions. Where "
+                f"nothing is saving there, a saver that was killed has left it: remove it."
+            ) from cause
+    if sys.platform != "win32":
+        with suppress(OSError):  # whatever umask says: should it be left behind, others must be able to lock it
+            os.fchmod(descriptor, 0o666)
+    return descriptor
 
 
 def _open_locked(path: Path) -> int | None:
+    files = _lock_files()
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = files.open(path)
         try:
             _lock(descriptor)
             if _is_same_file(descriptor, path):
                 return descriptor
-        except OSError as cause:
-            os.close(descriptor)
-            if cause.errno in _UNSUPPORTED:
-                path.unlink(missing_ok=True)
+        except BaseException as cause:
+            files.close(descriptor)
+            if isinstance(cause, OSError) and cause.errno in _UNSUPPORTED:
+                with suppress(OSError):
+                    path.unlink()
                 return None
             if isinstance(cause, BlockingIOError | PermissionError):
                 raise _busy(path) from cause
             raise
-        os.close(descriptor)
+        files.close(descriptor)
 
 
 def _is_same_file(descriptor: int, path: Path) -> bool:

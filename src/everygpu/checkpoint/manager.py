@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,13 +12,22 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from everygpu.checkpoint.background import Background
+from everygpu.checkpoint.background import Background, Check
 from everygpu.checkpoint.directory import as_path
 from everygpu.checkpoint.load import load
 from everygpu.checkpoint.lock import hold_lock
 from everygpu.checkpoint.manifest import MANIFEST_FILE
-from everygpu.checkpoint.run_directory import Mode, find_best, list_saved, next_place, recover, rotate, step_path
-from everygpu.checkpoint.save import Taken, take, with_generators, write_checkpoint
+from everygpu.checkpoint.run_directory import (
+    Mode,
+    Verdicts,
+    find_best,
+    list_saved,
+    next_place,
+    recover,
+    rotate,
+    step_path,
+)
+from everygpu.checkpoint.save import Taken, take, wait_for_devices, with_generators, write_checkpoint
 from everygpu.checkpoint.snapshot import Copying, Snapshot, SnapshotMemory
 from everygpu.errors import CheckpointError, CheckpointForeignError, OptionError
 
@@ -68,7 +77,10 @@ class CheckpointManager:
         self.keep_best = {name: _require_mode(name, mode) for name, mode in (keep_best or {}).items()}
         self.asynchronous = asynchronous
         self._background = Background()
-        self._memory = SnapshotMemory()
+        self._verdicts = Verdicts()
+        # The memory of the last snapshot that was written. While one is made or written, its memory is not here: an
+        # interrupt may come at any moment, and what it leaves behind must not be overwritten.
+        self._spare: list[SnapshotMemory] = []
 
     def save(
         self, step: int, *, metrics: Mapping[str, Any] | None = None, force: bool = False, **what: Any
@@ -94,17 +106,16 @@ class CheckpointManager:
             return None
         self._background.wait()
         model, optimizer, scheduler = (what.pop(name, None) for name in ("model", "optimizer", "scheduler"))
-        extras = {**what, "step": step}
+        taking = partial(take, model, optimizer, scheduler, {**what, "step": step})
         path, numbers = step_path(self.directory, step), _finite(metrics or {})
         if self.asynchronous:
-            copying = Copying(self._memory)
-            # GPUs copy the model's tensors while the optimizer's are collected, and those
-            # while the random generators' long lists of numbers are.
-            snapshot = copying.finish(take(model, optimizer, scheduler, extras, copying.add))
-            snapshot = replace(snapshot, taken=with_generators(snapshot.taken))
-            self._background.start(partial(self._write_snapshot, snapshot, step, numbers))
+            memory = self._spare.pop() if self._spare else SnapshotMemory()
+            snapshot = self._copy(taking, memory)
+            self._background.start(partial(self._write_snapshot, snapshot, memory, step, numbers))
         else:
-            self._write(with_generators(take(model, optimizer, scheduler, extras)), step, numbers)
+            taken = with_generators(taking())
+            wait_for_devices(taken)
+            self._background.run(partial(self._write, taken, step, numbers))
         return path
 
     def load(self, step: int | None = None, **what: Any) -> dict[str, Any]:
@@ -160,7 +171,8 @@ class CheckpointManager:
         try:
             self.wait()
         finally:
-            self._memory.release()
+            while self._spare:
+                self._spare.pop().release()
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -174,11 +186,28 @@ class CheckpointManager:
             if error is None:  # else the log has it, and the block's own error is the one to see
                 raise
 
-    def _write_snapshot(self, snapshot: Snapshot, step: int, metrics: dict[str, float]) -> None:
-        snapshot.wait()
-        self._write(snapshot.taken, step, metrics)
+    def _copy(self, taking: Callable[..., Taken], memory: SnapshotMemory) -> Snapshot:
+        try:
+            copying = Copying(memory)
+            # GPUs copy the model's tensors while the optimizer's are collected, and those
+            # while the random generators' long lists of numbers are.
+            snapshot = copying.finish(taking(on_tensors=copying.add))
+            return replace(snapshot, taken=with_generators(snapshot.taken))
+        except BaseException:
+            memory.wait()
+            self._spare[:] = [memory]
+            raise
 
-    def _write(self, taken: Taken, step: int, metrics: dict[str, float]) -> None:
+    def _write_snapshot(
+        self, snapshot: Snapshot, memory: SnapshotMemory, step: int, metrics: dict[str, float], check: Check
+    ) -> None:
+        try:
+            snapshot.wait()
+            self._write(snapshot.taken, step, metrics, check)
+        finally:
+            self._spare[:] = [memory]
+
+    def _write(self, taken: Taken, step: int, metrics: dict[str, float], check: Check) -> None:
         if (self.directory / MANIFEST_FILE).exists():
             raise CheckpointForeignError(
                 f"save: a CheckpointManager's directory must not be a checkpoint itself, got {self.directory}. "
@@ -190,8 +219,9 @@ class CheckpointManager:
                 if is_alone:
                     recover(self.directory)
                 path = step_path(self.directory, step)
-                write_checkpoint(path, taken, next_place(self.directory, step, metrics))
-                rotate(self.directory, self.keep, self.keep_best)
+                write_checkpoint(path, taken, next_place(self.directory, step, metrics), check=check)
+                self._verdicts.trust(path)
+                rotate(self.directory, self.keep, self.keep_best, self._verdicts)
         except CheckpointError:
             raise
         except OSError as cause:

@@ -1,15 +1,19 @@
 """The checkpoints of one run: a directory with one of them per step, named ``step-00001200``."""
 
+import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from everygpu.checkpoint.directory import find_replaced, remove_directory, remove_leftovers
 from everygpu.checkpoint.foreign.formats import is_native
-from everygpu.checkpoint.manifest import MANIFEST_FILE, Place, read_manifest
+from everygpu.checkpoint.manifest import MANIFEST_FILE, Place, check_files, read_manifest
 from everygpu.errors import CheckpointError
+
+_Stamp: TypeAlias = frozenset[tuple[str, int, int, int]]
+"""Name, inode, size and time of change of each file."""
 
 Mode: TypeAlias = Literal["min", "max"]
 """Whether a metric is better when it is lower or higher."""
@@ -26,6 +30,27 @@ class Saved:
     step: int
     place: Place | None
     """None where the manifest can't be read, or a file beside it has another size than it says."""
+
+
+class Verdicts:
+    """Which checkpoints of a run are whole, each read once, and again when its files have changed."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[_Stamp, bool]] = {}
+
+    def trust(self, path: Path) -> None:
+        """Take a checkpoint for whole without reading it: its digests were made while it was written."""
+        self._known[path] = (_stamp(path), True)
+
+    def forget(self, path: Path) -> None:
+        self._known.pop(path, None)
+
+    def is_whole(self, path: Path) -> bool:
+        """Tell whether every byte of a checkpoint is as it was written."""
+        stamp = _stamp(path)
+        if self._known.get(path, (None,))[0] != stamp:
+            self._known[path] = (stamp, _agrees(path))
+        return self._known[path][1]
 
 
 def step_path(directory: Path, step: int) -> Path:
@@ -64,9 +89,7 @@ def find_best(saved: Collection[Saved], metric: str, mode: Mode) -> Saved | None
         metric: Its name.
         mode: Which values are better.
     """
-    choose = min if mode == "min" else max
-    having = [s for s in saved if s.place and metric in s.place.metrics]
-    return choose(having, key=lambda s: s.place.metrics[metric] if s.place else 0.0, default=None)
+    return next(iter(_best_first(saved, metric, mode)), None)
 
 
 def next_place(directory: Path, step: int, metrics: Mapping[str, float]) -> Place:
@@ -75,26 +98,49 @@ def next_place(directory: Path, step: int, metrics: Mapping[str, float]) -> Plac
     return Place(step=step, serial=max(serials, default=0) + 1, metrics=dict(metrics))
 
 
-def rotate(directory: Path, keep: int, keep_best: Mapping[str, Mode]) -> None:
-    """Remove all but the newest checkpoints and the best ones; what only has the name of one stays.
+def rotate(directory: Path, keep: int, keep_best: Mapping[str, Mode], verdicts: Verdicts) -> None:
+    """Remove all but the newest whole checkpoints and the best ones; what only has the name of one stays.
+
+    A checkpoint with altered bytes doesn't count, and stays until enough whole ones are newer.
 
     Args:
-        directory: Of the run; nobody else may be saving there.
+        directory: Of the run; nothing else may be saving there.
         keep: How many of the newest stay.
         keep_best: Metrics whose best checkpoint stays too.
+        verdicts: Which checkpoints are whole.
     """
     saved = list_saved(directory)
     good = [s for s in saved if s.place]
-    best = [find_best(good, metric, mode) for metric, mode in keep_best.items()]
-    stay = {s.path for s in [*good[:keep], *best] if s is not None}
+    if len(saved) <= keep and len(good) == len(saved):  # nothing to remove, and no need to read
+        return
+    stay = _until_whole(good, keep, verdicts)
+    for metric, mode in keep_best.items():
+        stay |= _until_whole(_best_first(good, metric, mode), 1, verdicts)
     for old in saved:
         if old.path not in stay and _is_ours(old.path):
             remove_directory(old.path)
+            verdicts.forget(old.path)
 
 
 def recover(directory: Path) -> None:
     """Clear away what killed savers of the run have left; nobody may be saving there."""
     remove_leftovers(directory, _NAME)
+
+
+def _best_first(saved: Collection[Saved], metric: str, mode: Mode) -> list[Saved]:
+    having = [(s, s.place.metrics[metric]) for s in saved if s.place and metric in s.place.metrics]
+    return [s for s, value in sorted(having, key=lambda pair: pair[1] if mode == "min" else -pair[1])]
+
+
+def _until_whole(saved: Iterable[Saved], num_whole: int, verdicts: Verdicts) -> set[Path]:
+    """Take checkpoints in their order until so many of them are whole."""
+    taken: set[Path] = set()
+    for one in saved:
+        if num_whole == 0:
+            break
+        taken.add(one.path)
+        num_whole -= verdicts.is_whole(one.path)
+    return taken
 
 
 def _names(directory: Path) -> set[str]:
@@ -117,3 +163,20 @@ def _look(path: Path) -> Saved:
     except CheckpointError:
         place = None
     return Saved(path=path, step=step, place=place)
+
+
+def _agrees(path: Path) -> bool:
+    try:
+        check_files(path, read_manifest(path))
+    except CheckpointError:
+        return False
+    return True
+
+
+def _stamp(path: Path) -> _Stamp:
+    try:
+        with os.scandir(path) as entries:
+            stats = [(entry.name, entry.stat()) for entry in entries]
+    except OSError:
+        return frozenset()
+    return frozenset((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats)

@@ -3,18 +3,20 @@
 import json
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from everygpu.checkpoint import manifest as files
-from everygpu.checkpoint.digests import MAX_WRITERS, hashing_pool
+from everygpu.checkpoint.background import Background, Check
+from everygpu.checkpoint.digests import MAX_WRITERS, HashingPool
 from everygpu.checkpoint.directory import as_path, new_directory, resolve_target
 from everygpu.checkpoint.encode import Json, encode
-from everygpu.checkpoint.hashed_file import new_hashed_file
+from everygpu.checkpoint.hashed_file import HashedFile, new_hashed_file
 from everygpu.checkpoint.manifest import FileRecord, Place
 from everygpu.checkpoint.rng import take_rng_states
 from everygpu.checkpoint.states import kind_of, require_kind, take_state
@@ -71,7 +73,10 @@ def save(
         CheckpointError: writing failed; the old checkpoint is untouched.
     """
     where = as_path(path, "save")
-    return write_checkpoint(where, with_generators(take(model, optimizer, scheduler, extras)))
+    taken = with_generators(take(model, optimizer, scheduler, extras))
+    wait_for_devices(taken)
+    Background().run(lambda check: write_checkpoint(where, taken, check=check))
+    return where
 
 
 def with_generators(taken: Taken) -> Taken:
@@ -113,13 +118,20 @@ def take(
     return Taken(state=state, tensors=tensors | ({files.STATE_TENSORS: rest} if rest else {}))
 
 
-def write_checkpoint(path: Path, taken: Taken, place: Place | None = None) -> Path:
+def wait_for_devices(taken: Taken) -> None:
+    """Wait until GPUs have computed the tensors: another thread reads them on other streams than the caller's."""
+    for device in {t.device for tensors in taken.tensors.values() for t in tensors.values() if t.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def write_checkpoint(path: Path, taken: Taken, place: Place | None = None, *, check: Check) -> Path:
     """Write what was taken from a run to a checkpoint directory.
 
     Args:
         path: The directory, new or an earlier checkpoint.
         taken: As `take` returned it.
         place: Where the checkpoint stands among those of its run.
+        check: Called before each chunk, and before the checkpoint takes its place: what it raises gives the save up.
     Returns:
         The path.
     Raises:
@@ -127,7 +139,8 @@ def write_checkpoint(path: Path, taken: Taken, place: Place | None = None) -> Pa
     """
     try:
         with new_directory(resolve_target(path)) as directory:
-            _write(directory, taken, place)
+            _write(directory, taken, place, check)
+            check()
     except CheckpointError:
         raise
     except OSError as cause:
@@ -160,22 +173,17 @@ def _encode_part(value: object, path: str, tensors: dict[str, Tensor]) -> Json:
     return {"kind": kind, "state": {"values": values, "versions": encode(state["versions"], path, tensors)}}
 
 
-def _write(directory: Path, taken: Taken, place: Place | None) -> None:
-    with hashing_pool(MAX_WRITERS) as pool:
-        records = {name: _write_tensors(directory / name, content, pool) for name, content in taken.tensors.items()}
+def _write(directory: Path, taken: Taken, place: Place | None, check: Check) -> None:
+    def write(name: str, write_content: Callable[[HashedFile], object]) -> FileRecord:
+        with new_hashed_file(directory / name, pool, check) as file:
+            write_content(file)
+            return file.finish()
+
+    with HashingPool(MAX_WRITERS) as pool:
+        records = {
+            name: write(name, partial(write_tensors, tensors=content)) for name, content in taken.tensors.items()
+        }
         text = json.dumps(taken.state, allow_nan=False) + "\n"
-        records[files.STATE_FILE] = _write_text(directory / files.STATE_FILE, text, pool)
+        records[files.STATE_FILE] = write(files.STATE_FILE, lambda file: file.write(text.encode()))
         manifest = files.manifest_to_json(files.make_manifest(records, place))
-        _write_text(directory / files.MANIFEST_FILE, manifest, pool)
-
-
-def _write_tensors(path: Path, tensors: dict[str, Tensor], pool: Executor) -> FileRecord:
-    with new_hashed_file(path, pool) as file:
-        write_tensors(file, tensors)
-        return file.finish()
-
-
-def _write_text(path: Path, text: str, pool: Executor) -> FileRecord:
-    with new_hashed_file(path, pool) as file:
-        file.write(text.encode())
-        return file.finish()
+        write(files.MANIFEST_FILE, lambda file: file.write(manifest.encode()))

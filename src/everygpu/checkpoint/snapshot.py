@@ -2,6 +2,7 @@
 
 import logging
 import mmap
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -39,32 +40,42 @@ class SnapshotMemory:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._is_pinned = False
 
     def has_room(self, begin: int, tensor: Tensor) -> bool:
         """Tell whether a tensor fits from a byte on, as the memory is now."""
         fits = begin + _padded_bytes(tensor) <= self._memory.numel()
-        return fits and (self._is_pinned or not tensor.is_cuda)
+        return fits and (not tensor.is_cuda or self._memory.is_pinned())
 
     @property
     def num_bytes(self) -> int:
         return self._memory.numel()
 
+    def wait(self) -> None:
+        """Wait for all that GPUs are copying, also for a snapshot that was given up."""
+        if self._memory.is_pinned():
+            for index in range(torch.cuda.device_count()):
+                torch.cuda.synchronize(index)
+
     def release(self) -> None:
         """Give the memory back; snapshots in it must not be used any more."""
-        if self._is_pinned:
-            for index in range(torch.cuda.device_count()):  # a snapshot that was given up may still be arriving
-                torch.cuda.synchronize(index)
+        # Asked of the driver: an interrupt could come between pinning it and noting so.
+        if self._memory.is_pinned():
+            self.wait()
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())  # type: ignore[no-untyped-call]
-        self._memory, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def __del__(self) -> None:
+        # Of a snapshot that was interrupted; at the process' end the system gives all back.
+        if hasattr(self, "_memory") and not sys.is_finalizing():
+            self.release()
 
     def reserve(self, num_bytes: int, *, pin: bool) -> None:
         """Have room for so many bytes, what is there being lost where there was less."""
         if num_bytes > self._memory.numel():
             self.release()
             self._memory = _map_memory(num_bytes)
-        if pin and not self._is_pinned:
-            self._is_pinned = _pin(self._memory)
+        if pin and not self._memory.is_pinned():
+            _pin(self._memory)
 
     def area(self, begin: int, tensor: Tensor) -> Tensor:
         """Return the memory from a byte on, shaped for a tensor."""
@@ -138,7 +149,7 @@ def _map_memory(num_bytes: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _pin(memory: Tensor) -> bool:
+def _pin(memory: Tensor) -> None:
     """Lock memory in place, so that GPUs write to it by themselves.
 
     Source:
@@ -147,4 +158,3 @@ def _pin(memory: Tensor) -> bool:
     result = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[no-untyped-call]
     if int(result) != 0:
         _LOG.warning("%d bytes can't be pinned (%s): copying from the GPUs holds training up.", memory.numel(), result)
-    return int(result) == 0
