@@ -102,13 +102,19 @@ def test_errors_of_ours_are_messages(failing_command, kind, code):
     failing_command.append(kind("load: [red]needed[/red], got :0:.\n  a table  "))
     result = CliRunner().invoke(main, ["fail"])
     assert result.exit_code == code
-    assert result.stderr == "Error: load: [red]needed[/red], got :0:.\n  a table  \n"
+    assert result.stderr == "Error: [red]needed[/red], got :0:.\n  a table  \n"
     assert result.stdout == ""
 
 
 def test_long_messages_are_not_folded(failing_command):
     failing_command.append(DeviceError("word " * 100))
     assert CliRunner().invoke(main, ["fail"]).stderr.count("\n") == 1
+
+
+def test_errors_of_the_system_are_one_line(failing_command):
+    failing_command.append(PermissionError(13, "Permission denied", "a/b.json"))
+    result = CliRunner().invoke(main, ["fail"])
+    assert (result.exit_code, result.stderr) == (1, "Error: Permission denied: a/b.json\n")
 
 
 def test_interrupt_is_130(failing_command):

@@ -10,6 +10,7 @@ from everygpu.cli.bench import compare_ways
 from everygpu.cli.checkpoint import checkpoint
 from everygpu.cli.devices import list_devices
 from everygpu.cli.doctor import find_faults
+from everygpu.cli.output import check_output, flush_output, plain_end, without_caller
 from everygpu.cli.run import run_chosen
 from everygpu.cli.text import harmless
 from everygpu.cli.top import watch_gpus
@@ -22,15 +23,30 @@ _EXIT_CODES = ((DeviceError, 3), (CheckpointError, 4), (OptionError, 2))
 class _Group(click.Group):
     """Shows an error of ours as its message, without a traceback."""
 
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        check_output(args[0] if args else None)
+        with plain_end():  # help and versions are printed here
+            return super().make_context(info_name, args, parent, **extra)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with plain_end():
+                return self._invoke_whole(ctx)
         except KeyboardInterrupt:
             ctx.exit(130)
         except EveryGPUError as error:
-            said = harmless(error, keep="\n")
+            said = harmless(without_caller(str(error)), keep="\n")
             Console(stderr=True).out(f"Error: {said}", highlight=False)
             ctx.exit(next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), 1))
+
+    def _invoke_whole(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        finally:
+            if ctx.invoked_subcommand != "run":  # a script ends as python has it end
+                flush_output()
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -39,8 +55,8 @@ def main() -> None:
     """Give a PyTorch script every GPU of the box.
 
     Exit codes: 2 for a wrong option, 3 for devices that don't exist or don't fit, 4 for a checkpoint that
-    can't be read, 130 after Ctrl-C. `everygpu run` passes the script's own on; `everygpu checkpoint diff` ends
-    with 1 where the two differ.
+    can't be read, 1 for other errors, 130 after Ctrl-C, 141 where the output's reader has left. `everygpu run`
+    passes the script's own on; `everygpu checkpoint diff` ends with 1 where the two differ.
     """
 
 

@@ -4,17 +4,18 @@ import time
 from collections.abc import Callable
 
 import click
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.live import Live
 
 from everygpu.cli.numbers import FiniteRange
+from everygpu.cli.output import Output
 
 PIPED_WIDTH = 200  # rich takes 80 columns for a pipe, and would fold the UUIDs
 
 
-def make_console() -> Console:
+def make_console() -> Output:
     """Make a console that prints names as they are, and doesn't fold tables in a pipe."""
-    console = Console(markup=False, emoji=False)
+    console = Output(markup=False, emoji=False)
     if not console.is_terminal:
         console.width = PIPED_WIDTH
     return console

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from everygpu.child import python_command
 from everygpu.cli.numbers import FiniteRange
+from everygpu.cli.output import Output
 from everygpu.cli.text import harmless
 from everygpu.units import format_size
 
@@ -74,7 +75,7 @@ def tune_script(
 
     if trial is not None:
         sys.exit(observe.run_trial(script, args, which, trial[0], headroom, trial[1]))
-    console = Console(stderr=as_json, markup=False, emoji=False, highlight=False)
+    console = Output(stderr=as_json, markup=False, emoji=False, highlight=False)
     found: dict[str, Any] = {}
     # What the script prints goes where our tables go: the JSON is to be all there is.
     with redirect_stdout(sys.stderr if as_json else sys.stdout):
@@ -82,7 +83,7 @@ def tune_script(
             found["batch_size"] = _tune_batch_size(console, script, args, which, headroom)
         found["workers"] = _tune_workers(console, script, args, which, seconds)
     if as_json:
-        Console(markup=False, emoji=False).out(json.dumps(found, indent=2), highlight=False)
+        Output(markup=False, emoji=False).out(json.dumps(found, indent=2), highlight=False)
 
 
 def _tune_workers(console: Console, script: str, args: Sequence[str], which: int, seconds: float) -> dict[str, Any]:

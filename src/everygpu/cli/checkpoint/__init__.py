@@ -21,8 +21,8 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:
-            raise  # click's affair: whoever read the output has gone
+        except (BrokenPipeError, CheckpointError):  # some of ours are errors of the system as well
+            raise
         except OSError as cause:  # such as a path that may not be looked at, or is too long
             raise CheckpointError(
                 f"checkpoint: the paths must be ones that can be read and written, got {cause}. Check their rights."

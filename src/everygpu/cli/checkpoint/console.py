@@ -8,10 +8,12 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from everygpu.cli.text import harmless
 
+from everygpu.cli.output import Output
 
-def open_console() -> Console:
+
+def open_console() -> Output:
     """Return where results are printed; a pipe gets lines as long as they are."""
-    console = Console(markup=False, emoji=False, highlight=False)
+    console = Output(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         console.width = 10_000  # rich takes 80 columns for a pipe
     return console
