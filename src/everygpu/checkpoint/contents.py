@@ -59,8 +59,9 @@ def read_native(directory: Path) -> Contents:
         return _decode(state, manifest, read)
     except EveryGPUError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as cause:
-        raise files.damaged(directory / files.STATE_FILE, f"has an unknown structure ({cause!r})") from cause
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as cause:
+        problem = f"has an unknown structure ({type(cause).__name__}: {cause})"
+        raise files.damaged(directory / files.STATE_FILE, problem) from cause
 
 
 def _decode(state: Any, manifest: files.Manifest, read: Callable[[str], dict[str, Tensor]]) -> Contents:

@@ -14,6 +14,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import ParamSpec, TypeVar
 
+from everygpu.checkpoint.regular_file import open_regular
+
 CHUNK_BYTES = 8 * 2**20
 """Part of the format: every reader must cut where the writer did."""
 
@@ -99,7 +101,7 @@ def hash_files(sizes: Iterable[tuple[Path, int]]) -> list[tuple[str, ...]]:
 
 def hash_chunk(path: Path, begin: int) -> str:
     """Return the digest of the chunk that begins at an offset."""
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         file.seek(begin)
         # Small pieces into the same memory: fresh memory for each chunk costs more time than hashing it.
         digest, piece, rest = sha256(), memoryview(bytearray(_PIECE_BYTES)), CHUNK_BYTES

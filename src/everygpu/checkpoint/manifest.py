@@ -4,6 +4,7 @@ It holds the digests of all other files and one of itself, so that no altered by
 """
 
 import json
+import math
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from everygpu.checkpoint.brief import brief, cut
 from everygpu.checkpoint.digests import CHUNK_BYTES, hash_files
+from everygpu.checkpoint.regular_file import read_document, require_regular
 from everygpu.errors import CheckpointDamagedError, CheckpointForeignError
 
 FORMAT_NAME = "everygpu.checkpoint"
@@ -167,14 +170,14 @@ def read_json(path: Path) -> Any:
 def damaged(path: Path, what: str) -> CheckpointDamagedError:
     """Say which file is damaged, how, and what can still be done."""
     return CheckpointDamagedError(
-        f"load: every file of a checkpoint must be as it was written, got {path} that {what}. "
+        f"load: every file of a checkpoint must be as it was written, got {path} that {cut(what)}. "
         f"Nothing was loaded; take an earlier checkpoint."
     )
 
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_document(path)
     except OSError as cause:
         raise damaged(path, f"can't be read ({cause.strerror})") from cause
 
@@ -217,19 +220,19 @@ def _parse(path: Path, document: Any) -> Manifest:
         raise damaged(path, "holds no JSON object")
     if document.get("format") != FORMAT_NAME:
         raise CheckpointForeignError(
-            f"load: {path} must name the format {FORMAT_NAME!r}, got {document.get('format')!r}. "
+            f"load: {path} must name the format {FORMAT_NAME!r}, got {brief(document.get('format'))}. "
             f"Pass a checkpoint that everygpu.save wrote."
         )
     number = document.get("version")
     if type(number) is not int or number < 1:
-        raise damaged(path, f"has the format version {number!r}")
+        raise damaged(path, f"has the format version {brief(number)}")
     if number > FORMAT_VERSION:
         raise CheckpointForeignError(
-            f"load: the checkpoint's format version must be at most {FORMAT_VERSION}, got {number} "
+            f"load: the checkpoint's format version must be at most {FORMAT_VERSION}, got {brief(number)} "
             f"in {path}. Upgrade everygpu to read it."
         )
     if document.get("chunk_bytes") != CHUNK_BYTES:
-        raise damaged(path, f"has chunks of {document.get('chunk_bytes')!r} bytes instead of {CHUNK_BYTES}")
+        raise damaged(path, f"has chunks of {brief(document.get('chunk_bytes'))} bytes instead of {CHUNK_BYTES}")
     files = document.get("files")
     if not isinstance(files, dict) or STATE_FILE not in files:
         raise damaged(path, f"does not list {STATE_FILE}")
@@ -243,7 +246,7 @@ def _parse(path: Path, document: Any) -> Manifest:
 
 def _parse_record(path: Path, name: str, record: Any) -> FileRecord:
     if name not in FILE_NAMES - {MANIFEST_FILE}:
-        raise damaged(path, f"lists an unknown file {name!r}")
+        raise damaged(path, f"lists an unknown file {brief(name)}")
     size = record.get("size_bytes") if isinstance(record, dict) else None
     digests = record.get("sha256") if isinstance(record, dict) else None
     if type(size) is not int or size < 0:
@@ -258,17 +261,21 @@ def _parse_place(path: Path, place: Any) -> Place:
     try:
         step, serial, metrics = place["step"], place["serial"], dict(place["metrics"])
     except (LookupError, TypeError, ValueError) as cause:
-        raise damaged(path, f"has no readable step, serial and metrics ({cause!r})") from cause
-    if type(step) is not int or type(serial) is not int or not all(type(m) is float for m in metrics.values()):
-        raise damaged(path, "has a step, serial or metric that is no number")
+        raise damaged(path, f"has no readable step, serial and metrics ({type(cause).__name__})") from cause
+    if type(step) is not int or type(serial) is not int or not _are_metrics(metrics):
+        raise damaged(path, "has a step, serial or metric that is no finite number")
     return Place(step=step, serial=serial, metrics=metrics)
+
+
+def _are_metrics(metrics: dict[Any, Any]) -> bool:
+    return all(type(name) is str and type(m) is float and math.isfinite(m) for name, m in metrics.items())
 
 
 def _check_size(path: Path, record: FileRecord) -> None:
     try:
-        size = path.stat().st_size
+        size = require_regular(path).st_size
     except OSError as cause:
-        raise damaged(path, f"can't be found ({cause.strerror})") from cause
+        raise damaged(path, f"can't be read ({cause.strerror})") from cause
     if size != record.size_bytes:
         raise damaged(path, f"has {size} bytes where {record.size_bytes} were written")
 

@@ -140,14 +140,15 @@ def _read_directory(directory: Path, wanted: Collection[str], device: torch.devi
     state = files.read_json(directory / files.STATE_FILE)
     try:
         saved = {name: state[name] for name in wanted if name in state}
-        rest = {name: tensor.to(device, copy=True) for name, tensor in read(files.STATE_TENSORS).items()}
+        rest = _copy_each(read(files.STATE_TENSORS), device)
         parts = {name: _decode_part(part, _own_tensors(name, read, rest)) for name, part in saved.items()}
         extras = {name: _decode_part(part, rest) for name, part in state["extras"].items()}
         return Contents(parts=parts, extras=extras, rng=decode(state["rng"], {}), place=manifest.place)
     except EveryGPUError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as cause:
-        raise files.damaged(directory / files.STATE_FILE, f"has an unknown structure ({cause!r})") from cause
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as cause:
+        problem = f"has an unknown structure ({type(cause).__name__}: {cause})"
+        raise files.damaged(directory / files.STATE_FILE, problem) from cause
 
 
 def _own_tensors(part: str, read: Callable[[str], dict[str, Tensor]], rest: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -156,8 +157,15 @@ def _own_tensors(part: str, read: Callable[[str], dict[str, Tensor]], rest: dict
         return {name: t.clone() if EXTRA_STATE in name else t for name, t in read(files.MODEL_TENSORS).items()}
     if part == "optimizer":
         # Copies: an optimizer keeps what it is given, and the file may be removed.
-        return {name: tensor.clone() for name, tensor in read(files.OPTIMIZER_TENSORS).items()}
+        return _copy_each(read(files.OPTIMIZER_TENSORS), torch.device("cpu"))
     return rest
+
+
+def _copy_each(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Copy tensors; one with several names once, as a file can give one tensor names without end."""
+    copies = {id(tensor): tensor for tensor in tensors.values()}
+    copies = {key: tensor.to(device, copy=True) for key, tensor in copies.items()}
+    return {name: copies[id(tensor)] for name, tensor in tensors.items()}
 
 
 def _decode_part(part: Any, tensors: dict[str, Tensor]) -> Part:

@@ -18,6 +18,7 @@ from everygpu.checkpoint.directory import as_path, new_directory, resolve_target
 from everygpu.checkpoint.encode import Json, encode
 from everygpu.checkpoint.hashed_file import HashedFile, new_hashed_file
 from everygpu.checkpoint.manifest import FileRecord, Place
+from everygpu.checkpoint.regular_file import MAX_DOCUMENT_BYTES
 from everygpu.checkpoint.rng import take_rng_states
 from everygpu.checkpoint.states import kind_of, require_kind, take_state
 from everygpu.checkpoint.tensors import write_tensors
@@ -184,6 +185,16 @@ def _write(directory: Path, taken: Taken, place: Place | None, check: Check) -> 
             name: write(name, partial(write_tensors, tensors=content)) for name, content in taken.tensors.items()
         }
         text = json.dumps(taken.state, allow_nan=False) + "\n"
+        _check_length(text)
         records[files.STATE_FILE] = write(files.STATE_FILE, lambda file: file.write(text.encode()))
         manifest = files.manifest_to_json(files.make_manifest(records, place))
         write(files.MANIFEST_FILE, lambda file: file.write(manifest.encode()))
+
+
+def _check_length(text: str) -> None:
+    """Refuse to write what `load` would refuse to read."""
+    if len(text) > MAX_DOCUMENT_BYTES:
+        raise CheckpointContentError(
+            f"save: the values that are no tensors must fit into {MAX_DOCUMENT_BYTES} bytes of JSON, got {len(text)}. "
+            f"Save long lists of numbers as tensors."
+        )

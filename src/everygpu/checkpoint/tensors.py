@@ -18,7 +18,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from everygpu.checkpoint.brief import brief
 from everygpu.checkpoint.manifest import damaged
+from everygpu.checkpoint.regular_file import require_regular
 from everygpu.errors import CheckpointContentError
 
 _DTYPE_NAMES = {
@@ -79,6 +81,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         CheckpointDamagedError: the file is no valid safetensors file.
     """
     try:
+        require_regular(path)
         with safe_open(str(path), framework="pt") as file:
             notes = json.loads((file.metadata() or {}).get(_NOTES, "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -200,7 +203,7 @@ def _apply_notes(tensors: dict[str, Tensor], notes: Any) -> dict[str, Tensor]:
 
 
 def _dtype_of(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
+    dtype = vars(torch).get(name)  # getattr imports torch's further modules
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name!r} is no dtype")
+        raise TypeError(f"{brief(name)} is no dtype")
     return dtype

@@ -12,6 +12,7 @@ from everygpu.checkpoint.foreign import read_foreign
 from everygpu.checkpoint.foreign.formats import DCP_METADATA, Place, is_native, locate
 from everygpu.checkpoint.foreign.sharded import read_weight_map
 from everygpu.checkpoint.foreign.torch_file import find_archive_fault
+from everygpu.checkpoint.regular_file import require_regular
 from everygpu.checkpoint.run_directory import is_run_directory, list_saved
 from everygpu.errors import CheckpointError
 
@@ -100,7 +101,7 @@ def _examine_native(directory: Path, advance: Callable[[int], None]) -> Report:
 
 def _check_file(path: Path, record: files.FileRecord, advance: Callable[[int], None]) -> Fault | None:
     try:
-        actual = path.stat().st_size
+        actual = require_regular(path).st_size
         if actual != record.size_bytes:
             return Fault(file=path.name, problem=f"has {actual} bytes where {record.size_bytes} were written")
         for begin, digest in zip(range(0, actual, CHUNK_BYTES), record.sha256):

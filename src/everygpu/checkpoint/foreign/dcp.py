@@ -1,18 +1,19 @@
 """Directories of torch.distributed.checkpoint (DCP): tensors in pieces, spread over the files of the ranks."""
 
-import io
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from everygpu.checkpoint.brief import brief
 from everygpu.checkpoint.foreign.dcp_metadata import Entry, Piece, Span, read_entries
 from everygpu.checkpoint.foreign.faults import broken
 from everygpu.checkpoint.foreign.formats import DCP_METADATA, is_plain_name
-from everygpu.checkpoint.foreign.torch_file import load_weights
+from everygpu.checkpoint.foreign.torch_file import read_torch_bytes
+from everygpu.checkpoint.regular_file import open_regular, require_regular
 
 
 def read_dcp(directory: Path, *, with_values: bool = True) -> dict[Any, Any]:
@@ -32,9 +33,11 @@ def read_dcp(directory: Path, *, with_values: bool = True) -> dict[Any, Any]:
     """
     metadata = directory / DCP_METADATA
     tree: dict[Any, Any] = {}
-    for name, entry in read_entries(metadata).items():
+    entries = read_entries(metadata)
+    _check_spans(directory, entries.values(), with_values)
+    for name, entry in entries.items():
         if not _put(tree, entry.path, _read_entry(directory, name, entry, with_values)):
-            raise broken(metadata, f"puts {name!r} where something else is")
+            raise broken(metadata, f"puts {brief(name)} where something else is")
     return {name: _with_lists(value) for name, value in tree.items()}
 
 
@@ -54,50 +57,84 @@ def _read_entry(directory: Path, name: str, entry: Entry, with_values: bool) -> 
     return whole
 
 
+def _check_spans(directory: Path, entries: Iterable[Entry], with_values: bool) -> None:
+    """See that what is read is no more than the files hold: a thousand tensors may name the same gigabyte."""
+    entries = list(entries)
+    spans = [entry.span for entry in entries if entry.span is not None]
+    if with_values:
+        spans += [piece.span for entry in entries for piece in entry.pieces]
+    ends: dict[Path, int] = {}
+    for span in spans:
+        path = _file(directory, span)
+        ends[path] = max(ends.get(path, 0), span.offset + span.length)
+    for path, end in ends.items():
+        try:
+            size = require_regular(path).st_size
+        except OSError as cause:
+            raise broken(path, f"can't be read ({cause.strerror})") from cause
+        if size < end:
+            raise broken(path, f"ends before byte {end}")
+    if sum(span.length for span in spans) > sum(ends.values()):
+        raise broken(directory / DCP_METADATA, "names the same data for several values")
+
+
 def _check_pieces(directory: Path, name: str, entry: Entry) -> None:
     """See that the pieces fill the tensor, before memory is taken for it."""
     for piece in entry.pieces:
         ends = [offset + size for offset, size in zip(piece.offsets, piece.sizes)]
         fits = len(piece.offsets) == len(piece.sizes) == len(entry.shape)
         if not fits or any(end > size for end, size in zip(ends, entry.shape)):
-            raise broken(directory / DCP_METADATA, f"has a piece of {name!r} outside its shape {entry.shape}")
+            raise broken(directory / DCP_METADATA, f"has a piece of {brief(name)} outside its shape")
+        if entry.dtype is not None and math.prod(piece.sizes) * entry.dtype.itemsize > piece.span.length:
+            raise broken(directory / DCP_METADATA, f"has a piece of {brief(name)} that is larger than its data")
     num_given = sum(math.prod(piece.sizes) for piece in entry.pieces)
     if num_given != math.prod(entry.shape) or not entry.pieces or _overlap(entry.pieces):
-        raise broken(directory / DCP_METADATA, f"has pieces of {name!r} that do not fill its shape {entry.shape}")
+        raise broken(directory / DCP_METADATA, f"has pieces of {brief(name)} that do not fill its shape")
 
 
 def _overlap(pieces: tuple[Piece, ...]) -> bool:
-    boxes = [[(o, o + s) for o, s in zip(piece.offsets, piece.sizes)] for piece in pieces if math.prod(piece.sizes)]
+    pieces = tuple(piece for piece in pieces if math.prod(piece.sizes))
+    if len(pieces) < 2:
+        return False
+    begins = torch.tensor([piece.offsets for piece in pieces])
+    ends = begins + torch.tensor([piece.sizes for piece in pieces])
+    if not begins.shape[1]:
+        return True
+    # In the order of the axis that is cut most often, a box meets few of those after it.
+    axis = max(range(begins.shape[1]), key=lambda i: len(set(begins[:, i].tolist())))
+    order = begins[:, axis].argsort()
+    begins, ends = begins[order], ends[order]
+    stops = torch.searchsorted(begins[:, axis].contiguous(), ends[:, axis].contiguous()).tolist()
     return any(
-        all(begin < other_end and other_begin < end for (begin, end), (other_begin, other_end) in zip(box, other))
-        for position, box in enumerate(boxes)
-        for other in boxes[:position]
+        bool(((begins[i] < ends[i + 1 : stop]) & (begins[i + 1 : stop] < ends[i])).all(1).any())
+        for i, stop in enumerate(stops)
+        if stop > i + 1
     )
 
 
 def _load_piece(directory: Path, name: str, piece: Piece, dtype: torch.dtype) -> Tensor:
     tensor = _load(directory, piece.span)
     if not isinstance(tensor, Tensor) or tensor.dtype != dtype or tuple(tensor.shape) != piece.sizes:
-        raise broken(_file(directory, piece.span), f"holds something else than the piece of {name!r} it should")
+        raise broken(_file(directory, piece.span), f"holds something else than the piece of {brief(name)} it should")
     return tensor
 
 
 def _load(directory: Path, span: Span) -> Any:
     path = _file(directory, span)
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             file.seek(span.offset)
-            data = file.read(min(span.length, path.stat().st_size))
-    except (OSError, ValueError, OverflowError) as cause:
-        raise broken(path, f"can't be read ({cause})") from cause
+            data = file.read(span.length)
+    except OSError as cause:
+        raise broken(path, f"can't be read ({cause.strerror})") from cause
     if len(data) != span.length:
         raise broken(path, f"ends before byte {span.offset + span.length}")
-    return load_weights(io.BytesIO(data), path)
+    return read_torch_bytes(data, path)
 
 
 def _file(directory: Path, span: Span) -> Path:
     if not is_plain_name(span.file):
-        raise broken(directory / DCP_METADATA, f"names the file {span.file!r}, which is none in the directory")
+        raise broken(directory / DCP_METADATA, f"names the file {brief(span.file)}, which is none in the directory")
     return directory / span.file
 
 

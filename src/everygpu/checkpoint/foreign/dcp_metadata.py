@@ -5,6 +5,7 @@ programs at its reader. Here it is unpickled with a list of the few classes that
 real ones: each becomes an inert record made for this one reading, so that nothing in the file reaches torch's classes.
 """
 
+import io
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,10 @@ from typing import Any
 
 import torch
 
+from everygpu.checkpoint.brief import brief
 from everygpu.checkpoint.foreign.faults import broken, refused
+from everygpu.checkpoint.foreign.pickle_scan import scan_pickle
+from everygpu.checkpoint.regular_file import read_document
 from everygpu.errors import EveryGPUError
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -26,6 +30,10 @@ _RECORDS = frozenset(
         ("torch.serialization", "_get_layout"),
     }
 )
+_MAX_DEPTH = 100
+_MAX_OFFSET = 2**62
+"""Of sizes and offsets; two of them together still are a number of 64 bits."""
+
 _PATH_MODULES = frozenset({"pathlib", "pathlib._local"})
 
 
@@ -75,13 +83,15 @@ def read_entries(path: Path) -> dict[str, Entry]:
         ``torch.distributed.checkpoint.FileSystemReader.read_metadata``, which runs any pickle.
     """
     try:
-        with open(path, "rb") as file:
-            document = _Unpickler(file, path).load()
-        return _entries(document, path)
+        data = read_document(path)
+        scan_pickle(io.BytesIO(data), len(data), path)
+        return _entries(_Unpickler(io.BytesIO(data), path).load(), path)
     except EveryGPUError:
         raise
+    except OSError as cause:
+        raise broken(path, f"can't be read ({cause.strerror})") from cause
     except Exception as cause:  # altered pickles fail in any way
-        raise broken(path, f"is no metadata of a distributed checkpoint ({cause!r})") from cause
+        raise broken(path, f"is no metadata of a distributed checkpoint ({type(cause).__name__}: {cause})") from cause
 
 
 class _Unpickler(pickle.Unpickler):
@@ -123,12 +133,12 @@ def _find_plain(module: str, name: str) -> Callable[..., Any] | torch.dtype | No
         return dict
     if module in _PATH_MODULES and name.endswith("Path"):  # where it was saved; nothing is read from it
         return _join
-    dtype = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
+    dtype = vars(torch).get(name) if module == "torch" else None  # getattr imports torch's further modules
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
-def _join(*parts: object) -> str:
-    return "/".join(map(str, parts))
+def _join(*parts: str) -> str:
+    return "/".join(parts)
 
 
 def _entries(document: Any, path: Path) -> dict[str, Entry]:
@@ -137,9 +147,12 @@ def _entries(document: Any, path: Path) -> dict[str, Entry]:
     places = metadata.get("planner_data") or {}
     entries = {}
     for name, about in metadata["state_dict_metadata"].items():
+        if not isinstance(name, str):
+            raise TypeError(f"{brief(name)} is no name")
         place = places.get(name, (name,)) if isinstance(places, dict) else (name,)
-        if not place or not all(isinstance(step, str | int) for step in place):
-            raise TypeError(f"{name!r} stands at {place!r}")
+        is_place = isinstance(place, tuple | list) and 0 < len(place) <= _MAX_DEPTH
+        if not is_place or not all(isinstance(step, str | int) for step in place):
+            raise TypeError(f"{brief(name)} stands at {brief(place)}")
         entries[name] = _entry(name, tuple(place), about, spans)
     return entries
 
@@ -161,13 +174,15 @@ def _entry(name: str, place: tuple[str | int, ...], about: Any, spans: dict[Any,
 def _dtype_of(properties: dict[str, Any]) -> torch.dtype:
     dtype = properties["state"][0] if "state" in properties else properties["dtype"]
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{dtype!r} is no dtype")
+        raise TypeError(f"{brief(dtype)} is no dtype")
     return dtype
 
 
 def _key(index: Any) -> tuple[str, tuple[int, ...] | None]:
-    offset = index.fields.get("offset")
-    return index.fields["fqn"], None if offset is None else _ints(offset)
+    name, offset = index.fields["fqn"], index.fields.get("offset")
+    if not isinstance(name, str):
+        raise TypeError(f"{brief(name)} is no name")
+    return name, None if offset is None else _ints(offset)
 
 
 def _span(info: Any, path: Path) -> Span:
@@ -175,17 +190,17 @@ def _span(info: Any, path: Path) -> Span:
     if fields.get("transform_descriptors"):
         raise refused(
             path,
-            f"whose data went through {fields['transform_descriptors']!r}",
+            f"whose data went through {brief(fields['transform_descriptors'])}",
             "Convert it where it was made: torch.distributed.checkpoint.format_utils.dcp_to_torch_save.",
         )
     offset, length = _ints((fields["offset"], fields["length"]))
     file = fields["relative_path"]
     if not isinstance(file, str):
-        raise TypeError(f"{file!r} is no file's name")
+        raise TypeError(f"{brief(file)} is no file's name")
     return Span(file=file, offset=offset, length=length)
 
 
 def _ints(values: Any) -> tuple[int, ...]:
-    if not all(type(value) is int and value >= 0 for value in values):
-        raise ValueError(f"sizes and offsets must be whole numbers from 0, got {values!r}")
+    if not all(type(value) is int and 0 <= value <= _MAX_OFFSET for value in values):
+        raise ValueError(f"sizes and offsets must be whole numbers from 0, got {brief(values)}")
     return tuple(values)

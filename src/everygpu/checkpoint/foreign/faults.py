@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from everygpu.checkpoint.brief import cut
 from everygpu.errors import CheckpointDamagedError, CheckpointForeignError
 
 
@@ -14,7 +15,8 @@ def refused(path: Path, what: str, advice: str) -> CheckpointForeignError:
         advice: A sentence: what to do.
     """
     return CheckpointForeignError(
-        f"load: the file must be one that can be read without executing anything in it, got {path}, {what}. {advice}"
+        f"load: the file must be one that can be read without executing anything in it, got {path}, "
+        f"{cut(what)}. {advice}"
     )
 
 
@@ -26,5 +28,5 @@ def broken(path: Path, what: str) -> CheckpointDamagedError:
         what: Continues "got PATH that ".
     """
     return CheckpointDamagedError(
-        f"load: the file must be whole, got {path} that {what}. Nothing was loaded; fetch or save it again."
+        f"load: the file must be whole, got {path} that {cut(what)}. Nothing was loaded; fetch or save it again."
     )

@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias
 
 from everygpu.checkpoint.foreign.faults import broken, refused
 from everygpu.checkpoint.manifest import MANIFEST_FILE, STATE_FILE
+from everygpu.checkpoint.regular_file import open_regular
 from everygpu.errors import CheckpointForeignError, CheckpointNotFoundError
 
 Format: TypeAlias = Literal["torch", "safetensors", "index", "dcp"]
@@ -20,6 +21,7 @@ _MODEL_FILES = tuple(
 )
 """What Transformers, Accelerate, Diffusers and PEFT call a model's file in a directory, best first."""
 
+_MAX_NAME = 255
 _HEAD_BYTES = 512
 _OTHERS = {
     b"version https://git-lfs": ("a pointer of Git LFS", "Fetch the file itself: git lfs pull."),
@@ -74,7 +76,8 @@ def find_model_file(directory: Path) -> Path | None:
 
 def is_plain_name(name: str) -> bool:
     """Tell whether a name that a checkpoint gives is that of a file in its directory, on any system."""
-    is_usable = name not in ("", ".", "..") and "\0" not in name
+    # What can't be printed, as half of a surrogate pair, can't be told in an error either.
+    is_usable = name not in ("", ".", "..") and name.isprintable() and len(name) <= _MAX_NAME
     return is_usable and all(kind(name).name == name for kind in (PurePosixPath, PureWindowsPath))
 
 
@@ -96,7 +99,7 @@ def _listing(directory: Path) -> str:
 
 def _format_of(path: Path) -> Format:
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             head = file.read(_HEAD_BYTES)
     except OSError as cause:
         raise broken(path, f"can't be opened ({cause.strerror})") from cause

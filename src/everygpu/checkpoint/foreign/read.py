@@ -61,10 +61,13 @@ def _read_document(place: Place, with_values: bool) -> Any:
         return read_tensors(place.path)
     if place.format == "index":
         return read_shards(place.path, _read_shard)
-    is_torch = place.format == "torch"
-    document = read_torch_file(place.path) if is_torch else read_dcp(place.path, with_values=with_values)
-    check_bounds(document, place.path)
-    return document
+    if place.format == "torch":
+        document = read_torch_file(place.path)
+        check_bounds(document, place.path, place.path.stat().st_size)
+        return document
+    tree = read_dcp(place.path, with_values=with_values)
+    check_bounds(tree, place.path, sum(file.stat().st_size for file in place.path.iterdir()))
+    return tree
 
 
 def _read_shard(path: Path) -> Any:

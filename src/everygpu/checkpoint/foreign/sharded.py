@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from everygpu.checkpoint.brief import brief
 from everygpu.checkpoint.foreign.faults import broken, refused
 from everygpu.checkpoint.foreign.formats import is_plain_name
 from everygpu.checkpoint.manifest import read_json
@@ -55,12 +56,12 @@ def _shard(index: Path, name: str, shard: Any) -> Path:
     # A link inside the directory may well lead out of it: that is how the Hugging Face cache stores files. A
     # name must not, for the index comes from the network.
     if not isinstance(shard, str) or not is_plain_name(shard):
-        raise broken(index, f"puts {name!r} into {shard!r}, which is no name of a file beside it")
+        raise broken(index, f"puts {brief(name)} into {brief(shard)}, which is no name of a file beside it")
     return index.parent / shard
 
 
 def _tensor_in(content: Any, name: str, shard: Path) -> Tensor:
     tensor = content.get(name) if isinstance(content, dict) else None
     if not isinstance(tensor, Tensor):
-        raise broken(shard, f"lacks {name!r}, which the index puts there")
+        raise broken(shard, f"lacks {brief(name)}, which the index puts there")
     return tensor

@@ -5,16 +5,27 @@ that asks for more is refused. There is no way around it here, and none is tried
 single name with ``torch.serialization.add_safe_globals``, or write its tensors anew.
 """
 
+import io
+import os
 import re
 import zipfile
+import zlib
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 
+from everygpu.checkpoint.brief import cut
+from everygpu.checkpoint.foreign.bounds import max_unfolded_bytes
 from everygpu.checkpoint.foreign.faults import broken, refused
-from everygpu.errors import EveryGPUError
+from everygpu.checkpoint.foreign.pickle_scan import scan_pickle
+from everygpu.checkpoint.regular_file import open_regular
+from everygpu.errors import CheckpointError, EveryGPUError
+
+_ARCHIVE = b"PK\x03\x04"
+_ZIP_ERRORS = (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error)
+"""RuntimeError: a member is encrypted, or packed in a way that this Python does not know."""
 
 _WANTED = re.compile(r"(?:unsupported GLOBAL|Unsupported global: GLOBAL|Unsupported class) (\S+)")
 _MISSING_SUPPORT = re.compile(r"``(torch\.[\w.]+)``[^`]* must be imported")
@@ -33,24 +44,52 @@ def read_torch_file(path: Path) -> Any:
     Source:
         ``torch.load(weights_only=True, mmap=True)``.
     """
-    # torch.load maps only what it gets by name, and takes a name that ends so for another format.
-    if _is_archive(path) and _check_archive(path) and path.suffix != ".safetensors":
-        return load_weights(path, path, mmap=True)
-    with open(path, "rb") as file:
-        return load_weights(file, path)
+    with open_regular(path) as file:
+        can_map = _check(file, path)
+        # torch.load maps only what it gets by name, and takes a name that ends so for another format.
+        if can_map and path.suffix != ".safetensors":
+            return _load(path, path, mmap=True)
+        return _load(file, path)
 
 
-def load_weights(source: Path | BinaryIO, path: Path, *, mmap: bool = False) -> Any:
-    """Run torch's restricted unpickler.
+def read_torch_bytes(data: bytes, path: Path) -> Any:
+    """Read what torch.save wrote, as a part of a file.
 
     Args:
-        source: What to read.
+        data: The part.
         path: The file to name in errors.
-        mmap: Whether tensors shall be backed by the file.
     Raises:
-        CheckpointForeignError: the content needs more than tensors and plain containers.
-        CheckpointDamagedError: it is cut off or altered.
+        CheckpointError: as `read_torch_file`.
     """
+    file = io.BytesIO(data)
+    _check(file, path)
+    return _load(file, path)
+
+
+def _check(file: BinaryIO, path: Path) -> bool:
+    """See that torch.load will need no more than the file holds; tell whether the file can be mapped into memory."""
+    try:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        is_archive = file.read(len(_ARCHIVE)) == _ARCHIVE
+        file.seek(0)
+        can_map = _check_archive(file, size, path) if is_archive else _check_pickles(file, size, path)
+        file.seek(0)
+    except OSError as cause:
+        raise broken(path, f"can't be read ({cause.strerror})") from cause
+    return can_map
+
+
+def _check_pickles(file: BinaryIO, size: int, path: Path) -> bool:
+    """Check the format before torch 1.6: five pickles, the first of them a number, and the tensors behind."""
+    if scan_pickle(file, size, path) == torch.serialization.MAGIC_NUMBER:  # else torch reads no further either
+        for _ in range(4):
+            scan_pickle(file, size - file.tell(), path)
+    return False
+
+
+def _load(source: Path | BinaryIO, path: Path, *, mmap: bool = False) -> Any:
+    """Run torch's restricted unpickler."""
     try:
         return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except UnpicklingError as cause:
@@ -68,40 +107,64 @@ def find_archive_fault(path: Path) -> str | None:
         What differs; None where nothing does, or there are no checksums: in files of the old format, and
         those written under ``torch.serialization.set_crc32_options(False)``.
     """
-    if not _is_archive(path):
-        return None
     try:
-        with zipfile.ZipFile(path) as archive:
-            has_checksums = any(entry.CRC for entry in archive.infolist())
-            altered = archive.testzip() if has_checksums else None
-    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as cause:
-        return f"can't be read as the archive it is ({cause})"
-    return None if altered is None else f"was altered in {altered}: its checksum differs"
+        with open_regular(path) as file:
+            if file.read(len(_ARCHIVE)) != _ARCHIVE:
+                return None
+            with zipfile.ZipFile(file) as archive:
+                has_checksums = any(entry.CRC for entry in archive.infolist())
+                altered = archive.testzip() if has_checksums else None
+    except _ZIP_ERRORS as cause:
+        return f"can't be read as the archive it is ({cut(str(cause))})"
+    return None if altered is None else f"was altered in {cut(altered)}: its checksum differs"
 
 
-def _is_archive(path: Path) -> bool:
-    with open(path, "rb") as file:
-        return file.read(4) == b"PK\x03\x04"
-
-
-def _check_archive(path: Path) -> bool:
-    """Refuse archives of other kinds; tell whether the file can be mapped into memory."""
+def _check_archive(file: BinaryIO, size: int, path: Path) -> bool:
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
-    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as cause:
+            _check_members(entries, size, path)
+            pickled = _find_pickle([entry.filename for entry in entries], path)
+            with archive.open(pickled) as member:
+                scan_pickle(cast(BinaryIO, member), archive.getinfo(pickled).file_size, path)
+    except CheckpointError:
+        raise
+    except _ZIP_ERRORS as cause:
         raise broken(path, f"is cut off or altered ({cause})") from cause
-    names = [entry.filename for entry in entries]
+    # Mapped, a compressed tensor would be its compressed bytes.
+    return all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+
+
+def _check_members(entries: list[zipfile.ZipInfo], size: int, path: Path) -> None:
+    """See that all members together are no more than the file holds, and that torch's reader will find the same ones.
+
+    torch compresses nothing; archives that were packed anew may be compressed a little.
+    """
+    if sum(entry.compress_size for entry in entries) > size:
+        raise broken(path, "has members that overlap")
+    num_bytes = sum(entry.file_size for entry in entries)
+    if num_bytes > max_unfolded_bytes(size):
+        raise broken(path, f"has {size} bytes and unpacks to {num_bytes}")
+    if any(entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for entry in entries):
+        raise broken(path, "is compressed in a way that torch.load can't read")
+    # torch finds members without regard to case, and knows nothing of archives with something before them.
+    names = {entry.filename.lower() for entry in entries}
+    if len(names) < len(entries) or min((entry.header_offset for entry in entries), default=0) > 0:
+        raise broken(path, "is no archive that can be read in one way only")
+
+
+def _find_pickle(names: list[str], path: Path) -> str:
+    """Find the pickle in an archive's members, and refuse archives of other kinds."""
     if any(name.endswith("/constants.pkl") for name in names):
         raise refused(
             path,
             "a TorchScript archive, which holds code",
             "Where you trust it, save its weights: torch.save(torch.jit.load(path).state_dict(), new).",
         )
-    if not any(name.endswith("/data.pkl") for name in names):
+    pickles = [name for name in names if name.endswith("/data.pkl")]
+    if len(pickles) != 1:
         raise refused(path, "an archive that torch.save did not write", "Pass the file that it did write.")
-    # Mapped, a compressed tensor would be its compressed bytes.
-    return all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+    return pickles[0]
 
 
 def _explain(path: Path, message: str) -> EveryGPUError:

@@ -6,9 +6,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from everygpu.cli.text import harmless
-
 from everygpu.cli.output import Output
+from everygpu.cli.text import harmless
 
 
 def open_console() -> Output:
