@@ -1,9 +1,12 @@
 """A batch of shards can't be told from the joined tensor, whatever a script does with it."""
 
+import contextlib
 import copy
+import functools
 import gc
 import io
 import pickle
+import random
 import threading
 import weakref
 from collections.abc import Callable
@@ -213,6 +216,34 @@ OUTSIDE: list[Callable[[Tensor], Any]] = [
 ]  # fmt: skip
 
 
+COMPLEX: list[Callable[[Tensor], Any]] = [
+    torch.linalg.pinv,
+    torch.pinverse,
+    lambda x: torch.linalg.lstsq(x, x * 2)[0],
+    torch.fft.hfft,
+    torch.fft.hfft2,
+    torch.fft.hfftn,
+    lambda x: torch.fft.hfft2(x.real),
+    lambda x: torch.linalg.vecdot(x, x * 1j),
+    lambda x: x @ x.mH,
+    lambda x: torch._neg_view(x) * x.conj(),
+    lambda x: x.conj().imag.exp(),
+]
+"""Operations that make lazily conjugated or negated tensors on the way."""
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("use", COMPLEX)
+def test_lazily_conjugated_numbers(use: Callable[[Tensor], Any], mode: Any) -> None:
+    x = torch.complex(numbers(5, 4), numbers(5, 4, seed=1)).requires_grad_(mode is contextlib.nullcontext)
+    with mode():
+        expected, actual = use(x * 1), use(lay_out(x * 1, [3, 2]))
+        torch.testing.assert_close(everygpu.gather(actual), expected)
+    if expected.requires_grad:
+        (first,) = torch.autograd.grad(expected.abs().sum(), x)
+        torch.testing.assert_close(torch.autograd.grad(actual.abs().sum(), x)[0], first)
+
+
 def relu_of_double(x: Tensor) -> Tensor:
     return (x * 2 - 1).relu().sum(1)
 
@@ -356,6 +387,48 @@ def reshaped_in_place(x: Tensor) -> Any:
     return y, shapes
 
 
+def views_of_what_is_reshaped(*changes: Callable[[Tensor], Any]) -> list[Callable[[Tensor], Any]]:
+    def use(x: Tensor, change: Callable[[Tensor], Any], look: bool) -> Any:
+        y = x * 1
+        views = [y[:, 0], y.t(), y[:1], y.detach(), y[:, 1:].detach()]
+        if look:
+            y[0, 0].item()
+        change(y)
+        shapes = [(v.shape, v.stride()) for v in (y, *views)]
+        with torch.no_grad():
+            views[3].mul_(2)
+        return shapes, y, views, y * 2, views[0] * 2, views[1].sum(0)
+
+    return [functools.partial(use, change=change, look=look) for change in changes for look in (False, True)]
+
+
+RESHAPED = views_of_what_is_reshaped(
+    lambda y: y.t_(),
+    lambda y: y.unsqueeze_(1),
+    lambda y: y.unsqueeze_(0),
+    lambda y: y.transpose_(0, 1),
+    lambda y: y.swapaxes_(0, 1).mul_(3),
+    lambda y: y.squeeze_(),
+    lambda y: y.detach().resize_(1, 2),
+    lambda y: y.detach().as_strided_((2,), (2,), 1),
+    lambda y: y.detach().set_(ones(3)),
+)
+
+
+def attributes_after_reshaping(x: Tensor) -> Any:
+    y = x * 1
+    y.note = 5
+    same = y.t_()
+    return same is y, y.note, y.is_leaf, y.grad_fn is not None, y
+
+
+def retained_and_reshaped(x: Tensor) -> Any:
+    y = x * 1
+    y.retain_grad()
+    (y.t_() * 2).sum().backward(retain_graph=True)
+    return y.grad.shape
+
+
 def overwritten_after_it_was_saved(x: Tensor) -> Any:
     y = x.exp()
     z = y * 2
@@ -381,6 +454,9 @@ WRITING = [
     copied_into,
     given_as_out,
     reshaped_in_place,
+    *RESHAPED,
+    attributes_after_reshaping,
+    retained_and_reshaped,
     overwritten_after_it_was_saved,
 ]
 
@@ -492,6 +568,21 @@ class TestUse:
         assert_same_call(joined, (Rows(numbers(6, C), 0),), [4, 2])
 
 
+@pytest.mark.parametrize(
+    "change",
+    [lambda v: v.t_(), lambda v: v.unsqueeze_(-1), lambda v: v.transpose_(0, 1).unsqueeze_(0).squeeze_(0)],
+)
+def test_a_view_reshaped_in_place_and_written(change: Callable[[Tensor], Any]) -> None:
+    def use(x: Tensor) -> Any:
+        view = x[:, 1:]
+        entry = view[:, 0]
+        change(view)
+        view.mul_(2)
+        return x, view, entry
+
+    assert_same_call(use, (Rows(numbers(5, C), 0),), [3, 2], twice=True)
+
+
 @pytest.mark.parametrize("sizes", [[1, 1], [1, 0, 1], [2, 1], [1], [5]])
 def test_memory_is_laid_out_as_in_the_joined_tensor(sizes: list[int]) -> None:
     n = sum(sizes)
@@ -553,12 +644,14 @@ STEPS: list[Callable[[Tensor, Tensor], Any]] = [
 ]
 
 
-def walk(starts: list[Tensor], steps: list[tuple[int, int, int]]) -> list[Any]:
+def walk(
+    starts: list[Tensor], steps: list[tuple[int, int, int]], menu: list[Callable[[Tensor, Tensor], Any]] = STEPS
+) -> list[Any]:
     """Take steps, each from two of the tensors found so far; keep what fails as the error's type."""
     found: list[Any] = list(starts)
     for step, one, other in steps:
         tensors = [t for t in found if isinstance(t, Tensor)]
-        result, error = attempt(STEPS[step], tensors[one % len(tensors)], tensors[other % len(tensors)])
+        result, error = attempt(menu[step], tensors[one % len(tensors)], tensors[other % len(tensors)])
         found.append(result if error is None else error.__name__)
     return found
 
@@ -575,7 +668,86 @@ def test_random_chains(sizes: list[int], steps: list[tuple[int, int, int]]) -> N
     assert_same_call(lambda *starts: walk(list(starts), steps), args, sizes, twice=True)
 
 
+LOOKING_AND_RESHAPING: list[Callable[[Tensor, Tensor], Any]] = [
+    *STEPS,
+    lambda x, y: x[0].sum().item() and x,
+    lambda x, y: [v.sum().item() for v in x.detach()] and x,
+    lambda x, y: x[:],
+    lambda x, y: x[...],
+    lambda x, y: x.t_(),
+    lambda x, y: x.unsqueeze_(0),
+    lambda x, y: x.unsqueeze_(-1),
+    lambda x, y: x.squeeze_(),
+    lambda x, y: x.swapaxes_(0, -1).mul_(2),
+    lambda x, y: x.detach().unsqueeze_(1),
+    lambda x, y: torch.std_mean(x),
+    lambda x, y: x.nanmean(),
+    lambda x, y: F.mse_loss(x, y),
+    lambda x, y: torch.cat([x, y]),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", range(4))
+def test_programs_that_look_and_reshape(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(15):
+        sizes = draw.choice([[3, 2], [2, 2, 1], [1, 3, 1], [4, 0]])
+        last = len(LOOKING_AND_RESHAPING) - 1
+        steps = [(draw.randint(0, last), draw.randint(0, 9), draw.randint(0, 9)) for _ in range(draw.randint(2, 8))]
+        args = (Rows(numbers(sum(sizes), 6), 0), Rows(numbers(sum(sizes), 6, seed=1), 0))
+        assert_same_call(lambda *x, steps=steps: walk(list(x), steps, LOOKING_AND_RESHAPING), args, sizes)
+
+
 # Weights: results per replica.
+
+KEEPING: list[Callable[[Tensor], Any]] = [
+    lambda x: x.reshape(-1)[0].item() and x,
+    lambda x: x.detach().numpy() is not None and x,
+    lambda x: [float(v.sum()) for v in x.detach()] and x,
+    lambda x: x * 2,
+    lambda x: x + x.detach().sin(),
+    lambda x: x.exp().log1p(),
+    lambda x: torch.special.expit(x),
+    lambda x: (x * 1).mul_(0.5),
+    lambda x: x.view(-1),
+    lambda x: x.reshape(-1, 1),
+    lambda x: x[:],
+    lambda x: x[None],
+    lambda x: (x * 1).unsqueeze_(-1),
+    lambda x: (x * 1).squeeze_(),
+    lambda x: (x * 1).transpose_(0, -1),
+    lambda x: torch.cat([x.reshape(-1), x.reshape(-1) * 3]),
+    lambda x: x.clone().detach_().add_(1) * x,
+    lambda x: torch.where(x > 0.5, x, x.float().double() * 3),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("rows", [[3, 2], [5, 1, 2]])
+def test_programs_on_results_weigh_as_if_each_row_had_its_replicas_result(rows: list[int]) -> None:
+    draw = random.Random(0)
+    for _ in range(60):
+        steps = [draw.choice(KEEPING) for _ in range(draw.randint(1, 7))]
+        leaves = numbers(len(rows)).requires_grad_(), numbers(len(rows)).requires_grad_()
+        batch = shard_batch([x * 1 for x in torch.split(leaves[0], 1)], CPU, 0, rows)
+        means = []
+        for x in (batch, leaves[1].repeat_interleave(torch.tensor(rows))):
+            y = functools.reduce(lambda y, step: step(y), steps, x)
+            means += [y.mean(), torch.var_mean(y)[1], F.mse_loss(y, torch.zeros_like(y))]
+        torch.testing.assert_close(means[:3], means[3:])
+        grads = [torch.autograd.grad(m, leaf, allow_unused=True)[0] for m, leaf in zip((means[0], means[3]), leaves)]
+        torch.testing.assert_close(*grads)
+
+
+LOOKS: list[Callable[[Tensor], Any]] = [
+    lambda x: None,
+    lambda x: x[0].item(),
+    lambda x: [float(v) for v in x.detach()],
+    lambda x: bool(x[0] > 1),
+    lambda x: (x.detach().numpy(), x.tolist(), str(x)),
+    lambda x: (join(x), x[1:]),
+]
 
 
 class TestResultsPerReplica:
@@ -613,11 +785,98 @@ class TestResultsPerReplica:
             lambda x: torch.stack([x * 2, x * 2]),
             lambda x: x.detach() * 2,
             lambda x: x.clone().div_(0.5),
+            lambda x: x[:] * 2,
+            lambda x: x[0:3, None][...] * 2,
+            lambda x: x.unsqueeze_(0).mul_(2),
+            lambda x: (x * 2).view(1, 3).squeeze_(0),
+            lambda x: (x * 2).view(1, 3).swapaxes_(0, 1),
+            lambda x: x.reshape(3, 1).flatten() * 2,
+            lambda x: torch.stack([x * 2, x * 2], 1),
+            lambda x: torch.cat([x]) * 2,
+            lambda x: torch.cat([x, x * 2, x * 3]),
+            lambda x: x * torch.full((3,), 2.0),
+            lambda x: torch.erfinv(torch.erf(x.detach())) * 2,
+            lambda x: torch.where(x > 0, 2 * x, 0).clamp(max=torch.full((3,), 9.0)),
+            lambda x: x.float_power(2).sqrt().data * 2,
+            lambda x: F.dropout(x * 2, 0.0),
+            lambda x: copy.deepcopy(x.detach()) * 2,
+            lambda x: x.cpu().to("cpu") * 2,
+            lambda x: torch.zeros_like(x).copy_(x) * 2,
         ],
     )
-    def test_weights_stay_with_what_is_computed(self, change: Callable[[Tensor], Tensor]) -> None:
+    @pytest.mark.parametrize("look", LOOKS)
+    def test_weights_stay_with_what_is_computed(
+        self, change: Callable[[Tensor], Tensor], look: Callable[[Tensor], Any]
+    ) -> None:
+        x, entries = self.batch([1.0, 2.0, 4.0], [3, 2, 1])
+        losses = x * 1
+        look(losses)
+        mean = change(losses).mean()
+        torch.testing.assert_close(mean.item(), 2 * 11 / 6)
+        if mean.requires_grad:
+            mean.backward()
+            torch.testing.assert_close([e.grad.item() for e in entries], [1.0, 2 / 3, 1 / 3])
+
+    @pytest.mark.parametrize("look", LOOKS)
+    def test_means_that_weigh(self, look: Callable[[Tensor], Any]) -> None:
         x, _ = self.batch([1.0, 2.0, 4.0], [3, 2, 1])
-        torch.testing.assert_close(change(x * 1).mean().item(), 2 * 11 / 6)
+        look(x)
+        zeros = torch.zeros(3, dtype=torch.float64)
+        out = torch.mean(x.detach(), dim=0, out=zeros.new_empty(()))
+        means = [out, torch.std_mean(x)[1], torch.var_mean(x, 0)[1], torch.var_mean(x, dim=0, keepdim=True)[1][0]]
+        means += [torch.std_mean(x, False)[1], F.l1_loss(x, zeros), x.nanmean(), torch.nanmean(x, 0, keepdim=True)[0]]
+        torch.testing.assert_close([m.item() for m in means], [11 / 6] * 8)
+        assert torch.std_mean(x)[0] == x.std()
+        squares = [F.mse_loss(x, zeros), F.smooth_l1_loss(x + 0.5, zeros) * 2, F.huber_loss(x + 0.5, zeros) * 2]
+        torch.testing.assert_close([s.item() for s in squares], [27 / 6, 22 / 6, 22 / 6])
+
+    def test_a_mean_without_nan_weighs_what_is_left(self) -> None:
+        x, entries = self.batch([1.0, float("nan"), 4.0], [3, 2, 1])
+        x.nanmean().backward()
+        assert x.nanmean().item() == pytest.approx(7 / 4)
+        assert [e.grad.item() for e in entries] == pytest.approx([0.75, 0, 0.25])
+
+    @pytest.mark.parametrize("loss", [F.mse_loss, F.huber_loss, F.smooth_l1_loss])
+    def test_a_loss_of_results_weighs_as_the_mean_of_its_terms(self, loss: Callable[..., Tensor]) -> None:
+        gradients = []
+        for take in (loss, lambda x, y: loss(x, y, reduction="none").mean()):
+            x, entries = self.batch([0.5, 2.0, float("nan")], [3, 1, 0])
+            take(x, torch.zeros(3, dtype=torch.float64)).backward()
+            gradients.append([e.grad.item() for e in entries[:2]])
+        torch.testing.assert_close(gradients[0], gradients[1])
+
+    def test_results_of_several_calls_weigh_by_all_rows(self) -> None:
+        x, entries = self.batch([1.0, 2.0], [3, 1])
+        y, others = self.batch([5.0], [4])
+        mean = torch.cat([x, y]).mean()
+        mean.backward()
+        assert mean.item() == (3 + 2 + 20) / 8
+        assert [e.grad.item() for e in entries + others] == [3 / 8, 1 / 8, 1 / 2]
+
+    def test_weights_move_to_another_device(self) -> None:
+        x, _ = self.batch([1.0, 2.0], [3, 1])
+        assert x.to("meta").shard_rows == (3, 1)
+        assert {s.device.type for s in x.detach().to("meta").shards} == {"meta"}
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            join,
+            lambda x: x[1],
+            lambda x: x[1:],
+            lambda x: x[x > 0],
+            lambda x: x[[0, 1]],
+            lambda x: x.flip(0),
+            lambda x: x.sort()[0],
+            lambda x: torch.stack([*x]),
+            lambda x: torch.cat([x, ones(1)]),
+            lambda x: pickle.loads(pickle.dumps(x.detach())),
+            lambda x: x.as_subclass(Tensor),
+        ],
+    )
+    def test_what_picks_entries_is_plain(self, use: Callable[[Tensor], Tensor]) -> None:
+        x, _ = self.batch([1.0, 2.0], [3, 1])
+        assert type(use(x)) is Tensor
 
     def test_weights_outlive_a_write(self) -> None:
         x, _ = self.batch([1.0, 2.0, 4.0], [3, 2, 1])

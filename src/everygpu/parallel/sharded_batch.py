@@ -46,6 +46,12 @@ class Layout:
     def num_rows(self) -> int:
         return sum(self.sizes)
 
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """What each part counts in a mean over the rows."""
+        counts = self.weights if self.weights and sum(self.weights) else self.sizes
+        return tuple(n / sum(counts) for n in counts)
+
     def on_streams(self) -> AbstractContextManager[object]:
         """Queue work on the other devices where it was; autograd's threads restore only one device's stream."""
         others = [s for s in self.streams if torch.cuda.current_stream(s.device) != s]
@@ -179,18 +185,24 @@ def shard_batch(
         A batch connected to the shards' graph.
     """
     dim = dim % shards[0].ndim
-    devices = tuple(s.device for s in shards)
-    others = dict.fromkeys(d for d in devices if d.type == "cuda" and d != device)
-    layout = Layout(
-        home=device,
-        devices=devices,
-        sizes=tuple(s.shape[dim] for s in shards),
-        weights=None if rows is None else tuple(rows),
-        home_stream=torch.cuda.current_stream(device) if device.type == "cuda" else None,
-        streams=tuple(torch.cuda.current_stream(d) for d in others),
-    )
+    layout = layout_of(device, [s.device for s in shards], [s.shape[dim] for s in shards], rows)
     batch: ShardedBatch = Join.apply(layout, dim, *shards)  # type: ignore[no-untyped-call]
     return batch
+
+
+def layout_of(
+    home: torch.device, devices: Sequence[torch.device], sizes: Sequence[int], weights: Sequence[int] | None
+) -> Layout:
+    """Describe a batch whose parts' work is queued on the present streams."""
+    others = dict.fromkeys(d for d in devices if d.type == "cuda" and d != home)
+    return Layout(
+        home=home,
+        devices=tuple(devices),
+        sizes=tuple(sizes),
+        weights=None if weights is None else tuple(weights),
+        home_stream=torch.cuda.current_stream(home) if home.type == "cuda" else None,
+        streams=tuple(torch.cuda.current_stream(d) for d in others),
+    )
 
 
 def has_shards(x: ShardedBatch) -> bool:
@@ -198,11 +210,25 @@ def has_shards(x: ShardedBatch) -> bool:
     return not x._memory.is_joined
 
 
+def has_parts(x: ShardedBatch) -> bool:
+    """Tell whether ``parts_of`` has parts to give."""
+    return x._layout.weights is not None or has_shards(x)
+
+
+def parts_of(x: ShardedBatch) -> tuple[Tensor, ...]:
+    """Return the parts without a graph; results per replica also from the joined tensor, to keep their weights."""
+    if has_shards(x):
+        return x._parts
+    cuts = torch.split(whole(x), list(x._layout.sizes), x.shard_dim)
+    return tuple(move(part, d) for part, d in zip(cuts, x._layout.devices))
+
+
 def join(x: ShardedBatch) -> Tensor:
     """Return the joined tensor, on the batch's device, connected to its graph; an alias, as all views are."""
     x._memory.is_joined = True  # the alias may be written to
     with torch._C.DisableTorchFunctionSubclass():
-        alias: Tensor = torch.ops.aten.alias.default(x)
+        # No rule runs this operation on the parts, unlike ``alias``, whose result would be a batch.
+        alias: Tensor = torch.ops.aten._reshape_alias.default(x, x.shape, x.stride())
         return alias
 
 

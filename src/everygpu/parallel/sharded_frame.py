@@ -13,9 +13,10 @@ from everygpu.parallel.sharded_batch import (
     Kwargs,
     Layout,
     ShardedBatch,
-    has_shards,
+    has_parts,
     move,
     move_to_each,
+    parts_of,
     same_rows,
     whole,
     wrap,
@@ -44,7 +45,7 @@ class Frame(NamedTuple):
 
 def frame_of(*values: Any) -> Frame | None:
     """Return the layout that all batches among the values share, or None."""
-    frames = [Frame(v._layout, v.ndim - v.shard_dim) for v in values if isinstance(v, ShardedBatch) and has_shards(v)]
+    frames = [Frame(v._layout, v.ndim - v.shard_dim) for v in values if isinstance(v, ShardedBatch) and has_parts(v)]
     if not frames:
         return None
     first, *others = frames
@@ -59,7 +60,7 @@ def frame_of(*values: Any) -> Frame | None:
 
 def spread(value: Any, frame: Frame) -> Sequence[Any] | None:
     """Give every part its share of an operand, as broadcasting would pair them; None when there is no such share."""
-    if isinstance(value, ShardedBatch) and has_shards(value):
+    if isinstance(value, ShardedBatch) and has_parts(value):
         return parts_in(value, frame)
     if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
         return None
@@ -84,7 +85,7 @@ def constant(value: Any, layout: Layout) -> list[Any]:
 def parts_in(x: ShardedBatch, frame: Frame) -> Sequence[Tensor] | None:
     """Return a batch's parts if its rows are where the frame has them."""
     is_alike = x.ndim - x.shard_dim == frame.from_right and same_rows(x._layout, frame.layout)
-    return x._parts if is_alike else None
+    return parts_of(x) if is_alike else None
 
 
 def cut(x: Tensor, dim: int, layout: Layout) -> list[Tensor] | None:
@@ -96,7 +97,7 @@ def cut(x: Tensor, dim: int, layout: Layout) -> list[Tensor] | None:
 
 def cut_alike(value: Any, frame: Frame) -> Sequence[Tensor] | None:
     """Give every part its rows of an operand that must have them all: no broadcasting."""
-    if isinstance(value, ShardedBatch) and has_shards(value):
+    if isinstance(value, ShardedBatch) and has_parts(value):
         return parts_in(value, frame)
     x = whole(value) if isinstance(value, ShardedBatch) else value
     dim = x.ndim - frame.from_right

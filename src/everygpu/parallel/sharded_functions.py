@@ -72,7 +72,7 @@ def _deepcopied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         if not x.is_leaf:
             copied = copy.deepcopy(join(x), memo)  # torch's error
         else:
-            copied = whole(x).clone().requires_grad_(x.requires_grad)
+            copied = x.detach().clone().requires_grad_(x.requires_grad)
             copied.grad = copy.deepcopy(x.grad, memo)
     memo[id(x)] = copied
     return copied
@@ -109,6 +109,29 @@ def _backward(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return _itself(func, args, kwargs)
 
 
+def _turned(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """``t_`` and others: the batch becomes the view of what it was, which views taken before are of, too.
+
+    torch's own way gives such views wrong gradients: it takes them again, of a batch that has another shape by then.
+
+    Source:
+        ``torch.utils.swap_tensors``, which refuses tensors that have views.
+    """
+    x: Tensor = args[0]
+    with torch._C.DisableTorchFunctionSubclass():
+        is_fixed = x.requires_grad and (x.is_leaf or x.retains_grad or not torch.is_grad_enabled())
+        if is_fixed or torch._C._are_functorch_transforms_active():
+            torch_result: Tensor = func(*args, **kwargs)
+            return torch_result
+        view = getattr(Tensor, func.__name__.removesuffix("_"))(*args, **kwargs)
+        x.__class__, view.__class__ = view.__class__, x.__class__
+        was = dict(x.__dict__)
+        x.__dict__.update(view.__dict__)  # whatever else was set on it stays
+        view.__dict__.update(was)
+        torch._C._swap_tensor_impl(x, view)
+    return x
+
+
 def _members(names: str) -> list[Any]:
     return [getattr(Tensor, name) for name in names.split() if hasattr(Tensor, name)]
 
@@ -122,6 +145,7 @@ FUNCTIONS: dict[Any, Function] = {
         _on_joined,
     ),
     Tensor.__cuda_array_interface__.__get__: _on_joined,
+    **dict.fromkeys(_members("t_ transpose_ unsqueeze_ squeeze_ swapaxes_ swapdims_ as_strided_"), _turned),
     Tensor.tolist: _reading,
     Tensor.__repr__: _printed,
     Tensor.__format__: _printed,

@@ -1,7 +1,9 @@
 """What becomes of an operation on a ``ShardedBatch`` that has no rule: it sees the joined tensor."""
 
 import functools
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -9,25 +11,73 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from everygpu.parallel.sharded_batch import Args, Kwargs, ShardedBatch, whole
+from everygpu.parallel.sharded_batch import Args, Kwargs, ShardedBatch, whole, wrap
+from everygpu.parallel.sharded_frame import Frame, cut, frame_of
+
+_LAZY = functools.reduce(
+    operator.or_,
+    map(
+        torch._C.DispatchKeySet,
+        (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor),
+    ),
+)
 
 
 def run_joined(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run an operation on the joined tensors, as torch would without batches."""
-    # In inference mode composite operations come here whole; their parts may have rules.
-    result = func.decompose(*args, **kwargs) if isinstance(func, torch._ops.OpOverload) else NotImplemented
-    if result is not NotImplemented:
-        return result
+    with _reading_lazy_values():
+        # In inference mode composite operations come here whole; their parts may have rules.
+        result = func.decompose(*args, **kwargs) if isinstance(func, torch._ops.OpOverload) else NotImplemented
+        return _run_whole(func, args, kwargs) if result is NotImplemented else result
+
+
+def _reading_lazy_values() -> AbstractContextManager[None]:
+    """Have torch conjugate, negate and fill in what is marked so: below ``__torch_dispatch__`` it reads raw memory.
+
+    Operations such as ``linalg.pinv`` mark tensors that they make on the way.
+    """
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    return torch._C._ForceDispatchKeyGuard(include, exclude - _LAZY)
+
+
+def _run_whole(func: Any, args: Args, kwargs: Kwargs) -> Any:
     batches = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedBatch)]
-    joined = {id(whole(b)): b for b in batches}
     written = list(_written(func, args, kwargs))
+    frame = None if written else _results_frame(func, batches)
     for b in written:
         b._memory.is_joined = True
+        if b._memory.is_viewed:
+            # Views look through the tensor that the batch had, whose shape must not change.
+            b._joined = replace(b._joined, tensor=whole(b).detach())
+    joined = {id(whole(b)): b for b in batches}
     plain_args, plain_kwargs = _pytree.tree_map_only(ShardedBatch, whole, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     for b in written:
         _follow(b)
-    return _pytree.tree_map_only(Tensor, lambda t: _handed_out(t, joined), result)
+    result = _pytree.tree_map_only(Tensor, lambda t: _handed_out(t, joined), result)
+    return result if frame is None else _pytree.tree_map_only(Tensor, lambda t: _weighed(t, frame), result)
+
+
+_KEEPING = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "native_dropout")
+)
+"""Operations that keep one entry per replica, beside those that torch tags as element by element."""
+
+
+def _results_frame(func: Any, batches: Sequence[ShardedBatch]) -> Frame | None:
+    """Return where an operation on results per replica has its results, if it has one for each of them."""
+    if all(b._layout.weights is None for b in batches):
+        return None
+    is_keeping = torch.Tag.pointwise in getattr(func, "tags", ()) or func in _KEEPING
+    return frame_of(*batches) if is_keeping else None
+
+
+def _weighed(t: Tensor, frame: Frame) -> Tensor:
+    """Keep the weights of a result that has an entry for each replica."""
+    dim = t.ndim - frame.from_right
+    parts = cut(t, dim, frame.layout) if dim >= 0 and not isinstance(t, ShardedBatch) else None
+    return t if parts is None else wrap(parts, frame.layout, dim)
 
 
 def _handed_out(t: Tensor, joined: dict[int, ShardedBatch]) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everygpu.parallel.sharded_batch import Args, Kwargs, Layout, Rule, ShardedBatch, has_shards, wrap
+from everygpu.parallel.sharded_batch import Args, Kwargs, Layout, Rule, ShardedBatch, has_parts, parts_of, wrap
 from everygpu.parallel.sharded_frame import (
     HALF,
     Frame,
@@ -38,7 +38,7 @@ def elementwise_loss(func: Any, args: Args, kwargs: Kwargs) -> Any:
     parts = each(func, [spread(a, frame) for a in args], {}, frame.layout)
     if parts is None or frame.layout.num_rows == 0:
         return NotImplemented
-    shares = [n / frame.layout.num_rows if reduction == MEAN else 1 for n in frame.layout.sizes]
+    shares = frame.layout.shares if reduction == MEAN else constant(1, frame.layout)
     filled = [p.float() * share if p.dtype in HALF else p * share for p, share in zip(parts, shares) if share]
     return add_up(filled, frame.layout).to(parts[0].dtype)
 
@@ -50,10 +50,17 @@ def elementwise_loss_backward(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if frame is None or kwargs or frame.layout.num_rows == 0:
         return NotImplemented
     columns = [spread(a, frame) for a in args]
-    if call.get("reduction", MEAN) == MEAN and columns[0] is not None:
-        columns[0] = [g * (n / frame.layout.num_rows) for g, n in zip(columns[0], frame.layout.sizes)]
+    is_mean = call.get("reduction", MEAN) == MEAN
+    shares = frame.layout.shares if is_mean else constant(1, frame.layout)
+    if is_mean and columns[0] is not None:
+        columns[0] = [g * share for g, share in zip(columns[0], shares)]
     parts = each(func, columns, {}, frame.layout)
-    return NotImplemented if parts is None else frame.batch(parts)
+    # A part that counts for nothing has no gradient, not even if its loss is nan.
+    return (
+        NotImplemented
+        if parts is None
+        else frame.batch([p if s else torch.zeros_like(p) for p, s in zip(parts, shares)])
+    )
 
 
 def class_loss(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -107,7 +114,7 @@ def _both_everywhere(grad: Tensor, count: Tensor, layout: Layout) -> list[Any]:
 
 def _class_frame(x: Tensor, target: Tensor) -> Frame | None:
     """Return the layout of scores of shape (rows, classes, ...) and targets of shape (rows, ...)."""
-    if not isinstance(x, ShardedBatch) or not has_shards(x) or x.ndim < 2 or x.shard_dim != 0:
+    if not isinstance(x, ShardedBatch) or not has_parts(x) or x.ndim < 2 or x.shard_dim != 0:
         return None
     if target.ndim != x.ndim - 1 or (isinstance(target, ShardedBatch) and target.shard_dim != 0):
         return None
@@ -118,7 +125,7 @@ def _class_columns(x: Any, target: Tensor, weight: Tensor | None, frame: Frame) 
     layout = frame.layout
     targets = cut_alike(target, frame._replace(from_right=target.ndim))
     weights = constant(None, layout) if weight is None else everywhere(weight, layout)
-    return [x._parts, targets, weights]
+    return [parts_of(x), targets, weights]
 
 
 def _build_rules() -> dict[Any, Rule]:

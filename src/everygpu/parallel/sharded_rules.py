@@ -5,6 +5,9 @@ NotImplemented; then the joined tensor answers. Declining is always right.
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +18,9 @@ from everygpu.parallel.sharded_batch import (
     Kwargs,
     Rule,
     ShardedBatch,
+    has_parts,
     has_shards,
+    parts_of,
     set_parts,
     wrap,
 )
@@ -88,10 +93,10 @@ def over_others(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     dims = dims_of(call["dim"], x.ndim)
     # Of an empty part torch would warn that it has no variance.
-    is_spread = func in SPREADS and not all(p.numel() for p in x._parts)
+    is_spread = func in SPREADS and not all(p.numel() for p in parts_of(x))
     if x.shard_dim in dims or is_spread:
         return NotImplemented
-    parts = each(func, [x._parts, *(constant(a, frame.layout) for a in args[1:])], kwargs, frame.layout)
+    parts = each(func, [parts_of(x), *(constant(a, frame.layout) for a in args[1:])], kwargs, frame.layout)
     dim = x.shard_dim if call.get("keepdim") else x.shard_dim - sum(d < x.shard_dim for d in dims)
     if parts is None:
         return NotImplemented
@@ -116,7 +121,7 @@ def total(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if wanted == torch.complex32 or (is_mean and not (count and (wanted.is_floating_point or wanted.is_complex))):
         return NotImplemented
     wide = torch.float32 if wanted in HALF else wanted
-    sums = [torch.sum(p, dims, keepdim=call.get("keepdim", False), dtype=wide) for p in x._parts]
+    sums = [torch.sum(p, dims, keepdim=call.get("keepdim", False), dtype=wide) for p in parts_of(x)]
     result = add_up(sums, frame.layout)
     return (result / count if is_mean else result).to(wanted)
 
@@ -131,7 +136,7 @@ def extreme(func: Any, args: Args, kwargs: Kwargs) -> Any:
     dims = dims_of(call.get("dim"), x.ndim)
     if x.shard_dim not in dims:
         return over_others(func, args, kwargs)
-    shards = [p for p in x._parts if p.numel()]
+    shards = [p for p in parts_of(x) if p.numel()]
     found = home([func(p, *args[1:], **kwargs) for p in shards], frame.layout)
     if len(call) == 1:
         return func(torch.stack(found))
@@ -150,13 +155,13 @@ def matrix_product(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if (a_dim is None) == (b_dim is None):
         return NotImplemented
     layout = (b if a_dim is None else a)._layout
-    columns = [everywhere(a, layout), b._parts] if a_dim is None else [a._parts, everywhere(b, layout)]
+    columns = [everywhere(a, layout), parts_of(b)] if a_dim is None else [parts_of(a), everywhere(b, layout)]
     parts = each(func, columns, kwargs, layout)
     return NotImplemented if parts is None else wrap(parts, layout, 1 if a_dim is None else 0)
 
 
 def _row_dim(x: Tensor) -> int | None:
-    return x.shard_dim if isinstance(x, ShardedBatch) and has_shards(x) else None
+    return x.shard_dim if isinstance(x, ShardedBatch) and has_parts(x) else None
 
 
 def _sum_of_products(func: Any, a: Tensor, b: Tensor) -> Any:
@@ -175,7 +180,7 @@ def affine(func: Any, args: Args, kwargs: Kwargs) -> Any:
     frame = frame_of(a)
     if frame is None or frame.from_right != 2 or _row_dim(b) is not None or bias.ndim > 2:
         return NotImplemented
-    columns = [spread(bias, frame), a._parts, everywhere(b, frame.layout)]
+    columns = [spread(bias, frame), parts_of(a), everywhere(b, frame.layout)]
     parts = each(func, columns, kwargs, frame.layout)
     return NotImplemented if parts is None else wrap(parts, frame.layout, 0)
 
@@ -190,9 +195,11 @@ def batched_product(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def beside(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``cat`` and ``stack`` of batches along another dimension than the rows'."""
+    """``cat`` and ``stack`` of batches along another dimension than the rows'; results per replica also along it."""
     call = named(func, args, kwargs)
     tensors = call["tensors"]
+    if func == torch.ops.aten.cat.default and _are_results_along(call.get("dim", 0), tensors):
+        return _in_a_row(tensors)
     frame = frame_of(*tensors)
     ndims = {t.ndim for t in tensors}
     if frame is None or len(ndims) > 1:
@@ -205,6 +212,27 @@ def beside(func: Any, args: Args, kwargs: Kwargs) -> Any:
     columns = [cut_alike(t, frame) for t in tensors]
     parts = each(lambda *shards: func(shards, call.get("dim", 0)), columns, {}, frame.layout)
     return NotImplemented if parts is None else wrap(parts, frame.layout, row + (is_new and dim <= row))
+
+
+def _are_results_along(dim: int, tensors: Sequence[Tensor]) -> bool:
+    """Tell whether all are results per replica, alike in all but the number of entries on one dimension."""
+    results = [t for t in tensors if isinstance(t, ShardedBatch) and t._layout.weights is not None]
+    kinds = {(t.dtype, t._layout.home, t.shard_dim, *t.select(t.shard_dim, 0).shape) for t in results}
+    return len(results) == len(tensors) and len(kinds) == 1 and dim % results[0].ndim == results[0].shard_dim
+
+
+def _in_a_row(batches: Sequence[ShardedBatch]) -> ShardedBatch:
+    """Chain results per replica of several calls, each entry with its weight."""
+    layouts = [b._layout for b in batches]
+    layout = replace(
+        layouts[0],
+        devices=tuple(chain.from_iterable(x.devices for x in layouts)),
+        sizes=tuple(chain.from_iterable(x.sizes for x in layouts)),
+        weights=tuple(chain.from_iterable(x.weights or () for x in layouts)),
+        streams=tuple(dict.fromkeys(chain.from_iterable(x.streams for x in layouts))),
+    )
+    # Copies, as parts may be lent to replicas, which write into them.
+    return wrap([p.clone() for b in batches for p in parts_of(b)], layout, batches[0].shard_dim)
 
 
 UNARY = (

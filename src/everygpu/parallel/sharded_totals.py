@@ -6,7 +6,7 @@ is, and so keep the gradients of losses written by hand off the primary device.
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from everygpu.parallel.sharded_batch import Args, Join, Kwargs, ShardedBatch, has_shards, join, move_to_each, shards_of
+from everygpu.parallel.sharded_batch import Args, Join, Kwargs, ShardedBatch, has_shards, join, move_to_each, parts_of
 from everygpu.parallel.sharded_frame import HALF, add_up, dims_of
 
 
@@ -31,12 +31,42 @@ class _Plan:
 
 def total(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``sum`` and ``mean``; the mean of results per replica weighs them by the rows behind them."""
-    call = _named(args, kwargs)
+    out = kwargs.get("out")
+    call = _named(args, kwargs if out is None else {k: v for k, v in kwargs.items() if k != "out"})
     with torch._C.DisableTorchFunctionSubclass():
         plan = None if call is None else _plan(call, is_mean=func in (torch.mean, Tensor.mean))
-        if call is None or plan is None:
+        if call is None or plan is None or (out is not None and not plan.is_weighed):
             return func(*args, **kwargs)
-        return _Total.apply(call["input"], func, plan)  # type: ignore[no-untyped-call]
+        result = _Total.apply(call["input"], func, plan)  # type: ignore[no-untyped-call]
+        return result if out is None else torch.mul(result, 1, out=out)
+
+
+def nan_mean(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``nanmean``: the weighed mean of the results that are numbers."""
+    with torch._C.DisableTorchFunctionSubclass():
+        call = _named(args, kwargs)
+        if call is None or not _is_weighed(call["input"]):
+            return func(*args, **kwargs)
+        x = call.pop("input")
+        is_nan = x.isnan()
+        return total(torch.mean, (x.masked_fill(is_nan, 0),), call) / total(torch.mean, ((~is_nan).to(x.dtype),), call)
+
+
+def spread_and_mean(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``var_mean`` and ``std_mean``: the spread is that of the entries; the mean weighs, as ``mean`` does."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found = func(*args, **kwargs)
+        x, *rest = args or [kwargs["input"]]
+        if not _is_weighed(x):
+            return found
+        has_dim = not rest or type(rest[0]) is not bool  # else it is ``unbiased``
+        given = {**dict(zip(("dim", "unbiased", "keepdim"), rest if has_dim else ())), **kwargs}
+        names = ("dim", "axis", "keepdim", "keepdims")
+        return found[0], total(torch.mean, (x,), {k: v for k, v in given.items() if k in names})
+
+
+def _is_weighed(x: Any) -> bool:
+    return isinstance(x, ShardedBatch) and x.shard_rows is not None
 
 
 def _named(args: Args, kwargs: Kwargs) -> Kwargs | None:
@@ -61,7 +91,7 @@ def _plan(call: Kwargs, *, is_mean: bool) -> _Plan | None:
         return None
     factors: tuple[float, ...] | None = None
     if is_mean and sum(x.shard_rows or ()) > 0:
-        factors = _shares(x.shard_rows or (), count)
+        factors = tuple(share * x._layout.num_rows / count for share in x._layout.shares)
     elif not (has_shards(x) and x.requires_grad and torch.is_grad_enabled()):
         return None
     plain = (1 / count if is_mean else 1.0,) * len(x._layout.sizes)
@@ -72,11 +102,6 @@ def _plan(call: Kwargs, *, is_mean: bool) -> _Plan | None:
         factors=factors or plain,
         is_weighed=factors is not None,
     )
-
-
-def _shares(rows: Sequence[int], count: int) -> tuple[float, ...]:
-    """Turn rows behind each entry into factors of the mean over ``count`` numbers."""
-    return tuple(n / sum(rows) * len(rows) / count for n in rows)
 
 
 class _Total(torch.autograd.Function):
@@ -108,7 +133,7 @@ class _Total(torch.autograd.Function):
 def _weigh(x: ShardedBatch, plan: _Plan) -> Tensor:
     dtype = plan.dtype or x.dtype
     wide = torch.float32 if dtype in HALF else dtype
-    parts = zip(shards_of(x, x._layout, x.shard_dim), plan.factors)
+    parts = zip(parts_of(x), plan.factors)
     # What a replica without rows returned counts for nothing, not even if it is nan.
     sums = [part.to(wide).sum(plan.dims, plan.keepdim) * factor for part, factor in parts if factor]
     return add_up(sums, x._layout).to(dtype)
@@ -143,5 +168,7 @@ _COMPOSED = (
 
 TOTALS: dict[Any, Callable[[Any, Args, Kwargs], Any]] = {
     **dict.fromkeys((torch.sum, torch.mean, Tensor.sum, Tensor.mean), total),
+    **dict.fromkeys((torch.nanmean, Tensor.nanmean), nan_mean),
+    **dict.fromkeys((torch.var_mean, torch.std_mean), spread_and_mean),
     **dict.fromkeys(_COMPOSED, composed_loss),
 }

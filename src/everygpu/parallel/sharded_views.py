@@ -16,7 +16,9 @@ from everygpu.parallel.sharded_batch import (
     Layout,
     Rule,
     ShardedBatch,
-    has_shards,
+    has_parts,
+    layout_of,
+    parts_of,
     wrap,
     wrap_view,
 )
@@ -33,10 +35,11 @@ def viewed(look: Callable[[Any, ShardedBatch, Kwargs], View | None]) -> Rule:
 
     def rule(func: Any, args: Args, kwargs: Kwargs) -> Any:
         x = args[0]
-        if not isinstance(x, ShardedBatch) or not has_shards(x):
+        if not isinstance(x, ShardedBatch) or not has_parts(x):
             return NotImplemented
         # Also torch's own check: that the view can be had of the joined tensor.
         like = func(_stand_in(x), *args[1:], **kwargs)
+        # Once the joined tensor is the truth, only the shapes of the parts are.
         seen = look(func, x, named(func, args, kwargs))
         if seen is None:
             return NotImplemented
@@ -100,9 +103,10 @@ def _selected(func: Any, x: ShardedBatch, call: Kwargs) -> View | None:
 
 def _sliced(func: Any, x: ShardedBatch, call: Kwargs) -> View | None:
     at = call.get("dim", 0) % x.ndim
-    if at == x.shard_dim:
-        return None
     rest = [call.get("start"), call.get("end"), call.get("step", 1)]
+    if at == x.shard_dim:
+        is_all = range(x.shape[at])[slice(*rest)] == range(x.shape[at])
+        return (at, x._layout, [func(p, at) for p in x._parts]) if is_all else None
     return x.shard_dim, x._layout, [func(p, at, *rest) for p in x._parts]
 
 
@@ -168,18 +172,21 @@ def _copied(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if device != x._layout.home:
         return _sent(x, device, call)
     rest = {k: v for k, v in call.items() if k in ("dtype", "memory_format")}
-    return wrap([func(p, **rest) for p in x._parts], x._layout, x.shard_dim)
+    return wrap([func(p, **rest) for p in parts_of(x)], x._layout, x.shard_dim)
 
 
 def _ordinary_call(func: Any, args: Args, kwargs: Kwargs) -> Kwargs | None:
     """Return the arguments by name, of a call that makes dense, pageable memory of a batch with shards."""
-    if not isinstance(args[0], ShardedBatch) or not has_shards(args[0]):
+    if not isinstance(args[0], ShardedBatch) or not has_parts(args[0]):
         return None
     call = named(func, args, kwargs)
     return None if call.get("layout") not in (None, torch.strided) or call.get("pin_memory") else call
 
 
 def _sent(x: ShardedBatch, device: torch.device, call: Kwargs) -> Any:
+    if x._layout.weights is not None:
+        layout = layout_of(device, [device] * len(x._layout.sizes), x._layout.sizes, x._layout.weights)
+        return wrap([comm.copy(p.to(call.get("dtype") or p.dtype), device) for p in parts_of(x)], layout, x.shard_dim)
     if x._joined.tensor is not None or not x.is_contiguous() or call.get("memory_format", KEEP) not in (None, KEEP):
         return NotImplemented
     parts = [p.to(call.get("dtype") or p.dtype) for p in x._parts]
