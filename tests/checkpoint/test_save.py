@@ -30,15 +30,14 @@ def names_in(path: Path) -> set[str]:
 
 def test_it_returns_the_path_as_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert everygpu.save("runs/last") == Path("runs/last")
-    assert everygpu.load(Path("runs/last")) == {}
+    assert everygpu.save("runs/last", epoch=1) == Path("runs/last")
+    assert everygpu.load(Path("runs/last")) == {"epoch": 1}
 
 
 def test_only_the_parts_passed_are_written(tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     always = {"state.json", "manifest.json"}
-    assert names_in(everygpu.save(tmp_path / "a")) == always
     assert names_in(everygpu.save(tmp_path / "b", model=model)) == always | {"model.safetensors"}
     assert names_in(everygpu.save(tmp_path / "c", optimizer=optimizer)) == always | {"optimizer.safetensors"}
     assert names_in(everygpu.save(tmp_path / "d", epoch=3, name="x")) == always
@@ -170,7 +169,7 @@ def test_a_directory_without_permission_is_a_typed_error(tmp_path: Path) -> None
     tmp_path.chmod(0o500)
     try:
         with pytest.raises(CheckpointError, match="Permission denied"):
-            everygpu.save(tmp_path / "ckpt")
+            everygpu.save(tmp_path / "ckpt", epoch=2)
     finally:
         tmp_path.chmod(0o700)
 
@@ -178,7 +177,7 @@ def test_a_directory_without_permission_is_a_typed_error(tmp_path: Path) -> None
 def test_a_parent_that_is_a_file_is_a_typed_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="must be writable"):
-        everygpu.save(tmp_path / "file" / "ckpt")
+        everygpu.save(tmp_path / "file" / "ckpt", epoch=1)
 
 
 def test_every_file_is_as_umask_says(tmp_path: Path) -> None:
@@ -299,3 +298,31 @@ def test_returned_tensors_do_not_depend_on_the_file(tmp_path: Path) -> None:
     back["y"][0] = 7
     assert back["x"].tolist() == [0, 1, 2, 3]
     assert back["y"].tolist() == [7, 1, 2]
+
+
+def test_parts_without_a_name_are_refused(tmp_path: Path) -> None:
+    model: Any = nn.Linear(1, 1)
+    checkpoints: Any = everygpu.CheckpointManager(tmp_path)
+    with pytest.raises(CheckpointContentError, match=r"got Linear without one. Write save\(path, model=model\)"):
+        everygpu.save(tmp_path / "a", model)
+    with pytest.raises(TypeError, match=r"Write load\(path, model=model\)"):
+        everygpu.load(tmp_path / "a", model)
+    with pytest.raises(CheckpointContentError, match=r"Write save\(step, model=model\)"):
+        checkpoints.save(1, model)
+    with pytest.raises(CheckpointContentError, match=r"Write load\(step, model=model\)"):
+        checkpoints.load(1, model)
+    with pytest.raises(OptionError, match="load: step must be a whole number"):
+        checkpoints.load(model)
+    assert os.listdir(tmp_path) == []
+
+
+def test_nothing_to_save_or_to_load_into_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"something to save must be passed, got nothing"):
+        everygpu.save(tmp_path / "a", model=None)
+    assert os.listdir(tmp_path) == []
+    everygpu.save(tmp_path / "a", model=nn.Linear(1, 1))
+    with pytest.raises(OptionError, match="something to load into must be passed"):
+        everygpu.load(tmp_path / "a")
+    assert everygpu.load(tmp_path / "a", rng=True) == {}
+    everygpu.save(tmp_path / "b", extras=1, misplaced=2)
+    assert everygpu.load(tmp_path / "b") == {"extras": 1, "misplaced": 2}

@@ -215,7 +215,11 @@ def _write_native(
 
 def _storable(contents: Contents) -> tuple[dict[str, Any], list[str]]:
     """Sort out the extras that can be saved."""
-    reserved = {*inspect.signature(save).parameters, *inspect.signature(load).parameters}
+    signatures = inspect.signature(save), inspect.signature(load)
+    # Names with a star can be those of extras.
+    reserved = {
+        p.name for s in signatures for p in s.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
     extras, left_out = {}, []
     for name, value in contents.extras.items():
         if name in reserved:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import torch
 
@@ -12,13 +12,13 @@ from everygpu.checkpoint.foreign import is_foreign, read_parts
 from everygpu.checkpoint.modules import Fit, Match
 from everygpu.checkpoint.read import Contents, Part, read_contents
 from everygpu.checkpoint.rng import plan_rng_restore
-from everygpu.checkpoint.states import kind_of, plan_restore, require_kind
+from everygpu.checkpoint.states import kind_of, plan_restore, require_kind, require_names
 from everygpu.errors import CheckpointContentError, CheckpointMismatchError, DeviceError, OptionError
 
 
 def load(
     path: str | os.PathLike[str],
-    *,
+    *misplaced: NoReturn,
     model: Any = None,
     optimizer: Any = None,
     scheduler: Any = None,
@@ -66,8 +66,9 @@ def load(
         CheckpointMismatchError: names, shapes or parameter groups differ, or a part was not saved.
         CheckpointContentError: a target can't be loaded into.
         DeviceError: map_location is no device.
-        OptionError: match is neither of the two.
+        OptionError: match is neither of the two; or nothing is asked for, and there are no extras to return.
     """
+    require_names(misplaced, "load", "load(path, model=model)")
     targets = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     targets = {name: target for name, target in targets.items() if target is not None}
     _check_targets(targets, extras)
@@ -86,6 +87,11 @@ def load(
     if rng:
         plans.append(plan_rng_restore(contents.rng))
     rest = {name: _plain(part) for name, part in contents.extras.items() if name not in extras}
+    if not plans and not rest:
+        raise OptionError(
+            f"load: something to load into must be passed, as {path} has no extras to return, got nothing. "
+            f"Write load(path, model=model)."
+        )
     for restore in plans:
         restore()
     return rest

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 from torch import Tensor
 
@@ -29,6 +29,7 @@ from everygpu.checkpoint.run_directory import (
 )
 from everygpu.checkpoint.save import Taken, take, wait_for_devices, with_generators, write_checkpoint
 from everygpu.checkpoint.snapshot import Copying, Snapshot, SnapshotMemory
+from everygpu.checkpoint.states import require_names
 from everygpu.errors import CheckpointError, CheckpointForeignError, OptionError
 
 _LOG = logging.getLogger("everygpu")
@@ -83,7 +84,12 @@ class CheckpointManager:
         self._spare: list[SnapshotMemory] = []
 
     def save(
-        self, step: int, *, metrics: Mapping[str, Any] | None = None, force: bool = False, **what: Any
+        self,
+        step: int,
+        *misplaced: NoReturn,
+        metrics: Mapping[str, Any] | None = None,
+        force: bool = False,
+        **what: Any,
     ) -> Path | None:
         """Save a checkpoint, then remove those that need not be kept.
 
@@ -100,8 +106,9 @@ class CheckpointManager:
             CheckpointError: as `everygpu.save` raises it, here or in the background since the last call.
             OptionError: the step is no whole number from 0 on, or a metric no number.
         """
+        require_names(misplaced, "save", "save(step, model=model)")
         self._background.check()
-        _require_step(step)
+        _require_step(step, "save")
         if step % self.every != 0 and not force:
             return None
         self._background.wait()
@@ -118,7 +125,7 @@ class CheckpointManager:
             self._background.run(partial(self._write, taken, step, numbers))
         return path
 
-    def load(self, step: int | None = None, **what: Any) -> dict[str, Any]:
+    def load(self, step: int | None = None, *misplaced: NoReturn, **what: Any) -> dict[str, Any]:
         """Load the newest checkpoint that is whole, or that of a step.
 
         Args:
@@ -129,7 +136,11 @@ class CheckpointManager:
             What `everygpu.load` returns, with the ``step`` of the checkpoint.
         Raises:
             CheckpointError: as `everygpu.load` raises it.
+            OptionError: the step is no whole number from 0 on.
         """
+        require_names(misplaced, "load", "load(step, model=model)")
+        if step is not None:
+            _require_step(step, "load")
         self.wait()
         return load(self.directory if step is None else step_path(self.directory, step), **what)
 
@@ -251,9 +262,9 @@ def _require_positive(name: str, value: int) -> int:
     return value
 
 
-def _require_step(step: int) -> None:
+def _require_step(step: int, function: str) -> None:
     if type(step) is not int or step < 0:
-        raise OptionError(f"save: step must be a whole number from 0 on, got {step!r}. Count batches or epochs.")
+        raise OptionError(f"{function}: step must be a whole number from 0 on, got {step!r}. Count batches or epochs.")
 
 
 def _require_mode(metric: str, mode: Any) -> Mode:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,9 +20,9 @@ from everygpu.checkpoint.hashed_file import HashedFile, new_hashed_file
 from everygpu.checkpoint.manifest import FileRecord, Place
 from everygpu.checkpoint.regular_file import MAX_DOCUMENT_BYTES
 from everygpu.checkpoint.rng import take_rng_states
-from everygpu.checkpoint.states import kind_of, require_kind, take_state
+from everygpu.checkpoint.states import kind_of, require_kind, require_names, take_state
 from everygpu.checkpoint.tensors import write_tensors
-from everygpu.errors import CheckpointContentError, CheckpointError
+from everygpu.errors import CheckpointContentError, CheckpointError, OptionError
 
 LOAD_OPTIONS = frozenset({"strict", "match", "prefix", "ignore_mismatched", "rng", "map_location", "verify"})
 """Names that `everygpu.load` takes for itself."""
@@ -40,7 +40,7 @@ class Taken:
 
 def save(
     path: str | os.PathLike[str],
-    *,
+    *misplaced: NoReturn,
     model: Any = None,
     optimizer: Any = None,
     scheduler: Any = None,
@@ -69,10 +69,13 @@ def save(
         CheckpointContentError: a value has no place in a checkpoint; nothing was written.
         CheckpointForeignError: something else than a checkpoint is at the path, or it is the working directory; it is
             left alone.
-        OptionError: the path is none, or empty.
+        OptionError: the path is none, or empty; or there is nothing to save.
         CheckpointBusyError: somebody else is saving to the path; theirs goes on.
         CheckpointError: writing failed; the old checkpoint is untouched.
     """
+    require_names(misplaced, "save", "save(path, model=model)")
+    if not extras and all(part is None for part in (model, optimizer, scheduler)):
+        raise OptionError("save: something to save must be passed, got nothing. Write save(path, model=model).")
     where = as_path(path, "save")
     taken = with_generators(take(model, optimizer, scheduler, extras))
     wait_for_devices(taken)

@@ -54,6 +54,17 @@ def require_kind(value: object, name: str, what: str, function: str, *kinds: Kin
         )
 
 
+def require_names(misplaced: tuple[object, ...], function: str, call: str) -> None:
+    """Refuse what was passed without saying what it is.
+
+    Raises:
+        CheckpointContentError: there is something.
+    """
+    if misplaced:
+        kind = type(misplaced[0]).__qualname__
+        raise CheckpointContentError(f"{function}: parts must be passed by name, got {kind} without one. Write {call}.")
+
+
 def plan_restore(target: object, name: str, kind: Kind, state: Any, fit: Fit) -> Callable[[], object]:
     """Check that a state fits its target, and return what puts it there.
 

@@ -28,6 +28,9 @@ _ZIP_ERRORS = (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, 
 """RuntimeError: a member is encrypted, or packed in a way that this Python does not know."""
 
 _WANTED = re.compile(r"(?:unsupported GLOBAL|Unsupported global: GLOBAL|Unsupported class) (\S+)")
+_FRAME = "Unsupported operand 149"
+"""What torch says of the first instruction that every pickle of protocol 4 or later has, and no earlier one."""
+
 _MISSING_SUPPORT = re.compile(r"``(torch\.[\w.]+)``[^`]* must be imported")
 
 
@@ -179,6 +182,13 @@ def _explain(path: Path, message: str) -> EveryGPUError:
             f"which wants to run {wanted[1].rstrip('.')}",
             "Nothing of it was run. Ask for a file with only a state_dict; if you know this name to be harmless, allow "
             "it with torch.serialization.add_safe_globals before loading.",
+        )
+    if _FRAME in message:
+        return refused(
+            path,
+            "whose pickle is of protocol 4 or later, of which torch's restricted unpickler reads nothing",
+            "Where you trust the file, read it with torch.load(path, weights_only=False), or with pickle.load where "
+            "torch did not write it, and save it anew: torch.save(state_dict, new_path).",
         )
     return broken(
         path, f"torch's restricted unpickler can't read ({_first_line(message.split('WeightsUnpickler')[-1])})"
