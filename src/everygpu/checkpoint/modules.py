@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from everygpu.checkpoint.keys import clean_names, describe_mismatch, match_names, name_cleaner
+from everygpu.checkpoint.keys import EXTRA_STATE, clean_names, describe_mismatch, match_names, name_cleaner
 from everygpu.errors import CheckpointMismatchError
 from everygpu.keys import bare_key
 
@@ -83,6 +83,11 @@ def _select(saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return selected
 
 
+def is_version(entry: object) -> bool:
+    """Tell whether a value is what ``state_dict()._metadata`` has for a module; torch compares the number in it."""
+    return isinstance(entry, Mapping) and isinstance(entry.get("version"), int | None)
+
+
 def select_versions(saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Give versions by the path inside the part behind the prefix; the part itself has the empty path.
 
@@ -136,7 +141,7 @@ def _leave_out_mismatched(
     name: str, saved: Mapping[str, Any], own: Mapping[str, Any], pairs: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return both sides without the tensors whose shapes differ; the log names them."""
-    differing = {there: _difference(saved[there], own[here]) for there, here in pairs.items()}
+    differing = {there: _difference(there, saved[there], own[here]) for there, here in pairs.items()}
     left_out = {there: what for there, what in differing.items() if what is not None}
     if left_out:
         listed = "".join(f"\n  {there}: {what}" for there, what in left_out.items())
@@ -159,7 +164,7 @@ def _check_names(
     pairs = {there: here for there, here in pairs.items() if there in saved}
     missing = sorted(own.keys() - pairs.values() - optional) if strict else []
     unexpected = sorted(saved.keys() - pairs.keys()) if strict else []
-    differing = {there: _difference(saved[there], own[here]) for there, here in pairs.items()}
+    differing = {there: _difference(there, saved[there], own[here]) for there, here in pairs.items()}
     shapes = {there: what for there, what in differing.items() if what is not None}
     if missing or unexpected or shapes:
         advice = " ignore_mismatched=True leaves those of another shape out." if shapes else ""
@@ -171,9 +176,11 @@ def _check_names(
         )
 
 
-def _difference(saved: object, own: object) -> str | None:
-    if not isinstance(saved, Tensor) or not isinstance(own, Tensor) or nn.parameter.is_lazy(own):
+def _difference(name: str, saved: object, own: object) -> str | None:
+    if not isinstance(own, Tensor) or nn.parameter.is_lazy(own) or name.endswith(EXTRA_STATE):
         return None
+    if not isinstance(saved, Tensor):
+        return f"a {type(saved).__name__} in the checkpoint, a tensor in the target"
     if saved.shape != own.shape:
         return f"{tuple(saved.shape)} in the checkpoint, {tuple(own.shape)} in the target"
     if saved.is_complex() and not own.is_complex():

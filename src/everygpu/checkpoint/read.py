@@ -14,6 +14,7 @@ from everygpu.checkpoint import manifest as files
 from everygpu.checkpoint.directory import find_directory
 from everygpu.checkpoint.encode import decode
 from everygpu.checkpoint.keys import EXTRA_STATE
+from everygpu.checkpoint.modules import is_version
 from everygpu.checkpoint.run_directory import Saved, is_run_directory, list_saved, step_of
 from everygpu.checkpoint.states import Kind
 from everygpu.checkpoint.tensors import read_tensors
@@ -172,6 +173,14 @@ def _decode_part(part: Any, tensors: dict[str, Tensor]) -> Part:
     kind, state = part["kind"], decode(part["state"], tensors)
     if kind not in get_args(Kind):
         raise ValueError(f"unknown kind {kind!r}")
-    if kind == "module" and not all(isinstance(state[key], dict) for key in ("values", "versions")):
-        raise TypeError("a module's values and versions must be dicts")
+    if kind == "module":
+        _check_module(state["values"], state["versions"])
     return Part(kind=kind, state=state)
+
+
+def _check_module(values: Any, versions: Any) -> None:
+    for names in (values, versions):
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names):
+            raise TypeError("a module's values and versions must be dicts with names")
+    if not all(is_version(entry) for entry in versions.values()):
+        raise TypeError("a version must be a dict with a whole number")

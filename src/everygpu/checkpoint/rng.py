@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from everygpu.checkpoint.brief import cut
 from everygpu.errors import CheckpointDamagedError
 
 
@@ -46,8 +47,12 @@ def plan_rng_restore(states: Any) -> Callable[[], None]:
         torch_state = _to_tensor(states["torch"])
         torch.Generator().set_state(torch_state)
         cuda = [_to_tensor(state) for state in states.get("cuda", [])]
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as cause:
-        raise CheckpointDamagedError(f"load: the saved random states must be whole, got {cause!r}.") from cause
+        _check_numpy(states.get("numpy"))
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as cause:
+        problem = f"{type(cause).__name__}: {cut(str(cause))}"
+        raise CheckpointDamagedError(
+            f"load: the saved random states must be whole, got {problem}. Nothing was loaded; leave out rng=True."
+        ) from cause
 
     def restore() -> None:
         random.setstate(states["python"])
@@ -58,14 +63,23 @@ def plan_rng_restore(states: Any) -> Callable[[], None]:
     return restore
 
 
+def _check_numpy(state: Any) -> None:
+    numpy = _numpy()
+    if state is not None and numpy is not None:
+        numpy.random.RandomState().set_state(state)
+
+
 def _restore_numpy(state: Any) -> None:
-    if state is None:
-        return
+    numpy = _numpy()
+    if state is not None and numpy is not None:
+        numpy.random.set_state(state)
+
+
+def _numpy() -> Any:
     try:
-        numpy = import_module("numpy")
+        return import_module("numpy")
     except ImportError:
-        return
-    numpy.random.set_state(state)
+        return None
 
 
 def _restore_cuda(states: list[Tensor]) -> None:

@@ -142,7 +142,7 @@ def _report(words: str, members: list[Path], means: str, faults: list[Fault]) ->
 def _members(place: Place) -> list[Path]:
     """List the files that a foreign checkpoint consists of."""
     if place.format == "dcp":
-        return [place.path / DCP_METADATA, *sorted(place.path.glob("*.distcp"))]
+        return [place.path / DCP_METADATA, *sorted(file for file in place.path.glob("*.distcp") if file.is_file())]
     shards = set(read_weight_map(place.path).values()) if place.format == "index" else set()
     return [place.path, *sorted(shards)]
 

@@ -77,7 +77,7 @@ def find_model_file(directory: Path) -> Path | None:
 def is_plain_name(name: str) -> bool:
     """Tell whether a name that a checkpoint gives is that of a file in its directory, on any system."""
     # What can't be printed, as half of a surrogate pair, can't be told in an error either.
-    is_usable = name not in ("", ".", "..") and name.isprintable() and len(name) <= _MAX_NAME
+    is_usable = name not in ("", ".", "..") and name.isprintable() and len(name.encode()) <= _MAX_NAME
     return is_usable and all(kind(name).name == name for kind in (PurePosixPath, PureWindowsPath))
 
 

@@ -66,7 +66,7 @@ def _read_document(place: Place, with_values: bool) -> Any:
         check_bounds(document, place.path, place.path.stat().st_size)
         return document
     tree = read_dcp(place.path, with_values=with_values)
-    check_bounds(tree, place.path, sum(file.stat().st_size for file in place.path.iterdir()))
+    check_bounds(tree, place.path, sum(file.stat().st_size for file in place.path.iterdir() if file.is_file()))
     return tree
 
 

@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from everygpu.checkpoint.brief import brief, cut
 from everygpu.checkpoint.keys import EXTRA_STATE
+from everygpu.checkpoint.modules import is_version
 from everygpu.checkpoint.states import Kind
 from everygpu.errors import CheckpointMismatchError
 
@@ -144,12 +146,13 @@ def _choose(candidates: list[str]) -> str | None:
 
 def _explain_choice(document: Mapping[Any, Any], candidates: list[str]) -> str:
     if not candidates:
-        names = ", ".join(repr(name) for name in list(document)[:8]) or "nothing"
+        names = ", ".join(brief(name) for name in list(document)[:8]) or "nothing"
         return f"{names} in it, and no tensors by name. Save the model's state_dict."
-    names = ", ".join(map(repr, candidates))
+    names = ", ".join(map(brief, candidates[:8])) + (", …" if len(candidates) > 8 else "")
+    first = cut(candidates[0])
     return (
-        f"several under names of its own: {names}. Load each under its name, {candidates[0].split('.')[0]}=module, or "
-        f"take one out with `everygpu checkpoint convert --section {candidates[0]}`."
+        f"several under names of its own: {names}. Load each under its name, {first.split('.')[0]}=module, or "
+        f"take one out with `everygpu checkpoint convert --section {first}`."
     )
 
 
@@ -197,7 +200,7 @@ def _checked_versions(versions: Any) -> dict[str, dict[str, Any]]:
     if not isinstance(versions, Mapping):
         return {}
     pairs = versions.items()
-    return {path: dict(entry) for path, entry in pairs if isinstance(path, str) and isinstance(entry, Mapping)}
+    return {path: dict(entry) for path, entry in pairs if isinstance(path, str) and is_version(entry)}
 
 
 def _rest(document: Mapping[Any, Any], format_name: str, section: str | None) -> Contents:
