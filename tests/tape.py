@@ -216,43 +216,11 @@ class _Stream:
         assert tape is not None
         return tape.mark()
 
-    def wait_event(self, moment: "Moment | _Late") -> None:
-        if isinstance(moment, _Late):
-            moment.stream.run(moment.num)
-        else:
-            self.after.append(moment)
+    def wait_event(self, moment: Moment) -> None:
+        self.after.append(moment)
 
     def wait_stream(self, stream: "_Stream") -> None:
         """What is recorded afterwards comes later anyway."""
-        if isinstance(stream, _LateStream):
-            stream.run(len(stream.kernels))
-
-
-class _LateStream(_Stream):
-    """Runs its kernels only when somebody waits for them: whoever doesn't wait finds what was there before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernels: list[Callable[[], None]] = []
-
-    def record_event(self) -> Any:
-        return _Late(self, len(self.kernels))
-
-    def run(self, num: int) -> None:
-        for i in range(num):  # others may add to the list meanwhile
-            kernel, self.kernels[i] = self.kernels[i], _nothing
-            kernel()
-
-
-class _Late:
-    """An event of a late stream."""
-
-    def __init__(self, stream: _LateStream, num: int) -> None:
-        self.stream, self.num = stream, num
-
-
-def _nothing() -> None:
-    """Was run before."""
 
 
 class _Here(threading.local):
@@ -318,23 +286,16 @@ def _install_streams(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         tape, stream = current_tape(), here.streams[-1] if here.streams else None
         if tape is None:
             function(*tensors)
-        elif isinstance(stream, _LateStream):
-            stream.kernels.append(lambda: current_tape().call(function, tensors))  # type: ignore[union-attr]
         else:
             tape.call(function, tensors, stream.after if stream else ())
 
     streams: list[_Stream] = []
-    late: dict[torch.device, _LateStream] = {}
 
     def new_stream(device: torch.device, purpose: str) -> _Stream:
         streams.append(_Stream())
         return streams[-1]
 
-    def late_stream(device: torch.device, purpose: str) -> _Stream:
-        return late.setdefault(device, _LateStream())
-
     monkeypatch.setattr("everygpu.parallel.recording.marks.kept_stream", new_stream)
-    monkeypatch.setattr("everygpu.parallel.recording.arrivals.kept_stream", late_stream)
     for module in ("parallel.thread_state", "parallel.recording.movers", "step.early_update"):
         monkeypatch.setattr(f"everygpu.{module}.queueing_on", queueing_on)
     current: dict[tuple[int, torch.device], _Stream] = {}

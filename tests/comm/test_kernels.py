@@ -6,7 +6,7 @@ from torch import Tensor
 
 from everygpu import comm
 from everygpu.comm.streams import meet
-from everygpu.parallel.recording.movers import DTYPES, ROW_DTYPES
+from everygpu.parallel.recording.movers import DTYPES
 
 pytestmark = pytest.mark.gpu
 
@@ -77,28 +77,6 @@ def test_blocks_are_added_up(used: list[torch.device], dtype: torch.dtype, num_s
             expected = sum(row[k][:length].cpu().to(wide) for row in blocks)
             torch.testing.assert_close(found[:length], torch.as_tensor(expected).to(dtype))
             assert found[length:].eq(7).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("columns", [2, 100, 600])
-def test_rows_are_sent(used: list[torch.device], dtype: torch.dtype, columns: int) -> None:
-    """Those that there are; whoever looks up others says so."""
-    from everygpu.comm import kernels
-
-    source = torch.randn(9, columns, device=used[0]).to(dtype)
-    for d in used[1:]:
-        for kind in ROW_DTYPES:
-            target = torch.zeros(9, columns, dtype=dtype, device=d)
-            guard = target.clone()  # likely beside it
-            rows = torch.tensor([[3, 8], [0, 3], [-1, 9]], dtype=kind, device=d)
-            meet(used)
-            with torch.cuda.device(d):
-                kernels.run_send_rows(rows, source, target, block=256)
-            meet(used)
-            expected = torch.zeros(9, columns, dtype=dtype)
-            expected[[0, 3, 8]] = source.cpu()[[0, 3, 8]]
-            assert target.cpu().equal(expected)
-            assert not guard.any()
 
 
 def test_what_movers_use_kernels_for(used: list[torch.device]) -> None:

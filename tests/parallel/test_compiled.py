@@ -15,8 +15,6 @@ from everygpu.errors import OptionError, ReplicaError
 from everygpu.parallel import compiled, last_product, pieces
 from everygpu.parallel.compile_once import CompileOnce
 from everygpu.parallel.compiled import MAX_SIGNATURES, CompiledReplicas
-from everygpu.parallel.recording import exchange
-from everygpu.parallel.recording.bundle import Bundle
 
 # torch's own modules warn about themselves when its compiler is imported.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
@@ -153,29 +151,6 @@ class TestSameAsThreads:
         if used[0].type == "cuda" and ours._recorder is not None:
             (found,) = ours._recorder._capture._recordings.values()
             assert any(slot.is_lent for slot in found.recorded.slots)
-
-    def test_rows_of_tables_in_graphs(self, devices, monkeypatch):
-        used = devices(3)
-        looked_up = []
-        monkeypatch.setattr(pieces, "PIECE_BYTES", 64)
-        monkeypatch.setattr(exchange.Exchange.__init__, "__defaults__", (1,))  # a bundle for each parameter
-        send_rows = Bundle.send_rows
-        monkeypatch.setattr(
-            Bundle, "send_rows", lambda b, t, rows: looked_up.append(rows.numel()) or send_rows(b, t, rows)
-        )
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 50, bias=False))
-        net[3].weight = net[0].weight
-        net = net.to(used[0])
-        x, y = torch.randint(50, (2, 12), device=used[0])
-        eager = everygpu.DataParallel(copy.deepcopy(net), used, engine="threads")
-        ours = everygpu.DataParallel(torch.compile(net), used, engine="graphs")
-        for _ in range(3):
-            assert train(ours, x, y) == pytest.approx(train(eager, x, y), rel=1e-4)
-        torch.testing.assert_close(list(ours.parameters()), list(eager.parameters()), rtol=1e-4, atol=1e-5)
-        if ours._recorder is not None and ours._recorder.exchange.bundles[0].uses_kernels:
-            # Besides the one row by which the kernel is loaded.
-            assert looked_up.count(12 // len(used)) == len(used) - 1
 
     def test_python_state_means_what_it_does_eagerly(self, devices, quick):
         used = devices(2)

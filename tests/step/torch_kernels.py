@@ -36,9 +36,6 @@ class Kernels:
     def run_send(self, *tables: Tensor, **numbers: Any) -> None:
         self._queue(functools.partial(_send, **numbers), *tables)
 
-    def run_send_rows(self, rows: Tensor, source: Tensor, target: Tensor) -> None:
-        self._queue(_send_rows, rows, source, target)
-
     def run_add(self, *tables: Tensor, **numbers: Any) -> None:
         self._queue(functools.partial(_add, **numbers), *tables)
 
@@ -50,11 +47,6 @@ def _send(
         for target in targets.tolist() if length else ():
             place = target + dtype.itemsize * (begin + k * block)
             _at(place, length, dtype).copy_(_at(source, length, dtype))
-
-
-def _send_rows(rows: Tensor, source: Tensor, target: Tensor) -> None:
-    which = rows.flatten()
-    target.data[which] = source.data[which]  # unseen by torch's counters of writes
 
 
 def _add(

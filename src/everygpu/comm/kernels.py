@@ -124,17 +124,6 @@ def _copy(source, target, num_words, BLOCK: tl.constexpr) -> None:
     tl.store(target.to(tl.pointer_type(tl.int32)) + inside, words, mask=kept)
 
 
-@triton.jit(do_not_specialize=["rows", "source", "target", "num_rows", "num_words"])
-def _send_rows(rows, source, target, num_rows, num_words, KIND: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    row = tl.load(rows.to(tl.pointer_type(KIND)) + tl.program_id(0)).to(tl.int64)
-    if (row >= 0) & (row < num_rows):  # else whoever looks it up says so
-        for start in range(0, num_words, BLOCK):
-            inside = start + tl.arange(0, BLOCK)
-            kept = inside < num_words
-            words = tl.load(source.to(tl.pointer_type(tl.int32)) + row * num_words + inside, mask=kept)
-            tl.store(target.to(tl.pointer_type(tl.int32)) + row * num_words + inside, words, mask=kept)
-
-
 def run_copy(target: Tensor, source: Tensor, *, block: int = 1024) -> None:
     """Copy bytes from one GPU to another, on the current stream of either.
 
@@ -145,23 +134,6 @@ def run_copy(target: Tensor, source: Tensor, *, block: int = 1024) -> None:
     """
     num_words = source.nbytes // 4
     _copy[(triton.cdiv(num_words, block),)](source.data_ptr(), target.data_ptr(), num_words, BLOCK=block)
-
-
-def run_send_rows(rows: Tensor, source: Tensor, target: Tensor, *, block: int = 1024) -> None:
-    """Copy rows of a table to the same places of another, on the current stream of the target's device.
-
-    Args:
-        rows: Which, int64 or int32, contiguous, any shape, on the device; some may be named more than once.
-        source: Shape (rows, columns), contiguous, whole words of 4 bytes in each row.
-        target: Alike.
-        block: Words at a time.
-    """
-    num_rows, columns = source.shape
-    num_words = columns * source.element_size() // 4
-    kind = {torch.int64: tl.int64, torch.int32: tl.int32}[rows.dtype]
-    _send_rows[(rows.numel(),)](
-        rows.data_ptr(), source.data_ptr(), target.data_ptr(), num_rows, num_words, KIND=kind, BLOCK=block
-    )  # fmt: skip
 
 
 def run_send(

@@ -18,8 +18,6 @@ from torch import Tensor
 from everygpu import comm
 from everygpu.parallel.last_product import split_off
 from everygpu.parallel.pieces import WHOLE, Backend, Cuts, compile_pieces
-from everygpu.parallel.recording.arrivals import awaiting
-from everygpu.parallel.recording.lookups import find_lookups
 from everygpu.parallel.retarget import retarget
 
 _capturing = threading.RLock()
@@ -58,9 +56,7 @@ class CompileOnce:
             return self._compile_part(parts, *args, **kwargs)
 
         def compile_graph(graph: Any, inputs: list[Any]) -> Any:
-            lookups = find_lookups(graph)  # before it is changed
-            function: Any = compile_fx(graph, inputs, inner_compile=compile_part, config_patches=self._options)
-            return awaiting(function, lookups)
+            return compile_fx(graph, inputs, inner_compile=compile_part, config_patches=self._options)
 
         # From its cache of whole compilations torch would answer without asking compile_part. Left for later, backward
         # would be compiled by autograd's threads, by one for each GPU.
@@ -141,7 +137,7 @@ def compiling_once(backend: Backend, *, cuda_graphs: bool, cuts: Cuts = WHOLE) -
 
 
 class Portable:
-    """What Dynamo's graph was compiled to: forward, and backward by autograd. It waits for parameters on their way."""
+    """What Dynamo's graph was compiled to: forward, and backward by autograd."""
 
     def __init__(self, function: Callable[..., Any], parts: "Sequence[_Part]") -> None:
         self._function = function

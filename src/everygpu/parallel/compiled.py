@@ -18,7 +18,6 @@ from everygpu.keys import compiled_original
 from everygpu.parallel.apply import Call, Outcome, Workers, attempt, take_values
 from everygpu.parallel.compile_once import compiling_once, inductor
 from everygpu.parallel.pieces import WHOLE, Cuts
-from everygpu.parallel.recording.arrivals import await_on
 from everygpu.parallel.shared_graph import Recorder, backend_of, find_recipe
 from everygpu.parallel.sync_batch_norm import SyncBatchNorm
 from everygpu.parallel.thread_state import current_stream, on_device
@@ -88,12 +87,9 @@ class CompiledReplicas:
     def _run_eagerly(
         self, calls: Sequence[Call], devices: Sequence[torch.device], positions: Sequence[int] | None
     ) -> list[Any]:
-        for d in devices:
-            await_on(d)
         return self._workers.run(calls, devices, positions)
 
     def _call(self, position: int, call: Call, device: torch.device) -> Any:
-        await_on(device)  # Python code, too, may use parameters
         module, args, kwargs = call
         known, function = self._compiled.get(position, (None, None))
         if function is None or known is not module:

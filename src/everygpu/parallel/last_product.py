@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from everygpu import tree
 from everygpu.keys import is_compiled
 from everygpu.parallel.dynamo_graph import inputs_of, value_of
-from everygpu.parallel.recording.arrivals import awaiting
 from everygpu.parallel.stand_in import StandIn, StandInError, check_dropped, settled
 from everygpu.parallel.thread_state import current_stream
 
@@ -110,7 +109,7 @@ class LastProducts:
         Raises:
             StandInError: a replica has put it in an attribute, say.
         """
-        check_dropped(self._postponed, Postponed)
+        check_dropped(self._postponed)
 
 
 def linear(*operands: Tensor) -> Tensor:
@@ -139,7 +138,7 @@ class Postponed(StandIn):
         """Return the product, as it would have been computed at once."""
         # Also if it is done: another stream may have waited for this one before it was.
         if self._conditions != _conditions(self._product.device):
-            raise StandInError(Postponed, "a linear layer's result is used under other settings, or elsewhere")
+            raise StandInError("a linear layer's result is used under other settings, or elsewhere")
         if self._result is None:
             _check_versions(self)
             self._result = Product.run(self._product.operands)
@@ -158,7 +157,7 @@ def _opened(leaf: Any) -> Any:
 
 def _check_versions(postponed: Postponed) -> None:
     if [t._version for t in postponed._product.operands] != postponed._versions:
-        raise StandInError(Postponed, "what goes into a linear layer is written in place afterwards")
+        raise StandInError("what goes into a linear layer is written in place afterwards")
 
 
 def _run_layer(layer: nn.Linear, input: Tensor) -> Tensor:
@@ -241,7 +240,7 @@ def _switches(node: Any) -> bool:
 def _put_behind(function: Callable[..., Any], *, place: int, sources: Sequence[int]) -> Callable[..., Any]:
     def run(*inputs: Any) -> list[Any]:
         outputs = list(function(*inputs))
-        outputs[place] = awaiting(linear)(outputs[place], *(inputs[i] for i in sources))
+        outputs[place] = linear(outputs[place], *(inputs[i] for i in sources))
         return outputs
 
     return run

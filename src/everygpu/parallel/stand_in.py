@@ -22,13 +22,11 @@ class StandInError(EveryGPUError):
     """Something can't stand for a tensor in a recording.
 
     Args:
-        kind: Its class.
         reason: Why.
     """
 
-    def __init__(self, kind: "type[StandIn]", reason: str) -> None:
+    def __init__(self, reason: str) -> None:
         super().__init__(f"DataParallel: {reason}")
-        self.kind = kind
         known = _refusals.get()
         if known is not None:
             known.append(self)
@@ -65,9 +63,6 @@ class StandIn(Tensor):
     would be compiled anew for this class.
     """
 
-    refused: frozenset[Any] = frozenset()
-    """Functions that it may not be given."""
-
     @staticmethod
     def __new__(cls, shape: Sequence[int], like: Tensor) -> Any:
         """Make one; the shape, and the dtype and device of another tensor are what C++ code sees."""
@@ -80,11 +75,6 @@ class StandIn(Tensor):
         """Return the tensor, for use on the current stream."""
         raise NotImplementedError
 
-    @classmethod
-    def settle_part(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return a function's positional arguments, with tensors for stand-ins of which it needs only a part."""
-        return args
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy what this stands for, as its class does."""
         return copy.deepcopy(self.settle(), memo)
@@ -92,26 +82,22 @@ class StandIn(Tensor):
     @property
     def __tensor_flatten__(self) -> Any:
         """Stop torch.compile, which asks whether there is this: going on, it would give the whole function up."""
-        raise StandInError(type(self), "compiled code was given what isn't there yet")
+        raise StandInError("compiled code was given what isn't there yet")
 
     @classmethod
     @left_to_run
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_compiler_at_work():
-            raise StandInError(cls, "compiled code was given what isn't there yet")
-        if func in cls.refused:
-            raise StandInError(cls, f"{func} was given what isn't there yet")
-        kwargs = kwargs or {}
-        args = cls.settle_part(func, args, kwargs)
-        args, kwargs = tree_map_only(StandIn, settled, (args, kwargs))
+            raise StandInError("compiled code was given what isn't there yet")
+        args, kwargs = tree_map_only(StandIn, settled, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise StandInError(cls, f"{func} was given what isn't there yet, past torch's functions")
+        raise StandInError(f"{func} was given what isn't there yet, past torch's functions")
 
 
-def check_dropped(made: Sequence["weakref.ref[Any]"], kind: type[StandIn]) -> None:
+def check_dropped(made: Sequence["weakref.ref[Any]"]) -> None:
     """Refuse a recording beyond whose forward somebody keeps a stand-in.
 
     Raises:
@@ -121,7 +107,7 @@ def check_dropped(made: Sequence["weakref.ref[Any]"], kind: type[StandIn]) -> No
     ends = time.monotonic() + PATIENCE_S
     while any(ref() is not None for ref in made):
         if time.monotonic() >= ends:
-            raise StandInError(kind, "a module keeps what isn't there yet beyond its forward")
+            raise StandInError("a module keeps what isn't there yet beyond its forward")
         time.sleep(0.001)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from everygpu import comm
 from everygpu.parallel.broadcast import Grads, Look, fill_views
 from everygpu.parallel.flat import plan_bucket
-from everygpu.parallel.recording.movers import CopyMover, KernelMover, Mover, Sum, can_use_kernels, send_rows
+from everygpu.parallel.recording.movers import CopyMover, KernelMover, Mover, Sum, can_use_kernels
 
 
 class Bundle:
@@ -56,22 +56,6 @@ class Bundle:
     def send(self) -> None:
         """Bring the twins up to date, on the current streams, which must have met, and must meet afterwards."""
         self._mover.send()
-
-    @property
-    def is_table(self) -> bool:
-        """Tell whether it can send rows of its only parameter."""
-        t = self.originals[0]
-        is_alone = self.uses_kernels and len(self.originals) == 1
-        return is_alone and t.ndim == 2 and t.is_contiguous() and t.shape[1] * t.element_size() % 4 == 0
-
-    def send_rows(self, twin: Tensor, rows: Tensor) -> None:
-        """Bring rows of a twin up to date, on its device's current stream, where this is a table.
-
-        Args:
-            twin: One of the only parameter's.
-            rows: Which, contiguous, one of ``ROW_DTYPES``, on the twin's device.
-        """
-        send_rows(self.originals[0], twin, rows)
 
     def make_sum(self) -> Sum:
         """Make what adds gradients up in one recording, before it begins."""

@@ -8,9 +8,8 @@ from torch import Tensor
 from everygpu import comm
 from everygpu.comm.streams import meet
 from everygpu.parallel.broadcast import Grads, group
-from everygpu.parallel.recording.arrivals import Arrivals
 from everygpu.parallel.recording.bundle import Bundle
-from everygpu.parallel.recording.movers import ROW_DTYPES, Sum
+from everygpu.parallel.recording.movers import Sum
 from everygpu.parallel.replicate import BUCKET_BYTES, Leaves
 from everygpu.parallel.thread_state import queueing_on
 
@@ -56,11 +55,6 @@ class Exchange:
             bundle.send()
         meet(self._devices)
 
-    def make_arrivals(self) -> Arrivals | None:
-        """Make what sends the parameters beside a forward; None where that takes copies, which need memory."""
-        may_send = len(self._devices) > 1 and all(b.uses_kernels for b in self.bundles)
-        return Arrivals(self.bundles, self._devices) if may_send else None
-
     def make_sums(self) -> list[Sum]:
         """Make what adds gradients up in one recording, for each bundle, before it begins."""
         return [bundle.make_sum() for bundle in self.bundles]
@@ -83,7 +77,6 @@ class Exchange:
     def _load_kernels(self) -> None:
         """Run everything once: kernels are compiled and loaded now, as while recording that may be forbidden."""
         self.send()
-        self._send_first_rows()
         self.make_room()
         for bundle, total in zip(self.bundles, self.make_sums()):
             total.take([[None] * len(bundle.originals)] * len(self._devices))
@@ -91,12 +84,6 @@ class Exchange:
             total.run()
         meet(self._devices)  # before memory is let go that others write to
         self.totals([False] * len(self.params))
-
-    def _send_first_rows(self) -> None:
-        twins = [(b, row[0]) for b in self.bundles if b.is_table for row in b.twins]
-        for bundle, twin in twins:
-            for dtype in ROW_DTYPES if twin.shape[0] else ():
-                bundle.send_rows(twin, torch.zeros(1, dtype=dtype, device=twin.device))
 
     def totals(self, reached: Sequence[bool]) -> list[Tensor | None]:
         """Return the last sums, in memory of their own on the first device, in the parameters' order.

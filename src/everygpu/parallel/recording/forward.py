@@ -2,8 +2,8 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -17,9 +17,8 @@ from everygpu.errors import EveryGPUError
 from everygpu.keys import compiled_original
 from everygpu.parallel.broadcast import Grads, Streams
 from everygpu.parallel.gather import Joiner
-from everygpu.parallel.last_product import LastProducts, Postponed, Product
+from everygpu.parallel.last_product import LastProducts, Product
 from everygpu.parallel.layout import is_dense
-from everygpu.parallel.recording.arrivals import Arrivals, Arriving, in_place_of
 from everygpu.parallel.recording.capture import Capture
 from everygpu.parallel.recording.device_graph import DeviceGraph, on_recording_streams
 from everygpu.parallel.recording.exchange import Exchange
@@ -137,10 +136,9 @@ class RecordedForward:
         self._modules: list[nn.Module] = []
         self._exchange: Exchange | None = None
         self._use: weakref.ref[_Use] | None = None
-        # Which stand-ins recordings may have, which of them the last had, and which it was refused for.
-        self._allowed: set[type[StandIn]] = {Postponed, Arriving}
-        self._stood_in: set[type[StandIn]] = set()
-        self._refused: type[StandIn] | None = None
+        # Whether recordings may leave the last products out, and whether the last one did.
+        self._may_postpone = True
+        self._has_postponed = False
         # Which outputs the last backward began at, and how often that has changed.
         self._used: set[int] = set()
         self._num_patterns = 0
@@ -196,14 +194,6 @@ class RecordedForward:
         return _Prepared(leaves=[b.leaves() for b in exchange.bundles], sums=exchange.make_sums())
 
     def record(self, graph: DeviceGraph, batch: StaticBatch, prepared: _Prepared) -> _Recorded:
-        self._refused = None
-        try:
-            return self._record(graph, batch, prepared)
-        except StandInError as refusal:
-            self._refused = refusal.kind
-            raise
-
-    def _record(self, graph: DeviceGraph, batch: StaticBatch, prepared: _Prepared) -> _Recorded:
         outputs, joiner = graph.record(lambda: self._forward(batch, prepared.leaves))
         _check(outputs)
         slots = _slots(outputs)
@@ -212,10 +202,9 @@ class RecordedForward:
         return self._record_backward(graph, batch, prepared, slots, outputs, joiner)
 
     def try_otherwise(self) -> bool:
-        """Do without the stand-ins that were refused, or without any."""
-        tried = self._stood_in & self._allowed
-        self._allowed -= {self._refused} if self._refused in tried else tried
-        return bool(tried)
+        """Record the last products too; False where the last attempt did."""
+        has_postponed, self._has_postponed, self._may_postpone = self._has_postponed, False, False
+        return has_postponed
 
     def give_up(self) -> None:
         self._replicas, self._modules, self._exchange, self._use = None, [], None, None
@@ -249,41 +238,27 @@ class RecordedForward:
         assert self._replicas is not None  # noqa: S101 - ``prepare`` has made them
         args, kwargs, _ = batch.read()
         at_home = {id(p): t for b, row in zip(self.exchange.bundles, leaves) for p, t in zip(b.originals, row[0])}
-        with in_place_of(self._module(), at_home):
-            return self._run_early(self._replicas, args, kwargs)
+        with _in_place_of(self._module(), at_home):
+            return self._run_replicas(self._replicas, args, kwargs)
 
-    def _run_early(self, replicas: ReplicaSet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs:
-        """Run replicas before their parameters have arrived, and without the last products, where that may be."""
-        arrivals = self.exchange.make_arrivals() if Arriving in self._allowed else None
-        self._stood_in = set() if arrivals is None else {Arriving}
-        if arrivals is None:
-            self.exchange.send()
+    def _run_replicas(self, replicas: ReplicaSet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs:
+        """Send the parameters and run the replicas, without the last products where these may be left out."""
+        self.exchange.send()
+        self._has_postponed = False
+        if not self._may_postpone:
+            return self._run(replicas, args, kwargs, around=nullcontext)
         products = LastProducts()
-        around = partial(self._stand_in, products, arrivals)
-        with refusals_heeded():
-            outputs, joiner = self._run(replicas, args, kwargs, around=around)
+        try:
+            with refusals_heeded():
+                outputs, joiner = self._run(replicas, args, kwargs, around=partial(self._watched, products))
+        finally:
+            self._has_postponed = products.were_any
         outputs = products.take(outputs)
         products.check()
-        if arrivals is not None:
-            arrivals.check()
         return outputs, joiner
 
-    @contextmanager
-    def _stand_in(
-        self, products: LastProducts, arrivals: Arrivals | None, replicas: Sequence[nn.Module]
-    ) -> Iterator[None]:
-        """Have others stand for what replicas compute last, and for the parameters that they are given."""
-        are_compiled = compiled_original(self._module()) is not None
-        with ExitStack() as stack:
-            if Postponed in self._allowed:
-                stack.enter_context(products.watched(replicas, are_compiled=are_compiled))
-            # Last: whoever looks at a parameter's stand-in waits for it.
-            if arrivals is not None:
-                stack.enter_context(arrivals.awaited(replicas, are_compiled=are_compiled))
-            try:
-                yield
-            finally:
-                self._stood_in |= {Postponed} if products.were_any else set()
+    def _watched(self, products: LastProducts, replicas: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        return products.watched(replicas, are_compiled=compiled_original(self._module()) is not None)
 
     def _record_backward(
         self,
@@ -431,6 +406,22 @@ class _Launch:
 
 
 @contextmanager
+def _in_place_of(module: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None]:
+    """Have a module and those below it use other tensors for their parameters, by these' ``id``."""
+    tables = [
+        (m._parameters, name, p) for m in module.modules() for name, p in m._parameters.items() if id(p) in others
+    ]
+    for table, name, p in tables:
+        table[name] = others[id(p)]  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for table, name, p in tables:
+            if table.get(name) is others[id(p)]:
+                table[name] = p
+
+
+@contextmanager
 def _versions_set(tensors: list[Tensor], versions: list[int], afterwards: list[int]) -> Iterator[None]:
     write = torch._C._autograd._unsafe_set_version_counter
     write(tuple(tensors), tuple(versions))
@@ -524,7 +515,7 @@ def _check_graph(outputs: list[Tensor], params: list[Tensor]) -> None:
         if id(variable) in originals:
             raise EveryGPUError("DataParallel: a parameter is used that is in a plain attribute of a module")
         if isinstance(variable, StandIn):
-            raise StandInError(type(variable), "an autograd function was given what isn't there yet")
+            raise StandInError("an autograd function was given what isn't there yet")
         if node.name() == "CheckpointFunctionBackward":
             raise EveryGPUError("DataParallel: checkpoints must have use_reentrant=False")
         if getattr(node, "_saved_sparse", False):

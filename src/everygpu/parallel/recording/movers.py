@@ -23,9 +23,6 @@ from everygpu.parallel.thread_state import queueing_on
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What there are kernels for."""
 
-ROW_DTYPES = (torch.int64, torch.int32)
-"""What the kernel that copies rows is told them by."""
-
 
 class Sum(Protocol):
     """Adds the gradients of a bundle up in one recording."""
@@ -70,14 +67,6 @@ def can_use_kernels(originals: Sequence[Tensor], plan: BucketPlan, devices: Sequ
 def fits_kernels(originals: Sequence[Tensor], plan: BucketPlan, _: Sequence[torch.device] = ()) -> bool:
     """Tell whether there are kernels for parameters as these."""
     return plan.dtype in DTYPES and all(is_laid_out(t, slot) for t, slot in zip(originals, plan.slots))
-
-
-def send_rows(source: Tensor, twin: Tensor, rows: Tensor) -> None:
-    """Copy rows of a parameter to one of its twins by a kernel, on the current stream of that one's device."""
-    from everygpu.comm import kernels  # needs Triton, which not every machine has
-
-    with queueing_on(twin.device):
-        kernels.run_send_rows(rows, source, twin)
 
 
 class KernelMover:
