@@ -23,7 +23,7 @@ from torch.cuda import nccl
 from everygpu import ShardedOptimizer
 from everygpu.bench.report import describe_machine
 from everygpu.bench.timing import run_command, time_rounds
-from everygpu.parallel.recording.device_graph import DeviceGraph
+from everygpu.parallel.cuda_graphs.multi_gpu_graph import DeviceGraph
 from everygpu.step.arena import Arena
 from everygpu.step.fused import FusedUpdate, can_fuse
 from everygpu.step.shards import Shards

@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_iter, tree_map_only
 import everygpu.comm
 import everygpu.step
 from everygpu import DataParallel
-from everygpu.parallel.recording.movers import fits_kernels
-from everygpu.parallel.replicate import ReplicaSet
-from everygpu.parallel.sharded_batch import ShardedBatch
-from everygpu.parallel.thread_state import ThreadState
+from everygpu.parallel.cuda_graphs.transfer.backends import fits_kernels
+from everygpu.parallel.engines.thread_state import ThreadState
+from everygpu.parallel.replicas.replica_set import ReplicaSet
+from everygpu.parallel.sharded.batch import ShardedBatch
 from everygpu.step.fused import has_kernel
 from tests.step import torch_kernels
 
@@ -243,9 +243,9 @@ def install(monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> None:
     """
     monkeypatch.setattr("everygpu.step.train_step._can_capture", lambda model, capture: capture is not False)
     monkeypatch.setattr(sys.modules[DataParallel.__module__], "reach_each_other", lambda devices: True)
-    monkeypatch.setattr("everygpu.parallel.recording.capture.DeviceGraph", Tape)
-    monkeypatch.setattr("everygpu.parallel.recording.capture.return_memory", lambda devices: None)
-    monkeypatch.setattr("everygpu.parallel.apply.ThreadState", _RecordedThreads)
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.DeviceGraph", Tape)
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.return_memory", lambda devices: None)
+    monkeypatch.setattr("everygpu.parallel.engines.threads.ThreadState", _RecordedThreads)
     # Writes that torch doesn't count are looked for on the CPU; on GPUs that would take too long.
     monkeypatch.setattr(sys.modules[ReplicaSet.__module__], "trusts_versions", lambda devices: True)
     monkeypatch.setattr("everygpu.step.arena.Arena._differs", lambda arena, bucket: False)
@@ -253,7 +253,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> None:
     if fused:
         kernels = torch_kernels.Kernels(queue)
         monkeypatch.setattr("everygpu.step.holders.can_fuse", has_kernel)
-        monkeypatch.setattr("everygpu.parallel.recording.bundle.can_use_kernels", fits_kernels)
+        monkeypatch.setattr("everygpu.parallel.cuda_graphs.transfer.param_group.can_use_kernels", fits_kernels)
         for package in (everygpu.step, everygpu.comm):
             monkeypatch.setattr(package, "kernels", kernels, raising=False)
 
@@ -295,8 +295,8 @@ def _install_streams(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         streams.append(_Stream())
         return streams[-1]
 
-    monkeypatch.setattr("everygpu.parallel.recording.marks.kept_stream", new_stream)
-    for module in ("parallel.thread_state", "parallel.recording.movers", "step.early_update"):
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.ready_events.kept_stream", new_stream)
+    for module in ("parallel.engines.thread_state", "parallel.cuda_graphs.transfer.backends", "step.early_update"):
         monkeypatch.setattr(f"everygpu.{module}.queueing_on", queueing_on)
     current: dict[tuple[int, torch.device], _Stream] = {}
     key = threading.get_ident

@@ -88,7 +88,7 @@ def test_imports_point_down(name):
 
 
 # A tensor class and the rules for it need each other: the class asks for them when it is first used.
-CLASS_AND_RULES = {"everygpu.parallel.sharded_batch": {"sharded_functions", "sharded_join", "sharded_rules"}}
+CLASS_AND_RULES = {"everygpu.parallel.sharded.batch": {"sharded.functions", "sharded.fallback", "sharded.ops.table"}}
 
 
 def test_no_two_modules_import_each_other():

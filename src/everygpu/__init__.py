@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from everygpu.feed import Meter as Meter
     from everygpu.feed import find_batch_size as find_batch_size
     from everygpu.feed import tune_workers as tune_workers
-    from everygpu.parallel.apply import parallel_apply as parallel_apply
+    from everygpu.parallel.batch_norm.layer import SyncBatchNorm as SyncBatchNorm
     from everygpu.parallel.data_parallel import DataParallel as DataParallel
     from everygpu.parallel.data_parallel import data_parallel as data_parallel
+    from everygpu.parallel.engines.threads import parallel_apply as parallel_apply
     from everygpu.parallel.gather import gather as gather
-    from everygpu.parallel.replicate import replicate as replicate
-    from everygpu.parallel.scatter import scatter as scatter
-    from everygpu.parallel.sharded_batch import ShardedBatch as ShardedBatch
-    from everygpu.parallel.split import Replicated as Replicated
-    from everygpu.parallel.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+    from everygpu.parallel.replicas.replica_set import replicate as replicate
+    from everygpu.parallel.scatter.scatter import scatter as scatter
+    from everygpu.parallel.scatter.split import Replicated as Replicated
+    from everygpu.parallel.sharded.batch import ShardedBatch as ShardedBatch
     from everygpu.step.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
     from everygpu.step.stats import StepStats as StepStats
     from everygpu.step.train_step import TrainStep as TrainStep
@@ -46,7 +46,7 @@ _HOME = {
     "ShardedBatch": "parallel",
     "ShardedOptimizer": "step.sharded_optimizer",
     "StepStats": "step.stats",
-    "SyncBatchNorm": "parallel.sync_batch_norm",
+    "SyncBatchNorm": "parallel.batch_norm.layer",
     "TrainStep": "step.train_step",
     "data_parallel": "parallel",
     "find_batch_size": "feed",

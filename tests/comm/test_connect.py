@@ -10,7 +10,7 @@ import torch
 PROGRAM = """
 import torch
 from everygpu import comm
-from everygpu.parallel.recording.device_graph import DeviceGraph
+from everygpu.parallel.cuda_graphs.multi_gpu_graph import DeviceGraph
 
 devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
 source = torch.zeros(4, device=devices[-1])

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from everygpu import comm
 from everygpu.comm.streams import meet
-from everygpu.parallel.recording.movers import DTYPES
+from everygpu.parallel.cuda_graphs.transfer.backends import DTYPES
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from everygpu import comm
 from everygpu.comm import copies
-from everygpu.parallel.recording.device_graph import DeviceGraph
+from everygpu.parallel.cuda_graphs.multi_gpu_graph import DeviceGraph
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ from torch import nn
 from everygpu import DataParallel, comm, parallel
 from everygpu.comm import copies, staged
 from everygpu.devices import p2p
-from everygpu.parallel import placement
+from everygpu.parallel.replicas import placement
 
 PROPERTY = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool]
@@ -222,7 +222,7 @@ ELSEWHERE = {"module.to(device)"}
 
 def test_nothing_else_moves_tensors_between_devices():
     folder = Path(parallel.__file__).parent
-    found = {call for path in folder.glob("*.py") for call in moves(path.read_text())}
+    found = {call for path in folder.rglob("*.py") for call in moves(path.read_text())}
     assert found == ELSEWHERE
     assert list(moves("x.to(self.device); x.to(torch.float32); y.cuda()")) == ["x.to(self.device)", "y.cuda()"]
 

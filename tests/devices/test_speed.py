@@ -13,6 +13,7 @@ from everygpu import DataParallel, Feeder, gather
 from everygpu.devices import speed
 from everygpu.devices.speed import DeviceSpeed, measure_shares, measure_speed, share_out
 from everygpu.errors import OptionError
+from everygpu.parallel.scatter import split
 from tests.parallel.oracle import Mlp, assert_same, pair, rows
 
 GIB = 2**30
@@ -111,7 +112,7 @@ def unequal(monkeypatch):
     def pretend(used):
         return share_out([device(0.5 if i % 2 == 0 else 1.0) for i in range(len(used))])
 
-    monkeypatch.setattr("everygpu.parallel.split.measure_shares", pretend)
+    monkeypatch.setattr(split, "measure_shares", pretend)
 
 
 class TestA36:
@@ -141,7 +142,7 @@ class TestA36:
             assert [len(s) for s in x.shards] == [4, 8, 4]
 
     def test_a36_nothing_is_measured_for_one_device(self, monkeypatch):
-        monkeypatch.setattr("everygpu.parallel.split.measure_shares", lambda used: pytest.fail("measured"))
+        monkeypatch.setattr(split, "measure_shares", lambda used: pytest.fail("measured"))
         assert DataParallel(Mlp(), "cpu", split="auto").split == "even"
 
     def test_a36_a_checkpoint_of_the_model_does_not_hold_it(self, unequal):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from everygpu.parallel.sharded_batch import ShardedBatch, join, shard_batch
+from everygpu.parallel.sharded.batch import ShardedBatch, join, shard_batch
 
 CPU = torch.device("cpu")
 

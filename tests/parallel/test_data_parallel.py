@@ -17,11 +17,10 @@ import pytest
 import torch
 from torch import nn
 
-import everygpu
 from everygpu import DataParallel, Replicated, data_parallel
 from everygpu.errors import DeviceError, EveryGPUError, ModuleError, OptionError, PlacementError, SplitError
-
-from .test_apply import in_child
+from everygpu.parallel.scatter.split import plan_split
+from tests.parallel.engines.test_threads import in_child
 
 gpu_only = pytest.mark.parametrize("devices", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 
@@ -113,7 +112,7 @@ class TestCalls:
         bare, net = build(used[0]).train(), build(used[0]).train()
         model = DataParallel(net, used, split=weights, buffers="mean")
         x = torch.randn(9, 3, device=used[0])
-        parts = x.split([r for r in everygpu.parallel.split.plan_split(9, len(used), weights).rows if r])
+        parts = x.split([r for r in plan_split(9, len(used), weights).rows if r])
         expected = torch.cat([bare(part) for part in parts])
         actual = model(x)
         torch.testing.assert_close(actual, expected)

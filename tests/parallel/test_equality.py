@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import everygpu
 from everygpu import tree
-
-from .models import CASES, Case, convolutional
+from tests.parallel.models import CASES, Case, convolutional
 
 Devices = Callable[[int], list[torch.device]]
 PROPERTY = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

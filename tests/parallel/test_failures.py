@@ -11,7 +11,7 @@ from torch._dynamo import lookup_backend
 
 import everygpu
 from everygpu.checkpoint.background import Background
-from everygpu.parallel import compiled
+from everygpu.parallel.engines import compiled
 
 HELD = []
 """The tensors that were made."""

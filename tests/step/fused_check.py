@@ -9,7 +9,7 @@ from torch import nn
 from triton.runtime import interpreter
 
 from everygpu import ShardedOptimizer
-from everygpu.parallel import flat
+from everygpu.parallel.buckets import plan
 from everygpu.step import kernels
 from everygpu.step.arena import Arena
 from everygpu.step.early_update import EarlyUpdate
@@ -180,7 +180,7 @@ def rounding_to_nearest(convert):
 
 if __name__ == "__main__":
     interpreter._convert_float = rounding_to_nearest(interpreter._convert_float)
-    flat.BUCKET_BYTES = 4096  # several buckets
+    plan.BUCKET_BYTES = 4096  # several buckets
     kernels.num_programs = lambda num_blocks, device, num_away: 1 + num_away  # each has several blocks, as on GPUs
     for name, num_devices, dtype in itertools.product(OPTIMIZERS, (1, 2, 3), DTYPES):
         for is_reduced in (False, True):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import everygpu
 from everygpu.errors import CaptureError, OptimizerError, OptionError
-from everygpu.parallel.recording.capture import NUM_WARM_UPS, referents
+from everygpu.parallel.cuda_graphs.recorder import NUM_WARM_UPS, referents
 from tests import tape
 
 Devices = Callable[[int], list[torch.device]]
@@ -307,7 +307,7 @@ class Branching(Net):
 def test_the_norm_is_that_of_the_parameters_that_take_part(
     recording: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("everygpu.parallel.flat.BUCKET_BYTES", 1)
+    monkeypatch.setattr("everygpu.parallel.buckets.plan.BUCKET_BYTES", 1)
     used = recording(2)
     data = [batch for pair in zip(batches(16, used[0]), batches(16, used[0], rows=6, ignore=False)) for batch in pair]
     nets = [Branching().to(used[0]) for _ in range(2)]

@@ -349,7 +349,7 @@ class Numbered(Net):
 
 
 def test_values_that_never_come_back_take_no_memory(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everygpu.parallel.recording.capture.MAX_COUNTED", 20)
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.MAX_COUNTED", 20)
     used = recording(2)
     net = Numbered().to(used[0])
     step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net))
@@ -362,8 +362,8 @@ def test_values_that_never_come_back_take_no_memory(recording: Devices, monkeypa
 
 
 def test_recordings_that_served_may_be_followed_by_others(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everygpu.parallel.recording.capture.LONG", 4)
-    monkeypatch.setattr("everygpu.parallel.recording.capture.MAX_ATTEMPTS", 2)
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.LONG", 4)
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.MAX_ATTEMPTS", 2)
     used = recording(2)
     net = Net().to(used[0])
     step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everygpu.parallel.flat import BLOCK_NUMEL, Span
+from everygpu.parallel.buckets.plan import BLOCK_NUMEL, Span
 
 Rule = Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[float]], Tensor]
 """From value, gradient, states and options to the new value; the states are written."""

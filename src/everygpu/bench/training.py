@@ -11,7 +11,7 @@ from everygpu import tree
 from everygpu.bench.workloads import MODELS
 from everygpu.errors import OptionError, SplitError
 from everygpu.feed.batch_size import resize
-from everygpu.parallel.split import find_rows
+from everygpu.parallel.scatter.split import find_rows
 
 
 class Training(NamedTuple):

@@ -14,9 +14,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from everygpu import tree
 from everygpu.comm.upload import Mark, mark, receive, upload
-from everygpu.parallel.scatter import move_tree
-from everygpu.parallel.sharded_batch import ShardedBatch, shard_batch
-from everygpu.parallel.split import Replicated, Route, SplitPlan, find_rows, plan_split
+from everygpu.parallel.scatter.scatter import move_tree
+from everygpu.parallel.scatter.split import Replicated, Route, SplitPlan, find_rows, plan_split
+from everygpu.parallel.sharded.batch import ShardedBatch, shard_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

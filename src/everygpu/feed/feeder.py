@@ -19,7 +19,7 @@ from everygpu.feed.publishing import Board
 from everygpu.feed.waiting import FeedReport, WaitMeter
 from everygpu.keys import wrapped_child
 from everygpu.parallel.data_parallel import DataParallel
-from everygpu.parallel.split import Route, Split, default_split, settle_split
+from everygpu.parallel.scatter.split import Route, Split, default_split, settle_split
 from everygpu.step.train_step import TrainStep
 
 Devices: TypeAlias = DeviceLike | Iterable[DeviceLike] | None

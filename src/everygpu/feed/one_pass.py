@@ -15,7 +15,7 @@ from everygpu.feed.channel import Channel, ChannelClosed
 from everygpu.feed.position import Tally
 from everygpu.feed.source import Source
 from everygpu.feed.waiting import StepTime, WaitMeter
-from everygpu.parallel.split import Route
+from everygpu.parallel.scatter.split import Route
 
 GRACE_S = 5.0
 """How long a worker process may take to end when it is asked to."""

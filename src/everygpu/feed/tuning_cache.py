@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from everygpu import tree
 from everygpu.folders import cache_folder, read_json, write_whole
 from everygpu.keys import unwrap
-from everygpu.parallel.split import Route
+from everygpu.parallel.scatter.split import Route
 
 _VERSION = 1
 """To be raised when the search, or what a replica needs memory for, changes."""

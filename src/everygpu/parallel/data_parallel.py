@@ -17,19 +17,19 @@ from everygpu.devices.p2p import reach_each_other
 from everygpu.devices.parse import DeviceLike
 from everygpu.errors import EveryGPUError, OptionError
 from everygpu.keys import align_keys, compiled_original, unwrap
-from everygpu.parallel.apply import Workers
-from everygpu.parallel.compiled import CompiledReplicas
-from everygpu.parallel.eval_frame import not_compiled
+from everygpu.parallel.compiler.eval_frame import not_compiled
+from everygpu.parallel.compiler.split_graph import Cuts
+from everygpu.parallel.cuda_graphs.recorded_forward import Around, RecordedForward
+from everygpu.parallel.engines.compiled import CompiledReplicas
+from everygpu.parallel.engines.thread_state import fresh_casts
+from everygpu.parallel.engines.threads import Workers
 from everygpu.parallel.gather import Joiner, gather_outputs
-from everygpu.parallel.lend import note_writes
-from everygpu.parallel.mirror import TABLES
-from everygpu.parallel.pieces import Cuts
-from everygpu.parallel.placement import check_module, check_process, place_module, without_wrappers
-from everygpu.parallel.recording.forward import Around, RecordedForward
-from everygpu.parallel.replicate import Leaves, ReplicaSet
-from everygpu.parallel.scatter import Shard, move_tree, scatter_call
-from everygpu.parallel.split import Route, Split, check_split, default_split, settle_split
-from everygpu.parallel.thread_state import fresh_casts
+from everygpu.parallel.replicas.attributes import TABLES
+from everygpu.parallel.replicas.placement import check_module, check_process, place_module, without_wrappers
+from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
+from everygpu.parallel.scatter.reuse import note_writes
+from everygpu.parallel.scatter.scatter import Shard, move_tree, scatter_call
+from everygpu.parallel.scatter.split import Route, Split, check_split, default_split, settle_split
 
 # Which wrappers' forwards the present call is inside of, in this thread and in the replicas' threads.
 _running: ContextVar[frozenset[int]] = ContextVar("everygpu_running", default=frozenset())

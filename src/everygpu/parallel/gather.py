@@ -10,7 +10,7 @@ from torch import Tensor
 from everygpu import comm, tree
 from everygpu.devices.parse import DeviceLike, parse_device
 from everygpu.errors import GatherError, OptionError
-from everygpu.parallel.sharded_batch import ShardedBatch, join, shard_batch
+from everygpu.parallel.sharded.batch import ShardedBatch, join, shard_batch
 
 
 def gather(outputs: Any, target_device: DeviceLike | None = None, dim: int = 0) -> Any:

@@ -10,9 +10,9 @@ from torch.autograd.graph import increment_version
 
 from everygpu import comm
 from everygpu.errors import OptimizerError, PlacementError
-from everygpu.parallel.broadcast import Look, num_uses
-from everygpu.parallel.flat import BucketPlan, plan_buckets
-from everygpu.parallel.layout import has_hooks
+from everygpu.parallel.buckets.bucket import Look, num_uses
+from everygpu.parallel.buckets.plan import BucketPlan, plan_buckets
+from everygpu.parallel.replicas.module_tree import has_hooks
 
 PerDevice = list[Tensor]
 

@@ -11,9 +11,9 @@ from torch.autograd.graph import increment_version
 
 from everygpu import comm
 from everygpu.comm.streams import meet
-from everygpu.parallel.flat import block_addresses, lay_out
-from everygpu.parallel.recording.marks import Marks
-from everygpu.parallel.thread_state import queueing_on
+from everygpu.parallel.buckets.plan import block_addresses, lay_out
+from everygpu.parallel.cuda_graphs.ready_events import Marks
+from everygpu.parallel.engines.thread_state import queueing_on
 from everygpu.step.arena import Arena
 from everygpu.step.fused import FusedUpdate, Rows
 from everygpu.step.update import clip_factor

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from everygpu import comm
 from everygpu.comm.streams import meet
 from everygpu.devices.p2p import reach_each_other
-from everygpu.parallel.flat import BLOCK_NUMEL, Span, block_lengths, block_spans, join_spans
-from everygpu.parallel.thread_state import queueing_on
+from everygpu.parallel.buckets.plan import BLOCK_NUMEL, Span, block_lengths, block_spans, join_spans
+from everygpu.parallel.engines.thread_state import queueing_on
 from everygpu.step.arena import Arena
 from everygpu.step.shards import Fragment, Shards, State
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from everygpu.parallel.data_parallel import DataParallel
-from everygpu.parallel.layout import has_hooks
-from everygpu.parallel.placement import place_module
-from everygpu.parallel.replicate import Leaves, ReplicaSet
+from everygpu.parallel.replicas.module_tree import has_hooks
+from everygpu.parallel.replicas.placement import place_module
+from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
 from everygpu.step.arena import Arena
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.fused import FusedUpdate, Rows, can_fuse, has_plain_options, keeps_states

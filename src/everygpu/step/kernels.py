@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from everygpu.comm.kernels import KINDS, at, num_programs, sum_blocks
-from everygpu.parallel.flat import BLOCK_NUMEL, Span
+from everygpu.parallel.buckets.plan import BLOCK_NUMEL, Span
 
 ADAM_COLUMNS = ("sign", "decay", "l2", "beta1", "rest1", "beta2", "rest2", "eps", "step_size", "inverse_root2")
 """Of a row of the table of options; ``rest`` is one minus beta, ``inverse_root2`` 1 / sqrt(1 - beta2 ** step)."""

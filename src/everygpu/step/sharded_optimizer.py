@@ -11,9 +11,9 @@ from torch.utils.hooks import RemovableHandle
 from everygpu import comm
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import OptimizerError
-from everygpu.parallel.broadcast import fill_views
-from everygpu.parallel.flat import BucketPlan, plan_buckets
-from everygpu.parallel.placement import check_process
+from everygpu.parallel.buckets.bucket import fill_views
+from everygpu.parallel.buckets.plan import BucketPlan, plan_buckets
+from everygpu.parallel.replicas.placement import check_process
 from everygpu.step.arena import check_memory
 from everygpu.step.shards import ELEMENTWISE, Shards, State, can_shard
 

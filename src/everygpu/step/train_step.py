@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 from everygpu import comm, tree
 from everygpu.errors import EveryGPUError, LossError, OptimizerError, OptionError
 from everygpu.keys import unwrap
+from everygpu.parallel.cuda_graphs.multi_gpu_graph import DeviceGraph
+from everygpu.parallel.cuda_graphs.recorder import Capture, referents, values_of
+from everygpu.parallel.cuda_graphs.static_batch import Batch, StaticBatch
 from everygpu.parallel.data_parallel import DataParallel
-from everygpu.parallel.recording.capture import Capture, referents, values_of
-from everygpu.parallel.recording.device_graph import DeviceGraph
-from everygpu.parallel.recording.static_batch import Batch, StaticBatch
-from everygpu.parallel.sharded_batch import ShardedBatch
-from everygpu.parallel.split import Route
-from everygpu.parallel.thread_state import fresh_casts
+from everygpu.parallel.engines.thread_state import fresh_casts
+from everygpu.parallel.scatter.split import Route
+from everygpu.parallel.sharded.batch import ShardedBatch
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.holders import Holder, ShardedHolder, WholeHolder
 from everygpu.step.partial_grads import refusing_partial_grads

@@ -1,0 +1,1 @@
+"""Batch normalisation over the rows of all replicas."""

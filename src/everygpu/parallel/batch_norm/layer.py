@@ -1,0 +1,105 @@
+"""Batch normalisation over the rows of all replicas."""
+
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+
+from everygpu.errors import ModuleError
+from everygpu.parallel.batch_norm.function import Records, normalize_together, run_again
+from everygpu.parallel.engines.scheduler import meet
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalisation whose statistics are those of the whole batch, not of one replica's share.
+
+    In training under ``DataParallel`` or ``TrainStep``, replicas meet at this layer and normalise together, so that
+    outputs, gradients and running statistics are those of one device on the whole batch. In eval mode, on one
+    device and outside a replica it is an ordinary batch normalisation. ``SyncBatchNorm.convert(model)`` replaces a
+    model's layers.
+
+    Args:
+        num_features: Channels: the size of dimension 1.
+        eps, momentum, affine, track_running_stats, device, dtype: As for ``torch.nn.BatchNorm2d``.
+    Source:
+        ``torch.nn.SyncBatchNorm``, which synchronises processes, not the replicas within one.
+    """
+
+    def __init__(self, num_features: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(num_features, *args, **kwargs)
+        # One object for all replicas, as everything in a module that isn't part of it.
+        self._records = Records()
+
+    @classmethod
+    def convert(cls, module: Module) -> Module:
+        """Replace every batch normalisation in a module by one that synchronises, with the same parameters.
+
+        Args:
+            module: Any module; changed in place.
+        Returns:
+            The module; a new layer when it is itself a batch normalisation.
+        Raises:
+            ModuleError: a lazy layer doesn't know its channels yet; a layer has a forward of its own.
+        """
+        if isinstance(module, _LazyNormBase):
+            raise ModuleError(
+                f"SyncBatchNorm.convert: {type(module).__name__} doesn't know its channels yet. "
+                f"Run the model once before converting it."
+            )
+        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
+            if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+                raise ModuleError(
+                    f"SyncBatchNorm.convert: {type(module).__qualname__} has a forward of its own, which would be "
+                    f"lost. Replace it by a batch normalisation and what else it does."
+                )
+            return cls._like(module)  # type: ignore[return-value]
+        for name, child in module._modules.items():
+            if child is not None:
+                module._modules[name] = cls.convert(child)
+        return module
+
+    @classmethod
+    def _like(cls, layer: _BatchNorm) -> "SyncBatchNorm":
+        new = cls(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, device="meta")
+        new._parameters.update(layer._parameters)
+        new._buffers.update(layer._buffers)
+        new.training = layer.training
+        return new
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise; shape (rows, channels, ...), floating point."""
+        self._check_input_dim(input)
+        if not self.training and self.running_mean is not None:
+            return super().forward(input)
+        if torch._C._current_graph_task_id() != -1:  # activation checkpointing, in the middle of backward
+            return run_again(input, self.weight, self.bias, self.eps, self._records)
+        together = partial(normalize_together, self.eps, self._records)
+        brought = (input, _own_node(self.weight), _own_node(self.bias), self._records)
+        output, mean, var, count = meet(brought, together)
+        if self.training and self.running_mean is not None:
+            self._follow(mean, var, count)
+        return output  # type: ignore[no-any-return]
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"SyncBatchNorm: needs at least 2 dimensions, got {input.dim()}.")
+
+    @torch.no_grad()
+    def _follow(self, mean: Tensor, var: Tensor, count: int) -> None:
+        """Update the running statistics as ``torch.nn.BatchNorm2d`` does."""
+        if self.num_batches_tracked is None or self.running_mean is None or self.running_var is None:
+            return
+        self.num_batches_tracked.add_(1)
+        factor = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+        unbiased = var * (count / max(1, count - 1))
+        self.running_mean.mul_(1 - factor).add_(mean.to(self.running_mean.dtype), alpha=factor)
+        self.running_var.mul_(1 - factor).add_(unbiased.to(self.running_var.dtype), alpha=factor)
+
+
+def _own_node(parameter: Tensor | None) -> Tensor | None:
+    """Give a parameter's gradient a node on the parameter's device: torch warns of gradients from another's."""
+    return parameter if parameter is None else parameter.view_as(parameter)

@@ -1,0 +1,1 @@
+"""Flat memory in which parameters and gradients travel."""

@@ -1,0 +1,224 @@
+"""Parameters side by side in flat buckets, each cut into one chunk per device."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from everygpu.parallel.buckets.bucket import dense_strides, group_by_storage, storage_offsets
+
+BLOCK_NUMEL = 1024
+"""Parameters begin at, and chunks are whole multiples of: what one program of an update kernel works on."""
+
+ALIGNMENT_BYTES = 16
+"""Of what the kernels load at a time."""
+
+BUCKET_BYTES = 16 * 2**20
+"""Size at which a bucket is closed: large enough for full bandwidth, small enough that the last, which no backward
+is left to hide, is soon done."""
+
+NUM_BUCKETS = 32
+"""About so many are made of a large model, larger ones: each costs Python a launch on every device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """Where a parameter lies in its bucket."""
+
+    index: int
+    """Which parameter."""
+    start: int
+    numel: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Return the parameter's place in a bucket's memory, shaped as the parameter is."""
+        return flat.as_strided(self.shape, self.strides, int(flat.storage_offset()) + self.start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What a chunk holds of a parameter."""
+
+    index: int
+    """Which parameter."""
+    start: int
+    """Where the piece begins in the chunk."""
+    offset: int
+    """Where it begins in the parameter's own memory."""
+    numel: int
+
+    @property
+    def blocks(self) -> slice:
+        """Which of the chunk's blocks it is in; it begins with one."""
+        first = self.start // BLOCK_NUMEL
+        return slice(first, first - (-self.numel // BLOCK_NUMEL))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketPlan:
+    """Parameters of one dtype that travel together."""
+
+    dtype: torch.dtype
+    slots: tuple[Slot, ...]
+    chunk_numel: int
+    num_chunks: int
+
+    @property
+    def numel(self) -> int:
+        """Elements in the whole bucket, the gaps between parameters included."""
+        return self.chunk_numel * self.num_chunks
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in one chunk."""
+        return self.chunk_numel // BLOCK_NUMEL
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Return all parameters' places in a bucket's memory, in the order of ``slots``."""
+        return [slot.view(flat) for slot in self.slots]
+
+    def pieces(self, chunk: int) -> Iterator[Piece]:
+        """List what the ``chunk``-th chunk holds."""
+        begin, end = chunk * self.chunk_numel, (chunk + 1) * self.chunk_numel
+        for slot in self.slots:
+            first, last = max(begin, slot.start), min(end, slot.start + slot.numel)
+            if first < last:
+                yield Piece(index=slot.index, start=first - begin, offset=first - slot.start, numel=last - first)
+            elif slot.numel == 0 and chunk == 0:  # optimizers keep a state for it all the same
+                yield Piece(index=slot.index, start=0, offset=0, numel=0)
+
+
+def plan_buckets(params: Sequence[Tensor], num_chunks: int, limit_bytes: int | None = None) -> list[BucketPlan]:
+    """Lay parameters out in buckets.
+
+    Args:
+        params: Strided; of any dtypes and shapes. Those that lie side by side in one storage, as a recurrent
+            layer's weights, stay so.
+        num_chunks: Devices that share the work.
+        limit_bytes: Size at which a bucket is closed; a larger parameter has one of its own. If left out,
+            ``BUCKET_BYTES``, or more where there would be more than about ``NUM_BUCKETS``.
+    Returns:
+        Buckets in the order in which backward usually finishes them: the last parameters first.
+    """
+    if limit_bytes is None:
+        limit_bytes = max(BUCKET_BYTES, sum(p.nbytes for p in params) // NUM_BUCKETS)
+    backwards = range(len(params))[::-1]
+    return [
+        plan_bucket(params, members, num_chunks, together=together)
+        for members, together in group_by_storage(params, backwards, limit_bytes)
+    ]
+
+
+def plan_bucket(
+    params: Sequence[Tensor], members: Sequence[int], num_chunks: int, *, together: bool = False
+) -> BucketPlan:
+    """Lay parameters out in one bucket.
+
+    Args:
+        params: Strided; of any shapes.
+        members: Which of them, in order, as indices; of one dtype.
+        num_chunks: Devices that share the work.
+        together: They lie side by side in one storage, and stay so.
+    """
+    tensors = [params[i] for i in members]
+    starts, end = storage_offsets(tensors) if together else _block_offsets(tensors)
+    slots = [
+        Slot(index=i, start=start, numel=t.numel(), shape=t.shape, strides=dense_strides(t))
+        for i, t, start in zip(members, tensors, starts)
+    ]
+    blocks = -(-end // (num_chunks * BLOCK_NUMEL))
+    return BucketPlan(
+        dtype=tensors[0].dtype, slots=tuple(slots), chunk_numel=blocks * BLOCK_NUMEL, num_chunks=num_chunks
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Blocks of one dtype, side by side in tables that have the blocks of one chunk of each bucket in them."""
+
+    first: int
+    num_blocks: int
+    dtype: torch.dtype
+
+
+def block_spans(plans: Sequence[BucketPlan]) -> list[Span]:
+    """Return where each bucket's blocks are in a device's tables: the same places on every device."""
+    spans, first = [], 0
+    for plan in plans:
+        spans.append(Span(first=first, num_blocks=plan.num_blocks, dtype=plan.dtype))
+        first += spans[-1].num_blocks
+    return spans
+
+
+def join_spans(spans: Sequence[Span]) -> list[Span]:
+    """Put neighbours of one dtype together."""
+    joined: list[Span] = []
+    for span in spans:
+        if joined and joined[-1].dtype is span.dtype:
+            span = replace(span, first=joined[-1].first, num_blocks=joined.pop().num_blocks + span.num_blocks)
+        joined.append(span)
+    return joined
+
+
+def _block_offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+    offsets, end = [], 0
+    for t in tensors:
+        offsets.append(end)
+        end += -(-t.numel() // BLOCK_NUMEL) * BLOCK_NUMEL
+    return offsets, end
+
+
+def addresses(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return where tensors are in memory, for kernels on a device; shape (tensors,), int64."""
+    return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)
+
+
+def block_lengths(plan: BucketPlan, chunk: int) -> Tensor:
+    """Return how many elements of a parameter are in each block of a chunk; shape (blocks,), int32, on the CPU."""
+    lengths = torch.zeros(plan.num_blocks, dtype=torch.int32, device="cpu")
+    for piece in plan.pieces(chunk):
+        lengths[piece.blocks] = BLOCK_NUMEL
+        if piece.numel % BLOCK_NUMEL:
+            lengths[piece.blocks.stop - 1] = piece.numel % BLOCK_NUMEL
+    return lengths
+
+
+def block_addresses(plan: BucketPlan, chunk: int, tensors: Mapping[int, Tensor], missing: int = 0) -> Tensor:
+    """Return where the blocks of a chunk are in memory beside the bucket; shape (blocks,), int64, on the CPU.
+
+    Args:
+        plan: Every parameter begins with a block.
+        chunk: Which chunk.
+        tensors: By parameter, laid out as its slot.
+        missing: The address of blocks that have none.
+    """
+    found = torch.full((plan.num_blocks,), missing, dtype=torch.int64, device="cpu")
+    for piece in plan.pieces(chunk):
+        if piece.index in tensors:
+            steps = (piece.offset + torch.arange(0, piece.numel, BLOCK_NUMEL, device="cpu")) * plan.dtype.itemsize
+            found[piece.blocks] = tensors[piece.index].data_ptr() + steps
+    return found
+
+
+def is_laid_out(t: Tensor, slot: Slot) -> bool:
+    """Tell whether a tensor's memory is in the order of a slot, and aligned as kernels need it."""
+    return t.stride() == slot.strides and t.data_ptr() % ALIGNMENT_BYTES == 0
+
+
+def lay_out(grad: Tensor | None, slot: Slot, like: Tensor) -> Tensor:
+    """Return a gradient laid out as its parameter's slot, in its parameter's dtype: itself, most often.
+
+    Args:
+        grad: None for zeros.
+        slot: The parameter's.
+        like: Gives dtype and device.
+    """
+    if grad is not None and grad.dtype is like.dtype and is_laid_out(grad, slot):
+        return grad
+    laid = torch.zeros(slot.numel, dtype=like.dtype, device=like.device)
+    if grad is not None:
+        laid.as_strided(slot.shape, slot.strides).copy_(grad)
+    return laid

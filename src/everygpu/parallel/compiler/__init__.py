@@ -1,0 +1,1 @@
+"""torch.compile for several GPUs: compiled once, run on each."""

@@ -1,0 +1,1 @@
+"""Forward, backward and whole steps recorded as CUDA graphs over several GPUs."""

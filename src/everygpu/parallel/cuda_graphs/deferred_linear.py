@@ -1,0 +1,246 @@
+"""A model's last product, such as a language model's logits, which its recording leaves out.
+
+What a launch returns is the user's: it is copied out of the recording's memory, and its gradient is copied in. Logits
+are larger than everything else, and both copies take as long as a block of the model. Left for after the launch, the
+product writes to the user's memory itself, and goes backward from the gradient where it is. The recording then returns
+what is multiplied, which is small.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from everygpu import tree
+from everygpu.keys import is_compiled
+from everygpu.parallel.compiler.dynamo import inputs_of, value_of
+from everygpu.parallel.cuda_graphs.deferred_tensor import StandIn, StandInError, check_dropped, settled
+from everygpu.parallel.engines.thread_state import current_stream
+
+LEAST_BYTES = 32 * 2**20
+"""Results that are smaller are sooner copied than asked about."""
+
+_products: ContextVar["LastProducts | None"] = ContextVar("everygpu_last_products", default=None)
+
+
+class Product:
+    """``torch.nn.functional.linear`` of these. No dataclass: those are containers to everygpu.
+
+    Args:
+        operands: Inputs, weight, and bias if there is one.
+    """
+
+    def __init__(self, operands: Sequence[Tensor]) -> None:
+        self.operands = list(operands)
+
+    @property
+    def device(self) -> torch.device:
+        """Tell where it is computed."""
+        return self.operands[0].device
+
+    @staticmethod
+    def run(operands: Sequence[Tensor]) -> Tensor:
+        """Compute it of other operands."""
+        return F.linear(*operands)
+
+
+class LastProducts:
+    """The products of one recording that are left for after its launch.
+
+    Each linear layer's is put off that is large, and computed as soon as anybody asks for it: those that nobody has
+    asked for when the replicas have returned them are the last.
+    """
+
+    def __init__(self) -> None:
+        self._conditions: dict[torch.device, Hashable] = {}
+        self._postponed: list[weakref.ref[Postponed]] = []
+
+    @property
+    def were_any(self) -> bool:
+        """Tell whether a product was put off, for however long."""
+        return bool(self._postponed)
+
+    @contextmanager
+    def watched(self, replicas: Sequence[nn.Module], *, are_compiled: bool = False) -> Iterator[None]:
+        """Have linear layers that run within put their products off.
+
+        Args:
+            replicas: To be called with settings and streams as they are now.
+            are_compiled: Their layers are compiled: a change would have them compiled anew, and what their graphs leave
+                off calls ``linear`` itself.
+        """
+        self._conditions = {d: _conditions(d) for d in {p.device for m in replicas for p in m.parameters()}}
+        is_as_ever = not are_compiled and _is_torchs_own()
+        layers = [layer for replica in replicas for layer in _find_layers(replica)] if is_as_ever else []
+        token = _products.set(self)
+        with ExitStack() as stack:
+            stack.callback(_products.reset, token)
+            for m in layers:
+                # Not a mode, which sees every function: parts of the model that are compiled would be compiled anew.
+                m.__dict__["forward"] = partial(_run_layer, m)
+                stack.callback(m.__dict__.pop, "forward", None)
+            yield
+
+    def postpone(self, operands: Sequence[Tensor]) -> Tensor:
+        """Return what stands for a product, or the product itself where it is not to be put off."""
+        operands = [settled(t) for t in operands]
+        device = operands[0].device
+        conditions = self._conditions.get(device)
+        if conditions is None or conditions != _conditions(device) or not _pays(operands):
+            return F.linear(*operands)
+        postponed = Postponed(Product(operands), conditions)
+        self._postponed.append(weakref.ref(postponed))
+        return postponed
+
+    def take(self, outputs: list[Any]) -> list[Any]:
+        """Return what replicas have returned, with a ``Product`` for each that is still to be done."""
+        return tree.map_leaves(_opened, outputs) if self.were_any else outputs
+
+    def check(self) -> None:
+        """Refuse a recording of which somebody has kept what stands for a product; after ``take``.
+
+        Raises:
+            StandInError: a replica has put it in an attribute, say.
+        """
+        check_dropped(self._postponed)
+
+
+def linear(*operands: Tensor) -> Tensor:
+    """Compute ``torch.nn.functional.linear``, or put it off while a recording asks for that."""
+    products = _products.get()
+    return F.linear(*operands) if products is None else products.postpone(operands)
+
+
+class Postponed(StandIn):
+    """Stands for a product."""
+
+    _product: Product
+    _conditions: Hashable
+    _versions: list[int]
+    _result: Tensor | None
+
+    @staticmethod
+    def __new__(cls, product: Product, conditions: Hashable) -> "Postponed":
+        x, weight, *_ = product.operands
+        made: Postponed = StandIn.__new__(cls, (*x.shape[:-1], weight.shape[0]), x)
+        made._product, made._conditions, made._result = product, conditions, None
+        made._versions = [t._version for t in product.operands]
+        return made
+
+    def settle(self) -> Tensor:
+        """Return the product, as it would have been computed at once."""
+        # Also if it is done: another stream may have waited for this one before it was.
+        if self._conditions != _conditions(self._product.device):
+            raise StandInError("a linear layer's result is used under other settings, or elsewhere")
+        if self._result is None:
+            _check_versions(self)
+            self._result = Product.run(self._product.operands)
+        return self._result
+
+
+def _opened(leaf: Any) -> Any:
+    if type(leaf) is not Postponed:
+        return leaf
+    if leaf._result is not None:
+        return leaf._result
+    _check_versions(leaf)
+    # Backward begins at the operands, but not at a leaf: on the second GPU torch warns of streams there.
+    return Product([t.view_as(t) if t.is_leaf and t.requires_grad else t for t in leaf._product.operands])
+
+
+def _check_versions(postponed: Postponed) -> None:
+    if [t._version for t in postponed._product.operands] != postponed._versions:
+        raise StandInError("what goes into a linear layer is written in place afterwards")
+
+
+def _run_layer(layer: nn.Linear, input: Tensor) -> Tensor:
+    return linear(*(t for t in (input, layer.weight, layer.bias) if t is not None))
+
+
+def _is_torchs_own() -> bool:
+    """Tell whether nobody has given all linear layers another forward."""
+    return getattr(nn.Linear.forward, "__globals__", None) is vars(sys.modules[nn.Linear.__module__])
+
+
+def _find_layers(module: nn.Module) -> Iterator[nn.Linear]:
+    """Find torch's linear layers that run as they are, not within a compiled module, nor as somebody has it run."""
+    if is_compiled(module):
+        return
+    if type(module) is nn.Linear and "forward" not in vars(module):
+        yield module
+    for child in module.children():
+        yield from _find_layers(child)
+
+
+def _conditions(device: torch.device) -> Hashable:
+    """Return what a product depends on besides its operands, as far as a model may change it."""
+    kind = device.type
+    autocast = (torch.get_autocast_dtype(kind),) if torch.is_autocast_enabled(kind) else ()
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    matmul = torch.backends.cuda.matmul
+    precision = matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return modes, autocast, hooks, precision, current_stream(device)
+
+
+def _pays(operands: Sequence[Tensor]) -> bool:
+    """Tell whether a product is so large that copying its operands' gradients is less work than copying it."""
+    x, weight, *_ = operands
+    is_plain = all(type(t) in (Tensor, nn.Parameter) and not t.is_inference() for t in operands)
+    if not is_plain or not any(t.requires_grad for t in operands) or x.device != weight.device:
+        return False
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    return is_large(x.numel() // max(1, x.shape[-1]) * weight.shape[0] * dtype.itemsize, operands)
+
+
+def is_large(num_bytes: int, operands: Sequence[Tensor]) -> bool:
+    """Tell whether a product of so many bytes is worth leaving out."""
+    return num_bytes >= max(LEAST_BYTES, sum(t.nbytes for t in operands))
+
+
+def split_off(graph: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
+    """Take the last product off one of Dynamo's graphs, in place.
+
+    Args:
+        graph: A ``torch.fx.GraphModule``, whose parameters are inputs.
+    Returns:
+        What puts it behind the compiled rest again, by ``linear``; None where the graph ends in something else.
+    """
+    *nodes, output = graph.graph.nodes
+    returned, last = list(output.args[0]), nodes[-1]
+    if last.target is not F.linear or last.kwargs or returned.count(last) != 1 or any(map(_switches, nodes)):
+        return None
+    x, *others = [node for node in last.args if node is not None]
+    values = [value_of(node) for node in (last, x, *others)]
+    is_whole = x.op != "placeholder" and all(node.op == "placeholder" for node in others)
+    is_static = all(isinstance(v, Tensor) and all(type(n) is int for n in v.shape) for v in values)
+    if not is_whole or not is_static or not is_large(values[0].nbytes, values[1:]):
+        return None
+    inputs = inputs_of(graph)
+    place, sources = returned.index(last), [inputs.index(node) for node in others]
+    returned[place] = x
+    output.args = (tuple(returned),)
+    graph.graph.erase_node(last)
+    graph.recompile()
+    return partial(_put_behind, place=place, sources=sources)
+
+
+def _switches(node: Any) -> bool:
+    """Tell whether a node changes settings, for the rest of the graph."""
+    return "grad_enabled" in str(node.target) or "autocast" in str(node.target)
+
+
+def _put_behind(function: Callable[..., Any], *, place: int, sources: Sequence[int]) -> Callable[..., Any]:
+    def run(*inputs: Any) -> list[Any]:
+        outputs = list(function(*inputs))
+        outputs[place] = linear(outputs[place], *(inputs[i] for i in sources))
+        return outputs
+
+    return run

@@ -1,0 +1,234 @@
+"""Work on several GPUs, recorded once and launched by one call."""
+
+import contextlib
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from everygpu import comm
+from everygpu.comm.streams import kept_stream
+from everygpu.parallel.cuda_graphs.capture_lock import RECORDING, TURN
+from everygpu.parallel.engines.thread_state import queueing_on
+
+T = TypeVar("T")
+
+
+def is_capturing() -> bool:
+    """Tell whether somebody captures a CUDA graph on the current stream, which another can't be part of."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
+class DeviceGraph:
+    """One CUDA graph over several GPUs.
+
+    What it holds may copy between them: where one GPU needs what another makes, its queue waits, and nobody spins.
+    So one thread launches it in one call without the danger that collectives bring. Memory that is made while
+    recording stays the graph's, at the same addresses.
+
+    Args:
+        devices: CUDA devices, each once.
+        pool: The memory of another graph, to share; see ``next``.
+        streams: Which stream of each GPU it is recorded on.
+    Source:
+        "CUDA Graphs" in NVIDIA's CUDA C++ Programming Guide, on capturing across streams; ``torch.cuda.graph``, which
+        records one device.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], pool: Any = None, streams: str = RECORDING) -> None:
+        self._devices = list(devices)
+        self._streams = streams
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool: Any = torch.cuda.graph_pool_handle() if pool is None else pool
+        self._random: list[_RandomState] = []
+        self.has_replaced_generators = False
+        """A recording that failed left torch's random generators in pieces: graphs of before have the old ones."""
+
+    def record(self, function: Callable[[], T]) -> T:
+        """Call a function; what it queues on the devices is recorded, and not run.
+
+        One thread at a time may do so; see ``Turn``.
+
+        Args:
+            function: Has run before, so that libraries are loaded; may use threads, and streams beside the current
+                ones; but memory is the graph's only where it is made on the current ones.
+        Returns:
+            What the function returned; its tensors have their values after each ``replay``.
+        Raises:
+            Exception: the function's, or CUDA's where something can't be recorded. Memory is returned, and random
+                generators are as before; see ``has_replaced_generators``.
+        """
+        self._random = [_RandomState(d, self._streams) for d in self._devices[1:]]
+        comm.connect(self._devices)
+        return_memory(self._devices)
+        with on_recording_streams(self._devices, self._streams):
+            self._begin()
+            try:
+                result = function()
+                self._join()
+            except BaseException:
+                self._abandon()
+                raise
+            self._end()
+        give_back = functools.partial(_release, self._graph, self._devices, self._pool)
+        release = weakref.finalize(self, TURN.run_between, give_back)
+        release.atexit = False
+        return result
+
+    def next(self) -> "DeviceGraph":
+        """Make a graph for what comes after this one, in the same memory: they are launched in turn.
+
+        What one leaves for the other must be held by somebody while the other is recorded.
+        """
+        return DeviceGraph(self._devices, self._pool, self._streams)
+
+    def replay(self) -> None:
+        """Queue the work: after what is queued on the devices' current streams, and before what will be."""
+        home, *others = [torch.cuda.current_stream(d) for d in self._devices]
+        # Before torch 2.13 nobody can draw on a GPU while another thread records there, and a recording that draws
+        # nothing is known as such only after its first launch.
+        with TURN.taken() if self._random else contextlib.nullcontext(False) as may_draw:
+            for state in self._random if may_draw else ():
+                state.fill()
+            for stream in others:
+                home.wait_stream(stream)
+            self._graph.replay()
+            for stream in others:
+                stream.wait_stream(home)
+            if may_draw:
+                self._random = [state for state in self._random if state.is_used()]
+
+    def _begin(self) -> None:
+        for d in self._devices[1:]:
+            with torch.cuda.device(d):  # where the generator's state is put
+                self._graph.register_generator_state(torch.cuda.default_generators[d.index])
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        home, *others = [torch.cuda.current_stream(d) for d in self._devices]
+        for d, stream in zip(self._devices[1:], others):
+            stream.wait_stream(home)
+            with torch.cuda.device(d):
+                torch._C._cuda_beginAllocateCurrentStreamToPool(d.index, self._pool)
+
+    def _join(self) -> None:
+        home, *others = [torch.cuda.current_stream(d) for d in self._devices]
+        for stream in others:
+            home.wait_stream(stream)
+
+    def _end(self) -> None:
+        try:
+            self._graph.capture_end()
+        except BaseException:
+            self._abandon()
+            raise
+        self._stop_allocating(self._devices[1:])
+
+    def _abandon(self) -> None:
+        """Leave everything as it was before the recording, which CUDA may have declared invalid."""
+        try:
+            self._join()
+            self._graph.capture_end()
+        except RuntimeError:
+            with contextlib.suppress(RuntimeError):
+                self._graph.capture_end()  # or the stream would go on capturing
+            self._replace_generators()
+        self._stop_allocating(self._devices)
+        with contextlib.suppress(RuntimeError):
+            self._graph.reset()
+        _release_pools(self._devices[1:], self._pool)
+        return_memory(self._devices)
+
+    def _replace_generators(self) -> None:
+        """Have generators that torch doesn't take for recording still."""
+        for d in self._devices:
+            generator = torch.cuda.default_generators[d.index]
+            generator.graphsafe_set_state(generator.clone_state())
+        self.has_replaced_generators = True
+
+    def _stop_allocating(self, devices: Sequence[torch.device]) -> None:
+        for d in devices:
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(d.index, self._pool)
+
+
+class _RandomState:
+    """The place where one GPU's kernels in a graph find their generator's state.
+
+    Launching a graph, torch fills it on the GPU's own stream, which the graph, launched on the first GPU's, doesn't
+    wait for. So the same values are put there before: a small graph of the GPU's own has torch do so.
+
+    Args:
+        device: A CUDA device.
+        streams: Which of its streams serves.
+    """
+
+    def __init__(self, device: torch.device, streams: str) -> None:
+        self._generator = torch.cuda.default_generators[device.index]
+        self._before = -1
+        self._graph = torch.cuda.CUDAGraph()
+        with queueing_on(device, kept_stream(device, streams)):
+            x = torch.empty(1, device=device)
+            torch.cuda.synchronize(device)
+            self._graph.capture_begin(capture_error_mode="thread_local")
+            x.uniform_()
+            self._graph.capture_end()
+            self._x = x
+
+    def fill(self) -> None:
+        """Put the generator's present state there; the generator stays as it is."""
+        self._before = self._generator.get_offset()
+        self._graph.replay()
+        self._generator.set_offset(self._before)
+
+    def is_used(self) -> bool:
+        """Tell whether the graph that was launched after ``fill`` draws random numbers."""
+        return self._generator.get_offset() != self._before
+
+
+@contextlib.contextmanager
+def on_recording_streams(devices: Sequence[torch.device], streams: str) -> Iterator[None]:
+    """Queue what is launched within on the streams that work is recorded on, in turn with what is around it.
+
+    Autograd runs a node on the stream that its forward was on: going backward through what was recorded, it would not
+    wait for gradients that are still to come on other streams, of devices after the first. And when it begins to
+    record, torch queues there what resets its random generators' memory.
+    """
+    pairs = [(torch.cuda.current_stream(d), kept_stream(d, streams)) for d in devices if d.type == "cuda"]
+    for around, within in pairs:
+        within.wait_stream(around)
+    with contextlib.ExitStack() as stack:
+        for around, within in pairs:
+            stack.callback(around.wait_stream, within)
+        for _, within in reversed(pairs):
+            stack.enter_context(queueing_on(within.device, within))
+        yield
+
+
+def return_memory(devices: Sequence[torch.device]) -> None:
+    """Give memory back that nobody holds: a graph has its own, and what earlier steps have used would lie idle.
+
+    For the thread that has the turn.
+    """
+    for d in devices:
+        torch.cuda.synchronize(d)
+    gc.collect()
+    TURN.catch_up()
+    # Libraries' workspaces: those of the graph are to be its own.
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
+def _release(graph: Any, devices: Sequence[torch.device], pool: Any) -> None:
+    # Freeing memory, CUDA doesn't wait for what other GPUs still write to it.
+    for d in devices:
+        torch.cuda.synchronize(d)
+    graph.reset()
+    _release_pools(devices[1:], pool)
+
+
+def _release_pools(devices: Sequence[torch.device], pool: Any) -> None:
+    for d in devices:
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_releasePool(d.index, pool)

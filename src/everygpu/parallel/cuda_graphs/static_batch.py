@@ -1,0 +1,246 @@
+"""A batch at fixed addresses, for work that is recorded once and run on many batches."""
+
+from collections import UserDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import SUPPORTED_NODES
+
+from everygpu import comm, tree
+from everygpu.comm import upload
+from everygpu.parallel.replicas.module_tree import is_dense
+from everygpu.parallel.scatter.split import Replicated, Route, SplitPlan, find_rows, plan_split
+from everygpu.parallel.sharded.batch import ShardedBatch, has_shards, shard_batch
+
+PLAIN_TYPES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+"""Values that a recording takes in as they are."""
+
+
+Batch = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
+"""The model's positional and keyword arguments, and what the loss takes after the output."""
+
+
+class NotStatic(Exception):  # noqa: N818 - no error: such a batch is run as it is
+    """A batch holds something that can't be kept at a fixed address."""
+
+
+def describe_batch(batch: Batch, route: Route) -> tuple[Any, ...]:
+    """Return what must be equal in two batches for the same memory to hold either.
+
+    Raises:
+        NotStatic: a tensor takes a gradient, is not dense, or is laid out over the devices in another way; a value is
+            neither a tensor nor a plain number or string.
+        SplitError: tensors disagree on the number of rows.
+    """
+    with torch._C.DisableTorchFunctionSubclass():  # a batch that is spread says its shape at once
+        plan = _plan(batch, route)
+        leaves = [(p, _describe(p, x, plan, route)) for p, x in _leaves(batch)]
+        return (None if plan is None else plan.rows, _containers(batch), *leaves)
+
+
+class StaticBatch:
+    """Memory on all devices for batches that are described alike.
+
+    Args:
+        batch: Any of them.
+        route: How they are cut.
+    """
+
+    def __init__(self, batch: Batch, route: Route) -> None:
+        self._route = route
+        self._plan = _plan(batch, route)
+        # Each leaf is one of its own: attributes that show an item are known by its identity.
+        self._structure = tree.map_leaves(lambda _: object(), batch)
+        self._slots = [self._make_slot(x) for _, x in _leaves(batch)]
+
+    @torch.no_grad()
+    def write(self, batch: Batch) -> None:
+        """Copy a batch here, on the current streams; from the host on streams of their own, which these wait for."""
+        arriving: list[tuple[Tensor, Tensor]] = []
+        for slot, (_, leaf) in zip(self._slots, _leaves(batch)):
+            for target, source in zip(slot.tensors, slot.sources(leaf)):
+                if source.device.type == "cpu" and target.device.type == "cuda":
+                    arriving.append((target, upload.upload(source, target.device)))
+                else:
+                    comm.fill(target, source)
+        upload.receive([source for _, source in arriving], upload.mark([t.device for t, _ in arriving]))
+        for target, source in arriving:
+            target.copy_(source)
+
+    def tensors(self) -> list[Tensor]:
+        """List the memory."""
+        return [t for slot in self._slots for t in slot.tensors]
+
+    def versions(self) -> list[int]:
+        """Return how often torch has counted a write to each tensor."""
+        return [t._version for t in self.tensors()]
+
+    @torch.no_grad()
+    def write_back(self, batch: Batch, written: Sequence[bool]) -> None:
+        """Copy what the work has changed to where it would have changed it in a batch that is given to the replicas.
+
+        Args:
+            batch: What was written here last.
+            written: For each tensor whether the work writes to it, in the order of ``versions``.
+        """
+        flags = iter(written)
+        for slot, (_, leaf) in zip(self._slots, _leaves(batch)):
+            changed = [next(flags) for _ in slot.tensors]
+            if any(changed):
+                # Of a plain tensor the first replica sees a view, the others copies.
+                last = None if isinstance(leaf, ShardedBatch) else 1
+                for target, source, is_changed in list(zip(slot.tensors, slot.sources(leaf), changed))[:last]:
+                    if is_changed and source.device == target.device:
+                        source.copy_(target)
+
+    def read(self) -> Batch:
+        """Return the batch, made of this memory, for the current streams."""
+        slots = iter(self._slots)
+        made: Batch = tree.map_leaves(lambda _: next(slots).read(), self._structure)
+        return made
+
+    def _make_slot(self, leaf: Any) -> "_Slot":
+        home = self._route.devices[0]
+        if isinstance(leaf, Replicated):
+            return self._make_copies(leaf)
+        if not isinstance(leaf, Tensor):
+            return _Slot(tensors=[], sources=lambda _: [], read=lambda: leaf)
+        if self._plan is not None and _has_rows(leaf, self._plan, self._route):
+            return self._make_parts(leaf, self._plan)
+        whole = torch.empty_like(leaf.detach(), device=home)
+        return _Slot(tensors=[whole], sources=lambda x: [x.detach()], read=whole.detach)
+
+    def _make_parts(self, leaf: Tensor, plan: SplitPlan) -> "_Slot":
+        dim = self._route.dim
+
+        def cut(x: Any) -> Sequence[Tensor]:
+            if isinstance(x, ShardedBatch):
+                return x._parts  # without the graph that ``shards`` is connected to
+            starts = [sum(plan.rows[:i]) for i in plan.active]
+            return [x.detach().narrow(dim, start, plan.rows[i]) for i, start in zip(plan.active, starts)]
+
+        devices = [self._route.devices[i] for i in plan.active]
+        parts = [torch.empty_like(part, device=d) for part, d in zip(cut(leaf), devices)]
+        home = self._route.devices[0]
+        return _Slot(
+            tensors=parts, sources=cut, read=lambda: shard_batch([p.detach() for p in parts], home, dim)
+        )  # fmt: skip
+
+    def _make_copies(self, leaf: Replicated) -> "_Slot":
+        devices = self._route.devices
+
+        def copies_of(marked: Replicated) -> list[Any]:
+            return marked.copies_on(devices, range(len(devices))) or [marked.value] * len(devices)
+
+        def sources(marked: Replicated) -> Sequence[Tensor]:
+            return [x.detach() for value in copies_of(marked) for _, x in tree.leaves(value, "") if _is_tensor(x)]
+
+        copies = [
+            tree.map_leaves(lambda x, d=d: torch.empty_like(x.detach(), device=d) if _is_tensor(x) else x, value)  # type: ignore[misc]
+            for d, value in zip(devices, copies_of(leaf))
+        ]
+        tensors = [x for value in copies for _, x in tree.leaves(value, "") if _is_tensor(x)]
+        return _Slot(tensors=tensors, sources=sources, read=lambda: Replicated(copies[0], copies=copies))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slot:
+    """Memory for one leaf of a batch."""
+
+    tensors: list[Tensor]
+    sources: Callable[[Any], Sequence[Tensor]]
+    """From the leaf of another batch to what goes into each tensor."""
+    read: Callable[[], Any]
+
+
+def _leaves(batch: Batch) -> list[tuple[str, Any]]:
+    return list(tree.leaves(batch, "batch"))
+
+
+def _containers(value: Any) -> Any:
+    """Return what containers are besides their leaves, of which those that are empty have none.
+
+    Raises:
+        NotStatic: one has an attribute that is no plain number or string, or something of its own beside its children.
+    """
+    opened = tree.open_container(value)
+    if opened is None:
+        return None
+    own = () if type(value) in (list, tuple, dict) else _own_state(value, opened)
+    return (type(value), opened.accessors, own, *map(_containers, opened.children))
+
+
+def _own_state(value: Any, opened: tree.Container) -> tuple[Any, ...]:
+    """Return a container's attributes that aren't its children, and what torch's pytree keeps of it."""
+    children = {id(child) for child in opened.children}
+    state = {k: v for k, v in getattr(value, "__dict__", {}).items() if id(v) not in children}
+    if isinstance(value, UserDict):
+        state.pop("data")
+    elif type(value) in SUPPORTED_NODES and not isinstance(value, (dict, list, tuple)):
+        return (_frozen(SUPPORTED_NODES[type(value)].flatten_fn(value)[1]),)
+    found = [leaf for name, v in state.items() for leaf in tree.leaves(v, f"{type(value).__qualname__}.{name}")]
+    return tuple((path, _describe_plain(path, x)) for path, x in found)
+
+
+def _plan(batch: Batch, route: Route) -> SplitPlan | None:
+    if len(route.devices) == 1:
+        return None
+    args, kwargs, _ = batch
+    rows = find_rows([("inputs", args), ("keywords", kwargs)], route.dim)
+    return None if rows is None else plan_split(rows, len(route.devices), route.split)
+
+
+def _describe(path: str, leaf: Any, plan: SplitPlan | None, route: Route) -> Any:
+    if isinstance(leaf, Replicated):
+        return "replicated", *((p, _describe(p, x, None, route)) for p, x in tree.leaves(leaf.value, path))
+    if not isinstance(leaf, Tensor):
+        return _describe_plain(path, leaf)
+    if leaf.requires_grad:
+        raise NotStatic(f"{path} takes a gradient")
+    if isinstance(leaf, ShardedBatch):
+        return _describe_shards(path, leaf, plan, route)
+    if type(leaf) is not Tensor or not is_dense(leaf):
+        raise NotStatic(f"{path} is no plain dense tensor")
+    return leaf.shape, leaf.dtype, leaf.stride(), plan is not None and _has_rows(leaf, plan, route)
+
+
+def _frozen(context: Any) -> Any:
+    if isinstance(context, (list, tuple)):
+        return tuple(map(_frozen, context))
+    try:
+        hash(context)
+    except TypeError as reason:
+        raise NotStatic(f"a container in the batch holds a {type(context).__qualname__}") from reason
+    return context
+
+
+def _describe_plain(path: str, value: Any) -> Any:
+    if type(value) not in PLAIN_TYPES:
+        raise NotStatic(f"{path} is a {type(value).__qualname__}")
+    return type(value), value
+
+
+def _describe_shards(path: str, leaf: ShardedBatch, plan: SplitPlan | None, route: Route) -> Any:
+    layout = leaf._layout
+    is_fit = (
+        plan is not None
+        and has_shards(leaf)
+        and leaf.shard_dim == route.dim % leaf.ndim
+        and layout.sizes == tuple(plan.rows[i] for i in plan.active)
+        and layout.devices == tuple(route.devices[i] for i in plan.active)
+    )
+    if not is_fit:
+        raise NotStatic(f"{path} is laid out over the devices in another way than the model's inputs")
+    return leaf.shape, leaf.dtype, leaf.stride(), True
+
+
+def _has_rows(leaf: Tensor, plan: SplitPlan, route: Route) -> bool:
+    is_deep = leaf.ndim > 0 and -leaf.ndim <= route.dim < leaf.ndim
+    return is_deep and len(plan.active) > 1 and leaf.shape[route.dim] == plan.num_rows
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor)

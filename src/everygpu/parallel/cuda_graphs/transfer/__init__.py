@@ -1,0 +1,1 @@
+"""Parameters out to the replicas and gradients back, within a recording."""

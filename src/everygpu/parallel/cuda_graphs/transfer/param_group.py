@@ -1,0 +1,96 @@
+"""Trainable parameters that travel together within a recording, and their gradients on the way back."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from everygpu import comm
+from everygpu.parallel.buckets.bucket import Grads, Look, fill_views
+from everygpu.parallel.buckets.plan import plan_bucket
+from everygpu.parallel.cuda_graphs.transfer.backends import CopyMover, KernelMover, Mover, Sum, can_use_kernels
+
+
+class Bundle:
+    """Parameters of one dtype, with a leaf twin of each on every device after the first, in flat memory that stays.
+
+    Args:
+        originals: On ``devices[0]``, dense.
+        devices: One per replica.
+        rooms: For each device a table; at ``index``, where this bundle's sums go.
+        index: This bundle's place among others.
+    """
+
+    def __init__(
+        self, originals: Sequence[Tensor], devices: Sequence[torch.device], rooms: Sequence[Tensor], index: int
+    ) -> None:
+        self.originals = list(originals)
+        self._devices = list(devices)
+        self._plan = plan_bucket(originals, range(len(originals)), len(devices))
+        flats = [self._make_flat(d) for d in devices[1:]]
+        # .data gives each a version counter of its own.
+        self.twins = [
+            [Look(t).on(view.data).requires_grad_() for t, view in zip(originals, views)]
+            for views in map(self._plan.views, flats)
+        ]
+        self._mover: Mover = (
+            KernelMover(originals, flats, devices, rooms, index)
+            if can_use_kernels(originals, self._plan, devices)
+            else CopyMover(originals, self._plan, flats, devices)
+        )
+        self._total: Tensor | None = None
+
+    def leaves(self) -> list[list[Tensor]]:
+        """Return for each device what a recording takes gradients of.
+
+        On the first device not the parameters themselves, but leaves of the same memory, which count writes together:
+        autograd accumulates the parameters' gradients on streams that are none of the recording's.
+        """
+        return [[Look(t).on(t.detach()).requires_grad_() for t in self.originals], *self.twins]
+
+    @property
+    def uses_kernels(self) -> bool:
+        """Tell whether kernels move it; else copies do."""
+        return isinstance(self._mover, KernelMover)
+
+    def send(self) -> None:
+        """Bring the twins up to date, on the current streams, which must have met, and must meet afterwards."""
+        self._mover.send()
+
+    def make_sum(self) -> Sum:
+        """Make what adds gradients up in one recording, before it begins."""
+        return self._mover.make_sum()
+
+    def make_room(self) -> int:
+        """Make memory for the sums of a launch, or of ``add``, on the current stream; return its address."""
+        self._total = self._mover.make_room()
+        return self._total.data_ptr()
+
+    def add(self, grads: Sequence[Grads]) -> None:
+        """Add gradients up that are no recording's.
+
+        Args:
+            grads: For each device those of its parameters, None where one took no part.
+        """
+        pairs = [(row, d) for row, d in zip(grads, self._devices) if any(g is not None for g in row)]
+        flats = [self._flatten(row, d) for row, d in pairs]
+        if flats:
+            total = comm.reduce(flats, self._devices[0])
+            fill_views(self._plan.views(self._room()), self._plan.views(total))
+
+    def totals(self) -> list[Tensor]:
+        """Return the last sums, in memory of their own on the first device."""
+        total, self._total = self._room(), None
+        return self._plan.views(self._mover.hand_over(total))
+
+    def _room(self) -> Tensor:
+        assert self._total is not None  # noqa: S101 - ``make_room`` has made it
+        return self._total
+
+    def _make_flat(self, device: torch.device) -> Tensor:
+        return torch.zeros(self._plan.numel, dtype=self._plan.dtype, device=device)
+
+    def _flatten(self, grads: Grads, device: torch.device) -> Tensor:
+        flat = self._make_flat(device)
+        fill_views(self._plan.views(flat), grads)
+        return flat

@@ -1,0 +1,101 @@
+"""A module's trainable parameters on their way to all devices, within a recording, and their gradients' way back."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from everygpu import comm
+from everygpu.comm.streams import meet
+from everygpu.parallel.buckets.bucket import Grads, group
+from everygpu.parallel.cuda_graphs.transfer.backends import Sum
+from everygpu.parallel.cuda_graphs.transfer.param_group import Bundle
+from everygpu.parallel.engines.thread_state import queueing_on
+from everygpu.parallel.replicas.replica_set import BUCKET_BYTES, Leaves
+
+
+class Exchange:
+    """Trainable parameters in bundles, in the order in which backward usually finishes them: the last ones first.
+
+    One that comes late would hold up those after it.
+
+    Args:
+        params: On ``devices[0]``, dense.
+        devices: One per replica.
+        limit_bytes: Size at which a bundle is closed.
+    """
+
+    def __init__(
+        self, params: Sequence[Tensor], devices: Sequence[torch.device], limit_bytes: int = BUCKET_BYTES
+    ) -> None:
+        self.params = list(params)
+        self._devices = list(devices)
+        self._facts = _facts(params)
+        comm.connect(devices)
+        backwards = self.params[::-1]
+        groups = group(backwards, lambda p: p.dtype, limit_bytes)
+        self._rooms = [torch.zeros(len(groups), dtype=torch.int64, device=d) for d in devices]
+        self.bundles = [
+            Bundle([backwards[i] for i in members], devices, self._rooms, index) for index, members in enumerate(groups)
+        ]
+        self._load_kernels()
+
+    def fits(self, params: Sequence[Tensor]) -> bool:
+        """Tell whether these are the parameters it was made for, where they were."""
+        return _facts(params) == self._facts
+
+    def twins(self) -> Leaves:
+        """Return each parameter's twins on the devices after the first, by the parameter's ``id``."""
+        return {id(p): twins for b in self.bundles for p, *twins in zip(b.originals, *b.twins)}
+
+    def send(self) -> None:
+        """Bring the twins up to date, on the devices' current streams."""
+        meet(self._devices)
+        for bundle in self.bundles:
+            bundle.send()
+        meet(self._devices)
+
+    def make_sums(self) -> list[Sum]:
+        """Make what adds gradients up in one recording, for each bundle, before it begins."""
+        return [bundle.make_sum() for bundle in self.bundles]
+
+    def make_room(self) -> None:
+        """Make memory for the sums of a launch, or of ``add``, which will be the user's; before these."""
+        addresses = torch.tensor([b.make_room() for b in self.bundles], dtype=torch.int64, device="cpu")
+        on_gpus = self._devices[0].type == "cuda"
+        addresses = addresses.pin_memory() if on_gpus else addresses
+        for d, table in zip(self._devices, self._rooms):
+            with queueing_on(d):
+                table.copy_(addresses, non_blocking=on_gpus)
+
+    def add(self, grads: Sequence[Sequence[Grads]]) -> None:
+        """Add gradients up that are no recording's; for each bundle and device."""
+        for bundle, row in zip(self.bundles, grads):
+            bundle.add(row)
+
+    @torch.no_grad()
+    def _load_kernels(self) -> None:
+        """Run everything once: kernels are compiled and loaded now, as while recording that may be forbidden."""
+        self.send()
+        self.make_room()
+        for bundle, total in zip(self.bundles, self.make_sums()):
+            total.take([[None] * len(bundle.originals)] * len(self._devices))
+            total.settle()
+            total.run()
+        meet(self._devices)  # before memory is let go that others write to
+        self.totals([False] * len(self.params))
+
+    def totals(self, reached: Sequence[bool]) -> list[Tensor | None]:
+        """Return the last sums, in memory of their own on the first device, in the parameters' order.
+
+        Args:
+            reached: For each parameter of each bundle whether it has a gradient; others get None.
+        """
+        members = [p for bundle in self.bundles for p in bundle.originals]
+        sums = [t for bundle in self.bundles for t in bundle.totals()]
+        found = {id(p): t if is_reached else None for p, t, is_reached in zip(members, sums, reached)}
+        return [found[id(p)] for p in self.params]
+
+
+def _facts(params: Sequence[Tensor]) -> list[tuple[int, int, tuple[int, ...]]]:
+    return [(id(p), p.data_ptr(), p.stride()) for p in params]

@@ -1,0 +1,1 @@
+"""Ways to run the replicas of one call."""

@@ -1,0 +1,217 @@
+"""Run one call per replica, side by side."""
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everygpu import tree
+from everygpu.devices.parse import DeviceLike, parse_devices
+from everygpu.errors import OptionError, ReplicaError
+from everygpu.parallel.engines.scheduler import Cancelled, Turns
+from everygpu.parallel.engines.thread_state import ThreadState, current_stream, on_device
+
+Call = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]
+"""A module with its positional and keyword arguments."""
+
+Outcome = tuple[Any, BaseException | None]
+"""What a replica returned, or raised."""
+
+
+def parallel_apply(
+    modules: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[Mapping[str, Any]] | None = None,
+    devices: Sequence[DeviceLike] | None = None,
+) -> list[Any]:
+    """Call each module with its inputs, all at once.
+
+    Args:
+        modules: One per call.
+        inputs: Positional arguments of each call: a tuple, or a single value.
+        kwargs_tup: Keyword arguments of each call.
+        devices: Where each module lives; found from its parameters or inputs when left out.
+    Returns:
+        The outputs, in order.
+    Raises:
+        OptionError: the arguments are not equally many.
+        Exception: what a replica raised; its ``__cause__`` names the replica.
+    Source:
+        ``torch.nn.parallel.parallel_apply``, which carries only autocast's on/off to its threads.
+    """
+    calls = list(inputs)
+    kwargs = list(kwargs_tup) if kwargs_tup is not None else [{} for _ in calls]
+    found = [_device_of(m, i) for m, i in zip(modules, calls)] if devices is None else parse_devices(devices)
+    if not len(modules) == len(calls) == len(kwargs) == len(found):
+        raise OptionError(
+            f"parallel_apply: needs as many inputs, kwargs and devices as modules, got {len(modules)} modules, "
+            f"{len(calls)} inputs, {len(kwargs)} kwargs and {len(found)} devices."
+        )
+    if not calls:
+        return []
+    arguments = [c if isinstance(c, tuple) else (c,) for c in calls]
+    workers = Workers(len(modules) - 1)
+    try:
+        return workers.run(list(zip(modules, arguments, kwargs)), found)
+    finally:
+        workers.close()
+
+
+class Workers:
+    """One persistent thread per replica after the first, which runs in the caller's.
+
+    The threads start at the first call and end with this object.
+
+    Args:
+        num_threads: Replicas after the first.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._threads: list[ThreadPoolExecutor] = []
+        self._pid = 0
+
+    def run(
+        self,
+        calls: Sequence[Call],
+        devices: Sequence[torch.device],
+        positions: Sequence[int] | None = None,
+    ) -> list[Any]:
+        """Make the calls side by side and wait for all of them.
+
+        Replicas that share a device share its random generator, so they take turns, in order: a seeded run
+        gives the same numbers every time.
+
+        Args:
+            calls: Module, positional and keyword arguments of each replica.
+            devices: One per call.
+            positions: What to call the replicas in errors; counted from 0 when left out.
+        """
+        _load_linear_algebra(devices)
+        state = ThreadState(list(devices))
+        turns = Turns(devices)
+        names = positions if positions is not None else range(len(calls))
+        jobs = [_Job(turns, i, *call) for i, call in enumerate(calls)]
+        futures: list[Future[Any]] = []
+        try:
+            for worker, job, device in zip(self._started(), jobs[1:], devices[1:]):
+                futures.append(worker.submit(state.run, state.snapshot(), device, job))
+            outcomes = [attempt(lambda: _run_here(jobs[0], devices[0], alone=len(jobs) == 1))]
+            while futures:  # a future of a failed call would hold its exception, and that this frame
+                outcomes.append(attempt(futures.pop(0).result))
+        except BaseException:  # Ctrl-C while waiting: no replica may run on into the next call
+            turns.stop()
+            with contextlib.suppress(RuntimeError):  # a thread that can't start has nothing to wait for
+                wait([thread.submit(_nothing) for thread in self._threads])
+            raise
+        return take_values(outcomes, list(zip(names, devices, calls)))
+
+    def close(self) -> None:
+        """End the threads."""
+        for thread in self._threads:
+            thread.shutdown(wait=True)
+        self._threads, self._pid = [], 0
+
+    def _started(self) -> list[ThreadPoolExecutor]:
+        if self._pid != os.getpid():  # first call, or a fork, which copies no threads
+            self._pid = os.getpid()
+            self._threads = [
+                ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"everygpu-replica-{i + 1}")
+                for i in range(self._num_threads)
+            ]
+        return self._threads
+
+
+@functools.cache
+def _load_linear_algebra_on(kind: str) -> None:
+    torch.linalg.inv(torch.ones((1, 1), device=kind))
+
+
+def _load_linear_algebra(devices: Sequence[torch.device]) -> None:
+    """Have torch load what it loads at the first use of torch.linalg: done in two threads at once, it fails.
+
+    Source: https://github.com/pytorch/pytorch/issues/90613
+    """
+    if len(devices) > 1 and devices[0].type == "cuda":
+        _load_linear_algebra_on("cuda")
+
+
+def _nothing() -> None:
+    """Run after what a thread is doing."""
+
+
+class _Job:
+    """One replica's call."""
+
+    def __init__(
+        self, turns: Turns, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._turns, self._index = turns, index
+        self._module, self._args, self._kwargs = module, args, kwargs
+
+    def __call__(self) -> Any:
+        try:
+            self._turns.enter(self._index)
+            with self._turns.seat(self._index):
+                return self._module(*self._args, **self._kwargs)
+        except BaseException:
+            self._turns.stop()
+            raise
+        finally:
+            self._turns.leave(self._index)
+
+
+def attempt(function: Callable[[], Any]) -> Outcome:
+    """Call a function, keeping an exception for when all replicas have stopped."""
+    try:
+        return function(), None
+    except Exception as error:  # noqa: BLE001 - raised again by take_values
+        return None, error
+    finally:
+        del function  # the traceback holds this frame, and a future's method the exception
+
+
+def _run_here(job: _Job, device: torch.device, *, alone: bool) -> Any:
+    if device.type == "cpu" or alone:
+        return job()
+    with on_device(device, current_stream(device)):
+        return job()
+
+
+def take_values(outcomes: list[Outcome], calls: Sequence[tuple[int, torch.device, Any]]) -> list[Any]:
+    """Return what the replicas returned, or raise the first exception as it was, with the replica named as its cause.
+
+    The outcomes are taken out of their list. A traceback holds the frames of all callers: one that held the exception
+    in turn would keep what the failed replicas have allocated until the next garbage collection.
+    """
+    values = [value for value, _ in outcomes]
+    errors = [error for _, error in outcomes]
+    outcomes.clear()
+    failed = next((i for i, e in enumerate(errors) if e is not None and not isinstance(e, Cancelled)), None)
+    if failed is None:
+        return values
+    position, device, (_, args, kwargs) = calls[failed]
+    shapes = ", ".join(_shapes(args, kwargs)) or "no tensors"
+    where = ReplicaError(f"forward: replica {position} on {device} failed, called with {shapes}.")
+    error: Any = errors[failed]
+    where.__cause__ = error.__cause__
+    try:
+        raise error from where
+    finally:
+        del error, errors, values
+
+
+def _shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    named = [*tree.leaves(args, "args"), *tree.leaves(dict(kwargs), "kwargs")]
+    return [f"{path} {tuple(leaf.shape)}" for path, leaf in named if isinstance(leaf, Tensor)]
+
+
+def _device_of(module: nn.Module, inputs: Any) -> torch.device:
+    tensors = [*module.parameters(), *module.buffers()]
+    tensors += [leaf for _, leaf in tree.leaves(inputs, "") if isinstance(leaf, Tensor)]
+    return tensors[0].device if tensors else torch.device("cpu")

@@ -1,0 +1,1 @@
+"""Persistent copies of a module on the other devices, refreshed before each forward."""

@@ -1,0 +1,232 @@
+"""Persistent replicas of a module, refreshed from it before each forward."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from everygpu import comm
+from everygpu.devices.parse import DeviceLike, parse_devices
+from everygpu.parallel.buckets.bucket import Bucket, broadcast_tensor, group_by_storage
+from everygpu.parallel.replicas.attributes import Mirror, Watch
+from everygpu.parallel.replicas.module_tree import Layout, has_hooks, is_dense
+from everygpu.parallel.replicas.placement import check_module, place_module
+
+Leaves = Mapping[int, Sequence[Tensor]]
+
+BUCKET_BYTES = 25 * 2**20
+"""Size at which a bucket is closed: DistributedDataParallel's default, large enough for full bandwidth."""
+
+
+def replicate(network: nn.Module, devices: Sequence[DeviceLike], detach: bool = False) -> list[nn.Module]:
+    """Make one replica of a module on each device.
+
+    Args:
+        network: The module; it is the first replica itself, so its buffers and attributes stay alive. It is
+            moved to ``devices[0]`` if it is elsewhere.
+        devices: As ints (CUDA indices), names or ``torch.device``.
+        detach: Cut the other replicas' parameters off from the module's, so that no gradients flow back.
+    Returns:
+        One module per device. Gradients of the replicas' parameters are added to the module's.
+    Raises:
+        ModuleError: ``network`` is no module, or one that can't be replicated.
+        PlacementError: its parameters are spread over several devices.
+        DeviceError: a device is unknown or absent.
+    Source:
+        ``torch.nn.parallel.replicas.replica_set``, whose replicas have no ``parameters()``.
+    """
+    parsed = parse_devices(devices)
+    check_module(network, "replicate")
+    replicas = ReplicaSet(network, parsed).refresh(range(len(parsed)))
+    if detach:
+        for replica in replicas[1:]:
+            _cut_off(replica)
+    return replicas
+
+
+class ReplicaSet:
+    """A module and its replicas on the devices after the first.
+
+    Args:
+        module: Serves as the replica on ``devices[0]``, and is moved there if it is elsewhere.
+        devices: One per replica.
+        strict_device: Refuse to move the module.
+        fixed: Keep the replicas' tensors at their addresses, for CUDA graphs.
+        make_leaves: Gives replicas leaf parameters that someone else keeps up to date: from ``id`` of an original
+            to its twin on each device after the first. Asked whenever the module has changed its arrangement.
+            Frozen parameters are then sent only when torch counts a write to them, or always on the CPU, where
+            that costs no more than looking.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device],
+        *,
+        strict_device: bool = False,
+        fixed: bool = False,
+        make_leaves: Callable[[], Leaves] | None = None,
+    ) -> None:
+        self.module = module
+        self._fixed = fixed
+        self._make_leaves = make_leaves
+        self._devices = list(devices)
+        self._strict_device = strict_device
+        self._arrange()
+
+    def refresh(self, positions: Sequence[int], fresh: set[int] | None = None) -> list[nn.Module]:
+        """Bring replicas up to date with the module as it is now.
+
+        Args:
+            positions: Which replicas, counted in ``devices``.
+            fresh: Those that are known to be up to date, while no gradients are recorded; added to.
+        Returns:
+            The replicas at these positions; their parameters are connected to the module's.
+        """
+        if fresh is None or torch.is_grad_enabled() or not fresh.issuperset(positions):
+            self._renew(positions)
+            if fresh is not None and not torch.is_grad_enabled():
+                fresh.update(positions)
+        return [self._mirrors[p - 1].root if p else self.module for p in positions]
+
+    def forget(self) -> None:
+        """Send everything at the next refresh, after writes that torch doesn't count."""
+        for bucket in self._buckets:
+            bucket.forget()
+
+    def take_buffers(self, position: int) -> None:
+        """Give the module the buffers of the first replica that ran, in place of its own, which didn't."""
+        with torch.no_grad():
+            for (table, key), (theirs, name), index in zip(
+                self._places[0], self._places[position], self._layout.order
+            ):  # fmt: skip
+                if index is not None and not isinstance(table[key], nn.Parameter) and not table[key].requires_grad:
+                    mine, other = table[key], theirs[name]
+                    if mine.shape == other.shape and mine.dtype is other.dtype and mine.layout is other.layout:
+                        mine.data.copy_(comm.copy(other, mine.device))
+
+    def average_buffers(self, positions: Sequence[int], weights: Sequence[int]) -> None:
+        """Give the module's float buffers the weighted average over the replicas that ran.
+
+        Args:
+            positions: The replicas that ran.
+            weights: One per position, such as its rows.
+        """
+        total = sum(weights)
+        if total == 0:
+            return
+        with torch.no_grad():
+            for place in self._float_buffers():
+                mine, *theirs = (self._places[p][place][0][self._places[p][place][1]] for p in (0, *positions))
+                # As in batch_norm itself, the change is no edit: backward must not refuse what forward saved.
+                mine.data.add_(sum(_difference(t, mine) * (w / total) for t, w in zip(theirs, weights)))
+
+    def _renew(self, positions: Sequence[int]) -> None:
+        if not self._layout.is_current():
+            self._arrange()
+        changed = self._watch.changed()
+        for mirror in self._mirrors:
+            mirror.expire(changed)
+        others = [p - 1 for p in positions if p > 0]
+        for i in others:
+            self._release(i)
+        for i, tensors in zip(others, self._send(others)):
+            for (table, key), index in zip(self._places[i + 1], self._layout.order):
+                table[key] = None if index is None else tensors[index]
+            self._mirrors[i].follow({id(mine): copy for mine, copy in zip(self._layout.tensors, tensors)})
+
+    def _arrange(self) -> None:
+        """Make mirrors and buckets for the module as it is now."""
+        place_module(self.module, self._devices[0], "DataParallel", strict=self._strict_device)
+        others = self._devices[1:]
+        leaves = {} if self._make_leaves is None else self._make_leaves()
+        self._layout = Layout(self.module)
+        self._watch = Watch(self._layout.modules)
+        self._mirrors = [Mirror(self._layout.modules, device) for device in others]
+        trees = [self._layout.modules, *(mirror.modules for mirror in self._mirrors)]
+        self._places = [self._layout.places(tree) for tree in trees]
+        tensors = self._layout.tensors
+        self._leaves = [(i, leaves[id(t)]) for i, t in enumerate(tensors) if id(t) in leaves]
+        sent = [i for i, t in enumerate(tensors) if id(t) not in leaves]
+        flat = [i for i in sent if is_dense(tensors[i])]
+        self._loose = sorted(set(sent) - set(flat))
+        self._members: list[list[int]] = []
+        self._buckets: list[Bucket] = []
+        frozen = [i for i in flat if self._make_leaves is not None and _is_frozen(tensors[i])]
+        trusted = trusts_versions(self._devices)
+        # Each by itself: a node whose backward has gradients for others calls its hooks with none.
+        hooked = [[i] for i in flat if tensors[i].requires_grad and has_hooks(tensors[i])]
+        alone = {*frozen, *(i for (i,) in hooked)}
+        for which in (frozen, *hooked, [i for i in flat if i not in alone]):
+            for members, together in group_by_storage(tensors, which, BUCKET_BYTES):
+                self._members.append(members)
+                self._buckets.append(
+                    Bucket(
+                        [tensors[i] for i in members],
+                        self._devices[0],
+                        others,
+                        keep_storage=together,
+                        fixed=self._fixed,
+                        trust_versions=trusted and which is frozen,
+                    )
+                )
+
+    def _release(self, replica: int) -> None:
+        """Let go of a replica's tensors, so that their memory may be written."""
+        for table, key in self._places[replica + 1]:
+            table[key] = None
+        self._mirrors[replica].release()
+
+    def _send(self, replicas: Sequence[int]) -> list[list[Tensor]]:
+        """Return, for each of ``replicas``, its copies of the layout's tensors."""
+        tensors = self._layout.tensors
+        rows = [{i: twins[r] for i, twins in self._leaves} for r in replicas]
+        for members, bucket in zip(self._members, self._buckets):
+            for row, copies in zip(rows, bucket.refresh([tensors[i] for i in members], replicas)):
+                row.update(zip(members, copies))
+        for i in self._loose:
+            copies = broadcast_tensor(tensors[i], [self._devices[0], *(self._devices[r + 1] for r in replicas)])
+            for row, copy in zip(rows, copies[1:]):
+                row[i] = _as_parameter(copy) if isinstance(tensors[i], nn.Parameter) else copy
+        return [[row[i] for i in range(len(tensors))] for row in rows]
+
+    def _float_buffers(self) -> list[int]:
+        """Return the places of float buffers, a shared one once."""
+        tensors, seen = self._layout.tensors, set()
+        places = []
+        for place, index in enumerate(self._layout.order):
+            if index is None or index in seen:
+                continue
+            seen.add(index)
+            t = tensors[index]
+            if not isinstance(t, nn.Parameter) and t.is_floating_point() and not t.requires_grad:
+                places.append(place)
+        return places
+
+
+def _cut_off(replica: nn.Module) -> None:
+    for module in replica.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                module._parameters[name] = nn.Parameter(p.detach(), p.requires_grad)
+
+
+def _difference(theirs: Tensor, mine: Tensor) -> Tensor:
+    # Equal values differ by exactly nothing, infinities of a mask included: inf - inf would be nan.
+    theirs = comm.copy(theirs, mine.device)
+    return torch.where(theirs == mine, torch.zeros_like(mine), theirs - mine)
+
+
+def trusts_versions(devices: Sequence[torch.device]) -> bool:
+    """Tell whether frozen parameters are sent only when torch counts a write: looking at them would take too long."""
+    return any(d.type != "cpu" for d in devices)
+
+
+def _is_frozen(t: Tensor) -> bool:
+    return isinstance(t, nn.Parameter) and not t.requires_grad
+
+
+def _as_parameter(t: Tensor) -> Tensor:
+    # What makes isinstance(t, nn.Parameter) true for tensors of other classes.
+    t._is_param = True
+    return t

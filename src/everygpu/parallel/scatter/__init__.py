@@ -1,0 +1,1 @@
+"""Cut a call into one share for each replica."""

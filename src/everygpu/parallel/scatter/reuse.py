@@ -1,0 +1,51 @@
+"""Shards used where they are: inputs that earlier calls, or the Feeder, have put on the replicas' devices."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from everygpu import tree
+from everygpu.parallel.buckets.bucket import keep_requires_grad, version_of
+from everygpu.parallel.sharded.batch import ShardedBatch, has_shards
+
+
+def lend(x: ShardedBatch, devices: Sequence[torch.device], rows: Sequence[int], dim: int) -> list[Tensor] | None:
+    """Give replicas the shards of a batch that is laid out as their call is.
+
+    Args:
+        x: Shape (..., rows, ...).
+        devices: Where the shards have to be.
+        rows: Rows that each of them needs.
+        dim: Where the rows are.
+    Returns:
+        The shards themselves, so that a replica that writes into its input writes into the batch, as on one
+        device. Copies on the same devices where others may look at that memory: a graph, a view, or the joined
+        tensor. None when the batch is laid out in another way.
+    """
+    layout = x._layout
+    is_fit = layout.devices == tuple(devices) and layout.sizes == tuple(rows) and x.shard_dim == dim % x.ndim
+    if not is_fit or not has_shards(x):
+        return None
+    if x.requires_grad or x._memory.is_viewed or x._joined.is_view or x._joined.tensor is not None:
+        with keep_requires_grad(x):
+            return [s.clone() for s in x.shards]
+    x._lent_versions = _versions(x)
+    return [p.detach() for p in x._parts]
+
+
+def note_writes(inputs: Any) -> None:
+    """Tell autograd which batches among the inputs of a call were written by it, through shards lent to replicas.
+
+    A graph that has saved the batch then ends with torch's usual error, not with a wrong gradient.
+    """
+    for _, leaf in tree.leaves(inputs, ""):
+        if isinstance(leaf, ShardedBatch) and leaf._lent_versions not in (None, _versions(leaf)):
+            leaf._lent_versions = None
+            increment_version(leaf)
+
+
+def _versions(x: ShardedBatch) -> tuple[int, ...]:
+    return tuple(map(version_of, x._parts))

@@ -1,0 +1,188 @@
+"""Cut a batch into one shard per replica, each on its device."""
+
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from everygpu import comm, tree
+from everygpu.comm import upload
+from everygpu.devices.parse import DeviceLike, parse_devices
+from everygpu.errors import SplitError
+from everygpu.parallel.buckets.bucket import broadcast_tensor, keep_requires_grad
+from everygpu.parallel.scatter.reuse import lend
+from everygpu.parallel.scatter.split import Replicated, Split, SplitPlan, find_rows, plan_split
+from everygpu.parallel.sharded.batch import ShardedBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """What one replica is called with."""
+
+    position: int
+    """Which replica, counted in ``device_ids``."""
+    rows: int | None
+    """Rows of the batch; None when the call has no tensor to split."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def scatter(
+    inputs: Any,
+    device_ids: Sequence[DeviceLike],
+    dim: int = 0,
+    *,
+    split: Split = "chunk",
+) -> list[Any]:
+    """Cut every tensor in ``inputs`` along ``dim`` and put one part on each device.
+
+    Args:
+        inputs: A tensor of shape (..., rows, ...), or any nesting of containers with such tensors. NumPy arrays
+            are cut alike, and stay arrays. 0-dim tensors, ``Replicated`` values and everything else go to every
+            device.
+        device_ids: Devices, as ints (CUDA indices), names or ``torch.device``.
+        dim: Where the rows are.
+        split: ``"chunk"``, ``"even"`` or weights; see ``plan_split``.
+    Returns:
+        One structure like ``inputs`` for each device that gets rows. Gradients flow back to ``inputs``.
+    Raises:
+        SplitError: tensors disagree on the number of rows; an object that is no container holds tensors.
+        DeviceError: a device is unknown or absent.
+    Source:
+        ``torch.nn.parallel.scatter.scatter``, which silently drops rows where tensors disagree.
+    """
+    devices = parse_devices(device_ids)
+    shards = scatter_call((inputs,), {}, devices, dim, split)
+    return [shard.args[0] for shard in shards]
+
+
+def scatter_call(
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    devices: Sequence[torch.device],
+    dim: int,
+    split: Split,
+) -> list[Shard]:
+    """Cut a call's arguments by one plan, so that every replica gets all of them.
+
+    Returns:
+        The shards of the replicas that run, in order. A call without tensors runs on every device; one
+        without any argument on the first only.
+    """
+    named = [(f"args[{i}]", a) for i, a in enumerate(args)] + [(f'kwargs["{k}"]', v) for k, v in kwargs.items()]
+    num_rows = find_rows(named, dim)
+    plan = None if num_rows is None else plan_split(num_rows, len(devices), split)
+    everyone = tuple(range(len(devices))) if named else (0,)
+    active = everyone if plan is None else plan.active
+    share = _Sharer(plan, active, [devices[i] for i in active], dim)
+    arg_columns = tree.fan_out(share, list(args), len(active))
+    kwarg_columns = tree.fan_out(share, dict(kwargs), len(active))
+    return [
+        Shard(
+            position=position,
+            rows=None if plan is None else plan.rows[position],
+            args=tuple(arg_columns[i]),
+            kwargs=kwarg_columns[i],
+        )
+        for i, position in enumerate(active)
+    ]
+
+
+def move_tree(value: Any, device: torch.device) -> Any:
+    """Put every tensor of a nested value on one device, unwrapping ``Replicated``; no copy where it is there."""
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Replicated):
+            return move_tree(leaf.value, device)
+        if isinstance(leaf, PackedSequence):
+            return _move_packed(leaf, device)
+        return comm.copy(leaf, device) if isinstance(leaf, Tensor) else leaf
+
+    return tree.map_leaves(move, value)
+
+
+def _move_packed(x: PackedSequence, device: torch.device) -> PackedSequence:
+    orders = [None if order is None else comm.copy(order, device) for order in (x.sorted_indices, x.unsorted_indices)]
+    return PackedSequence(comm.copy(x.data, device), x.batch_sizes, *orders)
+
+
+class _Sharer:
+    """Decides what each running replica gets of one leaf."""
+
+    def __init__(
+        self, plan: SplitPlan | None, active: Sequence[int], devices: Sequence[torch.device], dim: int
+    ) -> None:
+        self.plan = plan
+        self.active = active
+        self.devices = devices
+        self.dim = dim
+
+    def __call__(self, leaf: Any) -> Sequence[Any]:
+        if isinstance(leaf, Replicated):
+            copies = leaf.copies_on(self.devices, self.active)
+            if copies is not None:
+                return copies
+            return tree.fan_out(self._copies, leaf.value, len(self.devices))
+        if self.plan is not None and tree.has_dims(leaf):
+            return self._rows(leaf, self.plan)
+        if len(self.devices) > 1:
+            _check_object(leaf)
+        return self._copies(leaf)
+
+    def _rows(self, x: Any, plan: SplitPlan) -> Sequence[Any]:
+        rows = [plan.rows[position] for position in self.active]
+        if not isinstance(x, Tensor):
+            views: list[Any] = sys.modules["numpy"].split(x, list(itertools.accumulate(rows))[:-1], self.dim)
+            return views
+        lent = lend(x, self.devices, rows, self.dim) if isinstance(x, ShardedBatch) else None
+        if lent is not None:
+            return lent
+        if x.device.type == "cpu" and self.devices[0].type == "cuda" and not x.requires_grad:
+            return _upload_rows(_cut(x, rows, self.dim), self.devices)
+        return self._moved_rows(x, rows)
+
+    def _moved_rows(self, x: Tensor, rows: Sequence[int]) -> list[Tensor]:
+        # As on several GPUs: the first replica sees the input itself, the others see copies. Replicas may write
+        # into what they see, and views of one tensor would share its version counter and history.
+        with keep_requires_grad(x):
+            return [
+                comm.copy(part, device, fresh=i > 0)
+                for i, (part, device) in enumerate(zip(_cut(x, rows, self.dim), self.devices))
+            ]
+
+    def _copies(self, leaf: Any) -> Sequence[Any]:
+        if isinstance(leaf, Tensor):
+            return broadcast_tensor(leaf, self.devices)
+        if isinstance(leaf, PackedSequence):
+            return [move_tree(leaf, device) for device in self.devices]
+        return [leaf] * len(self.devices)
+
+
+def _check_object(leaf: Any) -> None:
+    """Refuse an object that would take the whole batch to every replica, unseen."""
+    found = None if isinstance(leaf, Tensor) else tree.find_tensor(leaf)
+    if found is not None:
+        (path, shape), kind = found, type(leaf).__qualname__
+        raise SplitError(
+            f"scatter: tensors must be in containers for their rows to be shared, got the {kind} object with shape "
+            f"{shape} at {path}. Pass a dict or a dataclass of its tensors, register {kind} with "
+            f"torch.utils._pytree.register_pytree_node, or send it whole on purpose, as everygpu.Replicated(...)."
+        )
+
+
+def _cut(x: Tensor, rows: Sequence[int], dim: int) -> list[Tensor]:
+    # Not torch.split: what it gives may not be written into when there is a graph.
+    ends = itertools.accumulate(rows)
+    return [x.narrow(dim, end - num_rows, num_rows) for end, num_rows in zip(ends, rows)]
+
+
+def _upload_rows(parts: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
+    """Copy host memory straight to each device, while all of them go on with what they are at."""
+    arriving = [upload.upload(part, device) for part, device in zip(parts, devices)]
+    upload.receive(arriving, upload.mark(devices))
+    return arriving

@@ -1,0 +1,1 @@
+"""A tensor whose rows stay on the devices that computed them."""

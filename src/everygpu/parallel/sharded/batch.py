@@ -1,0 +1,426 @@
+"""A batch whose rows stay on the devices that made them.
+
+The batch stands below autograd: torch records operations on it as on any tensor, so views, in-place
+operations, hooks and second derivatives are torch's own. What reaches ``__torch_dispatch__`` are the primitive
+operations, forward and backward. Those with a rule run on the parts; the others on the joined tensor.
+"""
+
+import functools
+import itertools
+import math
+import operator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everygpu import comm
+from everygpu.parallel.compiler.eval_frame import not_compiled
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Rule = Callable[[Any, Args, Kwargs], Any]
+"""From an operation and its arguments to the result, or NotImplemented when the joined tensor must answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where the rows of a batch are."""
+
+    home: torch.device
+    """Where the joined tensor is made, if ever."""
+    devices: tuple[torch.device, ...]
+    sizes: tuple[int, ...]
+    """Rows of each part."""
+    weights: tuple[int, ...] | None
+    """Rows of the data behind each part, when every replica returned one number for all its rows."""
+    home_stream: torch.cuda.Stream | None
+    streams: tuple[torch.cuda.Stream, ...]
+    """Where work was queued on the other devices, on CUDA."""
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """What each part counts in a mean over the rows."""
+        counts = self.weights if self.weights and sum(self.weights) else self.sizes
+        return tuple(n / sum(counts) for n in counts)
+
+    def on_streams(self) -> AbstractContextManager[object]:
+        """Queue work on the other devices where it was; autograd's threads restore only one device's stream."""
+        others = [s for s in self.streams if torch.cuda.current_stream(s.device) != s]
+        stack = ExitStack()
+        for stream in others:
+            stack.enter_context(torch.cuda.stream(stream))
+        return stack if others else nullcontext()
+
+
+class Memory:
+    """What a batch and its views share, as plain tensors share a storage."""
+
+    __slots__ = ("is_joined", "is_viewed", "lock")
+
+    def __init__(self) -> None:
+        self.is_joined = False
+        """The joined tensor was written, or handed out as memory: from now on it is the truth, not the parts."""
+        self.is_viewed = False
+        self.lock = threading.RLock()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Joined:
+    """A batch's joined values, made when first needed.
+
+    No part of the batch itself: a view's are a view of its base's, and autograd may keep the view in the base's own
+    graph, which would keep itself alive.
+    """
+
+    memory: Memory
+    layout: Layout
+    is_inference: bool
+    make: Callable[[], Tensor]
+    is_view: bool = False
+    tensor: Tensor | None = None
+
+    def get(self) -> Tensor:
+        """Return the joined values, the same memory every time."""
+        with self.memory.lock:
+            if self.tensor is None:
+                with (
+                    torch._C.DisableTorchFunctionSubclass(),
+                    _inference_mode(self.is_inference),
+                    torch.no_grad(),
+                    self.layout.on_streams(),
+                    _on_home_stream(self.layout.home_stream),
+                ):
+                    self.tensor = self.make()
+            return self.tensor
+
+
+class ShardedBatch(Tensor):
+    """A tensor with the shape, dtype and device of the joined batch, whose rows live on several devices.
+
+    ``DataParallel`` returns it in place of a joined output. Operations that work row by row, reductions and
+    losses run on the parts, each on its device; plain tensors of the same batch that they meet are split
+    alike. Every other operation, also in third-party code, sees the joined tensor, which is made once, when
+    first needed. ``everygpu.gather(x)`` joins on purpose.
+
+    The mean over results per replica, as of a module that returns its loss, weighs them by rows.
+
+    Attributes:
+        shards: The parts, in order, each on its device, connected to the graph.
+        shard_dim: Where the rows are.
+        shard_rows: Rows of the batch behind each shard, when each replica returned one number for them all: 0-dim,
+            or of a shape such as (1,).
+    """
+
+    shard_dim: int
+    _layout: Layout
+    _memory: Memory
+    _parts: tuple[Tensor, ...]
+    _joined: "Joined"
+    _lent_versions: tuple[int, ...] | None
+
+    @property
+    def shards(self) -> tuple[Tensor, ...]:
+        return shards_of(self, self._layout, self.shard_dim)
+
+    @property
+    def shard_rows(self) -> tuple[int, ...] | None:
+        return self._layout.weights
+
+    def as_subclass(self, cls: type[Any]) -> Any:
+        """Return the joined tensor as another class; torch asks no ``__torch_function__`` here."""
+        return join(self).as_subclass(cls)
+
+    @classmethod
+    @not_compiled
+    def __torch_function__(cls, func: Any, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        """Answer what never comes down to torch's operations, and what is better answered above them."""
+        from everygpu.parallel.sharded.functions import function_for  # made of this class
+
+        return function_for(func)(func, args, kwargs or {})
+
+    @classmethod
+    @not_compiled
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Args = (),
+        kwargs: Kwargs | None = None,
+    ) -> Any:
+        from everygpu.parallel.sharded.fallback import run_joined  # both are made of this class
+        from everygpu.parallel.sharded.ops.table import RULES
+
+        rule = RULES.get(func)
+        with torch._C.DisableTorchFunctionSubclass(), _streams_of(args):
+            result = NotImplemented if rule is None else rule(func, args, kwargs or {})
+            return run_joined(func, args, kwargs or {}) if result is NotImplemented else result
+
+
+def _streams_of(args: Args) -> AbstractContextManager[object]:
+    operands = itertools.chain.from_iterable(a if isinstance(a, (list, tuple)) else [a] for a in args)
+    batch = next((a for a in operands if isinstance(a, ShardedBatch)), None)
+    return nullcontext() if batch is None else batch._layout.on_streams()
+
+
+def shard_batch(
+    shards: Sequence[Tensor], device: torch.device, dim: int, rows: Sequence[int] | None = None
+) -> ShardedBatch:
+    """Make one batch of shards, without copying any.
+
+    Args:
+        shards: Shape (..., rows, ...), equal but for the rows; each on its device; not written hereafter.
+        device: Where the joined tensor is made, if ever.
+        dim: Where the rows are.
+        rows: Rows of the data behind each entry, when shards are results per replica.
+    Returns:
+        A batch connected to the shards' graph.
+    """
+    dim = dim % shards[0].ndim
+    layout = layout_of(device, [s.device for s in shards], [s.shape[dim] for s in shards], rows)
+    batch: ShardedBatch = Join.apply(layout, dim, *shards)  # type: ignore[no-untyped-call]
+    return batch
+
+
+def layout_of(
+    home: torch.device, devices: Sequence[torch.device], sizes: Sequence[int], weights: Sequence[int] | None
+) -> Layout:
+    """Describe a batch whose parts' work is queued on the present streams."""
+    others = dict.fromkeys(d for d in devices if d.type == "cuda" and d != home)
+    return Layout(
+        home=home,
+        devices=tuple(devices),
+        sizes=tuple(sizes),
+        weights=None if weights is None else tuple(weights),
+        home_stream=torch.cuda.current_stream(home) if home.type == "cuda" else None,
+        streams=tuple(torch.cuda.current_stream(d) for d in others),
+    )
+
+
+def has_shards(x: ShardedBatch) -> bool:
+    """Tell whether the parts still are the truth: not once the joined tensor was written or handed out."""
+    return not x._memory.is_joined
+
+
+def has_parts(x: ShardedBatch) -> bool:
+    """Tell whether ``parts_of`` has parts to give."""
+    return x._layout.weights is not None or has_shards(x)
+
+
+def parts_of(x: ShardedBatch) -> tuple[Tensor, ...]:
+    """Return the parts without a graph; results per replica also from the joined tensor, to keep their weights."""
+    if has_shards(x):
+        return x._parts
+    cuts = torch.split(whole(x), list(x._layout.sizes), x.shard_dim)
+    return tuple(move(part, d) for part, d in zip(cuts, x._layout.devices))
+
+
+def join(x: ShardedBatch) -> Tensor:
+    """Return the joined tensor, on the batch's device, connected to its graph; an alias, as all views are."""
+    x._memory.is_joined = True  # the alias may be written to
+    with torch._C.DisableTorchFunctionSubclass():
+        # No rule runs this operation on the parts, unlike ``alias``, whose result would be a batch.
+        alias: Tensor = torch.ops.aten._reshape_alias.default(x, x.shape, x.stride())
+        return alias
+
+
+def shards_of(x: Tensor, layout: Layout, dim: int) -> tuple[Tensor, ...]:
+    """Return a tensor's parts as a layout says, connected to its graph; without a copy if it is laid out so."""
+    if isinstance(x, ShardedBatch) and has_shards(x) and x.shard_dim == dim and same_rows(x._layout, layout):
+        return tuple(_Split.apply(x))  # type: ignore[no-untyped-call]
+    joined = join(x) if isinstance(x, ShardedBatch) else x
+    return tuple(move(part, d) for part, d in zip(torch.split(joined, list(layout.sizes), dim), layout.devices))
+
+
+def same_rows(a: Layout, b: Layout) -> bool:
+    """Tell whether two layouts have the same rows on the same devices."""
+    return a is b or (a.sizes == b.sizes and a.devices == b.devices and a.home == b.home)
+
+
+def move(x: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to a device; see ``move_to_each``."""
+    (moved,) = move_to_each(x, [device])
+    return moved
+
+
+def move_to_each(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
+    """Copy a tensor to several devices; of one that repeats its rows, as gradients of sums do, once."""
+    repeated = [d for d in range(x.ndim) if x.stride(d) == 0 and x.shape[d] > 1]
+    seed = x
+    for d in repeated:
+        seed = seed.narrow(d, 0, 1)
+    copied = comm.copy_to_each(seed, devices)
+    return [x if y is seed else y.expand(x.shape) if repeated else y for y in copied]
+
+
+# Below autograd.
+
+
+def wrap(parts: Sequence[Tensor], layout: Layout, dim: int) -> ShardedBatch:
+    """Make a batch of parts that have no graph."""
+    shape = list(parts[0].shape)
+    shape[dim] = layout.num_rows
+    is_inference = torch.is_inference_mode_enabled()
+    return _new(shape, _joined_strides(parts, shape, dim), 0, parts, layout, dim, is_inference=is_inference)
+
+
+def wrap_view(
+    base: ShardedBatch,
+    like: Tensor,
+    parts: Sequence[Tensor],
+    layout: Layout,
+    dim: int,
+    view: Callable[[Tensor], Tensor],
+) -> ShardedBatch:
+    """Make a batch that shares its memory with another.
+
+    Args:
+        like: Has the view's shape and strides, and its offset within the base.
+        parts: What the view shows of the base's parts.
+        view: Makes the view of the joined tensor.
+    """
+    base._memory.is_viewed = True
+    offset = int(base.storage_offset() + like.storage_offset())
+    batch = _new(like.shape, like.stride(), offset, parts, layout, dim, is_inference=base.is_inference())
+    batch._memory = base._memory
+    joined = base._joined
+    batch._joined = Joined(
+        memory=base._memory,
+        layout=layout,
+        is_inference=base.is_inference(),
+        make=lambda: view(joined.get()),
+        is_view=True,
+    )
+    return batch
+
+
+def _new(
+    shape: Sequence[int],
+    strides: Sequence[int],
+    offset: int,
+    parts: Sequence[Tensor],
+    layout: Layout,
+    dim: int,
+    *,
+    is_inference: bool,
+) -> ShardedBatch:
+    with torch._C.DisableTorchFunctionSubclass(), _inference_mode(is_inference):
+        batch: ShardedBatch = Tensor._make_wrapper_subclass(
+            ShardedBatch, shape, strides, offset, dtype=parts[0].dtype, device=layout.home
+        )
+    # C++ code that takes a pointer must fail rather than read from nowhere.
+    torch._C._set_throw_on_mutable_data_ptr(batch)
+    batch.shard_dim = dim
+    batch._parts = tuple(parts)
+    batch._layout = layout
+    batch._memory = Memory()
+    batch._lent_versions = None
+    set_parts(batch, batch._parts)
+    return batch
+
+
+def set_parts(x: ShardedBatch, parts: Sequence[Tensor]) -> None:
+    """Give a batch that nothing else shows other parts."""
+    x._parts = tuple(parts)
+    with torch._C.DisableTorchFunctionSubclass():
+        make = functools.partial(_cat, x._parts, x._layout, x.shard_dim, x.shape, x.stride())
+        x._joined = Joined(memory=x._memory, layout=x._layout, is_inference=x.is_inference(), make=make)
+
+
+def _inference_mode(on: bool) -> AbstractContextManager[object]:
+    return nullcontext() if on == torch.is_inference_mode_enabled() else torch.inference_mode(on)
+
+
+def whole(x: ShardedBatch) -> Tensor:
+    """Return the joined values, the same memory every time."""
+    return x._joined.get()
+
+
+@contextmanager
+def _on_home_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Make what is kept where all streams can find it: in step with the stream of the forward."""
+    if stream is None or torch.cuda.current_stream(stream.device) == stream:
+        yield
+        return
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
+def _cat(parts: Sequence[Tensor], layout: Layout, dim: int, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+    joined = torch.empty_strided(shape, strides, dtype=parts[0].dtype, device=layout.home)
+    for target, part in zip(torch.split(joined, list(layout.sizes), dim), parts):
+        comm.fill(target, part)
+    return joined
+
+
+def _joined_strides(parts: Sequence[Tensor], shape: Sequence[int], dim: int) -> list[int]:
+    """Order the joined dimensions in memory as the parts' are, if these are dense, as operations on it would."""
+    order = list(range(len(shape)))[::-1]
+    model = max(parts, key=lambda p: p.shape[dim])
+    # Where the rows are in the memory of a single row, only its strides tell.
+    if model.shape[dim] == 1 or not all(p.is_contiguous() for p in parts):
+        by_stride = sorted(order, key=lambda d: (model.stride(d), -d))
+        order = by_stride if _is_dense(model, by_stride) else order
+    strides = [0] * len(shape)
+    for i, d in enumerate(order):
+        strides[d] = math.prod(max(1, shape[e]) for e in order[:i])
+    return strides
+
+
+def _is_dense(x: Tensor, order: Sequence[int]) -> bool:
+    steps = itertools.accumulate((x.shape[d] for d in order), operator.mul, initial=1)
+    return all(x.shape[d] == 1 or x.stride(d) == step for d, step in zip(order, steps))
+
+
+def _solid(x: Tensor) -> Tensor:
+    """Make real memory of zeros that have none and of lazily conjugated numbers: dispatch is past both here."""
+    if x._is_zerotensor():
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    return x.resolve_conj().resolve_neg()
+
+
+class Join(torch.autograd.Function):
+    """Connect a batch to its shards."""
+
+    @staticmethod
+    def forward(ctx: Any, layout: Layout, dim: int, *shards: Tensor) -> ShardedBatch:
+        ctx.set_materialize_grads(False)
+        ctx.layout, ctx.dim = layout, dim
+        return wrap([_solid(s.detach()) for s in shards], layout, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+        if grad is None:
+            return (None,) * (2 + len(ctx.layout.sizes))
+        with ctx.layout.on_streams():
+            return None, None, *shards_of(grad, ctx.layout, ctx.dim)
+
+
+class _Split(torch.autograd.Function):
+    """Connect shards to their batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: ShardedBatch) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.layout, ctx.dim = x._layout, x.shard_dim
+        ctx.like = [(p.shape, p.dtype) for p in x._parts]
+        return tuple(p.detach() for p in x._parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if all(g is None for g in grads):
+            return None
+        places = zip(grads, ctx.like, ctx.layout.devices)
+        full = [torch.zeros(shape, dtype=dtype, device=d) if g is None else g for g, (shape, dtype), d in places]
+        return Join.apply(ctx.layout, ctx.dim, *full)  # type: ignore[no-untyped-call]

@@ -1,0 +1,1 @@
+"""Rules for torch's operations on shards, by family."""

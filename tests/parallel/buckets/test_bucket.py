@@ -1,0 +1,435 @@
+"""Buckets: copies at fixed addresses, gradients added up on the way back."""
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from everygpu.parallel.buckets.bucket import ALIGNMENT_BYTES, Bucket, Streams, broadcast_tensor, group
+
+gpu_only = pytest.mark.parametrize("devices", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+PROPERTY = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture
+def dirty_memory():
+    """Let ``torch.empty`` be filled with nan, so that reading what nobody wrote shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def make_bucket(originals, used):
+    return Bucket(originals, used[0], used[1:])
+
+
+def every_replica(used):
+    return list(range(len(used) - 1))
+
+
+def parameters_on(device, *shapes, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(device, dtype)) for s in shapes]
+
+
+class TestCopies:
+    @PROPERTY
+    @given(
+        shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=5),
+        dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.complex64]),
+    )
+    def test_are_equal_to_the_originals(self, devices, shapes, dtype):
+        used = devices(3)
+        originals = parameters_on(used[0], *shapes, dtype=dtype)
+        rows = make_bucket(originals, used).refresh(originals, every_replica(used))
+        assert len(rows) == len(used) - 1
+        for row, device in zip(rows, used[1:]):
+            for copy, original in zip(row, originals):
+                assert copy.device == device
+                assert copy.cpu().equal(original.cpu())
+
+    def test_that_trust_versions_are_sent_when_torch_counts_a_write_or_memory_is_replaced(self, devices):
+        used = devices(3)
+        originals = [p.requires_grad_(False) for p in parameters_on(used[0], (3, 2), (5,))]
+        bucket = Bucket(originals, used[0], used[1:], trust_versions=True)
+        everyone = every_replica(used)
+
+        def values(replicas):
+            return [row[1].cpu() for row in bucket.refresh(originals, replicas)]
+
+        values(everyone)
+        originals[1].data.fill_(1)
+        assert not any(value.equal(torch.ones(5)) for value in values(everyone)), "torch doesn't count it"
+        bucket.forget()
+        assert all(value.equal(torch.ones(5)) for value in values(everyone))
+        originals[1].add_(1)
+        assert values([0])[0].equal(torch.full((5,), 2.0))
+        # Assigned twice, so that the second could get the memory of before the first.
+        originals[1].data = originals[1].data * 2
+        originals[1].data = originals[1].data * 2
+        assert values([0])[0].equal(torch.full((5,), 8.0))
+        assert all(value.equal(torch.full((5,), 8.0)) for value in values(everyone)), "also one that was idle"
+
+    def test_follow_every_way_of_writing_at_fixed_addresses(self, devices):
+        used = devices(3)
+        originals = parameters_on(used[0], (3, 2), (5,))
+        bucket = make_bucket(originals, used)
+        addresses = [[t.data_ptr() for t in row] for row in bucket.refresh(originals, every_replica(used))]
+
+        def write_through_no_grad():
+            with torch.no_grad():
+                originals[0].add_(1)
+
+        def write_through_data():
+            originals[0].data.clamp_(min=0)
+
+        def give_new_data():
+            originals[1].data = torch.full((5,), 7.0, device=used[0])
+
+        for write in (write_through_no_grad, write_through_data, give_new_data):
+            write()
+            rows = bucket.refresh(originals, every_replica(used))
+            for row in rows:
+                assert [c.cpu().tolist() for c in row] == [o.tolist() for o in originals]
+            assert [[t.data_ptr() for t in row] for row in rows] == addresses
+            del row, rows
+
+    def test_are_of_the_originals_kind(self, devices):
+        used = devices(2)
+        parameters = parameters_on(used[0], (2,))
+        buffers = [torch.ones(2, device=used[0])]
+        frozen = [nn.Parameter(torch.ones(2, device=used[0]), requires_grad=False)]
+        for originals in (parameters, buffers, frozen):
+            (row,) = make_bucket(originals, used).refresh(originals, [0])
+            assert [isinstance(t, nn.Parameter) for t in row] == [isinstance(t, nn.Parameter) for t in originals]
+            assert [t.requires_grad for t in row] == [t.requires_grad for t in originals]
+
+    def test_only_the_replicas_asked_for(self, devices):
+        used = devices(3)
+        originals = parameters_on(used[0], (2,))
+        bucket = make_bucket(originals, used)
+        last = len(used) - 2
+        (row,) = bucket.refresh(originals, [last])
+        assert row[0].device == used[-1]
+        assert bucket.refresh(originals, []) == []
+
+    def test_idle_replica_catches_up(self):
+        used = [torch.device("cpu")] * 3
+        originals = parameters_on(used[0], (2,))
+        bucket = make_bucket(originals, used)
+        bucket.refresh(originals, [0, 1])
+        with torch.no_grad():
+            originals[0].fill_(4)
+        bucket.refresh(originals, [0])
+        (row,) = bucket.refresh(originals, [1])
+        assert row[0].tolist() == [4, 4]
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+            lambda: torch.randn(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d),
+            lambda: torch.randn(3, 4).t(),
+            lambda: torch.randn(3, 4),
+        ],
+        ids=["channels_last", "channels_last_3d", "transposed", "contiguous"],
+    )
+    def test_strides_of_dense_tensors_are_kept(self, devices, make):
+        used = devices(2)
+        original = nn.Parameter(make().to(used[0]))
+        ((copy,),) = make_bucket([original], used).refresh([original], [0])
+        assert copy.stride() == original.stride()
+        assert copy.cpu().equal(original.cpu())
+        copy.sum().backward()
+        assert original.grad.stride() == original.stride()
+
+    @pytest.mark.parametrize("make", [lambda: torch.ones(3, 1).expand(3, 4), lambda: torch.arange(12.0)[::2]])
+    def test_tensors_with_gaps_or_overlaps_become_contiguous(self, devices, make):
+        used = devices(2)
+        original = make().to(used[0])
+        ((copy,),) = make_bucket([original], used).refresh([original], [0])
+        assert copy.is_contiguous()
+        assert copy.cpu().equal(original.cpu())
+
+    def test_begin_at_aligned_addresses(self, devices):
+        used = devices(2)
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex128):
+            originals = parameters_on(used[0], (3,), (1,), (65,), (), dtype=dtype)
+            (row,) = make_bucket(originals, used).refresh(originals, [0])
+            starts = [copy.data_ptr() - row[0].data_ptr() for copy in row]
+            assert all(start % ALIGNMENT_BYTES == 0 for start in starts)
+            ends = [start + copy.nbytes for start, copy in zip(starts, row)]
+            assert all(end <= start for end, start in zip(ends, starts[1:]))
+
+
+def squared(weight):
+    return weight.pow(2).sum()
+
+
+class TestVersions:
+    """Autograd refuses a backward through values changed since: exactly when one device would."""
+
+    def test_move_when_the_originals_has_and_only_then(self, devices):
+        used = devices(3)
+        originals = parameters_on(used[0], (2,), (3,))
+        bucket = make_bucket(originals, used)
+
+        def versions():
+            return [[t._version for t in row] for row in bucket.refresh(originals, every_replica(used))]
+
+        first = versions()
+        assert versions() == first
+        originals[0].data.clamp_(min=0)
+        assert versions() == first
+        with torch.no_grad():
+            originals[1].mul_(2)
+        moved = versions()
+        for before, after in zip(first, moved):
+            assert after[0] == before[0]
+            assert after[1] > before[1]
+        assert versions() == moved
+
+    def test_two_forwards_before_one_backward(self, devices):
+        used = devices(2)
+        originals = parameters_on(used[0], (2,))
+        bucket = make_bucket(originals, used)
+        losses = [squared(bucket.refresh(originals, [0])[0][0]) for _ in range(2)]
+        sum(losses).backward()
+        torch.testing.assert_close(originals[0].grad, 4 * originals[0].detach())
+
+    def test_backward_through_changed_values_is_torchs_error(self, devices):
+        used = devices(2)
+        originals = parameters_on(used[0], (2,))
+        bucket = make_bucket(originals, used)
+        loss = squared(bucket.refresh(originals, [0])[0][0])
+        with torch.no_grad():
+            originals[0].mul_(2)
+        bucket.refresh(originals, [0])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    def test_replica_idle_at_the_change_is_told_too(self):
+        used = [torch.device("cpu")] * 3
+        originals = parameters_on(used[0], (2,))
+        bucket = make_bucket(originals, used)
+        loss = squared(bucket.refresh(originals, [0, 1])[1][0])
+        with torch.no_grad():
+            originals[0].mul_(2)
+        bucket.refresh(originals, [0])
+        bucket.refresh(originals, [1])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+class TestGradients:
+    def test_are_added_up_over_replicas(self, devices):
+        used = devices(3)
+        originals = parameters_on(used[0], (2, 2), (3,))
+        rows = make_bucket(originals, used).refresh(originals, every_replica(used))
+        loss = sum(((i + 1) * (row[0].sum() + 10 * row[1].sum())).to(used[0]) for i, row in enumerate(rows))
+        loss.backward()
+        total = sum(range(1, len(used)))
+        assert originals[0].grad.tolist() == [[total] * 2] * 2
+        assert originals[1].grad.tolist() == [10 * total] * 3
+
+    def test_of_what_took_no_part_are_none(self, devices):
+        used = devices(3)
+        originals = parameters_on(used[0], (2,), (3,), (4,))
+        rows = make_bucket(originals, used).refresh(originals, every_replica(used))
+        (rows[0][0].sum() + rows[-1][2].sum().to(used[1])).backward()
+        assert originals[0].grad.tolist() == [1, 1]
+        assert originals[1].grad is None
+        assert originals[2].grad.tolist() == [1] * 4
+
+    def test_sparse_ones_stay_sparse(self, devices):
+        used = devices(3)
+        originals = parameters_on(used[0], (5, 2), (2,))
+        rows = make_bucket(originals, used).refresh(originals, every_replica(used))
+        index = torch.tensor([1, 3])
+        parts = [nn.functional.embedding(index.to(r[0].device), r[0], sparse=True).sum() + r[1].sum() for r in rows]
+        sum(p.to(used[0]) for p in parts).backward()
+        assert originals[0].grad.is_sparse
+        count = len(used) - 1
+        assert originals[0].grad.to_dense().tolist() == [[0] * 2, [count] * 2, [0] * 2, [count] * 2, [0] * 2]
+        assert originals[1].grad.tolist() == [count] * 2
+
+    def test_sparse_and_dense_together_are_dense(self):
+        used = [torch.device("cpu")] * 3
+        originals = parameters_on(used[0], (3, 2))
+        first, second = make_bucket(originals, used).refresh(originals, [0, 1])
+        (nn.functional.embedding(torch.tensor([1]), first[0], sparse=True).sum() + second[0].sum()).backward()
+        assert originals[0].grad.tolist() == [[1, 1], [2, 2], [1, 1]]
+
+    @pytest.mark.usefixtures("dirty_memory")
+    def test_sum_grads_in_every_pattern(self, devices):
+        used = devices(3)
+        originals = parameters_on(used[0], (2,), (1,), (3,))
+        bucket = make_bucket(originals, used)
+        grads = [[torch.ones(2, device=d), None, torch.ones(3, device=d) if i == 0 else None]
+                 for i, d in enumerate(used[1:])]  # fmt: skip
+        totals = bucket.sum_grads(grads)
+        assert totals[0].tolist() == [len(used) - 1] * 2
+        assert totals[1] is None
+        assert totals[2].tolist() == [1] * 3
+        assert bucket.sum_grads([[None] * 3 for _ in used[1:]]) == [None] * 3
+
+    @pytest.mark.filterwarnings("ignore:The AccumulateGrad node")  # torch warns at any .to() of a leaf
+    def test_can_be_differentiated_again(self, devices):
+        used = devices(3)
+        original = nn.Parameter(torch.randn(3, dtype=torch.float64, device=used[0]))
+        bucket = make_bucket([original], used)
+
+        def cubes(_):
+            rows = bucket.refresh([original], every_replica(used))
+            return sum((row[0] ** 3).to(used[0]) for row in rows)
+
+        assert torch.autograd.gradcheck(cubes, original)
+        assert torch.autograd.gradgradcheck(cubes, original)
+
+    def test_by_autograd_grad_fill_no_grad(self, devices):
+        used = devices(2)
+        originals = parameters_on(used[0], (2,))
+        (row,) = make_bucket(originals, used).refresh(originals, [0])
+        (grad,) = torch.autograd.grad(row[0].sum(), originals)
+        assert grad.tolist() == [1, 1]
+        assert originals[0].grad is None
+
+    def test_a_bucket_in_a_graph_can_be_freed(self):
+        used = [torch.device("cpu")] * 2
+        originals = parameters_on(used[0], (2,))
+        bucket = make_bucket(originals, used)
+        loss = bucket.refresh(originals, [0])[0][0].sum()
+        del bucket
+        loss.backward()
+        assert originals[0].grad.tolist() == [1, 1]
+
+
+class TestModes:
+    def test_without_recording_copies_are_connected_but_operations_are_not(self, devices):
+        used = devices(2)
+        originals = parameters_on(used[0], (2,))
+        with torch.no_grad():
+            ((copy,),) = make_bucket(originals, used).refresh(originals, [0])
+            assert not (copy * 2).requires_grad
+        assert copy.requires_grad
+        assert not copy.is_leaf
+
+    def test_inference_first_then_training(self, devices):
+        used = devices(2)
+        originals = parameters_on(used[0], (2,))
+        bucket = make_bucket(originals, used)
+        with torch.inference_mode():
+            ((copy,),) = bucket.refresh(originals, [0])
+            assert (copy * 2).is_inference()
+        assert not copy.is_inference()
+        with torch.no_grad():
+            originals[0].fill_(3)
+        ((copy,),) = bucket.refresh(originals, [0])
+        (copy**2).sum().backward()
+        assert originals[0].grad.tolist() == [6, 6]
+
+    def test_originals_made_in_inference_mode(self, devices):
+        used = devices(2)
+        with torch.inference_mode():
+            originals = [torch.ones(2, device=used[0])]
+            bucket = make_bucket(originals, used)
+            bucket.refresh(originals, [0])
+            originals[0].fill_(5)
+            ((copy,),) = bucket.refresh(originals, [0])
+        assert copy.tolist() == [5, 5]
+
+    def test_refresh_leaves_the_mode_alone(self):
+        used = [torch.device("cpu")] * 2
+        originals = parameters_on(used[0], (2,))
+        bucket = make_bucket(originals, used)
+        with torch.inference_mode():
+            bucket.refresh(originals, [0])
+            assert torch.is_inference_mode_enabled()
+        bucket.refresh(originals, [0])
+        assert torch.is_grad_enabled()
+
+
+class TestBroadcastTensor:
+    def test_first_keeps_the_tensor_itself(self, devices):
+        used = devices(3)
+        x = torch.ones(2, device=used[0])
+        copies = broadcast_tensor(x, used)
+        assert copies[0] is x
+        assert [c.device for c in copies] == used
+        assert len({c.data_ptr() for c in copies}) == len(used)
+
+    def test_gradients_are_added_in_order(self, devices):
+        used = devices(3)
+        x = torch.ones(2, device=used[0], requires_grad=True)
+        copies = broadcast_tensor(x, used)
+        sum(((i + 1) * c.sum()).to(used[0]) for i, c in enumerate(copies)).backward()
+        assert x.grad.tolist() == [sum(range(1, len(used) + 1))] * 2
+
+    def test_gradient_of_a_single_part(self, devices):
+        used = devices(3)
+        x = torch.ones(2, device=used[0], requires_grad=True)
+        broadcast_tensor(x, used)[-1].sum().backward()
+        assert x.grad.tolist() == [1, 1]
+
+    def test_writing_into_one_copy_changes_no_other(self, devices):
+        used = devices(3)
+        leaf = torch.ones(2, device=used[0], requires_grad=True)
+        copies = broadcast_tensor(leaf * 1, used)
+        copies[1].mul_(5)
+        assert [c.tolist() for c in copies] == [[5, 5] if i == 1 else [1, 1] for i in range(len(used))]
+        sum(c.sum().to(used[0]) for c in copies).backward()
+        assert leaf.grad.tolist() == [5 + len(used) - 1] * 2
+
+    def test_second_derivative(self, devices):
+        used = devices(3)
+        x = torch.randn(2, dtype=torch.float64, device=used[0], requires_grad=True)
+
+        def cubes(x):
+            return sum((c**3).to(used[0]) for c in broadcast_tensor(x, used))
+
+        assert torch.autograd.gradcheck(cubes, x)
+        assert torch.autograd.gradgradcheck(cubes, x)
+
+
+sizes = st.lists(st.integers(0, 40), max_size=12)
+
+
+class TestGroup:
+    @given(numels=sizes, limit=st.integers(0, 200), seed=st.randoms(use_true_random=False))
+    def test_each_index_is_in_one_group_in_order(self, numels, limit, seed):
+        tensors = [torch.empty(n, dtype=seed.choice([torch.float32, torch.float64])) for n in numels]
+        groups = group(tensors, lambda t: t.dtype, limit)
+        assert sorted(i for members in groups for i in members) == list(range(len(tensors)))
+        for members in groups:
+            assert members == sorted(members)
+            assert len({tensors[i].dtype for i in members}) == 1
+            assert len(members) == 1 or sum(tensors[i].nbytes for i in members) <= limit
+
+    def test_fills_groups_up_to_the_limit(self):
+        tensors = [torch.empty(n, dtype=torch.uint8) for n in (4, 6, 1, 10, 11, 0)]
+        assert group(tensors, lambda t: t.dtype, 10) == [[0, 1], [2], [3], [4], [5]]
+
+    def test_keys_fill_side_by_side(self):
+        tensors = [torch.empty(1), torch.empty(1).double(), torch.empty(1), torch.empty(1).double()]
+        assert group(tensors, lambda t: t.dtype, 100) == [[0, 2], [1, 3]]
+
+
+@gpu_only
+def test_streams_of_the_forward_are_current_again(devices):
+    device = devices(2)[1]
+    side = torch.cuda.Stream(device)
+    with torch.cuda.stream(side):
+        streams = Streams(torch.device("cpu"), device, device)
+    assert torch.cuda.current_stream(device) != side
+    with streams.current():
+        assert torch.cuda.current_stream(device) == side
+    assert torch.cuda.current_stream(device) != side
+
+
+def test_streams_of_the_cpu_are_nothing():
+    with warnings.catch_warnings(), Streams(torch.device("cpu")).current():
+        warnings.simplefilter("error")
+        assert not torch.cuda.is_initialized()

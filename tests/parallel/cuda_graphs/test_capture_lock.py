@@ -1,0 +1,156 @@
+"""Who records now, and on which streams."""
+
+import gc
+import threading
+from collections.abc import Callable
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from everygpu.comm import streams
+from everygpu.parallel.cuda_graphs import multi_gpu_graph
+from everygpu.parallel.cuda_graphs.capture_lock import NUM_LANES, RECORDING, Lanes, Turn, lease_streams
+from everygpu.parallel.cuda_graphs.multi_gpu_graph import DeviceGraph
+
+
+class Owner:
+    """Anybody."""
+
+
+def in_a_thread(function: Callable[[], object]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive(), "nobody waits for a turn"
+
+
+def test_one_has_the_turn_and_nobody_waits() -> None:
+    turn, found = Turn(), []
+
+    def ask() -> None:
+        with turn.taken() as is_ours:
+            found.append(is_ours)
+
+    with turn.taken() as is_ours:
+        assert is_ours
+        ask()
+        in_a_thread(ask)
+    in_a_thread(ask)
+    with pytest.raises(ValueError, match="failed"), turn.taken():
+        raise ValueError("failed")
+    ask()
+    assert found == [False, False, True, True]
+
+
+def test_what_waits_for_gpus_is_put_off() -> None:
+    turn, calls = Turn(), []
+    turn.run_between(lambda: calls.append("at once"))
+    assert calls == ["at once"]
+    with turn.taken():
+        turn.run_between(lambda: calls.append("by its own thread"))
+        in_a_thread(lambda: turn.run_between(lambda: calls.append("by another")))
+        assert calls == ["at once"]
+        turn.catch_up()
+        assert sorted(calls) == ["at once", "by another", "by its own thread"]
+        turn.run_between(lambda: calls.append("afterwards"))
+        assert len(calls) == 3
+    assert calls[3:] == ["afterwards"]
+
+
+def test_what_is_put_off_may_put_off() -> None:
+    """Freeing one recording, Python may come upon others."""
+    turn, calls = Turn(), []
+
+    def first() -> None:
+        turn.run_between(lambda: calls.append("second"))
+        calls.append("first")
+
+    turn.run_between(first)
+    assert calls == ["first", "second"]
+
+
+def test_nothing_that_is_put_off_is_forgotten() -> None:
+    turn, calls = Turn(), []
+
+    def work() -> None:
+        for _ in range(500):
+            with turn.taken():
+                pass
+            turn.run_between(lambda: calls.append(1))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 2000
+
+
+def test_lanes_are_shared_only_where_there_are_too_few() -> None:
+    lanes = Lanes(3)
+    owners = [Owner() for _ in range(4)]
+    assert [lanes.take(owner) for owner in owners] == [0, 1, 2, 0]
+    del owners[1]
+    gc.collect()
+    last = Owner()
+    assert lanes.take(last) == 1
+
+
+def test_models_record_on_streams_of_their_own() -> None:
+    gc.collect()
+    owners = [Owner() for _ in range(NUM_LANES)]
+    found = {lease_streams(owner) for owner in owners}
+    assert len(found) == NUM_LANES
+    assert RECORDING not in found  # where steps are recorded that never run as they are
+
+
+class State:
+    """Stands in for the place of a generator's state in a graph that draws nothing."""
+
+    num_fills = 0
+
+    def fill(self) -> None:
+        self.num_fills += 1
+
+    def is_used(self) -> bool:
+        return False
+
+
+def test_nothing_is_drawn_while_another_thread_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDAGraph", "graph_pool_handle", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    graph, state, turn = DeviceGraph([torch.device("cuda", i) for i in range(2)]), State(), Turn()
+    monkeypatch.setattr(multi_gpu_graph, "TURN", turn)
+    graph._random = [state]  # type: ignore[list-item]
+    with turn.taken():
+        in_a_thread(graph.replay)
+    assert (state.num_fills, graph._random) == (0, [state])
+    graph.replay()
+    assert (state.num_fills, graph._random) == (1, [])
+    graph.replay()
+    assert state.num_fills == 1
+    assert graph._graph.replay.call_count == 3
+
+
+def test_threads_that_ask_first_get_the_same_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Barrier(4)
+    pause = threading.Event()
+
+    def make(device: torch.device) -> object:
+        pause.wait(0.05)
+        return object()
+
+    found: list[object] = []
+
+    def ask() -> None:
+        start.wait()
+        found.append(streams.kept_stream(torch.device("cpu"), "asked for by many"))
+
+    monkeypatch.setattr("torch.cuda.Stream", make)
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, found))) == 1

@@ -1,0 +1,128 @@
+"""Replicas of a recording see the parameters of the step, whatever the forward does with them."""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from everygpu.parallel.cuda_graphs.transfer import parameter_sync
+from tests.parallel.cuda_graphs import training
+from tests.parallel.cuda_graphs.training import Negate
+
+Devices = Callable[[int], list[torch.device]]
+
+
+@pytest.fixture
+def recording(either_way: Devices, monkeypatch: pytest.MonkeyPatch) -> Devices:
+    """``devices`` on which forwards are recorded, with a bundle for each parameter."""
+    monkeypatch.setattr(parameter_sync.Exchange.__init__, "__defaults__", (1,))
+    return either_way
+
+
+class Net(nn.Module):
+    """Of parameters that are used in several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(8))
+        self.scale.note = "scale"  # type: ignore[attr-defined]
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, ids: Tensor) -> Any:
+        assert isinstance(self.scale, nn.Parameter)
+        assert self.scale.note == "scale"  # type: ignore[attr-defined]
+        h = self.embedding(ids)
+        for layer in self.layers:
+            h = h + layer(h).tanh() * self.scale
+        mixed, _ = self.attention(h, h, h)
+        with torch.no_grad():
+            size = self.layers[0].weight.abs().mean()  # no other weight is asked for
+        h = self.norm(h + mixed) / size
+        h = h + copy.deepcopy(self.layers[1])(h).detach()
+        penalty = sum(p.square().mean() for p in self.parameters())
+        return F.linear(h, self.embedding.weight) + penalty
+
+
+class Custom(Net):
+    """Gives a parameter to an autograd function."""
+
+    def forward(self, ids: Tensor) -> Any:
+        return super().forward(ids) * Negate.apply(self.scale).mean()  # type: ignore[no-untyped-call]
+
+
+class Hidden(Net):
+    """Gives a parameter to what goes past torch's functions."""
+
+    def forward(self, ids: Tensor) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            doubled = self.scale * 2
+        return super().forward(ids) * doubled.mean()
+
+
+class Writing(Net):
+    """Writes to a parameter."""
+
+    def forward(self, ids: Tensor) -> Any:
+        with torch.no_grad():
+            self.scale.mul_(0.9)
+        return super().forward(ids)
+
+
+class WritingUncounted(Net):
+    """Writes to a parameter in a way that torch doesn't count."""
+
+    def forward(self, ids: Tensor) -> Any:
+        self.scale.data.mul_(0.9)
+        return super().forward(ids)
+
+
+KEPT: list[Tensor] = []
+
+
+class Keeping(Net):
+    """Keeps its parameters."""
+
+    def forward(self, ids: Tensor) -> Any:
+        KEPT[:] = self.parameters()
+        return super().forward(ids)
+
+
+def loss_of(logits: Any, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), y.flatten())
+
+
+def train(make: Callable[[], nn.Module], used: list[torch.device], engine: str) -> tuple[Any, list[Tensor]]:
+    make_optimizer = functools.partial(torch.optim.SGD, lr=0.02)
+    return training.train(make, used, loss_of, make_optimizer, shape=(6, 5), vocabulary=12, engine=engine)
+
+
+@pytest.mark.parametrize("make", [Net, Custom, Hidden, Keeping, Writing, WritingUncounted])
+def test_parameters_are_those_of_the_step(recording: Devices, make: Any) -> None:
+    used = recording(3)
+    plain, ours = train(make, used, "threads"), train(make, used, "graphs")
+    training.compare(ours, plain)
+    assert len(ours[0]._recorder._capture._recordings) == 1
+    assert all(type(t) in (Tensor, nn.Parameter) for t in KEPT)
+    KEPT.clear()
+
+
+def test_rows_that_are_written_as_they_are_looked_up(recording: Devices) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Embedding(40, 8, max_norm=0.5), nn.Linear(8, 12))
+
+    used = recording(2)
+    training.compare(train(make, used, "graphs"), train(make, used, "threads"))
+
+
+def test_replicas_are_as_before(recording: Devices) -> None:
+    model, _ = train(Net, recording(2), "graphs")
+    for replica in model._recorder._modules:
+        assert all(type(p) in (Tensor, nn.Parameter) for p in replica.parameters())

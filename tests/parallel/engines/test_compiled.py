@@ -1,0 +1,294 @@
+"""Compiled replicas: the same results, Python included, and a way back to threads."""
+
+import copy
+import logging
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo import lookup_backend
+from torch.nn import functional as F
+
+import everygpu
+from everygpu.errors import OptionError, ReplicaError
+from everygpu.parallel.compiler import split_graph
+from everygpu.parallel.compiler.inductor_backend import CompileOnce
+from everygpu.parallel.cuda_graphs import deferred_linear
+from everygpu.parallel.engines import compiled
+from everygpu.parallel.engines.compiled import MAX_SIGNATURES, CompiledReplicas
+
+# torch's own modules warn about themselves when its compiler is imported.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Trace and guard as ever, without generating code: seconds less for each replica."""
+    monkeypatch.setattr(compiled, "inductor", lambda mode, cuts: lookup_backend("aot_eager"))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+        self.scale = 1.0
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.body(x) * self.scale
+
+
+class Plain(Net):
+    """Without the counter, for whose every value the compiler makes a graph."""
+
+    def forward(self, x):
+        return self.body(x) * self.scale
+
+
+class Last(Net):
+    """Which ends with a product."""
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def build(device):
+    torch.manual_seed(0)
+    return Net().to(device)
+
+
+def train(model, x, y, steps=4):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def batch(device, rows=12):
+    torch.manual_seed(1)
+    return torch.randn(rows, 4, device=device), torch.randint(0, 3, (rows,), device=device)
+
+
+class TestSameAsThreads:
+    def test_a28_training_a_compiled_module(self, devices):
+        used = devices(3)
+        x, y = batch(used[0])
+        net = build(used[0])
+        eager = everygpu.DataParallel(copy.deepcopy(net), used, engine="threads")
+        ours = everygpu.DataParallel(torch.compile(net, backend="aot_eager"), used)
+        assert isinstance(ours._workers, CompiledReplicas)
+        assert train(ours, x, y) == pytest.approx(train(eager, x, y))
+        torch.testing.assert_close(list(ours.parameters()), list(eager.parameters()))
+        torch.testing.assert_close(list(ours.buffers()), list(eager.buffers()))
+        assert list(ours.state_dict()) == list(net.state_dict())
+
+    def test_one_compilation_serves_all_replicas(self, devices, monkeypatch):
+        used = devices(3)
+        made = []
+
+        def counting(graph, inputs):
+            made.append(graph)
+            return lookup_backend("aot_eager")(graph, inputs)
+
+        monkeypatch.setattr(compiled, "inductor", lambda mode, cuts: counting)
+        x, y = batch(used[0])
+        torch.manual_seed(0)
+        net = Plain().to(used[0])
+        eager = everygpu.DataParallel(copy.deepcopy(net), used, engine="threads")
+        ours = everygpu.DataParallel(net, used, engine="compile")
+        assert train(ours, x, y) == pytest.approx(train(eager, x, y))
+        torch.testing.assert_close(list(ours.parameters()), list(eager.parameters()))
+        torch.testing.assert_close(list(ours.buffers()), list(eager.buffers()))
+        # One graph is made for one device.
+        assert len(made) == len(set(used))
+
+    def test_graphs_in_pieces(self, devices, monkeypatch):
+        used = devices(3)
+        cut = []
+        monkeypatch.setattr(split_graph, "PIECE_BYTES", 64)
+        compile_pieces = CompileOnce._compile_pieces
+        monkeypatch.setattr(CompileOnce, "_compile_pieces", lambda *args: cut.append(compile_pieces(*args)) or cut[-1])
+        x, y = batch(used[0])
+        torch.manual_seed(0)
+        net = Plain().to(used[0])
+        eager = everygpu.DataParallel(copy.deepcopy(net), used, engine="threads")
+        ours = everygpu.DataParallel(torch.compile(net), used, engine="graphs")
+        for _ in range(3):  # the last steps are recorded where that is possible
+            assert train(ours, x, y) == pytest.approx(train(eager, x, y), rel=1e-4)
+        torch.testing.assert_close(list(ours.parameters()), list(eager.parameters()), rtol=1e-4, atol=1e-5)
+        assert cut
+        assert None not in cut
+
+    @pytest.mark.parametrize("count", [1, 3])
+    def test_last_products_are_left_out_of_graphs(self, devices, monkeypatch, count):
+        used = devices(count)
+        apart = []
+        monkeypatch.setattr(split_graph, "PIECE_BYTES", 64)
+        monkeypatch.setattr(deferred_linear, "is_large", lambda *_: True)
+        linear = deferred_linear.linear
+        monkeypatch.setattr(deferred_linear, "linear", lambda *operands: apart.append(operands) or linear(*operands))
+        x, y = batch(used[0])
+        torch.manual_seed(0)
+        net = Last().to(used[0])
+        eager = everygpu.DataParallel(copy.deepcopy(net), used, engine="threads")
+        ours = everygpu.DataParallel(torch.compile(net), used, engine="graphs")
+        for _ in range(3):
+            assert train(ours, x, y) == pytest.approx(train(eager, x, y), rel=1e-4)
+        torch.testing.assert_close(list(ours.parameters()), list(eager.parameters()), rtol=1e-4, atol=1e-5)
+        assert apart
+        if used[0].type == "cuda" and ours._recorder is not None:
+            (found,) = ours._recorder._capture._recordings.values()
+            assert any(slot.is_lent for slot in found.recorded.slots)
+
+    def test_python_state_means_what_it_does_eagerly(self, devices, quick):
+        used = devices(2)
+        x, _ = batch(used[0])
+        model = everygpu.DataParallel(build(used[0]), used, engine="compile").eval()
+        first = everygpu.gather(model(x))
+        model.module.scale = 3.0
+        torch.testing.assert_close(everygpu.gather(model(x)), first * 3)
+        assert model.module.calls == 2
+
+    def test_changed_weights_arrive(self, devices, quick):
+        used = devices(2)
+        x, _ = batch(used[0])
+        model = everygpu.DataParallel(build(used[0]), used, engine="compile").eval()
+        model(x)
+        for write in (lambda p: p.data.mul_(2), lambda p: setattr(p, "data", p.data + 1)):
+            for p in model.parameters():
+                write(p)
+            torch.testing.assert_close(everygpu.gather(model(x)), model.module(x))
+
+    def test_two_forwards_before_one_backward(self, devices, quick):
+        used = devices(2)
+        x, _ = batch(used[0])
+        bare = build(used[0]).eval()
+        model = everygpu.DataParallel(copy.deepcopy(bare), used, engine="compile")
+        for net in (bare, model):
+            (net(x).square().sum() * net(x * 2).square().sum()).backward()
+        torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in bare.parameters()])
+
+    def test_weights_swapped_for_an_evaluation_before_backward(self, devices, quick):
+        used = devices(2)
+        x, _ = batch(used[0])
+        bare = build(used[0]).eval()
+        model = everygpu.DataParallel(copy.deepcopy(bare), used, engine="compile")
+        for net in (bare, model):
+            out = net(x)
+            kept = [p.detach().clone() for p in net.parameters()]
+            for p in net.parameters():
+                p.data.mul_(0.5)
+            with torch.no_grad():
+                net(x)
+            for p, k in zip(net.parameters(), kept):
+                p.data.copy_(k)
+            out.square().sum().backward()
+        torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in bare.parameters()])
+
+    def test_addresses_stay_from_step_to_step(self, devices, quick):
+        used = devices(2)
+        x, y = batch(used[0])
+        model = everygpu.DataParallel(build(used[0]), used, engine="compile")
+        train(model, x, y, steps=1)
+        replica = model._replicas.refresh([1])[0]
+        before = [p.data_ptr() for p in replica.parameters()]
+        held = [p.detach() for p in replica.parameters()]  # as a CUDA graph does
+        train(model, x, y, steps=2)
+        assert [p.data_ptr() for p in model._replicas.refresh([1])[0].parameters()] == before
+        assert held
+
+    def test_one_device_is_compiled_too(self, quick):
+        x, y = batch("cpu")
+        eager = everygpu.DataParallel(build("cpu"), ["cpu"])
+        ours = everygpu.DataParallel(build("cpu"), ["cpu"], engine="compile")
+        assert train(ours, x, y) == pytest.approx(train(eager, x, y))
+        assert len(ours._workers._compiled) == 1
+
+
+class TestWaysBack:
+    def test_many_shapes_end_compiling_with_one_warning(self, quick, caplog):
+        model = everygpu.DataParallel(build("cpu"), ["cpu"] * 2, engine="compile").eval()
+        bare = copy.deepcopy(model.module)
+        with caplog.at_level(logging.WARNING, "everygpu"):
+            for rows in range(2, MAX_SIGNATURES + 6):
+                x = torch.randn(rows, 4)
+                torch.testing.assert_close(everygpu.gather(model(x)), bare(x))
+        assert len([r for r in caplog.records if "combinations of shapes" in r.message]) == 1
+
+    def test_compiler_that_fails_is_done_without(self, monkeypatch, caplog):
+        def broken(graph, inputs):
+            raise NotImplementedError("no such operation")
+
+        monkeypatch.setattr(compiled, "inductor", lambda mode, cuts: broken)
+        model = everygpu.DataParallel(build("cpu"), ["cpu"] * 2, engine="compile").eval()
+        x, _ = batch("cpu")
+        with caplog.at_level(logging.WARNING, "everygpu"):
+            torch.testing.assert_close(everygpu.gather(model(x)), model.module(x))
+        assert "compiling failed" in caplog.text
+
+    def test_exception_in_a_replica_is_the_users(self, quick):
+        class Picky(Net):
+            def forward(self, x):
+                if x.shape[0] == 1:
+                    raise ValueError("one row")
+                return super().forward(x)
+
+        model = everygpu.DataParallel(Picky(), ["cpu"] * 2, engine="compile").eval()
+        with pytest.raises(ValueError, match="one row") as caught:
+            model(torch.randn(3, 4))
+        assert isinstance(caught.value.__cause__, ReplicaError)
+        assert "replica 1" in str(caught.value.__cause__)
+        assert model(torch.randn(4, 4)).shape == (4, 3)
+
+    def test_engine_is_one_of_three(self):
+        with pytest.raises(OptionError, match="threads"):
+            everygpu.DataParallel(build("cpu"), ["cpu"], engine="fast")
+
+    @pytest.mark.parametrize("compiled", [False, True])
+    def test_auto_does_what_the_user_did_and_says_so(self, devices, caplog, compiled):
+        used = devices(2)
+        net = torch.compile(build(used[0]), backend="eager") if compiled else build(used[0])
+        with caplog.at_level(logging.INFO, "everygpu"):
+            model = everygpu.DataParallel(net, used)
+        assert isinstance(model._workers, CompiledReplicas) == compiled
+        said = [r.message for r in caplog.records]
+        assert len(said) == (0 if used[0].type == "cpu" else 1)
+        assert all(("are compiled" if compiled else "run eagerly") in line for line in said)
+
+    def test_auto_says_what_it_chose_for_gpus(self, caplog):
+        module = sys.modules[everygpu.DataParallel.__module__]
+        with caplog.at_level(logging.INFO, "everygpu"), pytest.MonkeyPatch.context() as patch:
+            patch.setitem(vars(module), "parse_devices", lambda ids: [torch.device("cuda", i) for i in ids])
+            patch.setitem(vars(module), "place_module", lambda *args, **options: None)
+            for net in (build("cpu"), torch.compile(build("cpu"), backend="eager")):
+                everygpu.DataParallel(net, [0, 1])
+            everygpu.DataParallel(build("cpu"), [0])
+            everygpu.DataParallel(build("cpu"), [0, 1], engine="threads")
+        plain, compiled = (r.message for r in caplog.records)
+        assert "run eagerly" in plain
+        assert "are compiled" in compiled
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_compiled_wrapper_runs_as_ever(devices, count):
+    used = devices(count)
+    x, y = batch(used[0])
+    net = build(used[0])
+    eager = everygpu.DataParallel(copy.deepcopy(net), used)
+    ours = torch.compile(everygpu.DataParallel(net, used), backend="eager")
+    assert train(ours, x, y) == pytest.approx(train(eager, x, y))
+    torch.testing.assert_close(list(ours.parameters()), list(eager.parameters()))

@@ -1,0 +1,232 @@
+"""What the calling thread has set reaches the replicas' threads, and stays out of everyone else's."""
+
+import contextlib
+import contextvars
+import threading
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+import everygpu
+from everygpu.parallel.engines.thread_state import ThreadState, on_device
+
+gpu_only = pytest.mark.parametrize("devices", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+variable = contextvars.ContextVar("variable", default="unset")
+
+
+def call_in_thread(function):
+    """Return what a fresh thread gives, or raise what it raises."""
+    found = []
+
+    def call():
+        try:
+            found.append((function(), None))
+        except BaseException as error:
+            found.append((None, error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    value, error = found[0]
+    if error is not None:
+        raise error
+    return value
+
+
+def carry(used, setting, look):
+    """What ``look`` sees in a thread that runs as if within ``setting``, and in that thread afterwards."""
+    with setting:
+        state = ThreadState(used)
+        context = state.snapshot()
+    return call_in_thread(lambda: (state.run(context, used[-1], look), look()))
+
+
+class Counting(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def get_autocast_dtype():
+    return torch.get_autocast_dtype("cpu")
+
+
+@pytest.mark.parametrize(
+    ("setting", "look", "inside", "outside"),
+    [
+        (contextlib.nullcontext, torch.is_grad_enabled, True, True),
+        (torch.no_grad, torch.is_grad_enabled, False, True),
+        (torch.inference_mode, torch.is_inference_mode_enabled, True, False),
+        (contextlib.nullcontext, torch.is_inference_mode_enabled, False, False),
+        (lambda: torch.autocast("cpu"), lambda: torch.is_autocast_enabled("cpu"), True, False),
+        (lambda: torch.autocast("cpu", enabled=False), lambda: torch.is_autocast_enabled("cpu"), False, False),
+        (lambda: torch.autocast("cpu", torch.half), get_autocast_dtype, torch.half, torch.bfloat16),
+        (lambda: torch.autocast("cpu", cache_enabled=False), torch.is_autocast_cache_enabled, False, True),
+        (lambda: torch.device("meta"), lambda: torch.ones(1).device.type, "meta", "cpu"),
+    ],
+    ids=["nothing", "no_grad", "inference_mode", "no inference_mode", "autocast", "autocast off", "autocast's dtype",
+         "autocast's cache", "default device"],
+)  # fmt: skip
+def test_setting_is_carried_and_put_back(setting, look, inside, outside):
+    assert carry([torch.device("cpu")], setting(), look) == (inside, outside)
+
+
+def test_grad_within_inference_mode():
+    with torch.inference_mode(), torch.enable_grad():
+        state = ThreadState([torch.device("cpu")])
+    seen = call_in_thread(
+        lambda: state.run(
+            state.snapshot(),
+            torch.device("cpu"),
+            lambda: (torch.is_inference_mode_enabled(), torch.is_grad_enabled()),
+        )
+    )
+    assert seen == (True, True)
+
+
+def test_every_autocast_type_at_once(devices):
+    used = devices(2)
+    kind = used[0].type
+    with torch.autocast("cpu", torch.float16), torch.autocast(kind, torch.bfloat16):
+        state = ThreadState(used)
+    seen = call_in_thread(
+        lambda: state.run(
+            state.snapshot(), used[1], lambda: (torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype(kind))
+        )
+    )
+    assert seen == (torch.bfloat16 if kind == "cpu" else torch.float16, torch.bfloat16)
+
+
+def test_function_modes_are_carried_in_order():
+    order = []
+
+    class Named(TorchFunctionMode):
+        def __init__(self, name):
+            super().__init__()
+            self.name = name
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            order.append(self.name)
+            return func(*args, **(kwargs or {}))
+
+    with Named("outer"), Named("inner"):
+        state = ThreadState([torch.device("cpu")])
+
+    def look():
+        order.clear()
+        torch.ones(1)
+        return list(order)
+
+    assert call_in_thread(lambda: state.run(state.snapshot(), torch.device("cpu"), look)) == ["inner", "outer"]
+    assert look() == []
+
+
+def test_saved_tensor_hooks_are_carried():
+    packed = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t)
+    x = torch.ones(2, requires_grad=True)
+    carry([torch.device("cpu")], hooks, lambda: (x * x).sum())
+    assert len(packed) == 2
+
+
+def test_context_variables_are_carried_one_way():
+    token = variable.set("mine")
+    try:
+        state = ThreadState([torch.device("cpu")])
+        context = state.snapshot()
+
+        def change():
+            seen = variable.get()
+            variable.set("theirs")
+            return seen
+
+        seen, later = call_in_thread(lambda: (state.run(context, torch.device("cpu"), change), variable.get()))
+        assert (seen, later) == ("mine", "unset")
+        assert variable.get() == "mine"
+    finally:
+        variable.reset(token)
+
+
+def test_state_is_that_of_the_capture():
+    with torch.no_grad():
+        state = ThreadState([torch.device("cpu")])
+    assert torch.is_grad_enabled()
+    assert not call_in_thread(lambda: state.run(state.snapshot(), torch.device("cpu"), torch.is_grad_enabled))
+
+
+def test_thread_is_put_back_after_an_exception():
+    def fail():
+        raise ValueError("inside")
+
+    with torch.no_grad(), torch.autocast("cpu"), Counting() as mode:
+        state = ThreadState([torch.device("cpu")])
+
+    def attempt():
+        with pytest.raises(ValueError, match="inside"):
+            state.run(state.snapshot(), torch.device("cpu"), fail)
+        torch.ones(1)
+        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+
+    calls = mode.calls
+    assert call_in_thread(attempt) == (True, False)
+    assert mode.calls == calls
+
+
+def test_caller_is_left_alone():
+    with torch.no_grad(), Counting():
+        state = ThreadState([torch.device("cpu")])
+        call_in_thread(lambda: state.run(state.snapshot(), torch.device("cpu"), torch.is_grad_enabled))
+        assert not torch.is_grad_enabled()
+    assert torch.is_grad_enabled()
+
+
+class TestOnDevice:
+    def test_cpu_changes_nothing(self):
+        with torch.device("meta"), on_device(torch.device("cpu"), None):
+            assert torch.ones(1).device.type == "meta"
+        with on_device(torch.device("cpu"), None):
+            assert torch.ones(1).device.type == "cpu"
+
+    @gpu_only
+    def test_gpu_is_current_and_takes_new_tensors(self, devices):
+        device = devices(2)[-1]
+        stream = torch.cuda.Stream(device)
+        with on_device(device, stream):
+            assert torch.cuda.current_device() == device.index
+            assert torch.cuda.current_stream() == stream
+            assert torch.ones(1).device == device
+            assert torch.ones(1, device="cpu").cuda().device == device
+        assert torch.ones(1).device.type == "cpu"
+
+    @gpu_only
+    def test_callers_default_device_becomes_the_replicas(self, devices):
+        used = devices(2)
+        for setting, expected in ((torch.device(used[0]), used[-1]), (torch.device("cpu"), torch.device("cpu"))):
+            inside, _ = carry(used, setting, lambda: torch.ones(1).device)
+            assert inside == expected
+
+    @gpu_only
+    def test_callers_stream_is_carried(self, devices):
+        used = devices(2)
+        stream = torch.cuda.Stream(used[-1])
+        inside, outside = carry(used, torch.cuda.stream(stream), torch.cuda.current_stream)
+        assert inside == stream
+        assert outside != stream
+
+
+def test_autocast_casts_parameters_anew_in_every_forward(devices):
+    used = devices(2)
+    module = torch.nn.Linear(4, 4, bias=False).to(used[0])
+    model = everygpu.DataParallel(module, used)
+    x = torch.ones(6, 4, device=used[0])
+    with torch.autocast(used[0].type, torch.bfloat16):
+        first = everygpu.gather(model(x)).float()
+        with torch.no_grad():
+            module.weight.mul_(2)
+        second = everygpu.gather(model(x)).float()
+    torch.testing.assert_close(second, 2 * first)

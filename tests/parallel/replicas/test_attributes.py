@@ -1,0 +1,417 @@
+"""A replica's plain attributes: those that a copy made at this moment would have."""
+
+import functools
+import types
+import weakref
+from collections import OrderedDict, defaultdict, namedtuple
+
+import pytest
+import torch
+from torch import nn
+
+from everygpu.parallel.replicas.attributes import Mirror, Watch
+
+CPU = torch.device("cpu")
+Pair = namedtuple("Pair", "x y")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.number = 3
+        self.flags = {"on": True, "size": 4}
+        self.names = ["a", "b"]
+        self.marks = {1, 2}
+
+
+def twin_tensors(modules, mirror):
+    """Give the mirror's modules copies of the tensors, as its owner does, and say whose copies they are."""
+    known = {}
+    for original, twin in zip(modules, mirror.modules):
+        for table in ("_parameters", "_buffers"):
+            for key, t in getattr(original, table).items():
+                if t is not None and id(t) not in known:
+                    known[id(t)] = t.detach().clone()
+                getattr(twin, table)[key] = None if t is None else known[id(t)]
+    return known
+
+
+class Pairing:
+    """An original and its mirror, brought up to date as often as asked."""
+
+    def __init__(self, net):
+        self.net = net
+        self.modules = list(net.modules())
+        self.watch = Watch(self.modules)
+        self.mirror = Mirror(self.modules, CPU)
+        self.follow()
+
+    def follow(self):
+        self.mirror.expire(self.watch.changed())
+        self.mirror.follow(twin_tensors(self.modules, self.mirror))
+        return self.mirror.root
+
+
+def mirror_of(net):
+    return Pairing(net).mirror.root
+
+
+class TestWatch:
+    def test_first_look_finds_everything_and_the_second_nothing(self):
+        net = Net()
+        watch = Watch(list(net.modules()))
+        assert watch.changed() == [0, 1]
+        assert watch.changed() == []
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda net: setattr(net, "number", 4),
+            lambda net: setattr(net, "number", 3.0),
+            lambda net: setattr(net, "new", None),
+            lambda net: delattr(net, "number"),
+            lambda net: net.flags.update(on=False),
+            lambda net: net.flags.pop("on"),
+            lambda net: net.flags.update(new=1),
+            lambda net: net.flags.update(new=torch.ones(2)),
+            lambda net: net.names.append("c"),
+            lambda net: net.names.reverse(),
+            lambda net: net.names.__setitem__(0, torch.ones(2)),
+            lambda net: net.marks.add(3),
+            lambda net: setattr(net, "training", False),
+            lambda net: setattr(net, "forward", lambda x: x),
+            lambda net: net.register_forward_hook(lambda *_: None),
+            lambda net: net.register_forward_pre_hook(lambda *_: None),
+            lambda net: net.register_full_backward_hook(lambda *_: None),
+            lambda net: net.__dict__.update(number=5),
+            lambda net: net.__dict__.update(other=net.__dict__.pop("number")),
+            lambda net: setattr(net, "tensor", torch.ones(2)),
+        ],
+    )
+    def test_change_of_a_plain_attribute(self, change):
+        net = Net()
+        watch = Watch(list(net.modules()))
+        watch.changed()
+        change(net)
+        assert watch.changed() == [0]
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda net: net.flags.__setitem__("size", 4.0),
+            lambda net: net.flags.__setitem__("on", 1),
+            lambda net: net.names.__setitem__(0, type("Name", (str,), {})("a")),
+            lambda net: net.flags.__setitem__("on", net.flags.pop("on")),
+        ],
+        ids=["float for int", "int for bool", "subclass", "order of keys"],
+    )
+    def test_change_to_something_equal(self, change):
+        """``==`` doesn't see it, a forward does: ``range(net.flags["size"])``, ``next(iter(net.flags))``."""
+        net = Net()
+        watch = Watch(list(net.modules()))
+        watch.changed()
+        change(net)
+        assert watch.changed() == [0]
+
+    def test_change_in_a_child_is_the_childs(self):
+        net = Net()
+        watch = Watch(list(net.modules()))
+        watch.changed()
+        net.inner.note = "new"
+        assert watch.changed() == [1]
+        net.eval()
+        assert watch.changed() == [0, 1]
+
+    def test_change_that_is_put_back_before_anyone_looks(self):
+        net = Net()
+        watch = Watch(list(net.modules()))
+        watch.changed()
+        net.eval().train()
+        assert watch.changed() == []
+
+    @pytest.mark.parametrize(
+        "value",
+        [torch.ones(1), [[1]], {"a": {"b": 1}}, ([1],), [nn.Linear(1, 1)], [object()]],
+    )
+    def test_what_can_change_unseen_is_always_stale(self, value):
+        net = Net()
+        net.hidden = value
+        watch = Watch(list(net.modules()))
+        watch.changed()
+        assert watch.changed() == [0]
+
+    def test_hooks_of_state_dicts_are_no_part_of_a_forward(self):
+        """weight_norm has one, and would be translated at every forward and never recorded."""
+        net = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+        net.register_state_dict_post_hook(lambda *_: None)
+        net.register_state_dict_pre_hook(lambda *_: None)
+        net.register_load_state_dict_post_hook(lambda *_: None)
+        watch = Watch(list(net.modules()))
+        watch.changed()
+        assert watch.changed() == []
+        net.register_state_dict_pre_hook(lambda *_: None)
+        assert watch.changed() == [0]
+
+
+class TestFollowing:
+    def test_replica_is_of_the_same_class_with_its_own_tables(self):
+        net = Net()
+        replica = mirror_of(net)
+        assert type(replica) is Net
+        assert type(replica.inner) is nn.Linear
+        assert replica.inner is not net.inner
+        assert replica.inner.weight is not net.inner.weight
+        assert vars(replica).keys() == vars(net).keys()
+
+    def test_attributes_added_changed_and_deleted(self):
+        pairing = Pairing(Net())
+        net = pairing.net
+        net.new, net.number = "new", 7
+        del net.flags
+        replica = pairing.follow()
+        assert (replica.new, replica.number) == ("new", 7)
+        assert not hasattr(replica, "flags")
+
+    def test_what_the_replica_did_to_itself_is_undone_at_the_next_change(self):
+        pairing = Pairing(Net())
+        pairing.mirror.root.only_here = 1
+        pairing.net.number = 9
+        assert not hasattr(pairing.follow(), "only_here")
+
+    def test_follows_changes_it_missed(self):
+        pairing = Pairing(Net())
+        pairing.net.inner.note = 8
+        pairing.mirror.expire(pairing.watch.changed())
+        pairing.net.names.append("c")
+        replica = pairing.follow()
+        assert (replica.inner.note, replica.names) == (8, ["a", "b", "c"])
+
+    def test_containers_are_not_shared(self):
+        net = Net()
+        replica = mirror_of(net)
+        replica.flags["on"] = False
+        replica.names.append("c")
+        replica.marks.add(3)
+        assert (net.flags["on"], net.names, net.marks) == (True, ["a", "b"], {1, 2})
+
+    def test_class_without_a_plain_constructor(self):
+        class Strict(nn.Module):
+            def __init__(self, must, have):
+                super().__init__()
+
+            def __copy__(self):
+                raise AssertionError
+
+        assert type(mirror_of(Strict(1, 2))) is Strict
+
+    def test_shared_module_is_shared_in_the_replica(self):
+        layer = nn.Linear(1, 1)
+        replica = mirror_of(nn.ModuleDict({"a": layer, "b": layer}))
+        assert replica["a"] is replica["b"]
+        assert replica["a"] is not layer
+
+    def test_replica_counts_as_compiled_where_the_original_is(self):
+        net = Net()
+        wrapped = torch.compile(net, backend="eager")
+        replica = mirror_of(wrapped)
+        assert type(replica) is Net
+        assert replica.inner is not net.inner
+
+
+class TestTranslation:
+    """Whatever in an attribute leads to the original's modules or tensors leads to the replica's instead."""
+
+    def check(self, make, find):
+        """``find`` the module in what ``make`` puts around it."""
+        net = Net()
+        net.held = make(net.inner)
+        replica = mirror_of(net)
+        assert find(net.held) is net.inner
+        assert find(replica.held) is replica.inner
+
+    @pytest.mark.parametrize(
+        ("make", "find"),
+        [
+            (lambda m: [m], lambda v: v[0]),
+            (lambda m: (1, m), lambda v: v[1]),
+            (lambda m: {"m": m}, lambda v: v["m"]),
+            (lambda m: OrderedDict(m=m), lambda v: v["m"]),
+            (lambda m: defaultdict(list, m=m), lambda v: v["m"]),
+            (lambda m: Pair(m, 1), lambda v: v.x),
+            (lambda m: {m}, lambda v: next(iter(v))),
+            (lambda m: frozenset([m]), lambda v: next(iter(v))),
+            (lambda m: {"a": [(m,)]}, lambda v: v["a"][0][0]),
+            (lambda m: weakref.ref(m), lambda v: v()),
+            (lambda m: m.extra_repr, lambda v: v.__self__),
+            (lambda m: types.MethodType(lambda self: self, m), lambda v: v()),
+            (lambda m: functools.partial(lambda a, b: a, m), lambda v: v(1)),
+            (lambda m: functools.partial(lambda a, b: b, b=m), lambda v: v(1)),
+            (lambda m: functools.partial(functools.partial(lambda a: a), m), lambda v: v()),
+            (lambda m: lambda: m, lambda v: v()),
+            (lambda m: [lambda: [m]], lambda v: v[0]()[0]),
+        ],
+    )
+    def test_module(self, make, find):
+        self.check(make, find)
+
+    def test_parameters_and_buffers(self):
+        net = nn.BatchNorm1d(2)
+        net.held = {"list": [net.weight], "closure": lambda: net.weight, "weak": weakref.ref(net.running_mean)}
+        replica = mirror_of(net)
+        assert replica.held["list"][0] is replica.weight
+        assert replica.held["closure"]() is replica.weight
+        assert replica.held["weak"]() is replica.running_mean
+
+    def test_plain_tensor_is_copied_to_the_device(self):
+        net = Net()
+        net.held = [torch.ones(2)]
+        net.alone = torch.ones(2)
+        replica = mirror_of(net)
+        assert replica.held[0].equal(net.held[0])
+        assert replica.held[0].data_ptr() != net.held[0].data_ptr()
+        replica.alone.fill_(7)
+        assert net.alone.tolist() == [1, 1]
+
+    def test_plain_tensor_in_a_graph_stays_connected(self):
+        net = Net()
+        leaf = torch.ones(2, requires_grad=True)
+        net.held = leaf * 2
+        mirror_of(net).held.sum().backward()
+        assert leaf.grad.tolist() == [2, 2]
+
+    def test_module_of_another_tree_is_left_alone(self):
+        net, other = Net(), nn.Linear(1, 1)
+        net.__dict__["teacher"] = other
+        net.held = [other]
+        replica = mirror_of(net)
+        assert replica.teacher is other
+        assert replica.held[0] is other
+
+    def test_objects_functions_and_constants_are_shared(self):
+        net = Net()
+        net.thing, net.function, net.constant = object(), len, (1, "a")
+        replica = mirror_of(net)
+        assert replica.thing is net.thing
+        assert replica.function is net.function
+        assert replica.constant is net.constant
+
+    def test_function_without_ties_to_the_tree_is_shared(self):
+        net, scale = Net(), 3
+        net.function = lambda x: x * scale
+        assert mirror_of(net).function is net.function
+
+    def test_structure_that_contains_itself(self):
+        net = Net()
+        loop = [net.inner]
+        loop.append(loop)
+        net.loop = loop
+        net.table = {"net": net}
+        net.table["table"] = net.table
+        replica = mirror_of(net)
+        assert replica.loop[0] is replica.inner
+        assert replica.table["net"] is replica
+
+    def test_closure_that_refers_to_itself(self):
+        net = Net()
+
+        def countdown(n):
+            return net.inner if n == 0 else countdown(n - 1)
+
+        net.countdown = countdown
+        assert mirror_of(net).countdown(0) is not net.inner
+
+    def test_wrapped_function_keeps_what_it_is(self):
+        net = Net()
+        old = net.inner.forward
+
+        def forward(x, scale=2, *, shift=1):
+            """Shifted."""
+            return old(x) * scale + shift
+
+        forward.label = "patched"
+        net.inner.forward = forward
+        replica = mirror_of(net)
+        patched = replica.inner.forward
+        assert patched is not forward
+        assert (patched.__doc__, patched.__name__, patched.label) == ("Shifted.", "forward", "patched")
+        with torch.no_grad():
+            net.inner.weight.zero_()
+            net.inner.bias.zero_()
+        x = torch.ones(1, 2)
+        torch.testing.assert_close(patched(x), nn.Linear.forward(replica.inner, x) * 2 + 1)
+        assert not torch.equal(patched(x), forward(x))
+
+    def test_unfilled_cell(self):
+        net = Net()
+
+        def make():
+            def use():
+                return net.inner, later
+
+            net.use = use
+            replica = mirror_of(net)
+            later = 1
+            return replica, later
+
+        replica, _ = make()
+        assert replica.use.__closure__ is not None
+
+    def test_dead_weakref(self):
+        net = Net()
+        net.gone = weakref.ref(nn.Linear(1, 1))
+        assert net.gone() is None
+        assert mirror_of(net).gone() is None
+
+    def test_hooks_get_the_replicas_module(self):
+        net = Net()
+        seen = set()
+        net.inner.register_forward_hook(lambda module, *_: seen.add(id(module)))
+        replica = mirror_of(net)
+        hook = next(iter(replica.inner._forward_hooks.values()))
+        assert replica.inner._forward_hooks is not net.inner._forward_hooks
+        hook(replica.inner, None, None)
+
+
+class TestSharedWithFunctions:
+    """A patched forward or a hook keeps what it was given: lists it fills, settings read from a dict."""
+
+    def test_list_that_a_hook_fills(self):
+        net, seen = Net(), []
+        net.inner.register_forward_hook(lambda *_: seen.append(torch.ones(2)))
+        pairing = Pairing(net)
+        for _ in range(3):
+            next(iter(pairing.follow().inner._forward_hooks.values()))(None, None, None)
+        assert len(seen) == 3
+
+    def test_settings_that_a_patched_forward_reads(self):
+        net, settings = Net(), {"scale": 1}
+        old = net.inner.forward
+        net.inner.forward = lambda x: old(x) * settings["scale"]
+        pairing = Pairing(net)
+        x = torch.ones(1, 2)
+        before = pairing.mirror.root.inner.forward(x)
+        settings["scale"] = 3
+        torch.testing.assert_close(pairing.follow().inner.forward(x), before * 3)
+
+    def test_settings_given_to_a_partial(self):
+        net, settings = Net(), {"scale": 1}
+        net.inner.forward = functools.partial(lambda s, old, x: old(x) * s["scale"], settings, net.inner.forward)
+        pairing = Pairing(net)
+        x = torch.ones(1, 2)
+        before = pairing.mirror.root.inner.forward(x)
+        settings["scale"] = 3
+        torch.testing.assert_close(pairing.follow().inner.forward(x), before * 3)
+
+    def test_counter_in_a_cell(self):
+        net, count = Net(), 0
+        old = net.inner.forward
+
+        def forward(x):
+            nonlocal count
+            count += 1
+            return old(x)
+
+        net.inner.forward = forward
+        mirror_of(net).inner.forward(torch.ones(1, 2))
+        assert count == 1

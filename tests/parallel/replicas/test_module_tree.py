@@ -1,0 +1,209 @@
+"""Where tensors sit in a module tree, and noticing that they sit elsewhere now."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from everygpu.parallel.replicas.module_tree import Layout
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encode = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.decode = nn.Linear(3, 3, bias=False)
+        self.decode.weight = self.encode.weight
+        self.again = self.norm
+        self.nothing = None
+        self.register_buffer("scale", torch.ones(1))
+        self.register_parameter("empty", None)
+
+
+def test_shared_modules_and_tensors_are_listed_once():
+    net = Net()
+    layout = Layout(net)
+    assert [type(m) for m in layout.modules] == [Net, nn.Linear, nn.BatchNorm1d, nn.Linear]
+    assert layout.modules[0] is net
+    expected = [*net.parameters(), *net.buffers()]
+    assert len(layout.tensors) == len(expected)
+    assert {id(t) for t in layout.tensors} == {id(t) for t in expected}
+
+
+def test_places_hold_what_order_says():
+    net = Net()
+    layout = Layout(net)
+    places = layout.places(layout.modules)
+    assert len(places) == len(layout.order)
+    for (table, key), index in zip(places, layout.order):
+        assert table[key] is (None if index is None else layout.tensors[index])
+    assert layout.order.count(None) == 2  # the root's empty parameter, decode's bias
+    tied = [t is net.encode.weight for t in layout.tensors].index(True)
+    assert layout.order.count(tied) == 2
+
+
+def test_places_of_a_twin_are_the_twins():
+    net = Net()
+    layout = Layout(net)
+    twin = copy.deepcopy(net)
+    for (table, key), index in zip(layout.places(list(twin.modules())), layout.order):
+        if index is not None:
+            assert table[key] is not layout.tensors[index]
+            assert table[key].shape == layout.tensors[index].shape
+
+
+def test_module_without_tensors():
+    layout = Layout(nn.Identity())
+    assert layout.tensors == layout.order == []
+    assert layout.is_current()
+
+
+def assign_parameter(net):
+    net.encode.bias = nn.Parameter(torch.full((3,), 7.0))
+
+
+def assign_buffer(net):
+    net.scale = torch.full((1,), 7.0)
+
+
+def write_in_place(net):
+    with torch.no_grad():
+        net.encode.weight.mul_(2)
+    net.scale.data.add_(1)
+
+
+def load(net):
+    net.load_state_dict(Net().state_dict())
+
+
+def load_by_assignment(net):
+    net.load_state_dict(Net().state_dict(), assign=True)
+    net.decode.weight = net.encode.weight
+
+
+def set_an_attribute(net):
+    net.encode.note = "new"
+    net.eval()
+
+
+def give_data(net):
+    net.encode.bias.data = torch.zeros(3)
+
+
+def assign_tied(net):
+    net.encode.weight = net.decode.weight = nn.Parameter(torch.zeros(3, 3))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [assign_parameter, assign_buffer, write_in_place, load, load_by_assignment, set_an_attribute, give_data,
+     assign_tied],
+)  # fmt: skip
+def test_new_values_in_old_places_are_taken_on(change):
+    net = Net()
+    layout = Layout(net)
+    order = layout.order
+    change(net)
+    assert layout.is_current()
+    assert layout.order == order
+    assert {id(t) for t in layout.tensors} == {id(t) for t in (*net.parameters(), *net.buffers())}
+    for (table, key), index in zip(layout.places(layout.modules), layout.order):
+        assert table[key] is (None if index is None else layout.tensors[index])
+
+
+def add_module(net):
+    net.encode.extra = nn.Linear(1, 1)
+
+
+def replace_module(net):
+    net.norm = nn.BatchNorm1d(3)
+
+
+def remove_module(net):
+    del net.again
+
+
+def add_parameter(net):
+    net.encode.gain = nn.Parameter(torch.ones(1))
+
+
+def add_buffer(net):
+    net.register_buffer("shift", torch.ones(1))
+
+
+def fill_empty_parameter(net):
+    net.empty = nn.Parameter(torch.ones(1))
+
+
+def empty_a_parameter(net):
+    net.encode.bias = None
+
+
+def untie(net):
+    net.decode.weight = nn.Parameter(net.decode.weight.detach().clone())
+
+
+def tie(net):
+    net.norm.weight = net.norm.bias
+
+
+def reshape(net):
+    net.encode.weight.data = torch.ones(4, 3)
+
+
+def change_dtype(net):
+    net.double()
+
+
+def change_strides(net):
+    net.encode.weight.data = net.encode.weight.data.t().contiguous().t()
+
+
+def freeze(net):
+    net.encode.bias.requires_grad_(False)
+
+
+def let_a_buffer_train(net):
+    net.scale.requires_grad_()
+
+
+def move(net):
+    net.to("meta")
+
+
+def register_a_parametrization(net):
+    nn.utils.parametrize.register_parametrization(net.encode, "weight", nn.Identity())
+
+
+def rename(net):
+    net._modules["encoder"] = net._modules.pop("encode")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [add_module, replace_module, remove_module, add_parameter, add_buffer, fill_empty_parameter, empty_a_parameter,
+     untie, tie, reshape, change_dtype, change_strides, freeze, let_a_buffer_train, move, rename,
+     register_a_parametrization],
+)  # fmt: skip
+def test_another_arrangement_is_noticed(change):
+    net = Net()
+    layout = Layout(net)
+    assert layout.is_current()
+    change(net)
+    assert not layout.is_current()
+    assert Layout(net).is_current()
+
+
+def test_replaced_module_is_noticed_deep_in_the_tree():
+    net = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(1, 1))))
+    layout = Layout(net)
+    net[0][0][0] = nn.Linear(1, 1)
+    assert not layout.is_current()
+
+
+def test_sparse_parameter_has_no_strides():
+    net = nn.Module()
+    net.weight = nn.Parameter(torch.eye(3).to_sparse())
+    assert Layout(net).is_current()

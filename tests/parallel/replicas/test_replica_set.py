@@ -1,0 +1,313 @@
+"""Replicas that persist, follow their module, and give their gradients to it."""
+
+import pytest
+import torch
+from torch import nn
+
+from everygpu import replicate
+from everygpu.errors import DeviceError, ModuleError, PlacementError
+from everygpu.parallel.replicas.replica_set import ReplicaSet
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        self.extra = nn.ParameterList([nn.Parameter(torch.ones(2))])
+        self.frozen = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
+
+    def forward(self, x):
+        return self.layers(x) * self.extra[0]
+
+
+def build(device, net=Net):
+    torch.manual_seed(0)
+    return net().to(device)
+
+
+def everyone(used):
+    return list(range(len(used)))
+
+
+def same_tensors(replica, module):
+    mine, theirs = module.state_dict(), replica.state_dict()
+    return mine.keys() == theirs.keys() and all(mine[k].cpu().equal(theirs[k].cpu()) for k in mine)
+
+
+class TestReplicate:
+    def test_one_module_per_device(self, devices):
+        used = devices(3)
+        net = build(used[0])
+        replicas = replicate(net, used)
+        assert replicas[0] is net
+        assert [next(r.parameters()).device for r in replicas] == used
+        assert all(type(r) is Net for r in replicas)
+        assert all(same_tensors(r, net) for r in replicas)
+
+    def test_parameters_are_real(self, devices):
+        used = devices(2)
+        net = build(used[0])
+        replica = replicate(net, used)[1]
+        assert [n for n, _ in replica.named_parameters()] == [n for n, _ in net.named_parameters()]
+        assert [n for n, _ in replica.named_buffers()] == [n for n, _ in net.named_buffers()]
+        assert all(isinstance(p, nn.Parameter) for p in replica.parameters())
+        assert [p.requires_grad for p in replica.parameters()] == [p.requires_grad for p in net.parameters()]
+
+    def test_gradients_are_the_modules(self, devices):
+        used = devices(3)
+        net = build(used[0]).eval()
+        x = torch.randn(5, 3)
+        replicas = replicate(net, used)
+        sum((i + 1) * r(x.to(d)).sum().to(used[0]) for i, (r, d) in enumerate(zip(replicas, used))).backward()
+        alone = build("cpu").eval()
+        (alone(x).sum() * sum(range(1, len(used) + 1))).backward()
+        for p, q in zip(net.parameters(), alone.parameters()):
+            assert (p.grad is None) == (q.grad is None)
+            if q.grad is not None:
+                torch.testing.assert_close(p.grad.cpu(), q.grad)
+
+    def test_detached_replicas_give_none(self, devices):
+        used = devices(2)
+        net = build(used[0])
+        _, replica = replicate(net, used, detach=True)
+        assert all(p.is_leaf for p in replica.parameters())
+        replica(torch.ones(4, 3, device=used[1])).sum().backward()
+        assert all(p.grad is None for p in net.parameters())
+        assert torch.is_grad_enabled()
+
+    def test_module_is_moved_to_the_first_device(self, devices):
+        used = devices(2)
+        net = build("cpu")
+        assert [next(r.parameters()).device for r in replicate(net, used)] == used
+
+    def test_wrong_arguments(self):
+        with pytest.raises(ModuleError, match="replicate: needs a torch.nn.Module, got the optimizer SGD"):
+            replicate(torch.optim.SGD([torch.ones(1)]), ["cpu"])
+        with pytest.raises(DeviceError, match="empty list"):
+            replicate(Net(), [])
+        net = Net()
+        net.extra = nn.ParameterList([nn.Parameter(torch.ones(2, device="meta"))])
+        with pytest.raises(PlacementError, match="'extra.0' on meta"):
+            replicate(net, ["cpu"] * 2)
+
+
+class TestReplicaSet:
+    def test_replicas_persist(self, devices):
+        used = devices(3)
+        replicas = ReplicaSet(build(used[0]), used)
+        first = replicas.refresh(everyone(used))
+        second = replicas.refresh(everyone(used))
+        for a, b in zip(first, second):
+            assert a is b
+            assert [p.data_ptr() for p in a.parameters()] == [p.data_ptr() for p in b.parameters()]
+
+    def test_only_the_positions_asked_for(self, devices):
+        used = devices(3)
+        replicas = ReplicaSet(build(used[0]), used)
+        everywhere = replicas.refresh(everyone(used))
+        assert replicas.refresh([0]) == [everywhere[0]]
+        assert replicas.refresh([len(used) - 1]) == [everywhere[-1]]
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda net: torch.optim.SGD(net.layers.parameters(), lr=1.0).step(),
+            lambda net: net.load_state_dict({k: v + 1 for k, v in net.state_dict().items()}),
+            lambda net: net.extra[0].data.clamp_(max=0.5),
+            lambda net: setattr(net.extra[0], "data", torch.full_like(net.extra[0], 9)),
+            lambda net: setattr(net.layers[0], "bias", nn.Parameter(torch.full_like(net.layers[0].bias, 9))),
+            lambda net: setattr(net.layers[1], "running_mean", torch.full_like(net.layers[1].running_mean, 9)),
+            lambda net: net.layers[1].running_var.fill_(9),
+            lambda net: net.layers[1].num_batches_tracked.add_(5),
+            lambda net: net.frozen.data.fill_(9),
+            lambda net: net.layers.append(nn.Linear(2, 2).to(net.frozen.device)),
+            lambda net: setattr(net, "layers", nn.Linear(3, 2).to(net.frozen.device)),
+            lambda net: net.register_buffer("late", torch.ones(1, device=net.frozen.device)),
+            lambda net: net.double(),
+            lambda net: net.to(memory_format=torch.preserve_format).requires_grad_(False),
+            lambda net: net.layers[0].register_parameter("bias", None),
+        ],
+        ids=["optimizer", "load", "write through data", "new data", "new parameter", "new buffer", "buffer", "counter",
+             "frozen", "new module", "another module", "another buffer", "dtype", "freeze", "parameter removed"],
+    )  # fmt: skip
+    def test_every_change_arrives(self, devices, change):
+        used = devices(3)
+        net = build(used[0])
+        net(torch.ones(4, 3, device=used[0])).sum().backward()
+        replicas = ReplicaSet(net, used)
+        replicas.refresh(everyone(used))
+        change(net)
+        for replica, device in zip(replicas.refresh(everyone(used)), used):
+            assert same_tensors(replica, net)
+            assert {t.device for t in replica.state_dict().values()} == {device}
+            assert [p.requires_grad for p in replica.parameters()] == [p.requires_grad for p in net.parameters()]
+            assert str(replica).replace(str(device), str(used[0])) == str(net)
+
+    def test_change_of_class_arrives(self):
+        class Doubled(Net):
+            def forward(self, x):
+                return super().forward(x) * 2
+
+        net = build("cpu")
+        replicas = ReplicaSet(net, [torch.device("cpu")] * 2)
+        replicas.refresh([0, 1])
+        net.__class__ = Doubled
+        assert [type(r) for r in replicas.refresh([0, 1])] == [Doubled] * 2
+
+    def test_training_flag_and_hooks_arrive(self):
+        net = build("cpu")
+        replicas = ReplicaSet(net, [torch.device("cpu")] * 2)
+        replicas.refresh([0, 1])
+        net.eval()
+        handle = net.register_forward_hook(lambda module, args, out: out * 0)
+        _, replica = replicas.refresh([0, 1])
+        assert not any(m.training for m in replica.modules())
+        assert replica(torch.ones(1, 3)).abs().sum() == 0
+        handle.remove()
+        _, replica = replicas.refresh([0, 1])
+        assert replica(torch.ones(1, 3)).abs().sum() > 0
+
+    def test_tied_weights_stay_tied(self, devices):
+        used = devices(2)
+        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(used[0])
+        net[1].weight = net[0].weight
+        _, replica = ReplicaSet(net, used).refresh([0, 1])
+        assert replica[1].weight is replica[0].weight
+        assert len(list(replica.parameters())) == 3
+
+    def test_rnn_weights_are_the_replicas_own(self, devices):
+        used = devices(2)
+        net = nn.LSTM(2, 3).to(used[0])
+        _, replica = ReplicaSet(net, used).refresh([0, 1])
+        assert all(a is b for a, b in zip(replica._flat_weights, replica.parameters()))
+
+    def test_replaced_parameter_leaves_graphs_made_before_alone(self, devices):
+        used = devices(2)
+
+        def gradients(net, run):
+            net[1].weight = nn.Parameter(torch.full((3, 3), 2.0, device=used[0]))
+            before = run(net)
+            net[1].weight = nn.Parameter(torch.full((3, 3), 5.0, device=used[0]))
+            run(net)
+            before.sum().backward()
+            return net[0].weight.grad
+
+        def build_pair():
+            torch.manual_seed(0)
+            return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(used[0])
+
+        net = build_pair()
+        replicas = ReplicaSet(net, used)
+        x = torch.ones(2, 3)
+        actual = gradients(net, lambda _: replicas.refresh([0, 1])[1](x.to(used[1])))
+        torch.testing.assert_close(actual, gradients(build_pair(), lambda net: net(x.to(used[0]))))
+
+    def test_replaced_buffer_leaves_graphs_made_before_alone(self, devices):
+        used = devices(2)
+        net = nn.Linear(2, 2, bias=False).to(used[0])
+        net.register_buffer("scale", torch.full((1,), 2.0, device=used[0]))
+        replicas = ReplicaSet(net, used)
+
+        def run():
+            replica = replicas.refresh([0, 1])[1]
+            return (replica(torch.ones(1, 2, device=used[1])) * replica.scale).sum()
+
+        before = run()
+        net.scale = torch.full((1,), 5.0, device=used[0])
+        run()
+        before.backward()
+        assert net.weight.grad.tolist() == [[2, 2]] * 2
+
+    def test_tensors_that_share_no_bucket(self, devices):
+        used = devices(2)
+
+        class Marked(torch.Tensor):
+            pass
+
+        net = nn.Module()
+        net.sparse = nn.Parameter(torch.eye(2).to_sparse().to(used[0]))
+        net.register_buffer("marked", torch.ones(2, device=used[0]).as_subclass(Marked))
+        net.plain = nn.Parameter(torch.ones(2, device=used[0]))
+        _, replica = ReplicaSet(net, used).refresh([0, 1])
+        assert replica.sparse.is_sparse
+        assert isinstance(replica.sparse, nn.Parameter)
+        assert isinstance(replica.marked, Marked)
+        (torch.sparse.sum(replica.sparse) + replica.plain.sum()).backward()
+        assert net.sparse.grad.to_dense().tolist() == [[1, 0], [0, 1]]
+        assert net.plain.grad.tolist() == [1, 1]
+
+    def test_module_elsewhere(self, devices):
+        used = devices(2)
+        net = build("meta")
+        with pytest.raises(PlacementError, match=r"but found one of them on device: meta"):
+            ReplicaSet(net, used, strict_device=True)
+
+    def test_failed_refresh_does_not_spoil_the_next(self):
+        net = build("cpu")
+        replicas = ReplicaSet(net, [torch.device("cpu")] * 2)
+        replicas.refresh([0, 1])
+        good = net.layers[0].weight
+        net.layers[0].weight = nn.Parameter(torch.ones(4, 3, device="meta"))
+        with pytest.raises(PlacementError):
+            replicas.refresh([0, 1])
+        net.layers[0].weight = good
+        net.note = "after"
+        _, replica = replicas.refresh([0, 1])
+        assert same_tensors(replica, net)
+        assert replica.note == "after"
+
+
+class TestAverageBuffers:
+    def make(self, used):
+        net = nn.Module()
+        net.register_buffer("mean", torch.tensor([1.0, float("-inf")], device=used[0]))
+        net.register_buffer("count", torch.tensor(7, device=used[0]))
+        net.register_buffer("again", net.mean)
+        replicas = ReplicaSet(net, used)
+        return net, replicas, replicas.refresh(everyone(used))
+
+    def test_weighted_by_rows(self, devices):
+        used = devices(3)
+        net, replicas, modules = self.make(used)
+        values = [2.0, 4.0, 9.0][: len(used)]
+        rows = [1, 3, 4][: len(used)]
+        for module, value in zip(modules, values):
+            module.mean[0] = value
+        replicas.average_buffers(everyone(used), rows)
+        assert net.mean[0].item() == pytest.approx(sum(v * r for v, r in zip(values, rows)) / sum(rows))
+
+    def test_infinities_stay_and_shared_buffers_move_once(self, devices):
+        used = devices(2)
+        net, replicas, modules = self.make(used)
+        modules[1].mean[0] = 3
+        replicas.average_buffers([0, 1], [1, 1])
+        assert net.mean.tolist() == [2, float("-inf")]
+        assert net.again is net.mean
+
+    def test_whole_numbers_are_left_alone(self, devices):
+        used = devices(2)
+        net, replicas, modules = self.make(used)
+        modules[1].count.fill_(100)
+        replicas.average_buffers([0, 1], [1, 1])
+        assert net.count.item() == 7
+
+    def test_without_rows_nothing_changes(self, devices):
+        used = devices(2)
+        net, replicas, modules = self.make(used)
+        modules[0].mean[0] = 5
+        replicas.average_buffers([0], [0])
+        assert net.mean[0].item() == 5
+
+    def test_replicas_that_did_not_run_have_no_say(self):
+        net, replicas, modules = self.make([torch.device("cpu")] * 3)
+        modules[1].mean[0] = 100
+        modules[2].mean[0] = 3
+        replicas.average_buffers([0, 2], [1, 1])
+        assert net.mean[0].item() == 2
+
+    def test_it_is_no_edit_for_autograd(self):
+        net, replicas, modules = self.make([torch.device("cpu")] * 2)
+        version = net.mean._version
+        modules[1].mean.data[0] = 3
+        replicas.average_buffers([0, 1], [1, 1])
+        assert net.mean._version == version

@@ -1,0 +1,199 @@
+"""Sharded inputs: used where they are when they fit, joined and cut again when not, and never wrong."""
+
+import pytest
+import torch
+from torch import nn
+
+from everygpu import DataParallel, ShardedBatch, gather, scatter
+from everygpu.parallel.sharded.batch import shard_batch
+from tests.parallel.batches import lay_out, numbers
+from tests.parallel.oracle import TOLERANCE, Mlp, pair, score
+
+CPU = torch.device("cpu")
+
+
+class Seen(nn.Module):
+    """Remembers where its input's memory is."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.pointers = []
+
+    def forward(self, x):
+        self.pointers.append(x.data_ptr())
+        return x * self.weight
+
+
+class WritesInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((), 2.0))
+
+    def forward(self, x):
+        return x.add_(1) * self.weight
+
+
+def on(devices, x, sizes, dim=0):
+    """Make a batch as the Feeder does: every shard with memory of its own."""
+    parts = [p.clone().to(d) for p, d in zip(torch.split(x, sizes, dim), devices)]
+    return shard_batch(parts, devices[0], dim)
+
+
+def pointers(shards):
+    return [s.data_ptr() for s in shards]
+
+
+class TestInPlace:
+    def test_shards_that_fit_are_not_copied(self, devices):
+        used = devices(3)
+        x = on(used, numbers(7, 2), [len(s) for s in scatter(numbers(7, 2), used)])
+        assert pointers(scatter(x, used)) == pointers(x._parts)
+        assert [s.device for s in scatter(x, used)] == used
+
+    def test_the_other_inputs_of_the_call_are_cut_alike(self, devices):
+        used = devices(3)
+        x = on(used, numbers(7, 2), [3, 3, 1]) if len(used) == 3 else on(used, numbers(7, 2), [4, 3])
+        shards = scatter((x, torch.arange(7)), used)
+        assert [len(a) for a, _ in shards] == [len(b) for _, b in shards]
+        assert gather([b for _, b in shards], used[0]).tolist() == list(range(7))
+
+    @pytest.mark.parametrize(("rows", "count"), [(10, 8), (2, 5), (1, 3)])
+    def test_fewer_shards_than_devices(self, rows, count):
+        sizes = [len(s) for s in scatter(numbers(rows), ["cpu"] * count)]
+        x = on([CPU] * count, numbers(rows), sizes)
+        assert pointers(scatter(x, ["cpu"] * count)) == pointers(x._parts)
+
+    @pytest.mark.parametrize("dim", [1, -1])
+    def test_rows_on_another_dim(self, dim):
+        x = on([CPU] * 2, numbers(3, 4), [2, 2], dim=1)
+        assert pointers(scatter(x, ["cpu"] * 2, dim=dim)) == pointers(x._parts)
+
+    def test_a_weighted_split(self):
+        x = on([CPU] * 2, numbers(8), [6, 2])
+        assert pointers(scatter(x, ["cpu"] * 2, split=[3, 1])) == pointers(x._parts)
+
+    def test_replicas_see_the_shards(self, devices):
+        used = devices(2)
+        model = DataParallel(Seen(), used)
+        x = on(used, torch.ones(4, 2), [2, 2])
+        out = model(x)
+        assert isinstance(out, ShardedBatch)
+        assert model.module.pointers == [x._parts[0].data_ptr()]
+        assert gather(out).cpu().equal(torch.ones(4, 2))
+
+    def test_outputs_of_one_model_feed_another_without_a_join(self):
+        first, second = DataParallel(Seen(), ["cpu"] * 2), DataParallel(Seen(), ["cpu"] * 2)
+        x = first(torch.ones(4, 2))
+        out = second(x)
+        assert x._joined.tensor is None
+        out.sum().backward()
+        assert first.weight.grad == second.weight.grad == 8
+
+
+class TestOtherPlans:
+    @pytest.mark.parametrize("sizes", [[1, 5], [6, 0], [2, 2, 2], [6]])
+    def test_rows_are_joined_and_cut_again(self, sizes):
+        data = numbers(6, 2)
+        shards = scatter(lay_out(data, sizes), ["cpu"] * 2)
+        assert [len(s) for s in shards] == [3, 3]
+        assert torch.cat(shards).equal(data)
+
+    def test_rows_on_another_dim_are_cut_again(self):
+        data = numbers(4, 6)
+        shards = scatter(lay_out(data, [2, 2], dim=0), ["cpu"] * 2, dim=1)
+        assert torch.cat(shards, 1).equal(data)
+        assert [tuple(s.shape) for s in shards] == [(4, 3), (4, 3)]
+
+    def test_shards_of_a_joined_batch_are_old(self):
+        data = numbers(4, 2)
+        x = lay_out(data.clone(), [2, 2])
+        x[0] = 7  # a row: written in the joined tensor
+        assert gather(scatter(x, ["cpu"] * 2), "cpu")[0].tolist() == [7, 7]
+
+    @pytest.mark.parametrize("sizes", [[3, 3], [1, 5]])
+    def test_gradients_are_those_of_one_device(self, sizes):
+        model, bare = pair(Mlp, [CPU] * 2)
+        grads = []
+        for module, sharded in ((model, True), (bare, False)):
+            leaf = numbers(6, 3).requires_grad_()
+            x = lay_out(leaf * 2, sizes) if sharded else leaf * 2
+            score(module(x)).backward()
+            grads.append([leaf.grad, *(p.grad for p in module.parameters())])
+        torch.testing.assert_close(*grads, **TOLERANCE)
+
+
+class TestWriting:
+    """A replica may write into what it sees."""
+
+    def test_into_a_batch_without_a_graph_as_on_one_device(self):
+        model = DataParallel(WritesInput(), ["cpu"] * 2)
+        x = on([CPU] * 2, torch.zeros(4), [2, 2])
+        assert gather(model(x)).tolist() == [2] * 4
+        assert gather(model(x)).tolist() == [4] * 4
+        assert gather(x).tolist() == [2] * 4
+
+    def test_into_a_batch_with_a_graph(self):
+        leaf = torch.ones(4, requires_grad=True)
+        x = lay_out(leaf * 1, [2, 2])
+        squares = x * x  # saves x for backward
+        out = DataParallel(WritesInput(), ["cpu"] * 2)(x)
+        (squares.sum() + out.sum()).backward()
+        assert leaf.grad.tolist() == [4] * 4
+
+    def test_into_a_batch_whose_joined_tensor_was_looked_at(self):
+        x = on([CPU] * 2, torch.zeros(4), [2, 2])
+        assert "0., 0." in repr(x)
+        model = DataParallel(WritesInput(), ["cpu"] * 2)
+        assert gather(model(x)).tolist() == [2] * 4
+        assert (x * 1).sum() == 0  # of the shards
+        assert gather(x).tolist() == [0] * 4
+
+    def test_into_a_view(self):
+        x = on([CPU] * 2, torch.zeros(4, 3), [2, 2])
+        view = x[:, :2]
+        model = DataParallel(WritesInput(), ["cpu"] * 2)
+        assert gather(model(view)).tolist() == [[2, 2]] * 4
+        assert gather(x).sum() == 0
+        assert gather(view).sum() == 0
+
+    def test_into_a_batch_that_a_graph_has_saved_is_torchs_error(self):
+        x = on([CPU] * 2, torch.zeros(4), [2, 2])
+        weight = torch.ones((), requires_grad=True)
+        product = x * weight  # needs x in backward
+        DataParallel(WritesInput(), ["cpu"] * 2)(x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+    def test_requires_grad_set_in_forward_stays_there(self):
+        class Penalty(Seen):
+            def forward(self, x):
+                x.requires_grad_()
+                return torch.autograd.grad((x * self.weight).sum(), x, create_graph=True)[0]
+
+        x = on([CPU] * 2, torch.zeros(4), [2, 2])
+        out = DataParallel(Penalty(), ["cpu"] * 2)(x)
+        assert gather(out).tolist() == [1] * 4
+        assert not x.requires_grad
+        assert not any(p.requires_grad for p in x._parts)
+
+    def test_a_module_that_returns_its_input_does_not_hand_out_the_shards(self):
+        model = DataParallel(nn.Identity(), ["cpu"] * 2)
+        x = on([CPU] * 2, torch.zeros(4), [2, 2])
+        out = model(x)
+        x.add_(1)
+        assert gather(out).tolist() == [0] * 4
+
+
+def test_inference_mode():
+    model = DataParallel(Mlp(), ["cpu"] * 2)
+    with torch.inference_mode():
+        x = on([CPU] * 2, torch.ones(4, 3), [2, 2])
+        assert len(model(x)) == 4
+
+
+def test_autocast_and_no_grad():
+    model = DataParallel(Mlp(), ["cpu"] * 2)
+    x = on([CPU] * 2, torch.ones(4, 3), [2, 2])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert model(x).dtype is torch.bfloat16

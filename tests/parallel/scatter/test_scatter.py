@@ -1,0 +1,273 @@
+"""Batches cut into shards: nothing lost, nothing doubled, gradients back to where they came from."""
+
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from everygpu import Replicated, gather, scatter
+from everygpu.errors import DeviceError, OptionError, SplitError
+from everygpu.parallel.scatter.scatter import move_tree, scatter_call
+
+PROPERTY = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+CPU = torch.device("cpu")
+Pair = namedtuple("Pair", "x y")
+
+counts = st.integers(1, 9)
+sizes = st.integers(0, 40)
+
+
+@st.composite
+def splits(draw, num_devices):
+    weights = st.lists(st.integers(0, 5), min_size=num_devices, max_size=num_devices).filter(any)
+    return draw(st.sampled_from(["chunk", "even"]) | weights)
+
+
+@st.composite
+def shapes_and_dims(draw):
+    shape = draw(st.lists(st.integers(0, 6), min_size=1, max_size=4))
+    return shape, draw(st.integers(-len(shape), len(shape) - 1))
+
+
+@PROPERTY
+@given(data=st.data(), count=counts, shape_and_dim=shapes_and_dims())
+def test_gathered_shards_are_the_tensor(devices, data, count, shape_and_dim):
+    used = devices(count)
+    shape, dim = shape_and_dim
+    x = torch.arange(float(np.prod(shape)), device=used[0]).reshape(shape)
+    shards = scatter(x, used, dim, split=data.draw(splits(len(used))))
+    joined = gather(shards, used[0], dim)
+    assert joined.equal(x)
+    assert joined.dtype is x.dtype
+
+
+def nested(rows, device):
+    """A batch in every kind of container, and what each replica must find in it unchanged."""
+    return {
+        "list": [torch.randn(rows, 3, device=device), (torch.arange(rows, device=device),)],
+        "pair": Pair(torch.randn(rows, device=device) > 0, y=None),
+        "name": "text",
+        "number": 3,
+    }
+
+
+@PROPERTY
+@given(rows=sizes, count=counts)
+def test_containers_are_rebuilt_around_the_shards(devices, rows, count):
+    used = devices(count)
+    batch = nested(rows, used[0])
+    shards = scatter(batch, used)
+    for shard in shards:
+        assert type(shard["pair"]) is Pair
+        assert (shard["name"], shard["number"], shard["pair"].y) == ("text", 3, None)
+        assert len({len(t) for t in (shard["list"][0], shard["list"][1][0], shard["pair"].x)}) == 1
+    joined = gather(shards, used[0])
+    torch.testing.assert_close(joined["list"], batch["list"], rtol=0, atol=0)
+    assert joined["pair"].x.equal(batch["pair"].x)
+
+
+@PROPERTY
+@given(rows=sizes, count=counts)
+def test_gradient_comes_back_to_the_rows(devices, rows, count):
+    used = devices(count)
+    x = torch.randn(rows, 2, device=used[0], requires_grad=True)
+    shards = scatter(x, used)
+    sum((shard * (i + 1)).sum().to(used[0]) for i, shard in enumerate(shards)).backward()
+    expected = [torch.full((len(shard), 2), i + 1.0) for i, shard in enumerate(shards)]
+    assert x.grad.cpu().equal(torch.cat(expected))
+
+
+def test_second_derivative_passes_through(devices):
+    used = devices(3)
+    x = torch.randn(6, 2, device=used[0], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: gather([s**3 for s in scatter(x, used)], used[0]), x)
+
+
+def test_shards_are_on_their_devices(devices):
+    used = devices(3)
+    x = torch.ones(7, 2)
+    assert [s.device for s in scatter(x, used)] == used
+    assert [s.device for s in scatter(Replicated(x), used)] == used
+    assert [s.device for s in scatter(torch.tensor(1.0), used)] == used
+
+
+def test_split_sizes():
+    x = torch.arange(10)
+    assert [s.tolist() for s in scatter(x, ["cpu"] * 3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert [len(s) for s in scatter(x, ["cpu"] * 8)] == [2] * 5
+    assert [len(s) for s in scatter(x, ["cpu"] * 8, split="even")] == [2, 2, 1, 1, 1, 1, 1, 1]
+    assert [len(s) for s in scatter(x, ["cpu"] * 3, split=[0, 4, 1])] == [8, 2]
+
+
+def test_no_rows_make_one_empty_shard():
+    (shard,) = scatter({"x": torch.ones(0, 3), "y": torch.ones(0)}, ["cpu"] * 4)
+    assert shard["x"].shape == (0, 3)
+    assert shard["y"].shape == (0,)
+
+
+@pytest.mark.parametrize("value", ["text", b"bytes", 3, 2.5, None, True, object(), {1, 2}, range(3)])
+def test_what_is_no_tensor_goes_to_every_device_as_it_is(value):
+    assert [s[0] is value for s in scatter((value, torch.ones(4)), ["cpu"] * 2)] == [True, True]
+    assert [s is value for s in scatter(value, ["cpu"] * 3)] == [True] * 3
+
+
+class TestReplicated:
+    def test_every_replica_gets_all_of_it(self, devices):
+        used = devices(3)
+        mask = torch.arange(5.0, device=used[0])
+        shards = scatter({"x": torch.ones(6, 2), "mask": Replicated({"m": [mask, 4]})}, used)
+        assert len(shards) == len(used)
+        for shard in shards:
+            assert shard["mask"]["m"][0].tolist() == [0, 1, 2, 3, 4]
+            assert shard["mask"]["m"][1] == 4
+
+    def test_gradients_are_added_up(self, devices):
+        used = devices(3)
+        w = torch.ones(2, device=used[0], requires_grad=True)
+        shards = scatter({"x": torch.ones(6, 2), "w": Replicated(w)}, used)
+        sum((s["w"] * (i + 1)).sum().to(used[0]) for i, s in enumerate(shards)).backward()
+        assert w.grad.tolist() == [sum(range(1, len(used) + 1))] * 2
+
+    def test_only_replicas_that_run_get_it(self):
+        shards = scatter((torch.ones(2), Replicated(torch.ones(3))), ["cpu"] * 5)
+        assert len(shards) == 2
+
+    def test_one_replica_writing_into_it_changes_no_other(self, devices):
+        used = devices(3)
+        shards = scatter(Replicated(torch.zeros(2, device=used[0])), used)
+        shards[1].fill_(7)
+        assert [s.tolist() for i, s in enumerate(shards) if i != 1] == [[0, 0]] * (len(used) - 1)
+
+    def test_a_packed_sequence(self, devices):
+        used = devices(2)
+        packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+        shards = scatter((torch.ones(2), Replicated(packed)), used)
+        assert [s[1].data.device for s in shards] == used
+        assert [s[1].batch_sizes.tolist() for s in shards] == [[2, 1]] * 2
+
+
+class TestZeroDim:
+    def test_goes_to_every_replica(self, devices):
+        used = devices(3)
+        shards = scatter((torch.ones(6), torch.tensor(4.0, device=used[0])), used)
+        assert [s[1].item() for s in shards] == [4.0] * len(used)
+
+    def test_gradients_are_added_up(self, devices):
+        used = devices(3)
+        scale = torch.tensor(2.0, device=used[0], requires_grad=True)
+        shards = scatter((torch.ones(6), scale), used)
+        sum((s[1] * (i + 1)).to(used[0]) for i, s in enumerate(shards)).backward()
+        assert scale.grad.item() == sum(range(1, len(used) + 1))
+
+    def test_one_replica_writing_into_it_changes_no_other(self):
+        shards = scatter((torch.ones(6), torch.tensor(4.0)), ["cpu"] * 3)
+        shards[1][1].fill_(7)
+        assert [s[1].item() for s in shards] == [4, 7, 4]
+
+
+class TestWriting:
+    """A replica may write into its shard, as the module could into its input."""
+
+    def test_into_a_tensor_in_a_graph(self, devices):
+        used = devices(3)
+        leaf = torch.ones(6, 2, device=used[0], requires_grad=True)
+        shards = scatter(leaf * 2, used)
+        for shard in shards:
+            shard.mul_(5)
+        gather(shards, used[0]).sum().backward()
+        assert leaf.grad.tolist() == [[10, 10]] * 6
+
+    def test_into_one_shard_leaves_the_others_graph_alone(self, devices):
+        used = devices(2)
+        leaf = torch.ones(4, device=used[0], requires_grad=True)
+        first, second = scatter(leaf * 1, used)
+        squared = second * second
+        first.zero_()
+        squared.sum().backward()
+        assert leaf.grad.tolist() == [0, 0, 2, 2]
+
+    def test_into_rows_without_a_graph(self):
+        x = torch.zeros(4)
+        first, second = scatter(x, ["cpu"] * 2)
+        first.fill_(1)
+        assert second.tolist() == [0, 0]
+
+
+def test_disagreeing_tensors_are_named():
+    with pytest.raises(SplitError, match=r"got 9 in args\[0\]\[\"x\"\] and 2 in args\[0\]\[\"y\"\]\[0\] \(2, 3\)"):
+        scatter({"x": torch.ones(9), "y": [torch.ones(2, 3)]}, ["cpu"] * 4)
+
+
+def test_names_of_arguments_are_those_of_the_call():
+    args, kwargs = (torch.ones(9),), {"mask": torch.ones(2)}
+    with pytest.raises(SplitError, match=r"got 9 in args\[0\] and 2 in kwargs\[\"mask\"\]"):
+        scatter_call(args, kwargs, [CPU] * 4, 0, "chunk")
+
+
+def test_wrong_options():
+    with pytest.raises(OptionError, match="'rows'"):
+        scatter(torch.ones(4), ["cpu"] * 2, split="rows")
+    with pytest.raises(DeviceError, match="empty list"):
+        scatter(torch.ones(4), [])
+    with pytest.raises(SplitError, match="dim 3"):
+        scatter(torch.ones(4), ["cpu"] * 2, 3)
+
+
+class TestScatterCall:
+    def test_every_shard_has_all_arguments(self):
+        shards = scatter_call((torch.ones(9), 1), {"y": torch.ones(9, 2)}, [CPU] * 4, 0, "chunk")
+        assert [s.position for s in shards] == [0, 1, 2]
+        assert [s.rows for s in shards] == [3, 3, 3]
+        assert [(s.args[0].shape, s.args[1], s.kwargs["y"].shape) for s in shards] == [((3,), 1, (3, 2))] * 3
+
+    def test_positions_are_those_of_the_devices(self):
+        shards = scatter_call((torch.arange(4),), {}, [CPU] * 3, 0, [0, 1, 1])
+        assert [(s.position, s.rows, s.args[0].tolist()) for s in shards] == [(1, 2, [0, 1]), (2, 2, [2, 3])]
+
+    def test_without_a_tensor_everyone_runs(self):
+        shards = scatter_call((3,), {"mode": "x"}, [CPU] * 3, 0, "chunk")
+        assert [(s.rows, s.args, s.kwargs) for s in shards] == [(None, (3,), {"mode": "x"})] * 3
+
+    def test_without_any_argument_the_first_runs(self):
+        (shard,) = scatter_call((), {}, [CPU] * 3, 0, "chunk")
+        assert (shard.position, shard.rows, shard.args, shard.kwargs) == (0, None, (), {})
+
+    def test_shards_do_not_share_their_containers(self):
+        first, second = scatter_call(([torch.ones(2)],), {"d": {"k": 1}}, [CPU] * 2, 0, "chunk")
+        assert first.args[0] is not second.args[0]
+        assert first.kwargs["d"] is not second.kwargs["d"]
+
+
+class TestMoveTree:
+    @pytest.mark.parametrize("enforce_sorted", [True, False])
+    def test_packed_sequences_keep_their_order(self, devices, enforce_sorted):
+        *_, last = devices(2)
+        x = torch.arange(12.0).view(3, 4)
+        lengths = [4, 2, 1] if enforce_sorted else [1, 4, 2]
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=enforce_sorted)
+        moved = move_tree(packed, last)
+        assert moved.data.device == last
+        assert moved.batch_sizes.equal(packed.batch_sizes)
+        unpacked, found = nn.utils.rnn.pad_packed_sequence(moved, batch_first=True)
+        assert found.tolist() == lengths
+        assert unpacked.cpu().equal(x * (torch.arange(4) < torch.tensor(lengths)[:, None]))
+
+    def test_tensors_move_and_marks_come_off(self, devices):
+        device = devices(1)[0]
+        packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+        batch = {"x": torch.ones(2), "m": Replicated([torch.ones(3), "text"]), "p": packed, "n": None}
+        moved = move_tree(batch, device)
+        assert moved["x"].device == device
+        assert moved["m"][0].device == device
+        assert moved["m"][1] == "text"
+        assert moved["p"].data.device == device
+        assert moved["n"] is None
+
+    def test_what_is_there_is_not_copied(self, devices):
+        device = devices(1)[0]
+        x = torch.ones(2, device=device)
+        assert move_tree([x], device)[0] is x

@@ -1,0 +1,148 @@
+"""How many rows each replica gets, and how many there are to share."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from everygpu import Replicated
+from everygpu.errors import OptionError, SplitError
+from everygpu.parallel.scatter.split import SplitPlan, check_split, check_splittable, find_rows, plan_split
+
+rows_of_a_batch = st.integers(0, 200)
+device_counts = st.integers(1, 64)
+
+
+@st.composite
+def weight_lists(draw):
+    weights = draw(st.lists(st.floats(0, 1e6), min_size=1, max_size=16))
+    return weights if sum(weights) > 0 else [*weights, 1.0]
+
+
+@given(num_rows=rows_of_a_batch, num_devices=device_counts)
+def test_chunk_gives_the_sizes_of_torch_chunk(num_rows, num_devices):
+    sizes = [len(part) for part in torch.empty(num_rows).chunk(num_devices)]
+    plan = plan_split(num_rows, num_devices)
+    assert plan.rows == (*sizes, *[0] * (num_devices - len(sizes)))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_devices", "split", "rows"),
+    [
+        (30, 2, "chunk", (15, 15)),
+        (30, 8, "chunk", (4, 4, 4, 4, 4, 4, 4, 2)),
+        (10, 3, "chunk", (4, 4, 2)),
+        (10, 8, "chunk", (2, 2, 2, 2, 2, 0, 0, 0)),
+        (10, 8, "even", (2, 2, 1, 1, 1, 1, 1, 1)),
+        (9, 8, "chunk", (2, 2, 2, 2, 1, 0, 0, 0)),
+        (2, 3, "even", (1, 1, 0)),
+        (0, 3, "chunk", (0, 0, 0)),
+        (0, 3, "even", (0, 0, 0)),
+        (0, 2, [1, 3], (0, 0)),
+        (12, 3, [1, 2, 3], (2, 4, 6)),
+        (12, 3, (0, 1, 0.5), (0, 8, 4)),
+        (5, 2, [0, 1], (0, 5)),
+        (7, 1, [0.001], (7,)),
+        (10, 3, torch.tensor([1.0, 1.0, 2.0]), (2, 3, 5)),
+    ],
+)  # fmt: skip
+def test_examples(num_rows, num_devices, split, rows):
+    assert plan_split(num_rows, num_devices, split).rows == rows
+
+
+@given(num_rows=rows_of_a_batch, num_devices=device_counts)
+def test_even_shares_differ_by_one_row_at_most(num_rows, num_devices):
+    rows = plan_split(num_rows, num_devices, "even").rows
+    assert len(rows) == num_devices
+    assert sum(rows) == num_rows
+    assert max(rows) - min(rows) <= 1
+    assert list(rows) == sorted(rows, reverse=True)
+
+
+@given(num_rows=rows_of_a_batch, weights=weight_lists())
+def test_weighted_shares_are_within_a_row_of_exact(num_rows, weights):
+    rows = plan_split(num_rows, len(weights), weights).rows
+    assert sum(rows) == num_rows
+    for share, weight in zip(rows, weights):
+        exact = num_rows * weight / math.fsum(weights)
+        assert abs(share - exact) <= 1 + 1e-6
+        assert share >= 0
+        assert share == 0 or weight > 0
+
+
+@given(rows=st.lists(st.integers(0, 3), min_size=1, max_size=8))
+def test_replicas_with_rows_run_or_the_first_alone(rows):
+    plan = SplitPlan(tuple(rows))
+    assert plan.num_rows == sum(rows)
+    assert plan.active == (tuple(i for i in range(len(rows)) if rows[i] > 0) if any(rows) else (0,))
+
+
+@pytest.mark.parametrize(
+    "split",
+    ["chunks", "", [1], [1, 2, 3], [1, -1], [0, 0], [1, float("nan")], [1, float("inf")], [], (), "12"],
+)
+def test_split_that_is_none_of_the_three(split):
+    for refuse in (lambda: plan_split(4, 2, split), lambda: check_split(split, 2)):
+        with pytest.raises(OptionError, match="one weight of 0 or more for each of the 2 devices") as caught:
+            refuse()
+        assert repr(split) in str(caught.value)
+
+
+@pytest.mark.parametrize("split", [None, 3, [None, 1], ["a", "b"]])
+def test_split_of_another_type(split):
+    with pytest.raises(OptionError, match="split: must be 'chunk', 'even', 'auto' or one weight"):
+        check_split(split, 2)
+
+
+@pytest.mark.parametrize("split", ["chunk", "even", [1, 0], (0.5, 2.5)])
+def test_split_that_is_one_of_the_three(split):
+    check_split(split, 2)
+
+
+class TestFindRows:
+    def test_tensors_anywhere_agree(self):
+        named = [("args[0]", {"a": [torch.ones(5, 2)]}), ("args[1]", 7), ('kwargs["y"]', torch.ones(5))]
+        assert find_rows(named, 0) == 5
+
+    def test_any_dim(self):
+        assert find_rows([("x", torch.ones(2, 5)), ("y", torch.ones(3, 5, 4))], 1) == 5
+        assert find_rows([("x", torch.ones(2, 5)), ("y", torch.ones(5))], -1) == 5
+
+    @pytest.mark.parametrize(
+        "value",
+        [None, 3, "text", torch.tensor(4.0), [], {}, Replicated(torch.ones(3)), {"a": Replicated([torch.ones(2)])}],
+        ids=repr,
+    )
+    def test_no_tensor_to_split(self, value):
+        assert find_rows([("args[0]", value)], 0) is None
+
+    def test_no_rows_are_rows(self):
+        assert find_rows([("args[0]", torch.ones(0, 3))], 0) == 0
+
+    def test_disagreement_names_both_tensors_and_the_way_out(self):
+        named = [("args[0]", torch.ones(9, 2)), ('kwargs["mask"]', {"m": torch.ones(2, 9)})]
+        with pytest.raises(SplitError, match=r"got 9 in args\[0\] and 2 in kwargs\[\"mask\"\]\[\"m\"\]") as caught:
+            find_rows(named, 0)
+        assert "(2, 9)" in str(caught.value)
+        assert "Replicated" in str(caught.value)
+
+    def test_tensor_without_the_dim(self):
+        with pytest.raises(SplitError, match=r"the batch on dim 1, got shape \(4,\) in args\[0\]"):
+            find_rows([("args[0]", torch.ones(4))], 1)
+
+    @pytest.mark.parametrize("dim", [2, -3])
+    def test_dim_out_of_range(self, dim):
+        with pytest.raises(SplitError, match="Replicated"):
+            check_splittable(torch.ones(2, 2), "x", dim)
+
+    def test_packed_sequence_is_refused(self):
+        packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+        with pytest.raises(SplitError, match=r"args\[0\] is a PackedSequence.*pack it inside forward"):
+            find_rows([("args[0]", packed)], 0)
+
+
+def test_replicated_shows_what_it_holds():
+    assert repr(Replicated([1, 2])) == "Replicated([1, 2])"
