@@ -23,8 +23,8 @@ from torch.cuda import nccl
 from everygpu import ShardedOptimizer
 from everygpu.bench.report import describe_machine
 from everygpu.bench.timing import run_command, time_rounds
-from everygpu.parallel.cuda_graphs.multi_gpu_graph import DeviceGraph
-from everygpu.step.arena import Arena
+from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
+from everygpu.step.flat_parameters import FlatParameters
 from everygpu.step.fused import FusedUpdate, can_fuse
 from everygpu.step.shards import Shards
 
@@ -39,12 +39,18 @@ def make_params(num: int, device: torch.device, dtype: torch.dtype) -> list[nn.P
 def make_update(num: int, devices: list[torch.device], dtype: torch.dtype) -> tuple[FusedUpdate, set[int]]:
     params = make_params(num, devices[0], dtype)
     optimizer = torch.optim.AdamW(params, lr=1e-4)
-    arena = Arena(params, devices)
-    shards = Shards(optimizer, params, arena.plans, arena.chunks(arena.values), arena.chunks(arena.grads))
+    flat_params = FlatParameters(params, devices)
+    shards = Shards(
+        optimizer,
+        params,
+        flat_params.plans,
+        flat_params.chunks(flat_params.values),
+        flat_params.chunks(flat_params.grads),
+    )
     ShardedOptimizer(optimizer, devices).attach(params, shards)
-    if not can_fuse(optimizer, arena):
+    if not can_fuse(optimizer, flat_params):
         raise SystemExit("these devices, or this machine, can't run the kernel")
-    return FusedUpdate(optimizer, arena, shards), set(range(len(params)))
+    return FusedUpdate(optimizer, flat_params, shards), set(range(len(params)))
 
 
 def ours(num: int, devices: list[torch.device], dtype: torch.dtype) -> Callable[[], Any]:
@@ -58,7 +64,7 @@ def recorded(num: int, devices: list[torch.device], dtype: torch.dtype) -> Calla
     fused, touched = make_update(num, devices, dtype)
     rows = fused.prepare(touched)
     fused.launch(rows, factor=1.0, is_reduced=False)  # compiles the kernels
-    graph = DeviceGraph(devices)
+    graph = MultiGpuGraph(devices)
     graph.record(lambda: fused.launch(rows, factor=1.0, is_reduced=False))
     return graph.replay
 
@@ -67,15 +73,21 @@ def in_turn(num: int, devices: list[torch.device], dtype: torch.dtype) -> Callab
     """What TrainStep does where there is no kernel: reduce-scatter, torch's AdamW on the shares, all-gather."""
     params = make_params(num, devices[0], dtype)
     optimizer = torch.optim.AdamW(params, lr=1e-4, fused=True)
-    arena = Arena(params, devices)
-    shards = Shards(optimizer, params, arena.plans, arena.chunks(arena.values), arena.chunks(arena.grads))
+    flat_params = FlatParameters(params, devices)
+    shards = Shards(
+        optimizer,
+        params,
+        flat_params.plans,
+        flat_params.chunks(flat_params.values),
+        flat_params.chunks(flat_params.grads),
+    )
     ShardedOptimizer(optimizer, devices).attach(params, shards)
     touched = set(range(len(params)))
 
     def step() -> None:
-        arena.reduce()
+        flat_params.reduce()
         shards.step(optimizer.param_groups, touched)
-        arena.hand_out()
+        flat_params.all_gather_params()
 
     return step
 

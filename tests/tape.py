@@ -36,7 +36,7 @@ REFUSED = {"_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonze
 
 
 class Tape:
-    """Has ``DeviceGraph``'s interface, for CPU replicas.
+    """Has ``MultiGpuGraph``'s interface, for CPU replicas.
 
     Recording runs the operations, as their results' shapes have to be known, and takes back what they did to memory
     that was there before, and to the random generator. Replaying runs them again, on the same memory.
@@ -243,16 +243,16 @@ def install(monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> None:
     """
     monkeypatch.setattr("everygpu.step.train_step._can_capture", lambda model, capture: capture is not False)
     monkeypatch.setattr(sys.modules[DataParallel.__module__], "reach_each_other", lambda devices: True)
-    monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.DeviceGraph", Tape)
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.MultiGpuGraph", Tape)
     monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.return_memory", lambda devices: None)
     monkeypatch.setattr("everygpu.parallel.engines.threads.ThreadState", _RecordedThreads)
     # Writes that torch doesn't count are looked for on the CPU; on GPUs that would take too long.
     monkeypatch.setattr(sys.modules[ReplicaSet.__module__], "trusts_versions", lambda devices: True)
-    monkeypatch.setattr("everygpu.step.arena.Arena._differs", lambda arena, bucket: False)
+    monkeypatch.setattr("everygpu.step.flat_parameters.FlatParameters._differs", lambda flat_params, bucket: False)
     queue = _install_streams(monkeypatch)
     if fused:
         kernels = torch_kernels.Kernels(queue)
-        monkeypatch.setattr("everygpu.step.holders.can_fuse", has_kernel)
+        monkeypatch.setattr("everygpu.step.update_strategy.can_fuse", has_kernel)
         monkeypatch.setattr("everygpu.parallel.cuda_graphs.transfer.param_group.can_use_kernels", fits_kernels)
         for package in (everygpu.step, everygpu.comm):
             monkeypatch.setattr(package, "kernels", kernels, raising=False)

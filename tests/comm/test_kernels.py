@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from everygpu import comm
-from everygpu.comm.streams import meet
+from everygpu.comm.streams import synchronize_streams
 from everygpu.parallel.cuda_graphs.transfer.backends import DTYPES
 
 pytestmark = pytest.mark.gpu
@@ -42,13 +42,13 @@ def test_blocks_are_sent_to_all(used: list[torch.device], dtype: torch.dtype) ->
 
     blocks, lengths = make_blocks(dtype, used[0]), torch.tensor(LENGTHS, dtype=torch.int32)
     flats = [torch.zeros(BLOCK * (len(LENGTHS) + 1), dtype=dtype, device=d) for d in used[1:]]
-    meet(used)
-    for me, d in enumerate(used[1:]):
+    synchronize_streams(used)
+    for rank, d in enumerate(used[1:]):
         with torch.cuda.device(d):
             kernels.run_send(
-                table(blocks, d), lengths.to(d), addresses(flats, d), dtype=dtype, block=BLOCK, begin=BLOCK, me=me
+                table(blocks, d), lengths.to(d), addresses(flats, d), dtype=dtype, block=BLOCK, begin=BLOCK, rank=rank
             )
-    meet(used)
+    synchronize_streams(used)
     for flat in flats:
         assert not flat[:BLOCK].any()
         for block, length, found in zip(blocks, LENGTHS, flat[BLOCK:].cpu().split(BLOCK)):
@@ -64,14 +64,14 @@ def test_blocks_are_added_up(used: list[torch.device], dtype: torch.dtype, num_s
     sources, lengths = used[:num_sources], torch.tensor(LENGTHS, dtype=torch.int32)
     blocks = [make_blocks(dtype, d) for d in sources]
     flat = torch.full((BLOCK * len(LENGTHS),), 7, dtype=dtype, device=used[0])
-    for me, d in enumerate(sources):
+    for rank, d in enumerate(sources):
         flat.fill_(7)
-        meet(used)
+        synchronize_streams(used)
         rows = torch.stack([table(row, d) for row in blocks])
         with torch.cuda.device(d):
             targets = torch.tensor([0, flat.data_ptr()], device=d)
-            kernels.run_add(rows, lengths.to(d), targets, dtype=dtype, block=BLOCK, begin=0, index=1, me=me)
-        meet(used)
+            kernels.run_add(rows, lengths.to(d), targets, dtype=dtype, block=BLOCK, begin=0, index=1, rank=rank)
+        synchronize_streams(used)
         for k, (length, found) in enumerate(zip(LENGTHS, flat.cpu().split(BLOCK))):
             wide = torch.float64 if dtype is torch.float64 else torch.float32
             expected = sum(row[k][:length].cpu().to(wide) for row in blocks)

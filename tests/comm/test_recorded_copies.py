@@ -8,7 +8,7 @@ from torch import Tensor
 
 from everygpu import comm
 from everygpu.comm import copies
-from everygpu.parallel.cuda_graphs.multi_gpu_graph import DeviceGraph
+from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 
 pytestmark = pytest.mark.gpu
 
@@ -45,7 +45,7 @@ def test_what_is_copied_is_what_is_there_at_the_launch(
 ) -> None:
     sources = [make(d) for d in used]
     target = torch.zeros_like(sources[0])
-    graph = DeviceGraph(used)
+    graph = MultiGpuGraph(used)
 
     def work() -> tuple[list[Tensor], list[Tensor], Tensor]:
         torch.zeros(1, device=used[0]).add_(1)  # torch warns of graphs without anything in them
@@ -89,7 +89,7 @@ def test_copies_are_in_turn_with_both_devices(used: list[torch.device]) -> None:
         return before
 
     work()
-    graph = DeviceGraph(used[:2])
+    graph = MultiGpuGraph(used[:2])
     before = graph.record(work)
     for _ in range(5):
         expected = y.clone()

@@ -21,7 +21,7 @@ from everygpu.errors import (
 from tests.parallel.oracle import assert_same, pair, rows
 
 
-class Sum(nn.Module):
+class GradReducer(nn.Module):
     """Needs all of its arguments."""
 
     def __init__(self) -> None:
@@ -56,14 +56,14 @@ class Pick(nn.Module):
 @pytest.mark.parametrize("split", ["chunk", "even"])
 def test_a16_every_replica_gets_all_arguments(devices, num_rows, split):
     devs = devices(4)
-    model, bare = pair(Sum, devs, split=split)
+    model, bare = pair(GradReducer, devs, split=split)
     x, y, z = (rows(num_rows, width, device=devs[0], seed=width).requires_grad_() for width in (3, 2, 1))
     assert_same(model, bare, x, y=y, z={"z": [z]})
 
 
 def test_a16_zero_rows_run_one_replica_on_an_empty_shard(devices):
     devs = devices(4)
-    model, bare = pair(Sum, devs)
+    model, bare = pair(GradReducer, devs)
     x, y, z = (rows(0, width, device=devs[0]).requires_grad_() for width in (3, 2, 1))
     run = assert_same(model, bare, x, y, z={"z": [z]})
     assert run.output.shape == (0, 2)

@@ -173,13 +173,13 @@ class TestOneDevice:
         threads = threading.active_count()
         seen = []
 
-        class Look(nn.Module):
+        class SlotAlias(nn.Module):
             def forward(self, x):
                 seen.append((x, threading.get_ident()))
                 return x
 
         x = torch.ones(2)
-        assert DataParallel(Look(), ["cpu"])(x) is x
+        assert DataParallel(SlotAlias(), ["cpu"])(x) is x
         assert seen == [(x, threading.get_ident())]
         assert threading.active_count() == threads
 

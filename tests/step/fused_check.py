@@ -11,8 +11,8 @@ from triton.runtime import interpreter
 from everygpu import ShardedOptimizer
 from everygpu.parallel.buckets import plan
 from everygpu.step import kernels
-from everygpu.step.arena import Arena
 from everygpu.step.early_update import EarlyUpdate
+from everygpu.step.flat_parameters import FlatParameters
 from everygpu.step.fused import FusedUpdate, has_kernel
 from everygpu.step.shards import Shards
 from everygpu.step.update import clip_factor
@@ -67,47 +67,53 @@ def assert_alike(actual, expected, what=""):
 def check(name, num_devices, dtype, *, is_reduced):
     plain, stock = make(name, torch.float32)
     params, optimizer = make(name, dtype)
-    arena = Arena(params, [torch.device("cpu")] * num_devices)
-    sharded = ShardedOptimizer(optimizer, arena.devices)
+    flat_params = FlatParameters(params, [torch.device("cpu")] * num_devices)
+    sharded = ShardedOptimizer(optimizer, flat_params.devices)
 
     def new_shards():
-        shards = Shards(optimizer, params, arena.plans, arena.chunks(arena.values), arena.chunks(arena.grads))
+        shards = Shards(
+            optimizer,
+            params,
+            flat_params.plans,
+            flat_params.chunks(flat_params.values),
+            flat_params.chunks(flat_params.grads),
+        )
         sharded.attach(params, shards)
         return shards
 
     shards = new_shards()
-    assert has_kernel(optimizer, arena)
-    assert len(arena.plans) > 1
-    fused = FusedUpdate(optimizer, arena, shards)
+    assert has_kernel(optimizer, flat_params)
+    assert len(flat_params.plans) > 1
+    fused = FusedUpdate(optimizer, flat_params, shards)
     for step in range(8):
         # A parameter takes no part at times; the rate changes; a state is loaded; the stock optimizers step too.
         touched = set(range(len(params))) - ({step % 3} if step > 1 else set())
         for group in (*stock.param_groups, *optimizer.param_groups):
             group["lr"] *= 0.9
-        arena.begin()
+        flat_params.begin()
         for i, p in enumerate(plain):
             parts = [draw(p.shape, dtype) for _ in range(num_devices)]
             p.grad = 0.5 * sum(parts).float() if i in touched else None
-            for slots, part in zip(arena._grad_slots, parts):
+            for slots, part in zip(flat_params._grad_slots, parts):
                 slots[i].copy_(part if i in touched else torch.zeros(p.shape))
         step_plainly(stock, dtype)
         if step == 3 and dtype is torch.float32:  # by torch's own optimizers, which round others more often
-            arena.reduce()
-            for bucket in arena.grads:
+            flat_params.reduce()
+            for bucket in flat_params.grads:
                 for flat in bucket:
                     flat.mul_(0.5)
             with torch.no_grad():
                 shards.step(optimizer.param_groups, touched)
-            arena.hand_out()
+            flat_params.all_gather_params()
         else:
             if is_reduced:
-                arena.reduce()
+                flat_params.reduce()
             fused.run(touched, factor=0.5, is_reduced=is_reduced)
         if step == 5:
             optimizer.load_state_dict(optimizer.state_dict())
         for i, (p, q) in enumerate(zip(params, plain)):
             assert_alike(p, q, f"{name} step {step} {i}")
-        for first, *others in arena.values:
+        for first, *others in flat_params.values:
             assert all(other.equal(first) for other in others), "replicas differ"
     ours, theirs = optimizer.state_dict()["state"], stock.state_dict()["state"]
     assert ours.keys() == theirs.keys()
@@ -131,39 +137,49 @@ def check_in_place(name, num_devices, dtype, clip_norm):
     """Gradients read where they are, as in recorded steps: with and without clipping, which adds them up first."""
     plain, stock = make(name, torch.float32)
     params, optimizer = make(name, dtype)
-    arena = Arena(params, [torch.device("cpu")] * num_devices)
-    shards = Shards(optimizer, params, arena.plans, arena.chunks(arena.values), arena.chunks(arena.grads))
-    ShardedOptimizer(optimizer, arena.devices).attach(params, shards)
-    fused = FusedUpdate(optimizer, arena, shards)
+    flat_params = FlatParameters(params, [torch.device("cpu")] * num_devices)
+    shards = Shards(
+        optimizer,
+        params,
+        flat_params.plans,
+        flat_params.chunks(flat_params.values),
+        flat_params.chunks(flat_params.grads),
+    )
+    ShardedOptimizer(optimizer, flat_params.devices).attach(params, shards)
+    fused = FusedUpdate(optimizer, flat_params, shards)
     for step in range(4):
         touched = {i for i in range(len(params)) if not (i == 4 and step % 2 and num_devices == 1)}
-        update = EarlyUpdate(arena, fused, fused.prepare(touched), overlaps=False)
+        update = EarlyUpdate(flat_params, fused, fused.prepare(touched), overlaps=False)
         with update.watching():
-            set_grads(arena.params, step)
-            for twins in arena.twins:
+            set_grads(flat_params.params, step)
+            for twins in flat_params.twins:
                 set_grads(twins, step=0)
             for i, q in enumerate(plain):
-                found = [t.grad for t in (arena.params[i], *(twins[i] for twins in arena.twins)) if t.grad is not None]
+                found = [
+                    t.grad
+                    for t in (flat_params.params[i], *(twins[i] for twins in flat_params.twins))
+                    if t.grad is not None
+                ]
                 q.grad = sum(found).float() if found else None
         assert update.touched() == touched
         update.settle()
-        chunks = list(itertools.product(range(len(arena.plans)), range(num_devices)))
+        chunks = list(itertools.product(range(len(flat_params.plans)), range(num_devices)))
         if clip_norm is None:
-            for b, me in chunks:
-                update._update(b, me)
+            for b, rank in chunks:
+                update._update(b, rank)
         else:
-            for b, me in chunks:
-                update._reduce(b, me)
+            for b, rank in chunks:
+                update._reduce(b, rank)
             norm = fused.norm_of_reduced(update.rows)
             torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain, clip_norm))
-            for b, me in chunks:
+            for b, rank in chunks:
                 factor = clip_factor(norm, clip_norm)
-                fused.launch_span(fused.spans[b], me, update.rows, factor=factor, is_reduced=True)
+                fused.launch_range(fused.spans[b], rank, update.rows, factor=factor, is_reduced=True)
         fused.finish(touched)
         step_plainly(stock, dtype)
         for i, (p, q) in enumerate(zip(params, plain)):
             assert_alike(p, q, f"{name} step {step} {i}")
-        for first, *others in arena.values:
+        for first, *others in flat_params.values:
             assert all(other.equal(first) for other in others), "replicas differ"
 
 

@@ -85,7 +85,7 @@ def assert_nets_equal(a: nn.Module, b: nn.Module, **tolerance: float) -> None:
 
 
 def assert_replicas_equal(step: everygpu.TrainStep) -> None:
-    for first, *others in step._holder._arena.values:
+    for first, *others in step._holder._flat_params.values:
         assert all(first.cpu().equal(other.cpu()) for other in others)
 
 

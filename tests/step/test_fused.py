@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from everygpu.step.arena import Arena
+from everygpu.step.flat_parameters import FlatParameters
 from everygpu.step.fused import can_fuse, has_kernel
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def test_as_torch_on_every_number_of_devices():
 
 def arena_of(*shapes, **options):
     params = [nn.Parameter(torch.zeros(shape, **options)) for shape in shapes]
-    return params, Arena(params, CPU)
+    return params, FlatParameters(params, CPU)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ def arena_of(*shapes, **options):
     ],
 )
 def test_which_optimizers_have_a_kernel(make, expected):
-    params, arena = arena_of((3, 5), (7,))
-    assert has_kernel(make(params), arena) is expected
+    params, flat_params = arena_of((3, 5), (7,))
+    assert has_kernel(make(params), flat_params) is expected
 
 
 @pytest.mark.parametrize(
@@ -57,22 +57,22 @@ def test_which_optimizers_have_a_kernel(make, expected):
 )
 def test_which_dtypes_have_a_kernel(dtype, expected):
     params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(5, dtype=dtype))]
-    assert has_kernel(torch.optim.AdamW(params), Arena(params, CPU)) is expected
+    assert has_kernel(torch.optim.AdamW(params), FlatParameters(params, CPU)) is expected
 
 
 def test_weights_that_share_a_storage_have_none():
     storage = torch.zeros(30)
     params = [nn.Parameter(storage[:10]), nn.Parameter(storage[10:])]
-    assert not has_kernel(torch.optim.AdamW(params), Arena(params, CPU))
+    assert not has_kernel(torch.optim.AdamW(params), FlatParameters(params, CPU))
 
 
 def test_cpu_replicas_are_not_fused():
-    params, arena = arena_of((3,))
-    assert not can_fuse(torch.optim.AdamW(params), arena)
+    params, flat_params = arena_of((3,))
+    assert not can_fuse(torch.optim.AdamW(params), flat_params)
 
 
 def test_gpus_are_fused(devices):
     used = devices(2)
     params = [nn.Parameter(torch.zeros(5, device=used[0]))]
-    fused = can_fuse(torch.optim.AdamW(params), Arena(params, used))
+    fused = can_fuse(torch.optim.AdamW(params), FlatParameters(params, used))
     assert fused is (used[0].type == "cuda" and torch.cuda.can_device_access_peer(used[0], used[1]))

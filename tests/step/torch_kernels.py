@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everygpu.parallel.buckets.plan import BLOCK_NUMEL, Span
+from everygpu.parallel.buckets.plan import BLOCK_NUMEL, BlockRange
 
 Rule = Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[float]], Tensor]
 """From value, gradient, states and options to the new value; the states are written."""
@@ -30,7 +30,7 @@ class Kernels:
     def run_sgd(self, grads: Tensor, *tables: Tensor, factor: Tensor, **numbers: Any) -> None:
         self._queue(functools.partial(_update, _sgd, **numbers), grads, *tables, factor)
 
-    def run_reduce(self, *tensors: Tensor, span: Span, me: int) -> None:
+    def run_reduce(self, *tensors: Tensor, span: BlockRange, rank: int) -> None:
         self._queue(functools.partial(_reduce, span=span), *tensors)
 
     def run_send(self, *tables: Tensor, **numbers: Any) -> None:
@@ -41,7 +41,7 @@ class Kernels:
 
 
 def _send(
-    sources: Tensor, lengths: Tensor, targets: Tensor, *, dtype: torch.dtype, block: int, begin: int, me: int
+    sources: Tensor, lengths: Tensor, targets: Tensor, *, dtype: torch.dtype, block: int, begin: int, rank: int
 ) -> None:
     for k, (source, length) in enumerate(zip(sources.tolist(), lengths.tolist())):
         for target in targets.tolist() if length else ():
@@ -58,7 +58,7 @@ def _add(
     block: int,
     begin: int,
     index: int,
-    me: int,
+    rank: int,
 ) -> None:
     for k, length in enumerate(lengths.tolist()):
         if length:
@@ -67,7 +67,9 @@ def _add(
             _at(place, length, dtype).copy_(sum(found))
 
 
-def _reduce(grads: Tensor, targets: Tensor, squares: Tensor, rows: Tensor, lengths: Tensor, *, span: Span) -> None:
+def _reduce(
+    grads: Tensor, targets: Tensor, squares: Tensor, rows: Tensor, lengths: Tensor, *, span: BlockRange
+) -> None:
     for block in range(span.first, span.first + span.num_blocks):
         squares[block] = 0
         if rows[block] >= 0:
@@ -86,8 +88,8 @@ def _update(
     table: Tensor,
     factor: Tensor,
     *,
-    span: Span,
-    me: int,
+    span: BlockRange,
+    rank: int,
 ) -> None:
     for block in range(span.first, span.first + span.num_blocks):
         if rows[block] < 0:
@@ -99,7 +101,7 @@ def _update(
         )
         grad = _sum(grads, block, int(lengths[block]), span.dtype) * factor * options[0]
         wide = [s.float() for s in kept]
-        new = rule(places[me].float().clone(), grad, wide, options)
+        new = rule(places[rank].float().clone(), grad, wide, options)
         for place, value in [*((p, new) for p in places), *zip(kept, wide)]:
             place.copy_(value)
 

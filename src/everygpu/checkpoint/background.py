@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeAlias
 
-_LOG = logging.getLogger("everygpu")
+logger = logging.getLogger("everygpu")
 
 Check: TypeAlias = Callable[[], None]
 """Called by the work where it can stop; raises `AbandonedError` where the caller no longer waits for it."""
@@ -169,5 +169,5 @@ def _log_error(work: Work, check: Check) -> None:
     try:
         work(check)
     except BaseException as error:
-        _LOG.error("A checkpoint saved in the background failed: %s", error)
+        logger.error("A checkpoint saved in the background failed: %s", error)
         raise

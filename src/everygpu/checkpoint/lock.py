@@ -12,7 +12,7 @@ from pathlib import Path
 
 from everygpu.errors import CheckpointBusyError, CheckpointError
 
-_LOG = logging.getLogger("everygpu")
+logger = logging.getLogger("everygpu")
 _UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 """What file systems answer that know no locks, as some network mounts."""
 
@@ -32,7 +32,7 @@ def hold_lock(path: Path) -> Iterator[bool]:
     owner = os.getpid()
     descriptor = _open_locked(path)
     if descriptor is None:
-        _LOG.warning("%s can't be locked on this file system: let only one process save there.", path)
+        logger.warning("%s can't be locked on this file system: let only one process save there.", path)
         yield False
         return
     try:

@@ -32,7 +32,7 @@ from everygpu.checkpoint.snapshot import Copying, Snapshot, SnapshotMemory
 from everygpu.checkpoint.states import require_names
 from everygpu.errors import CheckpointError, CheckpointForeignError, OptionError
 
-_LOG = logging.getLogger("everygpu")
+logger = logging.getLogger("everygpu")
 
 
 class CheckpointManager:

@@ -13,7 +13,7 @@ from everygpu.checkpoint.keys import EXTRA_STATE, clean_names, describe_mismatch
 from everygpu.errors import CheckpointMismatchError
 from everygpu.keys import bare_key
 
-_LOG = logging.getLogger("everygpu")
+logger = logging.getLogger("everygpu")
 
 Match: TypeAlias = Literal["name", "order"]
 """How saved tensors find theirs in the target: by name, or one after the other."""
@@ -145,7 +145,9 @@ def _leave_out_mismatched(
     left_out = {there: what for there, what in differing.items() if what is not None}
     if left_out:
         listed = "".join(f"\n  {there}: {what}" for there, what in left_out.items())
-        _LOG.warning("load: %d tensors of %s keep their values, as their shapes differ:%s", len(left_out), name, listed)
+        logger.warning(
+            "load: %d tensors of %s keep their values, as their shapes differ:%s", len(left_out), name, listed
+        )
     kept_own = {pairs[there] for there in left_out}
     return (
         {there: value for there, value in saved.items() if there not in left_out},

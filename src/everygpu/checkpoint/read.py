@@ -20,7 +20,7 @@ from everygpu.checkpoint.states import Kind
 from everygpu.checkpoint.tensors import read_tensors
 from everygpu.errors import CheckpointDamagedError, CheckpointForeignError, EveryGPUError
 
-_LOG = logging.getLogger("everygpu")
+logger = logging.getLogger("everygpu")
 _MAX_READS = 5
 
 
@@ -133,7 +133,7 @@ def _read_directory(directory: Path, wanted: Collection[str], device: torch.devi
     if verify:
         files.check_files(directory, manifest)
     else:
-        _LOG.info("load: %s is read without comparing it with its SHA-256, as verify=False asks.", directory)
+        logger.info("load: %s is read without comparing it with its SHA-256, as verify=False asks.", directory)
 
     def read(name: str) -> dict[str, Tensor]:
         return read_tensors(directory / name) if name in manifest.files else {}

@@ -13,7 +13,7 @@ from torch import Tensor
 from everygpu.checkpoint.save import Taken
 from everygpu.checkpoint.tensors import identity
 
-_LOG = logging.getLogger("everygpu")
+logger = logging.getLogger("everygpu")
 _ALIGNMENT = 64
 
 
@@ -157,4 +157,6 @@ def _pin(memory: Tensor) -> None:
     """
     result = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[no-untyped-call]
     if int(result) != 0:
-        _LOG.warning("%d bytes can't be pinned (%s): copying from the GPUs holds training up.", memory.numel(), result)
+        logger.warning(
+            "%d bytes can't be pinned (%s): copying from the GPUs holds training up.", memory.numel(), result
+        )

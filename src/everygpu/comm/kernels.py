@@ -48,7 +48,7 @@ def sum_blocks(
     lengths,
     block,
     num_blocks,
-    me,
+    rank,
     SOURCES: tl.constexpr,
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
@@ -60,18 +60,18 @@ def sum_blocks(
     total = tl.zeros((BLOCK,), WIDE)
     if length == BLOCK:  # asked once, so that the loads of all devices are on their way together
         for step in tl.static_range(SOURCES):
-            source = at(sources, (me + step) % SOURCES * num_blocks + block, KIND)
+            source = at(sources, (rank + step) % SOURCES * num_blocks + block, KIND)
             total += tl.load(source + inside).to(WIDE)
     else:
         for step in tl.static_range(SOURCES):
-            source = at(sources, (me + step) % SOURCES * num_blocks + block, KIND)
+            source = at(sources, (rank + step) % SOURCES * num_blocks + block, KIND)
             total += tl.load(source + inside, mask=inside < length, other=0.0).to(WIDE)
     return total
 
 
-@triton.jit(do_not_specialize=["begin", "num_blocks", "me"])
+@triton.jit(do_not_specialize=["begin", "num_blocks", "rank"])
 def _send(
-    sources, lengths, targets, begin, num_blocks, me, TARGETS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr
+    sources, lengths, targets, begin, num_blocks, rank, TARGETS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr
 ) -> None:
     inside = tl.arange(0, BLOCK)
     for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
@@ -81,15 +81,15 @@ def _send(
         if length == BLOCK:
             values = tl.load(source)
             for step in tl.static_range(TARGETS):
-                tl.store(at(targets, (me + step) % TARGETS, KIND) + start + inside, values)
+                tl.store(at(targets, (rank + step) % TARGETS, KIND) + start + inside, values)
         elif length > 0:
             kept = inside < length
             values = tl.load(source, mask=kept)
             for step in tl.static_range(TARGETS):
-                tl.store(at(targets, (me + step) % TARGETS, KIND) + start + inside, values, mask=kept)
+                tl.store(at(targets, (rank + step) % TARGETS, KIND) + start + inside, values, mask=kept)
 
 
-@triton.jit(do_not_specialize=["begin", "index", "num_blocks", "me"])
+@triton.jit(do_not_specialize=["begin", "index", "num_blocks", "rank"])
 def _add(
     sources,
     lengths,
@@ -97,7 +97,7 @@ def _add(
     begin,
     index,
     num_blocks,
-    me,
+    rank,
     SOURCES: tl.constexpr,
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
@@ -107,7 +107,7 @@ def _add(
     for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
         length = tl.load(lengths + block)
         if length > 0:
-            total = sum_blocks(sources, lengths, block, num_blocks, me, SOURCES, BLOCK, KIND, WIDE).to(KIND)
+            total = sum_blocks(sources, lengths, block, num_blocks, rank, SOURCES, BLOCK, KIND, WIDE).to(KIND)
             start = tl.multiple_of(begin + tl.cast(block, tl.int64) * BLOCK, BLOCK)
             target = at(targets, index, KIND) + start + inside
             if length == BLOCK:
@@ -137,7 +137,7 @@ def run_copy(target: Tensor, source: Tensor, *, block: int = 1024) -> None:
 
 
 def run_send(
-    sources: Tensor, lengths: Tensor, targets: Tensor, *, dtype: torch.dtype, block: int, begin: int, me: int
+    sources: Tensor, lengths: Tensor, targets: Tensor, *, dtype: torch.dtype, block: int, begin: int, rank: int
 ) -> None:
     """Copy blocks to several devices, on the current stream of one of them.
 
@@ -152,7 +152,7 @@ def run_send(
     """
     num_blocks = lengths.numel()
     _send[(num_programs(num_blocks, lengths.device, 1),)](
-        sources, lengths, targets, begin, num_blocks, me, TARGETS=targets.numel(), BLOCK=block, KIND=KINDS[dtype][0]
+        sources, lengths, targets, begin, num_blocks, rank, TARGETS=targets.numel(), BLOCK=block, KIND=KINDS[dtype][0]
     )  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def run_add(
     block: int,
     begin: int,
     index: int,
-    me: int,
+    rank: int,
 ) -> None:
     """Add the blocks of several devices up, on the current stream of one of them; others as for ``run_send``.
 
@@ -178,6 +178,6 @@ def run_add(
     kind, wide = KINDS[dtype]
     num_blocks = lengths.numel()
     _add[(num_programs(num_blocks, lengths.device, sources.shape[0] - 1),)](
-        sources, lengths, targets, begin, index, num_blocks, me,
+        sources, lengths, targets, begin, index, num_blocks, rank,
         SOURCES=sources.shape[0], BLOCK=block, KIND=kind, WIDE=wide,
     )  # fmt: skip

@@ -28,7 +28,7 @@ def _stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def meet(devices: Sequence[torch.device]) -> None:
+def synchronize_streams(devices: Sequence[torch.device]) -> None:
     """Have all devices' current streams wait for each other, as kernels read and write the others' memory."""
     streams = [torch.cuda.current_stream(d) for d in devices if d.type == "cuda"]
     events = [stream.record_event() for stream in streams]

@@ -20,7 +20,7 @@ from everygpu.devices.reserve import name_command
 from everygpu.folders import read_json, runtime_folder, write_whole
 from everygpu.locks import Lock, is_locked, wait_for_lock
 
-_LOG = logging.getLogger("everygpu")
+logger = logging.getLogger("everygpu")
 _FORMAT = 1
 _LOCK_S = 1.0  # a reader that happens to probe the lock holds it for less than a millisecond
 
@@ -92,7 +92,7 @@ class Publisher:
         try:
             write_whole(self._path[0], json.dumps(record | {"figures": asdict(figures)}))
         except OSError as error:
-            _LOG.warning("Figures are not published any more: %s.", error)
+            logger.warning("Figures are not published any more: %s.", error)
             self.close()
 
 
@@ -123,7 +123,7 @@ def _claim() -> tuple[Path, Lock] | None:
         path = _folder() / f"{os.getpid()}-{time.time_ns():x}.json"
         lock = wait_for_lock(_lock_of(path), _LOCK_S)
     except OSError as error:
-        _LOG.warning("Figures are not published: %s.", error)
+        logger.warning("Figures are not published: %s.", error)
         return None
     return None if lock is None else (path, lock)
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-_LOG = logging.getLogger("everygpu")
+logger = logging.getLogger("everygpu")
 
 # nvml.h, nvmlClocksEventReasons. Power caps are how a busy GPU works, and idle ones slow down.
 _SLOWDOWNS = {
@@ -154,7 +154,7 @@ def _import_pynvml() -> Any:
     try:
         import pynvml
     except ImportError as error:
-        _LOG.warning("NVML is not asked: %s. Install nvidia-ml-py for names and free memory of GPUs.", error)
+        logger.warning("NVML is not asked: %s. Install nvidia-ml-py for names and free memory of GPUs.", error)
         return None
     return pynvml
 
@@ -173,7 +173,7 @@ def _opened(nvml: Any) -> Iterator[None]:
 def _log_failure(nvml: Any, error: Any) -> None:
     """Tell of a broken driver aloud, of a machine without one quietly."""
     level = logging.INFO if _is_absent(nvml, error) else logging.WARNING
-    _LOG.log(level, "NVML does not answer (%s): GPUs are described by torch alone.", error)
+    logger.log(level, "NVML does not answer (%s): GPUs are described by torch alone.", error)
 
 
 def _is_absent(nvml: Any, error: Any) -> bool:
@@ -187,7 +187,7 @@ def _sample_gpu(nvml: Any, index: int) -> DeviceSample | None:
         instances = _sample_instances(nvml, handle, index, pci_bus_id)
         return _sample_handle(nvml, handle, index, pci_bus_id, mig_instances=instances)
     except nvml.NVMLError as error:
-        _LOG.warning("GPU %d is left out: NVML answers %s.", index, error)
+        logger.warning("GPU %d is left out: NVML answers %s.", index, error)
         return None
 
 

@@ -21,7 +21,7 @@ from everygpu.devices.peer_run import Outcome, Pair, PairReport, Patience, exami
 from everygpu.errors import OptionError
 from everygpu.folders import cache_folder, read_json, write_whole
 
-_LOG = logging.getLogger("everygpu")
+logger = logging.getLogger("everygpu")
 MODULE = "everygpu.devices.peer_test"
 VARIABLE = "EVERYGPU_P2P"
 """``test`` (the default), ``trust`` or ``staged``: what is believed of copies between GPUs."""
@@ -89,7 +89,7 @@ def _explain(broken: Mapping[Pair, PairReport]) -> frozenset[Pair]:
     for (source, target), report in itertools.islice(broken.items(), 1):
         what = "never arrive" if report.verdict == "hangs" else f"arrive wrong ({report.detail})"
         others = f", as between {len(broken) - 1} more pair(s)" if len(broken) > 1 else ""
-        _LOG.warning(
+        logger.warning(
             "Direct copies from cuda:%d to cuda:%d %s%s: copies between GPUs go through host memory, which is "
             "slower. `everygpu doctor` tests again and says what to do.",
             source,
@@ -109,7 +109,7 @@ def examine_and_keep(uuids: Sequence[str], *, full: bool = False) -> Outcome:
     """
     patience = Patience(total_s=120.0, step_s=15.0) if full else Patience()
     flags = ["--measure", "--collective"] if full else []
-    _LOG.info("Testing copies between %d GPUs, once for this driver.", len(uuids))
+    logger.info("Testing copies between %d GPUs, once for this driver.", len(uuids))
     command = python_command(MODULE, str(len(uuids)), *flags)
     report = examine(command, child_environ(uuids, os.environ), len(uuids), patience)
     keep(uuids, report.pairs)
@@ -141,7 +141,7 @@ def keep(uuids: Sequence[str], reports: Mapping[Pair, PairReport]) -> None:
     try:
         write_whole(_cache_path(), json.dumps({"format": _FORMAT, "driver": _driver(), "pairs": entries}, indent=1))
     except OSError as error:
-        _LOG.debug("The test of copies between GPUs can't be remembered: %s.", error)
+        logger.debug("The test of copies between GPUs can't be remembered: %s.", error)
 
 
 def _read_cache() -> dict[str, PairReport]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
-_LOG = logging.getLogger("everygpu")
+logger = logging.getLogger("everygpu")
 Verdict = Literal["right", "wrong", "hangs", "untested"]
 Pair = tuple[int, int]
 _POLL_S = 0.02
@@ -116,7 +116,7 @@ def examine(command: Sequence[str], environ: Mapping[str, str], num_devices: int
             path = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))) / "said"
             process = _start(command, environ, path)
         except OSError as error:
-            _LOG.info("Copies between GPUs are not tested: %s.", error)
+            logger.info("Copies between GPUs are not tested: %s.", error)
             return Outcome(pairs=_fill(progress, num_devices))
         try:
             with path.open(encoding="utf-8", errors="replace") as said:
@@ -128,7 +128,7 @@ def examine(command: Sequence[str], environ: Mapping[str, str], num_devices: int
     elif not progress.is_done:
         progress.give_up(PairReport(verdict="wrong", detail=f"the test ended with exit code {process.returncode}"))
     if progress.ready is None:
-        _LOG.info("Copies between GPUs are not tested: the test did not start (exit code %s).", process.returncode)
+        logger.info("Copies between GPUs are not tested: the test did not start (exit code %s).", process.returncode)
     return Outcome(pairs=_fill(progress, num_devices), collective=progress.collective)
 
 
@@ -166,7 +166,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     try:
         process.wait(timeout=_END_S)
     except subprocess.TimeoutExpired:
-        _LOG.warning("The test of copies between GPUs (process %d) can't be ended.", process.pid)
+        logger.warning("The test of copies between GPUs (process %d) can't be ended.", process.pid)
 
 
 def _fill(progress: _Progress, num_devices: int) -> dict[Pair, PairReport]:

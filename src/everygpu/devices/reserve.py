@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote
 from everygpu.folders import read_json, runtime_folder
 from everygpu.locks import Lock, is_locked, try_lock, wait_for_lock
 
-_LOG = logging.getLogger("everygpu")
+logger = logging.getLogger("everygpu")
 OWN = "EVERYGPU_RESERVED"
 """Variable by which the processes that a run starts know its GPUs for their own: UUIDs, with commas."""
 _TURN_S = 10.0  # choosing takes milliseconds; who is stopped in the middle of it must not stop everyone
@@ -103,7 +103,7 @@ def _folder() -> Path | None:
         if probe is not None:
             probe.release()
     except OSError as error:
-        _LOG.warning("GPUs can't be reserved (%s): other runs may choose the same ones.", error)
+        logger.warning("GPUs can't be reserved (%s): other runs may choose the same ones.", error)
         return None
     return folder
 
@@ -114,9 +114,9 @@ def _turn(folder: Path) -> Iterator[None]:
     try:
         lock = wait_for_lock(folder / "choosing", _TURN_S)
         if lock is None:
-            _LOG.warning("Another run has been choosing GPUs for %g s: not waiting for it any longer.", _TURN_S)
+            logger.warning("Another run has been choosing GPUs for %g s: not waiting for it any longer.", _TURN_S)
     except OSError as error:
-        _LOG.warning("Runs that start together may choose the same GPUs: %s.", error)
+        logger.warning("Runs that start together may choose the same GPUs: %s.", error)
         lock = None
     try:
         yield
@@ -135,7 +135,7 @@ def _is_held(path: Path) -> bool:
     try:
         return is_locked(path)
     except OSError as error:  # a link, a pipe or another user's file reserves nothing
-        _LOG.debug("No reservation is read: %s.", error)
+        logger.debug("No reservation is read: %s.", error)
         return False
 
 
@@ -154,7 +154,7 @@ def _hold(folder: Path, uuids: Sequence[str]) -> Iterator[Lock]:
         try:
             lock = try_lock(folder / f"{quote(uuid, safe='')}.lock")
         except OSError as error:
-            _LOG.warning("%s can't be reserved (%s): other runs may choose it.", uuid, error)
+            logger.warning("%s can't be reserved (%s): other runs may choose it.", uuid, error)
             continue
         if lock is not None:  # a process inside a run reserves what the run holds already
             lock.write(text)

@@ -18,7 +18,7 @@ from everygpu.devices.nvml import DeviceSample
 if TYPE_CHECKING:
     import torch
 
-_LOG = logging.getLogger("everygpu")
+logger = logging.getLogger("everygpu")
 _LEADING_NUMBER = re.compile(r"\s*([+-]?[0-9]+)")
 _MOST_GPUS = 64  # torch's own limit, for a driver that can't be asked how many there are
 
@@ -155,7 +155,7 @@ def resolve_environ(environ: Mapping[str, str], devices: Sequence[DeviceSample])
     by_index = text is not None and _LEADING_NUMBER.match(text) is not None
     unlike = len({device.name for device in devices}) > 1
     if by_index and unlike and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        _LOG.warning(
+        logger.warning(
             "CUDA_VISIBLE_DEVICES=%s is read in PCI order, as nvidia-smi numbers GPUs; CUDA by default "
             "numbers the fastest first. Set CUDA_DEVICE_ORDER=PCI_BUS_ID to make both the same.",
             text,

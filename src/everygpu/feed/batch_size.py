@@ -15,7 +15,7 @@ from everygpu.feed.arguments import as_whole, check_callback, describe, is_numbe
 from everygpu.feed.feeder import data_parallel_in, find_route
 from everygpu.feed.restore import restored
 from everygpu.feed.tuning_cache import describe_run, read_result, write_result
-from everygpu.parallel.scatter.split import Route, find_rows
+from everygpu.parallel.scatter.split import ScatterSpec, find_rows
 
 STEPS_PER_TRIAL = 2
 """The first step makes the optimizer's state, the second has it beside its activations."""
@@ -161,7 +161,7 @@ class _Search:
         step: Callable[[Any], object],
         batch: Any,
         model: nn.Module,
-        route: Route,
+        route: ScatterSpec,
         on_trial: Callable[[BatchTrial], object] | None,
     ) -> None:
         self._step, self._batch, self._dim = step, batch, route.dim

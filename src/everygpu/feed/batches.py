@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from everygpu import tree
 from everygpu.comm.upload import Mark, mark, receive, upload
 from everygpu.parallel.scatter.scatter import move_tree
-from everygpu.parallel.scatter.split import Replicated, Route, SplitPlan, find_rows, plan_split
+from everygpu.parallel.scatter.split import Replicated, ScatterSpec, SplitPlan, find_rows, plan_split
 from everygpu.parallel.sharded.batch import ShardedBatch, shard_batch
 
 
@@ -40,7 +40,7 @@ class SentBatch:
     marks: list[Mark]
 
 
-def send_batch(batch: Any, route: Route) -> SentBatch:
+def send_batch(batch: Any, route: ScatterSpec) -> SentBatch:
     """Queue the copies of every tensor in a batch.
 
     Args:
@@ -67,7 +67,7 @@ def unpack_batch(sent: SentBatch) -> Any:
     return tree.map_leaves(lambda _: next(parcels).unpack(), sent.structure)
 
 
-def _pack(leaf: Any, plan: SplitPlan | None, route: Route) -> Parcel:
+def _pack(leaf: Any, plan: SplitPlan | None, route: ScatterSpec) -> Parcel:
     home = route.devices[0]
     if isinstance(leaf, ShardedBatch):
         return Parcel(unpack=lambda: leaf)
@@ -83,7 +83,7 @@ def _pack(leaf: Any, plan: SplitPlan | None, route: Route) -> Parcel:
     return Parcel(tensors=[whole], unpack=lambda: _like(whole, leaf))
 
 
-def _pack_rows(x: Tensor, plan: SplitPlan, route: Route) -> Parcel:
+def _pack_rows(x: Tensor, plan: SplitPlan, route: ScatterSpec) -> Parcel:
     home, dim = route.devices[0], route.dim
     parts = []
     for position in plan.active:
@@ -93,7 +93,7 @@ def _pack_rows(x: Tensor, plan: SplitPlan, route: Route) -> Parcel:
     return Parcel(tensors=parts, unpack=lambda: _like(shard_batch(parts, home, dim), x))
 
 
-def _pack_replicated(marked: Replicated, route: Route) -> Parcel:
+def _pack_replicated(marked: Replicated, route: ScatterSpec) -> Parcel:
     copies = [_copy_tree(marked.value, device, own=i > 0) for i, device in enumerate(route.devices)]
     tensors = [leaf for _, leaf in tree.leaves(copies, "") if isinstance(leaf, Tensor)]
     if len(copies) == 1:

@@ -19,7 +19,7 @@ from everygpu.feed.publishing import Board
 from everygpu.feed.waiting import FeedReport, WaitMeter
 from everygpu.keys import wrapped_child
 from everygpu.parallel.data_parallel import DataParallel
-from everygpu.parallel.scatter.split import Route, Split, default_split, settle_split
+from everygpu.parallel.scatter.split import ScatterSpec, Split, default_split, settle_split
 from everygpu.step.train_step import TrainStep
 
 Devices: TypeAlias = DeviceLike | Iterable[DeviceLike] | None
@@ -176,7 +176,7 @@ class Feeder:
             feed.close()
 
 
-def find_route(target: Target, split: Split | None, dim: int | None) -> Route:
+def find_route(target: Target, split: Split | None, dim: int | None) -> ScatterSpec:
     """Work out where batches go; see ``Feeder``."""
     target = target.model if isinstance(target, TrainStep) else target
     model = data_parallel_in(target) if isinstance(target, nn.Module) else None
@@ -185,7 +185,7 @@ def find_route(target: Target, split: Split | None, dim: int | None) -> Route:
     else:
         devices, model_split, model_dim = _devices_of(target), default_split(), 0
     settled = settle_split(model_split if split is None else split, devices)
-    return Route(devices=tuple(devices), dim=model_dim if dim is None else dim, split=settled)
+    return ScatterSpec(devices=tuple(devices), dim=model_dim if dim is None else dim, split=settled)
 
 
 def data_parallel_in(model: nn.Module) -> DataParallel | None:

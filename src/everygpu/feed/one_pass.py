@@ -15,7 +15,7 @@ from everygpu.feed.channel import Channel, ChannelClosed
 from everygpu.feed.position import Tally
 from everygpu.feed.source import Source
 from everygpu.feed.waiting import StepTime, WaitMeter
-from everygpu.parallel.scatter.split import Route
+from everygpu.parallel.scatter.split import ScatterSpec
 
 GRACE_S = 5.0
 """How long a worker process may take to end when it is asked to."""
@@ -28,7 +28,7 @@ class FeedOptions:
     """What all passes of a ``Feeder`` have in common."""
 
     loader: Any
-    route: Route
+    route: ScatterSpec
     prefetch: int
     """Batches prepared ahead; 0 for none, and no thread."""
     timeout_s: float | None
@@ -138,7 +138,7 @@ class Feed:
         self.close()
 
 
-def _prepare(source: Source, route: Route) -> _Prepared:
+def _prepare(source: Source, route: ScatterSpec) -> _Prepared:
     start = time.perf_counter()
     batch = source.fetch()
     loaded = time.perf_counter()
@@ -146,7 +146,7 @@ def _prepare(source: Source, route: Route) -> _Prepared:
     return _Prepared(sent=sent, loader_state=state, load_s=loaded - start, send_s=time.perf_counter() - loaded)
 
 
-def _prepare_batches(source: Source, channel: Channel[_Prepared], route: Route, end_state: list[Any]) -> None:
+def _prepare_batches(source: Source, channel: Channel[_Prepared], route: ScatterSpec, end_state: list[Any]) -> None:
     """Prepare batches until there are no more, or nobody wants them; the thread's whole life."""
     kill = False
     try:

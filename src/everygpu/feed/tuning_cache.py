@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from everygpu import tree
 from everygpu.folders import cache_folder, read_json, write_whole
 from everygpu.keys import unwrap
-from everygpu.parallel.scatter.split import Route
+from everygpu.parallel.scatter.split import ScatterSpec
 
 _VERSION = 1
 """To be raised when the search, or what a replica needs memory for, changes."""
@@ -28,7 +28,7 @@ def describe_run(
     batch: Any,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    route: Route,
+    route: ScatterSpec,
     options: tuple[float, ...],
 ) -> str:
     """Make a key of everything that decides how large a batch fits.

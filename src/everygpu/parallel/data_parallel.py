@@ -18,7 +18,7 @@ from everygpu.devices.parse import DeviceLike
 from everygpu.errors import EveryGPUError, OptionError
 from everygpu.keys import align_keys, compiled_original, unwrap
 from everygpu.parallel.compiler.eval_frame import not_compiled
-from everygpu.parallel.compiler.split_graph import Cuts
+from everygpu.parallel.compiler.split_graph import SplitPolicy
 from everygpu.parallel.cuda_graphs.recorded_forward import Around, RecordedForward
 from everygpu.parallel.engines.compiled import CompiledReplicas
 from everygpu.parallel.engines.thread_state import fresh_casts
@@ -29,7 +29,7 @@ from everygpu.parallel.replicas.placement import check_module, check_process, pl
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
 from everygpu.parallel.scatter.reuse import note_writes
 from everygpu.parallel.scatter.scatter import Shard, move_tree, scatter_call
-from everygpu.parallel.scatter.split import Route, Split, check_split, default_split, settle_split
+from everygpu.parallel.scatter.split import ScatterSpec, Split, check_split, default_split, settle_split
 
 # Which wrappers' forwards the present call is inside of, in this thread and in the replicas' threads.
 _running: ContextVar[frozenset[int]] = ContextVar("everygpu_running", default=frozenset())
@@ -157,7 +157,7 @@ class DataParallel(nn.Module):
             return workers
         # What a recording does with gradients, it does beside its backward.
         in_pieces = not self._makes_graphs and len(self.device_ids) > 1
-        cuts = Cuts(in_pieces=in_pieces, last_product=self.engine == "graphs")
+        cuts = SplitPolicy(in_pieces=in_pieces, last_product=self.engine == "graphs")
         return CompiledReplicas(self.module, workers, cuda_graphs=self._makes_graphs, cuts=cuts)
 
     def _is_compiled(self) -> bool:
@@ -250,7 +250,7 @@ class DataParallel(nn.Module):
             lambda *call, around: me._run_on(*call, around=around),
             lambda make_leaves: me.make_replicas(make_leaves, fixed=True),
             lambda: (me.split, me.dim, me.gather, me.buffers_rule, me.output_device),
-            Route(devices=tuple(self.device_ids), dim=self.dim, split=self.split),
+            ScatterSpec(devices=tuple(self.device_ids), dim=self.dim, split=self.split),
         )
 
     def make_replicas(self, make_leaves: Callable[[], Leaves] | None = None, *, fixed: bool = False) -> ReplicaSet:

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from everygpu import comm
-from everygpu.comm.streams import meet
+from everygpu.comm.streams import synchronize_streams
 from everygpu.parallel.buckets.plan import block_addresses, lay_out
-from everygpu.parallel.cuda_graphs.ready_events import Marks
+from everygpu.parallel.cuda_graphs.ready_events import ReadyEvents
 from everygpu.parallel.engines.thread_state import queueing_on
-from everygpu.step.arena import Arena
-from everygpu.step.fused import FusedUpdate, Rows
+from everygpu.step.flat_parameters import FlatParameters
+from everygpu.step.fused import FusedUpdate, HyperparameterTable
 from everygpu.step.update import clip_factor
 
 
@@ -31,17 +31,19 @@ class EarlyUpdate:
         overlaps: Begin before backward is over.
     """
 
-    def __init__(self, arena: Arena, fused: FusedUpdate, rows: Rows, *, overlaps: bool) -> None:
+    def __init__(
+        self, flat_params: FlatParameters, fused: FusedUpdate, rows: HyperparameterTable, *, overlaps: bool
+    ) -> None:
         self.rows = rows
-        self._arena = arena
+        self._flat_params = flat_params
         self._fused = fused
         self._overlaps = overlaps
-        self._marks = Marks(arena.devices)
+        self._marks = ReadyEvents(flat_params.devices)
         self._grads: list[dict[int, Tensor]] = []
         self._touched: set[int] = set()
         # For each device, the addresses of all devices' gradients for the blocks of its chunks.
-        shape = len(arena.devices), fused.num_blocks
-        self._sources = [torch.zeros(shape, dtype=torch.int64, device=d) for d in arena.devices]
+        shape = len(flat_params.devices), fused.num_blocks
+        self._sources = [torch.zeros(shape, dtype=torch.int64, device=d) for d in flat_params.devices]
         self._is_settled = False
 
     @contextmanager
@@ -56,7 +58,7 @@ class EarlyUpdate:
         try:
             yield
             self._touched = {i for tensors in self._replicas() for i, t in enumerate(tensors) if t.grad is not None}
-            self._grads = [self._take(j) for j in range(len(self._arena.devices))]
+            self._grads = [self._take(j) for j in range(len(self._flat_params.devices))]
         finally:
             for handle in handles:
                 handle.remove()
@@ -79,34 +81,34 @@ class EarlyUpdate:
             return None
         # What can begin early is adding up: before the first update the last gradient must be known.
         self._run_on_buckets(self._reduce)
-        meet(self._arena.devices)
+        synchronize_streams(self._flat_params.devices)
         norm = self._fused.norm_of_reduced(self.rows)
         factor = clip_factor(norm, clip_norm)
-        for me, d in enumerate(self._arena.devices):
+        for rank, d in enumerate(self._flat_params.devices):
             scale = comm.copy(factor, d)
             with queueing_on(d):
                 for span in self._fused.whole:
-                    self._fused.launch_span(span, me, self.rows, factor=scale, is_reduced=True)
-        meet(self._arena.devices)
+                    self._fused.launch_range(span, rank, self.rows, factor=scale, is_reduced=True)
+        synchronize_streams(self._flat_params.devices)
         return norm
 
-    def _update(self, b: int, me: int) -> None:
-        self._fused.launch_span(self._fused.spans[b], me, self.rows, is_reduced=False, grads=self._sources[me])
+    def _update(self, b: int, rank: int) -> None:
+        self._fused.launch_range(self._fused.spans[b], rank, self.rows, is_reduced=False, grads=self._sources[rank])
 
-    def _reduce(self, b: int, me: int) -> None:
-        self._fused.reduce_span(self._fused.spans[b], me, self.rows, self._sources[me])
+    def _reduce(self, b: int, rank: int) -> None:
+        self._fused.reduce_range(self._fused.spans[b], rank, self.rows, self._sources[rank])
 
     def _used_buckets(self) -> list[int]:
-        plans = enumerate(self._arena.plans)
+        plans = enumerate(self._flat_params.plans)
         return [b for b, plan in plans if any(slot.index in self.rows.row_of for slot in plan.slots)]
 
     def _run_on_buckets(self, launch: Callable[[int, int], None]) -> None:
         """Have each device do something with its chunk of each bucket, when all have the bucket's gradients."""
 
         def work(b: int) -> None:
-            for me, d in enumerate(self._arena.devices):
+            for rank, d in enumerate(self._flat_params.devices):
                 with queueing_on(d):
-                    launch(b, me)
+                    launch(b, rank)
 
         self._marks.run_beside({b: functools.partial(work, b) for b in self._used_buckets()})
 
@@ -114,14 +116,14 @@ class EarlyUpdate:
         """After the recording, before its first launch: tell the kernels where the gradients are."""
         if self._is_settled:
             return
-        for me, table in enumerate(self._sources):
-            rows = [[block_addresses(plan, me, grads) for plan in self._arena.plans] for grads in self._grads]
+        for rank, table in enumerate(self._sources):
+            rows = [[block_addresses(plan, rank, grads) for plan in self._flat_params.plans] for grads in self._grads]
             table.copy_(torch.stack([torch.cat(row) for row in rows]))
         self._is_settled = True
 
     def _mark_buckets(self) -> list[Any]:
         handles = []
-        for b, plan in enumerate(self._arena.plans):
+        for b, plan in enumerate(self._flat_params.plans):
             members = [slot.index for slot in plan.slots if slot.index in self.rows.row_of]
             for j, tensors in enumerate(self._replicas()):
                 note = self._marks.counter(b, j, [tensors[i] for i in members])
@@ -132,7 +134,7 @@ class EarlyUpdate:
         """Return one device's gradients by parameter; zeros for those that only others have."""
         tensors = self._replicas()[replica]
         taken = {}
-        for b, slot in ((b, slot) for b, plan in enumerate(self._arena.plans) for slot in plan.slots):
+        for b, slot in ((b, slot) for b, plan in enumerate(self._flat_params.plans) for slot in plan.slots):
             grad = tensors[slot.index].grad
             if slot.index in self.rows.row_of or grad is not None:
                 taken[slot.index] = lay_out(grad, slot, tensors[slot.index])
@@ -141,7 +143,7 @@ class EarlyUpdate:
         return taken
 
     def _replicas(self) -> list[list[Tensor]]:
-        return [self._arena.params, *self._arena.twins]
+        return [self._flat_params.params, *self._flat_params.twins]
 
     def _clear(self) -> None:
         for tensors in self._replicas():

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from everygpu import comm
-from everygpu.comm.streams import meet
+from everygpu.comm.streams import synchronize_streams
 from everygpu.devices.p2p import reach_each_other
-from everygpu.parallel.buckets.plan import BLOCK_NUMEL, Span, block_lengths, block_spans, join_spans
+from everygpu.parallel.buckets.plan import BLOCK_NUMEL, BlockRange, block_lengths, block_ranges, join_ranges
 from everygpu.parallel.engines.thread_state import queueing_on
-from everygpu.step.arena import Arena
+from everygpu.step.flat_parameters import FlatParameters
 from everygpu.step.shards import Fragment, Shards, State
 
 Options = Mapping[str, Any]
@@ -32,20 +32,20 @@ DTYPES = (torch.float32, torch.bfloat16)
 """Of parameters that there are kernels for; their gradients and states have the same."""
 
 
-def can_fuse(optimizer: Optimizer, arena: Arena) -> bool:
+def can_fuse(optimizer: Optimizer, flat_params: FlatParameters) -> bool:
     """Tell whether there is a kernel for an optimizer, and devices that reach each other's memory."""
     return (
-        len(set(arena.devices)) == len(arena.devices)
-        and reach_each_other(arena.devices)
-        and has_kernel(optimizer, arena)
+        len(set(flat_params.devices)) == len(flat_params.devices)
+        and reach_each_other(flat_params.devices)
+        and has_kernel(optimizer, flat_params)
         and comm.has_triton()
     )
 
 
-def has_kernel(optimizer: Optimizer, arena: Arena) -> bool:
+def has_kernel(optimizer: Optimizer, flat_params: FlatParameters) -> bool:
     """Tell whether the kernels do what an optimizer does, for parameters as these."""
-    whole_blocks = all(slot.start % BLOCK_NUMEL == 0 for plan in arena.plans for slot in plan.slots)
-    known = bool(arena.plans) and all(plan.dtype in DTYPES for plan in arena.plans)
+    whole_blocks = all(slot.start % BLOCK_NUMEL == 0 for plan in flat_params.plans for slot in plan.slots)
+    known = bool(flat_params.plans) and all(plan.dtype in DTYPES for plan in flat_params.plans)
     return type(optimizer) in STATES and has_plain_options(optimizer) and whole_blocks and known
 
 
@@ -118,7 +118,7 @@ class _Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class HyperparameterTable:
     """Which row of the options each block of parameters takes."""
 
     row_of: dict[int, int]
@@ -138,18 +138,18 @@ class FusedUpdate:
         shards: The state.
     """
 
-    def __init__(self, optimizer: Optimizer, arena: Arena, shards: Shards) -> None:
+    def __init__(self, optimizer: Optimizer, flat_params: FlatParameters, shards: Shards) -> None:
         self._optimizer = optimizer
         self._names = STATES[type(optimizer)]
         self._make_row = _sgd_row if isinstance(optimizer, torch.optim.SGD) else _adam_row
         self._sent: list[list[float]] = []
-        self._arena = arena
+        self._flat_params = flat_params
         # For each bucket its blocks, and all blocks in as few spans as there can be.
-        self.spans = block_spans(arena.plans)
-        self.whole = join_spans(self.spans)
+        self.spans = block_ranges(flat_params.plans)
+        self.whole = join_ranges(self.spans)
         self.num_blocks = sum(span.num_blocks for span in self.spans)
-        comm.connect(arena.devices)
-        self._devices = [self._lay_out(shards, j) for j in range(len(arena.devices))]
+        comm.connect(flat_params.devices)
+        self._devices = [self._lay_out(shards, j) for j in range(len(flat_params.devices))]
         self._rows: dict[Any, Tensor] = {}
         # The fragments, by identity, whose place in the chunks has been written.
         self._written: set[int] = set()
@@ -167,7 +167,7 @@ class FusedUpdate:
         self.launch(self.prepare(touched), factor=factor, is_reduced=is_reduced)
         self.finish(touched)
 
-    def prepare(self, touched: set[int]) -> Rows:
+    def prepare(self, touched: set[int]) -> HyperparameterTable:
         """Put the optimizer's options of now on the devices, where the kernels look for them.
 
         Args:
@@ -179,27 +179,27 @@ class FusedUpdate:
         table, row_of = self._make_table(touched)
         if table and table != self._sent:
             self._send(table)
-        return Rows(row_of=row_of, blocks=[self._rows_for(d, row_of) for d in self._devices])
+        return HyperparameterTable(row_of=row_of, blocks=[self._rows_for(d, row_of) for d in self._devices])
 
-    def launch(self, rows: Rows, *, factor: float, is_reduced: bool) -> None:
+    def launch(self, rows: HyperparameterTable, *, factor: float, is_reduced: bool) -> None:
         """Queue the kernels; this alone may be part of a CUDA graph. See ``run``."""
-        meet(self._arena.devices)
-        for me, d in enumerate(self._devices):
+        synchronize_streams(self._flat_params.devices)
+        for rank, d in enumerate(self._devices):
             with queueing_on(d.device):
                 scale = None if factor == 1 else torch.full((), factor, dtype=torch.float32, device=d.device)
                 for span in self.whole:
-                    self.launch_span(span, me, rows, factor=scale, is_reduced=is_reduced)
-        meet(self._arena.devices)
+                    self.launch_range(span, rank, rows, factor=scale, is_reduced=is_reduced)
+        synchronize_streams(self._flat_params.devices)
 
-    def reduce_span(self, span: Span, me: int, rows: Rows, grads: Tensor) -> None:
-        """Queue the addition of one device's blocks to where ``is_reduced`` has it looked for; see ``launch_span``."""
+    def reduce_range(self, span: BlockRange, rank: int, rows: HyperparameterTable, grads: Tensor) -> None:
+        """Queue the addition of one device's blocks to where ``is_reduced`` has it looked for; see ``launch_range``."""
         from everygpu.step import kernels  # needs Triton, which not every machine has
 
-        d = self._devices[me]
-        kernels.run_reduce(grads, d.own_grads, d.squares, rows.blocks[me], d.lengths, span=span, me=me)
+        d = self._devices[rank]
+        kernels.run_reduce(grads, d.own_grads, d.squares, rows.blocks[rank], d.lengths, span=span, rank=rank)
 
-    def norm_of_reduced(self, rows: Rows) -> Tensor:
-        """Return the norm of what ``reduce_span`` has added up, as one vector; shape (), on the first device.
+    def norm_of_reduced(self, rows: HyperparameterTable) -> Tensor:
+        """Return the norm of what ``reduce_range`` has added up, as one vector; shape (), on the first device.
 
         All devices must have met since.
 
@@ -210,11 +210,11 @@ class FusedUpdate:
         squares = [d.squares.masked_fill(table < 0, 0.0).sum() for d, table in zip(self._devices, rows.blocks)]
         return torch.stack([comm.copy(s, home) for s in squares]).sum().sqrt()
 
-    def launch_span(
+    def launch_range(
         self,
-        span: Span,
-        me: int,
-        rows: Rows,
+        span: BlockRange,
+        rank: int,
+        rows: HyperparameterTable,
         *,
         is_reduced: bool,
         factor: Tensor | None = None,
@@ -232,42 +232,44 @@ class FusedUpdate:
         from everygpu.step import kernels  # needs Triton, which not every machine has
 
         run = kernels.run_sgd if isinstance(self._optimizer, torch.optim.SGD) else kernels.run_adam
-        d = self._devices[me]
+        d = self._devices[rank]
         if grads is None:
             grads = d.own_grads if is_reduced else d.grads
-        tables = (rows.blocks[me], d.lengths, d.options)
-        run(grads, d.values, d.state_blocks, *tables, factor=d.one if factor is None else factor, span=span, me=me)
+        tables = (rows.blocks[rank], d.lengths, d.options)
+        run(grads, d.values, d.state_blocks, *tables, factor=d.one if factor is None else factor, span=span, rank=rank)
 
     def _send(self, table: list[list[float]]) -> None:
         rows = torch.tensor(table, dtype=torch.float32, device="cpu")  # a default device may be set
-        rows = rows.pin_memory() if self._arena.devices[0].type == "cuda" else rows
+        rows = rows.pin_memory() if self._flat_params.devices[0].type == "cuda" else rows
         for d in self._devices:
             with queueing_on(d.device):
                 d.options[: len(table)].copy_(rows, non_blocking=True)
         self._sent = table
 
-    def _lay_out(self, shards: Shards, me: int) -> _Device:
-        arena, device = self._arena, self._arena.devices[me]
+    def _lay_out(self, shards: Shards, rank: int) -> _Device:
+        flat_params, device = self._flat_params, self._flat_params.devices[rank]
         states = [
             [torch.zeros(plan.chunk_numel, dtype=plan.dtype, device=device) for _ in self._names]
-            for plan in arena.plans
+            for plan in flat_params.plans
         ]
-        begins = [me * plan.chunk_numel for plan in arena.plans]
-        grads = self._find_blocks(arena.grads, begins, device)
+        begins = [rank * plan.chunk_numel for plan in flat_params.plans]
+        grads = self._find_blocks(flat_params.grads, begins, device)
         return _Device(
             device=device,
-            fragments=shards.fragments[me],
-            optimizer=shards.optimizers[me],
-            values=self._find_blocks(arena.values, begins, device),
+            fragments=shards.fragments[rank],
+            optimizer=shards.optimizers[rank],
+            values=self._find_blocks(flat_params.values, begins, device),
             grads=grads,
-            own_grads=grads[me : me + 1].clone(),
+            own_grads=grads[rank : rank + 1].clone(),
             state_blocks=self._find_blocks(states, [0] * len(begins), device),
-            lengths=torch.cat([block_lengths(plan, me) for plan in arena.plans]).to(device),
+            lengths=torch.cat([block_lengths(plan, rank) for plan in flat_params.plans]).to(device),
             squares=torch.zeros(self.num_blocks, dtype=torch.float32, device=device),
             states=states,
             addresses=[[chunk.data_ptr() for chunk in chunks] for chunks in states],
             one=torch.ones((), dtype=torch.float32, device=device),
-            options=torch.zeros(max(1, len(arena.params)), self._num_columns(), dtype=torch.float32, device=device),
+            options=torch.zeros(
+                max(1, len(flat_params.params)), self._num_columns(), dtype=torch.float32, device=device
+            ),
         )
 
     def _find_blocks(self, buckets: Sequence[Sequence[Tensor]], begins: Sequence[int], device: torch.device) -> Tensor:
@@ -303,7 +305,7 @@ class FusedUpdate:
         groups = self._optimizer.param_groups
         group_of = {id(p): k for k, group in enumerate(groups) for p in group["params"]}
         counts = self._counts()
-        keys = {i: (group_of[id(self._arena.params[i])], counts.get(i, 0)) for i in sorted(touched)}
+        keys = {i: (group_of[id(self._flat_params.params[i])], counts.get(i, 0)) for i in sorted(touched)}
         numbers = {key: n for n, key in enumerate(dict.fromkeys(keys.values()))}
         decoupled = isinstance(self._optimizer, torch.optim.AdamW)
         rows = [self._make_row(groups[group], count, decoupled) for group, count in numbers]
@@ -346,7 +348,7 @@ class FusedUpdate:
             steps = []
             for f, state in d.parts():
                 if f.piece.index in touched:
-                    group = options[id(self._arena.params[f.piece.index])]
+                    group = options[id(self._flat_params.params[f.piece.index])]
                     if not state:
                         state.update(self._first_state(d, f, group))
                     steps += [state["step"]] if "step" in state else []
@@ -399,7 +401,7 @@ def _sgd_row(group: Options, count: int, decoupled: bool) -> list[float]:
     ]
 
 
-def _addresses(flat: Tensor, begin: int, span: Span) -> Tensor:
+def _addresses(flat: Tensor, begin: int, span: BlockRange) -> Tensor:
     """Return where the blocks of flat memory are, from one of its elements on; shape (blocks,), int64, on the CPU."""
     steps = torch.arange(span.num_blocks, dtype=torch.int64, device="cpu") * BLOCK_NUMEL
     return flat.data_ptr() + (begin + steps) * flat.element_size()

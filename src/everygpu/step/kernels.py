@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from everygpu.comm.kernels import KINDS, at, num_programs, sum_blocks
-from everygpu.parallel.buckets.plan import BLOCK_NUMEL, Span
+from everygpu.parallel.buckets.plan import BLOCK_NUMEL, BlockRange
 
 ADAM_COLUMNS = ("sign", "decay", "l2", "beta1", "rest1", "beta2", "rest2", "eps", "step_size", "inverse_root2")
 """Of a row of the table of options; ``rest`` is one minus beta, ``inverse_root2`` 1 / sqrt(1 - beta2 ** step)."""
@@ -24,21 +24,21 @@ SGD_COLUMNS = ("sign", "l2", "momentum", "fresh", "nesterov", "lr")
 
 @triton.jit
 def _scaled_sum(
-    grads, lengths, block, stride, me, factor, options, SOURCES: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr
+    grads, lengths, block, stride, rank, factor, options, SOURCES: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr
 ):
     """Add one block of gradients up; multiplied by the factor, and by the sign that begins each row of options."""
-    total = sum_blocks(grads, lengths, block, stride, me, SOURCES, BLOCK, KIND, tl.float32)
+    total = sum_blocks(grads, lengths, block, stride, rank, SOURCES, BLOCK, KIND, tl.float32)
     return total * tl.load(factor) * tl.load(options)
 
 
 @triton.jit
-def _hand_out(values, block, stride, inside, new, me, DEVICES: tl.constexpr, KIND: tl.constexpr) -> None:
+def _hand_out(values, block, stride, inside, new, rank, DEVICES: tl.constexpr, KIND: tl.constexpr) -> None:
     """Write one block of new values to all devices, each beginning with another one."""
     for step in tl.static_range(DEVICES):
-        tl.store(at(values, (me + step) % DEVICES * stride + block, KIND) + inside, new.to(KIND))
+        tl.store(at(values, (rank + step) % DEVICES * stride + block, KIND) + inside, new.to(KIND))
 
 
-@triton.jit(do_not_specialize=["first", "end", "stride", "me"])
+@triton.jit(do_not_specialize=["first", "end", "stride", "rank"])
 def _reduce(
     grads,
     targets,
@@ -48,7 +48,7 @@ def _reduce(
     first,
     end,
     stride,
-    me,
+    rank,
     SOURCES: tl.constexpr,
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
@@ -56,13 +56,13 @@ def _reduce(
     for block in range(first + tl.program_id(0), end, tl.num_programs(0)):
         square = 0.0
         if tl.load(rows + block) >= 0:
-            total = sum_blocks(grads, lengths, block, stride, me, SOURCES, BLOCK, KIND, tl.float32)
+            total = sum_blocks(grads, lengths, block, stride, rank, SOURCES, BLOCK, KIND, tl.float32)
             tl.store(at(targets, block, KIND) + tl.arange(0, BLOCK), total.to(KIND))
             square = tl.sum(total * total, axis=0)
         tl.store(squares + block, square)
 
 
-@triton.jit(do_not_specialize=["first", "end", "stride", "me"])
+@triton.jit(do_not_specialize=["first", "end", "stride", "rank"])
 def _adam(
     grads,
     values,
@@ -74,7 +74,7 @@ def _adam(
     first,
     end,
     stride,
-    me,
+    rank,
     SOURCES: tl.constexpr,
     DEVICES: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -89,10 +89,10 @@ def _adam(
             mean_at = at(states, block, KIND) + inside
             square_at = at(states, stride + block, KIND) + inside
             # What is here arrives while the gradients are on their way.
-            value = tl.load(at(values, me * stride + block, KIND) + inside).to(tl.float32)
+            value = tl.load(at(values, rank * stride + block, KIND) + inside).to(tl.float32)
             mean = tl.load(mean_at).to(tl.float32)
             square = tl.load(square_at).to(tl.float32)
-            grad = _scaled_sum(grads, lengths, block, stride, me, factor, options, SOURCES, BLOCK, KIND)
+            grad = _scaled_sum(grads, lengths, block, stride, rank, factor, options, SOURCES, BLOCK, KIND)
             grad += tl.load(options + 2) * value
             mean += tl.load(options + 4) * (grad - mean)
             square = tl.load(options + 5) * square + tl.load(options + 6) * grad * grad
@@ -100,10 +100,10 @@ def _adam(
             tl.store(square_at, square.to(KIND))
             value *= tl.load(options + 1)
             value -= tl.load(options + 8) * mean / (tl.sqrt(square) * tl.load(options + 9) + tl.load(options + 7))
-            _hand_out(values, block, stride, inside, value, me, DEVICES, KIND)
+            _hand_out(values, block, stride, inside, value, rank, DEVICES, KIND)
 
 
-@triton.jit(do_not_specialize=["first", "end", "stride", "me"])
+@triton.jit(do_not_specialize=["first", "end", "stride", "rank"])
 def _sgd(
     grads,
     values,
@@ -115,7 +115,7 @@ def _sgd(
     first,
     end,
     stride,
-    me,
+    rank,
     SOURCES: tl.constexpr,
     DEVICES: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -127,8 +127,8 @@ def _sgd(
         row = tl.load(rows + block)
         if row >= 0:
             options = table + row * COLUMNS
-            value = tl.load(at(values, me * stride + block, KIND) + inside).to(tl.float32)
-            grad = _scaled_sum(grads, lengths, block, stride, me, factor, options, SOURCES, BLOCK, KIND)
+            value = tl.load(at(values, rank * stride + block, KIND) + inside).to(tl.float32)
+            grad = _scaled_sum(grads, lengths, block, stride, rank, factor, options, SOURCES, BLOCK, KIND)
             grad += tl.load(options + 1) * value
             momentum = tl.load(options + 2)
             if momentum != 0:
@@ -137,11 +137,11 @@ def _sgd(
                 tl.store(momentum_at, kept.to(KIND))
                 nesterov = tl.load(options + 4)
                 grad = nesterov * (grad + momentum * kept) + (1 - nesterov) * kept
-            _hand_out(values, block, stride, inside, value - tl.load(options + 5) * grad, me, DEVICES, KIND)
+            _hand_out(values, block, stride, inside, value - tl.load(options + 5) * grad, rank, DEVICES, KIND)
 
 
 def run_reduce(
-    grads: Tensor, targets: Tensor, squares: Tensor, rows: Tensor, lengths: Tensor, *, span: Span, me: int
+    grads: Tensor, targets: Tensor, squares: Tensor, rows: Tensor, lengths: Tensor, *, span: BlockRange, rank: int
 ) -> None:
     """Add gradients up, on the current stream of their device; others as for ``run_adam``.
 
@@ -150,7 +150,7 @@ def run_reduce(
         squares: Where the sum of each block's squares goes, shape (blocks,), float32.
     """
     _reduce[_grid(grads, span)](
-        grads, targets, squares, rows, lengths, *_numbers(grads, span), me,
+        grads, targets, squares, rows, lengths, *_numbers(grads, span), rank,
         SOURCES=grads.shape[0], BLOCK=BLOCK_NUMEL, KIND=KINDS[span.dtype][0],
     )  # fmt: skip
 
@@ -164,8 +164,8 @@ def run_adam(
     table: Tensor,
     *,
     factor: Tensor,
-    span: Span,
-    me: int,
+    span: BlockRange,
+    rank: int,
 ) -> None:
     """Update blocks by Adam or AdamW, on the current stream of their device.
 
@@ -185,7 +185,7 @@ def run_adam(
         ``torch.optim.AdamW``; Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
     """
     _adam[_grid(grads, span)](
-        grads, values, states, rows, lengths, table, factor, *_numbers(grads, span), me,
+        grads, values, states, rows, lengths, table, factor, *_numbers(grads, span), rank,
         SOURCES=grads.shape[0], DEVICES=values.shape[0], COLUMNS=table.shape[1], BLOCK=BLOCK_NUMEL,
         KIND=KINDS[span.dtype][0],
     )  # fmt: skip
@@ -200,8 +200,8 @@ def run_sgd(
     table: Tensor,
     *,
     factor: Tensor,
-    span: Span,
-    me: int,
+    span: BlockRange,
+    rank: int,
 ) -> None:
     """Update blocks by SGD; see ``run_adam``.
 
@@ -212,16 +212,16 @@ def run_sgd(
         ``torch.optim.SGD``.
     """
     _sgd[_grid(grads, span)](
-        grads, values, states, rows, lengths, table, factor, *_numbers(grads, span), me,
+        grads, values, states, rows, lengths, table, factor, *_numbers(grads, span), rank,
         SOURCES=grads.shape[0], DEVICES=values.shape[0], COLUMNS=table.shape[1], BLOCK=BLOCK_NUMEL,
         KIND=KINDS[span.dtype][0],
     )  # fmt: skip
 
 
-def _grid(grads: Tensor, span: Span) -> tuple[int]:
+def _grid(grads: Tensor, span: BlockRange) -> tuple[int]:
     return (num_programs(span.num_blocks, grads.device, grads.shape[0] - 1),)
 
 
-def _numbers(grads: Tensor, span: Span) -> tuple[int, int, int]:
+def _numbers(grads: Tensor, span: BlockRange) -> tuple[int, int, int]:
     """Return the first block, the one after the last, and how many there are in the tables."""
     return span.first, span.first + span.num_blocks, grads.shape[1]

@@ -14,7 +14,7 @@ from everygpu.errors import OptimizerError
 from everygpu.parallel.buckets.bucket import fill_views
 from everygpu.parallel.buckets.plan import BucketPlan, plan_buckets
 from everygpu.parallel.replicas.placement import check_process
-from everygpu.step.arena import check_memory
+from everygpu.step.flat_parameters import check_memory
 from everygpu.step.shards import ELEMENTWISE, Shards, State, can_shard
 
 _OWNER = "_everygpu_sharded"

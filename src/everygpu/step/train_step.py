@@ -13,20 +13,20 @@ from torch.optim import Optimizer
 from everygpu import comm, tree
 from everygpu.errors import EveryGPUError, LossError, OptimizerError, OptionError
 from everygpu.keys import unwrap
-from everygpu.parallel.cuda_graphs.multi_gpu_graph import DeviceGraph
+from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.recorder import Capture, referents, values_of
 from everygpu.parallel.cuda_graphs.static_batch import Batch, StaticBatch
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.engines.thread_state import fresh_casts
-from everygpu.parallel.scatter.split import Route
+from everygpu.parallel.scatter.split import ScatterSpec
 from everygpu.parallel.sharded.batch import ShardedBatch
 from everygpu.step.early_update import EarlyUpdate
-from everygpu.step.holders import Holder, ShardedHolder, WholeHolder
 from everygpu.step.partial_grads import refusing_partial_grads
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.shards import can_shard
 from everygpu.step.stats import Mark, StepStats, Stopwatch
 from everygpu.step.update import LossScale, clip, multiply, total_norm
+from everygpu.step.update_strategy import LocalUpdate, ShardedUpdate, UpdateStrategy
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -293,7 +293,7 @@ class RecordableStep:
         holder: The step's.
     """
 
-    def __init__(self, step: TrainStep, holder: ShardedHolder) -> None:
+    def __init__(self, step: TrainStep, holder: ShardedUpdate) -> None:
         self._step = step
         self._holder = holder
         self._overlaps = True
@@ -312,14 +312,14 @@ class RecordableStep:
         options = (step.accumulate, step.clip_norm, *rules)
         return self._holder.recorded_state(), options, id(step.loss), referents(step.loss)
 
-    def find_obstacle(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         return self._holder.why_not_recordable()
 
     def prepare(self) -> EarlyUpdate | None:
         self._holder.prepare()
         return self._holder.early_update(self._expected, overlaps=self._overlaps) if self._updates_at_once() else None
 
-    def record(self, graph: DeviceGraph, batch: StaticBatch, prepared: EarlyUpdate | None) -> _Recorded:
+    def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: EarlyUpdate | None) -> _Recorded:
         return graph.record(lambda: self._run(batch.read(), prepared))
 
     def _run(self, batch: Batch, update: EarlyUpdate | None) -> _Recorded:
@@ -422,19 +422,19 @@ def _can_capture(model: DataParallel, capture: Any) -> bool:
     return on_gpus and capture is not False
 
 
-def _make_capture(step: TrainStep, holder: Holder, *, must: bool) -> Capture[Tensor] | None:
-    if not isinstance(holder, ShardedHolder):
+def _make_capture(step: TrainStep, holder: UpdateStrategy, *, must: bool) -> Capture[Tensor] | None:
+    if not isinstance(holder, ShardedUpdate):
         logger.info("TrainStep: steps run without CUDA graphs: the optimizer can't be spread.")
         return None
     model = step.model
     model.make_graphs(False)
-    route = Route(devices=tuple(model.device_ids), dim=model.dim, split=model.split)
+    route = ScatterSpec(devices=tuple(model.device_ids), dim=model.dim, split=model.split)
     return Capture(RecordableStep(step, holder), "TrainStep", route, must=must)
 
 
-def _make_holder(model: DataParallel, optimizer: Any, *, captures: bool) -> Holder:
+def _make_holder(model: DataParallel, optimizer: Any, *, captures: bool) -> UpdateStrategy:
     if isinstance(optimizer, ShardedOptimizer):
-        return ShardedHolder(model, optimizer, fixed=captures)
+        return ShardedUpdate(model, optimizer, fixed=captures)
     if not isinstance(optimizer, Optimizer):
         raise OptimizerError(
             f"TrainStep: needs a torch optimizer or a ShardedOptimizer, got {type(optimizer).__qualname__}. "
@@ -446,11 +446,11 @@ def _make_holder(model: DataParallel, optimizer: Any, *, captures: bool) -> Hold
             "in a step. Use DataParallel in an ordinary loop."
         )
     if len(model.device_ids) == 1 and not captures:
-        return WholeHolder(model, optimizer)
+        return LocalUpdate(model, optimizer)
     if not can_shard(optimizer):
         logger.info("TrainStep: %s can't be spread; it steps on %s.", type(optimizer).__name__, model.device_ids[0])
-        return WholeHolder(model, optimizer)
-    return ShardedHolder(model, ShardedOptimizer.of(optimizer, model.device_ids), fixed=captures)
+        return LocalUpdate(model, optimizer)
+    return ShardedUpdate(model, ShardedOptimizer.of(optimizer, model.device_ids), fixed=captures)
 
 
 def _as_batch(inputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any], *, with_loss: bool) -> Batch:

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from everygpu.parallel.compiler import inductor_backend
 from everygpu.parallel.compiler.inductor_backend import (
-    CompileOnce,
-    Portable,
+    InductorBackend,
+    MultiDeviceGraph,
     _Captured,
     _capturing,
     _choose_alike,
@@ -135,10 +135,10 @@ class TestPart:
         monkeypatch.setattr(
             torch.cuda, "get_device_properties", lambda i: SimpleNamespace(**dict(zip(names, kinds[i])))
         )
-        graph = Portable(lambda *x: x, [_Part(0, Loaded().version(0), Loaded().load)])
+        graph = MultiDeviceGraph(lambda *x: x, [_Part(0, Loaded().version(0), Loaded().load)])
         assert [graph.serves(torch.device("cuda", i)) for i in range(3)] == [True, True, False]
         assert not graph.serves(torch.device("cpu"))
-        assert not Portable(lambda *x: x, [_Part(0), _Part(None)]).serves(torch.device("cuda", 0))
+        assert not MultiDeviceGraph(lambda *x: x, [_Part(0), _Part(None)]).serves(torch.device("cuda", 0))
 
 
 class TestCaptured:
@@ -214,11 +214,11 @@ class TestBackend:
         found = backend_of(torch.compile(nn.Linear(2, 2), mode="reduce-overhead").dynamo_ctx)
         assert found is not None
         backend = compiling_once(found, cuda_graphs=True)
-        assert isinstance(backend, CompileOnce)
+        assert isinstance(backend, InductorBackend)
         assert backend.uses_cuda_graphs
         assert not inductor(None).uses_cuda_graphs
         without = compiling_once(found, cuda_graphs=False)
-        assert isinstance(without, CompileOnce)
+        assert isinstance(without, InductorBackend)
         assert not without.uses_cuda_graphs
 
     def test_any_other_stays(self) -> None:
@@ -304,7 +304,7 @@ def test_a_version_that_can_not_be_loaded_is_done_without(
     with recorder.recording() as runs:
         compiled(torch.ones(2))
     graph = runs[0].function
-    assert isinstance(graph, Portable)
+    assert isinstance(graph, MultiDeviceGraph)
     with caplog.at_level("WARNING", "everygpu"):
         assert not graph.serves(torch.device("cuda", 1))
         assert not graph.serves(torch.device("cuda", 1))
@@ -327,7 +327,7 @@ class TestPartsOfAGraph:
 
     @pytest.fixture
     def compile_part(self, managers: Managers, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[Any]]]:
-        backend = CompileOnce({})
+        backend = InductorBackend({})
 
         def run(inputs: list[Any]) -> list[Any]:
             return list(inputs)

@@ -98,13 +98,13 @@ def test_training_gives_the_same_and_compiles_once(
     gpus: list[int], loads: list[int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
-    compile_part = inductor_backend.CompileOnce._compile_part
+    compile_part = inductor_backend.InductorBackend._compile_part
 
     def counting(self: Any, parts: Any, *args: Any, **kwargs: Any) -> Any:
         made.append(1)
         return compile_part(self, parts, *args, **kwargs)
 
-    monkeypatch.setattr(inductor_backend.CompileOnce, "_compile_part", counting)
+    monkeypatch.setattr(inductor_backend.InductorBackend, "_compile_part", counting)
     eager, ours = pair(gpus, **options)
     assert losses_of(ours) == pytest.approx(losses_of(eager), rel=1e-4)
     assert_alike(ours, eager)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo import lookup_backend
 
 from everygpu import tree
-from everygpu.parallel.compiler.shared_graph import Recipe, Recorder, Run, backend_of, find_recipe
+from everygpu.parallel.compiler.shared_graph import InputBinding, Recorder, Run, backend_of, find_binding
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
@@ -35,9 +35,9 @@ def run(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[list[Run], Any]:
     return runs, result
 
 
-def recipe_of(module: nn.Module, *args: Any, **kwargs: Any) -> Recipe | None:
+def recipe_of(module: nn.Module, *args: Any, **kwargs: Any) -> InputBinding | None:
     runs, result = run(module, *args, **kwargs)
-    return find_recipe(runs, (module, args, kwargs), CPU, result)
+    return find_binding(runs, (module, args, kwargs), CPU, result)
 
 
 def body(function: Callable[..., Any]) -> nn.Module:
@@ -135,7 +135,7 @@ GLOBAL = torch.ones(3)
 def test_what_is_not_the_replicas_own_is_not_shared(name: str) -> None:
     module, x = body(NOT_SHARED[name]), torch.randn(4, 3)
     runs, result = run(module, x)
-    found = find_recipe(runs, (module, (x,), {}), CPU, result)
+    found = find_binding(runs, (module, (x,), {}), CPU, result)
     if found is None:
         return
     # Where the compiler made it the replica's own, it must be right.

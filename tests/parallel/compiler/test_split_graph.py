@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from everygpu.parallel.compiler import split_graph
 from everygpu.parallel.compiler.inductor_backend import inductor
-from everygpu.parallel.compiler.split_graph import Cuts
+from everygpu.parallel.compiler.split_graph import SplitPolicy
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
@@ -78,7 +78,7 @@ class TestPieces:
         self, order: list[str], cuts: list[int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(split_graph, "PIECE_BYTES", 4096)
-        self.train(inductor(None, Cuts(in_pieces=True)), order)
+        self.train(inductor(None, SplitPolicy(in_pieces=True)), order)
         assert cuts == [5]  # the weight that is used twice counts where its gradient is complete
         blocks = [name.split(".")[1] for name in order[:-1]]
         assert blocks == ["3", "3", "2", "2", "1", "1", "0", "0"]
@@ -92,7 +92,7 @@ class TestPieces:
         nn.utils.vector_to_parameters(flat, net.parameters())
         assert net.head.weight.untyped_storage().nbytes() == flat.nbytes
         monkeypatch.setattr(split_graph, "PIECE_BYTES", 8192)
-        self.train(inductor(None, Cuts(in_pieces=True)), order, net)
+        self.train(inductor(None, SplitPolicy(in_pieces=True)), order, net)
         assert cuts == [3]
 
     def test_pieces_read_what_those_before_have_written(
@@ -110,7 +110,7 @@ class TestPieces:
         monkeypatch.setattr(split_graph, "PIECE_BYTES", 4096)
         net = Branches()
         net.head = nn.Identity()
-        self.train(inductor(None, Cuts(in_pieces=True)), order, net)
+        self.train(inductor(None, SplitPolicy(in_pieces=True)), order, net)
         assert cuts == [5]
 
     def test_a_buffer_that_one_piece_saves_and_another_writes(
@@ -125,7 +125,7 @@ class TestPieces:
                 return self.head(h)
 
         compiled: list[Any] = []
-        backend = inductor(None, Cuts(in_pieces=True))
+        backend = inductor(None, SplitPolicy(in_pieces=True))
         compile_part = backend._compile_part
         monkeypatch.setattr(split_graph, "PIECE_BYTES", 4096)
         monkeypatch.setattr(
@@ -154,7 +154,7 @@ class TestPieces:
 
         monkeypatch.setattr(split_graph, "PIECE_BYTES", 4096)
         with caplog.at_level("INFO", "everygpu"):
-            self.train(inductor(None, Cuts(in_pieces=True)), order, Rotary())
+            self.train(inductor(None, SplitPolicy(in_pieces=True)), order, Rotary())
         assert cuts == [5]
         assert "aren't cut" not in caplog.text
 
@@ -171,11 +171,11 @@ class TestPieces:
                 return self.head(h)
 
         monkeypatch.setattr(split_graph, "PIECE_BYTES", 4096)
-        self.train(inductor(None, Cuts(in_pieces=True)), order, Unrolled())
+        self.train(inductor(None, SplitPolicy(in_pieces=True)), order, Unrolled())
         assert cuts == [5]
 
     def test_small_graphs_stay_whole(self, order: list[str], cuts: list[int]) -> None:
-        self.train(inductor(None, Cuts(in_pieces=True)), order)
+        self.train(inductor(None, SplitPolicy(in_pieces=True)), order)
         assert not cuts
 
     def test_without_gradients_nothing_is_cut(self, cuts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ class TestPieces:
         torch._dynamo.reset()
         net, x = Tied(), torch.randint(50, (6, 7))
         with torch.no_grad():
-            torch.compile(net, backend=inductor(None, Cuts(in_pieces=True)))(x)
+            torch.compile(net, backend=inductor(None, SplitPolicy(in_pieces=True)))(x)
         assert not cuts
 
     def test_a_graph_that_can_not_be_cut_stays_whole(
@@ -203,7 +203,7 @@ class TestPieces:
         monkeypatch.setattr(split_graph, "PIECE_BYTES", 4096)
         monkeypatch.setattr(SubmodCompiler, "compile_submod", fail_late)
         with caplog.at_level("INFO", "everygpu"):
-            self.train(inductor(None, Cuts(in_pieces=True)), order)
+            self.train(inductor(None, SplitPolicy(in_pieces=True)), order)
         assert "graphs aren't cut" in caplog.text
         assert len(calls) == 3
 
@@ -226,7 +226,7 @@ class TestPieces:
         monkeypatch.setattr(split_graph, "PIECE_BYTES", 512)
         torch._dynamo.reset()
         net = Writing()
-        compiled = torch.compile(net, backend=inductor(None, Cuts(in_pieces=True)), dynamic=True)
+        compiled = torch.compile(net, backend=inductor(None, SplitPolicy(in_pieces=True)), dynamic=True)
         with caplog.at_level("INFO", "everygpu"):
             for rows in (6, 8):
                 x = torch.randn(rows, 16)
@@ -244,7 +244,7 @@ class TestPieces:
                 return self.head(h)
 
         monkeypatch.setattr(split_graph, "PIECE_BYTES", 4096)
-        self.train(inductor(None, Cuts(in_pieces=True)), order, Checkpointed())
+        self.train(inductor(None, SplitPolicy(in_pieces=True)), order, Checkpointed())
 
     def test_shapes_that_change(
         self, cuts: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -266,7 +266,7 @@ class TestPieces:
         torch._dynamo.reset()
         net = Normed()
         twin = copy.deepcopy(net)
-        compiled = torch.compile(net, backend=inductor(None, Cuts(in_pieces=True)), dynamic=True)
+        compiled = torch.compile(net, backend=inductor(None, SplitPolicy(in_pieces=True)), dynamic=True)
         with caplog.at_level("INFO", "everygpu"):
             for rows in (6, 9):
                 x = torch.randint(50, (rows, 7))

@@ -10,8 +10,8 @@ import torch
 
 from everygpu.comm import streams
 from everygpu.parallel.cuda_graphs import multi_gpu_graph
-from everygpu.parallel.cuda_graphs.capture_lock import NUM_LANES, RECORDING, Lanes, Turn, lease_streams
-from everygpu.parallel.cuda_graphs.multi_gpu_graph import DeviceGraph
+from everygpu.parallel.cuda_graphs.capture_lock import NUM_STREAMS, RECORDING, CaptureLock, StreamPool, lease_streams
+from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 
 
 class Owner:
@@ -26,7 +26,7 @@ def in_a_thread(function: Callable[[], object]) -> None:
 
 
 def test_one_has_the_turn_and_nobody_waits() -> None:
-    turn, found = Turn(), []
+    turn, found = CaptureLock(), []
 
     def ask() -> None:
         with turn.taken() as is_ours:
@@ -44,7 +44,7 @@ def test_one_has_the_turn_and_nobody_waits() -> None:
 
 
 def test_what_waits_for_gpus_is_put_off() -> None:
-    turn, calls = Turn(), []
+    turn, calls = CaptureLock(), []
     turn.run_between(lambda: calls.append("at once"))
     assert calls == ["at once"]
     with turn.taken():
@@ -60,7 +60,7 @@ def test_what_waits_for_gpus_is_put_off() -> None:
 
 def test_what_is_put_off_may_put_off() -> None:
     """Freeing one recording, Python may come upon others."""
-    turn, calls = Turn(), []
+    turn, calls = CaptureLock(), []
 
     def first() -> None:
         turn.run_between(lambda: calls.append("second"))
@@ -71,7 +71,7 @@ def test_what_is_put_off_may_put_off() -> None:
 
 
 def test_nothing_that_is_put_off_is_forgotten() -> None:
-    turn, calls = Turn(), []
+    turn, calls = CaptureLock(), []
 
     def work() -> None:
         for _ in range(500):
@@ -88,7 +88,7 @@ def test_nothing_that_is_put_off_is_forgotten() -> None:
 
 
 def test_lanes_are_shared_only_where_there_are_too_few() -> None:
-    lanes = Lanes(3)
+    lanes = StreamPool(3)
     owners = [Owner() for _ in range(4)]
     assert [lanes.take(owner) for owner in owners] == [0, 1, 2, 0]
     del owners[1]
@@ -99,9 +99,9 @@ def test_lanes_are_shared_only_where_there_are_too_few() -> None:
 
 def test_models_record_on_streams_of_their_own() -> None:
     gc.collect()
-    owners = [Owner() for _ in range(NUM_LANES)]
+    owners = [Owner() for _ in range(NUM_STREAMS)]
     found = {lease_streams(owner) for owner in owners}
-    assert len(found) == NUM_LANES
+    assert len(found) == NUM_STREAMS
     assert RECORDING not in found  # where steps are recorded that never run as they are
 
 
@@ -120,8 +120,8 @@ class State:
 def test_nothing_is_drawn_while_another_thread_records(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CUDAGraph", "graph_pool_handle", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
-    graph, state, turn = DeviceGraph([torch.device("cuda", i) for i in range(2)]), State(), Turn()
-    monkeypatch.setattr(multi_gpu_graph, "TURN", turn)
+    graph, state, turn = MultiGpuGraph([torch.device("cuda", i) for i in range(2)]), State(), CaptureLock()
+    monkeypatch.setattr(multi_gpu_graph, "CAPTURE_LOCK", turn)
     graph._random = [state]  # type: ignore[list-item]
     with turn.taken():
         in_a_thread(graph.replay)

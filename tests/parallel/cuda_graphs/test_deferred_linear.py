@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import everygpu
 from everygpu.parallel.cuda_graphs import deferred_linear
-from everygpu.parallel.cuda_graphs.deferred_linear import LastProducts, Product, linear
+from everygpu.parallel.cuda_graphs.deferred_linear import DeferredLinears, LinearCall, linear
 from tests.parallel.cuda_graphs import training
 from tests.parallel.cuda_graphs.training import Negate
 
@@ -175,11 +175,11 @@ def train(make: Callable[[], nn.Module], used: list[torch.device], **options: An
     return training.train(make, used, loss_of, make_optimizer, shape=(6, LENGTH), vocabulary=VOCABULARY, **options)
 
 
-def products_of(model: Any) -> list[Product]:
+def products_of(model: Any) -> list[LinearCall]:
     """List the products that launches of the model's recording compute."""
     assert model._recorder is not None
     (found,) = model._recorder._capture._recordings.values()
-    return [x for _, x in everygpu.tree.leaves(found.recorded.outputs, "") if isinstance(x, Product)]
+    return [x for _, x in everygpu.tree.leaves(found.recorded.outputs, "") if isinstance(x, LinearCall)]
 
 
 def check(make: Callable[[], nn.Module], used: list[torch.device], num_products: int, **options: Any) -> None:
@@ -274,12 +274,12 @@ class TestPostponed:
         return nn.Linear(4, 3)
 
     @pytest.fixture
-    def products(self, layer: nn.Linear) -> Iterator[LastProducts]:
-        products = LastProducts()
+    def products(self, layer: nn.Linear) -> Iterator[DeferredLinears]:
+        products = DeferredLinears()
         with products.watched([layer]):
             yield products
 
-    def test_it_is_computed_once(self, layer: nn.Linear, products: LastProducts) -> None:
+    def test_it_is_computed_once(self, layer: nn.Linear, products: DeferredLinears) -> None:
         x = torch.randn(2, 4, requires_grad=True)
         out = layer(x)
         assert type(out) is not Tensor
@@ -291,19 +291,19 @@ class TestPostponed:
         assert products.take([out]) == [products.take([out])[0]]
         assert type(products.take([out])[0]) is Tensor
 
-    def test_copies_and_numpy(self, layer: nn.Linear, products: LastProducts) -> None:
+    def test_copies_and_numpy(self, layer: nn.Linear, products: DeferredLinears) -> None:
         x = torch.randn(2, 4)
         expected = F.linear(x, layer.weight, layer.bias)
         torch.testing.assert_close(torch.cat([layer(x), layer(x)]), torch.cat([expected] * 2))
         torch.testing.assert_close(torch.from_numpy(layer(x).detach().numpy()), expected.detach())
         torch.testing.assert_close(copy.deepcopy(layer(x).detach()), expected.detach())
 
-    def test_operators_that_see_no_function_fail(self, layer: nn.Linear, products: LastProducts) -> None:
+    def test_operators_that_see_no_function_fail(self, layer: nn.Linear, products: DeferredLinears) -> None:
         out = layer(torch.randn(2, 4))
         with torch._C.DisableTorchFunctionSubclass(), pytest.raises(everygpu.EveryGPUError, match="past torch"):
             torch.neg(out)
 
-    def test_compiled_code(self, layer: nn.Linear, products: LastProducts) -> None:
+    def test_compiled_code(self, layer: nn.Linear, products: DeferredLinears) -> None:
         """It is refused, and what was compiled goes on to be used."""
         calls: list[int] = []
         torch._dynamo.reset()
@@ -315,7 +315,7 @@ class TestPostponed:
         torch.testing.assert_close(negate(x), -x)
         assert calls
 
-    def test_other_settings(self, layer: nn.Linear, products: LastProducts) -> None:
+    def test_other_settings(self, layer: nn.Linear, products: DeferredLinears) -> None:
         with torch.no_grad():
             assert type(layer(torch.randn(2, 4))) is Tensor
         out = layer(torch.randn(2, 4))
@@ -323,14 +323,14 @@ class TestPostponed:
             out.neg()
 
     @pytest.mark.parametrize("asks", [True, False])
-    def test_operands_that_are_written(self, layer: nn.Linear, products: LastProducts, asks: bool) -> None:
+    def test_operands_that_are_written(self, layer: nn.Linear, products: DeferredLinears, asks: bool) -> None:
         x = torch.randn(2, 4)
         out = layer(x)
         x.zero_()
         with pytest.raises(everygpu.EveryGPUError, match="written in place"):
             out.neg() if asks else products.take([out])
 
-    def test_what_is_kept(self, layer: nn.Linear, products: LastProducts) -> None:
+    def test_what_is_kept(self, layer: nn.Linear, products: DeferredLinears) -> None:
         out = layer(torch.randn(2, 4))
         with pytest.raises(everygpu.EveryGPUError, match="beyond its forward"):
             products.check()
@@ -338,7 +338,7 @@ class TestPostponed:
         products.check()
 
     def test_layers_are_as_before(self, layer: nn.Linear) -> None:
-        with contextlib.suppress(KeyError), LastProducts().watched([layer]):
+        with contextlib.suppress(KeyError), DeferredLinears().watched([layer]):
             assert "forward" in vars(layer)
             raise KeyError
         assert "forward" not in vars(layer)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from everygpu.parallel.cuda_graphs.multi_gpu_graph import DeviceGraph
+from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +36,7 @@ def test_a_first_launch_draws_what_comes_next(count: int, monkeypatch: pytest.Mo
         torch.rand(2, device=d)
     states = torch.cuda.get_rng_state_all()
     wanted = draw()
-    graph = DeviceGraph(used)
+    graph = MultiGpuGraph(used)
     drawn = graph.record(draw)
     torch.cuda.set_rng_state_all(states)
     graph.replay()

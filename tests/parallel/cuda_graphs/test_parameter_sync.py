@@ -6,10 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from everygpu.comm.streams import meet
+from everygpu.comm.streams import synchronize_streams
 from everygpu.parallel.buckets.bucket import Grads
-from everygpu.parallel.cuda_graphs.transfer.backends import CopyMover, KernelMover, _CopySum, _KernelSum
-from everygpu.parallel.cuda_graphs.transfer.parameter_sync import Exchange
+from everygpu.parallel.cuda_graphs.transfer.backends import (
+    CopyBackend,
+    KernelBackend,
+    _CopyGradReducer,
+    _KernelGradReducer,
+)
+from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
 
 Devices = Callable[[int], list[torch.device]]
 
@@ -23,18 +28,18 @@ def make_params(device: torch.device) -> list[nn.Parameter]:
 
 
 def add_up(
-    exchange: Exchange, devices: Sequence[torch.device], grads: Sequence[Sequence[Grads]]
+    exchange: ParameterSync, devices: Sequence[torch.device], grads: Sequence[Sequence[Grads]]
 ) -> list[Tensor | None]:
     """Add gradients up as a launch does, for each bundle and device; all parameters count as reached."""
-    sums = exchange.make_sums()
+    sums = exchange.make_reducers()
     for total, rows in zip(sums, grads):
         total.take(rows)
         total.settle()
     exchange.make_room()
-    meet(devices)
+    synchronize_streams(devices)
     for total in sums:
         total.run()
-    meet(devices)
+    synchronize_streams(devices)
     return exchange.totals([True] * len(exchange.params))
 
 
@@ -42,7 +47,7 @@ def add_up(
 def test_parameters_arrive_and_gradients_add_up(either_way: Devices, count: int) -> None:
     devices = either_way(count)
     params = make_params(devices[0])
-    exchange = Exchange(params, devices, limit_bytes=4096)
+    exchange = ParameterSync(params, devices, limit_bytes=4096)
     exchange.send()
     for p, twins in zip(params, map(exchange.twins().get, map(id, params))):
         assert len(twins or ()) == len(devices) - 1
@@ -72,7 +77,7 @@ def test_parameters_arrive_and_gradients_add_up(either_way: Devices, count: int)
 def test_sums_are_the_callers_own(either_way: Devices) -> None:
     devices = either_way(2)
     params = [nn.Parameter(torch.zeros(2000, device=devices[0]))]
-    exchange = Exchange(params, devices)
+    exchange = ParameterSync(params, devices)
     kept = []
     for value in (1.0, 2.0):
         kept += add_up(exchange, devices, [[[torch.full((2000,), value, device=d)] for d in devices]])
@@ -85,7 +90,7 @@ def test_sums_are_the_callers_own(either_way: Devices) -> None:
 def test_other_memory_does_not_fit(either_way: Devices) -> None:
     devices = either_way(2)
     params = [nn.Parameter(torch.randn(4, 4, device=devices[0]))]
-    exchange = Exchange(params, devices)
+    exchange = ParameterSync(params, devices)
     assert exchange.fits(params)
     assert not exchange.fits([*params, nn.Parameter(torch.zeros(1, device=devices[0]))])
     held = params[0].data
@@ -97,10 +102,15 @@ def test_other_memory_does_not_fit(either_way: Devices) -> None:
 
 def test_kernels_are_loaded_before_a_recording(either_way: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
     devices, ran = either_way(2), []
-    for owner, name in ((KernelMover, "send"), (_KernelSum, "run"), (CopyMover, "send"), (_CopySum, "run")):
+    for owner, name in (
+        (KernelBackend, "send"),
+        (_KernelGradReducer, "run"),
+        (CopyBackend, "send"),
+        (_CopyGradReducer, "run"),
+    ):
         run = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda me, run=run: (ran.append(run.__qualname__), run(me)))
-    exchange = Exchange(make_params(devices[0]), devices)
+    exchange = ParameterSync(make_params(devices[0]), devices)
     movers = {type(bundle._mover) for bundle in exchange.bundles}
     assert set(ran) == {f"{m.__name__}.send" for m in movers} | {f"_{m.__name__[:-5]}Sum.run" for m in movers}
 
@@ -109,7 +119,7 @@ def test_with_a_default_device(either_way: Devices) -> None:
     devices = either_way(2)
     params = [nn.Parameter(torch.ones(2000, device=devices[0]))]
     with torch.device("meta"):
-        exchange = Exchange(params, devices)
+        exchange = ParameterSync(params, devices)
         exchange.send()
         (found,) = add_up(exchange, devices, [[[torch.ones(2000, device=d)] for d in devices]])
     assert found is not None
@@ -120,8 +130,8 @@ def test_with_a_default_device(either_way: Devices) -> None:
 def test_what_kernels_do_not_know_is_copied(either_way: Devices, dtype: torch.dtype) -> None:
     devices = either_way(2)
     unaligned = torch.randn(9, device=devices[0]).to(dtype)[1:]
-    exchange = Exchange([nn.Parameter(unaligned)], devices)
-    assert isinstance(exchange.bundles[0]._mover, CopyMover)
+    exchange = ParameterSync([nn.Parameter(unaligned)], devices)
+    assert isinstance(exchange.bundles[0]._mover, CopyBackend)
     exchange.send()
     (twins,) = exchange.twins().values()
     assert twins[0].cpu().equal(unaligned.cpu())

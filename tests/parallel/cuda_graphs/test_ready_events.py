@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from everygpu.parallel.cuda_graphs import ready_events
-from everygpu.parallel.cuda_graphs.ready_events import Marks
+from everygpu.parallel.cuda_graphs.ready_events import ReadyEvents
 
 CPU = torch.device("cpu")
 
@@ -49,14 +49,14 @@ def make_groups(num: int, num_replicas: int) -> list[list[Tensor]]:
     return [[torch.zeros(1) for _ in range(num_replicas)] for _ in range(num)]
 
 
-def run(taken: Marks, num: int) -> list[int]:
+def run(taken: ReadyEvents, num: int) -> list[int]:
     order: list[int] = []
     taken.run_beside({g: lambda g=g: order.append(g) for g in range(num)})  # type: ignore[misc]
     return order
 
 
 def test_groups_come_as_they_are_ready_on_all_replicas(beside: list[Stream]) -> None:
-    taken, groups = Marks([CPU] * 2), make_groups(3, 2)
+    taken, groups = ReadyEvents([CPU] * 2), make_groups(3, 2)
     notes = [[taken.counter(g, j, [t]) for j, t in enumerate(row)] for g, row in enumerate(groups)]
     for g, j in [(1, 0), (2, 0), (2, 1), (0, 0), (1, 1), (0, 1)]:
         notes[g][j](groups[g][j])
@@ -66,7 +66,7 @@ def test_groups_come_as_they_are_ready_on_all_replicas(beside: list[Stream]) -> 
 
 
 def test_a_gradient_that_comes_again_counts_when_it_came_last(beside: list[Stream]) -> None:
-    taken, groups = Marks([CPU]), make_groups(2, 1)
+    taken, groups = ReadyEvents([CPU]), make_groups(2, 1)
     first, second = (taken.counter(g, 0, row) for g, row in enumerate(groups))
     first(groups[0][0])
     second(groups[1][0])
@@ -75,7 +75,7 @@ def test_a_gradient_that_comes_again_counts_when_it_came_last(beside: list[Strea
 
 
 def test_what_is_not_marked_comes_last_and_waits_for_all(beside: list[Stream]) -> None:
-    taken, groups = Marks([CPU]), make_groups(3, 1)
+    taken, groups = ReadyEvents([CPU]), make_groups(3, 1)
     for g, (t,) in enumerate(groups):
         taken.counter(g, 0, [t])(t)
     taken.forget(0, 0)
@@ -84,7 +84,7 @@ def test_what_is_not_marked_comes_last_and_waits_for_all(beside: list[Stream]) -
 
 
 def test_a_group_is_ready_with_its_last_tensor(beside: list[Stream]) -> None:
-    taken = Marks([CPU])
+    taken = ReadyEvents([CPU])
     tensors = [torch.zeros(1) for _ in range(2)]
     note, other = taken.counter(0, 0, tensors), torch.zeros(1)
     note(tensors[0])

@@ -660,7 +660,7 @@ def test_who_cannot_record_now_records_later(recording: Devices) -> None:
 def test_a_backward_runs_where_it_was_recorded(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
     used = recording(2)
     recorded, run = [], []
-    make, enter = recorder.DeviceGraph, recorded_forward.on_recording_streams
+    make, enter = recorder.MultiGpuGraph, recorded_forward.on_recording_streams
 
     def make_graph(devices: Any, streams: str) -> Any:
         recorded.append(streams)
@@ -670,7 +670,7 @@ def test_a_backward_runs_where_it_was_recorded(recording: Devices, monkeypatch: 
         run.append(streams)
         return enter(devices, streams)
 
-    monkeypatch.setattr(recorder, "DeviceGraph", make_graph)
+    monkeypatch.setattr(recorder, "MultiGpuGraph", make_graph)
     monkeypatch.setattr(recorded_forward, "on_recording_streams", on_recording_streams)
     models = [everygpu.DataParallel(Net().to(used[0]), used, engine="graphs") for _ in range(2)]
     for model in models:
@@ -737,7 +737,7 @@ def test_a_backward_after_another_exchange_was_made(
     else:
         net.actor.weight.data = net.actor.weight.data.clone()
     with monkeypatch.context() as patch:
-        patch.setattr(recorder.DeviceGraph, "replay", fail)
+        patch.setattr(recorder.MultiGpuGraph, "replay", fail)
         for _ in range(NUM_WARM_UPS + 1):
             model(x)
         with pytest.raises(torch.OutOfMemoryError):
@@ -754,7 +754,7 @@ def test_memory_that_is_too_small_for_recordings(
     recording: Devices, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     used = recording(2)
-    monkeypatch.setattr(recorded_forward, "Exchange", fail)
+    monkeypatch.setattr(recorded_forward, "ParameterSync", fail)
     net = Net().to(used[0])
     model = everygpu.DataParallel(net, used, engine="graphs")
     with caplog.at_level(logging.INFO, "everygpu"):

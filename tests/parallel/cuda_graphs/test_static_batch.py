@@ -13,15 +13,15 @@ import everygpu
 from everygpu import tree
 from everygpu.errors import SplitError
 from everygpu.parallel.cuda_graphs.static_batch import NotStatic, StaticBatch, describe_batch
-from everygpu.parallel.scatter.split import Route
+from everygpu.parallel.scatter.split import ScatterSpec
 from everygpu.parallel.sharded.batch import ShardedBatch
 
 Devices = Callable[[int], list[torch.device]]
 PROPERTY = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def route_to(used: list[torch.device], dim: int = 0, split: Any = "chunk") -> Route:
-    return Route(devices=tuple(used), dim=dim, split=split)
+def route_to(used: list[torch.device], dim: int = 0, split: Any = "chunk") -> ScatterSpec:
+    return ScatterSpec(devices=tuple(used), dim=dim, split=split)
 
 
 def rows_of(num: int, *shape: int, seed: int = 0) -> Tensor:

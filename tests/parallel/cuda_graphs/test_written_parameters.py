@@ -20,7 +20,7 @@ Devices = Callable[[int], list[torch.device]]
 @pytest.fixture
 def recording(either_way: Devices, monkeypatch: pytest.MonkeyPatch) -> Devices:
     """``devices`` on which forwards are recorded, with a bundle for each parameter."""
-    monkeypatch.setattr(parameter_sync.Exchange.__init__, "__defaults__", (1,))
+    monkeypatch.setattr(parameter_sync.ParameterSync.__init__, "__defaults__", (1,))
     return either_way
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import everygpu
 from everygpu.errors import OptionError, ReplicaError
 from everygpu.parallel.compiler import split_graph
-from everygpu.parallel.compiler.inductor_backend import CompileOnce
+from everygpu.parallel.compiler.inductor_backend import InductorBackend
 from everygpu.parallel.cuda_graphs import deferred_linear
 from everygpu.parallel.engines import compiled
 from everygpu.parallel.engines.compiled import MAX_SIGNATURES, CompiledReplicas
@@ -120,8 +120,10 @@ class TestSameAsThreads:
         used = devices(3)
         cut = []
         monkeypatch.setattr(split_graph, "PIECE_BYTES", 64)
-        compile_pieces = CompileOnce._compile_pieces
-        monkeypatch.setattr(CompileOnce, "_compile_pieces", lambda *args: cut.append(compile_pieces(*args)) or cut[-1])
+        compile_pieces = InductorBackend._compile_pieces
+        monkeypatch.setattr(
+            InductorBackend, "_compile_pieces", lambda *args: cut.append(compile_pieces(*args)) or cut[-1]
+        )
         x, y = batch(used[0])
         torch.manual_seed(0)
         net = Plain().to(used[0])

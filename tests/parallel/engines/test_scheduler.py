@@ -12,15 +12,15 @@ from torch import nn
 
 import everygpu
 from everygpu.errors import ReplicaError
-from everygpu.parallel.engines.scheduler import Cancelled, Turns, meet
+from everygpu.parallel.engines.scheduler import Cancelled, ReplicaScheduler, barrier
 
 CPU = torch.device("cpu")
 OTHER = torch.device("meta")
 
 
-def run(devices: list[torch.device], body: Callable[[Turns, int], Any]) -> list[Any]:
+def run(devices: list[torch.device], body: Callable[[ReplicaScheduler, int], Any]) -> list[Any]:
     """Run the body once per replica, each in a thread; return what each returned or raised."""
-    turns = Turns(devices)
+    turns = ReplicaScheduler(devices)
     results: list[Any] = [None] * len(devices)
 
     def replica(i: int) -> None:
@@ -58,8 +58,8 @@ def test_devices_do_not_wait_for_each_other() -> None:
 
 @pytest.mark.parametrize("devices", [[CPU] * 4, [CPU, OTHER] * 2, [CPU, CPU, OTHER], [CPU]])
 def test_everyone_gets_a_part_of_what_all_brought(devices: list[torch.device]) -> None:
-    def body(turns: Turns, i: int) -> list[Any]:
-        return [meet((i, k), lambda brought, k=k: [(k, brought)] * len(brought)) for k in range(3)]
+    def body(turns: ReplicaScheduler, i: int) -> list[Any]:
+        return [barrier((i, k), lambda brought, k=k: [(k, brought)] * len(brought)) for k in range(3)]
 
     everyone = range(len(devices))
     expected = [(k, [(i, k) for i in everyone]) for k in range(3)]
@@ -72,11 +72,11 @@ def test_everyone_gets_a_part_of_what_all_brought(devices: list[torch.device]) -
 def test_after_a_meeting_they_go_on_in_order() -> None:
     seen: list[Any] = []
 
-    def body(turns: Turns, i: int) -> None:
+    def body(turns: ReplicaScheduler, i: int) -> None:
         for k in range(3):
             seen.append((k, i))
             time.sleep(0.002)
-            meet(None, lambda brought: brought)
+            barrier(None, lambda brought: brought)
         seen.append((3, i))
 
     run([CPU] * 3, body)
@@ -84,14 +84,14 @@ def test_after_a_meeting_they_go_on_in_order() -> None:
 
 
 def test_without_others_one_meets_oneself() -> None:
-    assert meet(3, lambda brought: [value + 1 for value in brought]) == 4
+    assert barrier(3, lambda brought: [value + 1 for value in brought]) == 4
 
 
 def test_a_failure_ends_the_wait() -> None:
-    def body(turns: Turns, i: int) -> None:
+    def body(turns: ReplicaScheduler, i: int) -> None:
         if i == 2:
             raise ArithmeticError("broken")
-        meet(i, lambda brought: brought)
+        barrier(i, lambda brought: brought)
 
     results = run([CPU] * 4, body)
     assert isinstance(results[2], ArithmeticError)
@@ -102,12 +102,12 @@ def test_a_failure_in_the_meeting_reaches_one_and_stops_all() -> None:
     def combine(brought: list[Any]) -> list[Any]:
         raise ArithmeticError("broken")
 
-    results = run([CPU] * 3, lambda turns, i: meet(i, combine))
+    results = run([CPU] * 3, lambda turns, i: barrier(i, combine))
     assert sorted(type(r).__name__ for r in results) == ["ArithmeticError", "Cancelled", "Cancelled"]
 
 
 def test_someone_who_does_not_come_is_named() -> None:
-    results = run([CPU] * 3, lambda turns, i: None if i == 1 else meet(i, lambda brought: brought))
+    results = run([CPU] * 3, lambda turns, i: None if i == 1 else barrier(i, lambda brought: brought))
     errors = [r for r in results if isinstance(r, ReplicaError)]
     assert errors
     assert "which replica 1 ended without reaching" in str(errors[0])
@@ -117,7 +117,7 @@ def test_random_numbers_are_drawn_in_the_same_order_every_time() -> None:
     class Drawing(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             first = torch.rand(len(x))
-            meet(None, lambda brought: brought)
+            barrier(None, lambda brought: brought)
             return torch.stack([first, torch.rand(len(x))], 1)
 
     model = everygpu.DataParallel(Drawing(), ["cpu"] * 3)
@@ -133,7 +133,7 @@ def test_random_numbers_are_drawn_in_the_same_order_every_time() -> None:
 def test_a_forward_within_a_replica_has_meetings_of_its_own() -> None:
     class Inner(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + meet(len(x), lambda brought: [sum(brought)] * len(brought))
+            return x + barrier(len(x), lambda brought: [sum(brought)] * len(brought))
 
     class Outer(nn.Module):
         def __init__(self) -> None:
@@ -142,7 +142,7 @@ def test_a_forward_within_a_replica_has_meetings_of_its_own() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = everygpu.gather(self.inner(x))
-            return y + 100 * meet(len(x), lambda brought: [sum(brought)] * len(brought))
+            return y + 100 * barrier(len(x), lambda brought: [sum(brought)] * len(brought))
 
     out = everygpu.DataParallel(Outer(), ["cpu"] * 2)(torch.zeros(8))
     assert everygpu.gather(out).tolist() == [804.0] * 8

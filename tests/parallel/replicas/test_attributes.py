@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from everygpu.parallel.replicas.attributes import Mirror, Watch
+from everygpu.parallel.replicas.attributes import ReplicaModule, Watch
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "x y")
@@ -44,7 +44,7 @@ class Pairing:
         self.net = net
         self.modules = list(net.modules())
         self.watch = Watch(self.modules)
-        self.mirror = Mirror(self.modules, CPU)
+        self.mirror = ReplicaModule(self.modules, CPU)
         self.follow()
 
     def follow(self):

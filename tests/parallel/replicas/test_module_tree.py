@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from everygpu.parallel.replicas.module_tree import Layout
+from everygpu.parallel.replicas.module_tree import ModuleTree
 
 
 class Net(nn.Module):
@@ -24,7 +24,7 @@ class Net(nn.Module):
 
 def test_shared_modules_and_tensors_are_listed_once():
     net = Net()
-    layout = Layout(net)
+    layout = ModuleTree(net)
     assert [type(m) for m in layout.modules] == [Net, nn.Linear, nn.BatchNorm1d, nn.Linear]
     assert layout.modules[0] is net
     expected = [*net.parameters(), *net.buffers()]
@@ -34,7 +34,7 @@ def test_shared_modules_and_tensors_are_listed_once():
 
 def test_places_hold_what_order_says():
     net = Net()
-    layout = Layout(net)
+    layout = ModuleTree(net)
     places = layout.places(layout.modules)
     assert len(places) == len(layout.order)
     for (table, key), index in zip(places, layout.order):
@@ -46,7 +46,7 @@ def test_places_hold_what_order_says():
 
 def test_places_of_a_twin_are_the_twins():
     net = Net()
-    layout = Layout(net)
+    layout = ModuleTree(net)
     twin = copy.deepcopy(net)
     for (table, key), index in zip(layout.places(list(twin.modules())), layout.order):
         if index is not None:
@@ -55,7 +55,7 @@ def test_places_of_a_twin_are_the_twins():
 
 
 def test_module_without_tensors():
-    layout = Layout(nn.Identity())
+    layout = ModuleTree(nn.Identity())
     assert layout.tensors == layout.order == []
     assert layout.is_current()
 
@@ -103,7 +103,7 @@ def assign_tied(net):
 )  # fmt: skip
 def test_new_values_in_old_places_are_taken_on(change):
     net = Net()
-    layout = Layout(net)
+    layout = ModuleTree(net)
     order = layout.order
     change(net)
     assert layout.is_current()
@@ -189,16 +189,16 @@ def rename(net):
 )  # fmt: skip
 def test_another_arrangement_is_noticed(change):
     net = Net()
-    layout = Layout(net)
+    layout = ModuleTree(net)
     assert layout.is_current()
     change(net)
     assert not layout.is_current()
-    assert Layout(net).is_current()
+    assert ModuleTree(net).is_current()
 
 
 def test_replaced_module_is_noticed_deep_in_the_tree():
     net = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(1, 1))))
-    layout = Layout(net)
+    layout = ModuleTree(net)
     net[0][0][0] = nn.Linear(1, 1)
     assert not layout.is_current()
 
@@ -206,4 +206,4 @@ def test_replaced_module_is_noticed_deep_in_the_tree():
 def test_sparse_parameter_has_no_strides():
     net = nn.Module()
     net.weight = nn.Parameter(torch.eye(3).to_sparse())
-    assert Layout(net).is_current()
+    assert ModuleTree(net).is_current()

@@ -16,7 +16,7 @@ from everygpu.checkpoint.states import Kind, kind_of
 from everygpu.keys import bare_key
 from everygpu.tree import map_leaves
 
-_LOG = logging.getLogger("everygpu")
+logger = logging.getLogger("everygpu")
 
 Part: TypeAlias = tuple[Kind, Any]
 """As `states.plan_restore` takes them."""
@@ -40,7 +40,7 @@ def read_parts(
     """
     found = read_foreign(path)
     for note in found.notes:
-        _LOG.warning("%s: %s.", path, note)
+        logger.warning("%s: %s.", path, note)
     parts: dict[str, Part] = {}
     if "model" in targets:
         parts["model"] = _module_part(found.require_model(path), found.versions, targets["model"], prefix)

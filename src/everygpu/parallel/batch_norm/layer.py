@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from everygpu.errors import ModuleError
 from everygpu.parallel.batch_norm.function import Records, normalize_together, run_again
-from everygpu.parallel.engines.scheduler import meet
+from everygpu.parallel.engines.scheduler import barrier
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -79,7 +79,7 @@ class SyncBatchNorm(_BatchNorm):
             return run_again(input, self.weight, self.bias, self.eps, self._records)
         together = partial(normalize_together, self.eps, self._records)
         brought = (input, _own_node(self.weight), _own_node(self.bias), self._records)
-        output, mean, var, count = meet(brought, together)
+        output, mean, var, count = barrier(brought, together)
         if self.training and self.running_mean is not None:
             self._follow(mean, var, count)
         return output  # type: ignore[no-any-return]

@@ -248,7 +248,7 @@ class _Broadcast(torch.autograd.Function):
         # Autograd runs a node where its first output is: this one has it add up on the primary device, in step
         # with the gradients it adds to.
         anchor = torch.empty(0, device=bucket.device)
-        looks = [Look(t) for t in originals]
+        looks = [SlotAlias(t) for t in originals]
         return anchor, *(look.on(slot) for row in slots for slot, look in zip(row, looks))
 
     @staticmethod
@@ -326,7 +326,7 @@ def fill_views(views: Sequence[Tensor], tensors: Grads) -> None:
         torch._foreach_copy_([view for view, _ in pairs], [t.detach() for _, t in pairs])
 
 
-class Look:
+class SlotAlias:
     """What replicas see in place of a tensor: its class and attributes, on a slot's memory."""
 
     __slots__ = ("attributes", "kind", "mark")

@@ -136,7 +136,7 @@ def plan_bucket(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class BlockRange:
     """Blocks of one dtype, side by side in tables that have the blocks of one chunk of each bucket in them."""
 
     first: int
@@ -144,18 +144,18 @@ class Span:
     dtype: torch.dtype
 
 
-def block_spans(plans: Sequence[BucketPlan]) -> list[Span]:
+def block_ranges(plans: Sequence[BucketPlan]) -> list[BlockRange]:
     """Return where each bucket's blocks are in a device's tables: the same places on every device."""
     spans, first = [], 0
     for plan in plans:
-        spans.append(Span(first=first, num_blocks=plan.num_blocks, dtype=plan.dtype))
+        spans.append(BlockRange(first=first, num_blocks=plan.num_blocks, dtype=plan.dtype))
         first += spans[-1].num_blocks
     return spans
 
 
-def join_spans(spans: Sequence[Span]) -> list[Span]:
+def join_ranges(spans: Sequence[BlockRange]) -> list[BlockRange]:
     """Put neighbours of one dtype together."""
-    joined: list[Span] = []
+    joined: list[BlockRange] = []
     for span in spans:
         if joined and joined[-1].dtype is span.dtype:
             span = replace(span, first=joined[-1].first, num_blocks=joined.pop().num_blocks + span.num_blocks)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from everygpu import comm
 from everygpu.parallel.compiler.retarget import retarget
-from everygpu.parallel.compiler.split_graph import WHOLE, Backend, Cuts, compile_pieces
+from everygpu.parallel.compiler.split_graph import WHOLE, Backend, SplitPolicy, compile_pieces
 from everygpu.parallel.cuda_graphs.deferred_linear import split_off
 
 _capturing = threading.RLock()
@@ -26,7 +26,7 @@ _capturing = threading.RLock()
 logger = logging.getLogger("everygpu")
 
 
-class CompileOnce:
+class InductorBackend:
     """A backend for ``torch.compile``: Inductor, with graphs that run on every GPU of a kind.
 
     Args:
@@ -34,7 +34,7 @@ class CompileOnce:
         cuts: How graphs are cut.
     """
 
-    def __init__(self, options: Mapping[str, Any], cuts: Cuts = WHOLE) -> None:
+    def __init__(self, options: Mapping[str, Any], cuts: SplitPolicy = WHOLE) -> None:
         self._options = dict(options)
         self._cuts = cuts
         self._reasons: set[str] = set()
@@ -46,7 +46,7 @@ class CompileOnce:
 
         return bool(self._options.get("triton.cudagraphs", config.triton.cudagraphs))
 
-    def __call__(self, graph: Any, example_inputs: list[Any]) -> "Portable":
+    def __call__(self, graph: Any, example_inputs: list[Any]) -> "MultiDeviceGraph":
         from torch._functorch import config
         from torch._inductor.compile_fx import compile_fx
 
@@ -68,7 +68,7 @@ class CompileOnce:
             if function is None:
                 parts.clear()
                 function = compile_graph(graph, example_inputs)
-        return Portable(function if put_behind is None else put_behind(function), parts)
+        return MultiDeviceGraph(function if put_behind is None else put_behind(function), parts)
 
     def _compile_pieces(self, graph: Any, example_inputs: list[Any], compile_piece: Backend) -> Any:
         """Compile a graph in pieces; None where it is small or can't be cut."""
@@ -117,7 +117,7 @@ class CompileOnce:
             logger.info("DataParallel: %s: %s", consequence, reason)
 
 
-def inductor(mode: str | None, cuts: Cuts = WHOLE) -> CompileOnce:
+def inductor(mode: str | None, cuts: SplitPolicy = WHOLE) -> InductorBackend:
     """Make the backend that ``torch.compile(mode=…)`` would take, compiling once for all GPUs.
 
     Args:
@@ -125,18 +125,18 @@ def inductor(mode: str | None, cuts: Cuts = WHOLE) -> CompileOnce:
         cuts: How graphs are cut.
     """
     wrapper = torch._TorchCompileInductorWrapper(mode, None, False)  # type: ignore[no-untyped-call]
-    return CompileOnce(wrapper.config, cuts)
+    return InductorBackend(wrapper.config, cuts)
 
 
-def compiling_once(backend: Backend, *, cuda_graphs: bool, cuts: Cuts = WHOLE) -> Backend:
+def compiling_once(backend: Backend, *, cuda_graphs: bool, cuts: SplitPolicy = WHOLE) -> Backend:
     """Replace torch's own backend by ours with the same options, perhaps without CUDA graphs; others stay."""
     if not isinstance(backend, torch._TorchCompileInductorWrapper):
         return backend
     options = backend.config if cuda_graphs else {**backend.config, "triton.cudagraphs": False}
-    return CompileOnce(options, cuts)
+    return InductorBackend(options, cuts)
 
 
-class Portable:
+class MultiDeviceGraph:
     """What Dynamo's graph was compiled to: forward, and backward by autograd."""
 
     def __init__(self, function: Callable[..., Any], parts: "Sequence[_Part]") -> None:

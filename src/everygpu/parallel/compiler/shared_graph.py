@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from everygpu import tree
-from everygpu.parallel.compiler.inductor_backend import CompileOnce, Portable
+from everygpu.parallel.compiler.inductor_backend import InductorBackend, MultiDeviceGraph
 from everygpu.parallel.compiler.split_graph import Backend
 from everygpu.parallel.engines.threads import Call
 
@@ -50,7 +50,7 @@ class Recorder:
     @property
     def may_capture(self) -> bool:
         """Tell whether results may lie in the memory of a CUDA graph."""
-        return not isinstance(self._backend, CompileOnce) or self._backend.uses_cuda_graphs
+        return not isinstance(self._backend, InductorBackend) or self._backend.uses_cuda_graphs
 
     def __call__(self, graph: Any, example_inputs: list[Any]) -> Callable[..., Any]:
         # Constants made while tracing are on the first replica's device.
@@ -76,7 +76,7 @@ class Recorder:
             self._runs = None
 
 
-class Recipe:
+class InputBinding:
     """How one replica's call is made of another's graph.
 
     Args:
@@ -111,7 +111,7 @@ class Recipe:
 
     def _serves(self, device: torch.device) -> bool:
         function = self._run.function
-        return device == self._home or (isinstance(function, Portable) and function.serves(device))
+        return device == self._home or (isinstance(function, MultiDeviceGraph) and function.serves(device))
 
     def run(self, inputs: list[Any]) -> Any:
         """Run the graph, and return what the other replica's call returns."""
@@ -126,7 +126,7 @@ class _Output:
         self.index = index
 
 
-def find_recipe(runs: Sequence[Run], call: Call, device: torch.device, result: Any) -> Recipe | None:
+def find_binding(runs: Sequence[Run], call: Call, device: torch.device, result: Any) -> InputBinding | None:
     """Work out how the first replica's call came about.
 
     Args:
@@ -147,7 +147,7 @@ def find_recipe(runs: Sequence[Run], call: Call, device: torch.device, result: A
     if None in places or any(isinstance(x, Tensor) and id(x) not in outputs for x in leaves):
         return None
     pattern = tree.map_leaves(lambda x: _Output(outputs[id(x)]) if isinstance(x, Tensor) else x, result)
-    return Recipe(run, device, [p for p in places if p is not None], pattern)
+    return InputBinding(run, device, [p for p in places if p is not None], pattern)
 
 
 def _is_alike(a: Tensor, b: Tensor, device: torch.device) -> bool:

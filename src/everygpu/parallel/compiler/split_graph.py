@@ -27,7 +27,7 @@ PIECE_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cuts:
+class SplitPolicy:
     """How graphs are cut that a recording will have in it."""
 
     in_pieces: bool = False
@@ -37,7 +37,7 @@ class Cuts:
     """Before a product that they end with; see ``last_product``."""
 
 
-WHOLE = Cuts()
+WHOLE = SplitPolicy()
 
 
 def compile_pieces(graph: Any, example_inputs: list[Any], compile_piece: Backend) -> Callable[..., Any] | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-class Turn:
+class CaptureLock:
     """Lets one thread at a time record. Nobody waits for it: who doesn't get it runs a step as it is, and asks again.
 
     A recording needs autograd's threads, of which each GPU has one for all models, and locks of models that it uses.
@@ -52,7 +52,7 @@ class Turn:
                 self._lock.release()
 
 
-class Lanes:
+class StreamPool:
     """Numbers that owners have for as long as they live, each its own where there are enough.
 
     Args:
@@ -75,13 +75,13 @@ class Lanes:
 RECORDING = "recording"
 """Which stream of each GPU work is recorded on that is never run in another way."""
 
-NUM_LANES = 8
+NUM_STREAMS = 8
 """How many models have streams of their own at a time; torch has 32 for each GPU, for all purposes."""
 
-TURN = Turn()
+CAPTURE_LOCK = CaptureLock()
 """Of the process."""
 
-_LANES = Lanes(NUM_LANES)
+_STREAM_POOL = StreamPool(NUM_STREAMS)
 
 
 def lease_streams(owner: object) -> str:
@@ -91,6 +91,6 @@ def lease_streams(owner: object) -> str:
     that would become part of the recording.
 
     Args:
-        owner: Has them to itself until it is gone, where fewer than ``NUM_LANES`` others live.
+        owner: Has them to itself until it is gone, where fewer than ``NUM_STREAMS`` others live.
     """
-    return f"{RECORDING} {_LANES.take(owner)}"
+    return f"{RECORDING} {_STREAM_POOL.take(owner)}"

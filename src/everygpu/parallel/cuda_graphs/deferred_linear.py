@@ -21,16 +21,21 @@ from torch.nn import functional as F
 from everygpu import tree
 from everygpu.keys import is_compiled
 from everygpu.parallel.compiler.dynamo import inputs_of, value_of
-from everygpu.parallel.cuda_graphs.deferred_tensor import StandIn, StandInError, check_dropped, settled
+from everygpu.parallel.cuda_graphs.deferred_tensor import (
+    DeferredTensor,
+    DeferredTensorError,
+    check_dropped,
+    materialized,
+)
 from everygpu.parallel.engines.thread_state import current_stream
 
 LEAST_BYTES = 32 * 2**20
 """Results that are smaller are sooner copied than asked about."""
 
-_products: ContextVar["LastProducts | None"] = ContextVar("everygpu_last_products", default=None)
+_products: ContextVar["DeferredLinears | None"] = ContextVar("everygpu_last_products", default=None)
 
 
-class Product:
+class LinearCall:
     """``torch.nn.functional.linear`` of these. No dataclass: those are containers to everygpu.
 
     Args:
@@ -51,7 +56,7 @@ class Product:
         return F.linear(*operands)
 
 
-class LastProducts:
+class DeferredLinears:
     """The products of one recording that are left for after its launch.
 
     Each linear layer's is put off that is large, and computed as soon as anybody asks for it: those that nobody has
@@ -60,7 +65,7 @@ class LastProducts:
 
     def __init__(self) -> None:
         self._conditions: dict[torch.device, Hashable] = {}
-        self._postponed: list[weakref.ref[Postponed]] = []
+        self._postponed: list[weakref.ref[DeferredLinear]] = []
 
     @property
     def were_any(self) -> bool:
@@ -90,17 +95,17 @@ class LastProducts:
 
     def postpone(self, operands: Sequence[Tensor]) -> Tensor:
         """Return what stands for a product, or the product itself where it is not to be put off."""
-        operands = [settled(t) for t in operands]
+        operands = [materialized(t) for t in operands]
         device = operands[0].device
         conditions = self._conditions.get(device)
         if conditions is None or conditions != _conditions(device) or not _pays(operands):
             return F.linear(*operands)
-        postponed = Postponed(Product(operands), conditions)
+        postponed = DeferredLinear(LinearCall(operands), conditions)
         self._postponed.append(weakref.ref(postponed))
         return postponed
 
     def take(self, outputs: list[Any]) -> list[Any]:
-        """Return what replicas have returned, with a ``Product`` for each that is still to be done."""
+        """Return what replicas have returned, with a ``LinearCall`` for each that is still to be done."""
         return tree.map_leaves(_opened, outputs) if self.were_any else outputs
 
     def check(self) -> None:
@@ -118,46 +123,46 @@ def linear(*operands: Tensor) -> Tensor:
     return F.linear(*operands) if products is None else products.postpone(operands)
 
 
-class Postponed(StandIn):
+class DeferredLinear(DeferredTensor):
     """Stands for a product."""
 
-    _product: Product
+    _product: LinearCall
     _conditions: Hashable
     _versions: list[int]
     _result: Tensor | None
 
     @staticmethod
-    def __new__(cls, product: Product, conditions: Hashable) -> "Postponed":
+    def __new__(cls, product: LinearCall, conditions: Hashable) -> "DeferredLinear":
         x, weight, *_ = product.operands
-        made: Postponed = StandIn.__new__(cls, (*x.shape[:-1], weight.shape[0]), x)
+        made: DeferredLinear = DeferredTensor.__new__(cls, (*x.shape[:-1], weight.shape[0]), x)
         made._product, made._conditions, made._result = product, conditions, None
         made._versions = [t._version for t in product.operands]
         return made
 
-    def settle(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """Return the product, as it would have been computed at once."""
         # Also if it is done: another stream may have waited for this one before it was.
         if self._conditions != _conditions(self._product.device):
-            raise StandInError("a linear layer's result is used under other settings, or elsewhere")
+            raise DeferredTensorError("a linear layer's result is used under other settings, or elsewhere")
         if self._result is None:
             _check_versions(self)
-            self._result = Product.run(self._product.operands)
+            self._result = LinearCall.run(self._product.operands)
         return self._result
 
 
 def _opened(leaf: Any) -> Any:
-    if type(leaf) is not Postponed:
+    if type(leaf) is not DeferredLinear:
         return leaf
     if leaf._result is not None:
         return leaf._result
     _check_versions(leaf)
     # Backward begins at the operands, but not at a leaf: on the second GPU torch warns of streams there.
-    return Product([t.view_as(t) if t.is_leaf and t.requires_grad else t for t in leaf._product.operands])
+    return LinearCall([t.view_as(t) if t.is_leaf and t.requires_grad else t for t in leaf._product.operands])
 
 
-def _check_versions(postponed: Postponed) -> None:
+def _check_versions(postponed: DeferredLinear) -> None:
     if [t._version for t in postponed._product.operands] != postponed._versions:
-        raise StandInError("what goes into a linear layer is written in place afterwards")
+        raise DeferredTensorError("what goes into a linear layer is written in place afterwards")
 
 
 def _run_layer(layer: nn.Linear, input: Tensor) -> Tensor:

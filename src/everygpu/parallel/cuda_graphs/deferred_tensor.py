@@ -18,7 +18,7 @@ PATIENCE_S = 1.0
 """How long a thread may take to let go of what it has handed over, on a busy machine."""
 
 
-class StandInError(EveryGPUError):
+class DeferredTensorError(EveryGPUError):
     """Something can't stand for a tensor in a recording.
 
     Args:
@@ -32,7 +32,7 @@ class StandInError(EveryGPUError):
             known.append(self)
 
 
-_refusals: ContextVar[list[StandInError] | None] = ContextVar("everygpu_refusals", default=None)
+_refusals: ContextVar[list[DeferredTensorError] | None] = ContextVar("everygpu_refusals", default=None)
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def refusals_heeded() -> Iterator[None]:
     Raises:
         StandInError: there was one.
     """
-    refusals: list[StandInError] = []
+    refusals: list[DeferredTensorError] = []
     token = _refusals.set(refusals)
     try:
         yield
@@ -56,7 +56,7 @@ def refusals_heeded() -> Iterator[None]:
         raise refusals[0]
 
 
-class StandIn(Tensor):
+class DeferredTensor(Tensor):
     """Stands for a tensor until somebody asks for it, which is whenever a function of torch's is given this.
 
     It has no memory: what goes past torch's functions fails, and the recording with it. So does compiled code, which
@@ -71,30 +71,30 @@ class StandIn(Tensor):
     def __init__(self, *_: Any) -> None:
         """Everything is done in ``__new__``, as for all tensors."""
 
-    def settle(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """Return the tensor, for use on the current stream."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy what this stands for, as its class does."""
-        return copy.deepcopy(self.settle(), memo)
+        return copy.deepcopy(self.materialize(), memo)
 
     @property
     def __tensor_flatten__(self) -> Any:
         """Stop torch.compile, which asks whether there is this: going on, it would give the whole function up."""
-        raise StandInError("compiled code was given what isn't there yet")
+        raise DeferredTensorError("compiled code was given what isn't there yet")
 
     @classmethod
     @left_to_run
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_compiler_at_work():
-            raise StandInError("compiled code was given what isn't there yet")
-        args, kwargs = tree_map_only(StandIn, settled, (args, kwargs or {}))
+            raise DeferredTensorError("compiled code was given what isn't there yet")
+        args, kwargs = tree_map_only(DeferredTensor, materialized, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise StandInError(f"{func} was given what isn't there yet, past torch's functions")
+        raise DeferredTensorError(f"{func} was given what isn't there yet, past torch's functions")
 
 
 def check_dropped(made: Sequence["weakref.ref[Any]"]) -> None:
@@ -107,10 +107,10 @@ def check_dropped(made: Sequence["weakref.ref[Any]"]) -> None:
     ends = time.monotonic() + PATIENCE_S
     while any(ref() is not None for ref in made):
         if time.monotonic() >= ends:
-            raise StandInError("a module keeps what isn't there yet beyond its forward")
+            raise DeferredTensorError("a module keeps what isn't there yet beyond its forward")
         time.sleep(0.001)
 
 
-def settled(x: Tensor) -> Tensor:
+def materialized(x: Tensor) -> Tensor:
     """Return what a tensor stands for, or the tensor."""
-    return x.settle() if isinstance(x, StandIn) else x
+    return x.materialize() if isinstance(x, DeferredTensor) else x

@@ -11,7 +11,7 @@ import torch
 
 from everygpu import comm
 from everygpu.comm.streams import kept_stream
-from everygpu.parallel.cuda_graphs.capture_lock import RECORDING, TURN
+from everygpu.parallel.cuda_graphs.capture_lock import CAPTURE_LOCK, RECORDING
 from everygpu.parallel.engines.thread_state import queueing_on
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
-class DeviceGraph:
+class MultiGpuGraph:
     """One CUDA graph over several GPUs.
 
     What it holds may copy between them: where one GPU needs what another makes, its queue waits, and nobody spins.
@@ -50,7 +50,7 @@ class DeviceGraph:
     def record(self, function: Callable[[], T]) -> T:
         """Call a function; what it queues on the devices is recorded, and not run.
 
-        One thread at a time may do so; see ``Turn``.
+        One thread at a time may do so; see ``CaptureLock``.
 
         Args:
             function: Has run before, so that libraries are loaded; may use threads, and streams beside the current
@@ -74,23 +74,23 @@ class DeviceGraph:
                 raise
             self._end()
         give_back = functools.partial(_release, self._graph, self._devices, self._pool)
-        release = weakref.finalize(self, TURN.run_between, give_back)
+        release = weakref.finalize(self, CAPTURE_LOCK.run_between, give_back)
         release.atexit = False
         return result
 
-    def next(self) -> "DeviceGraph":
+    def next(self) -> "MultiGpuGraph":
         """Make a graph for what comes after this one, in the same memory: they are launched in turn.
 
         What one leaves for the other must be held by somebody while the other is recorded.
         """
-        return DeviceGraph(self._devices, self._pool, self._streams)
+        return MultiGpuGraph(self._devices, self._pool, self._streams)
 
     def replay(self) -> None:
         """Queue the work: after what is queued on the devices' current streams, and before what will be."""
         home, *others = [torch.cuda.current_stream(d) for d in self._devices]
         # Before torch 2.13 nobody can draw on a GPU while another thread records there, and a recording that draws
         # nothing is known as such only after its first launch.
-        with TURN.taken() if self._random else contextlib.nullcontext(False) as may_draw:
+        with CAPTURE_LOCK.taken() if self._random else contextlib.nullcontext(False) as may_draw:
             for state in self._random if may_draw else ():
                 state.fill()
             for stream in others:
@@ -214,7 +214,7 @@ def return_memory(devices: Sequence[torch.device]) -> None:
     for d in devices:
         torch.cuda.synchronize(d)
     gc.collect()
-    TURN.catch_up()
+    CAPTURE_LOCK.catch_up()
     # Libraries' workspaces: those of the graph are to be its own.
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()

@@ -9,7 +9,7 @@ from everygpu.comm.streams import kept_stream
 from everygpu.parallel.engines.thread_state import queueing_on_each
 
 
-class Marks:
+class ReadyEvents:
     """The moments of a backward, while it is recorded, at which each replica has all gradients of a group.
 
     A recording knows dependencies, not the order of calls: work on the groups is queued after the backward, and

@@ -17,20 +17,20 @@ from everygpu.errors import EveryGPUError
 from everygpu.keys import compiled_original
 from everygpu.parallel.buckets.bucket import Grads, Streams
 from everygpu.parallel.cuda_graphs.capture_lock import lease_streams
-from everygpu.parallel.cuda_graphs.deferred_linear import LastProducts, Product
-from everygpu.parallel.cuda_graphs.deferred_tensor import StandIn, StandInError, refusals_heeded
-from everygpu.parallel.cuda_graphs.multi_gpu_graph import DeviceGraph, on_recording_streams
-from everygpu.parallel.cuda_graphs.ready_events import Marks
+from everygpu.parallel.cuda_graphs.deferred_linear import DeferredLinears, LinearCall
+from everygpu.parallel.cuda_graphs.deferred_tensor import DeferredTensor, DeferredTensorError, refusals_heeded
+from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph, on_recording_streams
+from everygpu.parallel.cuda_graphs.ready_events import ReadyEvents
 from everygpu.parallel.cuda_graphs.recorder import Capture
 from everygpu.parallel.cuda_graphs.static_batch import PLAIN_TYPES, StaticBatch
-from everygpu.parallel.cuda_graphs.transfer.backends import Sum
-from everygpu.parallel.cuda_graphs.transfer.parameter_sync import Exchange
+from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
+from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
 from everygpu.parallel.engines.thread_state import current_stream, queueing_on
 from everygpu.parallel.gather import Joiner
 from everygpu.parallel.replicas.module_tree import is_dense
 from everygpu.parallel.replicas.replica_set import Leaves as Twins
 from everygpu.parallel.replicas.replica_set import ReplicaSet
-from everygpu.parallel.scatter.split import Route
+from everygpu.parallel.scatter.split import ScatterSpec
 
 Outputs = tuple[list[Any], Joiner]
 """What each replica returned, and how that is joined."""
@@ -67,7 +67,7 @@ class _Prepared:
     """What a recording is made with."""
 
     leaves: Leaves
-    sums: list[Sum]
+    sums: list[GradReducer]
     """For each bundle."""
 
 
@@ -76,7 +76,7 @@ class _Recorded:
     """A forward, and the backward from the outputs that were used."""
 
     outputs: list[Any]
-    """Of each replica, with a ``Product`` for each that launches compute afterwards."""
+    """Of each replica, with a ``LinearCall`` for each that launches compute afterwards."""
     joiner: Joiner
     slots: list[_Slot]
     """Of the outputs, in order."""
@@ -85,11 +85,11 @@ class _Recorded:
     seeds: list[Tensor]
     """Where it finds them."""
     leaves: Leaves
-    sums: list[Sum]
+    sums: list[GradReducer]
     """What adds the gradients up: the recorded backward uses its memory."""
-    exchange: Exchange
+    exchange: ParameterSync
     """What it was made with; the parameters may have another since."""
-    backward: DeviceGraph | None
+    backward: MultiGpuGraph | None
     reached: list[bool]
     """For each parameter whether it gets a gradient, on any device."""
     watched: list[Tensor]
@@ -125,7 +125,7 @@ class RecordedForward:
         run: RunOn,
         make_replicas: Callable[[Callable[[], Twins]], ReplicaSet],
         options: Callable[[], Hashable],
-        route: Route,
+        route: ScatterSpec,
     ) -> None:
         self._module = module
         self._run = run
@@ -134,7 +134,7 @@ class RecordedForward:
         self._devices = route.devices
         self._replicas: ReplicaSet | None = None
         self._modules: list[nn.Module] = []
-        self._exchange: Exchange | None = None
+        self._exchange: ParameterSync | None = None
         self._use: weakref.ref[_Use] | None = None
         # Whether recordings may leave the last products out, and whether the last one did.
         self._may_postpone = True
@@ -176,7 +176,7 @@ class RecordedForward:
         # Dropping recordings waits for the GPUs: other streams may not write where earlier ones have yet to read.
         return self._options(), self._num_patterns, tuple(map(current_stream, self._devices))
 
-    def find_obstacle(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         module = self._module()
         for name, t in (*module.named_parameters(), *module.named_buffers()):
             if not is_dense(t):
@@ -191,9 +191,9 @@ class RecordedForward:
         self._replicas.forget()  # frozen parameters are sent now, and no more
         self._modules = self._replicas.refresh(range(len(self._devices)))
         exchange = self.exchange
-        return _Prepared(leaves=[b.leaves() for b in exchange.bundles], sums=exchange.make_sums())
+        return _Prepared(leaves=[b.leaves() for b in exchange.bundles], sums=exchange.make_reducers())
 
-    def record(self, graph: DeviceGraph, batch: StaticBatch, prepared: _Prepared) -> _Recorded:
+    def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: _Prepared) -> _Recorded:
         outputs, joiner = graph.record(lambda: self._forward(batch, prepared.leaves))
         _check(outputs)
         slots = _slots(outputs)
@@ -225,11 +225,11 @@ class RecordedForward:
         return [p for p in self._module().parameters() if p.requires_grad]
 
     def _make_twins(self) -> Twins:
-        self._exchange = Exchange(self._trained(), self._devices)
+        self._exchange = ParameterSync(self._trained(), self._devices)
         return self._exchange.twins()
 
     @property
-    def exchange(self) -> Exchange:
+    def exchange(self) -> ParameterSync:
         """What moves the parameters; there is one once replicas were made for a recording."""
         assert self._exchange is not None  # noqa: S101 - ``prepare`` has made it
         return self._exchange
@@ -247,7 +247,7 @@ class RecordedForward:
         self._has_postponed = False
         if not self._may_postpone:
             return self._run(replicas, args, kwargs, around=nullcontext)
-        products = LastProducts()
+        products = DeferredLinears()
         try:
             with refusals_heeded():
                 outputs, joiner = self._run(replicas, args, kwargs, around=partial(self._watched, products))
@@ -257,12 +257,12 @@ class RecordedForward:
         products.check()
         return outputs, joiner
 
-    def _watched(self, products: LastProducts, replicas: Sequence[nn.Module]) -> AbstractContextManager[None]:
+    def _watched(self, products: DeferredLinears, replicas: Sequence[nn.Module]) -> AbstractContextManager[None]:
         return products.watched(replicas, are_compiled=compiled_original(self._module()) is not None)
 
     def _record_backward(
         self,
-        graph: DeviceGraph,
+        graph: MultiGpuGraph,
         batch: StaticBatch,
         prepared: _Prepared,
         slots: list[_Slot],
@@ -300,7 +300,7 @@ class RecordedForward:
 
     def _begin_backward(self, outputs: list[Tensor], seeds: Sequence[Tensor], prepared: _Prepared) -> list[list[Grads]]:
         """Go backward while recording, with each bundle's additions beside what is left of it."""
-        marks = Marks(self._devices)
+        marks = ReadyEvents(self._devices)
         with _marked(marks, prepared.leaves):
             grads = self.find_grads(outputs, seeds, prepared.leaves)
         for b, (total, row) in enumerate(zip(prepared.sums, grads)):
@@ -458,7 +458,7 @@ class _Graph(torch.autograd.Function):
 
 
 @contextmanager
-def _marked(marks: Marks, leaves: Leaves) -> Iterator[None]:
+def _marked(marks: ReadyEvents, leaves: Leaves) -> Iterator[None]:
     """Take note of the moments of a backward within."""
     handles = []
     for b, row in enumerate(leaves):
@@ -475,10 +475,10 @@ def _marked(marks: Marks, leaves: Leaves) -> Iterator[None]:
 def _slots(outputs: list[Any]) -> list[_Slot]:
     """List the tensors of a recording's outputs; in place of a product those that go into it."""
     found: list[_Slot] = []
-    leaves = [x for _, x in tree.leaves(outputs, "out") if isinstance(x, (Tensor, Product))]
+    leaves = [x for _, x in tree.leaves(outputs, "out") if isinstance(x, (Tensor, LinearCall))]
     for i, x in enumerate(leaves):
-        tensors = x.operands if isinstance(x, Product) else [x]
-        found += [_Slot(t, i, isinstance(x, Product)) for t in tensors]
+        tensors = x.operands if isinstance(x, LinearCall) else [x]
+        found += [_Slot(t, i, isinstance(x, LinearCall)) for t in tensors]
     return found
 
 
@@ -489,7 +489,7 @@ def _renewed(leaf: Any, fresh: Iterator[Tensor]) -> Any:
         leaf: As recorded.
         fresh: Values of the slots that are left.
     """
-    if isinstance(leaf, Product):
+    if isinstance(leaf, LinearCall):
         with queueing_on(leaf.device):
             return leaf.run([next(fresh) for _ in leaf.operands])
     return next(fresh) if isinstance(leaf, Tensor) else leaf
@@ -503,7 +503,7 @@ def _check(outputs: list[Any]) -> None:
     """Refuse what a launch can't return anew."""
     for path, x in tree.leaves(outputs, "out"):
         is_array = type(x) is Tensor and x.layout == torch.strided
-        if not is_array and type(x) not in (*PLAIN_TYPES, Product):
+        if not is_array and type(x) not in (*PLAIN_TYPES, LinearCall):
             raise EveryGPUError(f"DataParallel: outputs must be tensors or numbers, got {type(x).__name__} at {path}")
 
 
@@ -514,8 +514,8 @@ def _check_graph(outputs: list[Tensor], params: list[Tensor]) -> None:
         variable = node.variable if node.name() == _ACCUMULATION else None  # type: ignore[attr-defined]
         if id(variable) in originals:
             raise EveryGPUError("DataParallel: a parameter is used that is in a plain attribute of a module")
-        if isinstance(variable, StandIn):
-            raise StandInError("an autograd function was given what isn't there yet")
+        if isinstance(variable, DeferredTensor):
+            raise DeferredTensorError("an autograd function was given what isn't there yet")
         if node.name() == "CheckpointFunctionBackward":
             raise EveryGPUError("DataParallel: checkpoints must have use_reentrant=False")
         if getattr(node, "_saved_sparse", False):

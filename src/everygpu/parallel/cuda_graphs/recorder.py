@@ -18,13 +18,13 @@ from torch.utils._device import DeviceContext
 from everygpu.devices import spread_seeds
 from everygpu.errors import CaptureError, SplitError
 from everygpu.parallel.buckets.bucket import version_of
-from everygpu.parallel.cuda_graphs.capture_lock import RECORDING, TURN
-from everygpu.parallel.cuda_graphs.multi_gpu_graph import DeviceGraph, is_capturing, return_memory
+from everygpu.parallel.cuda_graphs.capture_lock import CAPTURE_LOCK, RECORDING
+from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph, is_capturing, return_memory
 from everygpu.parallel.cuda_graphs.static_batch import Batch, NotStatic, StaticBatch, describe_batch
 from everygpu.parallel.engines.thread_state import function_modes
 from everygpu.parallel.replicas.attributes import Watch
-from everygpu.parallel.replicas.module_tree import Layout, has_hooks, is_dense
-from everygpu.parallel.scatter.split import Route
+from everygpu.parallel.replicas.module_tree import ModuleTree, has_hooks, is_dense
+from everygpu.parallel.scatter.split import ScatterSpec
 
 NUM_WARM_UPS = 3
 """Steps of a kind that run as they are before one is recorded: libraries choose their algorithms meanwhile."""
@@ -56,13 +56,13 @@ class Recordable(Protocol[Made]):
     def state(self) -> Hashable:
         """Return what a recording depends on besides the batch, the modules and torch's settings."""
 
-    def find_obstacle(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Say why the step isn't recorded, though it may be possible."""
 
     def prepare(self) -> Any:
         """Prepare for a recording; what is returned goes to ``record``."""
 
-    def record(self, graph: DeviceGraph, batch: StaticBatch, prepared: Any) -> Any:
+    def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: Any) -> Any:
         """Have the graph record the step's work on a batch; what is returned goes to ``begin`` and ``finish``."""
 
     def try_otherwise(self) -> bool:
@@ -81,7 +81,7 @@ class Recordable(Protocol[Made]):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recording:
     batch: StaticBatch
-    graph: DeviceGraph
+    graph: MultiGpuGraph
     recorded: Any
     written: list[bool]
     """For each tensor of the batch whether the step writes to it."""
@@ -109,7 +109,7 @@ class Capture(Generic[Result]):
         self,
         step: Recordable[Result],
         name: str,
-        route: Route,
+        route: ScatterSpec,
         *,
         must: bool = False,
         level: int = logging.INFO,
@@ -124,7 +124,7 @@ class Capture(Generic[Result]):
         self._recordings: dict[Any, _Recording] = {}
         self._counts: dict[Any, int] = {}
         self._facts: Any = None
-        self._scene: _Scene | None = None
+        self._scene: ModuleGuards | None = None
         self._num_attempts = 0
         self._num_launches = 0
         self._num_unsteady = 0
@@ -152,7 +152,7 @@ class Capture(Generic[Result]):
             self._count(key)
             if self._counts[key] <= NUM_WARM_UPS or len(self._recordings) >= MAX_RECORDINGS:
                 return None
-            with TURN.taken() as is_ours:
+            with CAPTURE_LOCK.taken() as is_ours:
                 recording = self._record(key, batch) if is_ours else None
         if recording is None or not self._step.begin(recording.recorded):
             return None
@@ -187,9 +187,9 @@ class Capture(Generic[Result]):
             return True
         self.forget()
         self._num_unsteady += 1
-        scene = self._scene if self._scene is not None and is_same_scene else _Scene(roots)
+        scene = self._scene if self._scene is not None and is_same_scene else ModuleGuards(roots)
         self._scene, self._facts = scene, facts
-        obstacle = self._step.find_obstacle() or _find_hooks(roots)
+        obstacle = self._step.unsupported_reason() or _find_hooks(roots)
         if obstacle is not None and not self._must:
             self._give_up(obstacle)
         elif self._num_unsteady > MAX_ATTEMPTS:
@@ -224,7 +224,7 @@ class Capture(Generic[Result]):
 
     def _attempt(self, held: StaticBatch) -> _Recording | str:
         """Record, or say why not."""
-        graph = DeviceGraph(self._route.devices, streams=self._streams)
+        graph = MultiGpuGraph(self._route.devices, streams=self._streams)
         try:
             prepared, before = self._step.prepare(), held.versions()
             recorded = self._step.record(graph, held, prepared)
@@ -250,12 +250,12 @@ class Capture(Generic[Result]):
         logger.log(self._level, "%s: steps run without CUDA graphs: %s.", self._name, reason)
 
 
-class _Scene:
+class ModuleGuards:
     """The modules as they were: their arrangement, their attributes, and their tensors. Looked at in every step."""
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self._roots = list(roots)
-        self._layouts = [Layout(root) for root in roots]
+        self._layouts = [ModuleTree(root) for root in roots]
         self._watches = [Watch(layout.modules) for layout in self._layouts]
         for watch in self._watches:
             watch.changed()

@@ -12,7 +12,7 @@ from torch.utils._pytree import SUPPORTED_NODES
 from everygpu import comm, tree
 from everygpu.comm import upload
 from everygpu.parallel.replicas.module_tree import is_dense
-from everygpu.parallel.scatter.split import Replicated, Route, SplitPlan, find_rows, plan_split
+from everygpu.parallel.scatter.split import Replicated, ScatterSpec, SplitPlan, find_rows, plan_split
 from everygpu.parallel.sharded.batch import ShardedBatch, has_shards, shard_batch
 
 PLAIN_TYPES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -27,7 +27,7 @@ class NotStatic(Exception):  # noqa: N818 - no error: such a batch is run as it 
     """A batch holds something that can't be kept at a fixed address."""
 
 
-def describe_batch(batch: Batch, route: Route) -> tuple[Any, ...]:
+def describe_batch(batch: Batch, route: ScatterSpec) -> tuple[Any, ...]:
     """Return what must be equal in two batches for the same memory to hold either.
 
     Raises:
@@ -49,7 +49,7 @@ class StaticBatch:
         route: How they are cut.
     """
 
-    def __init__(self, batch: Batch, route: Route) -> None:
+    def __init__(self, batch: Batch, route: ScatterSpec) -> None:
         self._route = route
         self._plan = _plan(batch, route)
         # Each leaf is one of its own: attributes that show an item are known by its identity.
@@ -185,7 +185,7 @@ def _own_state(value: Any, opened: tree.Container) -> tuple[Any, ...]:
     return tuple((path, _describe_plain(path, x)) for path, x in found)
 
 
-def _plan(batch: Batch, route: Route) -> SplitPlan | None:
+def _plan(batch: Batch, route: ScatterSpec) -> SplitPlan | None:
     if len(route.devices) == 1:
         return None
     args, kwargs, _ = batch
@@ -193,7 +193,7 @@ def _plan(batch: Batch, route: Route) -> SplitPlan | None:
     return None if rows is None else plan_split(rows, len(route.devices), route.split)
 
 
-def _describe(path: str, leaf: Any, plan: SplitPlan | None, route: Route) -> Any:
+def _describe(path: str, leaf: Any, plan: SplitPlan | None, route: ScatterSpec) -> Any:
     if isinstance(leaf, Replicated):
         return "replicated", *((p, _describe(p, x, None, route)) for p, x in tree.leaves(leaf.value, path))
     if not isinstance(leaf, Tensor):
@@ -223,7 +223,7 @@ def _describe_plain(path: str, value: Any) -> Any:
     return type(value), value
 
 
-def _describe_shards(path: str, leaf: ShardedBatch, plan: SplitPlan | None, route: Route) -> Any:
+def _describe_shards(path: str, leaf: ShardedBatch, plan: SplitPlan | None, route: ScatterSpec) -> Any:
     layout = leaf._layout
     is_fit = (
         plan is not None
@@ -237,7 +237,7 @@ def _describe_shards(path: str, leaf: ShardedBatch, plan: SplitPlan | None, rout
     return leaf.shape, leaf.dtype, leaf.stride(), True
 
 
-def _has_rows(leaf: Tensor, plan: SplitPlan, route: Route) -> bool:
+def _has_rows(leaf: Tensor, plan: SplitPlan, route: ScatterSpec) -> bool:
     is_deep = leaf.ndim > 0 and -leaf.ndim <= route.dim < leaf.ndim
     return is_deep and len(plan.active) > 1 and leaf.shape[route.dim] == plan.num_rows
 

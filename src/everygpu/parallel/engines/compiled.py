@@ -17,8 +17,8 @@ from everygpu import tree
 from everygpu.keys import compiled_original
 from everygpu.parallel.batch_norm.layer import SyncBatchNorm
 from everygpu.parallel.compiler.inductor_backend import compiling_once, inductor
-from everygpu.parallel.compiler.shared_graph import Recorder, backend_of, find_recipe
-from everygpu.parallel.compiler.split_graph import WHOLE, Cuts
+from everygpu.parallel.compiler.shared_graph import Recorder, backend_of, find_binding
+from everygpu.parallel.compiler.split_graph import WHOLE, SplitPolicy
 from everygpu.parallel.engines.thread_state import current_stream, on_device
 from everygpu.parallel.engines.threads import Call, Outcome, Workers, attempt, take_values
 
@@ -41,7 +41,9 @@ class CompiledReplicas:
         cuts: How their graphs are cut.
     """
 
-    def __init__(self, module: nn.Module, workers: Workers, *, cuda_graphs: bool = True, cuts: Cuts = WHOLE) -> None:
+    def __init__(
+        self, module: nn.Module, workers: Workers, *, cuda_graphs: bool = True, cuts: SplitPolicy = WHOLE
+    ) -> None:
         self._compile, self._recorder = _compiler_of(module, cuda_graphs=cuda_graphs, cuts=cuts)
         self._workers = workers
         self._compiled: dict[int, tuple[nn.Module, Callable[..., Any]]] = {}
@@ -73,7 +75,7 @@ class CompiledReplicas:
         """Call the first replica, then the others: by its graph where that serves, else each compiled for itself."""
         with self._recorder.recording() as runs:
             outcomes = [attempt(lambda: self._call(names[0], calls[0], devices[0]))]
-        recipe = find_recipe(runs, calls[0], devices[0], outcomes[0][0]) if _can_share(calls) else None
+        recipe = find_binding(runs, calls[0], devices[0], outcomes[0][0]) if _can_share(calls) else None
         for position, call, device in list(zip(names, calls, devices))[1:]:
             if outcomes[-1][1] is not None:
                 break
@@ -121,7 +123,7 @@ def _can_share(calls: Sequence[Call]) -> bool:
     return len(calls) > 1 and len({_signature(call) for call in calls}) == 1
 
 
-def _compiler_of(module: nn.Module, *, cuda_graphs: bool, cuts: Cuts) -> tuple[Compiler, Recorder]:
+def _compiler_of(module: nn.Module, *, cuda_graphs: bool, cuts: SplitPolicy) -> tuple[Compiler, Recorder]:
     if compiled_original(module) is not None:
         context: Any = module.dynamo_ctx
         found, options = backend_of(context), {"dynamic": context._dynamic, "fullgraph": context.fullgraph}

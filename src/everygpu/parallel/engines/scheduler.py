@@ -14,14 +14,14 @@ from everygpu.parallel.buckets.bucket import Streams
 Combine = Callable[[list[Any]], list[Any]]
 """From what each replica brought, in order, to what each takes away."""
 
-_seat: ContextVar["tuple[Turns, int] | None"] = ContextVar("everygpu_seat", default=None)
+_replica_context: ContextVar["tuple[ReplicaScheduler, int] | None"] = ContextVar("everygpu_seat", default=None)
 
 
 class Cancelled(Exception):  # noqa: N818 - no error: another replica's is
     """A replica did not go on, because another one had failed."""
 
 
-def meet(value: Any, combine: Combine) -> Any:
+def barrier(value: Any, combine: Combine) -> Any:
     """Wait until every replica of this forward has come here, and take part in what they make together.
 
     Args:
@@ -32,14 +32,14 @@ def meet(value: Any, combine: Combine) -> Any:
     Raises:
         ReplicaError: another replica ended without coming here.
     """
-    seat = _seat.get()
+    seat = _replica_context.get()
     if seat is None:
         return combine([value])[0]
     turns, index = seat
-    return turns.meet(index, value, combine)
+    return turns.barrier(index, value, combine)
 
 
-class Turns:
+class ReplicaScheduler:
     """Lets replicas on the same device through one after another, in order, and nobody after a failure.
 
     A replica that waits for the others at a meeting passes its turn on; after the meeting they go on in order.
@@ -62,7 +62,7 @@ class Turns:
 
     def seat(self, index: int) -> AbstractContextManager[Any]:
         """Let what runs within find its place, for meetings."""
-        return _Seat(self, index) if len(self._devices) > 1 else nullcontext()
+        return _ReplicaContext(self, index) if len(self._devices) > 1 else nullcontext()
 
     def enter(self, index: int) -> None:
         """Wait for one's turn.
@@ -85,8 +85,8 @@ class Turns:
             self._stopped = True
             self._changed.notify_all()
 
-    def meet(self, index: int, value: Any, combine: Combine) -> Any:
-        """See the function ``meet``."""
+    def barrier(self, index: int, value: Any, combine: Combine) -> Any:
+        """See the function ``barrier``."""
         with self._changed:
             self._brought[index] = value
             meeting = self._num_meetings
@@ -132,14 +132,14 @@ class Turns:
             )
 
 
-class _Seat:
+class _ReplicaContext:
     """Where in which forward this thread is."""
 
-    def __init__(self, turns: Turns, index: int) -> None:
+    def __init__(self, turns: ReplicaScheduler, index: int) -> None:
         self._place = (turns, index)
 
     def __enter__(self) -> None:
-        self._token = _seat.set(self._place)
+        self._token = _replica_context.set(self._place)
 
     def __exit__(self, *_: object) -> None:
-        _seat.reset(self._token)
+        _replica_context.reset(self._token)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from everygpu import tree
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import OptionError, ReplicaError
-from everygpu.parallel.engines.scheduler import Cancelled, Turns
+from everygpu.parallel.engines.scheduler import Cancelled, ReplicaScheduler
 from everygpu.parallel.engines.thread_state import ThreadState, current_stream, on_device
 
 Call = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]
@@ -94,7 +94,7 @@ class Workers:
         """
         _load_linear_algebra(devices)
         state = ThreadState(list(devices))
-        turns = Turns(devices)
+        turns = ReplicaScheduler(devices)
         names = positions if positions is not None else range(len(calls))
         jobs = [_Job(turns, i, *call) for i, call in enumerate(calls)]
         futures: list[Future[Any]] = []
@@ -149,7 +149,7 @@ class _Job:
     """One replica's call."""
 
     def __init__(
-        self, turns: Turns, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, turns: ReplicaScheduler, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         self._turns, self._index = turns, index
         self._module, self._args, self._kwargs = module, args, kwargs

@@ -36,7 +36,7 @@ _INERT_TYPES = frozenset(
 """Values that can't refer to the module tree."""
 
 
-class Mirror:
+class ReplicaModule:
     """One replica of a module tree.
 
     Args:
@@ -83,7 +83,7 @@ class Mirror:
         Args:
             tensors: From ``id`` of each of the original's parameters and buffers to the replica's.
         """
-        translation = _Translation(self._twins, tensors, self._device)
+        translation = _AttributeRemapper(self._twins, tensors, self._device)
         for index in self._stale:
             original, twin = self._originals[index], self.modules[index]
             tables = {name: vars(twin)[name] for name in TABLES}
@@ -96,7 +96,7 @@ class Mirror:
         self._stale.clear()
 
 
-class _Translation:
+class _AttributeRemapper:
     """Turns values of the original into what a replica has in their place."""
 
     def __init__(self, twins: Mapping[int, nn.Module], tensors: Mapping[int, Tensor], device: torch.device) -> None:

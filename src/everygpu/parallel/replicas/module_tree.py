@@ -39,7 +39,7 @@ class Meta:
         )
 
 
-class Layout:
+class ModuleTree:
     """The modules of a tree and the tensors in them.
 
     Attributes:

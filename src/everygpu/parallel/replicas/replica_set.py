@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from everygpu import comm
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.parallel.buckets.bucket import Bucket, broadcast_tensor, group_by_storage
-from everygpu.parallel.replicas.attributes import Mirror, Watch
-from everygpu.parallel.replicas.module_tree import Layout, has_hooks, is_dense
+from everygpu.parallel.replicas.attributes import ReplicaModule, Watch
+from everygpu.parallel.replicas.module_tree import ModuleTree, has_hooks, is_dense
 from everygpu.parallel.replicas.placement import check_module, place_module
 
 Leaves = Mapping[int, Sequence[Tensor]]
@@ -140,9 +140,9 @@ class ReplicaSet:
         place_module(self.module, self._devices[0], "DataParallel", strict=self._strict_device)
         others = self._devices[1:]
         leaves = {} if self._make_leaves is None else self._make_leaves()
-        self._layout = Layout(self.module)
+        self._layout = ModuleTree(self.module)
         self._watch = Watch(self._layout.modules)
-        self._mirrors = [Mirror(self._layout.modules, device) for device in others]
+        self._mirrors = [ReplicaModule(self._layout.modules, device) for device in others]
         trees = [self._layout.modules, *(mirror.modules for mirror in self._mirrors)]
         self._places = [self._layout.places(tree) for tree in trees]
         tensors = self._layout.tensors

@@ -12,7 +12,9 @@ from everygpu.parallel.buckets.bucket import keep_requires_grad, version_of
 from everygpu.parallel.sharded.batch import ShardedBatch, has_shards
 
 
-def lend(x: ShardedBatch, devices: Sequence[torch.device], rows: Sequence[int], dim: int) -> list[Tensor] | None:
+def reuse_shards(
+    x: ShardedBatch, devices: Sequence[torch.device], rows: Sequence[int], dim: int
+) -> list[Tensor] | None:
     """Give replicas the shards of a batch that is laid out as their call is.
 
     Args:
@@ -32,7 +34,7 @@ def lend(x: ShardedBatch, devices: Sequence[torch.device], rows: Sequence[int], 
     if x.requires_grad or x._memory.is_viewed or x._joined.is_view or x._joined.tensor is not None:
         with keep_requires_grad(x):
             return [s.clone() for s in x.shards]
-    x._lent_versions = _versions(x)
+    x._reused_versions = _versions(x)
     return [p.detach() for p in x._parts]
 
 
@@ -42,8 +44,8 @@ def note_writes(inputs: Any) -> None:
     A graph that has saved the batch then ends with torch's usual error, not with a wrong gradient.
     """
     for _, leaf in tree.leaves(inputs, ""):
-        if isinstance(leaf, ShardedBatch) and leaf._lent_versions not in (None, _versions(leaf)):
-            leaf._lent_versions = None
+        if isinstance(leaf, ShardedBatch) and leaf._reused_versions not in (None, _versions(leaf)):
+            leaf._reused_versions = None
             increment_version(leaf)
 
 

@@ -15,7 +15,7 @@ from everygpu.comm import upload
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import SplitError
 from everygpu.parallel.buckets.bucket import broadcast_tensor, keep_requires_grad
-from everygpu.parallel.scatter.reuse import lend
+from everygpu.parallel.scatter.reuse import reuse_shards
 from everygpu.parallel.scatter.split import Replicated, Split, SplitPlan, find_rows, plan_split
 from everygpu.parallel.sharded.batch import ShardedBatch
 
@@ -139,7 +139,7 @@ class _Sharer:
         if not isinstance(x, Tensor):
             views: list[Any] = sys.modules["numpy"].split(x, list(itertools.accumulate(rows))[:-1], self.dim)
             return views
-        lent = lend(x, self.devices, rows, self.dim) if isinstance(x, ShardedBatch) else None
+        lent = reuse_shards(x, self.devices, rows, self.dim) if isinstance(x, ShardedBatch) else None
         if lent is not None:
             return lent
         if x.device.type == "cpu" and self.devices[0].type == "cuda" and not x.requires_grad:

@@ -43,7 +43,7 @@ class Replicated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
+class ScatterSpec:
     """Where batches go, and how they are cut on the way."""
 
     devices: tuple[torch.device, ...]

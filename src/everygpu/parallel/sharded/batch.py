@@ -28,7 +28,7 @@ Rule = Callable[[Any, Args, Kwargs], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ShardLayout:
     """Where the rows of a batch are."""
 
     home: torch.device
@@ -82,7 +82,7 @@ class Joined:
     """
 
     memory: Memory
-    layout: Layout
+    layout: ShardLayout
     is_inference: bool
     make: Callable[[], Tensor]
     is_view: bool = False
@@ -121,11 +121,11 @@ class ShardedBatch(Tensor):
     """
 
     shard_dim: int
-    _layout: Layout
+    _layout: ShardLayout
     _memory: Memory
     _parts: tuple[Tensor, ...]
     _joined: "Joined"
-    _lent_versions: tuple[int, ...] | None
+    _reused_versions: tuple[int, ...] | None
 
     @property
     def shards(self) -> tuple[Tensor, ...]:
@@ -192,10 +192,10 @@ def shard_batch(
 
 def layout_of(
     home: torch.device, devices: Sequence[torch.device], sizes: Sequence[int], weights: Sequence[int] | None
-) -> Layout:
+) -> ShardLayout:
     """Describe a batch whose parts' work is queued on the present streams."""
     others = dict.fromkeys(d for d in devices if d.type == "cuda" and d != home)
-    return Layout(
+    return ShardLayout(
         home=home,
         devices=tuple(devices),
         sizes=tuple(sizes),
@@ -232,7 +232,7 @@ def join(x: ShardedBatch) -> Tensor:
         return alias
 
 
-def shards_of(x: Tensor, layout: Layout, dim: int) -> tuple[Tensor, ...]:
+def shards_of(x: Tensor, layout: ShardLayout, dim: int) -> tuple[Tensor, ...]:
     """Return a tensor's parts as a layout says, connected to its graph; without a copy if it is laid out so."""
     if isinstance(x, ShardedBatch) and has_shards(x) and x.shard_dim == dim and same_rows(x._layout, layout):
         return tuple(_Split.apply(x))  # type: ignore[no-untyped-call]
@@ -240,7 +240,7 @@ def shards_of(x: Tensor, layout: Layout, dim: int) -> tuple[Tensor, ...]:
     return tuple(move(part, d) for part, d in zip(torch.split(joined, list(layout.sizes), dim), layout.devices))
 
 
-def same_rows(a: Layout, b: Layout) -> bool:
+def same_rows(a: ShardLayout, b: ShardLayout) -> bool:
     """Tell whether two layouts have the same rows on the same devices."""
     return a is b or (a.sizes == b.sizes and a.devices == b.devices and a.home == b.home)
 
@@ -264,7 +264,7 @@ def move_to_each(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
 # Below autograd.
 
 
-def wrap(parts: Sequence[Tensor], layout: Layout, dim: int) -> ShardedBatch:
+def wrap(parts: Sequence[Tensor], layout: ShardLayout, dim: int) -> ShardedBatch:
     """Make a batch of parts that have no graph."""
     shape = list(parts[0].shape)
     shape[dim] = layout.num_rows
@@ -276,7 +276,7 @@ def wrap_view(
     base: ShardedBatch,
     like: Tensor,
     parts: Sequence[Tensor],
-    layout: Layout,
+    layout: ShardLayout,
     dim: int,
     view: Callable[[Tensor], Tensor],
 ) -> ShardedBatch:
@@ -307,7 +307,7 @@ def _new(
     strides: Sequence[int],
     offset: int,
     parts: Sequence[Tensor],
-    layout: Layout,
+    layout: ShardLayout,
     dim: int,
     *,
     is_inference: bool,
@@ -322,7 +322,7 @@ def _new(
     batch._parts = tuple(parts)
     batch._layout = layout
     batch._memory = Memory()
-    batch._lent_versions = None
+    batch._reused_versions = None
     set_parts(batch, batch._parts)
     return batch
 
@@ -357,7 +357,9 @@ def _on_home_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
     current.wait_stream(stream)
 
 
-def _cat(parts: Sequence[Tensor], layout: Layout, dim: int, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+def _cat(
+    parts: Sequence[Tensor], layout: ShardLayout, dim: int, shape: Sequence[int], strides: Sequence[int]
+) -> Tensor:
     joined = torch.empty_strided(shape, strides, dtype=parts[0].dtype, device=layout.home)
     for target, part in zip(torch.split(joined, list(layout.sizes), dim), parts):
         comm.fill(target, part)
@@ -394,7 +396,7 @@ class Join(torch.autograd.Function):
     """Connect a batch to its shards."""
 
     @staticmethod
-    def forward(ctx: Any, layout: Layout, dim: int, *shards: Tensor) -> ShardedBatch:
+    def forward(ctx: Any, layout: ShardLayout, dim: int, *shards: Tensor) -> ShardedBatch:
         ctx.set_materialize_grads(False)
         ctx.layout, ctx.dim = layout, dim
         return wrap([_solid(s.detach()) for s in shards], layout, dim)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from everygpu.parallel.sharded.batch import Args, Kwargs, ShardedBatch, whole, wrap
-from everygpu.parallel.sharded.operands import Frame, cut, frame_of
+from everygpu.parallel.sharded.operands import ShardSpec, cut, frame_of
 
 _LAZY = functools.reduce(
     operator.or_,
@@ -65,7 +65,7 @@ _KEEPING = frozenset(
 """Operations that keep one entry per replica, beside those that torch tags as element by element."""
 
 
-def _results_frame(func: Any, batches: Sequence[ShardedBatch]) -> Frame | None:
+def _results_frame(func: Any, batches: Sequence[ShardedBatch]) -> ShardSpec | None:
     """Return where an operation on results per replica has its results, if it has one for each of them."""
     if all(b._layout.weights is None for b in batches):
         return None
@@ -73,7 +73,7 @@ def _results_frame(func: Any, batches: Sequence[ShardedBatch]) -> Frame | None:
     return frame_of(*batches) if is_keeping else None
 
 
-def _weighed(t: Tensor, frame: Frame) -> Tensor:
+def _weighed(t: Tensor, frame: ShardSpec) -> Tensor:
     """Keep the weights of a result that has an entry for each replica."""
     dim = t.ndim - frame.from_right
     parts = cut(t, dim, frame.layout) if dim >= 0 and not isinstance(t, ShardedBatch) else None

@@ -11,8 +11,8 @@ from everygpu import comm
 from everygpu.parallel.sharded.batch import (
     Args,
     Kwargs,
-    Layout,
     ShardedBatch,
+    ShardLayout,
     has_parts,
     move,
     move_to_each,
@@ -28,10 +28,10 @@ Declined = Any
 HALF = (torch.float16, torch.bfloat16)
 
 
-class Frame(NamedTuple):
+class ShardSpec(NamedTuple):
     """How the batches of one call are laid out."""
 
-    layout: Layout
+    layout: ShardLayout
     from_right: int
     """The rows' dimension, counted from the right as broadcasting does."""
 
@@ -43,9 +43,11 @@ class Frame(NamedTuple):
         return wrap(parts, self.layout, dim)
 
 
-def frame_of(*values: Any) -> Frame | None:
+def frame_of(*values: Any) -> ShardSpec | None:
     """Return the layout that all batches among the values share, or None."""
-    frames = [Frame(v._layout, v.ndim - v.shard_dim) for v in values if isinstance(v, ShardedBatch) and has_parts(v)]
+    frames = [
+        ShardSpec(v._layout, v.ndim - v.shard_dim) for v in values if isinstance(v, ShardedBatch) and has_parts(v)
+    ]
     if not frames:
         return None
     first, *others = frames
@@ -58,7 +60,7 @@ def frame_of(*values: Any) -> Frame | None:
     return next((f for f in frames if f.layout.weights is not None), first)
 
 
-def spread(value: Any, frame: Frame) -> Sequence[Any] | None:
+def spread(value: Any, frame: ShardSpec) -> Sequence[Any] | None:
     """Give every part its share of an operand, as broadcasting would pair them; None when there is no such share."""
     if isinstance(value, ShardedBatch) and has_parts(value):
         return parts_in(value, frame)
@@ -77,25 +79,25 @@ def spread(value: Any, frame: Frame) -> Sequence[Any] | None:
     return cut(x, dim, frame.layout)
 
 
-def constant(value: Any, layout: Layout) -> list[Any]:
+def constant(value: Any, layout: ShardLayout) -> list[Any]:
     """Give every part the same."""
     return [value] * len(layout.sizes)
 
 
-def parts_in(x: ShardedBatch, frame: Frame) -> Sequence[Tensor] | None:
+def parts_in(x: ShardedBatch, frame: ShardSpec) -> Sequence[Tensor] | None:
     """Return a batch's parts if its rows are where the frame has them."""
     is_alike = x.ndim - x.shard_dim == frame.from_right and same_rows(x._layout, frame.layout)
     return parts_of(x) if is_alike else None
 
 
-def cut(x: Tensor, dim: int, layout: Layout) -> list[Tensor] | None:
+def cut(x: Tensor, dim: int, layout: ShardLayout) -> list[Tensor] | None:
     """Cut a plain tensor as the batch is cut; None if it is not as long."""
     if x.shape[dim] != layout.num_rows or x.device != layout.home:
         return None
     return [move(part, d) for part, d in zip(torch.split(x, list(layout.sizes), dim), layout.devices)]
 
 
-def cut_alike(value: Any, frame: Frame) -> Sequence[Tensor] | None:
+def cut_alike(value: Any, frame: ShardSpec) -> Sequence[Tensor] | None:
     """Give every part its rows of an operand that must have them all: no broadcasting."""
     if isinstance(value, ShardedBatch) and has_parts(value):
         return parts_in(value, frame)
@@ -104,13 +106,13 @@ def cut_alike(value: Any, frame: Frame) -> Sequence[Tensor] | None:
     return cut(x, dim, frame.layout) if dim >= 0 else None
 
 
-def everywhere(x: Tensor, layout: Layout) -> list[Tensor] | None:
+def everywhere(x: Tensor, layout: ShardLayout) -> list[Tensor] | None:
     """Give every part the whole of an operand."""
     plain = whole(x) if isinstance(x, ShardedBatch) else x
     return move_to_each(plain, layout.devices) if plain.device == layout.home else None
 
 
-def each(func: Any, columns: Sequence[Sequence[Any] | None], kwargs: Kwargs, layout: Layout) -> list[Any] | None:
+def each(func: Any, columns: Sequence[Sequence[Any] | None], kwargs: Kwargs, layout: ShardLayout) -> list[Any] | None:
     """Call an operation once per part, with its share of every operand; None if one can't be shared out."""
     rows = [c for c in columns if c is not None]
     if len(rows) < len(columns):
@@ -118,12 +120,12 @@ def each(func: Any, columns: Sequence[Sequence[Any] | None], kwargs: Kwargs, lay
     return [func(*operands, **kwargs) for operands in zip(*rows)]
 
 
-def home(parts: Sequence[Tensor], layout: Layout) -> list[Tensor]:
+def home(parts: Sequence[Tensor], layout: ShardLayout) -> list[Tensor]:
     """Move results to where the joined tensor would be."""
     return comm.copy_from_each(parts, layout.home)
 
 
-def add_up(parts: Sequence[Tensor], layout: Layout) -> Tensor:
+def add_up(parts: Sequence[Tensor], layout: ShardLayout) -> Tensor:
     """Add results up where the joined tensor would be, in their order, in float32 at least."""
     dtype = parts[0].dtype
     wide = torch.float32 if dtype in HALF else dtype
@@ -144,17 +146,17 @@ def by_element(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return frame.batch(parts) if isinstance(parts[0], Tensor) else batches(frame, parts)
 
 
-def batches(frame: Frame, parts: Sequence[Any]) -> Any:
+def batches(frame: ShardSpec, parts: Sequence[Any]) -> Any:
     """Make a batch of each result; one that a device has no use for is empty, as ``log_sigmoid``'s buffer."""
     results = tuple(_unused(c, frame) if _is_unused(c, frame) else frame.batch(c) for c in zip(*parts))
     return NotImplemented if any(r is NotImplemented for r in results) else results
 
 
-def _is_unused(parts: Sequence[Tensor], frame: Frame) -> bool:
+def _is_unused(parts: Sequence[Tensor], frame: ShardSpec) -> bool:
     return all(p.shape == (0,) for p in parts) and frame.layout.num_rows > 0
 
 
-def _unused(parts: Sequence[Tensor], frame: Frame) -> Tensor:
+def _unused(parts: Sequence[Tensor], frame: ShardSpec) -> Tensor:
     return home(parts[:1], frame.layout)[0]
 
 

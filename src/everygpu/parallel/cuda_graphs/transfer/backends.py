@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What there are kernels for."""
 
 
-class Sum(Protocol):
+class GradReducer(Protocol):
     """Adds the gradients of a bundle up in one recording."""
 
     def take(self, grads: Sequence[Grads]) -> list[int]:
@@ -37,19 +37,19 @@ class Sum(Protocol):
         """
 
     def run(self) -> None:
-        """Queue the additions on the current streams, without making memory there: see ``DeviceGraph.record``."""
+        """Queue the additions on the current streams, without making memory there: see ``MultiGpuGraph.record``."""
 
     def settle(self) -> None:
         """After the recording, before its first launch: do what couldn't be part of it."""
 
 
-class Mover(Protocol):
+class TransferBackend(Protocol):
     """Moves a bundle between its originals and their twins."""
 
     def send(self) -> None:
         """Bring the twins up to date, on the current streams, which must have met, and must meet afterwards."""
 
-    def make_sum(self) -> Sum:
+    def make_reducer(self) -> GradReducer:
         """Make what adds gradients up in one recording, before it begins."""
 
     def make_room(self) -> Tensor:
@@ -69,7 +69,7 @@ def fits_kernels(originals: Sequence[Tensor], plan: BucketPlan, _: Sequence[torc
     return plan.dtype in DTYPES and all(is_laid_out(t, slot) for t, slot in zip(originals, plan.slots))
 
 
-class KernelMover:
+class KernelBackend:
     """Has devices read and write the others' memory: they find every parameter and gradient where it is.
 
     Each device after the first has a chunk of the bundle. It reads its parameters from the first device and writes
@@ -97,33 +97,33 @@ class KernelMover:
         """The devices from here on have chunks."""
         self.workers = self.devices[self.first_worker :]
         self.plan = plan_bucket(originals, range(len(originals)), len(self.workers))
-        self.lengths = [block_lengths(self.plan, me).to(d) for me, d in enumerate(self.workers)]
+        self.lengths = [block_lengths(self.plan, rank).to(d) for rank, d in enumerate(self.workers)]
         self.rooms = rooms[self.first_worker :]
         self.index = index
         self.zeros = [torch.zeros(BLOCK_NUMEL, dtype=self.plan.dtype, device=d) for d in self.workers]
         """Read in place of gradients that there are none of."""
         self._flats = list(flats)
         memory = dict(enumerate(originals))
-        self._sources = [block_addresses(self.plan, me, memory).to(d) for me, d in enumerate(self.workers)]
+        self._sources = [block_addresses(self.plan, rank, memory).to(d) for rank, d in enumerate(self.workers)]
         self._targets = [addresses(flats, d) for d in self.workers]
 
     def send(self) -> None:
         from everygpu.comm import kernels  # needs Triton, which not every machine has
 
-        for me, d in enumerate(self.workers if self._flats else ()):
+        for rank, d in enumerate(self.workers if self._flats else ()):
             with queueing_on(d):
                 kernels.run_send(
-                    self._sources[me],
-                    self.lengths[me],
-                    self._targets[me],
+                    self._sources[rank],
+                    self.lengths[rank],
+                    self._targets[rank],
                     dtype=self.plan.dtype,
                     block=BLOCK_NUMEL,
-                    begin=me * self.plan.chunk_numel,
-                    me=me,
+                    begin=rank * self.plan.chunk_numel,
+                    rank=rank,
                 )
 
-    def make_sum(self) -> Sum:
-        return _KernelSum(self)
+    def make_reducer(self) -> GradReducer:
+        return _KernelGradReducer(self)
 
     def make_room(self) -> Tensor:
         return torch.empty(self.plan.numel, dtype=self.plan.dtype, device=self.devices[0])
@@ -132,10 +132,10 @@ class KernelMover:
         return total
 
 
-class _KernelSum:
+class _KernelGradReducer:
     """Reads gradients where backward has put them: a recording's memory stays where it is."""
 
-    def __init__(self, mover: KernelMover) -> None:
+    def __init__(self, mover: KernelBackend) -> None:
         self._mover = mover
         self._grads: list[dict[int, Tensor]] = []
         self._sources = [
@@ -155,26 +155,26 @@ class _KernelSum:
         from everygpu.comm import kernels  # needs Triton, which not every machine has
 
         mover = self._mover
-        for me, d in enumerate(mover.workers):
+        for rank, d in enumerate(mover.workers):
             with queueing_on(d):
                 kernels.run_add(
-                    self._sources[me],
-                    mover.lengths[me],
-                    mover.rooms[me],
+                    self._sources[rank],
+                    mover.lengths[rank],
+                    mover.rooms[rank],
                     dtype=mover.plan.dtype,
                     block=BLOCK_NUMEL,
-                    begin=me * mover.plan.chunk_numel,
+                    begin=rank * mover.plan.chunk_numel,
                     index=mover.index,
-                    me=mover.first_worker + me,
+                    rank=mover.first_worker + rank,
                 )
 
     def settle(self) -> None:
-        for me, (table, zeros) in enumerate(zip(self._sources, self._mover.zeros)):
-            rows = [block_addresses(self._mover.plan, me, kept, zeros.data_ptr()) for kept in self._grads]
+        for rank, (table, zeros) in enumerate(zip(self._sources, self._mover.zeros)):
+            rows = [block_addresses(self._mover.plan, rank, kept, zeros.data_ptr()) for kept in self._grads]
             table.copy_(torch.stack(rows))
 
 
-class CopyMover:
+class CopyBackend:
     """Copies flat memory, cut into as many chunks as there are devices.
 
     Each device adds up and passes on its own, so that all links between GPUs are busy.
@@ -209,8 +209,8 @@ class CopyMover:
             comm.fill(flat.chunk(len(self._values))[j], chunk)
         comm.all_gather(self._values)
 
-    def make_sum(self) -> Sum:
-        return _CopySum(self)
+    def make_reducer(self) -> GradReducer:
+        return _CopyGradReducer(self)
 
     def make_room(self) -> Tensor:
         return self._sums[0]
@@ -234,8 +234,8 @@ class CopyMover:
             comm.fill(home, columns[j][j])
 
 
-class _CopySum:
-    def __init__(self, mover: CopyMover) -> None:
+class _CopyGradReducer:
+    def __init__(self, mover: CopyBackend) -> None:
         self._mover = mover
         self._grads: Sequence[Grads] = []
 

@@ -6,12 +6,18 @@ import torch
 from torch import Tensor
 
 from everygpu import comm
-from everygpu.parallel.buckets.bucket import Grads, Look, fill_views
+from everygpu.parallel.buckets.bucket import Grads, SlotAlias, fill_views
 from everygpu.parallel.buckets.plan import plan_bucket
-from everygpu.parallel.cuda_graphs.transfer.backends import CopyMover, KernelMover, Mover, Sum, can_use_kernels
+from everygpu.parallel.cuda_graphs.transfer.backends import (
+    CopyBackend,
+    GradReducer,
+    KernelBackend,
+    TransferBackend,
+    can_use_kernels,
+)
 
 
-class Bundle:
+class ParamGroup:
     """Parameters of one dtype, with a leaf twin of each on every device after the first, in flat memory that stays.
 
     Args:
@@ -30,13 +36,13 @@ class Bundle:
         flats = [self._make_flat(d) for d in devices[1:]]
         # .data gives each a version counter of its own.
         self.twins = [
-            [Look(t).on(view.data).requires_grad_() for t, view in zip(originals, views)]
+            [SlotAlias(t).on(view.data).requires_grad_() for t, view in zip(originals, views)]
             for views in map(self._plan.views, flats)
         ]
-        self._mover: Mover = (
-            KernelMover(originals, flats, devices, rooms, index)
+        self._mover: TransferBackend = (
+            KernelBackend(originals, flats, devices, rooms, index)
             if can_use_kernels(originals, self._plan, devices)
-            else CopyMover(originals, self._plan, flats, devices)
+            else CopyBackend(originals, self._plan, flats, devices)
         )
         self._total: Tensor | None = None
 
@@ -46,20 +52,20 @@ class Bundle:
         On the first device not the parameters themselves, but leaves of the same memory, which count writes together:
         autograd accumulates the parameters' gradients on streams that are none of the recording's.
         """
-        return [[Look(t).on(t.detach()).requires_grad_() for t in self.originals], *self.twins]
+        return [[SlotAlias(t).on(t.detach()).requires_grad_() for t in self.originals], *self.twins]
 
     @property
     def uses_kernels(self) -> bool:
         """Tell whether kernels move it; else copies do."""
-        return isinstance(self._mover, KernelMover)
+        return isinstance(self._mover, KernelBackend)
 
     def send(self) -> None:
         """Bring the twins up to date, on the current streams, which must have met, and must meet afterwards."""
         self._mover.send()
 
-    def make_sum(self) -> Sum:
+    def make_reducer(self) -> GradReducer:
         """Make what adds gradients up in one recording, before it begins."""
-        return self._mover.make_sum()
+        return self._mover.make_reducer()
 
     def make_room(self) -> int:
         """Make memory for the sums of a launch, or of ``add``, on the current stream; return its address."""

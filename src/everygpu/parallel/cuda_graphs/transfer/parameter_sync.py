@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from everygpu import comm
-from everygpu.comm.streams import meet
+from everygpu.comm.streams import synchronize_streams
 from everygpu.parallel.buckets.bucket import Grads, group
-from everygpu.parallel.cuda_graphs.transfer.backends import Sum
-from everygpu.parallel.cuda_graphs.transfer.param_group import Bundle
+from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
+from everygpu.parallel.cuda_graphs.transfer.param_group import ParamGroup
 from everygpu.parallel.engines.thread_state import queueing_on
 from everygpu.parallel.replicas.replica_set import BUCKET_BYTES, Leaves
 
 
-class Exchange:
+class ParameterSync:
     """Trainable parameters in bundles, in the order in which backward usually finishes them: the last ones first.
 
     One that comes late would hold up those after it.
@@ -36,7 +36,8 @@ class Exchange:
         groups = group(backwards, lambda p: p.dtype, limit_bytes)
         self._rooms = [torch.zeros(len(groups), dtype=torch.int64, device=d) for d in devices]
         self.bundles = [
-            Bundle([backwards[i] for i in members], devices, self._rooms, index) for index, members in enumerate(groups)
+            ParamGroup([backwards[i] for i in members], devices, self._rooms, index)
+            for index, members in enumerate(groups)
         ]
         self._load_kernels()
 
@@ -50,14 +51,14 @@ class Exchange:
 
     def send(self) -> None:
         """Bring the twins up to date, on the devices' current streams."""
-        meet(self._devices)
+        synchronize_streams(self._devices)
         for bundle in self.bundles:
             bundle.send()
-        meet(self._devices)
+        synchronize_streams(self._devices)
 
-    def make_sums(self) -> list[Sum]:
+    def make_reducers(self) -> list[GradReducer]:
         """Make what adds gradients up in one recording, for each bundle, before it begins."""
-        return [bundle.make_sum() for bundle in self.bundles]
+        return [bundle.make_reducer() for bundle in self.bundles]
 
     def make_room(self) -> None:
         """Make memory for the sums of a launch, or of ``add``, which will be the user's; before these."""
@@ -78,11 +79,11 @@ class Exchange:
         """Run everything once: kernels are compiled and loaded now, as while recording that may be forbidden."""
         self.send()
         self.make_room()
-        for bundle, total in zip(self.bundles, self.make_sums()):
+        for bundle, total in zip(self.bundles, self.make_reducers()):
             total.take([[None] * len(bundle.originals)] * len(self._devices))
             total.settle()
             total.run()
-        meet(self._devices)  # before memory is let go that others write to
+        synchronize_streams(self._devices)  # before memory is let go that others write to
         self.totals([False] * len(self.params))
 
     def totals(self, reached: Sequence[bool]) -> list[Tensor | None]:

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everygpu.parallel.sharded.batch import Args, Kwargs, Layout, Rule, ShardedBatch, has_parts, parts_of, wrap
+from everygpu.parallel.sharded.batch import Args, Kwargs, Rule, ShardedBatch, ShardLayout, has_parts, parts_of, wrap
 from everygpu.parallel.sharded.operands import (
     HALF,
-    Frame,
+    ShardSpec,
     add_up,
     by_element,
     constant,
@@ -85,7 +85,7 @@ def class_loss(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return (loss / count if reduction == MEAN else loss.clone()).to(x.dtype), count.to(x.dtype)
 
 
-def _class_losses(func: Any, columns: list[Any], reduction: int, ignore_index: int, layout: Layout) -> list[Any]:
+def _class_losses(func: Any, columns: list[Any], reduction: int, ignore_index: int, layout: ShardLayout) -> list[Any]:
     return [func(x, target, weight, reduction, ignore_index) for x, target, weight in zip(*columns)]
 
 
@@ -106,13 +106,13 @@ def class_loss_backward(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return NotImplemented if parts is None else wrap(parts, layout, 0)
 
 
-def _both_everywhere(grad: Tensor, count: Tensor, layout: Layout) -> list[Any]:
+def _both_everywhere(grad: Tensor, count: Tensor, layout: ShardLayout) -> list[Any]:
     """Give every part two numbers, which travel together."""
     pairs = everywhere(torch.stack([grad, count]), layout)
     return [None, None] if pairs is None else list(zip(*(pair.unbind() for pair in pairs)))
 
 
-def _class_frame(x: Tensor, target: Tensor) -> Frame | None:
+def _class_frame(x: Tensor, target: Tensor) -> ShardSpec | None:
     """Return the layout of scores of shape (rows, classes, ...) and targets of shape (rows, ...)."""
     if not isinstance(x, ShardedBatch) or not has_parts(x) or x.ndim < 2 or x.shard_dim != 0:
         return None
@@ -121,7 +121,7 @@ def _class_frame(x: Tensor, target: Tensor) -> Frame | None:
     return frame_of(x)
 
 
-def _class_columns(x: Any, target: Tensor, weight: Tensor | None, frame: Frame) -> list[Any]:
+def _class_columns(x: Any, target: Tensor, weight: Tensor | None, frame: ShardSpec) -> list[Any]:
     layout = frame.layout
     targets = cut_alike(target, frame._replace(from_right=target.ndim))
     weights = constant(None, layout) if weight is None else everywhere(weight, layout)

@@ -13,9 +13,9 @@ from everygpu import comm
 from everygpu.parallel.sharded.batch import (
     Args,
     Kwargs,
-    Layout,
     Rule,
     ShardedBatch,
+    ShardLayout,
     has_parts,
     layout_of,
     parts_of,
@@ -26,7 +26,7 @@ from everygpu.parallel.sharded.operands import named, operations
 
 KEEP = torch.preserve_format
 
-View = tuple[int, Layout, Sequence[Any]]
+View = tuple[int, ShardLayout, Sequence[Any]]
 """Where a view has its rows, how they are laid out, and what it shows of each part."""
 
 

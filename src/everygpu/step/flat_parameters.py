@@ -10,14 +10,14 @@ from torch.autograd.graph import increment_version
 
 from everygpu import comm
 from everygpu.errors import OptimizerError, PlacementError
-from everygpu.parallel.buckets.bucket import Look, num_uses
+from everygpu.parallel.buckets.bucket import SlotAlias, num_uses
 from everygpu.parallel.buckets.plan import BucketPlan, plan_buckets
 from everygpu.parallel.replicas.module_tree import has_hooks
 
 PerDevice = list[Tensor]
 
 
-class Arena:
+class FlatParameters:
     """Parameters and gradients in flat buckets that stay where they are from step to step.
 
     The primary's parameters move in, keeping their identity; each other device has leaf twins of them, so that
@@ -116,13 +116,13 @@ class Arena:
                 flat.zero_()
         self._grad_versions = self.grad_versions()
 
-    def lend_grads(self) -> None:
+    def attach_grads(self) -> None:
         """Have backward add to the buckets."""
         for tensors, slots in zip([self.params, *self.twins], self._grad_slots):
             for t, grad in zip(tensors, slots):
                 t.grad = grad
 
-    def withdraw_grads(self) -> None:
+    def detach_grads(self) -> None:
         """Leave the parameters without gradients, as what is in the buckets is no whole gradient of theirs."""
         for i, (p, slot) in enumerate(zip(self.params, self._grad_slots[0])):
             if p.grad is not slot:  # a hook or the loss has set another
@@ -175,7 +175,7 @@ class Arena:
         for bucket in self.grads:
             comm.reduce_scatter(bucket)
 
-    def hand_out(self) -> None:
+    def all_gather_params(self) -> None:
         """Copy each device's own chunk of the values to the others."""
         for bucket in self.values:
             comm.all_gather(bucket)
@@ -191,7 +191,7 @@ class Arena:
         """Cut each device's own chunk out of its buckets."""
         return [[flat.chunk(len(flats))[j] for j, flat in enumerate(flats)] for flats in buckets]
 
-    def take_grads(self, other: "Arena") -> None:
+    def take_grads(self, other: "FlatParameters") -> None:
         """Go on from what has accumulated elsewhere; a parameter that was not there brings its own gradient."""
         theirs = {id(p) for p in other.params}
         for p, slot in zip(self.params, self._grad_slots[0]):
@@ -230,7 +230,7 @@ class Arena:
         return first.device.type == "cpu" and any(not _same_bytes(first, other) for other in others)
 
     def _make_twins(self, replica: int) -> list[Tensor]:
-        twins = [Look(p).on(slot) for p, slot in zip(self.params, self._slots[replica])]
+        twins = [SlotAlias(p).on(slot) for p, slot in zip(self.params, self._slots[replica])]
         return [t.requires_grad_() for t in twins]
 
 

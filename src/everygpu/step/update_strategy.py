@@ -13,15 +13,15 @@ from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.replicas.module_tree import has_hooks
 from everygpu.parallel.replicas.placement import place_module
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
-from everygpu.step.arena import Arena
 from everygpu.step.early_update import EarlyUpdate
-from everygpu.step.fused import FusedUpdate, Rows, can_fuse, has_plain_options, keeps_states
+from everygpu.step.flat_parameters import FlatParameters
+from everygpu.step.fused import FusedUpdate, HyperparameterTable, can_fuse, has_plain_options, keeps_states
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.shards import Shards
 from everygpu.step.update import Share, is_fused
 
 
-class Holder(Protocol):
+class UpdateStrategy(Protocol):
     """Where backward puts the gradients, and what becomes of them."""
 
     def prepare(self) -> None:
@@ -55,7 +55,7 @@ class Holder(Protocol):
         """Send the parameters to every device."""
 
 
-class WholeHolder:
+class LocalUpdate:
     """Gradients are the parameters' own, on the primary device, and the optimizer is the stock one.
 
     So it is on one device, and with optimizers that can't be sharded.
@@ -107,7 +107,7 @@ class WholeHolder:
         """DataParallel does so at every forward."""
 
 
-class ShardedHolder:
+class ShardedUpdate:
     """Each device holds, reduces and updates its share.
 
     Args:
@@ -128,11 +128,11 @@ class ShardedHolder:
     def prepare(self) -> None:
         self._optimizer.check_owner()
         params = self._trainable()
-        if not self._arena.fits(params) or self._arena.is_held():
-            self._arrange(params, self._arena)
+        if not self._flat_params.fits(params) or self._flat_params.is_held():
+            self._arrange(params, self._flat_params)
         elif not self._optimizer.holds(self._shards):
             self._attach()
-        self._arena.follow_edits()
+        self._flat_params.follow_edits()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if len(self._model.device_ids) == 1:
@@ -143,22 +143,22 @@ class ShardedHolder:
 
     def leaves(self) -> list[Tensor]:
         # The hooks of a parameter are to see the sum of all replicas' gradients: its replicas are no leaves.
-        return [p for p in self._arena.params if not has_hooks(p)] if len(self._model.device_ids) > 1 else []
+        return [p for p in self._flat_params.params if not has_hooks(p)] if len(self._model.device_ids) > 1 else []
 
     def begin(self) -> None:
-        self._arena.begin()
+        self._flat_params.begin()
 
     def lend(self) -> None:
-        self._arena.lend_grads()
+        self._flat_params.attach_grads()
 
     def withdraw(self) -> None:
-        self._arena.withdraw_grads()
+        self._flat_params.detach_grads()
 
     def reduce(self) -> list[Share]:
-        self._touched = self._arena.touched()
-        self._arena.reduce()
-        columns = zip(*self._arena.chunks(self._arena.grads))
-        return [Share(device=d, grads=list(chunks)) for d, chunks in zip(self._arena.devices, columns)]
+        self._touched = self._flat_params.touched()
+        self._flat_params.reduce()
+        columns = zip(*self._flat_params.chunks(self._flat_params.grads))
+        return [Share(device=d, grads=list(chunks)) for d, chunks in zip(self._flat_params.devices, columns)]
 
     def apply(self, found_inf: Tensor | None) -> None:
         if found_inf is not None and not self._shards.is_fused():
@@ -166,10 +166,10 @@ class ShardedHolder:
                 return
             found_inf = None
         if self._optimizer.has_pre_hooks():
-            with self._arena.whole_grads(self._touched):
+            with self._flat_params.whole_grads(self._touched):
                 self._optimizer.before_step()
         # Forward and hooks may have written parameters; here each device updates its own copy of a chunk.
-        self._arena.follow_edits()
+        self._flat_params.follow_edits()
         fused = self._kernels()
         if fused is not None and found_inf is None:
             self._run_fused(fused, factor=1.0, is_reduced=True)
@@ -177,21 +177,21 @@ class ShardedHolder:
         try:
             self._shards.step(self._optimizer.param_groups, self._touched, found_inf)
         finally:  # or replicas would differ after an interruption
-            self._arena.hand_out()
+            self._flat_params.all_gather_params()
         self._optimizer.after_step()
 
     def fuse(self, factor: float) -> bool:
         fused = self._whole_update()
         if fused is None:
             return False
-        self._arena.follow_edits()
-        self._touched = self._arena.touched()
+        self._flat_params.follow_edits()
+        self._touched = self._flat_params.touched()
         self._run_fused(fused, factor=factor, is_reduced=False)
         return True
 
     def refresh(self) -> None:
         self.prepare()
-        self._arena.adopt()
+        self._flat_params.adopt()
         if self._replicas is not None:
             # Now, as a step that is recorded sends no frozen parameters.
             self._replicas.forget()
@@ -206,12 +206,12 @@ class ShardedHolder:
     def is_ready(self) -> bool:
         """Do what ``prepare`` does, where the module is known to be as it was; False where that is not enough."""
         params = self._trainable()
-        if len(params) != len(self._arena.params) or not all(map(operator.is_, params, self._arena.params)):
+        if len(params) != len(self._flat_params.params) or not all(map(operator.is_, params, self._flat_params.params)):
             return False
         self._optimizer.check_owner()
         if not self._optimizer.holds(self._shards):
             return False
-        self._arena.send_written()
+        self._flat_params.send_written()
         return True
 
     def why_not_recordable(self) -> str | None:
@@ -221,7 +221,7 @@ class ShardedHolder:
         others = [n for n, p in self._model.module.named_parameters() if p.requires_grad and id(p) not in mine]
         return f"parameter {others[0]} takes gradients, but the optimizer doesn't have it" if others else None
 
-    def prepare_update(self, touched: set[int]) -> Rows | None:
+    def prepare_update(self, touched: set[int]) -> HyperparameterTable | None:
         """Put the optimizer's options of now where recorded kernels find them; None where that isn't for them.
 
         Args:
@@ -244,26 +244,26 @@ class ShardedHolder:
         if fused is None:
             return None
         rows = fused.prepare(self._touched if touched is None else touched)
-        return EarlyUpdate(self._arena, fused, rows, overlaps=overlaps)
+        return EarlyUpdate(self._flat_params, fused, rows, overlaps=overlaps)
 
-    def finish_update(self, rows: Rows) -> None:
+    def finish_update(self, rows: HyperparameterTable) -> None:
         """Take note of an update that a recording has queued."""
         if self._fused is not None:
             self._fused.finish(set(rows.row_of))
-            self._arena.note_update()
+            self._flat_params.note_update()
             self._optimizer.after_step()
 
     def grad_versions(self) -> list[list[int]]:
         """Return what ``touched`` counts from."""
-        return self._arena.grad_versions()
+        return self._flat_params.grad_versions()
 
     def touched(self, since: list[list[int]]) -> set[int]:
         """Return the parameters that have got a gradient since a moment."""
-        return self._arena.touched(since)
+        return self._flat_params.touched(since)
 
     def note_grads(self, touched: set[int]) -> None:
         """Take note of a backward that a recording has queued."""
-        self._arena.note_grads(touched)
+        self._flat_params.note_grads(touched)
 
     def _whole_update(self) -> FusedUpdate | None:
         """Return the kernels, unless someone wants to see whole gradients between reduction and update."""
@@ -277,36 +277,36 @@ class ShardedHolder:
         return [p for p in _params(self._optimizer) if p.requires_grad]
 
     @torch.inference_mode(False)
-    def _arrange(self, params: list[Tensor], before: Arena | None) -> None:
+    def _arrange(self, params: list[Tensor], before: FlatParameters | None) -> None:
         """Make memory for the parameters as they are now, going on from what has accumulated before."""
         model = self._model
         place_module(model.module, model.device_ids[0], "TrainStep", strict=model.strict_device)
-        self._arena = Arena(params, model.device_ids)
+        self._flat_params = FlatParameters(params, model.device_ids)
         if before is not None:
-            self._arena.take_grads(before)
+            self._flat_params.take_grads(before)
         self._replicas = None
         self._attach()
-        self._arena.settle()
+        self._flat_params.settle()
 
     def _attach(self) -> None:
         """Have the optimizer's state where the gradients are."""
-        arena = self._arena
+        flat_params = self._flat_params
         self._num_arrangements += 1
-        values, grads = arena.chunks(arena.values), arena.chunks(arena.grads)
-        self._shards = Shards(self._optimizer.module, arena.params, arena.plans, values, grads)
-        self._optimizer.attach(arena.params, self._shards)
+        values, grads = flat_params.chunks(flat_params.values), flat_params.chunks(flat_params.grads)
+        self._shards = Shards(self._optimizer.module, flat_params.params, flat_params.plans, values, grads)
+        self._optimizer.attach(flat_params.params, self._shards)
         stock = self._optimizer.module
-        may_fuse = can_fuse(stock, arena) and keeps_states(self._shards)
-        self._fused = FusedUpdate(stock, arena, self._shards) if may_fuse else None
+        may_fuse = can_fuse(stock, flat_params) and keeps_states(self._shards)
+        self._fused = FusedUpdate(stock, flat_params, self._shards) if may_fuse else None
 
     def _run_fused(self, fused: FusedUpdate, *, factor: float, is_reduced: bool) -> None:
         fused.run(self._touched, factor=factor, is_reduced=is_reduced)
-        self._arena.note_update()
+        self._flat_params.note_update()
         self._optimizer.after_step()
 
     def _make_leaves(self) -> Leaves:
-        self._arena.adopt()
-        twins = {id(p): list(row) for p, *row in zip(self._arena.params, *self._arena.twins)}
+        self._flat_params.adopt()
+        twins = {id(p): list(row) for p, *row in zip(self._flat_params.params, *self._flat_params.twins)}
         return {id(p): twins[id(p)] for p in self.leaves()}
 
 
