@@ -15,7 +15,7 @@ import everygpu
 
 ROOT = Path(everygpu.__file__).parent
 LAYERS = [
-    {"errors"},
+    {"errors", "torch_private"},
     {"tree", "units", "keys", "folders", "child"},
     {"locks"},
     {"devices"},

@@ -3,17 +3,15 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
+from everygpu.torch_private.compiler import eval_frame
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-_eval_frame: Any = torch._C._dynamo.eval_frame
-
 
 def _left(calls: str, method: Method) -> Method:
-    action = _eval_frame._FrameAction
-    strategy = _eval_frame._FrameExecStrategy(action.SKIP, getattr(action, calls))
-    _eval_frame.set_code_exec_strategy(method.__code__, strategy)
+    action = eval_frame._FrameAction
+    strategy = eval_frame._FrameExecStrategy(action.SKIP, getattr(action, calls))
+    eval_frame.set_code_exec_strategy(method.__code__, strategy)
     return method
 
 
@@ -30,5 +28,5 @@ def left_to_run(method: Method) -> Method:
 @left_to_run
 def is_compiler_at_work() -> bool:
     """Tell whether this thread is in a function that went through torch.compile; False where torch can't be asked."""
-    ask = getattr(_eval_frame, "get_eval_frame_callback", None)
+    ask = getattr(eval_frame, "get_eval_frame_callback", None)
     return ask is not None and ask() is not None

@@ -19,6 +19,20 @@ from everygpu import comm
 from everygpu.parallel.compiler.retarget import retarget
 from everygpu.parallel.compiler.split_graph import WHOLE, Backend, SplitPolicy, compile_pieces
 from everygpu.parallel.cuda_graphs.deferred_linear import split_off
+from everygpu.torch_private.compiler import (
+    InductorWrapper,
+    compile_fx,
+    compile_fx_inner,
+    cuda_graph_manager,
+    functorch_config,
+    inductor_config,
+    is_replaying,
+    make_boxes,
+    restart_analysis,
+    tracing_context,
+    write_code,
+)
+from everygpu.torch_private.tensors import foreach_copy_
 
 _capturing = threading.RLock()
 """Held by who may capture a CUDA graph, whichever model it is of: memory and streams then serve the capture only."""
@@ -42,14 +56,9 @@ class InductorBackend:
     @property
     def uses_cuda_graphs(self) -> bool:
         """Tell whether results may lie in memory that the next run writes."""
-        from torch._inductor import config
-
-        return bool(self._options.get("triton.cudagraphs", config.triton.cudagraphs))
+        return bool(self._options.get("triton.cudagraphs", inductor_config().triton.cudagraphs))
 
     def __call__(self, graph: Any, example_inputs: list[Any]) -> "MultiDeviceGraph":
-        from torch._functorch import config
-        from torch._inductor.compile_fx import compile_fx
-
         parts: list[_Part] = []
 
         def compile_part(*args: Any, **kwargs: Any) -> Any:
@@ -60,7 +69,7 @@ class InductorBackend:
 
         # From its cache of whole compilations torch would answer without asking compile_part. Left for later, backward
         # would be compiled by autograd's threads, by one for each GPU.
-        with config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
+        with functorch_config().patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
             cuts, function = self._cuts if torch.is_grad_enabled() else WHOLE, None
             put_behind = split_off(graph) if cuts.last_product else None
             if cuts.in_pieces:
@@ -72,11 +81,9 @@ class InductorBackend:
 
     def _compile_pieces(self, graph: Any, example_inputs: list[Any], compile_piece: Backend) -> Any:
         """Compile a graph in pieces; None where it is small or can't be cut."""
-        from torch._dynamo.exc import RestartAnalysis
-
         try:
             return compile_pieces(graph, example_inputs, compile_piece)
-        except RestartAnalysis:  # by which torch asks to be called again with another graph
+        except restart_analysis():  # by which torch asks to be called again with another graph
             raise
         except Exception as error:  # noqa: BLE001 - such as operations of a higher order; where it is ours, it comes again
             self._tell(f"{type(error).__name__}: {error}", "graphs aren't cut, and gradients come all at once")
@@ -84,8 +91,6 @@ class InductorBackend:
 
     def _compile_part(self, parts: "list[_Part]", graph: Any, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Compile a forward or backward graph as torch does, and have it run on the GPU of its inputs."""
-        from torch._inductor.compile_fx import compile_fx_inner
-
         wanted, is_backward = (bool(kwargs.get(name)) for name in ("cudagraphs", "is_backward"))
         if is_backward:
             _keep_saved_tensors()
@@ -124,13 +129,13 @@ def inductor(mode: str | None, cuts: SplitPolicy = WHOLE) -> InductorBackend:
         mode: ``"reduce-overhead"`` for CUDA graphs; None for plain launches, as whoever captures graphs needs them.
         cuts: How graphs are cut.
     """
-    wrapper = torch._TorchCompileInductorWrapper(mode, None, False)  # type: ignore[no-untyped-call]
+    wrapper = InductorWrapper(mode, None, False)
     return InductorBackend(wrapper.config, cuts)
 
 
 def compiling_once(backend: Backend, *, cuda_graphs: bool, cuts: SplitPolicy = WHOLE) -> Backend:
     """Replace torch's own backend by ours with the same options, perhaps without CUDA graphs; others stay."""
-    if not isinstance(backend, torch._TorchCompileInductorWrapper):
+    if not isinstance(backend, InductorWrapper):
         return backend
     options = backend.config if cuda_graphs else {**backend.config, "triton.cudagraphs": False}
     return InductorBackend(options, cuts)
@@ -220,10 +225,8 @@ class _Captured:
         self._replaying: set[int] = set()
 
     def __call__(self, inputs: list[Any]) -> Any:
-        from torch._inductor.cudagraph_trees import ExecutionState, get_manager
-
         index = device_index_of(inputs)
-        manager: Any = get_manager(index)
+        manager = cuda_graph_manager(index)
         # Warming up, torch frees inputs while its own stream is not done with them. Threads of other GPUs, which
         # don't wait for that stream, would be given their memory.
         for i, x in enumerate(inputs):
@@ -231,7 +234,7 @@ class _Captured:
                 x.record_stream(manager.stream)
         with nullcontext() if index in self._replaying else _capturing:
             outputs = self._run(inputs)
-            if manager.path_state is ExecutionState.EXECUTION:
+            if is_replaying(manager):
                 self._replaying.add(index)
         return _copied(outputs) if self._copies_outputs else outputs
 
@@ -279,21 +282,15 @@ def load_version(
     Source:
         What ``torch._inductor.codecache.FxGraphCache`` does with a graph from its cache on disk.
     """
-    from torch._inductor import config
-    from torch._inductor.codecache import PyCodeCache
-
-    # The boxes are not those of the first GPU: what is found out about one graph decides on the next.
-    from torch._inductor.cudagraph_utils import BoxedDeviceIndex
-    from torch._inductor.utils import BoxedBool
-
     source = retarget(compiled.source_code, next(iter(compiled.device_idxs)), index)
     version, constants = copy.copy(compiled), _Constants(torch.device("cuda", index))
     version.prepare_for_serialization()  # lets go of the first GPU's code
     version.source_code = source
-    version.cache_key, _ = PyCodeCache.write(source or "")
+    version.cache_key = write_code(source or "")
     version.device_idxs = type(compiled.device_idxs)([index])
-    boxes = {"cudagraphs": BoxedBool(kwargs["cudagraphs"]), "boxed_forward_device_index": BoxedDeviceIndex(index)}
-    with torch.cuda.device(index), config.patch(dict(options)):
+    # Not the boxes of the first GPU: what is found out about one graph decides on the next.
+    boxes = make_boxes(cudagraphs=kwargs["cudagraphs"], index=index)
+    with torch.cuda.device(index), inductor_config().patch(dict(options)):
         version.after_deserialization(constants)
         version.post_compile((), constants, {"is_backward": False, **kwargs, **boxes})
     return _Version(version, compiled)
@@ -338,7 +335,7 @@ def _keep_saved_tensors() -> None:
     torch decides on it at the first backward, where it compiles that. Of the list that says what backward may write,
     all who look at it have the same one.
     """
-    metadata = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
+    metadata = getattr(tracing_context(), "fw_metadata", None)
     writable = getattr(metadata, "bw_donated_idxs", None)
     if writable:
         writable.clear()
@@ -370,7 +367,7 @@ def _copied(outputs: Sequence[Any]) -> list[Any]:
     pairs = [(c, x) for c, x in zip(copies, outputs) if c is not x]
     for dtype in dict.fromkeys(x.dtype for _, x in pairs):
         targets, sources = zip(*((c, x) for c, x in pairs if x.dtype is dtype))
-        torch._foreach_copy_(list(targets), list(sources))
+        foreach_copy_(list(targets), list(sources))
     return copies
 
 

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from everygpu.parallel.compiler.dynamo import inputs_of, is_written, value_of
+from everygpu.torch_private.compiler import make_ddp_optimizer, tracing_context
 
 Backend = Callable[[Any, list[Any]], Callable[..., Any]]
 """From Dynamo's graph and example inputs to what runs it."""
@@ -59,14 +59,12 @@ def compile_pieces(graph: Any, example_inputs: list[Any], compile_piece: Backend
     limit = max(PIECE_BYTES, total // NUM_PIECES)
     if total <= limit:
         return None
-    from torch._dynamo.backends.distributed import DDPOptimizer
 
     def compile_checked(piece: Any, inputs: list[Any]) -> Callable[..., Any]:
         _check_writes(graph, optimizer.buckets)  # here, where they are known, and nothing is compiled
         return compile_piece(piece, inputs)
 
-    optimizer: Any = DDPOptimizer(limit, compile_checked, limit)
-    optimizer.add_param_args = _count
+    optimizer = make_ddp_optimizer(limit, compile_checked, _count)
     with _leaving_no_trace() as guards:
         pieces: Any = optimizer.compile_fn(graph, example_inputs)
         if any(map(_is_between, guards())):
@@ -94,7 +92,7 @@ def _count(piece: Any, node: Any) -> None:
 @contextmanager
 def _leaving_no_trace() -> Iterator[Callable[[], list[Any]]]:
     """Give the guards that a compilation has added; one that fails leaves none, nor what says that there are pieces."""
-    context = torch._guards.TracingContext.try_get()
+    context = tracing_context()
     guards: list[Any] = [] if context is None else context.guards_context.aotautograd_guards
     num_before = len(guards)
     try:

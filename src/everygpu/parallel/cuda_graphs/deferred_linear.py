@@ -28,6 +28,7 @@ from everygpu.parallel.cuda_graphs.deferred_tensor import (
     materialized,
 )
 from everygpu.parallel.engines.thread_state import current_stream
+from everygpu.torch_private.autograd import top_saved_tensor_hooks
 
 LEAST_BYTES = 32 * 2**20
 """Results that are smaller are sooner copied than asked about."""
@@ -188,7 +189,7 @@ def _conditions(device: torch.device) -> Hashable:
     """Return what a product depends on besides its operands, as far as a model may change it."""
     kind = device.type
     autocast = (torch.get_autocast_dtype(kind),) if torch.is_autocast_enabled(kind) else ()
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    hooks = top_saved_tensor_hooks() is not None
     matmul = torch.backends.cuda.matmul
     precision = matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()

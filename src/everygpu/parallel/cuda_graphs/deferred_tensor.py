@@ -9,10 +9,11 @@ from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from everygpu.errors import EveryGPUError
 from everygpu.parallel.compiler.eval_frame import is_compiler_at_work, left_to_run
+from everygpu.torch_private.pytree import tree_map_only
+from everygpu.torch_private.tensors import make_wrapper_subclass
 
 PATIENCE_S = 1.0
 """How long a thread may take to let go of what it has handed over, on a busy machine."""
@@ -66,7 +67,7 @@ class DeferredTensor(Tensor):
     @staticmethod
     def __new__(cls, shape: Sequence[int], like: Tensor) -> Any:
         """Make one; the shape, and the dtype and device of another tensor are what C++ code sees."""
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device, requires_grad=True)
+        return make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device, requires_grad=True)
 
     def __init__(self, *_: Any) -> None:
         """Everything is done in ``__new__``, as for all tensors."""

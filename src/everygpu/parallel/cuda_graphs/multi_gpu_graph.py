@@ -13,6 +13,7 @@ from everygpu import comm
 from everygpu.comm.streams import kept_stream
 from everygpu.parallel.cuda_graphs.capture_lock import CAPTURE_LOCK, RECORDING
 from everygpu.parallel.engines.thread_state import queueing_on
+from everygpu.torch_private.cuda import clear_cublas_workspaces, end_route_to_pool, release_pool, route_stream_to_pool
 
 T = TypeVar("T")
 
@@ -110,7 +111,7 @@ class MultiGpuGraph:
         for d, stream in zip(self._devices[1:], others):
             stream.wait_stream(home)
             with torch.cuda.device(d):
-                torch._C._cuda_beginAllocateCurrentStreamToPool(d.index, self._pool)
+                route_stream_to_pool(d, self._pool)
 
     def _join(self) -> None:
         home, *others = [torch.cuda.current_stream(d) for d in self._devices]
@@ -150,7 +151,7 @@ class MultiGpuGraph:
     def _stop_allocating(self, devices: Sequence[torch.device]) -> None:
         for d in devices:
             with contextlib.suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(d.index, self._pool)
+                end_route_to_pool(d, self._pool)
 
 
 class _RandomState:
@@ -216,7 +217,7 @@ def return_memory(devices: Sequence[torch.device]) -> None:
     gc.collect()
     CAPTURE_LOCK.catch_up()
     # Libraries' workspaces: those of the graph are to be its own.
-    torch._C._cuda_clearCublasWorkspaces()
+    clear_cublas_workspaces()
     torch.cuda.empty_cache()
 
 
@@ -231,4 +232,4 @@ def _release(graph: Any, devices: Sequence[torch.device], pool: Any) -> None:
 def _release_pools(devices: Sequence[torch.device], pool: Any) -> None:
     for d in devices:
         with contextlib.suppress(RuntimeError):
-            torch._C._cuda_releasePool(d.index, pool)
+            release_pool(d, pool)

@@ -31,6 +31,7 @@ from everygpu.parallel.replicas.module_tree import is_dense
 from everygpu.parallel.replicas.replica_set import Leaves as Twins
 from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.parallel.scatter.split import ScatterSpec
+from everygpu.torch_private.autograd import is_transforming, keeps_graph, set_versions
 
 Outputs = tuple[list[Any], Joiner]
 """What each replica returned, and how that is joined."""
@@ -152,7 +153,7 @@ class RecordedForward:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
         """Run a call by its recording, making one if it is time to; None where it has to run as it is."""
         use = None if self._use is None else self._use()
-        if not _records_gradients() or (use is not None and not use.is_over) or _is_transformed():
+        if not _records_gradients() or (use is not None and not use.is_over) or is_transforming():
             return None
         return self._capture.run((args, kwargs, ()))
 
@@ -369,7 +370,7 @@ class _Launch:
                 "DataParallel: the graph of this output has been freed by an earlier backward. Pass retain_graph=True "
                 "to that one, to go through it a second time."
             )
-        is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        is_kept = keeps_graph()
         totals = self._go_backward(given)
         if not is_kept:
             self._spent.update(given)
@@ -423,12 +424,11 @@ def _in_place_of(module: nn.Module, others: Mapping[int, Tensor]) -> Iterator[No
 
 @contextmanager
 def _versions_set(tensors: list[Tensor], versions: list[int], afterwards: list[int]) -> Iterator[None]:
-    write = torch._C._autograd._unsafe_set_version_counter
-    write(tuple(tensors), tuple(versions))
+    set_versions(tensors, versions)
     try:
         yield
     finally:
-        write(tuple(tensors), tuple(afterwards))
+        set_versions(tensors, afterwards)
 
 
 class _Graph(torch.autograd.Function):
@@ -544,8 +544,3 @@ def _reached(grads: Sequence[Sequence[Grads]]) -> list[bool]:
 
 def _records_gradients() -> bool:
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-
-
-def _is_transformed() -> bool:
-    """Tell whether a transformation of functions is under way, to which a launch would be opaque."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0

@@ -13,7 +13,6 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from torch.utils._device import DeviceContext
 
 from everygpu.devices import spread_seeds
 from everygpu.errors import CaptureError, SplitError
@@ -21,10 +20,11 @@ from everygpu.parallel.buckets.bucket import version_of
 from everygpu.parallel.cuda_graphs.capture_lock import CAPTURE_LOCK, RECORDING
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph, is_capturing, return_memory
 from everygpu.parallel.cuda_graphs.static_batch import Batch, NotStatic, StaticBatch, describe_batch
-from everygpu.parallel.engines.thread_state import function_modes
 from everygpu.parallel.replicas.attributes import Watch
 from everygpu.parallel.replicas.module_tree import ModuleTree, has_hooks, is_dense
 from everygpu.parallel.scatter.split import ScatterSpec
+from everygpu.torch_private.autograd import top_saved_tensor_hooks
+from everygpu.torch_private.modes import DeviceContext, function_modes, num_dispatch_modes
 
 NUM_WARM_UPS = 3
 """Steps of a kind that run as they are before one is recorded: libraries choose their algorithms meanwhile."""
@@ -311,29 +311,30 @@ def _is_open(value: Any) -> bool:
 def _settings() -> tuple[Any, ...]:
     """Return torch's settings that a recording has taken in."""
     cudnn: Any = torch.backends.cudnn
+    cuda: Any = torch.backends.cuda
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         *((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cuda", "cpu")),
         torch.get_default_dtype(),
         # The one way to ask that never raises, whichever way they were set.
-        torch.backends.cuda.matmul.fp32_precision,
+        cuda.matmul.fp32_precision,
         cudnn.conv.fp32_precision,
         cudnn.rnn.fp32_precision,
         torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cudnn.enabled,
-        torch.backends.cudnn.benchmark,
-        torch.backends.cudnn.deterministic,
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
-        torch._C._get_cudnn_sdp_enabled(),
+        cudnn.enabled,
+        cudnn.benchmark,
+        cudnn.deterministic,
+        cuda.matmul.allow_bf16_reduced_precision_reduction,
+        cuda.matmul.allow_fp16_reduced_precision_reduction,
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
         torch.is_anomaly_enabled(),
         [str(m.device) if isinstance(m, DeviceContext) else id(m) for m in function_modes()],
-        torch._C._len_torch_dispatch_stack(),
-        torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
+        num_dispatch_modes(),
+        top_saved_tensor_hooks() is None,
         *(len(vars(torch_module)[table]) for table in _GLOBAL_HOOKS),
     )
 
@@ -342,8 +343,8 @@ def _is_watched() -> bool:
     """Tell whether Python code wants to see every operation: a step that is launched as a whole has none to show."""
     return (
         any(not isinstance(m, DeviceContext) for m in function_modes())
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or num_dispatch_modes() > 0
+        or top_saved_tensor_hooks() is not None
         or torch.is_anomaly_enabled()
     )
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import SUPPORTED_NODES
 
 from everygpu import comm, tree
 from everygpu.comm import upload
 from everygpu.parallel.replicas.module_tree import is_dense
 from everygpu.parallel.scatter.split import Replicated, ScatterSpec, SplitPlan, find_rows, plan_split
 from everygpu.parallel.sharded.batch import ShardedBatch, has_shards, shard_batch
+from everygpu.torch_private.modes import without_torch_function
+from everygpu.torch_private.pytree import SUPPORTED_NODES
 
 PLAIN_TYPES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 """Values that a recording takes in as they are."""
@@ -35,7 +36,7 @@ def describe_batch(batch: Batch, route: ScatterSpec) -> tuple[Any, ...]:
             neither a tensor nor a plain number or string.
         SplitError: tensors disagree on the number of rows.
     """
-    with torch._C.DisableTorchFunctionSubclass():  # a batch that is spread says its shape at once
+    with without_torch_function():  # a batch that is spread says its shape at once
         plan = _plan(batch, route)
         leaves = [(p, _describe(p, x, plan, route)) for p, x in _leaves(batch)]
         return (None if plan is None else plan.rows, _containers(batch), *leaves)

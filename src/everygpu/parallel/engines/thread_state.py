@@ -6,8 +6,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils._device import DeviceContext
+
+from everygpu.torch_private.autograd import top_saved_tensor_hooks
+from everygpu.torch_private.modes import DeviceContext, function_modes, pop_function_mode, push_function_mode
 
 T = TypeVar("T")
 
@@ -27,7 +28,7 @@ class ThreadState:
         self._autocast = [(k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
         self._autocast_cache = torch.is_autocast_cache_enabled()
         self._modes = function_modes()
-        self._saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._saved_tensors_hooks = top_saved_tensor_hooks()
         self._streams = {d: torch.cuda.current_stream(d) for d in devices if d.type == "cuda"}
 
     def snapshot(self) -> contextvars.Context:
@@ -62,20 +63,20 @@ class _FactoryDevice(DeviceContext):
     """``with torch.device(…)`` for one thread: torch's own also sets a variable that all threads share."""
 
     def __enter__(self) -> None:
-        _push_mode(self)  # type: ignore[no-untyped-call]
+        push_function_mode(self)
 
     def __exit__(self, *error: object) -> None:
-        _pop_mode()  # type: ignore[no-untyped-call]
+        pop_function_mode()
 
 
 @contextmanager
 def _pushed(mode: Any) -> Iterator[None]:
     # Not mode.__enter__: the caller has entered it already, and what that does beyond pushing is done.
-    _push_mode(mode)  # type: ignore[no-untyped-call]
+    push_function_mode(mode)
     try:
         yield
     finally:
-        _pop_mode()  # type: ignore[no-untyped-call]
+        pop_function_mode()
 
 
 def _for_device(mode: Any, device: torch.device) -> Any:
@@ -141,8 +142,3 @@ def on_device(device: torch.device, stream: torch.cuda.Stream | None, *, shared:
             # torch's own is the one its compiler knows; ours the one that threads don't share.
             stack.enter_context(_FactoryDevice(device) if shared else DeviceContext(device))
         yield
-
-
-def function_modes() -> list[Any]:
-    """Return the function modes that are entered now, the outermost first."""
-    return list(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]

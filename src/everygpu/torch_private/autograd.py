@@ -1,0 +1,60 @@
+"""The autograd engine: the backward that is running, saved tensors and version counters."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+SavedTensorHooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""What packs a tensor that is saved for backward, and what unpacks it."""
+
+
+def top_saved_tensor_hooks() -> SavedTensorHooks | None:
+    """Return the innermost saved-tensor hooks of this thread; ``torch.autograd.graph`` can only enter and leave them.
+
+    The argument asks torch not to raise where hooks are disabled, as within ``disable_saved_tensors_hooks``.
+    """
+    found: SavedTensorHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return found
+
+
+push_saved_tensor_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+"""Enter hooks that were left by ``pop_saved_tensor_hooks``."""
+
+pop_saved_tensor_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+"""Leave the innermost hooks, which another's context manager has entered."""
+
+
+def is_in_backward() -> bool:
+    """Tell whether this thread runs a node of a backward; torch has no public name for it."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def keeps_graph() -> bool:
+    """Tell, within a backward, whether it was called with ``retain_graph=True``; nodes aren't told."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def will_execute(node: Node) -> bool:
+    """Tell, within a backward, whether it will run a node; nodes aren't told what was asked of the engine.
+
+    Raises:
+        RuntimeError: the node is a leaf's, and the backward is ``torch.autograd.grad``.
+    """
+    return torch._C._will_engine_execute_node(node)
+
+
+def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Set version counters; ``torch.autograd._unsafe_preserve_version_counter`` is as private, and only sets back."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+def is_transforming() -> bool:
+    """Tell whether a transformation of ``torch.func``, or forward-mode differentiation, is under way in this thread."""
+    return are_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+are_transforms_active = torch._C._are_functorch_transforms_active
+"""Tell whether a transformation of ``torch.func`` is under way: ``vmap``, ``grad`` and others; they don't say so."""

@@ -1,0 +1,115 @@
+"""torch's compiler: Dynamo's frames and graphs, AOTAutograd's settings, and Inductor's compiled graphs.
+
+Importing the compiler takes seconds, so it is imported where it is used. None of this has a public name; what is read
+off the compiler's objects is said beside each.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+eval_frame: Any = torch._C._dynamo.eval_frame
+"""Dynamo's frame evaluation: ``get_eval_frame_callback``, ``set_code_exec_strategy``, ``_FrameAction`` and
+``_FrameExecStrategy``. ``torch.compiler.disable`` wraps a function, and ends in a graph break."""
+
+InductorWrapper: Any = torch._TorchCompileInductorWrapper
+"""The backend that ``torch.compile`` makes of ``mode`` and ``options``; its ``config`` has Inductor's options."""
+
+_OpOverload = torch._ops.OpOverload
+
+
+def is_operator(func: Any) -> bool:
+    """Tell whether ``__torch_dispatch__`` was given an operator; ``torch.ops`` exports no class of these."""
+    return isinstance(func, _OpOverload)
+
+
+def is_scripted(func: Any) -> bool:
+    """Tell whether a function was made by ``torch.jit.script``; ``torch.jit`` exports no method's class."""
+    return isinstance(func, (torch._C.ScriptFunction, torch._C.ScriptMethod))
+
+
+def tracing_context() -> Any:
+    """Return what the running compilation keeps, None beside one: ``fw_metadata`` with ``bw_donated_idxs``,
+    ``guards_context.aotautograd_guards`` and ``ddp_optimizer_ctx``.
+    """
+    return torch._guards.TracingContext.try_get()
+
+
+def functorch_config() -> Any:
+    """Return AOTAutograd's settings: ``enable_autograd_cache`` and ``force_non_lazy_backward_lowering``."""
+    from torch._functorch import config
+
+    return config
+
+
+def inductor_config() -> Any:
+    """Return Inductor's settings: ``triton.cudagraphs`` and whatever ``torch.compile(options=...)`` names."""
+    from torch._inductor import config
+
+    return config
+
+
+def compile_fx(graph: Any, inputs: list[Any], **kwargs: Any) -> Any:
+    """Compile one of Dynamo's graphs as Inductor does; ``inner_compile`` and ``config_patches`` have no public way."""
+    from torch._inductor.compile_fx import compile_fx as compile_graph
+
+    return compile_graph(graph, inputs, **kwargs)
+
+
+def compile_fx_inner(graph: Any, inputs: Any, **kwargs: Any) -> Any:
+    """Compile a forward or backward graph; returns a ``CompiledFxGraph``, whose fields ``inductor_backend`` reads."""
+    from torch._inductor import compile_fx
+
+    return compile_fx.compile_fx_inner(graph, inputs, **kwargs)
+
+
+def write_code(source: str) -> str:
+    """Put generated code into Inductor's cache on disk; return its key there."""
+    from torch._inductor.codecache import PyCodeCache
+
+    return PyCodeCache.write(source)[0]
+
+
+def make_boxes(*, cudagraphs: bool, index: int) -> dict[str, Any]:
+    """Make what ``CompiledFxGraph.post_compile`` takes: whether to make CUDA graphs, and on which GPU."""
+    from torch._inductor.cudagraph_utils import BoxedDeviceIndex
+    from torch._inductor.utils import BoxedBool
+
+    return {"cudagraphs": BoxedBool(cudagraphs), "boxed_forward_device_index": BoxedDeviceIndex(index)}
+
+
+def cuda_graph_manager(index: int) -> Any:
+    """Return what makes a GPU's CUDA graphs of compiled code: its ``stream`` and ``path_state``."""
+    from torch._inductor.cudagraph_trees import get_manager
+
+    return get_manager(index)
+
+
+def is_replaying(manager: Any) -> bool:
+    """Tell whether what a manager ran last was replayed, rather than warmed up or captured."""
+    from torch._inductor.cudagraph_trees import ExecutionState
+
+    return manager.path_state is ExecutionState.EXECUTION
+
+
+def restart_analysis() -> type[BaseException]:
+    """Return the class of the error by which Dynamo asks to trace a function again."""
+    from torch._dynamo.exc import RestartAnalysis
+
+    return RestartAnalysis
+
+
+def make_ddp_optimizer(limit: int, compile_piece: Callable[[Any, list[Any]], Any], add_param_args: Any) -> Any:
+    """Make what cuts a graph for DistributedDataParallel: its ``compile_fn`` and ``buckets``.
+
+    Args:
+        limit: Bytes of parameters in a piece.
+        compile_piece: Compiles one.
+        add_param_args: Takes the place of its method, which counts what a node's parameters take.
+    """
+    from torch._dynamo.backends.distributed import DDPOptimizer
+
+    optimizer: Any = DDPOptimizer(limit, compile_piece, limit)
+    optimizer.add_param_args = add_param_args
+    return optimizer

@@ -1,0 +1,47 @@
+"""Function modes, dispatch modes and default devices, which are kept per thread."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils import _mode_utils
+from torch.utils._device import DeviceContext as _DeviceContext
+
+DeviceContext = _DeviceContext
+"""The function mode of ``with torch.device(...)`` and ``torch.set_default_device``, whose class isn't exported."""
+
+push_function_mode: Any = _push_mode
+"""Enter a function mode without its ``__enter__``: a mode that was entered in one thread is carried to another."""
+
+pop_function_mode: Any = _pop_mode
+"""Leave the innermost function mode without its ``__exit__``."""
+
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+"""The context manager in which subclasses' ``__torch_function__`` isn't called, as "Extending PyTorch" documents it."""
+
+
+def function_modes() -> list[Any]:
+    """Return the function modes that are entered now, the outermost first; torch can only enter and leave them."""
+    return list(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+
+
+def num_dispatch_modes() -> int:
+    """Count the ``TorchDispatchMode``s that are entered now; torch can only enter and leave them."""
+    return torch._C._len_torch_dispatch_stack()
+
+
+@contextmanager
+def below_python_dispatch() -> Iterator[None]:
+    """Run operations on wrapper tensors' metadata alone, past ``__torch_dispatch__``.
+
+    As ``torch.utils._python_dispatch.return_and_correct_aliasing``, which does so for views of fresh wrappers only.
+    """
+    with _mode_utils.no_dispatch():
+        before = torch._C._meta_in_tls_dispatch_include()
+        torch._C._set_meta_in_tls_dispatch_include(True)
+        try:
+            yield
+        finally:
+            torch._C._set_meta_in_tls_dispatch_include(before)
