@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree
+
+from everygpu.torch_private.pytree import SUPPORTED_NODES, tree_flatten, tree_unflatten
 
 # Sizes and packed sequences are tuples by accident: their parts make sense only together.
 _LEAF_TYPES = frozenset(
@@ -58,7 +59,7 @@ def open_container(value: Any) -> Container | None:
         return _with_attributes(value, _open_mapping(value))
     if isinstance(value, (list, tuple)):
         return _with_attributes(value, _open_sequence(value))
-    if kind in _pytree.SUPPORTED_NODES:
+    if kind in SUPPORTED_NODES:
         return _open_registered(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _with_attributes(value, _open_dataclass(value))
@@ -155,11 +156,11 @@ def _indices(value: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _open_registered(value: Any) -> Container:
-    children, spec = _pytree.tree_flatten(value, is_leaf=lambda node: node is not value)
+    children, spec = tree_flatten(value, is_leaf=lambda node: node is not value)
     return Container(
         accessors=_indices(children),
         children=tuple(children),
-        rebuild=lambda new: _pytree.tree_unflatten(list(new), spec),
+        rebuild=lambda new: tree_unflatten(list(new), spec),
     )
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from everygpu.checkpoint.keys import EXTRA_STATE, clean_names, describe_mismatch, match_names, name_cleaner
 from everygpu.errors import CheckpointMismatchError
 from everygpu.keys import bare_key
+from everygpu.torch_private.modules import NormBase
 
 logger = logging.getLogger("everygpu")
 
@@ -192,7 +192,7 @@ def _difference(name: str, saved: object, own: object) -> str | None:
 
 def _made_by_torch(model: nn.Module, versions: Mapping[str, Any], found: Set[str]) -> set[str]:
     """Name the counters that BatchNorm's states of before its version 2 lack, in PyTorch 0.4.0: it keeps its own."""
-    norms = [path for path, module in model.named_modules(remove_duplicate=False) if isinstance(module, _NormBase)]
+    norms = [path for path, module in model.named_modules(remove_duplicate=False) if isinstance(module, NormBase)]
     old = [path for path in norms if (versions.get(path, {}).get("version") or 1) < 2]
     names = [(f"{path}.running_mean".lstrip("."), f"{path}.num_batches_tracked".lstrip(".")) for path in old]
     return {counter for mean, counter in names if mean in found}

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils import _triton
 
 from everygpu.comm import copies, nccl, staged
 from everygpu.devices.p2p import reach_each_other, trusted_peers
+from everygpu.torch_private.cuda import has_triton as has_triton
 
 
 def copy(x: Tensor, device: torch.device, *, fresh: bool = False) -> Tensor:
@@ -77,11 +77,6 @@ def connect(devices: Sequence[torch.device]) -> None:
         copy(torch.zeros(1, device=source), target)
         if has_triton() and reach_each_other((source, target)):
             copies.link(source, target)
-
-
-def has_triton() -> bool:
-    """Tell whether there are kernels that read and write other GPUs' memory; see ``everygpu.comm.kernels``."""
-    return bool(_triton.has_triton())
 
 
 def fill(target: Tensor, source: Tensor) -> None:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.cuda import nccl
 
+from everygpu.torch_private.cuda import has_nccl
+
 # NCCL's own state is per process: communicators are kept by torch, one for each list of devices.
 _one_at_a_time = threading.Lock()
 
@@ -27,7 +29,7 @@ def can_serve(tensors: Sequence[Tensor]) -> bool:
         return False
     if torch.cuda.is_current_stream_capturing():
         return False
-    return hasattr(torch._C, "_nccl_broadcast") and os.environ.get("CUDA_LAUNCH_BLOCKING", "0") in ("", "0")
+    return has_nccl() and os.environ.get("CUDA_LAUNCH_BLOCKING", "0") in ("", "0")
 
 
 def broadcast(source: Tensor, targets: Sequence[Tensor]) -> None:

@@ -11,6 +11,7 @@ import torch
 from everygpu.devices import checks, host_checks, nvml, p2p
 from everygpu.devices.checks import Finding, TorchBuild, Version
 from everygpu.devices.peer_run import Outcome
+from everygpu.torch_private.cuda import has_nccl
 
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
 
@@ -83,7 +84,7 @@ def _parse(version: str | None) -> Version | None:
 
 
 def _nccl_version() -> Version | None:
-    if not hasattr(torch._C, "_nccl_version"):
+    if not has_nccl():
         return None
     version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     return tuple(part for part in version if isinstance(part, int))

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from everygpu.torch_private.cuda import has_nccl
+
 Transfer = Callable[[Tensor, Tensor], None]
 """Copies the second tensor, on one device, into the first, on another."""
 
@@ -148,7 +150,7 @@ def _measure(source: torch.device, target: torch.device) -> float | None:
 
 def find_wrong_sum(devices: Sequence[torch.device]) -> str | None:
     """Add up with NCCL over all devices; None when every one has the right sum, or there is no NCCL."""
-    if len(devices) < 2 or devices[0].type != "cuda" or not hasattr(torch._C, "_nccl_all_reduce"):
+    if len(devices) < 2 or devices[0].type != "cuda" or not has_nccl():
         return None
     buffers = [torch.full((2**20,), float(i + 1), device=device) for i, device in enumerate(devices)]
     torch.cuda.nccl.all_reduce(buffers)  # type: ignore[no-untyped-call]

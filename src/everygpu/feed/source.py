@@ -15,6 +15,7 @@ import torch.utils.data
 
 from everygpu.errors import WorkerError
 from everygpu.feed.channel import ChannelClosed
+from everygpu.torch_private.data import LoaderIterator, remove_worker_pids
 
 _POLL_S = 0.1
 """How often to look whether a worker has died, or the consumer has left; torch's DataLoader does every 5 s."""
@@ -36,7 +37,7 @@ class Source:
     def __init__(self, iterator: Iterator[Any], loader: Any, is_stopped: Callable[[], bool]) -> None:
         self._iterator: Any = iterator
         self._loader = loader
-        is_loaders = isinstance(iterator, torch.utils.data.dataloader._BaseDataLoaderIter)
+        is_loaders = isinstance(iterator, LoaderIterator)
         self._workers: list[Any] = list(getattr(iterator, "_workers", ())) if is_loaders else []
         self._has_killed = False
         if self._workers:
@@ -120,7 +121,7 @@ def _watch(iterator: Any, is_stopped: Callable[[], bool]) -> None:
     is: from here on it shows where the batch is asked for.
     """
     if iterator._worker_pids_set:
-        torch._C._remove_worker_pids(id(iterator))
+        remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False
     plain, of = type(iterator)._try_get_data, weakref.ref(iterator)
 

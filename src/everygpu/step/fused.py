@@ -17,6 +17,7 @@ from everygpu.parallel.buckets.plan import BLOCK_NUMEL, BlockRange, block_length
 from everygpu.parallel.engines.thread_state import queueing_on
 from everygpu.step.flat_parameters import FlatParameters
 from everygpu.step.shards import Fragment, Shards, State
+from everygpu.torch_private.tensors import foreach_add_
 
 Options = Mapping[str, Any]
 """A parameter group of the stock optimizer."""
@@ -353,7 +354,7 @@ class FusedUpdate:
                         state.update(self._first_state(d, f, group))
                     steps += [state["step"]] if "step" in state else []
             if steps:
-                torch._foreach_add_(steps, 1)
+                foreach_add_(steps, 1)
         for i in touched & self._known.keys():
             step, version, count = self._known[i]
             if step._version == version + 1:  # ours, and no other's

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from everygpu import tree
 from everygpu.errors import LossError
+from everygpu.torch_private.autograd import will_execute
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def refusing_partial_grads(output: Any, leaves: Callable[[], Sequence[Tensor]]) 
 def _is_asked_for(leaf: Tensor) -> bool:
     """Tell whether the backward that is running was called for a leaf's gradient, not to add it to ``.grad``."""
     try:
-        torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+        will_execute(get_gradient_edge(leaf).node)
     except RuntimeError:  # "A leaf node was passed … but we are currently running autograd.grad()"
         return True
     return False

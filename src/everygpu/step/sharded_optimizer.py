@@ -16,6 +16,7 @@ from everygpu.parallel.buckets.plan import BucketPlan, plan_buckets
 from everygpu.parallel.replicas.placement import check_process
 from everygpu.step.flat_parameters import check_memory
 from everygpu.step.shards import ELEMENTWISE, Shards, State, can_shard
+from everygpu.torch_private.tensors import foreach_copy_
 
 _OWNER = "_everygpu_sharded"
 """Attribute of a stock optimizer: who holds its state."""
@@ -300,7 +301,7 @@ class _ChunkMemory:
             members = [self.params[slot.index] for slot in plan.slots]
             flat = torch.empty(plan.numel, dtype=plan.dtype, device=members[0].device)
             comm.gather(sources, flat)
-            torch._foreach_copy_(members, plan.views(flat))
+            foreach_copy_(members, plan.views(flat))
 
 
 class _ChunkShards(Shards):

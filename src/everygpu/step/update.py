@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from everygpu import comm
+from everygpu.torch_private.tensors import foreach_mul_, foreach_norm, unscale_, update_scale_
 
 GROWTH, BACKOFF, GROWTH_INTERVAL, FIRST_SCALE = 2.0, 0.5, 2000, 2.0**16
 """``torch.amp.GradScaler``'s defaults."""
@@ -56,7 +57,7 @@ class LossScale:
 
     def update(self, found_inf: Tensor) -> None:
         """Lower the scale after a step that was skipped, raise it after many that were not."""
-        torch._amp_update_scale_(self._scale, self._growth, found_inf, GROWTH, BACKOFF, GROWTH_INTERVAL)
+        update_scale_(self._scale, self._growth, found_inf, GROWTH, BACKOFF, GROWTH_INTERVAL)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in ``torch.amp.GradScaler``'s format."""
@@ -76,7 +77,7 @@ class LossScale:
     def _unscale(self, share: Share) -> Tensor:
         found_inf = torch.zeros((), dtype=torch.float32, device=share.device)
         inverse = self._scale.double().reciprocal().float()
-        torch._amp_foreach_non_finite_check_and_unscale_(share.grads, found_inf, comm.copy(inverse, share.device))
+        unscale_(share.grads, found_inf, comm.copy(inverse, share.device))
         return found_inf
 
 
@@ -99,7 +100,7 @@ def clip(shares: Sequence[Share], norm: Tensor, max_norm: float) -> None:
     factor = clip_factor(norm, max_norm)
     for share in shares:
         if share.grads:
-            torch._foreach_mul_(share.grads, comm.copy(factor, share.device))
+            foreach_mul_(share.grads, comm.copy(factor, share.device))
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
@@ -111,7 +112,7 @@ def multiply(shares: Sequence[Share], factor: float) -> None:
     """Multiply all gradients in place."""
     for share in shares:
         if share.grads:
-            torch._foreach_mul_(share.grads, factor)
+            foreach_mul_(share.grads, factor)
 
 
 def is_fused(optimizer: Optimizer) -> bool:
@@ -121,4 +122,4 @@ def is_fused(optimizer: Optimizer) -> bool:
 
 def _norms(grads: Sequence[Tensor]) -> list[Tensor]:
     wide = torch.float64 if any(g.dtype in (torch.float64, torch.complex128) for g in grads) else torch.float32
-    return [norm.to(wide) for norm in torch._foreach_norm(list(grads))] if grads else []
+    return [norm.to(wide) for norm in foreach_norm(list(grads))] if grads else []

@@ -1,7 +1,9 @@
 """Function modes, dispatch modes and default devices, which are kept per thread."""
 
+import functools
+import operator
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -45,3 +47,16 @@ def below_python_dispatch() -> Iterator[None]:
             yield
         finally:
             torch._C._set_meta_in_tls_dispatch_include(before)
+
+
+def reading_lazy_values() -> AbstractContextManager[None]:
+    """Have operations conjugate, negate and fill in what is marked so.
+
+    Below ``__torch_dispatch__`` torch leaves the keys for that out, and reads raw memory; ``linalg.pinv`` and others
+    mark tensors that they make on the way. ``FunctionalTensor`` sets keys by the same guard.
+    """
+    keys = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
+    lazy = functools.reduce(operator.or_, map(torch._C.DispatchKeySet, keys))
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(include, exclude - lazy)
+    return guard

@@ -18,6 +18,9 @@ def num_storage_uses(x: Tensor) -> int:
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
 
 
+swap_tensors = torch._C._swap_tensor_impl
+"""Exchange what two tensors are, in C++; ``torch.utils.swap_tensors`` refuses tensors that have views."""
+
 foreach_add_ = torch._foreach_add_
 """Add a number to each tensor of a list in one launch; ``torch.foreach`` doesn't exist yet."""
 

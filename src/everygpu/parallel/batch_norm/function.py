@@ -12,6 +12,8 @@ from torch import Tensor
 from everygpu import comm
 from everygpu.errors import ReplicaError
 from everygpu.parallel.buckets.bucket import Streams
+from everygpu.torch_private.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
+from everygpu.torch_private.modules import verify_batch_size
 
 Brought = tuple[Tensor, Tensor | None, Tensor | None, "Records"]
 Taken = tuple[Tensor, Tensor, Tensor, int]
@@ -38,20 +40,20 @@ def _keeping_tensors() -> Iterator[None]:
     but this node is all replicas'. What it keeps of the region is its input.
     """
     hooks = []
-    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+    while (top := top_saved_tensor_hooks()) is not None:
         hooks.append(top)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        pop_saved_tensor_hooks()
     try:
         yield
     finally:
         for pack, unpack in reversed(hooks):
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+            push_saved_tensor_hooks(pack, unpack)
 
 
 def _check_size(xs: Sequence[Tensor]) -> None:
     """Refuse what torch refuses: a single value per channel has no variance."""
     rows = sum(x.shape[0] for x in xs)
-    F._verify_batch_size([rows, *xs[0].shape[1:]])  # type: ignore[attr-defined]
+    verify_batch_size([rows, *xs[0].shape[1:]])
 
 
 def _count(xs: Sequence[Tensor]) -> int:

@@ -5,16 +5,17 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from everygpu.errors import ModuleError
 from everygpu.parallel.batch_norm.function import Records, normalize_together, run_again
 from everygpu.parallel.engines.scheduler import barrier
+from everygpu.torch_private.autograd import is_in_backward
+from everygpu.torch_private.modules import BatchNorm, LazyNorm
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """Batch normalisation whose statistics are those of the whole batch, not of one replica's share.
 
     In training under ``DataParallel`` or ``TrainStep``, replicas meet at this layer and normalise together, so that
@@ -45,13 +46,13 @@ class SyncBatchNorm(_BatchNorm):
         Raises:
             ModuleError: a lazy layer doesn't know its channels yet; a layer has a forward of its own.
         """
-        if isinstance(module, _LazyNormBase):
+        if isinstance(module, LazyNorm):
             raise ModuleError(
                 f"SyncBatchNorm.convert: {type(module).__name__} doesn't know its channels yet. "
                 f"Run the model once before converting it."
             )
-        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
-            if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+        if isinstance(module, BatchNorm) and not isinstance(module, cls):
+            if type(module).forward not in (BatchNorm.forward, nn.SyncBatchNorm.forward):
                 raise ModuleError(
                     f"SyncBatchNorm.convert: {type(module).__qualname__} has a forward of its own, which would be "
                     f"lost. Replace it by a batch normalisation and what else it does."
@@ -63,7 +64,7 @@ class SyncBatchNorm(_BatchNorm):
         return module
 
     @classmethod
-    def _like(cls, layer: _BatchNorm) -> "SyncBatchNorm":
+    def _like(cls, layer: BatchNorm) -> "SyncBatchNorm":
         new = cls(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, device="meta")
         new._parameters.update(layer._parameters)
         new._buffers.update(layer._buffers)
@@ -75,7 +76,7 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)
-        if torch._C._current_graph_task_id() != -1:  # activation checkpointing, in the middle of backward
+        if is_in_backward():  # activation checkpointing, in the middle of backward
             return run_again(input, self.weight, self.bias, self.eps, self._records)
         together = partial(normalize_together, self.eps, self._records)
         brought = (input, _own_node(self.weight), _own_node(self.bias), self._records)

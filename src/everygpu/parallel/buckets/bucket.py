@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from everygpu import comm
+from everygpu.torch_private.tensors import foreach_copy_, make_subclass, num_storage_uses
 
 # Slots begin at multiples of this, as cuBLAS and vectorized kernels like it and torch's allocator does.
 ALIGNMENT_BYTES = 256
@@ -323,7 +324,7 @@ def fill_views(views: Sequence[Tensor], tensors: Grads) -> None:
     """Copy tensors of one dtype into views of flat memory, at once; where there is none, the memory stays as it is."""
     pairs = [(view, t) for view, t in zip(views, tensors) if t is not None]
     if pairs:
-        torch._foreach_copy_([view for view, _ in pairs], [t.detach() for _, t in pairs])
+        foreach_copy_([view for view, _ in pairs], [t.detach() for _, t in pairs])
 
 
 class SlotAlias:
@@ -339,7 +340,7 @@ class SlotAlias:
         self.mark = is_parameter and self.kind is Tensor
 
     def on(self, slot: Tensor) -> Tensor:
-        seen = Tensor._make_subclass(self.kind, slot)
+        seen = make_subclass(self.kind, slot)
         if self.attributes:
             vars(seen).update(self.attributes)
         if self.mark:
@@ -349,7 +350,7 @@ class SlotAlias:
 
 def num_uses(flat: Tensor) -> int:
     """Count the tensors that refer to a buffer's memory."""
-    return torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
+    return num_storage_uses(flat)
 
 
 def _equal_bytes(a: Tensor, b: Tensor) -> bool:

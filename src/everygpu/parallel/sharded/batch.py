@@ -20,6 +20,8 @@ from torch import Tensor
 
 from everygpu import comm
 from everygpu.parallel.compiler.eval_frame import not_compiled
+from everygpu.torch_private.modes import without_torch_function
+from everygpu.torch_private.tensors import make_wrapper_subclass, throw_on_data_ptr
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -93,7 +95,7 @@ class Joined:
         with self.memory.lock:
             if self.tensor is None:
                 with (
-                    torch._C.DisableTorchFunctionSubclass(),
+                    without_torch_function(),
                     _inference_mode(self.is_inference),
                     torch.no_grad(),
                     self.layout.on_streams(),
@@ -160,7 +162,7 @@ class ShardedBatch(Tensor):
         from everygpu.parallel.sharded.ops.table import RULES
 
         rule = RULES.get(func)
-        with torch._C.DisableTorchFunctionSubclass(), _streams_of(args):
+        with without_torch_function(), _streams_of(args):
             result = NotImplemented if rule is None else rule(func, args, kwargs or {})
             return run_joined(func, args, kwargs or {}) if result is NotImplemented else result
 
@@ -226,7 +228,7 @@ def parts_of(x: ShardedBatch) -> tuple[Tensor, ...]:
 def join(x: ShardedBatch) -> Tensor:
     """Return the joined tensor, on the batch's device, connected to its graph; an alias, as all views are."""
     x._memory.is_joined = True  # the alias may be written to
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         # No rule runs this operation on the parts, unlike ``alias``, whose result would be a batch.
         alias: Tensor = torch.ops.aten._reshape_alias.default(x, x.shape, x.stride())
         return alias
@@ -312,12 +314,12 @@ def _new(
     *,
     is_inference: bool,
 ) -> ShardedBatch:
-    with torch._C.DisableTorchFunctionSubclass(), _inference_mode(is_inference):
-        batch: ShardedBatch = Tensor._make_wrapper_subclass(
+    with without_torch_function(), _inference_mode(is_inference):
+        batch: ShardedBatch = make_wrapper_subclass(
             ShardedBatch, shape, strides, offset, dtype=parts[0].dtype, device=layout.home
         )
     # C++ code that takes a pointer must fail rather than read from nowhere.
-    torch._C._set_throw_on_mutable_data_ptr(batch)
+    throw_on_data_ptr(batch)
     batch.shard_dim = dim
     batch._parts = tuple(parts)
     batch._layout = layout
@@ -330,7 +332,7 @@ def _new(
 def set_parts(x: ShardedBatch, parts: Sequence[Tensor]) -> None:
     """Give a batch that nothing else shows other parts."""
     x._parts = tuple(parts)
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         make = functools.partial(_cat, x._parts, x._layout, x.shard_dim, x.shape, x.stride())
         x._joined = Joined(memory=x._memory, layout=x._layout, is_inference=x.is_inference(), make=make)
 

@@ -1,47 +1,30 @@
 """What becomes of an operation on a ``ShardedBatch`` that has no rule: it sees the joined tensor."""
 
 import functools
-import operator
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
 from everygpu.parallel.sharded.batch import Args, Kwargs, ShardedBatch, whole, wrap
 from everygpu.parallel.sharded.operands import ShardSpec, cut, frame_of
-
-_LAZY = functools.reduce(
-    operator.or_,
-    map(
-        torch._C.DispatchKeySet,
-        (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor),
-    ),
-)
+from everygpu.torch_private.compiler import is_operator
+from everygpu.torch_private.modes import below_python_dispatch, reading_lazy_values
+from everygpu.torch_private.pytree import tree_leaves, tree_map_only
 
 
 def run_joined(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run an operation on the joined tensors, as torch would without batches."""
-    with _reading_lazy_values():
+    with reading_lazy_values():
         # In inference mode composite operations come here whole; their parts may have rules.
-        result = func.decompose(*args, **kwargs) if isinstance(func, torch._ops.OpOverload) else NotImplemented
+        result = func.decompose(*args, **kwargs) if is_operator(func) else NotImplemented
         return _run_whole(func, args, kwargs) if result is NotImplemented else result
 
 
-def _reading_lazy_values() -> AbstractContextManager[None]:
-    """Have torch conjugate, negate and fill in what is marked so: below ``__torch_dispatch__`` it reads raw memory.
-
-    Operations such as ``linalg.pinv`` mark tensors that they make on the way.
-    """
-    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    return torch._C._ForceDispatchKeyGuard(include, exclude - _LAZY)
-
-
 def _run_whole(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    batches = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedBatch)]
+    batches = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedBatch)]
     written = list(_written(func, args, kwargs))
     frame = None if written else _results_frame(func, batches)
     for b in written:
@@ -50,12 +33,12 @@ def _run_whole(func: Any, args: Args, kwargs: Kwargs) -> Any:
             # Views look through the tensor that the batch had, whose shape must not change.
             b._joined = replace(b._joined, tensor=whole(b).detach())
     joined = {id(whole(b)): b for b in batches}
-    plain_args, plain_kwargs = _pytree.tree_map_only(ShardedBatch, whole, (args, kwargs))
+    plain_args, plain_kwargs = tree_map_only(ShardedBatch, whole, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     for b in written:
         _follow(b)
-    result = _pytree.tree_map_only(Tensor, lambda t: _handed_out(t, joined), result)
-    return result if frame is None else _pytree.tree_map_only(Tensor, lambda t: _weighed(t, frame), result)
+    result = tree_map_only(Tensor, lambda t: _handed_out(t, joined), result)
+    return result if frame is None else tree_map_only(Tensor, lambda t: _weighed(t, frame), result)
 
 
 _KEEPING = frozenset(
@@ -95,7 +78,7 @@ def _handed_out(t: Tensor, joined: dict[int, ShardedBatch]) -> Tensor:
 def _written(func: Any, args: Args, kwargs: Kwargs) -> Iterator[ShardedBatch]:
     for place, name in _written_arguments(func):
         value = args[place] if place < len(args) else kwargs.get(name)
-        for leaf in _pytree.tree_leaves(value):
+        for leaf in tree_leaves(value):
             if isinstance(leaf, ShardedBatch):
                 yield leaf
 
@@ -121,12 +104,7 @@ def _follow(x: ShardedBatch) -> None:
         return
     x._layout = replace(x._layout, weights=None)
     reach = place[2] + sum((n - 1) * step for n, step in zip(*place[:2])) + 1
-    with torch.utils._mode_utils.no_dispatch():
-        before = torch._C._meta_in_tls_dispatch_include()
-        torch._C._set_meta_in_tls_dispatch_include(True)
-        try:
-            if joined.numel():
-                torch.ops.aten.resize_.default(x, [reach])
-            torch.ops.aten.as_strided_.default(x, *place)
-        finally:
-            torch._C._set_meta_in_tls_dispatch_include(before)
+    with below_python_dispatch():
+        if joined.numel():
+            torch.ops.aten.resize_.default(x, [reach])
+        torch.ops.aten.as_strided_.default(x, *place)

@@ -6,30 +6,34 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
 from everygpu.errors import GatherError, LossError
 from everygpu.parallel.sharded.batch import Args, Joined, Kwargs, Memory, ShardedBatch, join, whole
 from everygpu.parallel.sharded.ops.reductions import TOTALS
+from everygpu.torch_private.autograd import are_transforms_active
+from everygpu.torch_private.compiler import is_scripted
+from everygpu.torch_private.modes import without_torch_function
+from everygpu.torch_private.pytree import tree_map_only
+from everygpu.torch_private.tensors import swap_tensors
 
 Function = Callable[[Any, Args, Kwargs], Any]
 
 
 def function_for(func: Any) -> Function:
     """Return what to call in place of a function: most often, what calls the function itself."""
-    if isinstance(func, (torch._C.ScriptFunction, torch._C.ScriptMethod)):
+    if is_scripted(func):
         return _on_joined  # its fused kernels take pointers
     return FUNCTIONS.get(func, _itself)
 
 
 def _itself(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
             if not any(text in str(error) for text in _NO_DATA):
                 raise
-        joined = _pytree.tree_map_only(ShardedBatch, join, (args, kwargs))
+        joined = tree_map_only(ShardedBatch, join, (args, kwargs))
         return func(*joined[0], **joined[1])
 
 
@@ -51,7 +55,7 @@ def _reading(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _printed(func: Any, args: Args, kwargs: Kwargs) -> str:
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         return str(func(Gathered.apply(args[0]), *args[1:], **kwargs))  # type: ignore[no-untyped-call]
 
 
@@ -68,7 +72,7 @@ def _deepcopied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     if id(x) in memo:
         known: Tensor = memo[id(x)]
         return known
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         if not x.is_leaf:
             copied = copy.deepcopy(join(x), memo)  # torch's error
         else:
@@ -118,9 +122,9 @@ def _turned(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         ``torch.utils.swap_tensors``, which refuses tensors that have views.
     """
     x: Tensor = args[0]
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         is_fixed = x.requires_grad and (x.is_leaf or x.retains_grad or not torch.is_grad_enabled())
-        if is_fixed or torch._C._are_functorch_transforms_active():
+        if is_fixed or are_transforms_active():
             torch_result: Tensor = func(*args, **kwargs)
             return torch_result
         view = getattr(Tensor, func.__name__.removesuffix("_"))(*args, **kwargs)
@@ -128,7 +132,7 @@ def _turned(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         was = dict(x.__dict__)
         x.__dict__.update(view.__dict__)  # whatever else was set on it stays
         view.__dict__.update(was)
-        torch._C._swap_tensor_impl(x, view)
+        swap_tensors(x, view)
     return x
 
 

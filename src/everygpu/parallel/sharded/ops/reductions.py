@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 from everygpu.parallel.sharded.batch import Args, Join, Kwargs, ShardedBatch, has_shards, join, move_to_each, parts_of
 from everygpu.parallel.sharded.operands import HALF, add_up, dims_of
+from everygpu.torch_private.autograd import are_transforms_active
+from everygpu.torch_private.modes import without_torch_function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,7 @@ def total(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``sum`` and ``mean``; the mean of results per replica weighs them by the rows behind them."""
     out = kwargs.get("out")
     call = _named(args, kwargs if out is None else {k: v for k, v in kwargs.items() if k != "out"})
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         plan = None if call is None else _plan(call, is_mean=func in (torch.mean, Tensor.mean))
         if call is None or plan is None or (out is not None and not plan.is_weighed):
             return func(*args, **kwargs)
@@ -43,7 +45,7 @@ def total(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def nan_mean(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``nanmean``: the weighed mean of the results that are numbers."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         call = _named(args, kwargs)
         if call is None or not _is_weighed(call["input"]):
             return func(*args, **kwargs)
@@ -54,7 +56,7 @@ def nan_mean(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def spread_and_mean(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``var_mean`` and ``std_mean``: the spread is that of the entries; the mean weighs, as ``mean`` does."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         found = func(*args, **kwargs)
         x, *rest = args or [kwargs["input"]]
         if not _is_weighed(x):
@@ -82,7 +84,7 @@ def _named(args: Args, kwargs: Kwargs) -> Kwargs | None:
 def _plan(call: Kwargs, *, is_mean: bool) -> _Plan | None:
     """Return how to take a total here; None where torch's own does as well."""
     x = call["input"]
-    if not isinstance(x, ShardedBatch) or torch._C._are_functorch_transforms_active() or x.ndim == 0:
+    if not isinstance(x, ShardedBatch) or are_transforms_active() or x.ndim == 0:
         return None
     dims = tuple(dims_of(call["dim"], x.ndim))
     count = math.prod(x.shape[d] for d in dims)
@@ -144,7 +146,7 @@ def composed_loss(func: Any, args: Args, kwargs: Kwargs) -> Any:
     call = inspect.signature(func).bind(*args, **kwargs).arguments
     reduction = call.pop("reduction", "mean")
     is_old = call.get("size_average") is not None or call.get("reduce") is not None
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         if is_old or reduction not in _REDUCTIONS[func is F.kl_div]:
             return func(*args, **kwargs)
         losses = func(**call, reduction="none")
