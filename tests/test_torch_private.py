@@ -1,0 +1,396 @@
+"""What every private name of torch's must do, and that docs/design.md lists all of them.
+
+A test that fails with a new version of torch says what that has changed; see ``everygpu.torch_private``.
+"""
+
+import ast
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import everygpu
+from everygpu import torch_private
+from everygpu.torch_private import autograd, compiler, cuda, data, modes, modules, pytree, tensors
+from tests.private_names import private_names
+
+# Importing torch's compiler warns of torch.jit.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+FOLDER = Path(torch_private.__file__).parent
+FILES = sorted(path for path in FOLDER.glob("*.py") if path.stem != "__init__")
+
+
+def public_names(path):
+    for node in ast.parse(path.read_text()).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
+        names = [getattr(target, "id", getattr(target, "name", "_")) for target in targets]
+        yield from (name for name in names if not name.startswith("_"))
+
+
+def test_every_name_has_a_test():
+    source = Path(__file__).read_text()
+    for path in FILES:
+        assert [n for n in public_names(path) if f"{path.stem}.{n}" not in source] == []
+
+
+def listed():
+    """Return what docs/design.md has to say."""
+    found = {f"`{path.stem}`": sorted(private_names(path)) for path in FILES}
+    found |= {f"Attributes of {kind}": names.split() for kind, names in torch_private.ATTRIBUTES.items()}
+    lines = (f"* {what}: {', '.join(f'`{n}`' for n in names)}" for what, names in found.items())
+    return "".join(f"{textwrap.fill(line, 120, subsequent_indent='  ')}\n" for line in lines)
+
+
+def test_the_documentation_lists_them():
+    _, found = (Path(__file__).parents[1] / "docs/design.md").read_text().split("<!-- private torch -->\n")[:2]
+    assert found == listed(), f"Put this between the marks in docs/design.md:\n\n{listed()}"
+
+
+@pytest.mark.parametrize(("version", "tried"), [("2.11.0", True), ("2.13.1+cu130", True), ("2.14.0", False)])
+def test_a_torch_that_is_newer_than_those_tried_is_told(version, tried):
+    assert torch_private.is_tried(version) is tried
+
+
+def test_attributes():
+    x, layer, loader = torch.ones(2), nn.Linear(1, 1), DataLoader([1])
+    iterator = iter(DataLoader([1]))
+    adam = torch.optim.Adam([x])
+    owners = [
+        x,
+        x.untyped_storage(),
+        layer,
+        layer.state_dict(),
+        adam,
+        torch.ops.aten.add.Tensor,
+        None,
+        loader,
+        iterator,
+    ]
+    for owner, (kind, names) in zip(owners, torch_private.ATTRIBUTES.items(), strict=True):
+        # Of workers' iterators, of compiled functions, and of parameters only.
+        kept = {"_worker_pids_set", "_workers", "_shutdown_workers", "_try_get_data", "_is_param"}
+        for name in [] if owner is None else {*names.split()} - kept:
+            assert hasattr(owner, name), f"{kind} has no {name}"
+    workers = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    assert all(callable(getattr(workers, name)) for name in ("_shutdown_workers", "_try_get_data"))
+    assert isinstance(_marked(x), nn.Parameter)
+    compiled = torch.compile(layer, backend="eager")
+    assert compiled.dynamo_ctx._dynamic is None
+    assert compiled.dynamo_ctx.callback._torchdynamo_orig_backend is not None
+
+
+def _marked(x):
+    x._is_param = True
+    return x
+
+
+# autograd
+
+
+def test_saved_tensor_hooks_can_be_read_left_and_entered_again():
+    pack, unpack = abs, abs
+    assert autograd.top_saved_tensor_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        assert autograd.top_saved_tensor_hooks() == (pack, unpack)
+        autograd.pop_saved_tensor_hooks()
+        assert autograd.top_saved_tensor_hooks() is None
+        autograd.push_saved_tensor_hooks(pack, unpack)
+    hooks: autograd.SavedTensorHooks | None = autograd.top_saved_tensor_hooks()
+    assert hooks is None
+    with torch.autograd.graph.disable_saved_tensors_hooks("not now"):
+        assert autograd.top_saved_tensor_hooks() is None
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_hook_is_told_about_the_backward_it_runs_in(keep):
+    x, other = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    seen = []
+
+    def look(_):
+        nodes = [torch.autograd.graph.get_gradient_edge(t).node for t in (x, other)]
+        seen.append((autograd.is_in_backward(), autograd.keeps_graph(), *map(autograd.will_execute, nodes)))
+
+    y = x * 2
+    y.register_hook(look)
+    y.backward(retain_graph=keep)
+    assert seen == [(True, keep, True, False)]
+    assert not autograd.is_in_backward()
+
+
+def test_a_leaf_that_grad_is_asked_for_raises():
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: autograd.will_execute(torch.autograd.graph.get_gradient_edge(x).node))
+    with pytest.raises(RuntimeError, match="leaf node"):
+        torch.autograd.grad(y, x)
+
+
+def test_version_counters_can_be_set():
+    x = torch.ones(1)
+    autograd.set_versions([x], [7])
+    assert x._version == 7
+
+
+def test_transformations_are_told():
+    seen = []
+
+    def look(x):
+        seen.append((autograd.is_transforming(), bool(autograd.are_transforms_active())))
+        return x
+
+    look(torch.ones(1))
+    torch.func.vmap(look)(torch.ones(1))
+    with torch.autograd.forward_ad.dual_level():
+        look(torch.ones(1))
+    assert seen == [(False, False), (True, True), (True, False)]
+
+
+# modes
+
+
+def test_function_modes_are_carried():
+    device = modes.DeviceContext(torch.device("cpu"))
+    assert modes.function_modes() == []
+    modes.push_function_mode(device)
+    assert modes.function_modes() == [device]
+    modes.pop_function_mode()
+    with torch.device("meta"):
+        assert [type(mode) for mode in modes.function_modes()] == [modes.DeviceContext]
+
+
+class Seen(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError("asked")
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError("dispatched")
+
+
+def test_subclasses_are_not_asked():
+    with modes.without_torch_function():
+        seen = tensors.make_wrapper_subclass(Seen, (2,), dtype=torch.float32, device="cpu")
+        assert seen.shape == (2,)
+        with modes.below_python_dispatch():
+            torch.ops.aten.as_strided_.default(seen, [1], [1], 0)
+        assert seen.shape == (1,)
+        with pytest.raises(AssertionError, match="dispatched"):
+            torch.ops.aten.add.Tensor(seen, 1)
+    with pytest.raises(AssertionError, match="asked"):
+        torch.add(seen, 1)
+
+
+def test_dispatch_modes_are_counted():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    assert modes.num_dispatch_modes() == 0
+    with TorchDispatchMode():
+        assert modes.num_dispatch_modes() == 1
+
+
+# tensors
+
+
+def test_a_subclass_shares_memory_and_is_a_leaf():
+    x = torch.ones(2, requires_grad=True) * 2
+    seen = tensors.make_subclass(nn.Parameter, x.detach())
+    assert type(seen) is nn.Parameter
+    assert seen.data_ptr() == x.data_ptr()
+
+
+def test_a_pointer_into_nothing_raises():
+    empty = tensors.make_wrapper_subclass(Seen, (2,), dtype=torch.float32, device="cpu")
+    tensors.throw_on_data_ptr(empty)
+    with pytest.raises((RuntimeError, AssertionError)), modes.without_torch_function():
+        empty.data_ptr()
+
+
+def test_uses_of_a_storage_are_counted():
+    x = torch.ones(4)
+    before = tensors.num_storage_uses(x)
+    view = x[1:]
+    assert tensors.num_storage_uses(x) == before + 1
+    del view
+    assert tensors.num_storage_uses(x) == before
+
+
+def test_lists_of_tensors():
+    xs = [torch.tensor([3.0, 4.0]), torch.tensor([6.0])]
+    assert [n.item() for n in tensors.foreach_norm(xs)] == [5, 6]
+    tensors.foreach_add_(xs, 1)
+    tensors.foreach_mul_(xs, 2)
+    into = [torch.empty(2), torch.empty(1)]
+    tensors.foreach_copy_(into, xs)
+    assert [t.tolist() for t in into] == [[8, 10], [14]]
+
+
+@pytest.mark.parametrize(("grad", "left", "scale"), [(8.0, 4.0, 6.0), (float("inf"), float("inf"), 1.5)])
+def test_a_loss_scale_is_undone_and_updated(grad, left, scale):
+    grads, found, now = [torch.tensor([grad])], torch.zeros(1), torch.tensor([3.0])
+    tensors.unscale_(grads, found, torch.tensor([0.5]))
+    assert grads[0].item() == left
+    tensors.update_scale_(now, torch.zeros(1, dtype=torch.int32), found, 2.0, 0.5, 1)
+    assert now.item() == scale
+
+
+# modules, data, pytree
+
+
+def test_base_classes_of_normalisation():
+    assert issubclass(nn.InstanceNorm2d, modules.NormBase)
+    assert issubclass(modules.BatchNorm, modules.NormBase)
+    assert issubclass(nn.LazyBatchNorm1d, modules.LazyNorm)
+    assert isinstance(nn.SyncBatchNorm(1), modules.BatchNorm)
+    modules.verify_batch_size([2, 3])
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        modules.verify_batch_size([1, 3])
+
+
+def test_iterators_of_a_loader():
+    iterator = iter(DataLoader([1, 2]))
+    assert isinstance(iterator, data.LoaderIterator)
+    torch._C._set_worker_pids(id(iterator), ())
+    data.remove_worker_pids(id(iterator))
+    with pytest.raises(ValueError, match="Cannot find worker information"):
+        data.remove_worker_pids(id(iterator))
+
+
+def test_trees_of_containers():
+    tree = {"a": [1, 2.0]}
+    leaves, spec = pytree.tree_flatten(tree)
+    assert pytree.tree_leaves(tree) == leaves == [1, 2.0]
+    assert pytree.tree_unflatten(leaves, spec) == tree
+    assert pytree.tree_map_only(int, str, tree) == {"a": ["1", 2.0]}
+    assert pytree.SUPPORTED_NODES[list].flatten_fn([3])[0] == [3]
+    stopped, _ = pytree.tree_flatten(tree, is_leaf=lambda node: node is not tree)
+    assert stopped == [[1, 2.0]]
+
+
+# cuda
+
+
+@pytest.mark.parametrize(
+    "function", [cuda.route_stream_to_pool, cuda.end_route_to_pool, cuda.release_pool, cuda.clear_cublas_workspaces]
+)
+def test_names_of_the_allocator(function):
+    """Builds without CUDA lack them; those names that a build may have are listed for torch's compiler."""
+    (name,) = (n for n in function.__code__.co_names if n.startswith("_cuda"))
+    listed_by_torch = (Path(torch.__file__).parent / "_dynamo/trace_rules.py").read_text()
+    assert f'"torch._C.{name}"' in listed_by_torch
+
+
+def test_libraries_are_told():
+    assert cuda.has_nccl() is hasattr(torch._C, "_nccl_version") is hasattr(torch._C, "_nccl_broadcast")
+    assert cuda.has_triton() in (True, False)
+
+
+@pytest.mark.gpu
+def test_memory_comes_from_a_pool_on_one_stream_in_every_thread():
+    device, pool = torch.device("cuda", 0), torch.cuda.graph_pool_handle()
+    made, stream = [], torch.cuda.Stream(device)
+
+    def make():
+        with torch.cuda.stream(stream):
+            made.append(torch.ones(2**20, device=device))
+
+    with torch.cuda.stream(stream):
+        cuda.route_stream_to_pool(device, pool)
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    cuda.end_route_to_pool(device, pool)
+    cuda.clear_cublas_workspaces()
+    found = {s["segment_pool_id"] for s in torch.cuda.memory_snapshot() if s["address"] == made[0].data_ptr()}
+    assert found == {pool}
+    made.clear()
+    cuda.release_pool(device, pool)
+
+
+# compiler
+
+
+def test_frames_can_be_left_alone():
+    assert compiler.eval_frame.get_eval_frame_callback() in (None, False)
+    assert callable(compiler.eval_frame.set_code_exec_strategy)
+    assert compiler.eval_frame._FrameAction.SKIP != compiler.eval_frame._FrameAction.DEFAULT
+    assert callable(compiler.eval_frame._FrameExecStrategy)
+
+
+def test_operators_and_scripts_are_told():
+    assert compiler.is_operator(torch.ops.aten.add.Tensor)
+    assert not compiler.is_operator(torch.add)
+    assert not compiler.is_scripted(torch.add)
+
+
+def test_settings_of_the_compiler():
+    wrapper = compiler.InductorWrapper("reduce-overhead", None, False)
+    assert wrapper.config["triton.cudagraphs"] is True
+    assert compiler.inductor_config().triton.cudagraphs in (True, False)
+    with compiler.functorch_config().patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
+        pass
+    assert issubclass(compiler.restart_analysis(), BaseException)
+
+
+def test_what_is_read_off_compiled_code():
+    boxes = compiler.make_boxes(cudagraphs=True, index=1)
+    assert (bool(boxes["cudagraphs"]), boxes["boxed_forward_device_index"].value) == (True, 1)
+    key = compiler.write_code("# nothing\n")
+    assert key == compiler.write_code("# nothing\n") != compiler.write_code("# something\n")
+
+    from torch._inductor import cudagraph_trees
+
+    class Manager:
+        path_state = cudagraph_trees.ExecutionState.EXECUTION
+
+    assert compiler.is_replaying(Manager())
+    Manager.path_state = cudagraph_trees.ExecutionState.WARMUP
+    assert not compiler.is_replaying(Manager())
+    if not torch.cuda.is_available():
+        with pytest.raises((RuntimeError, AssertionError)):
+            compiler.cuda_graph_manager(0)
+
+
+def test_graphs_are_cut_as_for_distributed_training():
+    seen = []
+
+    def compile_piece(piece, inputs):
+        seen.append(len(optimizer.buckets))
+        return piece
+
+    def count(piece, node):
+        piece.size += 1
+
+    optimizer = compiler.make_ddp_optimizer(1, compile_piece, count)
+
+    def backend(graph, inputs):
+        assert {"aotautograd_guards"} <= set(dir(compiler.tracing_context().guards_context))
+        return optimizer.compile_fn(graph, inputs)
+
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    x = torch.ones(1, 2)
+    assert torch.compile(net, backend=backend)(x).equal(net(x))
+    assert seen == [2, 2]
+    assert compiler.tracing_context() is None
+
+
+def test_graphs_are_compiled_by_inductor(monkeypatch):
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    seen = []
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", lambda *args, **kwargs: seen.append(kwargs))
+    compiler.compile_fx_inner(None, [], is_backward=True)
+    assert seen == [{"is_backward": True}]
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda *args, **kwargs: kwargs)
+    patches = {"inner_compile": compile_fx_inner, "config_patches": {}}
+    assert compiler.compile_fx(None, [], **patches) == patches
+
+
+def test_only_private_names_are_listed():
+    assert "torch._C._storage_Use_Count" in private_names(FOLDER / "tensors.py")
+    assert private_names(Path(everygpu.__file__)) == set()
