@@ -1,0 +1,235 @@
+"""One launch of a recorded forward: what it returns, and how it goes backward."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from everygpu import comm, tree
+from everygpu.errors import EveryGPUError
+from everygpu.parallel.buckets.bucket import Grads, Streams
+from everygpu.parallel.cuda_graphs.deferred_linear import LinearCall
+from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
+from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
+from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
+from everygpu.parallel.engines.thread_state import queueing_on
+from everygpu.parallel.gather import Joiner
+from everygpu.torch_private.autograd import keeps_graph, set_versions
+
+Leaves = list[list[list[Tensor]]]
+"""For each bundle and device, what gradients are taken of."""
+
+
+class Slot(NamedTuple):
+    """A tensor that a recording returns, or an operand of a product that its launches compute and return."""
+
+    tensor: Tensor
+    """It has the value of the last launch, and is connected to the leaves."""
+    output: int
+    """Which of the tensors in the outputs it is for."""
+    is_operand: bool
+    """The launch reads it in the recording's own memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedPass:
+    """A forward, and the backward from the outputs that were used."""
+
+    outputs: list[Any]
+    """Of each replica, with a ``LinearCall`` for each that launches compute afterwards."""
+    joiner: Joiner
+    slots: list[Slot]
+    """Of the outputs, in order."""
+    used: tuple[int, ...]
+    """Which of the slots the recorded backward takes gradients of."""
+    seeds: list[Tensor]
+    """Where it finds them."""
+    leaves: Leaves
+    sums: list[GradReducer]
+    """What adds the gradients up: the recorded backward uses its memory."""
+    sync: ParameterSync
+    """What it was made with; the parameters may have another since."""
+    backward: MultiGpuGraph | None
+    reached: list[bool]
+    """For each parameter whether it gets a gradient, on any device."""
+    watched: list[Tensor]
+    """What backward may have saved, and Python may write between launches."""
+    versions: list[int]
+    """How often they had been written when they were recorded."""
+
+
+class Use:
+    """Whether a launch's activations are still needed: until its backward is over, or its graph is dropped."""
+
+    is_over = False
+
+
+class Owner(Protocol):
+    """What a launch asks of the ``RecordedForward`` that made it."""
+
+    def is_latest(self, use: Use) -> bool:
+        """Tell whether nothing was launched since."""
+
+    def note_pattern(self, used: set[int]) -> None:
+        """Have the next recording's backward begin at these outputs."""
+
+    def on_recording_streams(self) -> AbstractContextManager[None]:
+        """Queue what is launched within on the streams of the recording; see the function."""
+
+
+class Launch:
+    """A forward that was launched, and how it goes backward.
+
+    Args:
+        owner: Has launched it.
+        recorded: What was launched.
+    """
+
+    def __init__(self, owner: Owner, recorded: RecordedPass) -> None:
+        self.recorded = recorded
+        self.use = Use()
+        self._owner = owner
+        self._versions = [t._version for t in recorded.watched]
+        """How often what is watched had been written at the launch."""
+        self._spent: set[int] = set()
+        """Outputs that a backward began at which freed the graph."""
+
+    def run(self, devices: Sequence[torch.device]) -> list[Any]:
+        """Return each replica's outputs in memory of their own, connected to the parameters."""
+        _, *tensors = _LaunchNode.apply(self, devices, *self.recorded.sync.params)  # type: ignore[no-untyped-call]
+        fresh = iter(tensors)
+        outputs: list[Any] = tree.map_leaves(lambda x: _renewed(x, fresh), self.recorded.outputs)
+        return outputs
+
+    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the parameters' gradients.
+
+        Args:
+            grads: Of the tensors that were returned, None for those that weren't used.
+        """
+        given = {i: g for i, g in enumerate(grads) if g is not None}
+        # Outputs that share nothing each have a backward of their own, while no other launch has taken the memory.
+        if not self._spent.isdisjoint(given) or (self.use.is_over and not self._owner.is_latest(self.use)):
+            raise RuntimeError(
+                "DataParallel: the graph of this output has been freed by an earlier backward. Pass retain_graph=True "
+                "to that one, to go through it a second time."
+            )
+        is_kept = keeps_graph()
+        totals = self._go_backward(given)
+        if not is_kept:
+            self._spent.update(given)
+            self.use.is_over = True  # not before: another thread's forward may take the memory at once
+        return totals
+
+    def _go_backward(self, given: dict[int, Tensor]) -> list[Tensor | None]:
+        recorded = self.recorded
+        written = [t._version for t in recorded.watched]
+        if recorded.backward is None or tuple(given) != recorded.used or written != self._versions:
+            return self._run_eagerly(given, written)
+        for seed, grad in zip(recorded.seeds, given.values()):
+            comm.fill(seed, grad)
+        recorded.sync.make_room()
+        recorded.backward.replay()
+        return recorded.sync.totals(recorded.reached)
+
+    def _run_eagerly(self, given: dict[int, Tensor], written: list[int]) -> list[Tensor | None]:
+        """Go backward through the graph that the recording was made with: its memory has this launch's values.
+
+        Autograd sees as written what was written since the launch, not since the recording.
+        """
+        recorded = self.recorded
+        if tuple(given) != recorded.used:
+            self._owner.note_pattern({recorded.slots[i].output for i in given})
+        outputs = [recorded.slots[i].tensor for i in given]
+        recorded.sync.make_room()  # on the user's stream, whose memory it will be
+        counted = zip(recorded.versions, written, self._versions)
+        as_seen = [then + now - launched for then, now, launched in counted]
+        with _versions_set(recorded.watched, as_seen, written), self._owner.on_recording_streams():
+            grads = find_grads(outputs, list(given.values()), recorded.leaves)
+            recorded.sync.add(grads)
+        return recorded.sync.totals(reached(grads))
+
+
+def find_grads(outputs: list[Tensor], seeds: Sequence[Tensor], leaves: Leaves) -> list[list[Grads]]:
+    """Return the gradients of a recording's leaves, for each bundle and device.
+
+    Args:
+        outputs: Of all replicas, as recorded.
+        seeds: Their gradients.
+        leaves: Of the recording.
+    Raises:
+        EveryGPUError: a gradient is sparse.
+    """
+    flat = [t for row in leaves for tensors in row for t in tensors]
+    # The graph stays, for backwards that can't be launched.
+    each = iter(torch.autograd.grad(outputs, flat, seeds, retain_graph=True, allow_unused=True))
+    grads: list[list[Grads]] = [[[next(each) for _ in tensors] for tensors in row] for row in leaves]
+    if any(g is not None and g.layout != torch.strided for row in grads for gs in row for g in gs):
+        raise EveryGPUError("DataParallel: gradients must be dense, got sparse ones")
+    return grads
+
+
+def reached(grads: Sequence[Sequence[Grads]]) -> list[bool]:
+    """Tell for each parameter, in the order of the bundles, whether it has a gradient on any device."""
+    return [any(g is not None for g in column) for row in grads for column in zip(*row)]
+
+
+def slots_of(outputs: list[Any]) -> list[Slot]:
+    """List the tensors of a recording's outputs; in place of a deferred product, its operands."""
+    found: list[Slot] = []
+    leaves = [x for _, x in tree.leaves(outputs, "out") if isinstance(x, (Tensor, LinearCall))]
+    for i, x in enumerate(leaves):
+        tensors = x.operands if isinstance(x, LinearCall) else [x]
+        found += [Slot(t, i, isinstance(x, LinearCall)) for t in tensors]
+    return found
+
+
+def _renewed(leaf: Any, fresh: Iterator[Tensor]) -> Any:
+    """Return what a launch returns for one leaf of the outputs.
+
+    Args:
+        leaf: As recorded.
+        fresh: Values of the slots that are left.
+    """
+    if isinstance(leaf, LinearCall):
+        with queueing_on(leaf.device):
+            return leaf.run([next(fresh) for _ in leaf.operands])
+    return next(fresh) if isinstance(leaf, Tensor) else leaf
+
+
+@contextmanager
+def _versions_set(tensors: list[Tensor], versions: list[int], afterwards: list[int]) -> Iterator[None]:
+    set_versions(tensors, versions)
+    try:
+        yield
+    finally:
+        set_versions(tensors, afterwards)
+
+
+class _LaunchNode(torch.autograd.Function):
+    """Connects what a launch returns to the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, launch: Launch, devices: Sequence[torch.device], *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.launch = launch
+        ctx.streams = Streams(*devices)
+        # Autograd runs a node where its first output is; see ``_Broadcast``.
+        anchor = torch.empty(0, device=devices[0])
+        slots = launch.recorded.slots
+        found = [slot.tensor.detach() if slot.is_operand else slot.tensor.detach().clone() for slot in slots]
+        ctx.mark_non_differentiable(*(t for t, slot in zip(found, slots) if not slot.tensor.requires_grad))
+        return anchor, *found
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise EveryGPUError(
+                "DataParallel: create_graph=True needs gradients that are no recording's. "
+                "Pass engine='threads' for second derivatives."
+            )
+        with ctx.streams.current():
+            return None, None, *ctx.launch.backward(grads)

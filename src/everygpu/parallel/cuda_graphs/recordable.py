@@ -1,0 +1,71 @@
+"""Which outputs, with which autograd graph, a recorded forward can return anew at each launch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from everygpu import tree
+from everygpu.errors import EveryGPUError
+from everygpu.parallel.cuda_graphs.deferred_linear import LinearCall
+from everygpu.parallel.cuda_graphs.deferred_tensor import DeferredTensor, DeferredTensorError
+from everygpu.parallel.cuda_graphs.static_batch import PLAIN_TYPES
+from everygpu.parallel.replicas.module_tree import is_dense
+
+_ACCUMULATION = "torch::autograd::AccumulateGrad"
+
+
+def find_unsupported_tensor(module: nn.Module) -> str | None:
+    """Name a parameter or buffer that can't be part of a recording."""
+    for name, t in (*module.named_parameters(), *module.named_buffers()):
+        if not is_dense(t):
+            return f"{name} is no plain dense tensor"
+    return None
+
+
+def check_outputs(outputs: list[Any]) -> None:
+    """Refuse outputs that a launch can't return anew.
+
+    Raises:
+        EveryGPUError: one is neither a dense tensor nor a plain number or string.
+    """
+    for path, x in tree.leaves(outputs, "out"):
+        is_array = type(x) is Tensor and x.layout == torch.strided
+        if not is_array and type(x) not in (*PLAIN_TYPES, LinearCall):
+            raise EveryGPUError(f"DataParallel: outputs must be tensors or numbers, got {type(x).__name__} at {path}")
+
+
+def check_graph(outputs: list[Tensor], params: list[Tensor]) -> None:
+    """Refuse an autograd graph without gradients of the leaves, or with some that no bundle can add up.
+
+    Args:
+        outputs: Of the forward that was recorded.
+        params: The originals, in whose place the forward has used leaves.
+    Raises:
+        EveryGPUError: the graph reaches an original, a reentrant checkpoint or a sparse gradient.
+        DeferredTensorError: the graph reaches a tensor without memory.
+    """
+    originals = set(map(id, params))
+    for node in _nodes(outputs):
+        variable = node.variable if node.name() == _ACCUMULATION else None  # type: ignore[attr-defined]
+        if id(variable) in originals:
+            raise EveryGPUError("DataParallel: a parameter is used that is in a plain attribute of a module")
+        if isinstance(variable, DeferredTensor):
+            raise DeferredTensorError("an autograd function was given what isn't there yet")
+        if node.name() == "CheckpointFunctionBackward":
+            raise EveryGPUError("DataParallel: checkpoints must have use_reentrant=False")
+        if getattr(node, "_saved_sparse", False):
+            raise EveryGPUError("DataParallel: gradients must be dense, those of an embedding are sparse")
+
+
+def _nodes(outputs: list[Tensor]) -> set[Node]:
+    """Collect the graph that tensors are connected to."""
+    found: set[Node] = set()
+    left = [get_gradient_edge(t).node for t in outputs if t.requires_grad]
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += [n for n, _ in node.next_functions if n is not None]
+    return found
