@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import everygpu
 from everygpu.errors import CaptureError, OptimizerError, OptionError
-from everygpu.parallel.cuda_graphs.recorder import NUM_WARM_UPS, referents
+from everygpu.parallel.cuda_graphs.guards import referents
+from everygpu.parallel.cuda_graphs.recorder import NUM_WARM_UPS
 from tests import tape
 
 Devices = Callable[[int], list[torch.device]]

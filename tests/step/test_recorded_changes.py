@@ -299,13 +299,13 @@ class Making(Net):
 
 def test_the_default_dtype(recording: Devices) -> None:
     def scenario(step: Step, losses: list[Tensor]) -> None:
-        before = step._capture and step._capture._facts
+        before = step._capture and step._capture._guard_key
         torch.set_default_dtype(torch.float64)
         try:
             train_on(step, losses, 2)
         finally:
             torch.set_default_dtype(torch.float32)
-        assert before is None or step._capture._facts != before
+        assert before is None or step._capture._guard_key != before
 
     check(recording, scenario, make=Making)
 
@@ -316,13 +316,13 @@ def test_precisions_in_torch_s_newer_way(recording: Devices, operation: str) -> 
 
     def scenario(step: Step, losses: list[Tensor]) -> None:
         before = setting.fp32_precision
-        facts = step._capture and step._capture._facts
+        facts = step._capture and step._capture._guard_key
         setting.fp32_precision = "ieee"
         try:
             train_on(step, losses, 2)
         finally:
             setting.fp32_precision = before
-        assert facts is None or step._capture._facts != facts
+        assert facts is None or step._capture._guard_key != facts
 
     check(recording, scenario)
 

@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from everygpu import comm, tree
 from everygpu.errors import EveryGPUError, LossError, OptimizerError, OptionError
 from everygpu.keys import unwrap
+from everygpu.parallel.cuda_graphs.guards import referents, values_of
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
-from everygpu.parallel.cuda_graphs.recorder import Capture, referents, values_of
+from everygpu.parallel.cuda_graphs.recorder import Capture
 from everygpu.parallel.cuda_graphs.static_batch import Batch, StaticBatch
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.engines.thread_state import fresh_casts

@@ -1,0 +1,198 @@
+"""Guards on module structure, attributes and tensors, and on torch's settings: what a recording was made from."""
+
+import functools
+import operator
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from everygpu.parallel.buckets.bucket import version_of
+from everygpu.parallel.replicas.attributes import Watch
+from everygpu.parallel.replicas.module_tree import ModuleTree, has_hooks, is_dense
+from everygpu.torch_private.autograd import top_saved_tensor_hooks
+from everygpu.torch_private.modes import DeviceContext, function_modes, num_dispatch_modes
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+
+
+class ModuleGuards:
+    """Guards on module structure, attributes and tensors, checked in every step.
+
+    Args:
+        roots: The modules, with all below them, as they are now.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        self._roots = list(roots)
+        self._layouts = [ModuleTree(root) for root in roots]
+        self._watches = [Watch(layout.modules) for layout in self._layouts]
+        for watch in self._watches:
+            watch.changed()
+        self._tensors = [t for layout in self._layouts for t in layout.tensors]
+        self._dense = [t for t in self._tensors if is_dense(t)]
+        self._fixed = [t for t in self._tensors if isinstance(t, nn.Parameter) and not t.requires_grad]
+        attributes = (v for layout in self._layouts for m in layout.modules for v in vars(m).values())
+        self._objects = list({id(v): v for v in attributes if _is_open(v)}.values())
+        self._key = self._guard_key()
+
+    def is_current(self, roots: Sequence[nn.Module]) -> bool:
+        return (
+            len(roots) == len(self._roots)
+            and all(map(operator.is_, roots, self._roots))
+            and all(layout.is_same() for layout in self._layouts)
+            and not sum(len(watch.changed()) for watch in self._watches)
+            and self._guard_key() == self._key
+        )
+
+    def find_volatile(self) -> str | None:
+        """Name a module whose attributes can't be compared with what they were."""
+        for root, layout, watch in zip(self._roots, self._layouts, self._watches):
+            for m in (layout.modules[i] for i in watch.volatile()):
+                name = next((n for n, other in root.named_modules() if other is m), "")
+                which = f"{type(m).__name__} {name!r}" if name else type(m).__name__
+                return f"{which} has attributes that may change unseen, such as a list of tensors"
+        return None
+
+    def _guard_key(self) -> tuple[list[Any], ...]:
+        """Return what may change in a tensor that stays the same object; and writes to tensors that aren't trained,
+        which replicas are sent outside recordings.
+        """
+        return (
+            [t.data_ptr() for t in self._dense],
+            [t.shape for t in self._dense],
+            [t.stride() for t in self._dense],
+            [t.dtype for t in self._dense],
+            [t.requires_grad for t in self._tensors],
+            [has_hooks(t) for t in self._tensors],
+            [version_of(t) for t in self._fixed],
+            [_identity_of(v) for o in self._objects for v in vars(o).values()],
+        )
+
+
+def _is_open(value: Any) -> bool:
+    """Tell whether a module's attribute is an object that forward may read attributes of, such as a configuration."""
+    is_known = isinstance(value, (type, types.ModuleType, types.FunctionType, Tensor, nn.Module, dict, list, set))
+    return (
+        not is_known and hasattr(value, "__dict__") and not type(value).__module__.startswith(("torch.", "everygpu."))
+    )
+
+
+def torch_settings() -> tuple[Any, ...]:
+    """Return torch's settings that a recording has baked in."""
+    cudnn: Any = torch.backends.cudnn
+    cuda: Any = torch.backends.cuda
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cuda", "cpu")),
+        torch.get_default_dtype(),
+        # The one way to ask that never raises, whichever way they were set.
+        cuda.matmul.fp32_precision,
+        cudnn.conv.fp32_precision,
+        cudnn.rnn.fp32_precision,
+        torch.are_deterministic_algorithms_enabled(),
+        cudnn.enabled,
+        cudnn.benchmark,
+        cudnn.deterministic,
+        cuda.matmul.allow_bf16_reduced_precision_reduction,
+        cuda.matmul.allow_fp16_reduced_precision_reduction,
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        torch.is_anomaly_enabled(),
+        [str(m.device) if isinstance(m, DeviceContext) else id(m) for m in function_modes()],
+        num_dispatch_modes(),
+        top_saved_tensor_hooks() is None,
+        *(len(vars(torch_module)[table]) for table in _GLOBAL_HOOKS),
+    )
+
+
+def is_observed() -> bool:
+    """Tell whether modes, hooks or anomaly detection observe every operation: a launch would bypass them."""
+    return (
+        any(not isinstance(m, DeviceContext) for m in function_modes())
+        or num_dispatch_modes() > 0
+        or top_saved_tensor_hooks() is not None
+        or torch.is_anomaly_enabled()
+    )
+
+
+def find_hooks(roots: Sequence[nn.Module]) -> str | None:
+    """Say where there is Python code that a launch wouldn't run."""
+    if any(vars(torch_module)[table] for table in _GLOBAL_HOOKS):
+        return "there are hooks on all modules, which a recording wouldn't call"
+    for root in roots:
+        for name, m in root.named_modules():
+            if any(getattr(m, table, None) for table in _HOOKS):
+                return f"module {name or type(m).__name__!r} has hooks, which a recording wouldn't call"
+        for name, p in root.named_parameters():
+            if has_hooks(p):
+                return f"parameter {name} has hooks, which a recording wouldn't call"
+    return None
+
+
+def referents(function: Any) -> tuple[Any, ...]:
+    """Return what a function's result depends on besides its arguments, one level deep: to be compared later.
+
+    Args:
+        function: See ``values_of``.
+    Returns:
+        Numbers and strings, and the identity of everything else; empty for what can't be looked into.
+    """
+    return tuple(_identity_of(v) for v in values_of(function))
+
+
+def values_of(function: Any) -> list[Any]:
+    """List what a function refers to, one level deep.
+
+    Args:
+        function: Its globals, defaults and closure are looked at, a bound method's attributes, what a partial has, and
+            the attributes of another object that can be called. Modules are looked at elsewhere.
+    """
+    found: list[Any] = []
+    if isinstance(function, nn.Module):
+        return found
+    if isinstance(function, functools.partial):
+        return [*function.args, *function.keywords.values(), function.func, *values_of(function.func)]
+    if isinstance(function, types.MethodType):
+        found += [function.__self__, *_attributes(function.__self__)]
+        function = function.__func__
+    elif callable(function) and not isinstance(function, types.FunctionType):
+        found += _attributes(function)
+        function = type(function).__call__
+    if isinstance(function, types.FunctionType):
+        found += [function.__globals__.get(n) for n in function.__code__.co_names]
+        found += [_contents(cell) for cell in function.__closure__ or ()]
+        found += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return found
+
+
+def _attributes(value: Any) -> list[Any]:
+    return list(vars(value).values()) if hasattr(value, "__dict__") else []
+
+
+def _identity_of(value: Any) -> Any:
+    if isinstance(value, (int, float, str, bool)):
+        return type(value), value
+    if type(value) is Tensor and is_dense(value):
+        # What is on the host goes into a recording as a number.
+        return id(value), value.data_ptr(), version_of(value) if value.device.type == "cpu" else 0
+    return id(value)
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None

@@ -1,0 +1,58 @@
+"""Random generators on the host, whose draws a recording would repeat."""
+
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class HostGenerators:
+    """Random generators on the host that modules may draw from: the process's, and those among their attributes.
+
+    Args:
+        roots: The modules, with all below them.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        numpy = sys.modules.get("numpy")
+        shared = [random, *([] if numpy is None else [numpy.random])]
+        values = (v for root in roots for m in root.modules() for v in vars(m).values())
+        own = list({id(v): v for v in values if _is_host_generator(v, numpy)}.values())
+        self._all: list[Any] = [*shared, torch.default_generator, *own]
+
+    def states(self) -> list[Any]:
+        """Return the state of each."""
+        return [_state_of(g) for g in self._all]
+
+    def restore(self, states: Sequence[Any]) -> None:
+        """Set each to a state that ``states`` returned."""
+        for generator, state in zip(self._all, states):
+            write = getattr(generator, "setstate", None) or getattr(generator, "set_state", None)
+            if write is None:  # NumPy's newer ones
+                generator.bit_generator.state = state
+            else:
+                write(state)
+
+
+def _is_host_generator(value: Any, numpy: Any) -> bool:
+    if isinstance(value, torch.Generator):
+        return value.device.type == "cpu"
+    kinds = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+    return isinstance(value, (random.Random, *kinds))
+
+
+def _state_of(generator: Any) -> Any:
+    read = getattr(generator, "getstate", None) or getattr(generator, "get_state", None)
+    return generator.bit_generator.state if read is None else read()
+
+
+def is_same_state(a: Any, b: Any) -> bool:
+    """Tell whether two states of one generator are equal: numbers, arrays, tensors, or containers of these."""
+    if isinstance(a, dict):
+        return all(is_same_state(a[k], b[k]) for k in a)
+    if isinstance(a, tuple):
+        return all(map(is_same_state, a, b))
+    return bool((a == b).all()) if hasattr(a, "shape") else bool(a == b)
