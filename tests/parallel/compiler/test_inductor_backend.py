@@ -11,19 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from everygpu.parallel.compiler import inductor_backend
-from everygpu.parallel.compiler.inductor_backend import (
-    InductorBackend,
-    MultiDeviceGraph,
-    _Captured,
-    _capturing,
-    _choose_alike,
-    _Part,
-    compiling_once,
-    device_index_of,
-    inductor,
-    why_not,
-)
+from everygpu.parallel.compiler import cuda_graph_trees, inductor_backend, load_graph, multi_device_graph
+from everygpu.parallel.compiler.cuda_graph_trees import CAPTURING, CapturedGraph
+from everygpu.parallel.compiler.inductor_backend import InductorBackend, compiling_once, inductor
+from everygpu.parallel.compiler.load_graph import _choose_alike, unsupported_reason
+from everygpu.parallel.compiler.multi_device_graph import GraphPart, MultiDeviceGraph, device_index_of
 from everygpu.parallel.compiler.shared_graph import Recorder, backend_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
@@ -101,7 +93,7 @@ class OnGpu(Tensor):
 class TestPart:
     def test_inputs_decide_where_it_runs(self) -> None:
         loaded = Loaded()
-        part = _Part(0, loaded.version(0), loaded.load)
+        part = GraphPart(0, loaded.version(0), loaded.load)
         for index in (0, 1, 3, 1, 0, 3):
             assert part([torch.empty(2), on_gpu(index), on_gpu(index)]) == [index]
         assert loaded.indices == [1, 3]
@@ -111,10 +103,10 @@ class TestPart:
         assert device_index_of([torch.empty(2), 3]) == 5
         assert device_index_of([3, on_gpu(2)]) == 2
 
-    @pytest.mark.parametrize("around", [lambda part: part, _Captured], ids=["launches", "graphs"])
+    @pytest.mark.parametrize("around", [lambda part: part, CapturedGraph], ids=["launches", "graphs"])
     def test_threads_load_a_version_once(self, around: Any, managers: Managers) -> None:
         loaded, results = Loaded(), []
-        part = around(_Part(0, loaded.version(0), loaded.load))
+        part = around(GraphPart(0, loaded.version(0), loaded.load))
         start = threading.Barrier(6)
 
         def run(index: int) -> None:
@@ -135,10 +127,10 @@ class TestPart:
         monkeypatch.setattr(
             torch.cuda, "get_device_properties", lambda i: SimpleNamespace(**dict(zip(names, kinds[i])))
         )
-        graph = MultiDeviceGraph(lambda *x: x, [_Part(0, Loaded().version(0), Loaded().load)])
+        graph = MultiDeviceGraph(lambda *x: x, [GraphPart(0, Loaded().version(0), Loaded().load)])
         assert [graph.serves(torch.device("cuda", i)) for i in range(3)] == [True, True, False]
         assert not graph.serves(torch.device("cpu"))
-        assert not MultiDeviceGraph(lambda *x: x, [_Part(0), _Part(None)]).serves(torch.device("cuda", 0))
+        assert not MultiDeviceGraph(lambda *x: x, [GraphPart(0), GraphPart(None)]).serves(torch.device("cuda", 0))
 
 
 class TestCaptured:
@@ -147,16 +139,16 @@ class TestCaptured:
 
         def run(inputs: list[Any]) -> Any:
             def look() -> None:
-                held.append(not _capturing.acquire(blocking=False))
+                held.append(not CAPTURING.acquire(blocking=False))
                 if not held[-1]:
-                    _capturing.release()
+                    CAPTURING.release()
 
             other = threading.Thread(target=look)
             other.start()
             other.join()
             return inputs
 
-        captured = _Captured(run)
+        captured = CapturedGraph(run)
         # What torch was at when a run was over. With several forwards before a backward, it warms up more than once.
         for state in ("WARMUP", "WARMUP", "RECORDING", "RECORDING", "EXECUTION"):
             managers[0].path_state = type(managers[0].path_state)[state]
@@ -171,7 +163,7 @@ class TestCaptured:
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
         used: list[Any] = []
         parameter, x, tangent = (OnGpu(used) for _ in range(3))
-        _Captured(lambda inputs: inputs, [0])([parameter, x, 3, torch.ones(2), tangent])
+        CapturedGraph(lambda inputs: inputs, [0])([parameter, x, 3, torch.ones(2), tangent])
         assert [(tensor is x, tensor is tangent, stream) for tensor, stream in used] == [
             (True, False, "stream of 1"),
             (False, True, "stream of 1"),
@@ -182,7 +174,7 @@ class TestWhyNot:
     SOURCE = "with torch.cuda._DeviceGuard(1):\n    pass\n"
 
     def test_what_can_be_loaded(self) -> None:
-        assert why_not(compiled_for(self.SOURCE), [on_gpu(1), 3]) is None
+        assert unsupported_reason(compiled_for(self.SOURCE), [on_gpu(1), 3]) is None
 
     @pytest.mark.parametrize(
         ("changes", "why"),
@@ -197,16 +189,16 @@ class TestWhyNot:
         ],
     )
     def test_what_can_not(self, changes: dict[str, Any], why: str) -> None:
-        assert why in (why_not(compiled_for(self.SOURCE, **changes), []) or "")
+        assert why in (unsupported_reason(compiled_for(self.SOURCE, **changes), []) or "")
 
     def test_a_random_generator(self) -> None:
-        assert "generator" in (why_not(compiled_for(self.SOURCE), [torch.Generator()]) or "")
+        assert "generator" in (unsupported_reason(compiled_for(self.SOURCE), [torch.Generator()]) or "")
 
     @pytest.mark.parametrize("name", ["source_code", "device_idxs", "constants"])
     def test_a_torch_that_keeps_things_elsewhere(self, name: str) -> None:
         compiled = compiled_for(self.SOURCE)
         delattr(compiled, name)
-        assert name in (why_not(compiled, []) or "")
+        assert name in (unsupported_reason(compiled, []) or "")
 
 
 class TestBackend:
@@ -260,14 +252,14 @@ def second_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Have the CPU's code stand in for that of cuda:0, and all inputs be on cuda:1; returns what is compiled."""
     kept: list[Any] = []
 
-    def why_not(compiled: Any, inputs: Any) -> None:
+    def none(compiled: Any, inputs: Any) -> None:
         compiled.device_idxs.add(0)
         kept.append(compiled)
 
-    monkeypatch.setattr(inductor_backend, "why_not", why_not)
-    monkeypatch.setattr(inductor_backend, "retarget", lambda source, old, new: f"{source}\nNEW = {new}\n")
-    monkeypatch.setattr(inductor_backend, "device_index_of", lambda inputs: 1)
-    monkeypatch.setattr(inductor_backend, "_is_same_kind", lambda a, b: True)
+    monkeypatch.setattr(inductor_backend, "unsupported_reason", none)
+    monkeypatch.setattr(load_graph, "retarget", lambda source, old, new: f"{source}\nNEW = {new}\n")
+    monkeypatch.setattr(multi_device_graph, "device_index_of", lambda inputs: 1)
+    monkeypatch.setattr(multi_device_graph, "_is_same_kind", lambda a, b: True)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     torch.compiler.reset()
     return kept
@@ -298,7 +290,7 @@ def test_a_version_that_can_not_be_loaded_is_done_without(
         raise KeyError("is_backward")
 
     monkeypatch.setattr(inductor_backend, "load_version", failing)
-    monkeypatch.setattr(inductor_backend, "device_index_of", lambda inputs: 0)
+    monkeypatch.setattr(multi_device_graph, "device_index_of", lambda inputs: 0)
     recorder = Recorder(inductor(None))
     compiled = torch.compile(lambda t: t.tanh() * 2, backend=recorder)
     with recorder.recording() as runs:
@@ -377,9 +369,9 @@ class TestCopies:
 
     def test_outputs_move_to_memory_of_their_own(self, managers: Managers, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Tensor, "is_cuda", property(lambda t: True))
-        monkeypatch.setattr(inductor_backend, "device_index_of", lambda inputs: 0)
+        monkeypatch.setattr(cuda_graph_trees, "device_index_of", lambda inputs: 0)
         kept = [torch.randn(3), None, torch.randn(4, 2).t(), torch.arange(3), torch.randn(0), 3]
-        part = _Captured(lambda inputs: kept, copies_outputs=True)
+        part = CapturedGraph(lambda inputs: kept, copies_outputs=True)
         for out, was in zip(part([]), kept, strict=True):
             if isinstance(was, Tensor):
                 torch.testing.assert_close(out, was, rtol=0, atol=0)
@@ -391,4 +383,4 @@ class TestCopies:
 
     def test_other_graphs_outputs_stay(self, managers: Managers) -> None:
         kept = [on_gpu(0)]
-        assert _Captured(_Part(0, lambda inputs: kept))([on_gpu(0)]) is kept
+        assert CapturedGraph(GraphPart(0, lambda inputs: kept))([on_gpu(0)]) is kept
