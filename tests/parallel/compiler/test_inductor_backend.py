@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from everygpu.parallel import switches
 from everygpu.parallel.compiler import cuda_graph_trees, inductor_backend, load_graph, multi_device_graph
 from everygpu.parallel.compiler.cuda_graph_trees import CAPTURING, CapturedGraph
 from everygpu.parallel.compiler.inductor_backend import InductorBackend, compiling_once, inductor
@@ -349,6 +350,13 @@ class TestPartsOfAGraph:
                 x = on_gpu(1)
                 assert (compiled.current_callable([x])[0] is not x) == copies
         assert len([r for r in caplog.records if "unknown way" in r.message]) == 1
+
+    def test_one_that_is_switched_off(self, compile_part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(switches, "COMPILES_ONCE", False)
+        compiled, (part,) = compile_part(TestWhyNot.SOURCE)
+        assert not part.serves(1)
+        x = on_gpu(1)
+        assert compiled.current_callable([x])[0] is x
 
     def test_one_that_does_nothing(self, compile_part: Any) -> None:
         _, parts = compile_part("", lambda x: x, cudagraphs=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from everygpu.parallel import switches
 from everygpu.parallel.compiler import split_graph
 from everygpu.parallel.compiler.inductor_backend import inductor
 from everygpu.parallel.compiler.split_graph import SplitPolicy
@@ -83,6 +84,14 @@ class TestPieces:
         blocks = [name.split(".")[1] for name in order[:-1]]
         assert blocks == ["3", "3", "2", "2", "1", "1", "0", "0"]
         assert order[-1] == "embedding.weight"
+
+    def test_switched_off_graphs_stay_whole(
+        self, order: list[str], cuts: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(split_graph, "PIECE_BYTES", 4096)
+        monkeypatch.setattr(switches, "SPLITS_GRAPHS", False)
+        self.train(inductor(None, SplitPolicy(in_pieces=True)), order)
+        assert cuts == []
 
     def test_parameters_side_by_side_count_as_their_own_bytes(
         self, order: list[str], cuts: list[int], monkeypatch: pytest.MonkeyPatch

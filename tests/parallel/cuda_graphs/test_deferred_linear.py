@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import everygpu
+from everygpu.parallel import switches
 from everygpu.parallel.cuda_graphs import deferred_linear
 from everygpu.parallel.cuda_graphs.deferred_linear import DeferredLinears, LinearCall, linear
 from tests.parallel.cuda_graphs import training
@@ -193,6 +194,11 @@ def check(make: Callable[[], nn.Module], used: list[torch.device], num_products:
 @pytest.mark.parametrize("make", [Tied, Biased, Frozen])
 def test_a_last_product_is_left_out(recording: Devices, make: Any, count: int) -> None:
     check(make, recording(count), 1)
+
+
+def test_switched_off_it_is_recorded(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(switches, "DEFERS_LINEAR", False)
+    check(Tied, recording(2), 0)
 
 
 def test_several(recording: Devices) -> None:

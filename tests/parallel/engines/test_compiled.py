@@ -154,7 +154,7 @@ class TestSameAsThreads:
         assert apart
         if used[0].type == "cuda" and ours._recorder is not None:
             (found,) = ours._recorder._capture._recordings.values()
-            assert any(slot.is_lent for slot in found.recorded.slots)
+            assert any(slot.is_operand for slot in found.recorded.slots)
 
     def test_python_state_means_what_it_does_eagerly(self, devices, quick):
         used = devices(2)

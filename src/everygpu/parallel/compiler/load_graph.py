@@ -9,6 +9,7 @@ from torch import Tensor
 
 from everygpu import comm
 from everygpu.parallel.compiler.retarget import retarget
+from everygpu.parallel.switches import compiles_once
 from everygpu.torch_private.compiler import inductor_config, make_boxes, write_code
 
 
@@ -19,6 +20,8 @@ def unsupported_reason(compiled: Any, example_inputs: Sequence[Any]) -> str | No
         compiled: torch's ``CompiledFxGraph``, with the names it has in torch 2.11 to 2.13.
         example_inputs: What it was compiled for.
     """
+    if not compiles_once():
+        return f"loading graphs for further GPUs is off, or not tried with torch {torch.__version__}"
     if not all(isinstance(x, Tensor | int | torch.SymInt) for x in example_inputs):
         return "a graph takes something else than tensors and numbers, such as a random generator"
     try:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from everygpu.parallel.compiler.dynamo import inputs_of, is_written, value_of
+from everygpu.parallel.switches import splits_graphs
 from everygpu.torch_private.compiler import make_ddp_optimizer, tracing_context
 
 Backend = Callable[[Any, list[Any]], Callable[..., Any]]
@@ -48,7 +49,7 @@ def compile_pieces(graph: Any, example_inputs: list[Any], compile_piece: Backend
         example_inputs: The graph's.
         compile_piece: Compiles one.
     Returns:
-        What runs all pieces; None where the graph is small.
+        What runs all pieces; None where the graph is small, or ``switches.splits_graphs`` is off.
     Raises:
         NotImplementedError: the graph is better left whole.
         Exception: torch's, where it can't be cut, or a piece can't be compiled.
@@ -57,7 +58,7 @@ def compile_pieces(graph: Any, example_inputs: list[Any], compile_piece: Backend
     """
     total = sum(p.nbytes for p in map(value_of, inputs_of(graph)) if _is_trained(p))
     limit = max(PIECE_BYTES, total // NUM_PIECES)
-    if total <= limit:
+    if total <= limit or not splits_graphs():
         return None
 
     def compile_checked(piece: Any, inputs: list[Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""A model's last product, such as a language model's logits, which its recording leaves out.
+"""A model's last linear layer, such as a language model's head, which its recording leaves out.
 
 What a launch returns is the user's: it is copied out of the recording's memory, and its gradient is copied in. Logits
 are larger than everything else, and both copies take as long as a block of the model. Left for after the launch, the
@@ -28,12 +28,13 @@ from everygpu.parallel.cuda_graphs.deferred_tensor import (
     materialized,
 )
 from everygpu.parallel.engines.thread_state import current_stream
+from everygpu.parallel.switches import defers_linear
 from everygpu.torch_private.autograd import top_saved_tensor_hooks
 
 LEAST_BYTES = 32 * 2**20
-"""Results that are smaller are sooner copied than asked about."""
+"""Smaller results are copied faster than they are deferred."""
 
-_products: ContextVar["DeferredLinears | None"] = ContextVar("everygpu_last_products", default=None)
+_active: ContextVar["DeferredLinears | None"] = ContextVar("everygpu_deferred_linears", default=None)
 
 
 class LinearCall:
@@ -58,24 +59,24 @@ class LinearCall:
 
 
 class DeferredLinears:
-    """The products of one recording that are left for after its launch.
+    """The linear layers of one recording that are computed after its launches.
 
-    Each linear layer's is put off that is large, and computed as soon as anybody asks for it: those that nobody has
-    asked for when the replicas have returned them are the last.
+    Each large one is deferred, and materialized when a function of torch's is given its result. Those that are still
+    deferred when the replicas return them are left out of the recording.
     """
 
     def __init__(self) -> None:
         self._conditions: dict[torch.device, Hashable] = {}
-        self._postponed: list[weakref.ref[DeferredLinear]] = []
+        self._deferred: list[weakref.ref[DeferredLinear]] = []
 
     @property
     def were_any(self) -> bool:
-        """Tell whether a product was put off, for however long."""
-        return bool(self._postponed)
+        """Tell whether a product was deferred, for however long."""
+        return bool(self._deferred)
 
     @contextmanager
     def watched(self, replicas: Sequence[nn.Module], *, are_compiled: bool = False) -> Iterator[None]:
-        """Have linear layers that run within put their products off.
+        """Defer large linear layers that run within.
 
         Args:
             replicas: To be called with settings and streams as they are now.
@@ -85,47 +86,47 @@ class DeferredLinears:
         self._conditions = {d: _conditions(d) for d in {p.device for m in replicas for p in m.parameters()}}
         is_as_ever = not are_compiled and _is_torchs_own()
         layers = [layer for replica in replicas for layer in _find_layers(replica)] if is_as_ever else []
-        token = _products.set(self)
+        token = _active.set(self)
         with ExitStack() as stack:
-            stack.callback(_products.reset, token)
+            stack.callback(_active.reset, token)
             for m in layers:
                 # Not a mode, which sees every function: parts of the model that are compiled would be compiled anew.
                 m.__dict__["forward"] = partial(_run_layer, m)
                 stack.callback(m.__dict__.pop, "forward", None)
             yield
 
-    def postpone(self, operands: Sequence[Tensor]) -> Tensor:
-        """Return what stands for a product, or the product itself where it is not to be put off."""
+    def defer(self, operands: Sequence[Tensor]) -> Tensor:
+        """Return a deferred product, or the product itself where deferring it doesn't pay."""
         operands = [materialized(t) for t in operands]
         device = operands[0].device
         conditions = self._conditions.get(device)
         if conditions is None or conditions != _conditions(device) or not _pays(operands):
             return F.linear(*operands)
-        postponed = DeferredLinear(LinearCall(operands), conditions)
-        self._postponed.append(weakref.ref(postponed))
-        return postponed
+        deferred = DeferredLinear(LinearCall(operands), conditions)
+        self._deferred.append(weakref.ref(deferred))
+        return deferred
 
     def take(self, outputs: list[Any]) -> list[Any]:
-        """Return what replicas have returned, with a ``LinearCall`` for each that is still to be done."""
+        """Return what replicas have returned, with a ``LinearCall`` for each product that is still deferred."""
         return tree.map_leaves(_opened, outputs) if self.were_any else outputs
 
     def check(self) -> None:
-        """Refuse a recording of which somebody has kept what stands for a product; after ``take``.
+        """Refuse a recording whose deferred products are still referenced; after ``take``.
 
         Raises:
-            StandInError: a replica has put it in an attribute, say.
+            DeferredTensorError: a replica has put one in an attribute, say.
         """
-        check_dropped(self._postponed)
+        check_dropped(self._deferred)
 
 
 def linear(*operands: Tensor) -> Tensor:
-    """Compute ``torch.nn.functional.linear``, or put it off while a recording asks for that."""
-    products = _products.get()
-    return F.linear(*operands) if products is None else products.postpone(operands)
+    """Compute ``torch.nn.functional.linear``, or defer it while a recording asks for that."""
+    products = _active.get()
+    return F.linear(*operands) if products is None else products.defer(operands)
 
 
 class DeferredLinear(DeferredTensor):
-    """Stands for a product."""
+    """The result of a linear layer that hasn't run yet."""
 
     _product: LinearCall
     _conditions: Hashable
@@ -161,8 +162,8 @@ def _opened(leaf: Any) -> Any:
     return LinearCall([t.view_as(t) if t.is_leaf and t.requires_grad else t for t in leaf._product.operands])
 
 
-def _check_versions(postponed: DeferredLinear) -> None:
-    if [t._version for t in postponed._product.operands] != postponed._versions:
+def _check_versions(deferred: DeferredLinear) -> None:
+    if [t._version for t in deferred._product.operands] != deferred._versions:
         raise DeferredTensorError("what goes into a linear layer is written in place afterwards")
 
 
@@ -171,12 +172,12 @@ def _run_layer(layer: nn.Linear, input: Tensor) -> Tensor:
 
 
 def _is_torchs_own() -> bool:
-    """Tell whether nobody has given all linear layers another forward."""
+    """Tell whether ``nn.Linear.forward`` is torch's own."""
     return getattr(nn.Linear.forward, "__globals__", None) is vars(sys.modules[nn.Linear.__module__])
 
 
 def _find_layers(module: nn.Module) -> Iterator[nn.Linear]:
-    """Find torch's linear layers that run as they are, not within a compiled module, nor as somebody has it run."""
+    """Find torch's linear layers with their own forward, not within a compiled module."""
     if is_compiled(module):
         return
     if type(module) is nn.Linear and "forward" not in vars(module):
@@ -217,8 +218,11 @@ def split_off(graph: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]] 
     Args:
         graph: A ``torch.fx.GraphModule``, whose parameters are inputs.
     Returns:
-        What puts it behind the compiled rest again, by ``linear``; None where the graph ends in something else.
+        What puts it behind the compiled rest again, by ``linear``; None where the graph ends in something else, or
+        ``switches.defers_linear`` is off.
     """
+    if not defers_linear():
+        return None
     *nodes, output = graph.graph.nodes
     returned, last = list(output.args[0]), nodes[-1]
     if last.target is not F.linear or last.kwargs or returned.count(last) != 1 or any(map(_switches, nodes)):

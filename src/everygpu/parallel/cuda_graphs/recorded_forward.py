@@ -30,6 +30,7 @@ from everygpu.parallel.gather import Joiner
 from everygpu.parallel.replicas.replica_set import Leaves as Twins
 from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.parallel.scatter.split import ScatterSpec
+from everygpu.parallel.switches import defers_linear
 from everygpu.torch_private.autograd import is_transforming
 
 Outputs = tuple[list[Any], Joiner]
@@ -90,7 +91,7 @@ class RecordedForward:
         self._sync: ParameterSync | None = None
         self._use: weakref.ref[Use] | None = None
         # Whether recordings may leave the last products out, and whether the last one did.
-        self._may_defer = True
+        self._may_defer = defers_linear()
         self._has_deferred = False
         # Which outputs the last backward began at, and how often that has changed.
         self._used: set[int] = set()

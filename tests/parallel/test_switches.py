@@ -1,0 +1,39 @@
+"""Versions of torch with which switches are on."""
+
+import pytest
+import torch
+from torch import nn
+
+from everygpu.parallel import switches
+from everygpu.parallel.cuda_graphs import deferred_linear
+
+SWITCHES = [switches.defers_linear, switches.splits_graphs, switches.compiles_once]
+
+
+@pytest.mark.parametrize(("version", "on"), [("2.11.0", True), ("2.13.0+cu130", True), ("2.14.0a0", False)])
+def test_switches_are_on_for_versions_that_were_tried(monkeypatch, version, on):
+    monkeypatch.setattr(torch, "__version__", version)
+    assert [is_on() for is_on in SWITCHES] == [on] * 3
+
+
+@pytest.mark.parametrize("name", ["DEFERS_LINEAR", "SPLITS_GRAPHS", "COMPILES_ONCE"])
+def test_each_switch_is_its_own(monkeypatch, name):
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    monkeypatch.setattr(switches, name, False)
+    assert [is_on.__name__.upper() for is_on in SWITCHES if not is_on()] == [name]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("on", [True, False])
+def test_dynamos_graph_ends_in_its_last_product_where_it_is_off(monkeypatch, on):
+    monkeypatch.setattr(deferred_linear, "is_large", lambda *_: True)
+    monkeypatch.setattr(switches, "DEFERS_LINEAR", on)
+    found = []
+
+    def backend(graph, inputs):
+        found.append(deferred_linear.split_off(graph) is not None)
+        return graph.forward
+
+    head = nn.Linear(3, 4)
+    torch.compile(lambda x: head(x * 2), backend=backend)(torch.ones(2, 3))
+    assert found == [on]
