@@ -316,10 +316,29 @@ def test_memory_comes_from_a_pool_on_one_stream_in_every_thread():
 
 
 def test_frames_can_be_left_alone():
-    assert compiler.eval_frame.get_eval_frame_callback() in (None, False)
-    assert callable(compiler.eval_frame.set_code_exec_strategy)
-    assert compiler.eval_frame._FrameAction.SKIP != compiler.eval_frame._FrameAction.DEFAULT
-    assert callable(compiler.eval_frame._FrameExecStrategy)
+    traced, seen = [], []
+
+    def backend(graph, inputs):
+        traced.append(len([node for node in graph.graph.nodes if node.op == "call_function"]))
+        return graph.forward
+
+    def below(x):
+        return x + 1
+
+    def skipped(x):
+        return below(x) * 2
+
+    def partly(x):
+        seen.append(compiler.frame_callback() is not None)
+        return below(x) * 2
+
+    compiler.skip_code(skipped.__code__, with_calls=True)
+    compiler.skip_code(partly.__code__, with_calls=False)
+    for function in (skipped, partly):
+        torch.compile(function, backend=backend)(torch.ones(2))
+    assert traced == [1]
+    assert seen == [True]
+    assert compiler.frame_callback() is None
 
 
 def test_operators_and_scripts_are_told():

@@ -5,13 +5,26 @@ off the compiler's objects is said beside each.
 """
 
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
 
-eval_frame: Any = torch._C._dynamo.eval_frame
-"""Dynamo's frame evaluation: ``get_eval_frame_callback``, ``set_code_exec_strategy``, ``_FrameAction`` and
-``_FrameExecStrategy``. ``torch.compiler.disable`` wraps a function, and ends in a graph break."""
+_eval_frame: Any = torch._C._dynamo.eval_frame
+
+frame_callback: Any = getattr(_eval_frame, "get_eval_frame_callback", None)
+"""Return what this thread's frames are compiled by, None or False beside a compiled function; None itself where torch
+doesn't have it: compiled code that is given a deferred tensor is slow then, not wrong."""
+
+
+def skip_code(code: CodeType, *, with_calls: bool) -> None:
+    """Have Dynamo leave a function's code as it is, perhaps with all that it calls; ``torch.compiler.disable`` wraps
+    the function, and has no way to leave out what it calls.
+    """
+    action = _eval_frame._FrameAction
+    calls = action.SKIP if with_calls else action.DEFAULT
+    _eval_frame.set_code_exec_strategy(code, _eval_frame._FrameExecStrategy(action.SKIP, calls))
+
 
 InductorWrapper: Any = torch._TorchCompileInductorWrapper
 """The backend that ``torch.compile`` makes of ``mode`` and ``options``; its ``config`` has Inductor's options."""

@@ -115,7 +115,7 @@ def inductor(mode: str | None, cuts: SplitPolicy = WHOLE) -> InductorBackend:
     """Make the backend that ``torch.compile(mode=…)`` would take, compiling once for all GPUs.
 
     Args:
-        mode: ``"reduce-overhead"`` for CUDA graphs; None for plain launches, as whoever captures graphs needs them.
+        mode: ``"reduce-overhead"`` for CUDA graphs; None for plain launches, which a CUDA graph can capture.
         cuts: How graphs are cut.
     """
     wrapper = InductorWrapper(mode, None, False)
@@ -133,8 +133,8 @@ def compiling_once(backend: Backend, *, cuda_graphs: bool, cuts: SplitPolicy = W
 def _keep_saved_tensors() -> None:
     """Have backward leave alone what forward saved, for ``backward(retain_graph=True)``.
 
-    torch decides on it at the first backward, where it compiles that. Of the list that says what backward may write,
-    all who look at it have the same one.
+    torch decides on it at the first backward, where it compiles that. All readers of the list of what backward may
+    write share one object, so it is cleared in place.
     """
     metadata = getattr(tracing_context(), "fw_metadata", None)
     writable = getattr(metadata, "bw_donated_idxs", None)

@@ -1,4 +1,4 @@
-"""Models that several threads train: who records now, and on which streams."""
+"""One capture at a time in a process, and streams of its own for each model."""
 
 import threading
 import weakref
@@ -7,19 +7,20 @@ from contextlib import contextmanager
 
 
 class CaptureLock:
-    """Lets one thread at a time record. Nobody waits for it: who doesn't get it runs a step as it is, and asks again.
+    """Lets one thread at a time record.
 
-    A recording needs autograd's threads, of which each GPU has one for all models, and locks of models that it uses.
-    Who waited for its end in one of these threads, or with one of these locks, would wait forever.
+    Non-blocking: a thread that fails to acquire it runs its step eagerly and retries at the next one. A recording needs
+    autograd's threads, of which each GPU has one for all models, and locks of models that it uses: one of these
+    threads, or a thread with such a lock, would wait forever for the recording's end.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._put_off: list[Callable[[], None]] = []
+        self._pending: list[Callable[[], None]] = []
 
     @contextmanager
     def taken(self) -> Iterator[bool]:
-        """Take the turn for what is within; False where another thread has it, or this one already."""
+        """Hold the lock within; False where another thread holds it, or this one already."""
         if not self._lock.acquire(blocking=False):
             yield False
             return
@@ -33,19 +34,19 @@ class CaptureLock:
         """Call a function that waits for all of a GPU's streams, which CUDA forbids while one of them is captured.
 
         Args:
-            function: Called at once, or, where somebody has the turn, by that thread later.
+            function: Called at once, or, while a thread holds the lock, by that thread later.
         """
-        self._put_off.append(function)
+        self._pending.append(function)
         self._catch_up_if_free()
 
     def catch_up(self) -> None:
-        """Call what was put off; for the thread that has the turn, while it captures nothing."""
-        while self._put_off:
-            self._put_off.pop()()
+        """Call what is pending; for the thread that holds the lock, while it captures nothing."""
+        while self._pending:
+            self._pending.pop()()
 
     def _catch_up_if_free(self) -> None:
         # Looked at again after each release: what came in between found the lock taken.
-        while self._put_off and self._lock.acquire(blocking=False):
+        while self._pending and self._lock.acquire(blocking=False):
             try:
                 self.catch_up()
             finally:
@@ -53,7 +54,7 @@ class CaptureLock:
 
 
 class StreamPool:
-    """Numbers that owners have for as long as they live, each its own where there are enough.
+    """Stream indices that owners lease for as long as they live, each its own where there are enough.
 
     Args:
         num: How many there are.
@@ -64,28 +65,28 @@ class StreamPool:
         self._owners: list[weakref.WeakSet[object]] = [weakref.WeakSet() for _ in range(num)]
 
     def take(self, owner: object) -> int:
-        """Return a number that nobody has, the lowest; where there is none, one that the fewest have."""
+        """Return the least-used stream index, the lowest of these."""
         with self._choosing:
             sizes = list(map(len, self._owners))
-            lane = sizes.index(min(sizes))
-            self._owners[lane].add(owner)
-            return lane
+            index = sizes.index(min(sizes))
+            self._owners[index].add(owner)
+            return index
 
 
 RECORDING = "recording"
-"""Which stream of each GPU work is recorded on that is never run in another way."""
+"""Names the stream of each GPU for recordings whose work never runs eagerly."""
 
 NUM_STREAMS = 8
 """How many models have streams of their own at a time; torch has 32 for each GPU, for all purposes."""
 
 CAPTURE_LOCK = CaptureLock()
-"""Of the process."""
+"""Of the process, as CUDA's rules on capturing are."""
 
 _STREAM_POOL = StreamPool(NUM_STREAMS)
 
 
 def lease_streams(owner: object) -> str:
-    """Say on which stream of each GPU an owner's work is recorded that may also be run as it is.
+    """Name the stream of each GPU on which an owner's work is recorded that may also run eagerly.
 
     Autograd runs nodes where they were recorded, at any time. On a stream that another thread records on meanwhile,
     that would become part of the recording.

@@ -1,4 +1,4 @@
-"""What stands for a tensor in a recording until somebody asks for it."""
+"""A tensor without memory, materialized when a function of torch's is first given it."""
 
 import copy
 import time
@@ -16,11 +16,11 @@ from everygpu.torch_private.pytree import tree_map_only
 from everygpu.torch_private.tensors import make_wrapper_subclass
 
 PATIENCE_S = 1.0
-"""How long a thread may take to let go of what it has handed over, on a busy machine."""
+"""How long a thread may take to drop its references to what it has returned, on a busy machine."""
 
 
 class DeferredTensorError(EveryGPUError):
-    """Something can't stand for a tensor in a recording.
+    """A recording can't go on with a deferred tensor.
 
     Args:
         reason: Why.
@@ -38,10 +38,10 @@ _refusals: ContextVar[list[DeferredTensorError] | None] = ContextVar("everygpu_r
 
 @contextmanager
 def refusals_heeded() -> Iterator[None]:
-    """Raise the first refusal from within, though the model has caught it, or torch has raised another error for it.
+    """Raise the first ``DeferredTensorError`` from within, even if the model caught it or torch replaced it.
 
     Raises:
-        StandInError: there was one.
+        DeferredTensorError: there was one.
     """
     refusals: list[DeferredTensorError] = []
     token = _refusals.set(refusals)
@@ -58,10 +58,10 @@ def refusals_heeded() -> Iterator[None]:
 
 
 class DeferredTensor(Tensor):
-    """Stands for a tensor until somebody asks for it, which is whenever a function of torch's is given this.
+    """A tensor that is computed when a function of torch's is first given it.
 
-    It has no memory: what goes past torch's functions fails, and the recording with it. So does compiled code, which
-    would be compiled anew for this class.
+    It has no memory: code that bypasses torch's functions fails, and the recording with it. So does compiled code,
+    which would be compiled anew for this class.
     """
 
     @staticmethod
@@ -77,12 +77,12 @@ class DeferredTensor(Tensor):
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy what this stands for, as its class does."""
+        """Copy the value, as its class does."""
         return copy.deepcopy(self.materialize(), memo)
 
     @property
     def __tensor_flatten__(self) -> Any:
-        """Stop torch.compile, which asks whether there is this: going on, it would give the whole function up."""
+        """Stop torch.compile, which looks for this attribute; it would otherwise fall back for the whole function."""
         raise DeferredTensorError("compiled code was given what isn't there yet")
 
     @classmethod
@@ -99,12 +99,12 @@ class DeferredTensor(Tensor):
 
 
 def check_dropped(made: Sequence["weakref.ref[Any]"]) -> None:
-    """Refuse a recording beyond whose forward somebody keeps a stand-in.
+    """Refuse a recording whose deferred tensors are still referenced after the forward.
 
     Raises:
-        StandInError: a replica has put it in a list, say.
+        DeferredTensorError: a replica has put it in a list, say.
     """
-    # A replica's thread lets go of what it has returned a moment after it was taken.
+    # A replica's thread drops its references a moment after its result was taken.
     ends = time.monotonic() + PATIENCE_S
     while any(ref() is not None for ref in made):
         if time.monotonic() >= ends:
@@ -113,5 +113,5 @@ def check_dropped(made: Sequence["weakref.ref[Any]"]) -> None:
 
 
 def materialized(x: Tensor) -> Tensor:
-    """Return what a tensor stands for, or the tensor."""
+    """Return a deferred tensor's value, or the tensor itself."""
     return x.materialize() if isinstance(x, DeferredTensor) else x

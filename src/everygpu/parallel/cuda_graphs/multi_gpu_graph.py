@@ -19,16 +19,16 @@ T = TypeVar("T")
 
 
 def is_capturing() -> bool:
-    """Tell whether somebody captures a CUDA graph on the current stream, which another can't be part of."""
+    """Tell whether the current stream is being captured: CUDA allows no second capture within."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 class MultiGpuGraph:
     """One CUDA graph over several GPUs.
 
-    What it holds may copy between them: where one GPU needs what another makes, its queue waits, and nobody spins.
-    So one thread launches it in one call without the danger that collectives bring. Memory that is made while
-    recording stays the graph's, at the same addresses.
+    What it holds may copy between them. Dependencies between GPUs are events, not spinning kernels, so one thread
+    launches it in one call and can't deadlock as collectives can. Memory that is allocated while recording stays the
+    graph's, at the same addresses.
 
     Args:
         devices: CUDA devices, each once.
@@ -46,7 +46,7 @@ class MultiGpuGraph:
         self._pool: Any = torch.cuda.graph_pool_handle() if pool is None else pool
         self._random: list[_RandomState] = []
         self.has_replaced_generators = False
-        """A recording that failed left torch's random generators in pieces: graphs of before have the old ones."""
+        """A recording that failed has broken torch's random generators: earlier graphs refer to the old ones."""
 
     def record(self, function: Callable[[], T]) -> T:
         """Call a function; what it queues on the devices is recorded, and not run.
@@ -82,15 +82,15 @@ class MultiGpuGraph:
     def next(self) -> "MultiGpuGraph":
         """Make a graph for what comes after this one, in the same memory: they are launched in turn.
 
-        What one leaves for the other must be held by somebody while the other is recorded.
+        Tensors that the second reads must be referenced while it is recorded.
         """
         return MultiGpuGraph(self._devices, self._pool, self._streams)
 
     def replay(self) -> None:
         """Queue the work: after what is queued on the devices' current streams, and before what will be."""
         home, *others = [torch.cuda.current_stream(d) for d in self._devices]
-        # Before torch 2.13 nobody can draw on a GPU while another thread records there, and a recording that draws
-        # nothing is known as such only after its first launch.
+        # Before torch 2.13 no random number can be drawn on a GPU while another thread records there, and a recording
+        # that draws none is known as such only after its first launch.
         with CAPTURE_LOCK.taken() if self._random else contextlib.nullcontext(False) as may_draw:
             for state in self._random if may_draw else ():
                 state.fill()
@@ -142,7 +142,7 @@ class MultiGpuGraph:
         return_memory(self._devices)
 
     def _replace_generators(self) -> None:
-        """Have generators that torch doesn't take for recording still."""
+        """Replace generators that torch takes to be recording still."""
         for d in self._devices:
             generator = torch.cuda.default_generators[d.index]
             generator.graphsafe_set_state(generator.clone_state())
@@ -208,9 +208,9 @@ def on_recording_streams(devices: Sequence[torch.device], streams: str) -> Itera
 
 
 def return_memory(devices: Sequence[torch.device]) -> None:
-    """Give memory back that nobody holds: a graph has its own, and what earlier steps have used would lie idle.
+    """Free cached memory: a graph has a pool of its own, and what earlier steps have used would lie idle.
 
-    For the thread that has the turn.
+    Called by the thread that holds the capture lock.
     """
     for d in devices:
         torch.cuda.synchronize(d)

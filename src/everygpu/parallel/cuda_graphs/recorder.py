@@ -1,4 +1,4 @@
-"""When work on the devices is recorded, and when the recording may be launched in its place."""
+"""When a step is recorded as a CUDA graph, and when the recording may be launched in its place."""
 
 import logging
 from collections.abc import Hashable
@@ -17,7 +17,7 @@ from everygpu.parallel.cuda_graphs.static_batch import Batch, NotStatic, StaticB
 from everygpu.parallel.scatter.split import ScatterSpec
 
 NUM_WARM_UPS = 3
-"""Steps of a kind that run as they are before one is recorded: libraries choose their algorithms meanwhile."""
+"""Eager steps before one with a batch of that kind is recorded: libraries choose their algorithms meanwhile."""
 
 MAX_RECORDINGS = 4
 """Kinds of batches that are kept recorded at a time: each has the memory of a step."""
@@ -26,10 +26,10 @@ MAX_COUNTED = 1000
 """Kinds of batches that are counted at a time: a number among the inputs may make each a kind of its own."""
 
 MAX_ATTEMPTS = 12
-"""Recordings until one has served for long: a model that changes all the time isn't worth more."""
+"""Recordings until one has been launched ``LONG`` times: a model that changes all the time isn't worth more."""
 
 LONG = 100
-"""Launches."""
+"""Launches after which attempts are counted anew."""
 
 logger = logging.getLogger("everygpu")
 
@@ -38,7 +38,7 @@ Made = TypeVar("Made", covariant=True)
 
 
 class Recordable(Protocol[Made]):
-    """A step as ``Capture`` sees it: what is done with one batch."""
+    """A step that ``Capture`` can record: what is done with one batch."""
 
     def roots(self) -> list[nn.Module]:
         """List the roots of the modules that take part now."""
@@ -47,7 +47,7 @@ class Recordable(Protocol[Made]):
         """Return what a recording depends on besides the batch, the modules and torch's settings."""
 
     def unsupported_reason(self) -> str | None:
-        """Say why the step isn't recorded, though it may be possible."""
+        """Say why the step is better not recorded."""
 
     def prepare(self) -> Any:
         """Prepare for a recording; what is returned goes to ``record``."""
@@ -56,16 +56,16 @@ class Recordable(Protocol[Made]):
         """Have the graph record the step's work on a batch; what is returned goes to ``begin`` and ``finish``."""
 
     def try_otherwise(self) -> bool:
-        """After a failure, tell whether another way of recording is left, and take it; asked until it isn't."""
+        """After a failure, switch to another way of recording; False when none is left."""
 
     def give_up(self) -> None:
-        """Take note that steps run as they are from now on."""
+        """Release what recordings need: steps run eagerly from now on."""
 
     def begin(self, recorded: Any) -> bool:
-        """Prepare for a launch; False when this step has to run as it is."""
+        """Prepare for a launch; False when this step has to run eagerly."""
 
     def finish(self, recorded: Any) -> Made:
-        """Take note of a launch, and return what the step does."""
+        """Return the step's result after a launch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,20 +78,20 @@ class _Recording:
 
 
 class Capture(Generic[Result]):
-    """Records steps as CUDA graphs after a few of a kind, and launches them from then on.
+    """Records steps as CUDA graphs after a few with batches of one kind, and launches them from then on.
 
     A recording is launched only while everything it was made from is as it was: shapes and values of the batch, the
     modules' attributes, modes and hooks, and the attributes of objects among them, parameters and buffers where they
     were, what the loss refers to, torch's settings. Everything else that Python code may look at, such as a global
-    variable in a module's forward, is beyond it. While a mode or a hook of torch's wants to see every operation, steps
-    run as they are.
+    variable in a module's forward, is not guarded. While a mode or a hook of torch's observes every operation, steps
+    run eagerly.
 
     Args:
         step: What is recorded.
-        name: Whose steps they are, for messages.
+        name: What messages call the steps' owner.
         route: How batches are cut.
         must: Raise where a step can't be recorded, and record also where hooks would no longer be called.
-        level: Of the log line that says why steps run as they are.
+        level: Of the log line that says why steps run eagerly.
         streams: Which stream of each GPU steps are recorded on.
     """
 
@@ -124,7 +124,7 @@ class Capture(Generic[Result]):
         """Run a step by its recording, making one if it is time to.
 
         Returns:
-            The step's result; None where the step has to run as it is, which the caller does.
+            The step's result; None where the step has to run eagerly, which the caller does.
         Raises:
             CaptureError: the step can't be recorded, though it must.
         """
@@ -163,12 +163,12 @@ class Capture(Generic[Result]):
         return had_some
 
     def _count(self, key: Any) -> None:
-        self._counts[key] = self._counts.pop(key, 0) + 1  # the last seen are the last
+        self._counts[key] = self._counts.pop(key, 0) + 1  # moved to the end, as the last seen
         if len(self._counts) > MAX_COUNTED:
             del self._counts[next(iter(self._counts))]
 
     def _passes_guards(self) -> bool:
-        """Tell whether recordings still hold, and drop them if not."""
+        """Tell whether recordings are still valid, and drop them if not."""
         key = (self._step.state(), *torch_settings())
         roots = self._step.roots()
         guards = self._guards if self._guards is not None and self._guards.is_current(roots) else None

@@ -75,15 +75,15 @@ class CompiledReplicas:
         """Call the first replica, then the others: by its graph where that serves, else each compiled for itself."""
         with self._recorder.recording() as runs:
             outcomes = [attempt(lambda: self._call(names[0], calls[0], devices[0]))]
-        recipe = find_binding(runs, calls[0], devices[0], outcomes[0][0]) if _can_share(calls) else None
+        binding = find_binding(runs, calls[0], devices[0], outcomes[0][0]) if _can_share(calls) else None
         for position, call, device in list(zip(names, calls, devices))[1:]:
             if outcomes[-1][1] is not None:
                 break
-            inputs = None if recipe is None else recipe.inputs_for(call, device)
-            if recipe is None or inputs is None:
+            inputs = None if binding is None else binding.inputs_for(call, device)
+            if binding is None or inputs is None:
                 outcomes.append(attempt(lambda p=position, c=call, d=device: self._call(p, c, d)))  # type: ignore[misc]
             else:
-                outcomes.append(attempt(lambda i=inputs, d=device: _on(d, recipe.run, i)))  # type: ignore[misc]
+                outcomes.append(attempt(lambda i=inputs, d=device: _on(d, binding.run, i)))  # type: ignore[misc]
         return outcomes
 
     def _run_eagerly(
