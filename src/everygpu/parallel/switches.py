@@ -1,6 +1,6 @@
 """Switches for what stands on torch's insides: on for the versions of torch it was tried with, off for newer ones.
 
-Each costs nothing but time when it is off: results are the same.
+Off, each declines, which is always right: steps, or compiling, take longer.
 """
 
 import torch
@@ -18,7 +18,7 @@ four GPUs takes 40.40 ms with it, 41.38 without, and 43.54 and 44.13 with the lo
 
 COMPILES_ONCE = True
 """What was compiled for one GPU is loaded for the others (``load_graph``). GPT-2 starts within 36.8 s on two GPUs with
-it, and within 37.8 s on one: without it, each further GPU takes about as long again
+it, and within 37.8 s on one. Without it each further GPU is compiled for as the first one was
 (benchmarks/reports/2026-11-20-recorded-steps.md)."""
 
 
