@@ -706,3 +706,20 @@ def test_the_generator_is_drawn_from_in_a_fixed_order():
             seen.append(gather(x).tolist())
         orders.append(seen)
     assert orders[0] == orders[1] == orders[2]
+
+
+def test_interrupt_before_the_thread_starts_ends_the_pass_quietly(monkeypatch):
+    start = threading.Thread.start
+
+    def interrupt(thread):
+        if thread.name == "everygpu-feeder":
+            raise KeyboardInterrupt
+        start(thread)
+
+    feeder = Feeder([torch.ones(2)] * 2, ["cpu"])
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            iter(feeder)
+    gc.collect()  # an exception in a finalizer fails the test
+    assert len(list(feeder)) == 2

@@ -666,3 +666,32 @@ class TestFunction:
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             data_parallel(build(), torch.ones(6, 7), ["cpu"] * 3)
         assert threading.active_count() == threads
+
+
+class InterruptedOnce:
+    """A context variable after whose first change Ctrl-C comes."""
+
+    def __init__(self, variable):
+        self.get, self.reset, self._set, self._is_due = variable.get, variable.reset, variable.set, True
+
+    def set(self, value):
+        token = self._set(value)
+        if self._is_due:
+            self._is_due = False
+            raise KeyboardInterrupt
+        return token
+
+
+def test_interrupt_at_the_begin_of_a_forward_leaves_the_wrapper_usable(monkeypatch):
+    wrapping = sys.modules[DataParallel.__module__]  # the package has a function of its name
+    model = DataParallel(nn.Linear(3, 2), ["cpu"] * 2)
+    x = torch.randn(4, 3)
+    monkeypatch.setattr(wrapping, "_running", InterruptedOnce(wrapping._running))
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    torch.testing.assert_close(model(x), model.module(x))
+    outputs = []
+    thread = threading.Thread(target=lambda: outputs.append(model(x)))
+    thread.start()
+    thread.join(10)
+    torch.testing.assert_close(outputs[0], model.module(x))

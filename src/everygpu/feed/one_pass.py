@@ -170,7 +170,7 @@ def _end_pass(source: Source, channel: Channel[_Prepared], thread: threading.Thr
     if pid != os.getpid():  # a fork has copied neither, and the channel's lock as it was: perhaps taken
         return
     channel.close()
-    if thread is None:
+    if thread is None or thread.ident is None:  # Ctrl-C came before it was started
         source.end(kill=False)
         return
     if thread is threading.current_thread():  # the last reference was dropped there

@@ -32,11 +32,13 @@ from everygpu.parallel.scatter.scatter import Shard, move_tree, scatter_call
 from everygpu.parallel.scatter.split import ScatterSpec, Split, check_split, default_split, settle_split
 
 # Which wrappers' forwards the present call is inside of, in this thread and in the replicas' threads.
-_running: ContextVar[frozenset[int]] = ContextVar("everygpu_running", default=frozenset())
+_running: ContextVar[frozenset[object]] = ContextVar("everygpu_running", default=frozenset())
 
 BUFFER_RULES = ("first", "mean")
 # What a copy or a pickle makes anew. None of it is the module's, even if that has attributes of these names.
-_TRANSIENT = ("_replicas", "_fresh", "_may_record", "_recorder", "_workers", "_turn", "_first_parameter", "_pid")
+_TRANSIENT = (
+    *("_replicas", "_fresh", "_may_record", "_recorder", "_workers", "_turn", "_call", "_first_parameter", "_pid"),
+)
 
 ENGINES = ("auto", "threads", "compile", "graphs")
 _AUTO = {
@@ -147,6 +149,7 @@ class DataParallel(nn.Module):
         self._recorder: RecordedForward | None = None
         self._workers = self._make_workers()
         self._turn = threading.Lock()
+        self._call: object | None = None
         # Looked at in every call on one device, where walking the module would cost more than all the rest.
         self._first_parameter = tuple(itertools.islice(self.module.parameters(), 1))
         self._pid = os.getpid()
@@ -167,16 +170,18 @@ class DataParallel(nn.Module):
         """Run the module on all devices; see the class."""
         if len(self.device_ids) == 1 and self.engine != "graphs":
             return self._forward_alone(inputs, kwargs)
-        with self._one_at_a_time():
-            found = self._launch(inputs, kwargs)
-            if found is not None:
-                return gather_outputs(*found)
-            if len(self.device_ids) == 1 and self._recorder is None:
-                return self._forward_alone(inputs, kwargs)
-            if self._replicas is None or self._replicas.module is not self.module:
-                self._replicas = self.make_replicas()
-                self._fresh = None if self._fresh is None else set()
-            return self._forward_on(self._replicas, inputs, kwargs, self._fresh)
+        return self._one_at_a_time(self._forward_here, inputs, kwargs)
+
+    def _forward_here(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = self._launch(inputs, kwargs)
+        if found is not None:
+            return gather_outputs(*found)
+        if len(self.device_ids) == 1 and self._recorder is None:
+            return self._forward_alone(inputs, kwargs)
+        if self._replicas is None or self._replicas.module is not self.module:
+            self._replicas = self.make_replicas()
+            self._fresh = None if self._fresh is None else set()
+        return self._forward_on(self._replicas, inputs, kwargs, self._fresh)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -262,8 +267,7 @@ class DataParallel(nn.Module):
 
     def forward_with(self, replicas: ReplicaSet, *inputs: Any, **kwargs: Any) -> Any:
         """Run on replicas that someone else keeps, as ``TrainStep`` does."""
-        with self._one_at_a_time():
-            return self._forward_on(replicas, inputs, kwargs)
+        return self._one_at_a_time(self._forward_on, replicas, inputs, kwargs)
 
     def _apply_to(self, replicas: list[nn.Module], shards: list[Shard]) -> list[Any]:
         spread_seeds(self.device_ids)
@@ -295,19 +299,23 @@ class DataParallel(nn.Module):
             output = self.module(*inputs, **kwargs)
         return output if self.output_device == device else move_tree(output, self.output_device)
 
-    @contextmanager
-    def _one_at_a_time(self) -> Iterator[None]:
-        """Let one thread at a time use the replicas; others wait for their turn."""
-        if id(self) in _running.get():
+    def _one_at_a_time(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Let one thread at a time use the replicas; others wait for their turn.
+
+        Ctrl-C can come between any two lines: a lock that ``with`` takes is given back all the same, and a mark that
+        stays in ``_running`` is not that of the call which has the lock.
+        """
+        if self._call in _running.get() and self._turn.locked():
             raise EveryGPUError(
                 "DataParallel: forward can't be called from within its own forward. Call the inner module."
             )
         if self._pid != os.getpid():  # a fork copies no threads, and locks as they were
             self._prepare()
         with self._turn:
-            token = _running.set(_running.get() | {id(self)})
+            self._call = object()
+            token = _running.set(_running.get() | {self._call})
             try:
-                yield
+                return function(*args)
             finally:
                 _running.reset(token)
 

@@ -4,6 +4,8 @@ import functools
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -376,3 +378,42 @@ def in_child(check, seconds=10):
             os._exit(code)
     _, status = os.waitpid(pid, 0)
     return status == 0
+
+
+AFTER_MAIN = """
+import atexit, threading
+import torch, everygpu
+
+model = everygpu.DataParallel(torch.nn.Identity(), ["cpu"] * 3)
+model(torch.ones(3))
+
+def go_on():
+    threading.main_thread().join()
+    print("thread", model(torch.ones(3)).tolist())
+
+threading.Thread(target=go_on).start()
+atexit.register(lambda: print("exit", model(torch.ones(3)).tolist()))
+"""
+
+
+def test_replicas_serve_threads_and_exit_handlers_that_outlive_the_main_thread():
+    done = subprocess.run([sys.executable, "-c", AFTER_MAIN], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "thread [1.0, 1.0, 1.0]\nexit [1.0, 1.0, 1.0]\n"
+
+
+def test_thread_that_cannot_start_leaves_no_replica_out_later(monkeypatch):
+    workers, start, calls = Workers(2), threading.Thread.start, []
+
+    def refuse(thread):
+        calls.append(thread)
+        if len(calls) == 2:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    jobs, devices = [(nn.Identity(), (i,), {}) for i in range(3)], [torch.device("cpu")] * 3
+    with pytest.raises(RuntimeError, match="can't start"):
+        workers.run(jobs, devices)
+    assert workers.run(jobs, devices) == [0, 1, 2]
+    workers.close()

@@ -3,8 +3,11 @@
 import contextlib
 import functools
 import os
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -62,6 +65,51 @@ def parallel_apply(
         workers.close()
 
 
+class ReplicaThread:
+    """A thread that makes one call after another, until this object is closed or dropped.
+
+    It outlives the main thread, where other threads, or exit handlers, still call the model.
+
+    Args:
+        name: Of the thread.
+    Source:
+        ``ThreadPoolExecutor(max_workers=1)``, which takes no calls once the main thread has ended.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
+        self._thread.start()
+        self._end = weakref.finalize(self, self._calls.put, None)
+        self._end.atexit = False
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Make a call after those before it."""
+        future: Future[Any] = Future()
+        self._calls.put(functools.partial(_settle, future, function, args))
+        return future
+
+    def close(self) -> None:
+        """End the thread, after the calls that were submitted."""
+        self._end()
+        self._thread.join()
+
+
+def _serve(calls: "SimpleQueue[Callable[[], None] | None]") -> None:
+    while (call := calls.get()) is not None:
+        call()
+        del call  # while it waits, it holds no activations
+
+
+def _settle(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        future.set_result(function(*args))
+    except BaseException as error:  # noqa: BLE001 - raised again by future.result()
+        future.set_exception(error)
+    finally:
+        del future, function, args  # the error's traceback holds this frame
+
+
 class Workers:
     """One persistent thread per replica after the first, which runs in the caller's.
 
@@ -73,7 +121,7 @@ class Workers:
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
-        self._threads: list[ThreadPoolExecutor] = []
+        self._threads: list[ReplicaThread] = []
         self._pid = 0
 
     def run(
@@ -114,16 +162,13 @@ class Workers:
     def close(self) -> None:
         """End the threads."""
         for thread in self._threads:
-            thread.shutdown(wait=True)
+            thread.close()
         self._threads, self._pid = [], 0
 
-    def _started(self) -> list[ThreadPoolExecutor]:
+    def _started(self) -> list[ReplicaThread]:
         if self._pid != os.getpid():  # first call, or a fork, which copies no threads
-            self._pid = os.getpid()
-            self._threads = [
-                ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"everygpu-replica-{i + 1}")
-                for i in range(self._num_threads)
-            ]
+            self._threads = [ReplicaThread(f"everygpu-replica-{i + 1}") for i in range(self._num_threads)]
+            self._pid = os.getpid()  # last: a thread that can't start, or Ctrl-C, leaves it to be done
         return self._threads
 
 
