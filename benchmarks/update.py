@@ -25,7 +25,7 @@ from everygpu.bench.report import describe_machine
 from everygpu.bench.timing import run_command, time_rounds
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.step.flat_parameters import FlatParameters
-from everygpu.step.fused import FusedUpdate, can_fuse
+from everygpu.step.fused import FusedUpdate, make_fused
 from everygpu.step.shards import Shards
 
 
@@ -48,9 +48,10 @@ def make_update(num: int, devices: list[torch.device], dtype: torch.dtype) -> tu
         flat_params.chunks(flat_params.grads),
     )
     ShardedOptimizer(optimizer, devices).attach(params, shards)
-    if not can_fuse(optimizer, flat_params):
+    fused = make_fused(optimizer, flat_params, shards)
+    if fused is None:
         raise SystemExit("these devices, or this machine, can't run the kernel")
-    return FusedUpdate(optimizer, flat_params, shards), set(range(len(params)))
+    return fused, set(range(len(params)))
 
 
 def ours(num: int, devices: list[torch.device], dtype: torch.dtype) -> Callable[[], Any]:

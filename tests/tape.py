@@ -10,6 +10,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter, tree_map_only
 
 import everygpu.comm
-import everygpu.step
+import everygpu.step.kernels
 from everygpu import DataParallel
 from everygpu.parallel.cuda_graphs.transfer.backends import fits_kernels
 from everygpu.parallel.engines.thread_state import ThreadState
@@ -252,10 +253,11 @@ def install(monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> None:
     queue = _install_streams(monkeypatch)
     if fused:
         kernels = torch_kernels.Kernels(queue)
-        monkeypatch.setattr("everygpu.step.update_strategy.can_fuse", has_kernel)
+        monkeypatch.setattr("everygpu.step.fused.can_fuse", has_kernel)
         monkeypatch.setattr("everygpu.parallel.cuda_graphs.transfer.param_group.can_use_kernels", fits_kernels)
-        for package in (everygpu.step, everygpu.comm):
-            monkeypatch.setattr(package, "kernels", kernels, raising=False)
+        monkeypatch.setattr(everygpu.comm, "kernels", kernels, raising=False)
+        for name, run in kernels.of_updates().items():
+            monkeypatch.setattr(everygpu.step.kernels, name, SimpleNamespace(run=run), raising=False)
 
 
 def prepare(used: Sequence[torch.device], monkeypatch: pytest.MonkeyPatch, *, fused: bool, switch: str) -> None:

@@ -10,10 +10,11 @@ from triton.runtime import interpreter
 
 from everygpu import ShardedOptimizer
 from everygpu.parallel.buckets import plan
-from everygpu.step import kernels
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.flat_parameters import FlatParameters
 from everygpu.step.fused import FusedUpdate, has_kernel
+from everygpu.step.kernels import blocks
+from everygpu.step.rules.table import find_rule
 from everygpu.step.shards import Shards
 from everygpu.step.update import clip_factor
 
@@ -84,7 +85,7 @@ def check(name, num_devices, dtype, *, is_reduced):
     shards = new_shards()
     assert has_kernel(optimizer, flat_params)
     assert len(flat_params.plans) > 1
-    fused = FusedUpdate(optimizer, flat_params, shards)
+    fused = FusedUpdate(optimizer, find_rule(optimizer), flat_params, shards)
     for step in range(8):
         # A parameter takes no part at times; the rate changes; a state is loaded; the stock optimizers step too.
         touched = set(range(len(params))) - ({step % 3} if step > 1 else set())
@@ -146,7 +147,7 @@ def check_in_place(name, num_devices, dtype, clip_norm):
         flat_params.chunks(flat_params.grads),
     )
     ShardedOptimizer(optimizer, flat_params.devices).attach(params, shards)
-    fused = FusedUpdate(optimizer, flat_params, shards)
+    fused = FusedUpdate(optimizer, find_rule(optimizer), flat_params, shards)
     for step in range(4):
         touched = {i for i in range(len(params)) if not (i == 4 and step % 2 and num_devices == 1)}
         update = EarlyUpdate(flat_params, fused, fused.prepare(touched), overlaps=False)
@@ -197,7 +198,7 @@ def rounding_to_nearest(convert):
 if __name__ == "__main__":
     interpreter._convert_float = rounding_to_nearest(interpreter._convert_float)
     plan.BUCKET_BYTES = 4096  # several buckets
-    kernels.num_programs = lambda num_blocks, device, num_away: 1 + num_away  # each has several blocks, as on GPUs
+    blocks.num_programs = lambda num_blocks, device, num_away: 1 + num_away  # each has several blocks, as on GPUs
     for name, num_devices, dtype in itertools.product(OPTIMIZERS, (1, 2, 3), DTYPES):
         for is_reduced in (False, True):
             check(name, num_devices, dtype, is_reduced=is_reduced)

@@ -15,7 +15,7 @@ Rule = Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[float]], Tensor]
 
 
 class Kernels:
-    """In place of both modules.
+    """In place of all these modules.
 
     Args:
         queue: Called with a function and the tensors to call it with, which it does at the right time.
@@ -24,13 +24,17 @@ class Kernels:
     def __init__(self, queue: Callable[..., None]) -> None:
         self._queue = queue
 
-    def run_adam(self, grads: Tensor, *tables: Tensor, factor: Tensor, **numbers: Any) -> None:
-        self._queue(functools.partial(_update, _adam, **numbers), grads, *tables, factor)
+    def of_updates(self) -> dict[str, Callable[..., None]]:
+        """Return what stands in for ``run`` of each module of ``everygpu.step.kernels``."""
+        return {
+            "reduce": self._run_reduce,
+            **{name: functools.partial(self._run_update, RULES[name]) for name in RULES},
+        }
 
-    def run_sgd(self, grads: Tensor, *tables: Tensor, factor: Tensor, **numbers: Any) -> None:
-        self._queue(functools.partial(_update, _sgd, **numbers), grads, *tables, factor)
+    def _run_update(self, rule: Rule, grads: Tensor, *tables: Tensor, factor: Tensor, **numbers: Any) -> None:
+        self._queue(functools.partial(_update, rule, **numbers), grads, *tables, factor)
 
-    def run_reduce(self, *tensors: Tensor, span: BlockRange, rank: int) -> None:
+    def _run_reduce(self, *tensors: Tensor, span: BlockRange, rank: int) -> None:
         self._queue(functools.partial(_reduce, span=span), *tensors)
 
     def run_send(self, *tables: Tensor, **numbers: Any) -> None:
@@ -130,6 +134,9 @@ def _sgd(value: Tensor, grad: Tensor, states: Sequence[Tensor], options: Sequenc
         kept.mul_(momentum).add_(grad, alpha=fresh)
         grad = nesterov * (grad + momentum * kept) + (1 - nesterov) * kept
     return value - lr * grad
+
+
+RULES: dict[str, Rule] = {"adam": _adam, "sgd": _sgd}
 
 
 def _at(address: int, numel: int, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,8 @@ from everygpu.parallel.buckets.plan import block_addresses, lay_out
 from everygpu.parallel.cuda_graphs.ready_events import ReadyEvents
 from everygpu.parallel.engines.thread_state import queueing_on
 from everygpu.step.flat_parameters import FlatParameters
-from everygpu.step.fused import FusedUpdate, HyperparameterTable
+from everygpu.step.fused import FusedUpdate
+from everygpu.step.hyperparameters import HyperparameterTable
 from everygpu.step.update import clip_factor
 
 

@@ -15,7 +15,8 @@ from everygpu.parallel.replicas.placement import place_module
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.flat_parameters import FlatParameters
-from everygpu.step.fused import FusedUpdate, HyperparameterTable, can_fuse, has_plain_options, keeps_states
+from everygpu.step.fused import FusedUpdate, has_plain_options, make_fused
+from everygpu.step.hyperparameters import HyperparameterTable
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.shards import Shards
 from everygpu.step.update import Share, is_fused
@@ -295,9 +296,7 @@ class ShardedUpdate:
         values, grads = flat_params.chunks(flat_params.values), flat_params.chunks(flat_params.grads)
         self._shards = Shards(self._optimizer.module, flat_params.params, flat_params.plans, values, grads)
         self._optimizer.attach(flat_params.params, self._shards)
-        stock = self._optimizer.module
-        may_fuse = can_fuse(stock, flat_params) and keeps_states(self._shards)
-        self._fused = FusedUpdate(stock, flat_params, self._shards) if may_fuse else None
+        self._fused = make_fused(self._optimizer.module, flat_params, self._shards)
 
     def _run_fused(self, fused: FusedUpdate, *, factor: float, is_reduced: bool) -> None:
         fused.run(self._touched, factor=factor, is_reduced=is_reduced)

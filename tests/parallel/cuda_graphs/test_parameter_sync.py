@@ -112,7 +112,7 @@ def test_kernels_are_loaded_before_a_recording(either_way: Devices, monkeypatch:
         monkeypatch.setattr(owner, name, lambda me, run=run: (ran.append(run.__qualname__), run(me)))
     exchange = ParameterSync(make_params(devices[0]), devices)
     movers = {type(bundle._mover) for bundle in exchange.bundles}
-    assert set(ran) == {f"{m.__name__}.send" for m in movers} | {f"_{m.__name__[:-5]}Sum.run" for m in movers}
+    assert set(ran) == {f"{m.__name__}.send" for m in movers} | {f"_{m.__name__[:-7]}GradReducer.run" for m in movers}
 
 
 def test_with_a_default_device(either_way: Devices) -> None:

@@ -1,0 +1,1 @@
+"""Optimizers that one kernel can do the work of: a rule each."""
