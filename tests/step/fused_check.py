@@ -19,6 +19,9 @@ from everygpu.step.shards import Shards
 from everygpu.step.update import clip_factor
 
 OPTIMIZERS = {
+    "Adagrad": lambda p: torch.optim.Adagrad(
+        p, lr=0.1, lr_decay=0.1, weight_decay=0.01, initial_accumulator_value=0.125
+    ),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.3, betas=(0.8, 0.999)),
     "AdamW-maximize": lambda p: torch.optim.AdamW(p, lr=0.01, maximize=True),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),

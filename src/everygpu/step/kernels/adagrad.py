@@ -1,0 +1,53 @@
+"""Adagrad.
+
+Source:
+    ``torch.optim.Adagrad``; Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic
+    Optimization", 2011.
+"""
+
+from functools import partial
+
+import triton
+import triton.language as tl
+
+from everygpu.comm.kernels import at
+from everygpu.step.kernels.blocks import run_update, scaled_sum, store_on_all
+
+
+@triton.jit(do_not_specialize=["first", "end", "stride", "rank"])
+def _adagrad(
+    grads,
+    values,
+    states,
+    rows,
+    lengths,
+    table,
+    factor,
+    first,
+    end,
+    stride,
+    rank,
+    SOURCES: tl.constexpr,
+    DEVICES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+) -> None:
+    inside = tl.arange(0, BLOCK)
+    for block in range(first + tl.program_id(0), end, tl.num_programs(0)):
+        row = tl.load(rows + block)
+        if row >= 0:
+            options = table + row * COLUMNS
+            sum_at = at(states, block, KIND) + inside
+            # What is here arrives while the gradients are on their way.
+            value = tl.load(at(values, rank * stride + block, KIND) + inside).to(tl.float32)
+            total = tl.load(sum_at).to(tl.float32)
+            grad = scaled_sum(grads, lengths, block, stride, rank, factor, options, SOURCES, BLOCK, KIND)
+            grad += tl.load(options + 1) * value
+            total += grad * grad
+            tl.store(sum_at, total.to(KIND))
+            value -= tl.load(options + 2) * grad / (tl.sqrt(total) + tl.load(options + 3))
+            store_on_all(values, block, stride, inside, value, rank, DEVICES, KIND)
+
+
+run = partial(run_update, _adagrad)
