@@ -9,7 +9,7 @@ from torch import nn
 from triton.runtime import interpreter
 
 from everygpu import ShardedOptimizer
-from everygpu.parallel.buckets import plan
+from everygpu.parallel.buckets import sizes
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.flat_parameters import FlatParameters
 from everygpu.step.fused import FusedUpdate, has_kernel
@@ -200,7 +200,7 @@ def rounding_to_nearest(convert):
 
 if __name__ == "__main__":
     interpreter._convert_float = rounding_to_nearest(interpreter._convert_float)
-    plan.BUCKET_BYTES = 4096  # several buckets
+    sizes.UPDATE_BYTES = 4096  # several buckets
     blocks.num_programs = lambda num_blocks, device, num_away: 1 + num_away  # each has several blocks, as on GPUs
     for name, num_devices, dtype in itertools.product(OPTIMIZERS, (1, 2, 3), DTYPES):
         for is_reduced in (False, True):

@@ -308,7 +308,7 @@ class Branching(Net):
 def test_the_norm_is_that_of_the_parameters_that_take_part(
     recording: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("everygpu.parallel.buckets.plan.BUCKET_BYTES", 1)
+    monkeypatch.setattr("everygpu.parallel.buckets.sizes.UPDATE_BYTES", 1)
     used = recording(2)
     data = [batch for pair in zip(batches(16, used[0]), batches(16, used[0], rows=6, ignore=False)) for batch in pair]
     nets = [Branching().to(used[0]) for _ in range(2)]

@@ -17,6 +17,7 @@ from everygpu.devices.p2p import reach_each_other
 from everygpu.devices.parse import DeviceLike
 from everygpu.errors import EveryGPUError, OptionError
 from everygpu.keys import align_keys, compiled_original, unwrap
+from everygpu.parallel.buckets.sizes import check_bucket_cap, replica_bucket_bytes
 from everygpu.parallel.compiler.eval_frame import not_compiled
 from everygpu.parallel.compiler.split_graph import SplitPolicy
 from everygpu.parallel.cuda_graphs.recorded_forward import Around, RecordedForward
@@ -84,6 +85,8 @@ class DataParallel(nn.Module):
         buffers: ``"first"``: the module keeps the buffers as its own shard changed them; ``"mean"``: float
             buffers such as BatchNorm's statistics are averaged over the replicas, weighted by rows.
         strict_device: Raise when the module is not on ``device_ids[0]``, instead of moving it.
+        bucket_cap_mb: Parameters, and gradients on their way back, travel in buckets of about this many MiB; 25 when
+            left out. ``TrainStep`` takes its buckets' size from here, too: left out, 16, or more for large models.
     Raises:
         ModuleError: ``module`` can't be replicated.
         DeviceError: a device is unknown, absent or named twice; this is one of several processes, as of torchrun.
@@ -109,6 +112,7 @@ class DataParallel(nn.Module):
         engine: str = "auto",
         buffers: str = "first",
         strict_device: bool = False,
+        bucket_cap_mb: float | None = None,
     ) -> None:
         super().__init__()
         check_process("DataParallel")
@@ -127,7 +131,9 @@ class DataParallel(nn.Module):
             raise OptionError(f"DataParallel: buffers must be one of {BUFFER_RULES}, got {buffers!r}.")
         if not isinstance(dim, int) or isinstance(dim, bool):
             raise OptionError(f"DataParallel: dim must be an int, got {dim!r}.")
+        check_bucket_cap(bucket_cap_mb, "DataParallel")
         self.dim = dim
+        self.bucket_cap_mb = bucket_cap_mb
         self.gather = gather
         self.engine = engine
         self.buffers_rule = buffers
@@ -256,13 +262,19 @@ class DataParallel(nn.Module):
             lambda make_leaves: me.make_replicas(make_leaves, fixed=True),
             lambda: (me.split, me.dim, me.gather, me.buffers_rule, me.output_device),
             ScatterSpec(devices=tuple(self.device_ids), dim=self.dim, split=self.split),
+            replica_bucket_bytes(self.bucket_cap_mb),
         )
 
     def make_replicas(self, make_leaves: Callable[[], Leaves] | None = None, *, fixed: bool = False) -> ReplicaSet:
         """Make replicas of the module as it is now; see ``ReplicaSet``."""
         fixed = fixed or isinstance(self._workers, CompiledReplicas)
         return ReplicaSet(
-            self.module, self.device_ids, strict_device=self.strict_device, fixed=fixed, make_leaves=make_leaves
+            self.module,
+            self.device_ids,
+            strict_device=self.strict_device,
+            fixed=fixed,
+            make_leaves=make_leaves,
+            bucket_bytes=replica_bucket_bytes(self.bucket_cap_mb),
         )
 
     def forward_with(self, replicas: ReplicaSet, *inputs: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ from everygpu import comm
 from everygpu.errors import OptimizerError, PlacementError
 from everygpu.parallel.buckets.bucket import SlotAlias, num_uses
 from everygpu.parallel.buckets.plan import BucketPlan, plan_buckets
+from everygpu.parallel.buckets.sizes import update_bucket_bytes
 from everygpu.parallel.replicas.module_tree import has_hooks
 
 PerDevice = list[Tensor]
@@ -26,18 +27,21 @@ class FlatParameters:
     Args:
         params: Trainable parameters, on ``devices[0]``.
         devices: One per replica.
+        bucket_cap_mb: Size at which a bucket is closed; see ``update_bucket_bytes``.
     Raises:
         PlacementError: a parameter is elsewhere.
         OptimizerError: two elements of parameters share memory, or gradients are to have another dtype.
     """
 
-    def __init__(self, params: Sequence[Tensor], devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self, params: Sequence[Tensor], devices: Sequence[torch.device], bucket_cap_mb: float | None = None
+    ) -> None:
         _check_place(params, devices[0])
         _check_grad_dtypes(params)
         check_memory(params)
         self.params = list(params)
         self.devices = list(devices)
-        self.plans = plan_buckets(params, len(devices))
+        self.plans = plan_buckets(params, len(devices), update_bucket_bytes(params, bucket_cap_mb))
         self.values = [_make_bucket(plan, devices) for plan in self.plans]
         self.grads = [_make_bucket(plan, devices) for plan in self.plans]
         # Views of their own version counters: of the values, to notice who writes; of the gradients, which are new.

@@ -13,6 +13,7 @@ from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import OptimizerError
 from everygpu.parallel.buckets.bucket import fill_views
 from everygpu.parallel.buckets.plan import BucketPlan, plan_buckets
+from everygpu.parallel.buckets.sizes import check_bucket_cap, update_bucket_bytes
 from everygpu.parallel.replicas.placement import check_process
 from everygpu.step.flat_parameters import check_memory
 from everygpu.step.shards import ELEMENTWISE, Shards, State, can_shard
@@ -38,20 +39,31 @@ class ShardedOptimizer(Optimizer):
             Adamax, NAdam, RAdam, RMSprop, Rprop, SGD. What state it has is taken over.
         device_ids: As for ``DataParallel``; when left out, every CUDA device if the parameters are on CUDA, else
             the parameters' own device.
+        bucket_cap_mb: Gradients and parameters travel in buckets of about this many MiB; 16 when left out, or more for
+            large models. In ``TrainStep`` the ``bucket_cap_mb`` of its ``DataParallel`` is used.
     Attributes:
         module: The stock optimizer.
     Raises:
         OptimizerError: this optimizer can't be sharded.
         DeviceError: a device is unknown, absent or named twice; this is one of several processes, as of torchrun.
+        OptionError: ``bucket_cap_mb`` is no size.
     Source:
         ZeRO stage 1: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
         2020. ``torch.distributed.optim.ZeroRedundancyOptimizer`` deals out whole parameters, to processes.
     """
 
-    def __init__(self, optimizer: Optimizer, device_ids: Sequence[DeviceLike] | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        device_ids: Sequence[DeviceLike] | None = None,
+        *,
+        bucket_cap_mb: float | None = None,
+    ) -> None:
         check_process("ShardedOptimizer")
         _check(optimizer)
+        check_bucket_cap(bucket_cap_mb, "ShardedOptimizer")
         self.module = optimizer
+        self.bucket_cap_mb = bucket_cap_mb
         self.devices = _find_devices(optimizer, device_ids)
         # Not Optimizer.__init__, which wants parameters of its own: this gives it its hooks.
         super().__setstate__({"defaults": optimizer.defaults})
@@ -125,10 +137,10 @@ class ShardedOptimizer(Optimizer):
             del self.module.__getstate__
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"module": self.module, "devices": self.devices}
+        return {"module": self.module, "devices": self.devices, "bucket_cap_mb": self.bucket_cap_mb}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["module"], state["devices"])  # type: ignore[misc]
+        self.__init__(state["module"], state["devices"], bucket_cap_mb=state["bucket_cap_mb"])  # type: ignore[misc]
 
     # How TrainStep uses it.
 
@@ -198,7 +210,7 @@ class ShardedOptimizer(Optimizer):
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         shards = self._shards
         if not isinstance(shards, _ChunkShards) or not shards.memory.fits(params):
-            shards = _ChunkShards(self.module, _ChunkMemory(params, self.devices))
+            shards = _ChunkShards(self.module, _ChunkMemory(params, self.devices, self.bucket_cap_mb))
             self.attach(params, shards)
         return shards
 
@@ -274,11 +286,11 @@ class ShardedOptimizer(Optimizer):
 class _ChunkMemory:
     """Each device's chunks, where parameters and gradients are on the primary device."""
 
-    def __init__(self, params: Sequence[Tensor], devices: Sequence[torch.device]) -> None:
+    def __init__(self, params: Sequence[Tensor], devices: Sequence[torch.device], bucket_cap_mb: float | None) -> None:
         check_memory(params)
         self.params = list(params)
         self._known = [_shape_of(p) for p in params]
-        self.plans = plan_buckets(params, len(devices))
+        self.plans = plan_buckets(params, len(devices), update_bucket_bytes(params, bucket_cap_mb))
         self.values = [_make_chunks(plan, devices) for plan in self.plans]
         self.grads = [_make_chunks(plan, devices) for plan in self.plans]
 

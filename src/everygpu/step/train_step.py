@@ -55,7 +55,7 @@ class TrainStep:
     are noticed as far as torch counts the write: after ``p.data.clamp_()`` on GPUs call ``step.refresh()``.
 
     Args:
-        model: A module, for every device there is, or a ``DataParallel``.
+        model: A module, for every device there is, or a ``DataParallel``, whose ``bucket_cap_mb`` the step uses.
         loss: Called as ``loss(output, *targets)``, returns one number, the mean over the batch; None when the
             model returns the loss itself: as a number, or under ``["loss"]`` or ``.loss``. A number may have any
             shape with one element; several replicas' are weighed by their rows.

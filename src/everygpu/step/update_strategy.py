@@ -282,7 +282,7 @@ class ShardedUpdate:
         """Make memory for the parameters as they are now, going on from what has accumulated before."""
         model = self._model
         place_module(model.module, model.device_ids[0], "TrainStep", strict=model.strict_device)
-        self._flat_params = FlatParameters(params, model.device_ids)
+        self._flat_params = FlatParameters(params, model.device_ids, model.bucket_cap_mb)
         if before is not None:
             self._flat_params.take_grads(before)
         self._replicas = None

@@ -7,13 +7,12 @@ from torch import nn
 
 from everygpu.parallel.buckets.plan import (
     BLOCK_NUMEL,
-    BUCKET_BYTES,
-    NUM_BUCKETS,
     block_addresses,
     block_lengths,
     lay_out,
     plan_buckets,
 )
+from everygpu.parallel.buckets.sizes import NUM_UPDATE_BUCKETS, UPDATE_BYTES, update_bucket_bytes
 
 shapes = st.lists(st.lists(st.integers(0, 40), min_size=0, max_size=3), min_size=1, max_size=8)
 
@@ -61,9 +60,9 @@ def test_buckets_hold_one_dtype_and_are_closed_at_a_size():
 
 
 def test_large_models_have_larger_buckets_and_not_more_of_them():
-    params = [torch.empty(BUCKET_BYTES // 4) for _ in range(3 * NUM_BUCKETS)]  # never touched
-    assert len(plan_buckets(params[:4], 2)) == 4
-    assert len(plan_buckets(params, 2)) <= NUM_BUCKETS + 1
+    params = [torch.empty(UPDATE_BYTES // 4) for _ in range(3 * NUM_UPDATE_BUCKETS)]  # never touched
+    assert len(plan_buckets(params[:4], 2, update_bucket_bytes(params[:4], None))) == 4
+    assert len(plan_buckets(params, 2, update_bucket_bytes(params, None))) <= NUM_UPDATE_BUCKETS + 1
 
 
 def test_views_have_the_parameters_own_strides():

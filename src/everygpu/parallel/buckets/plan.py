@@ -7,19 +7,13 @@ import torch
 from torch import Tensor
 
 from everygpu.parallel.buckets.bucket import dense_strides, group_by_storage, storage_offsets
+from everygpu.parallel.buckets.sizes import UPDATE_BYTES
 
 BLOCK_NUMEL = 1024
 """Parameters begin at, and chunks are whole multiples of: what one program of an update kernel works on."""
 
 ALIGNMENT_BYTES = 16
 """Of what the kernels load at a time."""
-
-BUCKET_BYTES = 16 * 2**20
-"""Size at which a bucket is closed: large enough for full bandwidth, small enough that the last, which no backward
-is left to hide, is soon done."""
-
-NUM_BUCKETS = 32
-"""About so many are made of a large model, larger ones: each costs Python a launch on every device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,20 +85,17 @@ class BucketPlan:
                 yield Piece(index=slot.index, start=0, offset=0, numel=0)
 
 
-def plan_buckets(params: Sequence[Tensor], num_chunks: int, limit_bytes: int | None = None) -> list[BucketPlan]:
+def plan_buckets(params: Sequence[Tensor], num_chunks: int, limit_bytes: int = UPDATE_BYTES) -> list[BucketPlan]:
     """Lay parameters out in buckets.
 
     Args:
         params: Strided; of any dtypes and shapes. Those that lie side by side in one storage, as a recurrent
             layer's weights, stay so.
         num_chunks: Devices that share the work.
-        limit_bytes: Size at which a bucket is closed; a larger parameter has one of its own. If left out,
-            ``BUCKET_BYTES``, or more where there would be more than about ``NUM_BUCKETS``.
+        limit_bytes: Size at which a bucket is closed; a larger parameter has one of its own.
     Returns:
         Buckets in the order in which backward usually finishes them: the last parameters first.
     """
-    if limit_bytes is None:
-        limit_bytes = max(BUCKET_BYTES, sum(p.nbytes for p in params) // NUM_BUCKETS)
     backwards = range(len(params))[::-1]
     return [
         plan_bucket(params, members, num_chunks, together=together)

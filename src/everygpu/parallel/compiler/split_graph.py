@@ -12,19 +12,13 @@ from typing import Any
 
 from torch import nn
 
+from everygpu.parallel.buckets.sizes import NUM_PIECES, PIECE_BYTES
 from everygpu.parallel.compiler.dynamo import inputs_of, is_written, value_of
 from everygpu.parallel.switches import splits_graphs
 from everygpu.torch_private.compiler import make_ddp_optimizer, tracing_context
 
 Backend = Callable[[Any, list[Any]], Callable[..., Any]]
 """From Dynamo's graph and example inputs to what runs it."""
-
-NUM_PIECES = 6
-"""Into how many a large graph is cut: at each cut values go through memory, which costs a little; and what is left to
-do after backward is the work on the last piece's gradients."""
-
-PIECE_BYTES = 25 * 2**20
-"""A piece has parameters of so many bytes at least: as under DistributedDataParallel, where torch cuts likewise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

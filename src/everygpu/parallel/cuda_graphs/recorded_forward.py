@@ -71,6 +71,7 @@ class RecordedForward:
         make_replicas: Makes replicas whose parameters are leaves.
         options: Gives what a recording depends on besides.
         route: How batches are cut.
+        bucket_bytes: Size at which a group of parameters is closed.
     """
 
     def __init__(
@@ -80,12 +81,14 @@ class RecordedForward:
         make_replicas: Callable[[Callable[[], Twins]], ReplicaSet],
         options: Callable[[], Hashable],
         route: ScatterSpec,
+        bucket_bytes: int,
     ) -> None:
         self._module = module
         self._run = run
         self._make_replicas = make_replicas
         self._options = options
         self._devices = route.devices
+        self._bucket_bytes = bucket_bytes
         self._replicas: ReplicaSet | None = None
         self._modules: list[nn.Module] = []
         self._sync: ParameterSync | None = None
@@ -193,7 +196,7 @@ class RecordedForward:
         return [p for p in self._module().parameters() if p.requires_grad]
 
     def _make_twins(self) -> Twins:
-        self._sync = ParameterSync(self._trained(), self._devices)
+        self._sync = ParameterSync(self._trained(), self._devices, self._bucket_bytes)
         return self._sync.twins()
 
     @property

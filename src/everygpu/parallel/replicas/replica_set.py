@@ -8,14 +8,12 @@ from torch import Tensor, nn
 from everygpu import comm
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.parallel.buckets.bucket import Bucket, broadcast_tensor, group_by_storage
+from everygpu.parallel.buckets.sizes import REPLICA_BYTES
 from everygpu.parallel.replicas.attributes import ReplicaModule, Watch
 from everygpu.parallel.replicas.module_tree import ModuleTree, has_hooks, is_dense
 from everygpu.parallel.replicas.placement import check_module, place_module
 
 Leaves = Mapping[int, Sequence[Tensor]]
-
-BUCKET_BYTES = 25 * 2**20
-"""Size at which a bucket is closed: DistributedDataParallel's default, large enough for full bandwidth."""
 
 
 def replicate(network: nn.Module, devices: Sequence[DeviceLike], detach: bool = False) -> list[nn.Module]:
@@ -56,6 +54,7 @@ class ReplicaSet:
             to its twin on each device after the first. Asked whenever the module has changed its arrangement.
             Frozen parameters are then sent only when torch counts a write to them, or always on the CPU, where
             that costs no more than looking.
+        bucket_bytes: Size at which a bucket is closed.
     """
 
     def __init__(
@@ -66,9 +65,11 @@ class ReplicaSet:
         strict_device: bool = False,
         fixed: bool = False,
         make_leaves: Callable[[], Leaves] | None = None,
+        bucket_bytes: int = REPLICA_BYTES,
     ) -> None:
         self.module = module
         self._fixed = fixed
+        self._bucket_bytes = bucket_bytes
         self._make_leaves = make_leaves
         self._devices = list(devices)
         self._strict_device = strict_device
@@ -158,7 +159,7 @@ class ReplicaSet:
         hooked = [[i] for i in flat if tensors[i].requires_grad and has_hooks(tensors[i])]
         alone = {*frozen, *(i for (i,) in hooked)}
         for which in (frozen, *hooked, [i for i in flat if i not in alone]):
-            for members, together in group_by_storage(tensors, which, BUCKET_BYTES):
+            for members, together in group_by_storage(tensors, which, self._bucket_bytes):
                 self._members.append(members)
                 self._buckets.append(
                     Bucket(

@@ -8,10 +8,11 @@ from torch import Tensor
 from everygpu import comm
 from everygpu.comm.streams import synchronize_streams
 from everygpu.parallel.buckets.bucket import Grads, group
+from everygpu.parallel.buckets.sizes import REPLICA_BYTES
 from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
 from everygpu.parallel.cuda_graphs.transfer.param_group import ParamGroup
 from everygpu.parallel.engines.thread_state import queueing_on
-from everygpu.parallel.replicas.replica_set import BUCKET_BYTES, Leaves
+from everygpu.parallel.replicas.replica_set import Leaves
 
 
 class ParameterSync:
@@ -26,7 +27,7 @@ class ParameterSync:
     """
 
     def __init__(
-        self, params: Sequence[Tensor], devices: Sequence[torch.device], limit_bytes: int = BUCKET_BYTES
+        self, params: Sequence[Tensor], devices: Sequence[torch.device], limit_bytes: int = REPLICA_BYTES
     ) -> None:
         self.params = list(params)
         self._devices = list(devices)
