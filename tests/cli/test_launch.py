@@ -49,3 +49,8 @@ def test_other_errors_go_through(monkeypatch):
     monkeypatch.setattr(run, "main", lambda arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         launch(Launch(num_processes=2), "train.py", [])
+
+
+def test_a_module():
+    plan = Launch(num_processes=2, is_module=True)
+    assert plan.arguments("package.train", ["-x"])[-4:] == ["2", "--module", "package.train", "-x"]

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from everygpu.cli import main
 from everygpu.cli.filters import Filters
 from everygpu.cli.plan import Manners, Plan, Request, choose_gpus, parse_request, plan_run
-from everygpu.cli.script import run_script
+from everygpu.cli.script import run_module, run_script
 from everygpu.devices import nvml
 from everygpu.devices.nvml import sample_devices
 from everygpu.devices.reserve import Holder
@@ -400,6 +400,83 @@ class TestInThisProcess:
         result = CliRunner().invoke(main, [path if word == "SCRIPT" else word for word in arguments])
         assert result.exit_code == 2
         assert result.stderr != ""
+
+
+MODULE = """
+import json, multiprocessing, sys
+def work(queue): queue.put(__name__)
+if __name__ == "__main__":
+    from . import other
+    queue = multiprocessing.get_context("spawn").SimpleQueue()
+    child = multiprocessing.get_context("spawn").Process(target=work, args=(queue,))
+    child.start(); name = queue.get(); child.join()
+    main = sys.modules["__main__"]
+    print(json.dumps([sys.argv, sys.path[0], main.__file__, main.__package__, main.__spec__.name, __name__, name]))
+    sys.exit(7)
+"""
+
+
+# Without the worker process: Python's own don't find a package's ``__main__``.
+ALONE = MODULE.replace("child.start(); name = queue.get(); child.join()", "name = None")
+
+
+@pytest.fixture
+def package(tmp_path):
+    folder = tmp_path / "package"
+    folder.mkdir()
+    for name, text in {"__init__": "", "other": "", "train": MODULE, "__main__": ALONE, "fails": "1 / 0"}.items():
+        (folder / f"{name}.py").write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize("module", ["package.train", "package"])
+def test_a_module_is_run_as_python_does(package, module):
+    python = subprocess.run(
+        [sys.executable, "-m", module, "--lr", "1"], cwd=package, capture_output=True, text=True, check=False
+    )
+    ours = everygpu("run", "--cpu", "-m", module, "--lr", "1", cwd=package)
+    assert (ours.returncode, json.loads(ours.stdout)) == (7, json.loads(python.stdout))
+
+
+class TestModule:
+    @pytest.fixture(autouse=True)
+    def same_interpreter(self, monkeypatch, package):
+        monkeypatch.chdir(package)
+        monkeypatch.setattr(sys, "argv", sys.argv)
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+        for name in CPU:
+            monkeypatch.setenv(name, "-1")
+        yield
+        for name in [name for name in sys.modules if name.split(".")[0] == "package"]:
+            del sys.modules[name]
+
+    def test_its_traceback_begins_in_it(self, capsys):
+        assert run_module("package.fails", []) == 1
+        said = capsys.readouterr().err
+        assert "ZeroDivisionError" in said
+        assert "script.py" not in said
+
+    @pytest.mark.parametrize("name", ["nowhere", "package.nowhere", "nowhere.train", "package.train.deeper"])
+    def test_one_that_is_not_there(self, name):
+        result = CliRunner().invoke(main, ["run", "--cpu", "-m", name])
+        assert result.exit_code == 1
+        assert result.output.startswith("everygpu run: ")
+        assert name.partition(".")[0] in result.output
+
+    def test_a_script_that_is_not_there(self):
+        result = CliRunner().invoke(main, ["run", "package.train"])
+        assert result.exit_code == 2
+        assert "'package.train' does not exist. For a module, write -m." in result.stderr
+
+
+@pytest.mark.parametrize(("size", "said"), [("8", "Write 8GiB"), (" 1.5 ", "needs a unit"), ("much", "looks like")])
+@pytest.mark.parametrize("option", ["--min-free", "--min-total"])
+def test_a_size_needs_its_unit(option, size, said):
+    result = CliRunner().invoke(main, ["devices", option, size])
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option}'" in result.stderr
+    assert said in result.stderr
 
 
 def test_worker_processes_find_the_script(script):

@@ -192,6 +192,15 @@ class TestCommand:
     def test_a_second_loader_that_is_not_there(self, script):
         done = self.invoke("--loader", "2", script("list(loader(3))"), code=1)
         assert "must iterate 2 DataLoaders" in done.stderr
+        assert "Pass a --loader below 2." in done.stderr
+
+    def test_an_interrupt_before_the_loader_is_made(self, script):
+        self.invoke(script("raise KeyboardInterrupt"), code=130)
+
+    def test_an_interrupt_of_a_trial(self, script, monkeypatch):
+        done = subprocess.CompletedProcess([], returncode=130, stdout="", stderr="")
+        monkeypatch.setattr(subprocess, "run", lambda *args, **options: done)
+        self.invoke("--batch-size", script(TRAIN), code=130)
 
     @pytest.mark.parametrize("which", ["0", "-1"])
     def test_loaders_are_counted_from_1(self, script, which):

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import click
 
+from everygpu.cli.numbers import Size
 from everygpu.devices.select import Demand, SortKey, check_demand
 
 
@@ -48,8 +49,8 @@ class Filters:
 
 _OPTIONS = (
     click.option("--min-count", type=int, metavar="N", help="Fewer than asked for will do, down to this many."),
-    click.option("--min-free", metavar="SIZE", help="Only GPUs with this much memory free, such as 8GiB."),
-    click.option("--min-total", metavar="SIZE", help="Only GPUs with this much memory altogether."),
+    click.option("--min-free", type=Size(), metavar="SIZE", help="Only GPUs with this much memory free, such as 8GiB."),
+    click.option("--min-total", type=Size(), metavar="SIZE", help="Only GPUs with this much memory altogether."),
     click.option("--max-utilization", type=float, metavar="PCT", help="Only GPUs that are at most this busy."),
     click.option("--name", metavar="TEXT", help="Only GPUs with this in their name, such as H100."),
     click.option(

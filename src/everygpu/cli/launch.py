@@ -15,6 +15,8 @@ class Launch:
     """As torchrun's ``--nnodes``: ``"2"`` or ``"1:4"``; None for this box alone."""
     rdzv_endpoint: str | None = None
     """As torchrun's ``--rdzv-endpoint``: host and port at which the boxes meet."""
+    is_module: bool = False
+    """Whether the script is named as for ``python -m``."""
 
     def arguments(self, script: str, args: Sequence[str]) -> list[str]:
         """Write torchrun's command line."""
@@ -23,7 +25,8 @@ class Launch:
         else:
             meeting = ["--nnodes", self.nnodes, "--rdzv-backend", "c10d"]
             meeting += ["--rdzv-endpoint", self.rdzv_endpoint or "", "--rdzv-id", os.path.basename(script)]
-        return [*meeting, "--nproc-per-node", str(self.num_processes), script, *args]
+        module = ["--module"] if self.is_module else []
+        return [*meeting, "--nproc-per-node", str(self.num_processes), *module, script, *args]
 
 
 def launch(plan: Launch, script: str, args: Sequence[str]) -> tuple[int, str | None]:

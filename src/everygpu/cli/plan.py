@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import click
 
+from everygpu.cli.output import without_caller
 from everygpu.devices import nvml
 from everygpu.devices.nvml import DeviceSample
 from everygpu.devices.reserve import OWN, Holder, Reservation, reserve
@@ -132,7 +133,7 @@ def _take(select: Callable[[Mapping[str, Holder]], list[DeviceSample]], manners:
             if time.monotonic() >= deadline:
                 raise
             if not has_told:
-                manners.tell(f"waiting for GPUs.\n{error}")
+                manners.tell(f"waiting for GPUs.\n{without_caller(str(error))}")
                 has_told = True
         time.sleep(min(_POLL_S, max(0.0, deadline - time.monotonic())))
 

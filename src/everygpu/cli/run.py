@@ -4,6 +4,7 @@ import math
 import os
 import re
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import click
@@ -13,7 +14,7 @@ from everygpu.cli.filters import Filters, filter_options
 from everygpu.cli.launch import Launch, launch
 from everygpu.cli.numbers import FiniteRange
 from everygpu.cli.plan import NO_GPU, Manners, Plan, Request, parse_request, plan_run
-from everygpu.cli.script import run_script
+from everygpu.cli.script import run_module, run_script
 from everygpu.cli.text import harmless
 from everygpu.devices import nvml
 
@@ -61,7 +62,8 @@ def _read_processes(context: click.Context, option: click.Parameter, text: str |
 )
 @click.option("--nnodes", metavar="N", help="With --processes: how many boxes, as torchrun's.")
 @click.option("--rdzv-endpoint", metavar="HOST:PORT", help="With --nnodes: where the boxes meet, as torchrun's.")
-@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.option("-m", "--module", "is_module", is_flag=True, help="SCRIPT is a module's name, as for `python -m`.")
+@click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run_chosen(
     gpus: Request,
@@ -74,6 +76,7 @@ def run_chosen(
     processes: int | None,
     nnodes: str | None,
     rdzv_endpoint: str | None,
+    is_module: bool,
     script: str,
     args: tuple[str, ...],
 ) -> None:
@@ -87,6 +90,8 @@ def run_chosen(
         raise click.UsageError("--cpu hides every GPU: leave out --gpus and the filters.")
     if timeout is not None and not wait:
         raise click.UsageError("--timeout says how long to wait: add --wait.")
+    if not is_module and not os.path.isfile(script):
+        raise click.BadParameter(f"File {script!r} does not exist. For a module, write -m.", param_hint="'SCRIPT'")
     _check_launch(processes, nnodes, rdzv_endpoint)
     wait_s = 0.0 if not wait else math.inf if timeout is None else timeout
     if cpu:
@@ -100,9 +105,9 @@ def run_chosen(
     if split is not None:
         os.environ[SPLIT_VARIABLE] = _SPLITS[split]
     if processes is None:
-        sys.exit(_run_here(plan, script, args))
+        sys.exit(_run_here(plan, run_module if is_module else run_script, script, args))
     num_processes = processes or max(1, plan.num_gpus)
-    together = Launch(num_processes=num_processes, nnodes=nnodes, rdzv_endpoint=rdzv_endpoint)
+    together = Launch(num_processes=num_processes, nnodes=nnodes, rdzv_endpoint=rdzv_endpoint, is_module=is_module)
     code, note = launch(together, script, args)
     _tell(note)
     sys.exit(code)
@@ -120,8 +125,10 @@ def _check_launch(processes: int | None, nnodes: str | None, rdzv_endpoint: str 
         raise click.UsageError("--nnodes and --rdzv-endpoint go together: every box must be told where they meet.")
 
 
-def _run_here(plan: Plan, script: str, args: tuple[str, ...]) -> str | int | None:
-    code = run_script(script, args)
+def _run_here(
+    plan: Plan, run: Callable[[str, Sequence[str]], str | int | None], script: str, args: tuple[str, ...]
+) -> str | int | None:
+    code = run(script, args)
     if plan.num_gpus and code in (None, 0):
         _warn_if_unused(plan.num_gpus)
     return code

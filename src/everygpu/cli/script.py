@@ -1,11 +1,57 @@
-"""Be ``python script.py``, in this process."""
+"""Be ``python script.py``, or ``python -m module``, in this process."""
 
 import importlib.machinery
+import importlib.util
 import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from types import CodeType, ModuleType
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
+
+
+def run_module(name: str, args: Sequence[str]) -> str | int | None:
+    """Run a module as ``python -m name args…`` would, in this process.
+
+    Args:
+        name: Dotted; of a package, its ``__main__`` is run.
+        args: What follows it in ``sys.argv``, of which the first is the module's file.
+    Returns:
+        As ``run_script``.
+    Source:
+        ``runpy.run_module``. We differ as ``python`` itself does: ``__main__`` stays the module.
+    """
+    sys.argv = ["-m", *args]  # what the packages around it see while they are imported
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.getcwd()
+    code: CodeType | None = None
+
+    def execute() -> None:
+        nonlocal code
+        spec, code = _find_module(name)
+        sys.argv[0] = spec.origin or name
+        module = ModuleType("__main__")
+        module.__spec__, module.__loader__, module.__package__ = spec, spec.loader, spec.parent
+        module.__file__ = spec.origin
+        sys.modules["__main__"] = module
+        exec(code, module.__dict__)
+
+    return _run(execute, lambda: None if code is None else code.co_filename)
+
+
+def _find_module(name: str) -> tuple[importlib.machinery.ModuleSpec, CodeType]:
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except (ModuleNotFoundError, ValueError) as cause:  # of a package around it
+        sys.exit(f"everygpu run: {cause}.")
+    code = getattr(spec.loader, "get_code", lambda _: None)(spec.name) if spec is not None else None
+    if spec is None or code is None:
+        sys.exit(f"everygpu run: no module named {name!r} that could be run. Check the name and the working directory.")
+    return spec, code
 
 
 def run_script(
@@ -29,17 +75,26 @@ def run_script(
     sys.argv = [script, *args]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(script))
+    return _run(lambda: _execute(path), lambda: path, is_expected)
+
+
+def _run(
+    execute: Callable[[], None],
+    find_file: Callable[[], str | None],
+    is_expected: Callable[[BaseException], bool] = lambda _: False,
+) -> str | int | None:
+    """Execute a program to its end; show an exception from where it is in the program's file."""
     try:
-        _execute(path)
+        execute()
     except SystemExit as stop:
         return stop.code
     except KeyboardInterrupt as error:
-        _show(error, path)
-        return 130
+        _show(error, find_file())
+        return INTERRUPTED
     except BaseException as error:  # noqa: BLE001 - the interpreter's place: show it and end with 1
         if is_expected(error):
             return 0
-        _show(error, path)
+        _show(error, find_file())
         return 1
     return 0
 
@@ -54,9 +109,9 @@ def _execute(path: str) -> None:
     exec(code, module.__dict__)
 
 
-def _show(error: BaseException, path: str) -> None:
+def _show(error: BaseException, path: str | None) -> None:
     """Show a traceback that begins in the script, through the hook that the script may have set."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename != path:
+    while path is not None and trace is not None and trace.tb_frame.f_code.co_filename != path:
         trace = trace.tb_next
     sys.excepthook(type(error), error.with_traceback(trace), trace)

@@ -16,6 +16,7 @@ from rich.table import Table
 from everygpu.child import python_command
 from everygpu.cli.numbers import FiniteRange
 from everygpu.cli.output import Output
+from everygpu.cli.script import INTERRUPTED
 from everygpu.cli.text import harmless
 from everygpu.units import format_size
 
@@ -95,7 +96,7 @@ def _tune_workers(console: Console, script: str, args: Sequence[str], which: int
 
     loader, code = observe.find_loader(script, args, which)
     if loader is None:
-        raise click.ClickException(_explain_end(script, which, code))
+        raise _explain_end(script, which, code)
     with console.status("loading data…") as status:
         report = tune_workers(
             loader,
@@ -118,9 +119,15 @@ def _tune_workers(console: Console, script: str, args: Sequence[str], which: int
     }
 
 
-def _explain_end(script: str, which: int, code: str | int | None) -> str:
+def _explain_end(script: str, which: int, code: str | int | None, last: str = "") -> BaseException:
+    """Say that a script ended too early; of one that Ctrl-C ended, only that."""
+    if code == INTERRUPTED:
+        return KeyboardInterrupt()
     loader = "a DataLoader" if which == 1 else f"{which} DataLoaders"
-    return f"{script} must iterate {loader}, but ended before, with exit code {code}."
+    advice = "" if which == 1 else f" Pass a --loader below {which}."
+    return click.ClickException(
+        f"{script} must iterate {loader}, but ended before, with exit code {code}.{advice}{last}"
+    )
 
 
 def _tune_batch_size(console: Console, script: str, args: Sequence[str], which: int, headroom: float) -> dict[str, Any]:
@@ -161,6 +168,7 @@ def try_rows(num_rows: int, script: str, args: Sequence[str], which: int, headro
         ``num_rows``, ``fits``, and where it fits ``peak_bytes``.
     Raises:
         click.ClickException: the script failed by itself; its last lines are in the message.
+        KeyboardInterrupt: it was interrupted.
     """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
@@ -169,6 +177,6 @@ def try_rows(num_rows: int, script: str, args: Sequence[str], which: int, headro
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
         if not result.exists():
             last = harmless("\n".join((done.stderr or done.stdout).splitlines()[-12:]), keep="\n\t")
-            raise click.ClickException(f"{_explain_end(script, which, done.returncode)}\n{last}")
+            raise _explain_end(script, which, done.returncode, f"\n{last}")
         record: dict[str, Any] = json.loads(result.read_text())
         return record
