@@ -20,6 +20,7 @@ import torch
 
 import everygpu
 from everygpu.checkpoint.contents import read_any
+from everygpu.checkpoint.foreign.formats import is_native
 from everygpu.checkpoint.verify import examine
 from everygpu.errors import EveryGPUError
 from tests.faults.spoil import READERS, Spoiler
@@ -50,8 +51,9 @@ def fuzz(reader: str, num_cases: int, seed: int = 0) -> Outcome:
     results: Counter[str] = Counter()
     findings, peak, longest, begin = [], 0, 0.0, 0
     with tempfile.TemporaryDirectory() as directory:
+        spoiler = Spoiler(Path(directory), *READERS[reader])
         while begin < num_cases:
-            status, lines = _run_worker(reader, range(begin, num_cases), seed, Path(directory) / str(begin))
+            status, lines = _run_worker(spoiler, f"{seed} {reader}", range(begin, num_cases))
             for line in lines:
                 results[line["result"]] += 1
                 findings += [f"{reader} {line['case']}: {finding}" for finding in line["findings"]]
@@ -70,7 +72,7 @@ def _describe(status: int) -> str:
     return f"no answer in {LONGEST_S} s" if number == signal.SIGALRM else signal.Signals(number).name
 
 
-def _run_worker(reader: str, cases: range, seed: int, directory: Path) -> tuple[int, list[dict[str, Any]]]:
+def _run_worker(spoiler: Spoiler, seed: str, cases: range) -> tuple[int, list[dict[str, Any]]]:
     """Fork a process that does one case after another until one is its end."""
     readable, writable = os.pipe()
     sys.stdout.flush()
@@ -79,7 +81,7 @@ def _run_worker(reader: str, cases: range, seed: int, directory: Path) -> tuple[
         os.close(readable)
         status = 1
         try:
-            _work(reader, cases, seed, directory, writable)
+            _work(spoiler, seed, cases, writable)
             status = 0
         except BaseException:
             traceback.print_exc()
@@ -91,16 +93,14 @@ def _run_worker(reader: str, cases: range, seed: int, directory: Path) -> tuple[
     return os.waitpid(child, 0)[1], lines
 
 
-def _work(reader: str, cases: range, seed: int, directory: Path, told: int) -> None:
+def _work(spoiler: Spoiler, seed: str, cases: range, told: int) -> None:
     torch.set_num_threads(1)  # OpenMP's threads were not forked with it: they would be waited for
     warnings.simplefilter("ignore")
-    directory.mkdir()
-    spoiler = Spoiler(directory, *READERS[reader])
     limit = _data_bytes() + REFUSED_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     for case in cases:
-        path = spoiler(random.Random(f"{seed} {reader} {case}"))
+        path = spoiler(random.Random(f"{seed} {case}"))
         with _measured() as measured:
             results = [_result(verb, path) for verb in (_load, read_any, examine)]
         findings = [problem for _, problem in results if problem]
@@ -123,7 +123,7 @@ def _measured() -> Iterator[dict[str, Any]]:
 
 
 def _load(path: Path) -> None:
-    everygpu.load(path, model=torch.nn.Linear(3, 2), rng=True)
+    everygpu.load(path, model=torch.nn.Linear(3, 2), rng=is_native(path))
 
 
 def _result(verb: Any, path: Path) -> tuple[str, str]:

@@ -39,9 +39,9 @@ PICKLES = [
         b"}X\x01\0\0\0a" + _TUPLE_60 + b"s",
         _TUPLE_60 + b")R",  # called, and printed
         b"]q\0h\0a",  # holds itself
-        b"}" + _doubled(b")", b"\x85", 200_000) + b"Ns",
+        b"}" + _doubled(b")", b"\x85", 20_000) + b"Ns",
         _doubled(b"]", b"a", 1) + b"N",
-        b"(" * 100_000 + b"t" * 100_000,
+        b"(" * 20_000 + b"t" * 20_000,
         b"}X\x01\0\0\0w" + _doubled(b"]", b"q\0]h\0ah\0a", 60) + b"s",
         _GLOBAL["bytearray"] + _INT + b"\x85R",
         _GLOBAL["_rebuild_from_type_v2"] + b"(" + _GLOBAL["bytearray"] + b"N" + _INT + b"\x85}tR",
