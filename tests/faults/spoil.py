@@ -236,14 +236,14 @@ def spoil_torch(path: Path, chance: Chance) -> None:
         members = {entry.filename: archive.read(entry) for entry in archive.infolist()}
     name = chance.choice([*members, "a/data.pkl", "a/data.pkl"])
     members[name] = chance.choice(PICKLES) if chance.random() < 0.5 else spoil_bytes(members[name], chance)
-    if chance.random() < 0.1:
-        members[name] = bytes(300 * 2**20 if chance.random() < 0.1 else 2**20)
-    return void(path.write_bytes(_pack(members, chance)))
-
-
-def _pack(members: dict[str, bytes], chance: Chance) -> bytes:
-    buffer = io.BytesIO()
     method = chance.choice([zipfile.ZIP_STORED] * 3 + [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+    if chance.random() < 0.1:
+        members[name] = bytes(300 * 2**20 if method == zipfile.ZIP_DEFLATED else 2**20)
+    return void(path.write_bytes(_pack(members, method, chance)))
+
+
+def _pack(members: dict[str, bytes], method: int, chance: Chance) -> bytes:
+    buffer = io.BytesIO()
     with warnings.catch_warnings(), zipfile.ZipFile(buffer, "w", method, compresslevel=1) as archive:
         warnings.simplefilter("ignore")  # of names that are there twice
         for name, data in members.items():
