@@ -166,7 +166,7 @@ def check_in_place(name, num_devices, dtype, clip_norm):
                 ]
                 q.grad = sum(found).float() if found else None
         assert update.touched() == touched
-        update.settle()
+        update.write_tables()
         chunks = list(itertools.product(range(len(flat_params.plans)), range(num_devices)))
         if clip_norm is None:
             for b, rank in chunks:

@@ -118,7 +118,7 @@ def make_tables(
         rank: Which device.
     """
     plans, device = flat_params.plans, flat_params.devices[rank]
-    states = [[torch.zeros(p.chunk_numel, dtype=p.dtype, device=device) for _ in rule.states] for p in plans]
+    states = [[plan.make_chunk(device) for _ in rule.states] for plan in plans]
     begins = [rank * plan.chunk_numel for plan in plans]
     grads = _find_blocks(flat_params.grads, begins, spans, device)
     num_blocks = sum(span.num_blocks for span in spans)

@@ -3,15 +3,14 @@
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.utils.hooks import RemovableHandle
 
 from everygpu import comm
 from everygpu.comm.streams import synchronize_streams
-from everygpu.parallel.buckets.plan import block_addresses, lay_out
+from everygpu.parallel.buckets.grad_tables import GradTables
 from everygpu.parallel.cuda_graphs.ready_events import ReadyEvents
 from everygpu.parallel.engines.thread_state import queueing_on
 from everygpu.step.flat_parameters import FlatParameters
@@ -26,7 +25,7 @@ class EarlyUpdate:
     A recording's memory stays where it is: gradients are read where backward has put them, not added to others first.
 
     Args:
-        arena: The parameters, on CUDA devices.
+        flat_params: The parameters, on CUDA devices.
         fused: Their update.
         rows: What ``FusedUpdate.prepare`` returned.
         overlaps: Begin before backward is over.
@@ -40,12 +39,8 @@ class EarlyUpdate:
         self._fused = fused
         self._overlaps = overlaps
         self._marks = ReadyEvents(flat_params.devices)
-        self._grads: list[dict[int, Tensor]] = []
         self._touched: set[int] = set()
-        # For each device, the addresses of all devices' gradients for the blocks of its chunks.
-        shape = len(flat_params.devices), fused.num_blocks
-        self._sources = [torch.zeros(shape, dtype=torch.int64, device=d) for d in flat_params.devices]
-        self._is_settled = False
+        self._sources = GradTables(flat_params.plans, flat_params.devices, flat_params.devices)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -55,14 +50,13 @@ class EarlyUpdate:
             RuntimeError: torch's, in backward, where a parameter is needed after its gradient is complete.
         """
         self._clear()
-        handles = self._mark_buckets() if self._overlaps else []
+        groups = self._members() if self._overlaps else []
         try:
-            yield
+            with self._marks.watching(groups, _on_accumulation):
+                yield
             self._touched = {i for tensors in self._replicas() for i, t in enumerate(tensors) if t.grad is not None}
-            self._grads = [self._take(j) for j in range(len(self._flat_params.devices))]
+            self._take_grads()
         finally:
-            for handle in handles:
-                handle.remove()
             self._clear()
 
     def touched(self) -> set[int]:
@@ -94,10 +88,12 @@ class EarlyUpdate:
         return norm
 
     def _update(self, b: int, rank: int) -> None:
-        self._fused.launch_range(self._fused.spans[b], rank, self.rows, is_reduced=False, grads=self._sources[rank])
+        self._fused.launch_range(
+            self._fused.spans[b], rank, self.rows, is_reduced=False, grads=self._sources.tables[rank]
+        )
 
     def _reduce(self, b: int, rank: int) -> None:
-        self._fused.reduce_range(self._fused.spans[b], rank, self.rows, self._sources[rank])
+        self._fused.reduce_range(self._fused.spans[b], rank, self.rows, self._sources.tables[rank])
 
     def _used_buckets(self) -> list[int]:
         plans = enumerate(self._flat_params.plans)
@@ -113,35 +109,24 @@ class EarlyUpdate:
 
         self._marks.run_beside({b: functools.partial(work, b) for b in self._used_buckets()})
 
-    def settle(self) -> None:
+    def write_tables(self) -> None:
         """After the recording, before its first launch: tell the kernels where the gradients are."""
-        if self._is_settled:
-            return
-        for rank, table in enumerate(self._sources):
-            rows = [[block_addresses(plan, rank, grads) for plan in self._flat_params.plans] for grads in self._grads]
-            table.copy_(torch.stack([torch.cat(row) for row in rows]))
-        self._is_settled = True
+        self._sources.write()
 
-    def _mark_buckets(self) -> list[Any]:
-        handles = []
-        for b, plan in enumerate(self._flat_params.plans):
-            members = [slot.index for slot in plan.slots if slot.index in self.rows.row_of]
-            for j, tensors in enumerate(self._replicas()):
-                note = self._marks.counter(b, j, [tensors[i] for i in members])
-                handles += [_on_accumulation(tensors[i], note) for i in members]
-        return handles
+    def _members(self) -> list[list[list[Tensor]]]:
+        """Return for each bucket and replica the tensors that are updated."""
+        updated, replicas = self.rows.row_of, self._replicas()
+        indices = [[slot.index for slot in plan.slots if slot.index in updated] for plan in self._flat_params.plans]
+        return [[[tensors[i] for i in members] for tensors in replicas] for members in indices]
 
-    def _take(self, replica: int) -> dict[int, Tensor]:
-        """Return one device's gradients by parameter; zeros for those that only others have."""
-        tensors = self._replicas()[replica]
-        taken = {}
-        for b, slot in ((b, slot) for b, plan in enumerate(self._flat_params.plans) for slot in plan.slots):
-            grad = tensors[slot.index].grad
-            if slot.index in self.rows.row_of or grad is not None:
-                taken[slot.index] = lay_out(grad, slot, tensors[slot.index])
-                if taken[slot.index] is not grad:  # it is made only now
+    def _take_grads(self) -> None:
+        """Keep all gradients; zeros for those of parameters that only other replicas have one of."""
+        for replica, tensors in enumerate(self._replicas()):
+            for b, plan in enumerate(self._flat_params.plans):
+                grads = {slot.index: tensors[slot.index].grad for slot in plan.slots}
+                kept = {i: g for i, g in grads.items() if i in self.rows.row_of or g is not None}
+                if self._sources.take(b, replica, kept):
                     self._marks.forget(b, replica)
-        return taken
 
     def _replicas(self) -> list[list[Tensor]]:
         return [self._flat_params.params, *self._flat_params.twins]
@@ -152,10 +137,10 @@ class EarlyUpdate:
                 t.grad = None
 
 
-def _on_accumulation(t: Tensor, note: Callable[[Tensor], None]) -> Any:
+def _on_accumulation(t: Tensor, note: Callable[[Tensor], None]) -> RemovableHandle:
     def complete(t: Tensor) -> None:
         # From here on its value is not the one that forward saw: torch refuses to use it in backward.
         increment_version(t)
         note(t)
 
-    return t.register_post_accumulate_grad_hook(complete)  # type: ignore[no-untyped-call]
+    return t.register_post_accumulate_grad_hook(complete)  # type: ignore[no-any-return, no-untyped-call]

@@ -10,9 +10,10 @@ from torch.autograd.graph import increment_version
 
 from everygpu import comm
 from everygpu.errors import OptimizerError, PlacementError
-from everygpu.parallel.buckets.bucket import SlotAlias, num_uses
+from everygpu.parallel.buckets.memory import num_uses, same_bytes
 from everygpu.parallel.buckets.plan import BucketPlan, plan_buckets
 from everygpu.parallel.buckets.sizes import update_bucket_bytes
+from everygpu.parallel.buckets.slot_alias import make_twins
 from everygpu.parallel.replicas.module_tree import has_hooks
 
 PerDevice = list[Tensor]
@@ -42,16 +43,16 @@ class FlatParameters:
         self.params = list(params)
         self.devices = list(devices)
         self.plans = plan_buckets(params, len(devices), update_bucket_bytes(params, bucket_cap_mb))
-        self.values = [_make_bucket(plan, devices) for plan in self.plans]
-        self.grads = [_make_bucket(plan, devices) for plan in self.plans]
-        # Views of their own version counters: of the values, to notice who writes; of the gradients, which are new.
+        self.values = [[plan.make_flat(d) for d in devices] for plan in self.plans]
+        self.grads = [[plan.make_flat(d) for d in devices] for plan in self.plans]
+        # Views of their own version counters: of the values, to notice writes; of the gradients, which are new.
         self._slots = [_slots(self.plans, self.values, j) for j in range(len(devices))]
         self._grad_slots = [_slots(self.plans, self.grads, j) for j in range(len(devices))]
         self.twins: list[list[Tensor]] = []
         self._versions: list[int] = []
         self._grad_versions: list[list[int]] = []
         self.adopt()
-        self.twins = [self._make_twins(j) for j in range(1, len(devices))]
+        self.twins = [make_twins(params, slots) for slots in self._slots[1:]]
         self._own_uses: list[int] = []
         self._facts = [_facts(p) for p in params]
         self.begin()
@@ -75,12 +76,12 @@ class FlatParameters:
                 twin.data = slot
         self._send(range(len(self.plans)))
 
-    def settle(self) -> None:
-        """Take everything that now refers to the parameters' memory for one's own."""
+    def count_own_uses(self) -> None:
+        """Count the present uses of the parameters' memory as the step's own."""
         self._own_uses = self._num_uses()
 
     def is_held(self) -> bool:
-        """Tell whether parameters were moved away while someone else refers to where they were.
+        """Tell whether parameters were moved away while something else refers to where they were.
 
         As in ``backup = p.data; p.data = average``: taking the average in would overwrite the backup.
         """
@@ -88,7 +89,7 @@ class FlatParameters:
         return moved and any(now > own for now, own in zip(self._num_uses(), self._own_uses))
 
     def _num_uses(self) -> list[int]:
-        """Count who refers to each bucket's memory, the parameters themselves left out."""
+        """Count the uses of each bucket's memory, the parameters themselves left out."""
         at_home = {
             s.index for plan in self.plans for s in plan.slots
             if same_memory(self.params[s.index], self._slots[0][s.index])
@@ -231,11 +232,7 @@ class FlatParameters:
     def _differs(self, b: int) -> bool:
         """Look for writes that torch doesn't count, such as ``p.data.clamp_()``; on the CPU, where looking is free."""
         first, *others = self.values[b]
-        return first.device.type == "cpu" and any(not _same_bytes(first, other) for other in others)
-
-    def _make_twins(self, replica: int) -> list[Tensor]:
-        twins = [SlotAlias(p).on(slot) for p, slot in zip(self.params, self._slots[replica])]
-        return [t.requires_grad_() for t in twins]
+        return first.device.type == "cpu" and any(not same_bytes(first, other) for other in others)
 
 
 def _check_place(params: Sequence[Tensor], device: torch.device) -> None:
@@ -286,10 +283,6 @@ def _addresses(p: Tensor) -> Tensor:
     return found
 
 
-def _make_bucket(plan: BucketPlan, devices: Sequence[torch.device]) -> PerDevice:
-    return [torch.zeros(plan.numel, dtype=plan.dtype, device=device) for device in devices]
-
-
 def _slots(plans: Sequence[BucketPlan], buckets: Sequence[PerDevice], replica: int) -> list[Tensor]:
     pairs = [(slot.index, slot.view(flats[replica]).data) for plan, flats in zip(plans, buckets) for slot in plan.slots]
     return [view for _, view in sorted(pairs, key=lambda pair: pair[0])]
@@ -301,7 +294,3 @@ def _facts(p: Tensor) -> tuple[Any, ...]:
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))

@@ -11,8 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from everygpu import comm
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import OptimizerError
-from everygpu.parallel.buckets.bucket import fill_views
-from everygpu.parallel.buckets.plan import BucketPlan, plan_buckets
+from everygpu.parallel.buckets.plan import plan_buckets
 from everygpu.parallel.buckets.sizes import check_bucket_cap, update_bucket_bytes
 from everygpu.parallel.replicas.placement import check_process
 from everygpu.step.flat_parameters import check_memory
@@ -291,8 +290,8 @@ class _ChunkMemory:
         self.params = list(params)
         self._known = [_shape_of(p) for p in params]
         self.plans = plan_buckets(params, len(devices), update_bucket_bytes(params, bucket_cap_mb))
-        self.values = [_make_chunks(plan, devices) for plan in self.plans]
-        self.grads = [_make_chunks(plan, devices) for plan in self.plans]
+        self.values = [[plan.make_chunk(d) for d in devices] for plan in self.plans]
+        self.grads = [[plan.make_chunk(d) for d in devices] for plan in self.plans]
 
     def fits(self, params: Sequence[Tensor]) -> bool:
         """Tell whether these are the parameters it was made for, of the same shapes and dtypes."""
@@ -302,10 +301,10 @@ class _ChunkMemory:
 
     def load(self, tensors: Sequence[Tensor | None], chunks: Sequence[Sequence[Tensor]]) -> None:
         """Copy tensors, shaped as the parameters, to the chunks; zeros where there is None."""
+        found = dict(enumerate(tensors))
         for plan, targets in zip(self.plans, chunks):
-            flat = torch.zeros(plan.numel, dtype=plan.dtype, device=self.params[plan.slots[0].index].device)
-            fill_views(plan.views(flat), [tensors[slot.index] for slot in plan.slots])
-            comm.scatter(flat, targets)
+            home = self.params[plan.slots[0].index].device
+            comm.scatter(plan.flatten(found, home), targets)
 
     def store(self) -> None:
         """Copy the chunks' values to the parameters."""
@@ -322,10 +321,6 @@ class _ChunkShards(Shards):
     def __init__(self, optimizer: Optimizer, memory: _ChunkMemory) -> None:
         super().__init__(optimizer, memory.params, memory.plans, memory.values, memory.grads)
         self.memory = memory
-
-
-def _make_chunks(plan: BucketPlan, devices: Sequence[torch.device]) -> list[Tensor]:
-    return [torch.zeros(plan.chunk_numel, dtype=plan.dtype, device=device) for device in devices]
 
 
 def _shape_of(p: Tensor) -> tuple[Any, ...]:

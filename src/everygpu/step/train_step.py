@@ -356,7 +356,7 @@ class RecordableStep:
             if self._step._num_batches == 0:
                 self._holder.begin()
             return True
-        recorded.update.settle()
+        recorded.update.write_tables()
         rows = self._holder.prepare_update(recorded.touched)
         return rows is not None and rows.row_of == recorded.update.rows.row_of
 

@@ -287,7 +287,7 @@ class ShardedUpdate:
             self._flat_params.take_grads(before)
         self._replicas = None
         self._attach()
-        self._flat_params.settle()
+        self._flat_params.count_own_uses()
 
     def _attach(self) -> None:
         """Have the optimizer's state where the gradients are."""

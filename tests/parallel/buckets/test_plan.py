@@ -112,11 +112,11 @@ def test_gradients_are_laid_out_as_their_slots():
     (plan,) = plan_buckets([weight], 1)
     (slot,) = plan.slots
     fits = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
-    assert lay_out(fits, slot, weight) is fits
+    assert lay_out(fits, slot, weight.dtype, weight.device) is fits
     contiguous, expanded = torch.randn(4, 3, 2, 2), torch.ones(()).expand(4, 3, 2, 2)
     unaligned = torch.randn(49)[1:].as_strided(slot.shape, slot.strides)
     for grad in (contiguous, expanded, unaligned):
-        laid = lay_out(grad, slot, weight)
+        laid = lay_out(grad, slot, weight.dtype, weight.device)
         assert laid.data_ptr() % 16 == 0
         assert laid.as_strided(slot.shape, slot.strides).equal(grad)
-    assert lay_out(None, slot, weight).equal(torch.zeros(48))
+    assert lay_out(None, slot, weight.dtype, weight.device).equal(torch.zeros(48))

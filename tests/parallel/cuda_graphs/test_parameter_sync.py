@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from everygpu.comm.streams import synchronize_streams
-from everygpu.parallel.buckets.bucket import Grads
+from everygpu.parallel.buckets.memory import Grads
 from everygpu.parallel.cuda_graphs.transfer.backends import (
     CopyBackend,
     KernelBackend,
@@ -34,7 +34,7 @@ def add_up(
     sums = exchange.make_reducers()
     for total, rows in zip(sums, grads):
         total.take(rows)
-        total.settle()
+        total.write_tables()
     exchange.make_room()
     synchronize_streams(devices)
     for total in sums:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from everygpu import comm
 from everygpu.errors import ReplicaError
-from everygpu.parallel.buckets.bucket import Streams
+from everygpu.parallel.buckets.copies import Streams
 from everygpu.torch_private.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
 from everygpu.torch_private.modules import verify_batch_size
 

@@ -1,22 +1,21 @@
 """Tensors handed from the primary device to the others, and their gradients added up on the way back."""
 
-import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from everygpu import comm
-from everygpu.torch_private.tensors import foreach_copy_, make_subclass, num_storage_uses
+from everygpu.parallel.buckets.copies import Streams, sum_on
+from everygpu.parallel.buckets.memory import Grads, Use, num_uses, same_bytes, version_of
+from everygpu.parallel.buckets.plan import plan_bucket
+from everygpu.parallel.buckets.slot_alias import SlotAlias
 
-# Slots begin at multiples of this, as cuBLAS and vectorized kernels like it and torch's allocator does.
 ALIGNMENT_BYTES = 256
-
-Grads = Sequence[Tensor | None]
+"""Slots begin at multiples of this, as cuBLAS and vectorized kernels like it and torch's allocator does."""
 
 _Version = tuple["weakref.ref[Tensor]", int]
 """Which tensor, and how often it had been written."""
@@ -53,14 +52,12 @@ class Bucket:
     ) -> None:
         self.device = device
         self.devices = list(devices)
-        self._dtype = originals[0].dtype
         self._requires_grad = originals[0].requires_grad
-        self._metas = [(t.shape, dense_strides(t)) for t in originals]
-        self._offsets, self._numel = storage_offsets(originals) if keep_storage else aligned_offsets(originals)
-        self._has_gaps = sum(t.numel() for t in originals) < self._numel
+        unit = 1 if keep_storage else max(1, ALIGNMENT_BYTES // originals[0].element_size())
+        self._plan = plan_bucket(originals, range(len(originals)), 1, together=keep_storage, unit=unit)
         self._fixed = fixed
         self._trust_versions = trust_versions
-        self._uses: list[weakref.ref[_Use]] = []
+        self._uses: list[weakref.ref[Use]] = []
         self._copies: list[_Copy | None] = [None] * len(self.devices)
 
     def refresh(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> list[list[Tensor]]:
@@ -68,8 +65,8 @@ class Bucket:
 
         Args:
             originals: The tensors now, shaped as at construction.
-            replicas: Which of ``devices`` to serve; nobody may hold on to what they were given last, but graphs
-                that have yet to run backward.
+            replicas: Which of ``devices`` to serve; only graphs that have yet to run backward may hold on to
+                what these were given last.
         Returns:
             For each of ``replicas``, its tensors; connected to ``originals``, also while autograd is off:
             activation checkpointing runs a replica again later, when it is on.
@@ -98,7 +95,7 @@ class Bucket:
             totals[k] = total
         for k, column in enumerate(columns):
             if column and totals[k] is None:
-                totals[k] = _sum_on(column, self.device)
+                totals[k] = sum_on(column, self.device)
         return totals
 
     def _transfer(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> None:
@@ -108,11 +105,11 @@ class Bucket:
             if not replicas:
                 return
         targets = [self._writable(i, versions) for i in replicas]
-        source = self._flatten(originals, self.device, range(len(originals)))
+        source = self._plan.flatten(dict(enumerate(originals)), self.device)
         comm.broadcast(source, [target.flat for target in targets])
         for i, target in zip(replicas, targets):
             current = self._copies[i]
-            if current is None or (current is not target and not _equal_bytes(current.flat, target.flat)):
+            if current is None or (current is not target and not same_bytes(current.flat, target.flat)):
                 self._copies[i] = target
             if self._trust_versions and (copy := self._copies[i]) is not None:
                 copy.hold_memory(originals)
@@ -124,48 +121,33 @@ class Bucket:
                 copy.hold_memory(())
 
     def _writable(self, replica: int, versions: list[_Version]) -> "_Copy":
-        """Return memory for a copy: that in use, unless someone still needs what is in it."""
+        """Return memory for a copy: that in use, unless what is in it is still needed."""
         current = self._copies[replica]
         if current is not None:
             current.age(versions)
             if not (self._awaits_backward() if self._fixed else current.is_held()):
                 return current
-        flat = torch.zeros(self._numel, dtype=self._dtype, device=self.devices[replica])
+        flat = self._plan.make_flat(self.devices[replica])
         # .data gives each slot a version counter of its own.
-        return _Copy(flat, [view.data for view in self._views(flat, range(len(self._metas)))], versions)
+        return _Copy(flat, [view.data for view in self._plan.views(flat)], versions)
 
     def _awaits_backward(self) -> bool:
         self._uses = [ref for ref in self._uses if (use := ref()) is not None and not use.is_over]
         return bool(self._uses)
 
-    def begin_use(self) -> "_Use":
+    def begin_use(self) -> "Use":
         """Note that a graph has been connected; it says when its backward has run, or disappears."""
-        use = _Use()
+        use = Use()
         if self._fixed:
             self._uses.append(weakref.ref(use))
         return use
 
-    def _views(self, flat: Tensor, which: Sequence[int]) -> list[Tensor]:
-        return [flat.as_strided(*self._metas[k], self._offsets[k]) for k in which]
-
-    def _flatten(self, tensors: Grads, device: torch.device, which: Sequence[int]) -> Tensor:
-        missing = self._has_gaps or len(which) < len(self._metas) or any(t is None for t in tensors)
-        make = torch.zeros if missing else torch.empty
-        flat = make(self._numel, dtype=self._dtype, device=device)
-        fill_views(self._views(flat, which), tensors)
-        return flat
-
     def _sum_flat(self, grads: Sequence[Grads], which: Sequence[int]) -> list[Tensor]:
         if not which:
             return []
-        flats = [self._flatten(row, device, which) for row, device in _on_devices(grads)]
-        return self._views(comm.reduce(flats, self.device), which)
-
-
-class _Use:
-    """A graph's interest in a bucket's values, which ends with its backward or with the graph."""
-
-    is_over = False
+        flats = [self._plan.flatten(dict(zip(which, row)), device) for row, device in _on_devices(grads)]
+        total = comm.reduce(flats, self.device)
+        return [self._plan.slots[k].view(total) for k in which]
 
 
 class _Copy:
@@ -200,7 +182,7 @@ class _Copy:
         return in_place and all(was() is now() and v == w for (was, v), (now, w) in pairs)
 
     def is_held(self) -> bool:
-        """Tell whether anyone else, such as a graph before its backward, refers to this memory."""
+        """Tell whether something else, such as a graph before its backward, refers to this memory."""
         return num_uses(self.flat) > self._own_uses
 
 
@@ -210,30 +192,6 @@ def _on_devices(grads: Sequence[Grads]) -> Iterator[tuple[Grads, torch.device]]:
         device = next((g.device for g in row if g is not None), None)
         if device is not None:
             yield row, device
-
-
-def broadcast_tensor(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
-    """Give every device a copy of its own; the first keeps ``x`` itself if it is there already.
-
-    Args:
-        x: Any shape, dtype and device.
-        devices: One or more.
-    Returns:
-        One tensor per device. Gradients are added up in the order of ``devices``.
-    """
-    with keep_requires_grad(x):
-        if x.requires_grad and torch.is_grad_enabled() and len(devices) > 1:
-            return list(_Copies.apply(x, devices))  # type: ignore[no-untyped-call]
-        # Replicas on one device must not share memory: one may write into it.
-        return [comm.copy(x, device, fresh=i > 0) for i, device in enumerate(devices)]
-
-
-@contextmanager
-def keep_requires_grad(x: Tensor) -> Iterator[None]:
-    """Record what is made of an input that takes a gradient, also under ``no_grad``: the parts take one too."""
-    record = torch.is_grad_enabled() or (x.requires_grad and not torch.is_inference_mode_enabled())
-    with torch.set_grad_enabled(record):
-        yield
 
 
 class _Broadcast(torch.autograd.Function):
@@ -260,171 +218,11 @@ class _Broadcast(torch.autograd.Function):
             if torch.is_grad_enabled():
                 # create_graph=True: the sum is differentiated again, so it is made of torch's own operations.
                 columns = [[g for g in column if g is not None] for column in zip(*rows)]
-                totals = [_sum_on(column, ctx.bucket.device) if column else None for column in columns]
+                totals = [sum_on(column, ctx.bucket.device) if column else None for column in columns]
             else:
                 totals = ctx.bucket.sum_grads(rows)
         return (None, None, None, *totals)
 
 
-class _Copies(torch.autograd.Function):
-    """Copy one tensor to several devices; add the gradients up in their order, whichever is ready first."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, devices: Sequence[torch.device]) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.home = x.device
-        ctx.streams = Streams(x.device, *devices)
-        return tuple(comm.copy(x.detach(), d, fresh=i > 0) for i, d in enumerate(devices))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
-        present = [g for g in grads if g is not None]
-        with ctx.streams.current():
-            return (_sum_on(present, ctx.home) if present else None), None
-
-
-class Streams:
-    """The streams of a forward, made current again in its backward.
-
-    Autograd restores only the stream of the device whose thread runs a node; a node that touches several
-    devices needs all of them.
-    """
-
-    def __init__(self, *devices: torch.device) -> None:
-        cuda = dict.fromkeys(d for d in devices if d.type == "cuda")
-        self._streams = [torch.cuda.current_stream(d) for d in cuda]
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for stream in self._streams:
-                stack.enter_context(torch.cuda.stream(stream))
-            yield
-
-
-def _sum_on(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    # Dense + sparse is defined, sparse + dense is not.
-    first, *rest = sorted(tensors, key=lambda t: t.layout != torch.strided)
-    total = comm.copy(first, device)
-    for t in rest:
-        total = total + comm.copy(t, device)
-    return total
-
-
-def version_of(t: Tensor) -> int:
-    """Return how often torch has counted a write; tensors made in inference mode aren't counted."""
-    return 0 if t.is_inference() else t._version
-
-
 def _version(t: Tensor) -> _Version:
     return weakref.ref(t), version_of(t)
-
-
-def fill_views(views: Sequence[Tensor], tensors: Grads) -> None:
-    """Copy tensors of one dtype into views of flat memory, at once; where there is none, the memory stays as it is."""
-    pairs = [(view, t) for view, t in zip(views, tensors) if t is not None]
-    if pairs:
-        foreach_copy_([view for view, _ in pairs], [t.detach() for _, t in pairs])
-
-
-class SlotAlias:
-    """What replicas see in place of a tensor: its class and attributes, on a slot's memory."""
-
-    __slots__ = ("attributes", "kind", "mark")
-
-    def __init__(self, original: Tensor) -> None:
-        is_parameter = isinstance(original, nn.Parameter)
-        self.kind = type(original) if is_parameter else Tensor
-        self.attributes = dict(vars(original))
-        # A plain tensor may count as a parameter by this mark alone.
-        self.mark = is_parameter and self.kind is Tensor
-
-    def on(self, slot: Tensor) -> Tensor:
-        seen = make_subclass(self.kind, slot)
-        if self.attributes:
-            vars(seen).update(self.attributes)
-        if self.mark:
-            seen._is_param = True
-        return seen
-
-
-def num_uses(flat: Tensor) -> int:
-    """Count the tensors that refer to a buffer's memory."""
-    return num_storage_uses(flat)
-
-
-def _equal_bytes(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-def keeps_storage(tensors: Sequence[Tensor]) -> bool:
-    """Tell whether tensors lie side by side in one storage, as the weights cuDNN wants for a recurrent layer."""
-    if len(tensors) < 2 or len({t.untyped_storage().data_ptr() for t in tensors}) > 1:
-        return False
-    spans = sorted((t.storage_offset(), t.storage_offset() + t.numel()) for t in tensors)
-    apart = all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
-    # A few views of a large table are not worth copying the table for.
-    used = sum(t.nbytes for t in tensors)
-    return apart and all(t.is_contiguous() for t in tensors) and 2 * used >= tensors[0].untyped_storage().nbytes()
-
-
-def storage_offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    size = tensors[0].untyped_storage().nbytes() // tensors[0].element_size()
-    return [int(t.storage_offset()) for t in tensors], size
-
-
-def aligned_offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Return where tensors of one dtype begin in a flat buffer, and where the last one's room ends, in elements."""
-    step = max(1, ALIGNMENT_BYTES // tensors[0].element_size())
-    offsets, end = [], 0
-    for t in tensors:
-        offsets.append(end)
-        end += -(-t.numel() // step) * step
-    return offsets, end
-
-
-def dense_strides(t: Tensor) -> tuple[int, ...]:
-    """Strides of a copy: those of the tensor if it fills its memory, as channels_last does, else contiguous."""
-    return torch.empty_like(t, device="meta").stride()
-
-
-def group(tensors: Sequence[Tensor], key: Callable[[Tensor], Any], limit_bytes: int) -> list[list[int]]:
-    """Put tensors with equal keys together, in order, up to a size per group.
-
-    Returns:
-        Indices into ``tensors``; each group holds at least one.
-    """
-    groups: list[list[int]] = []
-    filling: dict[Any, tuple[list[int], int]] = {}
-    for index, t in enumerate(tensors):
-        members, size = filling.get(key(t), ([], 0))
-        if not members or size + t.nbytes > limit_bytes:
-            members, size = [], 0
-            groups.append(members)
-        members.append(index)
-        filling[key(t)] = (members, size + t.nbytes)
-    return groups
-
-
-def group_by_storage(
-    tensors: Sequence[Tensor], which: Sequence[int], limit_bytes: int
-) -> Iterator[tuple[list[int], bool]]:
-    """Put tensors together that can travel together.
-
-    Args:
-        tensors: Strided.
-        which: Those to group, in order, as indices.
-        limit_bytes: Size at which a group is closed.
-    Yields:
-        The indices of each group, and whether its members lie in one storage that is to be kept.
-    """
-    owners: dict[tuple[int, torch.dtype, bool], list[int]] = {}
-    for i in which:
-        t = tensors[i]
-        owners.setdefault((t.untyped_storage().data_ptr(), t.dtype, t.requires_grad), []).append(i)
-    together = [members for members in owners.values() if keeps_storage([tensors[i] for i in members])]
-    yield from ((members, True) for members in together)
-    taken = {i for members in together for i in members}
-    rest = [i for i in which if i not in taken]
-    for members in group([tensors[i] for i in rest], lambda t: (t.dtype, t.requires_grad), limit_bytes):
-        yield [rest[k] for k in members], False

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from everygpu.parallel.buckets.bucket import dense_strides, group_by_storage, storage_offsets
+from everygpu.parallel.buckets.grouping import aligned_offsets, dense_strides, group_by_storage, storage_offsets
+from everygpu.parallel.buckets.memory import fill_views
 from everygpu.parallel.buckets.sizes import UPDATE_BYTES
 
 BLOCK_NUMEL = 1024
@@ -59,6 +60,8 @@ class BucketPlan:
     slots: tuple[Slot, ...]
     chunk_numel: int
     num_chunks: int
+    has_gaps: bool
+    """There are elements that are no parameter's."""
 
     @property
     def numel(self) -> int:
@@ -73,6 +76,27 @@ class BucketPlan:
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return all parameters' places in a bucket's memory, in the order of ``slots``."""
         return [slot.view(flat) for slot in self.slots]
+
+    def make_flat(self, device: torch.device) -> Tensor:
+        """Make a bucket's memory; zeros."""
+        return torch.zeros(self.numel, dtype=self.dtype, device=device)
+
+    def make_chunk(self, device: torch.device) -> Tensor:
+        """Make a chunk's memory; zeros."""
+        return torch.zeros(self.chunk_numel, dtype=self.dtype, device=device)
+
+    def flatten(self, tensors: Mapping[int, Tensor | None], device: torch.device) -> Tensor:
+        """Put tensors side by side in new memory.
+
+        Args:
+            tensors: By parameter, on the device; zeros take the place of one that is missing or None.
+            device: Where the memory is.
+        """
+        found = [tensors.get(slot.index) for slot in self.slots]
+        make = torch.zeros if self.has_gaps or any(t is None for t in found) else torch.empty
+        flat = make(self.numel, dtype=self.dtype, device=device)
+        fill_views(self.views(flat), found)
+        return flat
 
     def pieces(self, chunk: int) -> Iterator[Piece]:
         """List what the ``chunk``-th chunk holds."""
@@ -104,7 +128,12 @@ def plan_buckets(params: Sequence[Tensor], num_chunks: int, limit_bytes: int = U
 
 
 def plan_bucket(
-    params: Sequence[Tensor], members: Sequence[int], num_chunks: int, *, together: bool = False
+    params: Sequence[Tensor],
+    members: Sequence[int],
+    num_chunks: int,
+    *,
+    together: bool = False,
+    unit: int = BLOCK_NUMEL,
 ) -> BucketPlan:
     """Lay parameters out in one bucket.
 
@@ -113,16 +142,21 @@ def plan_bucket(
         members: Which of them, in order, as indices; of one dtype.
         num_chunks: Devices that share the work.
         together: They lie side by side in one storage, and stay so.
+        unit: Parameters begin at, and chunks are whole multiples of so many elements.
     """
     tensors = [params[i] for i in members]
-    starts, end = storage_offsets(tensors) if together else _block_offsets(tensors)
+    starts, end = storage_offsets(tensors) if together else aligned_offsets(tensors, unit)
     slots = [
         Slot(index=i, start=start, numel=t.numel(), shape=t.shape, strides=dense_strides(t))
         for i, t, start in zip(members, tensors, starts)
     ]
-    blocks = -(-end // (num_chunks * BLOCK_NUMEL))
+    chunk_numel = -(-end // (num_chunks * unit)) * unit
     return BucketPlan(
-        dtype=tensors[0].dtype, slots=tuple(slots), chunk_numel=blocks * BLOCK_NUMEL, num_chunks=num_chunks
+        dtype=tensors[0].dtype,
+        slots=tuple(slots),
+        chunk_numel=chunk_numel,
+        num_chunks=num_chunks,
+        has_gaps=sum(t.numel() for t in tensors) < chunk_numel * num_chunks,
     )
 
 
@@ -152,14 +186,6 @@ def join_ranges(spans: Sequence[BlockRange]) -> list[BlockRange]:
             span = replace(span, first=joined[-1].first, num_blocks=joined.pop().num_blocks + span.num_blocks)
         joined.append(span)
     return joined
-
-
-def _block_offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    offsets, end = [], 0
-    for t in tensors:
-        offsets.append(end)
-        end += -(-t.numel() // BLOCK_NUMEL) * BLOCK_NUMEL
-    return offsets, end
 
 
 def addresses(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -199,17 +225,18 @@ def is_laid_out(t: Tensor, slot: Slot) -> bool:
     return t.stride() == slot.strides and t.data_ptr() % ALIGNMENT_BYTES == 0
 
 
-def lay_out(grad: Tensor | None, slot: Slot, like: Tensor) -> Tensor:
+def lay_out(grad: Tensor | None, slot: Slot, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a gradient laid out as its parameter's slot, in its parameter's dtype: itself, most often.
 
     Args:
         grad: None for zeros.
         slot: The parameter's.
-        like: Gives dtype and device.
+        dtype: The parameter's.
+        device: Where the gradient is.
     """
-    if grad is not None and grad.dtype is like.dtype and is_laid_out(grad, slot):
+    if grad is not None and grad.dtype is dtype and is_laid_out(grad, slot):
         return grad
-    laid = torch.zeros(slot.numel, dtype=like.dtype, device=like.device)
+    laid = torch.zeros(slot.numel, dtype=dtype, device=device)
     if grad is not None:
         laid.as_strided(slot.shape, slot.strides).copy_(grad)
     return laid

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from everygpu.parallel.buckets.bucket import version_of
+from everygpu.parallel.buckets.memory import version_of
 from everygpu.parallel.replicas.attributes import Watch
 from everygpu.parallel.replicas.module_tree import ModuleTree, has_hooks, is_dense
 from everygpu.torch_private.autograd import top_saved_tensor_hooks

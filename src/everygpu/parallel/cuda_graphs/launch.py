@@ -10,7 +10,8 @@ from torch import Tensor
 
 from everygpu import comm, tree
 from everygpu.errors import EveryGPUError
-from everygpu.parallel.buckets.bucket import Grads, Streams
+from everygpu.parallel.buckets.copies import Streams
+from everygpu.parallel.buckets.memory import Grads, Use
 from everygpu.parallel.cuda_graphs.deferred_linear import LinearCall
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
@@ -59,12 +60,6 @@ class RecordedPass:
     """What backward may have saved, and Python may write between launches."""
     versions: list[int]
     """How often they had been written when they were recorded."""
-
-
-class Use:
-    """Whether a launch's activations are still needed: until its backward is over, or its graph is dropped."""
-
-    is_over = False
 
 
 class Owner(Protocol):

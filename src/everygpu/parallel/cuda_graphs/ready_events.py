@@ -1,12 +1,17 @@
 """Work that is recorded beside a backward."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from everygpu.comm.streams import kept_stream
 from everygpu.parallel.engines.thread_state import queueing_on_each
+
+Register = Callable[[Tensor, Callable[[Tensor], None]], RemovableHandle]
+"""Registers a hook."""
 
 
 class ReadyEvents:
@@ -35,6 +40,25 @@ class ReadyEvents:
                 self._ready[group, replica] = torch.cuda.current_stream(t.device).record_event()
 
         return note
+
+    @contextmanager
+    def watching(self, groups: Sequence[Sequence[Sequence[Tensor]]], register: Register) -> Iterator[None]:
+        """Note the moments of a backward within.
+
+        Args:
+            groups: For each group and replica, the tensors whose gradients count.
+            register: Has a function called with a tensor when its gradient is there.
+        """
+        handles = []
+        for g, row in enumerate(groups):
+            for j, tensors in enumerate(row):
+                note = self.counter(g, j, tensors)
+                handles += [register(t, note) for t in tensors]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def forget(self, group: int, replica: int) -> None:
         """Have a group wait for all that is queued for a replica: it is not as it was at the moment."""

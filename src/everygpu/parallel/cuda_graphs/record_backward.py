@@ -1,12 +1,12 @@
 """A backward while it is recorded: each bundle's additions run beside what is left of it."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from everygpu.parallel.buckets.bucket import Grads
+from everygpu.parallel.buckets.memory import Grads
 from everygpu.parallel.cuda_graphs.launch import Leaves, find_grads
 from everygpu.parallel.cuda_graphs.ready_events import ReadyEvents
 from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
@@ -31,7 +31,7 @@ def go_backward(
         The gradients, for each bundle and device.
     """
     events = ReadyEvents(devices)
-    with _noted(events, leaves):
+    with events.watching(leaves, _on_gradient):
         grads = find_grads(outputs, seeds, leaves)
     for b, (total, row) in enumerate(zip(sums, grads)):
         for replica in total.take(row):
@@ -40,16 +40,5 @@ def go_backward(
     return grads
 
 
-@contextmanager
-def _noted(events: ReadyEvents, leaves: Leaves) -> Iterator[None]:
-    """Note when each replica has all gradients of a bundle, in a backward within."""
-    handles = []
-    for b, row in enumerate(leaves):
-        for j, tensors in enumerate(row):
-            note = events.counter(b, j, tensors)
-            handles += [t.register_hook(lambda _, t=t, note=note: note(t)) for t in tensors]  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def _on_gradient(t: Tensor, note: Callable[[Tensor], None]) -> RemovableHandle:
+    return t.register_hook(lambda _: note(t))  # type: ignore[no-any-return, no-untyped-call]

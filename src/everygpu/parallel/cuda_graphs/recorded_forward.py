@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from everygpu import tree
 from everygpu.keys import compiled_original
-from everygpu.parallel.buckets.bucket import Grads
+from everygpu.parallel.buckets.memory import Grads, Use
 from everygpu.parallel.cuda_graphs.capture_lock import lease_streams
 from everygpu.parallel.cuda_graphs.deferred_linear import DeferredLinears
 from everygpu.parallel.cuda_graphs.deferred_tensor import refusals_heeded
-from everygpu.parallel.cuda_graphs.launch import Launch, Leaves, RecordedPass, Use, reached, slots_of
+from everygpu.parallel.cuda_graphs.launch import Launch, Leaves, RecordedPass, reached, slots_of
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph, on_recording_streams
 from everygpu.parallel.cuda_graphs.record_backward import go_backward
 from everygpu.parallel.cuda_graphs.recordable import check_graph, check_outputs, find_unsupported_tensor
@@ -241,7 +241,7 @@ class RecordedForward:
         finally:
             graph.has_replaced_generators |= backward.has_replaced_generators
         for total in sums:
-            total.settle()
+            total.write_tables()
         return backward, grads
 
     def on_recording_streams(self) -> AbstractContextManager[None]:

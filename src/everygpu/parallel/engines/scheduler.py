@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from everygpu.errors import ReplicaError
-from everygpu.parallel.buckets.bucket import Streams
+from everygpu.parallel.buckets.copies import Streams
 
 Combine = Callable[[list[Any]], list[Any]]
 """From what each replica brought, in order, to what each takes away."""

@@ -7,7 +7,9 @@ from torch import Tensor, nn
 
 from everygpu import comm
 from everygpu.devices.parse import DeviceLike, parse_devices
-from everygpu.parallel.buckets.bucket import Bucket, broadcast_tensor, group_by_storage
+from everygpu.parallel.buckets.bucket import Bucket
+from everygpu.parallel.buckets.copies import broadcast_tensor
+from everygpu.parallel.buckets.grouping import group_by_storage
 from everygpu.parallel.buckets.sizes import REPLICA_BYTES
 from everygpu.parallel.replicas.attributes import ReplicaModule, Watch
 from everygpu.parallel.replicas.module_tree import ModuleTree, has_hooks, is_dense

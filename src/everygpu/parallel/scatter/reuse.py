@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from everygpu import tree
-from everygpu.parallel.buckets.bucket import keep_requires_grad, version_of
+from everygpu.parallel.buckets.copies import keep_requires_grad
+from everygpu.parallel.buckets.memory import version_of
 from everygpu.parallel.sharded.batch import ShardedBatch, has_shards
 
 

@@ -14,7 +14,7 @@ from everygpu import comm, tree
 from everygpu.comm import upload
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import SplitError
-from everygpu.parallel.buckets.bucket import broadcast_tensor, keep_requires_grad
+from everygpu.parallel.buckets.copies import broadcast_tensor, keep_requires_grad
 from everygpu.parallel.scatter.reuse import reuse_shards
 from everygpu.parallel.scatter.split import Replicated, Split, SplitPlan, find_rows, plan_split
 from everygpu.parallel.sharded.batch import ShardedBatch

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from everygpu import comm
-from everygpu.parallel.buckets.bucket import Grads, fill_views
+from everygpu.parallel.buckets.grad_tables import GradTables
+from everygpu.parallel.buckets.memory import Grads, fill_views
 from everygpu.parallel.buckets.plan import (
     BLOCK_NUMEL,
     BucketPlan,
@@ -15,7 +16,6 @@ from everygpu.parallel.buckets.plan import (
     block_addresses,
     block_lengths,
     is_laid_out,
-    lay_out,
     plan_bucket,
 )
 from everygpu.parallel.engines.thread_state import queueing_on
@@ -39,7 +39,7 @@ class GradReducer(Protocol):
     def run(self) -> None:
         """Queue the additions on the current streams, without making memory there: see ``MultiGpuGraph.record``."""
 
-    def settle(self) -> None:
+    def write_tables(self) -> None:
         """After the recording, before its first launch: do what couldn't be part of it."""
 
 
@@ -137,19 +137,12 @@ class _KernelGradReducer:
 
     def __init__(self, mover: KernelBackend) -> None:
         self._mover = mover
-        self._grads: list[dict[int, Tensor]] = []
-        self._sources = [
-            torch.zeros(len(mover.devices), lengths.numel(), dtype=torch.int64, device=d)
-            for lengths, d in zip(mover.lengths, mover.workers)
-        ]
+        missing = [zeros.data_ptr() for zeros in mover.zeros]
+        self._sources = GradTables([mover.plan], mover.workers, mover.devices, missing)
 
     def take(self, grads: Sequence[Grads]) -> list[int]:
-        slots = self._mover.plan.slots
-        self._grads = [
-            {slot.index: lay_out(g, slot, g) for slot, g in zip(slots, row) if g is not None} for row in grads
-        ]
-        pairs = enumerate(zip(grads, self._grads))
-        return [j for j, (row, kept) in pairs if any(kept[i] is not g for i, g in enumerate(row) if g is not None)]
+        rows = [{i: g for i, g in enumerate(row) if g is not None} for row in grads]
+        return [j for j, row in enumerate(rows) if self._sources.take(0, j, row)]
 
     def run(self) -> None:
         from everygpu.comm import kernels  # needs Triton, which not every machine has
@@ -158,7 +151,7 @@ class _KernelGradReducer:
         for rank, d in enumerate(mover.workers):
             with queueing_on(d):
                 kernels.run_add(
-                    self._sources[rank],
+                    self._sources.tables[rank],
                     mover.lengths[rank],
                     mover.rooms[rank],
                     dtype=mover.plan.dtype,
@@ -168,10 +161,8 @@ class _KernelGradReducer:
                     rank=mover.first_worker + rank,
                 )
 
-    def settle(self) -> None:
-        for rank, (table, zeros) in enumerate(zip(self._sources, self._mover.zeros)):
-            rows = [block_addresses(self._mover.plan, rank, kept, zeros.data_ptr()) for kept in self._grads]
-            table.copy_(torch.stack(rows))
+    def write_tables(self) -> None:
+        self._sources.write()
 
 
 class CopyBackend:
@@ -193,7 +184,7 @@ class CopyBackend:
         flats: Sequence[Tensor],
         devices: Sequence[torch.device],
     ) -> None:
-        home = torch.zeros(plan.numel, dtype=plan.dtype, device=devices[0])
+        home = plan.make_flat(devices[0])
         self._originals = list(originals)
         self._plan = plan
         self._values = [home, *flats]
@@ -246,5 +237,5 @@ class _CopyGradReducer:
     def run(self) -> None:
         self._mover.add(self._grads)
 
-    def settle(self) -> None:
+    def write_tables(self) -> None:
         """Nothing was left to be done."""

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from everygpu import comm
-from everygpu.parallel.buckets.bucket import Grads, SlotAlias, fill_views
+from everygpu.parallel.buckets.memory import Grads, fill_views
 from everygpu.parallel.buckets.plan import plan_bucket
+from everygpu.parallel.buckets.slot_alias import make_twins
 from everygpu.parallel.cuda_graphs.transfer.backends import (
     CopyBackend,
     GradReducer,
@@ -33,12 +34,9 @@ class ParamGroup:
         self.originals = list(originals)
         self._devices = list(devices)
         self._plan = plan_bucket(originals, range(len(originals)), len(devices))
-        flats = [self._make_flat(d) for d in devices[1:]]
+        flats = [self._plan.make_flat(d) for d in devices[1:]]
         # .data gives each a version counter of its own.
-        self.twins = [
-            [SlotAlias(t).on(view.data).requires_grad_() for t, view in zip(originals, views)]
-            for views in map(self._plan.views, flats)
-        ]
+        self.twins = [make_twins(originals, [v.data for v in views]) for views in map(self._plan.views, flats)]
         self._mover: TransferBackend = (
             KernelBackend(originals, flats, devices, rooms, index)
             if can_use_kernels(originals, self._plan, devices)
@@ -52,7 +50,7 @@ class ParamGroup:
         On the first device not the parameters themselves, but leaves of the same memory, which count writes together:
         autograd accumulates the parameters' gradients on streams that are none of the recording's.
         """
-        return [[SlotAlias(t).on(t.detach()).requires_grad_() for t in self.originals], *self.twins]
+        return [make_twins(self.originals, [t.detach() for t in self.originals]), *self.twins]
 
     @property
     def uses_kernels(self) -> bool:
@@ -79,7 +77,7 @@ class ParamGroup:
             grads: For each device those of its parameters, None where one took no part.
         """
         pairs = [(row, d) for row, d in zip(grads, self._devices) if any(g is not None for g in row)]
-        flats = [self._flatten(row, d) for row, d in pairs]
+        flats = [self._plan.flatten(dict(enumerate(row)), d) for row, d in pairs]
         if flats:
             total = comm.reduce(flats, self._devices[0])
             fill_views(self._plan.views(self._room()), self._plan.views(total))
@@ -92,11 +90,3 @@ class ParamGroup:
     def _room(self) -> Tensor:
         assert self._total is not None  # noqa: S101 - ``make_room`` has made it
         return self._total
-
-    def _make_flat(self, device: torch.device) -> Tensor:
-        return torch.zeros(self._plan.numel, dtype=self._plan.dtype, device=device)
-
-    def _flatten(self, grads: Grads, device: torch.device) -> Tensor:
-        flat = self._make_flat(device)
-        fill_views(self._plan.views(flat), grads)
-        return flat

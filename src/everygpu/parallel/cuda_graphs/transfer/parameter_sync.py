@@ -7,7 +7,8 @@ from torch import Tensor
 
 from everygpu import comm
 from everygpu.comm.streams import synchronize_streams
-from everygpu.parallel.buckets.bucket import Grads, group
+from everygpu.parallel.buckets.grouping import group
+from everygpu.parallel.buckets.memory import Grads
 from everygpu.parallel.buckets.sizes import REPLICA_BYTES
 from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
 from everygpu.parallel.cuda_graphs.transfer.param_group import ParamGroup
@@ -82,7 +83,7 @@ class ParameterSync:
         self.make_room()
         for bundle, total in zip(self.bundles, self.make_reducers()):
             total.take([[None] * len(bundle.originals)] * len(self._devices))
-            total.settle()
+            total.write_tables()
             total.run()
         synchronize_streams(self._devices)  # before memory is let go that others write to
         self.totals([False] * len(self.params))

@@ -1,0 +1,80 @@
+"""One tensor on several devices, and its gradients added up."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everygpu import comm
+
+
+def broadcast_tensor(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
+    """Give every device a copy of its own; the first keeps ``x`` itself if it is there already.
+
+    Args:
+        x: Any shape, dtype and device.
+        devices: One or more.
+    Returns:
+        One tensor per device. Gradients are added up in the order of ``devices``.
+    """
+    with keep_requires_grad(x):
+        if x.requires_grad and torch.is_grad_enabled() and len(devices) > 1:
+            return list(_Copies.apply(x, devices))  # type: ignore[no-untyped-call]
+        # Replicas on one device must not share memory: one may write into it.
+        return [comm.copy(x, device, fresh=i > 0) for i, device in enumerate(devices)]
+
+
+@contextmanager
+def keep_requires_grad(x: Tensor) -> Iterator[None]:
+    """Record what is made of an input that takes a gradient, also under ``no_grad``: the parts take one too."""
+    record = torch.is_grad_enabled() or (x.requires_grad and not torch.is_inference_mode_enabled())
+    with torch.set_grad_enabled(record):
+        yield
+
+
+class _Copies(torch.autograd.Function):
+    """Copy one tensor to several devices; add the gradients up in their order, whichever is ready first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, devices: Sequence[torch.device]) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.home = x.device
+        ctx.streams = Streams(x.device, *devices)
+        return tuple(comm.copy(x.detach(), d, fresh=i > 0) for i, d in enumerate(devices))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+        present = [g for g in grads if g is not None]
+        with ctx.streams.current():
+            return (sum_on(present, ctx.home) if present else None), None
+
+
+class Streams:
+    """The streams of a forward, made current again in its backward.
+
+    Autograd restores only the stream of the device whose thread runs a node; a node that touches several
+    devices needs all of them.
+    """
+
+    def __init__(self, *devices: torch.device) -> None:
+        cuda = dict.fromkeys(d for d in devices if d.type == "cuda")
+        self._streams = [torch.cuda.current_stream(d) for d in cuda]
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for stream in self._streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+
+
+def sum_on(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Add tensors up on a device, in the order in which they are given."""
+    # Dense + sparse is defined, sparse + dense is not.
+    first, *rest = sorted(tensors, key=lambda t: t.layout != torch.strided)
+    total = comm.copy(first, device)
+    for t in rest:
+        total = total + comm.copy(t, device)
+    return total

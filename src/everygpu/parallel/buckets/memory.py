@@ -1,0 +1,38 @@
+"""Flat memory: filled, compared, and counted by its uses."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from everygpu.torch_private.tensors import foreach_copy_, num_storage_uses
+
+Grads = Sequence[Tensor | None]
+
+
+class Use:
+    """Whether a graph still needs values; that ends with its backward, or with the graph."""
+
+    is_over = False
+
+
+def fill_views(views: Sequence[Tensor], tensors: Grads) -> None:
+    """Copy tensors of one dtype into views of flat memory, at once; where there is none, the memory stays as it is."""
+    pairs = [(view, t) for view, t in zip(views, tensors) if t is not None]
+    if pairs:
+        foreach_copy_([view for view, _ in pairs], [t.detach() for _, t in pairs])
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Tell whether memory is the same bit by bit, nan and the sign of zero included."""
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def num_uses(flat: Tensor) -> int:
+    """Count the tensors that refer to a buffer's memory."""
+    return num_storage_uses(flat)
+
+
+def version_of(t: Tensor) -> int:
+    """Return how often torch has counted a write; tensors made in inference mode aren't counted."""
+    return 0 if t.is_inference() else t._version
