@@ -1,0 +1,36 @@
+"""The public names and signatures: a change here is a change for users, and goes into CHANGELOG.md."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import everygpu
+
+LISTED = Path(__file__).with_name("public_api.txt")
+OPERATORS = ("__init__", "__call__", "__iter__", "__len__", "__enter__", "__exit__")
+
+
+def signature(function: Callable[..., Any]) -> str:
+    """Write a signature without annotations, which Python versions write differently."""
+    plain = inspect.signature(function)
+    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in plain.parameters.values()]
+    return str(plain.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+
+
+def describe(name: str, value: Any) -> Iterator[str]:
+    """Give a line for a function; for a class, one for each public method and property too."""
+    if not inspect.isclass(value):
+        yield f"{name}{signature(value)}"
+        return
+    base = next(b for b in value.__mro__[1:] if not b.__module__.startswith("everygpu."))
+    yield f"class {name}({base.__name__})"
+    for key, member in sorted(vars(value).items()):
+        if not key.startswith("_") or key in OPERATORS:
+            function = getattr(member, "__func__", member)
+            yield f"  {name}.{key}{signature(function) if inspect.isfunction(function) else ''}"
+
+
+def test_public_names_and_signatures_are_those_listed() -> None:
+    found = [line for name in everygpu.__all__ for line in describe(name, getattr(everygpu, name))]
+    assert found == LISTED.read_text().splitlines()
