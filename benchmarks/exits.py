@@ -77,21 +77,23 @@ def count_outcomes(server: Server, what: str, num_tries: int, keep: int) -> str:
     return words + (f" ({', '.join(f'{count} {name}' for name, count in bad.items())})" if bad else "")
 
 
-def make_exits_table(num_interrupts: int, num_exits: int, num_kills: int) -> str:
-    """Try everything on every saver that is installed; return a Markdown table."""
+def exits_table(num_interrupts: int, num_exits: int, num_kills: int) -> Iterator[str]:
+    """Try everything on every saver that is installed; yield a Markdown table line by line."""
     savers = [saver for saver in ASYNC_SAVERS if saver.is_there()]
     servers = [Server(saver) for saver in savers]
     rows = [(f"{what}, keep={keep}", what, num_interrupts, keep) for keep in (1, 3) for what in INTERRUPTED]
     rows += [(f"saved last, then: {what}", what, num_exits, 3) for what in ENDS]
     rows += [(KILLED, KILLED, num_kills, 3)]
-    lines = ["| fault | " + " | ".join(saver.name for saver in savers) + " |", "|---" * (len(savers) + 1) + "|"]
+    yield "| fault | " + " | ".join(saver.name for saver in savers) + " |"
+    yield "|---" * (len(savers) + 1) + "|"
     for title, what, num_tries, keep in rows:
         cells = [count_outcomes(server, what, num_tries, keep) for server in servers]
-        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+        yield f"| {title} | " + " | ".join(cells) + " |"
     for server in servers:
         server.close()
     missing = [saver.name for saver in ASYNC_SAVERS if not saver.is_there()]
-    return "\n".join(lines) + (f"\n\nNot installed, so not run: {', '.join(missing)}." if missing else "")
+    if missing:
+        yield f"\nNot installed, so not run: {', '.join(missing)}."
 
 
 # In the server, and in the processes that it forks.

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from benchmarks.exits import make_exits_table
+from benchmarks.exits import exits_table
 from tests.faults.inject import (
     count_unnoticed,
     files_of,
@@ -136,9 +136,9 @@ def make_table(savers: list[Saver], num_kills: int) -> str:
     return "\n".join(lines)
 
 
-def count_own_losses(table: str) -> int:
-    """Count the rows of a table whose first cell, everygpu's, tells of losses."""
-    cells = [line.split("|")[2].strip() for line in table.splitlines() if line.startswith("|")]
+def count_own_losses(lines: list[str]) -> int:
+    """Count the rows of tables whose first cell, everygpu's, tells of losses."""
+    cells = [line.split("|")[2].strip() for line in lines if line.startswith("|")]
     return sum(" of " in cell and not cell.startswith("0 of ") for cell in cells)
 
 
@@ -149,14 +149,15 @@ def main() -> int:
     parser.add_argument("--exits", type=int, default=40, help="for each kind of end")
     parser.add_argument("--kills-with-workers", type=int, default=20)
     options = parser.parse_args()
-    tables = []
+    lines = []
     if options.kills:
-        tables.append(make_table([EVERYGPU, TORCH, distributed_checkpoint(), SAFETENSORS], options.kills))
-        print(tables[-1], flush=True)
-    tables.append(make_exits_table(options.interrupts, options.exits, options.kills_with_workers))
-    print("\n" + tables[-1])
+        lines += make_table([EVERYGPU, TORCH, distributed_checkpoint(), SAFETENSORS], options.kills).splitlines()
+        print("\n".join(lines) + "\n", flush=True)
+    for line in exits_table(options.interrupts, options.exits, options.kills_with_workers):
+        lines.append(line)
+        print(line, flush=True)
     print("\n" + ", ".join(f"{name} {value}" for name, value in describe_machine().items() if value))
-    return int(sum(map(count_own_losses, tables)) > 0)
+    return int(count_own_losses(lines) > 0)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,9 @@ class CheckpointManager:
             ...
                 checkpoints.save(step, model=model, optimizer=optimizer, data=data)
 
-    Not safe for several threads; several processes that save to one directory exclude each other.
+    Not safe for several threads; several processes that save to one directory exclude each other. Ctrl-C may come at
+    any moment: a checkpoint is whole or not there, and the next save works. The interpreter's end waits for what is
+    saved in the background.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class CheckpointManager:
 
         Args:
             directory: Of this run alone; made at the first save.
-            keep: How many of the newest checkpoints stay, 1 or more.
+            keep: How many of the newest whole checkpoints stay, 1 or more.
             every: `save` does its work at steps that are multiples of it.
             keep_best: Metrics whose best checkpoint stays too, each with ``"min"`` or ``"max"``, for
                 instance ``{"accuracy": "max"}``.
