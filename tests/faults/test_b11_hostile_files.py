@@ -145,6 +145,17 @@ def test_b11_archives_that_unpack_to_gigabytes_or_overlap_are_damaged(tmp_path: 
         read_any(tmp_path / "a.pt")
 
 
+def test_b11_a_pickle_of_gigabytes_of_nothing_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.pt").write_bytes(b"\x80\x02X\xff\xff\xff\x7f")
+    os.truncate(tmp_path / "a.pt", 3 * 10**9)
+    with pytest.raises(CheckpointDamagedError, match="no readable pickle"):
+        read_any(tmp_path / "a.pt")
+    torch.save({"w": torch.zeros(300)}, tmp_path / "b.pt")
+    monkeypatch.setattr(sys.modules["everygpu.checkpoint.foreign.torch_file"], "MAX_DOCUMENT_BYTES", 100)
+    with pytest.raises(CheckpointDamagedError, match="more than 100 bytes beside its tensors"):
+        read_any(tmp_path / "b.pt")
+
+
 def test_b11_an_expanded_tensor_of_terabytes_is_damaged_and_a_buffer_is_not(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(1).expand(2**20, 2**20)}, tmp_path / "huge.pt")
     with pytest.raises(CheckpointDamagedError, match="far more than the file holds"):

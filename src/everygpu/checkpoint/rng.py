@@ -66,7 +66,9 @@ def plan_rng_restore(states: Any) -> Callable[[], None]:
 def _check_numpy(state: Any) -> None:
     numpy = _numpy()
     if state is not None and numpy is not None:
-        numpy.random.RandomState().set_state(state)
+        # Of the same kind as numpy's global one, which a program may have replaced.
+        kind = type(numpy.random.get_bit_generator()) if hasattr(numpy.random, "get_bit_generator") else None
+        numpy.random.RandomState(kind and kind()).set_state(state)
 
 
 def _restore_numpy(state: Any) -> None:

@@ -118,8 +118,11 @@ class _Scan:
             self._stack = self._outer.pop()
         elif name == "STOP":
             self.result = stack[-1].value
-        elif opcode.stack_before or opcode.stack_after:
+        elif opcode.stack_before:
             self._build(opcode, arg)
+        elif opcode.stack_after:
+            self._work += 1
+            stack.append(_Node(value=_value_of(name, arg, [])))
 
     def _put(self, index: int) -> None:
         # Picklers number what they remember. Python's own keeps a table as long as the highest number.

@@ -12,7 +12,7 @@ import zipfile
 import zlib
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import torch
 
@@ -20,7 +20,7 @@ from everygpu.checkpoint.brief import cut
 from everygpu.checkpoint.foreign.bounds import max_unfolded_bytes
 from everygpu.checkpoint.foreign.faults import broken, refused
 from everygpu.checkpoint.foreign.pickle_scan import scan_pickle
-from everygpu.checkpoint.regular_file import open_regular
+from everygpu.checkpoint.regular_file import MAX_DOCUMENT_BYTES, open_regular
 from everygpu.errors import CheckpointError, EveryGPUError
 
 _ARCHIVE = b"PK\x03\x04"
@@ -85,6 +85,7 @@ def _check(file: BinaryIO, path: Path) -> bool:
 
 def _check_pickles(file: BinaryIO, size: int, path: Path) -> bool:
     """Check the format before torch 1.6: five pickles, the first of them a number, and the tensors behind."""
+    size = min(size, MAX_DOCUMENT_BYTES)
     if scan_pickle(file, size, path) == torch.serialization.MAGIC_NUMBER:  # else torch reads no further either
         for _ in range(4):
             scan_pickle(file, size - file.tell(), path)
@@ -128,8 +129,8 @@ def _check_archive(file: BinaryIO, size: int, path: Path) -> bool:
             entries = archive.infolist()
             _check_members(entries, size, path)
             pickled = _find_pickle([entry.filename for entry in entries], path)
-            with archive.open(pickled) as member:
-                scan_pickle(cast(BinaryIO, member), archive.getinfo(pickled).file_size, path)
+            data = archive.read(pickled)
+            scan_pickle(io.BytesIO(data), len(data), path)
     except CheckpointError:
         raise
     except _ZIP_ERRORS as cause:
@@ -148,6 +149,10 @@ def _check_members(entries: list[zipfile.ZipInfo], size: int, path: Path) -> Non
     num_bytes = sum(entry.file_size for entry in entries)
     if num_bytes > max_unfolded_bytes(size):
         raise broken(path, f"has {size} bytes and unpacks to {num_bytes}")
+    # torch reads all but the tensors as a whole; a sparse file may have gigabytes of nothing there.
+    others = [entry for entry in entries if "/data/" not in entry.filename]
+    if any(entry.file_size > MAX_DOCUMENT_BYTES for entry in others):
+        raise broken(path, f"has a member of more than {MAX_DOCUMENT_BYTES} bytes beside its tensors")
     if any(entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for entry in entries):
         raise broken(path, "is compressed in a way that torch.load can't read")
     # torch finds members without regard to case, and knows nothing of archives with something before them.
