@@ -242,7 +242,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> None:
     Args:
         fused: Have them use kernels, also while backward goes on.
     """
-    monkeypatch.setattr("everygpu.step.train_step._can_capture", lambda model, capture: capture is not False)
+    monkeypatch.setattr("everygpu.step.train_step.can_capture", lambda model, capture: capture is not False)
     monkeypatch.setattr(sys.modules[DataParallel.__module__], "reach_each_other", lambda devices: True)
     monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.MultiGpuGraph", Tape)
     monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.return_memory", lambda devices: None)

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from everygpu import comm
-from everygpu.errors import OptimizerError, PlacementError
 from everygpu.parallel.buckets.memory import num_uses, same_bytes
 from everygpu.parallel.buckets.plan import BucketPlan, plan_buckets
 from everygpu.parallel.buckets.sizes import update_bucket_bytes
 from everygpu.parallel.buckets.slot_alias import make_twins
 from everygpu.parallel.replicas.module_tree import has_hooks
+from everygpu.step.parameter_checks import check_grad_dtypes, check_memory, check_place
 
 PerDevice = list[Tensor]
 
@@ -37,8 +37,8 @@ class FlatParameters:
     def __init__(
         self, params: Sequence[Tensor], devices: Sequence[torch.device], bucket_cap_mb: float | None = None
     ) -> None:
-        _check_place(params, devices[0])
-        _check_grad_dtypes(params)
+        check_place(params, devices[0])
+        check_grad_dtypes(params)
         check_memory(params)
         self.params = list(params)
         self.devices = list(devices)
@@ -233,54 +233,6 @@ class FlatParameters:
         """Look for writes that torch doesn't count, such as ``p.data.clamp_()``; on the CPU, where looking is free."""
         first, *others = self.values[b]
         return first.device.type == "cpu" and any(not same_bytes(first, other) for other in others)
-
-
-def _check_place(params: Sequence[Tensor], device: torch.device) -> None:
-    for i, p in enumerate(params):
-        if p.device != device:
-            raise PlacementError(
-                f"TrainStep: every parameter of the optimizer must be on {device}, got parameter {i} of shape "
-                f"{tuple(p.shape)} on {p.device}. Move its module there before making the optimizer."
-            )
-
-
-def _check_grad_dtypes(params: Sequence[Tensor]) -> None:
-    for i, p in enumerate(params):
-        wanted = getattr(p, "grad_dtype", None)  # torch 2.10 and later; None for any
-        if wanted not in (None, p.dtype):
-            raise OptimizerError(
-                f"TrainStep: gradients must have their parameters' dtypes, got parameter {i} of {p.dtype} with "
-                f"grad_dtype={wanted}. Set its grad_dtype to {p.dtype}, or train with DataParallel in an ordinary loop."
-            )
-
-
-def check_memory(params: Sequence[Tensor]) -> None:
-    """Refuse parameters of which two elements share memory: in buckets they wouldn't."""
-    spans = sorted((p.data_ptr(), p.data_ptr() + _extent_bytes(p), i) for i, p in enumerate(params) if p.data_ptr())
-    end = 0
-    together: list[int] = []
-    for begin, until, i in spans:
-        together = [*together, i] if begin < end else [i]
-        end = max(end, until)
-        addresses = torch.cat([_addresses(params[k]) for k in together]) if len(together) > 1 else None
-        spread = any(size > 1 and step == 0 for size, step in zip(params[i].shape, params[i].stride()))
-        if spread or (addresses is not None and torch.unique(addresses).numel() < addresses.numel()):
-            raise OptimizerError(
-                f"TrainStep, ShardedOptimizer: parameters must have memory of their own, got parameter {i} of shape "
-                f"{tuple(params[i].shape)}, which shares some. To tie weights, use one Parameter in both places."
-            )
-
-
-def _extent_bytes(p: Tensor) -> int:
-    return (sum((size - 1) * step for size, step in zip(p.shape, p.stride())) + 1) * p.element_size()
-
-
-def _addresses(p: Tensor) -> Tensor:
-    """List where each element is."""
-    found = torch.tensor([p.data_ptr()])
-    for size, step in zip(p.shape, p.stride()):
-        found = (found[:, None] + torch.arange(size) * (step * p.element_size())).flatten()
-    return found
 
 
 def _slots(plans: Sequence[BucketPlan], buckets: Sequence[PerDevice], replica: int) -> list[Tensor]:

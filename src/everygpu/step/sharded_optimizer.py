@@ -1,6 +1,6 @@
 """A stock optimizer whose work and state are spread over the devices."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,18 +8,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from everygpu import comm
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import OptimizerError
-from everygpu.parallel.buckets.plan import plan_buckets
-from everygpu.parallel.buckets.sizes import check_bucket_cap, update_bucket_bytes
+from everygpu.parallel.buckets.sizes import check_bucket_cap
 from everygpu.parallel.replicas.placement import check_process
-from everygpu.step.flat_parameters import check_memory
-from everygpu.step.shards import ELEMENTWISE, Shards, State, can_shard
-from everygpu.torch_private.tensors import foreach_copy_
+from everygpu.step.chunk_memory import ChunkMemory, ChunkShards
+from everygpu.step.shards import ELEMENTWISE, Shards, State, all_params, can_shard
 
 _OWNER = "_everygpu_sharded"
-"""Attribute of a stock optimizer: who holds its state."""
+"""Attribute of a stock optimizer: the object that has its state."""
 
 
 class ShardedOptimizer(Optimizer):
@@ -101,7 +98,7 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         with torch.no_grad():
             self._call_before()  # and torch calls this object's own hooks
-            self._step_alone(self._own_shards())
+            self._own_shards().step_alone(self.param_groups)
             self._call_after()
         return loss
 
@@ -114,7 +111,7 @@ class ShardedOptimizer(Optimizer):
         return self.module.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict of the stock optimizer's class, whoever saved it."""
+        """Load a state dict of the stock optimizer's class, from this class or from plain torch."""
         self.module.load_state_dict(dict(state_dict))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -175,7 +172,7 @@ class ShardedOptimizer(Optimizer):
         return self._shards is shards
 
     def has_pre_hooks(self) -> bool:
-        """Tell whether anyone may write gradients or parameters at ``before_step``."""
+        """Tell whether hooks may write gradients or parameters at ``before_step``."""
         return len(self.module._optimizer_step_pre_hooks) > 1 or bool(self._optimizer_step_pre_hooks)
 
     def before_step(self) -> None:
@@ -205,29 +202,13 @@ class ShardedOptimizer(Optimizer):
 
     # In an ordinary loop: gradients and parameters are on the primary device.
 
-    def _own_shards(self) -> "_ChunkShards":
+    def _own_shards(self) -> ChunkShards:
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         shards = self._shards
-        if not isinstance(shards, _ChunkShards) or not shards.memory.fits(params):
-            shards = _ChunkShards(self.module, _ChunkMemory(params, self.devices, self.bucket_cap_mb))
+        if not isinstance(shards, ChunkShards) or not shards.memory.fits(params):
+            shards = ChunkShards(self.module, ChunkMemory(params, self.devices, self.bucket_cap_mb))
             self.attach(params, shards)
         return shards
-
-    def _step_alone(self, shards: "_ChunkShards") -> None:
-        memory = shards.memory
-        grads = [p.grad for p in memory.params]
-        for index, grad in enumerate(grads):
-            if grad is not None and grad.layout != torch.strided:
-                raise OptimizerError(
-                    f"ShardedOptimizer: gradients must be dense, got a sparse one for parameter {index} of shape "
-                    f"{tuple(memory.params[index].shape)}. Use the stock optimizer, or sparse=False."
-                )
-        memory.load(memory.params, memory.values)
-        memory.load(grads, memory.grads)
-        try:
-            shards.step(self.param_groups, {i for i, g in enumerate(grads) if g is not None})
-        finally:  # as the stock optimizer, interrupted, leaves what it has done
-            memory.store()
 
     def _state_of_module(self) -> dict[str, Any]:
         # A copy on the same devices: its tensors are where the stock optimizer looks for them.
@@ -282,51 +263,6 @@ class ShardedOptimizer(Optimizer):
             self.module.state.pop(p, None)
 
 
-class _ChunkMemory:
-    """Each device's chunks, where parameters and gradients are on the primary device."""
-
-    def __init__(self, params: Sequence[Tensor], devices: Sequence[torch.device], bucket_cap_mb: float | None) -> None:
-        check_memory(params)
-        self.params = list(params)
-        self._known = [_shape_of(p) for p in params]
-        self.plans = plan_buckets(params, len(devices), update_bucket_bytes(params, bucket_cap_mb))
-        self.values = [[plan.make_chunk(d) for d in devices] for plan in self.plans]
-        self.grads = [[plan.make_chunk(d) for d in devices] for plan in self.plans]
-
-    def fits(self, params: Sequence[Tensor]) -> bool:
-        """Tell whether these are the parameters it was made for, of the same shapes and dtypes."""
-        return len(params) == len(self.params) and all(
-            p is mine and _shape_of(p) == known for p, mine, known in zip(params, self.params, self._known)
-        )
-
-    def load(self, tensors: Sequence[Tensor | None], chunks: Sequence[Sequence[Tensor]]) -> None:
-        """Copy tensors, shaped as the parameters, to the chunks; zeros where there is None."""
-        found = dict(enumerate(tensors))
-        for plan, targets in zip(self.plans, chunks):
-            home = self.params[plan.slots[0].index].device
-            comm.scatter(plan.flatten(found, home), targets)
-
-    def store(self) -> None:
-        """Copy the chunks' values to the parameters."""
-        for plan, sources in zip(self.plans, self.values):
-            members = [self.params[slot.index] for slot in plan.slots]
-            flat = torch.empty(plan.numel, dtype=plan.dtype, device=members[0].device)
-            comm.gather(sources, flat)
-            foreach_copy_(members, plan.views(flat))
-
-
-class _ChunkShards(Shards):
-    """Shards whose memory is the devices' own chunks."""
-
-    def __init__(self, optimizer: Optimizer, memory: _ChunkMemory) -> None:
-        super().__init__(optimizer, memory.params, memory.plans, memory.values, memory.grads)
-        self.memory = memory
-
-
-def _shape_of(p: Tensor) -> tuple[Any, ...]:
-    return p.shape, p.dtype, p.device, p.stride(), p.requires_grad
-
-
 def _check(optimizer: Any) -> None:
     if isinstance(optimizer, ShardedOptimizer) or not isinstance(optimizer, Optimizer):
         raise OptimizerError(
@@ -339,18 +275,14 @@ def _check(optimizer: Any) -> None:
             f"ShardedOptimizer: the optimizer must be one of {names}, not differentiable, got "
             f"{type(optimizer).__qualname__}. Use it as it is: on the primary device."
         )
-    if any(p.layout != torch.strided or p.is_quantized for p in _all_params([optimizer])):
+    if any(p.layout != torch.strided or p.is_quantized for p in all_params(optimizer)):
         raise OptimizerError("ShardedOptimizer: parameters must be dense, got a sparse one. Use the stock optimizer.")
-
-
-def _all_params(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
 def _find_devices(optimizer: Optimizer, device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
     if device_ids is not None:
         return parse_devices(device_ids)
-    home = next((p.device for p in _all_params([optimizer])), torch.device("cpu"))
+    home = next((p.device for p in all_params(optimizer)), torch.device("cpu"))
     if home.type != "cuda":
         return [home]
     return [home, *(d for d in parse_devices(None) if d != home)]

@@ -4,6 +4,7 @@ Each device holds a chunk of every bucket. What a chunk holds of a parameter is 
 stock one's own class, so each element is updated by torch's own code, by exactly one device.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,11 @@ State = dict[str, Any]
 def can_shard(optimizer: Optimizer) -> bool:
     """Tell whether an optimizer's work can be spread: exactly torch's own, as a subclass may do anything."""
     return type(optimizer) in ELEMENTWISE and not any(g.get("differentiable") for g in optimizer.param_groups)
+
+
+def all_params(optimizer: Optimizer) -> Iterator[Any]:
+    """List the parameters of all groups."""
+    return itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

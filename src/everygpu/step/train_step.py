@@ -1,7 +1,6 @@
 """A whole training step in one call."""
 
 import logging
-from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -11,25 +10,29 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from everygpu import comm, tree
-from everygpu.errors import EveryGPUError, LossError, OptimizerError, OptionError
+from everygpu.errors import EveryGPUError
 from everygpu.keys import unwrap
-from everygpu.parallel.cuda_graphs.guards import referents, values_of
-from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.recorder import Capture
-from everygpu.parallel.cuda_graphs.static_batch import Batch, StaticBatch
-from everygpu.parallel.data_parallel import DataParallel
+from everygpu.parallel.cuda_graphs.static_batch import Batch
 from everygpu.parallel.engines.thread_state import fresh_casts
 from everygpu.parallel.scatter.split import ScatterSpec
 from everygpu.parallel.sharded.batch import ShardedBatch
 from everygpu.step.early_update import EarlyUpdate
+from everygpu.step.loss import as_batch, as_number, loss_in
+from everygpu.step.options import (
+    PRECISIONS,
+    can_capture,
+    check_gathering,
+    check_options,
+    make_strategy,
+    wrap_model,
+)
 from everygpu.step.partial_grads import refusing_partial_grads
-from everygpu.step.sharded_optimizer import ShardedOptimizer
-from everygpu.step.shards import can_shard
-from everygpu.step.stats import Mark, StepStats, Stopwatch
+from everygpu.step.recordable_step import RecordableStep
+from everygpu.step.sharded_update import ShardedUpdate
+from everygpu.step.stats import StepStats, Stopwatch
 from everygpu.step.update import LossScale, clip, multiply, total_norm
-from everygpu.step.update_strategy import LocalUpdate, ShardedUpdate, UpdateStrategy
-
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+from everygpu.step.update_strategy import UpdateStrategy
 
 logger = logging.getLogger("everygpu")
 
@@ -90,16 +93,16 @@ class TrainStep:
         compile: bool = False,
         capture: bool | str = "auto",
     ) -> None:
-        _check_options(loss, precision, accumulate, clip_norm)
-        self.model = _wrap(model, compile=compile)
+        check_options(loss, precision, accumulate, clip_norm)
+        self.model = wrap_model(model, compile=compile)
         if loss is None:
-            _check_gathering(self.model)
+            check_gathering(self.model)
         self.loss = loss
         self.optimizer = optimizer
         self.accumulate = accumulate
         self.clip_norm = clip_norm
-        can_capture = _can_capture(self.model, capture)
-        self._holder = _make_holder(self.model, optimizer, captures=can_capture)
+        captures = can_capture(self.model, capture)
+        self._strategy = make_strategy(self.model, optimizer, captures=captures)
         self._home = self.model.device_ids[0]
         self._dtype = PRECISIONS[precision]
         self._scale = LossScale(self._home) if precision == "fp16" else None
@@ -108,7 +111,7 @@ class TrainStep:
         self._num_skipped = torch.zeros((), dtype=torch.float32, device=self._home)
         self._last_loss = self._last_norm = torch.full((), float("nan"), dtype=torch.float32, device=self._home)
         self._stopwatch = Stopwatch(self._home)
-        self._capture = _make_capture(self, self._holder, must=capture is True) if can_capture else None
+        self._capture = _make_capture(self, self._strategy, must=capture is True) if captures else None
 
     def __call__(self, inputs: Any, *targets: Any, **kwargs: Any) -> Tensor:
         """Train on one batch.
@@ -126,14 +129,14 @@ class TrainStep:
             Exception: what the model or the loss raised; parameters are then as before, and what was accumulated
                 for this update is dropped.
         """
-        batch = _as_batch(inputs, targets, kwargs, with_loss=self.loss is not None)
+        batch = as_batch(inputs, targets, kwargs, with_loss=self.loss is not None)
         try:
             num_steps = self._num_steps
             loss = None if self._capture is None else self._capture.run(batch)
             if loss is None:
-                self._holder.prepare()
+                self._strategy.prepare()
                 if self._num_batches == 0:
-                    self._holder.begin()
+                    self._strategy.begin()
                 loss = self._learn(batch)
         except BaseException:
             self._num_batches = 0
@@ -157,9 +160,9 @@ class TrainStep:
         Returns:
             The loss, shape (), and the model's output.
         """
-        self._holder.prepare()
+        self._strategy.prepare()
         with _evaluating(self.model), torch.no_grad():
-            batch = _as_batch(inputs, targets, kwargs, with_loss=self.loss is not None)
+            batch = as_batch(inputs, targets, kwargs, with_loss=self.loss is not None)
             try:
                 return Evaluation(*self._compute(batch))
             except torch.OutOfMemoryError:
@@ -170,7 +173,7 @@ class TrainStep:
 
     def refresh(self) -> None:
         """Send the parameters to all devices, after a write that torch doesn't count, such as ``p.data.clamp_()``."""
-        self._holder.refresh()
+        self._strategy.refresh()
 
     def stats(self) -> StepStats:
         """Return the figures of the last step; waits for the device."""
@@ -215,7 +218,7 @@ class TrainStep:
     def _learn(self, batch: Batch, update: EarlyUpdate | None = None) -> Tensor:
         self._stopwatch.start()
         if update is None:
-            self._holder.lend()
+            self._strategy.attach_grads()
         try:
             with torch.enable_grad(), fresh_casts():
                 loss, _ = self._compute(batch)
@@ -225,18 +228,18 @@ class TrainStep:
                     torch.autograd.backward(share if self._scale is None else self._scale.scale(share))
         finally:
             if update is None:
-                self._holder.withdraw()
+                self._strategy.detach_grads()
         self._stopwatch.mark("backward")
         return loss.detach()
 
     def _compute(self, batch: Batch) -> tuple[Tensor, Any]:
         args, kwargs, targets = batch
         with self._autocast():
-            output = self._holder.forward(*args, **kwargs)
+            output = self._strategy.forward(*args, **kwargs)
             if self.loss is None:
-                return _as_number(_loss_in(output), is_models=True), output
-            with refusing_partial_grads(output, self._holder.leaves):
-                return _as_number(self.loss(output, *self._at_home(targets))), output
+                return as_number(loss_in(output), is_models=True), output
+            with refusing_partial_grads(output, self._strategy.leaves):
+                return as_number(self.loss(output, *self._at_home(targets))), output
 
     def _at_home(self, targets: tuple[Any, ...]) -> Any:
         """Put targets where the output is; what is spread over the devices already stays."""
@@ -250,13 +253,13 @@ class TrainStep:
     @torch.no_grad()
     def _update(self, factor: float) -> None:
         whole = self._scale is None and self.clip_norm is None
-        if not (whole and self._holder.fuse(factor)):
+        if not (whole and self._strategy.fuse(factor)):
             self._update_in_turn(factor)
         self._num_steps += 1
         self._stopwatch.mark("update")
 
     def _update_in_turn(self, factor: float) -> None:
-        shares = self._holder.reduce()
+        shares = self._strategy.reduce()
         self._stopwatch.mark("reduce")
         if factor != 1:
             multiply(shares, factor)
@@ -264,7 +267,7 @@ class TrainStep:
         if self.clip_norm is not None:
             self._last_norm = total_norm(shares, self._home)
             clip(shares, self._last_norm, self.clip_norm)
-        self._holder.apply(found_inf)
+        self._strategy.apply(found_inf)
         if self._scale is not None and found_inf is not None:
             self._scale.update(found_inf)
             self._num_skipped += found_inf
@@ -273,231 +276,14 @@ class TrainStep:
         return nullcontext() if self._dtype is None else torch.autocast(self._home.type, self._dtype)
 
 
-class _Recorded(NamedTuple):
-    """What a recording of a step has in it."""
-
-    loss: Tensor
-    touched: set[int]
-    """Parameters that get a gradient."""
-    update: EarlyUpdate | None
-    """None where that is left to be done."""
-    marks: dict[str, Mark]
-    norm: Tensor | None = None
-    """Of the gradient, where it is clipped."""
-
-
-class RecordableStep:
-    """A ``TrainStep`` as ``Capture`` sees it: the backward, and the update where kernels do it all.
-
-    Args:
-        step: Whose work it is.
-        holder: The step's.
-    """
-
-    def __init__(self, step: TrainStep, holder: ShardedUpdate) -> None:
-        self._step = step
-        self._holder = holder
-        self._overlaps = True
-        # Parameters that take part in what is being recorded, where these aren't the last step's.
-        self._expected: set[int] | None = None
-        self._is_surprised = False
-
-    def roots(self) -> list[nn.Module]:
-        step = self._step
-        found = [step.model.module, step.loss, *values_of(step.loss)]
-        return list({id(m): m for m in found if isinstance(m, nn.Module)}.values())
-
-    def state(self) -> Any:
-        step, model = self._step, self._step.model
-        rules = (model.split, model.dim, model.engine, model.gather, model.buffers_rule, model.output_device)
-        options = (step.accumulate, step.clip_norm, *rules)
-        return self._holder.recorded_state(), options, id(step.loss), referents(step.loss)
-
-    def unsupported_reason(self) -> str | None:
-        return self._holder.why_not_recordable()
-
-    def prepare(self) -> EarlyUpdate | None:
-        self._holder.prepare()
-        return self._holder.early_update(self._expected, overlaps=self._overlaps) if self._updates_at_once() else None
-
-    def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: EarlyUpdate | None) -> _Recorded:
-        return graph.record(lambda: self._run(batch.read(), prepared))
-
-    def _run(self, batch: Batch, update: EarlyUpdate | None) -> _Recorded:
-        step, before = self._step, self._holder.grad_versions()
-        loss = step._learn(batch, update)
-        if update is None:
-            # Not those of the batches before, which this update may have, too.
-            return _Recorded(loss, self._holder.touched(before), None, step._stopwatch.marks)
-        touched = update.touched()
-        if touched != set(update.rows.row_of):
-            self._is_surprised, self._expected = self._expected is None, touched
-            raise OptimizerError("TrainStep: other parameters take part at every attempt.")
-        self._expected = None
-        norm = update.launch(step.clip_norm)
-        step._stopwatch.mark("update")
-        return _Recorded(loss, touched, update, step._stopwatch.marks, norm)
-
-    def try_otherwise(self) -> bool:
-        if self._is_surprised:
-            self._is_surprised = False
-            return True
-        # A parameter may be needed in backward after its own gradient is there: then updates have to wait.
-        overlapped, self._overlaps = self._overlaps, False
-        return overlapped and self._updates_at_once()
-
-    def give_up(self) -> None:
-        self._step.model.make_graphs(True)
-
-    def begin(self, recorded: _Recorded) -> bool:
-        if not self._holder.is_ready():
-            return False
-        if recorded.update is None:
-            if self._step._num_batches == 0:
-                self._holder.begin()
-            return True
-        recorded.update.write_tables()
-        rows = self._holder.prepare_update(recorded.touched)
-        return rows is not None and rows.row_of == recorded.update.rows.row_of
-
-    def finish(self, recorded: _Recorded) -> Tensor:
-        self._step._stopwatch.marks = dict(recorded.marks)
-        if recorded.update is None:
-            self._holder.note_grads(recorded.touched)
-        else:
-            self._holder.finish_update(recorded.update.rows)
-            self._step._num_steps += 1
-            if recorded.norm is not None:
-                self._step._last_norm = recorded.norm.clone()
-        return recorded.loss.clone()
-
-    def _updates_at_once(self) -> bool:
-        step = self._step
-        return step.accumulate == 1 and step._scale is None
-
-
-def _check_options(loss: Any, precision: Any, accumulate: Any, clip_norm: Any) -> None:
-    if loss is not None and not callable(loss):
-        raise OptionError(
-            f"TrainStep: loss must be callable as loss(output, *targets), or None when the model returns it, "
-            f"got {type(loss).__qualname__}. Pass for instance torch.nn.CrossEntropyLoss()."
-        )
-    if precision not in PRECISIONS:
-        raise OptionError(f"TrainStep: precision must be one of {tuple(PRECISIONS)}, got {precision!r}.")
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise OptionError(f"TrainStep: accumulate must be a whole number of 1 or more, got {accumulate!r}.")
-    if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
-        raise OptionError(f"TrainStep: clip_norm must be a number above 0, or None, got {clip_norm!r}.")
-
-
-def _wrap(model: nn.Module, *, compile: bool) -> DataParallel:
-    if not isinstance(model, DataParallel):
-        return DataParallel(model, engine="compile" if compile else "auto")
-    if compile and model.engine != "compile":
-        raise OptionError(
-            f"TrainStep: compile=True needs a DataParallel with engine='compile', got engine={model.engine!r}. "
-            f"Pass it there, or pass the bare module here."
-        )
-    return model
-
-
-def _check_gathering(model: DataParallel) -> None:
-    """Refuse to weigh replicas' losses where nobody knows of how many rows each is."""
-    if model.gather == "joined" and len(model.device_ids) > 1:
-        raise OptionError(
-            "TrainStep: loss=None needs a DataParallel with gather='sharded', which knows the rows behind each loss, "
-            "got gather='joined'. Pass gather='sharded' there, or a loss here."
-        )
-
-
-def _can_capture(model: DataParallel, capture: Any) -> bool:
-    """Tell whether steps may be recorded: only where there are CUDA graphs."""
-    if not isinstance(capture, bool) and capture != "auto":
-        raise OptionError(f"TrainStep: capture must be 'auto', True or False, got {capture!r}.")
-    on_gpus = all(d.type == "cuda" for d in model.device_ids)
-    if capture is True and not on_gpus:
-        raise OptionError(
-            f"TrainStep: capture=True needs CUDA devices, got {', '.join(str(d) for d in model.device_ids)}. "
-            f"Pass capture='auto'."
-        )
-    return on_gpus and capture is not False
-
-
-def _make_capture(step: TrainStep, holder: UpdateStrategy, *, must: bool) -> Capture[Tensor] | None:
-    if not isinstance(holder, ShardedUpdate):
+def _make_capture(step: TrainStep, strategy: UpdateStrategy, *, must: bool) -> Capture[Tensor] | None:
+    if not isinstance(strategy, ShardedUpdate):
         logger.info("TrainStep: steps run without CUDA graphs: the optimizer can't be spread.")
         return None
     model = step.model
     model.make_graphs(False)
     route = ScatterSpec(devices=tuple(model.device_ids), dim=model.dim, split=model.split)
-    return Capture(RecordableStep(step, holder), "TrainStep", route, must=must)
-
-
-def _make_holder(model: DataParallel, optimizer: Any, *, captures: bool) -> UpdateStrategy:
-    if isinstance(optimizer, ShardedOptimizer):
-        return ShardedUpdate(model, optimizer, fixed=captures)
-    if not isinstance(optimizer, Optimizer):
-        raise OptimizerError(
-            f"TrainStep: needs a torch optimizer or a ShardedOptimizer, got {type(optimizer).__qualname__}. "
-            f"Pass for instance torch.optim.AdamW(model.parameters())."
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise OptimizerError(
-            "TrainStep: the optimizer must step without a closure, got LBFGS, which evaluates the loss several times "
-            "in a step. Use DataParallel in an ordinary loop."
-        )
-    if len(model.device_ids) == 1 and not captures:
-        return LocalUpdate(model, optimizer)
-    if not can_shard(optimizer):
-        logger.info("TrainStep: %s can't be spread; it steps on %s.", type(optimizer).__name__, model.device_ids[0])
-        return LocalUpdate(model, optimizer)
-    return ShardedUpdate(model, ShardedOptimizer.of(optimizer, model.device_ids), fixed=captures)
-
-
-def _as_batch(inputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any], *, with_loss: bool) -> Batch:
-    """Turn the arguments of a step into the model's, and what the loss takes after the output."""
-    more, left = ((), targets) if with_loss else (targets, ())
-    if isinstance(inputs, tuple) and not hasattr(inputs, "_fields"):
-        return (*inputs, *more), kwargs, left
-    if isinstance(inputs, (dict, UserDict)) and not more:  # Hugging Face's collators return a UserDict
-        return (), {**{str(k): v for k, v in inputs.items()}, **kwargs}, left
-    return (inputs, *more), kwargs, left
-
-
-def _loss_in(output: Any) -> Any:
-    """Find the loss in what a model returned."""
-    if isinstance(output, Tensor):
-        return output
-    if isinstance(output, Mapping):  # an attribute that is no item; what __getattr__ raises is its own affair
-        found = output.get("loss", getattr(output, "__dict__", {}).get("loss"))
-    else:
-        found = getattr(output, "loss", None)
-    if found is None and isinstance(output, tuple) and output and isinstance(output[0], Tensor):
-        found = output[0]
-    if found is None:
-        raise LossError(
-            f"TrainStep: with loss=None the model must return its loss as a tensor, under ['loss'] or as .loss, "
-            f"got {type(output).__qualname__}. Pass a loss to TrainStep, or return it from forward."
-        )
-    return found
-
-
-def _as_number(loss: Any, *, is_models: bool = False) -> Tensor:
-    if not isinstance(loss, Tensor):
-        raise LossError(f"TrainStep: the loss must be a tensor, got {type(loss).__qualname__}.")
-    if isinstance(loss, ShardedBatch) and (loss.shard_rows is not None or (is_models and _is_one_each(loss))):
-        return loss.mean()  # one number per replica, weighed by rows
-    if loss.numel() != 1:
-        raise LossError(
-            f"TrainStep: the loss must be one number, got shape {tuple(loss.shape)}. "
-            f"Take its mean, as with reduction='mean'."
-        )
-    return loss.reshape(())
-
-
-def _is_one_each(loss: ShardedBatch) -> bool:
-    """Tell whether each replica returned one number, of one row each: of more rows the batch knows it itself."""
-    return all(shard.numel() == 1 for shard in loss.shards)
+    return Capture(RecordableStep(step, strategy), "TrainStep", route, must=must)
 
 
 @contextmanager

@@ -1,0 +1,58 @@
+"""A step's arguments, and the loss among what model and loss return."""
+
+from collections import UserDict
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from everygpu.errors import LossError
+from everygpu.parallel.cuda_graphs.static_batch import Batch
+from everygpu.parallel.sharded.batch import ShardedBatch
+
+
+def as_batch(inputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any], *, with_loss: bool) -> Batch:
+    """Turn the arguments of a step into the model's, and what the loss takes after the output."""
+    more, left = ((), targets) if with_loss else (targets, ())
+    if isinstance(inputs, tuple) and not hasattr(inputs, "_fields"):
+        return (*inputs, *more), kwargs, left
+    if isinstance(inputs, (dict, UserDict)) and not more:  # Hugging Face's collators return a UserDict
+        return (), {**{str(k): v for k, v in inputs.items()}, **kwargs}, left
+    return (inputs, *more), kwargs, left
+
+
+def loss_in(output: Any) -> Any:
+    """Find the loss in what a model returned."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping):  # an attribute that is no item; what __getattr__ raises is its own affair
+        found = output.get("loss", getattr(output, "__dict__", {}).get("loss"))
+    else:
+        found = getattr(output, "loss", None)
+    if found is None and isinstance(output, tuple) and output and isinstance(output[0], Tensor):
+        found = output[0]
+    if found is None:
+        raise LossError(
+            f"TrainStep: with loss=None the model must return its loss as a tensor, under ['loss'] or as .loss, "
+            f"got {type(output).__qualname__}. Pass a loss to TrainStep, or return it from forward."
+        )
+    return found
+
+
+def as_number(loss: Any, *, is_models: bool = False) -> Tensor:
+    """Return a loss as a tensor of shape (); several replicas' are weighed by their rows."""
+    if not isinstance(loss, Tensor):
+        raise LossError(f"TrainStep: the loss must be a tensor, got {type(loss).__qualname__}.")
+    if isinstance(loss, ShardedBatch) and (loss.shard_rows is not None or (is_models and _is_one_each(loss))):
+        return loss.mean()  # one number per replica, weighed by rows
+    if loss.numel() != 1:
+        raise LossError(
+            f"TrainStep: the loss must be one number, got shape {tuple(loss.shape)}. "
+            f"Take its mean, as with reduction='mean'."
+        )
+    return loss.reshape(())
+
+
+def _is_one_each(loss: ShardedBatch) -> bool:
+    """Tell whether each replica returned one number, of one row each: of more rows the batch knows it itself."""
+    return all(shard.numel() == 1 for shard in loss.shards)

@@ -1,0 +1,58 @@
+"""Which parameters can lie in flat memory."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from everygpu.errors import OptimizerError, PlacementError
+
+
+def check_place(params: Sequence[Tensor], device: torch.device) -> None:
+    """Refuse parameters on other devices."""
+    for i, p in enumerate(params):
+        if p.device != device:
+            raise PlacementError(
+                f"TrainStep: every parameter of the optimizer must be on {device}, got parameter {i} of shape "
+                f"{tuple(p.shape)} on {p.device}. Move its module there before making the optimizer."
+            )
+
+
+def check_grad_dtypes(params: Sequence[Tensor]) -> None:
+    """Refuse parameters whose gradients are to have another dtype."""
+    for i, p in enumerate(params):
+        wanted = getattr(p, "grad_dtype", None)  # torch 2.10 and later; None for any
+        if wanted not in (None, p.dtype):
+            raise OptimizerError(
+                f"TrainStep: gradients must have their parameters' dtypes, got parameter {i} of {p.dtype} with "
+                f"grad_dtype={wanted}. Set its grad_dtype to {p.dtype}, or train with DataParallel in an ordinary loop."
+            )
+
+
+def check_memory(params: Sequence[Tensor]) -> None:
+    """Refuse parameters of which two elements share memory: in buckets they wouldn't."""
+    spans = sorted((p.data_ptr(), p.data_ptr() + _extent_bytes(p), i) for i, p in enumerate(params) if p.data_ptr())
+    end = 0
+    together: list[int] = []
+    for begin, until, i in spans:
+        together = [*together, i] if begin < end else [i]
+        end = max(end, until)
+        addresses = torch.cat([_addresses(params[k]) for k in together]) if len(together) > 1 else None
+        spread = any(size > 1 and step == 0 for size, step in zip(params[i].shape, params[i].stride()))
+        if spread or (addresses is not None and torch.unique(addresses).numel() < addresses.numel()):
+            raise OptimizerError(
+                f"TrainStep, ShardedOptimizer: parameters must have memory of their own, got parameter {i} of shape "
+                f"{tuple(params[i].shape)}, which shares some. To tie weights, use one Parameter in both places."
+            )
+
+
+def _extent_bytes(p: Tensor) -> int:
+    return (sum((size - 1) * step for size, step in zip(p.shape, p.stride())) + 1) * p.element_size()
+
+
+def _addresses(p: Tensor) -> Tensor:
+    """List where each element is."""
+    found = torch.tensor([p.data_ptr()])
+    for size, step in zip(p.shape, p.stride()):
+        found = (found[:, None] + torch.arange(size) * (step * p.element_size())).flatten()
+    return found

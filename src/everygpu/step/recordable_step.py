@@ -1,0 +1,119 @@
+"""A training step as a recording sees it."""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+
+from everygpu.errors import OptimizerError
+from everygpu.parallel.cuda_graphs.guards import referents, values_of
+from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
+from everygpu.parallel.cuda_graphs.static_batch import Batch, StaticBatch
+from everygpu.step.early_update import EarlyUpdate
+from everygpu.step.sharded_update import ShardedUpdate
+from everygpu.step.stats import Mark
+
+if TYPE_CHECKING:
+    from everygpu.step.train_step import TrainStep
+
+
+class _Recorded(NamedTuple):
+    """What a recording of a step has in it."""
+
+    loss: Tensor
+    touched: set[int]
+    """Parameters that get a gradient."""
+    update: EarlyUpdate | None
+    """None where that is left to be done."""
+    marks: dict[str, Mark]
+    norm: Tensor | None = None
+    """Of the gradient, where it is clipped."""
+
+
+class RecordableStep:
+    """A ``TrainStep`` as ``Capture`` sees it: the backward, and the update where kernels do it all.
+
+    Args:
+        step: The step.
+        strategy: Its own.
+    """
+
+    def __init__(self, step: "TrainStep", strategy: ShardedUpdate) -> None:
+        self._step = step
+        self._strategy = strategy
+        self._overlaps = True
+        # Parameters that take part in what is being recorded, where these aren't the last step's.
+        self._expected: set[int] | None = None
+        self._is_surprised = False
+
+    def roots(self) -> list[nn.Module]:
+        step = self._step
+        found = [step.model.module, step.loss, *values_of(step.loss)]
+        return list({id(m): m for m in found if isinstance(m, nn.Module)}.values())
+
+    def state(self) -> Any:
+        step, model = self._step, self._step.model
+        rules = (model.split, model.dim, model.engine, model.gather, model.buffers_rule, model.output_device)
+        options = (step.accumulate, step.clip_norm, *rules)
+        return self._strategy.recorded_state(), options, id(step.loss), referents(step.loss)
+
+    def unsupported_reason(self) -> str | None:
+        return self._strategy.why_not_recordable()
+
+    def prepare(self) -> EarlyUpdate | None:
+        self._strategy.prepare()
+        return self._strategy.early_update(self._expected, overlaps=self._overlaps) if self._updates_at_once() else None
+
+    def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: EarlyUpdate | None) -> _Recorded:
+        return graph.record(lambda: self._run(batch.read(), prepared))
+
+    def _run(self, batch: Batch, update: EarlyUpdate | None) -> _Recorded:
+        step, before = self._step, self._strategy.grad_versions()
+        loss = step._learn(batch, update)
+        if update is None:
+            # Not those of the batches before, which this update may have, too.
+            return _Recorded(loss, self._strategy.touched(before), None, step._stopwatch.marks)
+        touched = update.touched()
+        if touched != set(update.rows.row_of):
+            self._is_surprised, self._expected = self._expected is None, touched
+            raise OptimizerError("TrainStep: other parameters take part at every attempt.")
+        self._expected = None
+        norm = update.launch(step.clip_norm)
+        step._stopwatch.mark("update")
+        return _Recorded(loss, touched, update, step._stopwatch.marks, norm)
+
+    def try_otherwise(self) -> bool:
+        if self._is_surprised:
+            self._is_surprised = False
+            return True
+        # A parameter may be needed in backward after its own gradient is there: then updates have to wait.
+        overlapped, self._overlaps = self._overlaps, False
+        return overlapped and self._updates_at_once()
+
+    def give_up(self) -> None:
+        self._step.model.make_graphs(True)
+
+    def begin(self, recorded: _Recorded) -> bool:
+        if not self._strategy.is_ready():
+            return False
+        if recorded.update is None:
+            if self._step._num_batches == 0:
+                self._strategy.begin()
+            return True
+        recorded.update.write_tables()
+        rows = self._strategy.prepare_update(recorded.touched)
+        return rows is not None and rows.row_of == recorded.update.rows.row_of
+
+    def finish(self, recorded: _Recorded) -> Tensor:
+        self._step._stopwatch.marks = dict(recorded.marks)
+        if recorded.update is None:
+            self._strategy.note_grads(recorded.touched)
+        else:
+            self._strategy.finish_update(recorded.update.rows)
+            self._step._num_steps += 1
+            if recorded.norm is not None:
+                self._step._last_norm = recorded.norm.clone()
+        return recorded.loss.clone()
+
+    def _updates_at_once(self) -> bool:
+        step = self._step
+        return step.accumulate == 1 and step._scale is None

@@ -1,0 +1,221 @@
+"""A step whose gradients, update and optimizer state are spread over the devices."""
+
+import operator
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everygpu.parallel.data_parallel import DataParallel
+from everygpu.parallel.replicas.module_tree import has_hooks
+from everygpu.parallel.replicas.placement import place_module
+from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
+from everygpu.step.early_update import EarlyUpdate
+from everygpu.step.flat_parameters import FlatParameters
+from everygpu.step.fused import FusedUpdate, has_plain_options, make_fused
+from everygpu.step.hyperparameters import HyperparameterTable
+from everygpu.step.sharded_optimizer import ShardedOptimizer
+from everygpu.step.shards import Shards, all_params
+from everygpu.step.update import Share
+
+
+class ShardedUpdate:
+    """Each device holds, reduces and updates its share.
+
+    Args:
+        model: Runs the replicas.
+        optimizer: For the same devices.
+        fixed: Keep the replicas' tensors at their addresses, for CUDA graphs.
+    """
+
+    def __init__(self, model: DataParallel, optimizer: ShardedOptimizer, *, fixed: bool = False) -> None:
+        self._model = model
+        self._fixed = fixed
+        self._optimizer = optimizer
+        self._replicas: ReplicaSet | None = None
+        self._touched: set[int] = set()
+        self._num_arrangements = 0
+        self._arrange(self._trainable(), None)
+
+    def prepare(self) -> None:
+        self._optimizer.check_owner()
+        params = self._trainable()
+        if not self._flat_params.fits(params) or self._flat_params.is_held():
+            self._arrange(params, self._flat_params)
+        elif not self._optimizer.holds(self._shards):
+            self._attach()
+        self._flat_params.follow_edits()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if len(self._model.device_ids) == 1:
+            return self._model(*inputs, **kwargs)
+        if self._replicas is None or self._replicas.module is not self._model.module:
+            self._replicas = self._model.make_replicas(self._make_leaves, fixed=self._fixed)
+        return self._model.forward_with(self._replicas, *inputs, **kwargs)
+
+    def leaves(self) -> list[Tensor]:
+        # The hooks of a parameter are to see the sum of all replicas' gradients: its replicas are no leaves.
+        return [p for p in self._flat_params.params if not has_hooks(p)] if len(self._model.device_ids) > 1 else []
+
+    def begin(self) -> None:
+        self._flat_params.begin()
+
+    def attach_grads(self) -> None:
+        self._flat_params.attach_grads()
+
+    def detach_grads(self) -> None:
+        self._flat_params.detach_grads()
+
+    def reduce(self) -> list[Share]:
+        self._touched = self._flat_params.touched()
+        self._flat_params.reduce()
+        columns = zip(*self._flat_params.chunks(self._flat_params.grads))
+        return [Share(device=d, grads=list(chunks)) for d, chunks in zip(self._flat_params.devices, columns)]
+
+    def apply(self, found_inf: Tensor | None) -> None:
+        if found_inf is not None and not self._shards.is_fused():
+            if found_inf.item():
+                return
+            found_inf = None
+        if self._optimizer.has_pre_hooks():
+            with self._flat_params.whole_grads(self._touched):
+                self._optimizer.before_step()
+        # Forward and hooks may have written parameters; here each device updates its own copy of a chunk.
+        self._flat_params.follow_edits()
+        fused = self._kernels()
+        if fused is not None and found_inf is None:
+            self._run_fused(fused, factor=1.0, is_reduced=True)
+            return
+        try:
+            self._shards.step(self._optimizer.param_groups, self._touched, found_inf)
+        finally:  # or replicas would differ after an interruption
+            self._flat_params.all_gather_params()
+        self._optimizer.after_step()
+
+    def fuse(self, factor: float) -> bool:
+        fused = self._whole_update()
+        if fused is None:
+            return False
+        self._flat_params.follow_edits()
+        self._touched = self._flat_params.touched()
+        self._run_fused(fused, factor=factor, is_reduced=False)
+        return True
+
+    def refresh(self) -> None:
+        self.prepare()
+        self._flat_params.adopt()
+        if self._replicas is not None:
+            # Now, as a step that is recorded sends no frozen parameters.
+            self._replicas.forget()
+            self._replicas.refresh(range(len(self._model.device_ids)))
+
+    # How a step is recorded.
+
+    def recorded_state(self) -> Hashable:
+        """Return which addresses and arrangements a recording depends on."""
+        return self._num_arrangements, self._whole_update() is not None
+
+    def is_ready(self) -> bool:
+        """Do what ``prepare`` does, where the module is known to be as it was; False where that is not enough."""
+        params = self._trainable()
+        if len(params) != len(self._flat_params.params) or not all(map(operator.is_, params, self._flat_params.params)):
+            return False
+        self._optimizer.check_owner()
+        if not self._optimizer.holds(self._shards):
+            return False
+        self._flat_params.send_written()
+        return True
+
+    def why_not_recordable(self) -> str | None:
+        """Say what would be lost or frozen in a recording, if anything is."""
+        # Not the arena's: asked before ``prepare`` has seen what was unfrozen or added.
+        mine = set(map(id, self._trainable()))
+        others = [n for n, p in self._model.module.named_parameters() if p.requires_grad and id(p) not in mine]
+        return f"parameter {others[0]} takes gradients, but the optimizer doesn't have it" if others else None
+
+    def prepare_update(self, touched: set[int]) -> HyperparameterTable | None:
+        """Put the optimizer's options of now where recorded kernels find them; None where that isn't for them.
+
+        Args:
+            touched: Parameters that will have a gradient.
+        """
+        fused = self._whole_update()
+        if fused is None:
+            return None
+        self._touched = touched
+        return fused.prepare(touched)
+
+    def early_update(self, touched: set[int] | None, *, overlaps: bool) -> EarlyUpdate | None:
+        """Return what queues reduction and update beside a backward that is recorded; None where no kernel does so.
+
+        Args:
+            touched: Parameters that will have a gradient; those of the last update if left out.
+            overlaps: Begin before backward is over.
+        """
+        fused = self._whole_update()
+        if fused is None:
+            return None
+        rows = fused.prepare(self._touched if touched is None else touched)
+        return EarlyUpdate(self._flat_params, fused, rows, overlaps=overlaps)
+
+    def finish_update(self, rows: HyperparameterTable) -> None:
+        """Take note of an update that a recording has queued."""
+        if self._fused is not None:
+            self._fused.finish(set(rows.row_of))
+            self._flat_params.note_update()
+            self._optimizer.after_step()
+
+    def grad_versions(self) -> list[list[int]]:
+        """Return what ``touched`` counts from."""
+        return self._flat_params.grad_versions()
+
+    def touched(self, since: list[list[int]]) -> set[int]:
+        """Return the parameters that have got a gradient since a moment."""
+        return self._flat_params.touched(since)
+
+    def note_grads(self, touched: set[int]) -> None:
+        """Take note of a backward that a recording has queued."""
+        self._flat_params.note_grads(touched)
+
+    def _whole_update(self) -> FusedUpdate | None:
+        """Return the kernels, unless someone wants to see whole gradients between reduction and update."""
+        return None if self._optimizer.has_pre_hooks() else self._kernels()
+
+    def _kernels(self) -> FusedUpdate | None:
+        """Return the kernels, where they do what the optimizer's options say now."""
+        return self._fused if has_plain_options(self._optimizer.module) else None
+
+    def _trainable(self) -> list[Tensor]:
+        return [p for p in all_params(self._optimizer) if p.requires_grad]
+
+    @torch.inference_mode(False)
+    def _arrange(self, params: list[Tensor], before: FlatParameters | None) -> None:
+        """Make memory for the parameters as they are now, going on from what has accumulated before."""
+        model = self._model
+        place_module(model.module, model.device_ids[0], "TrainStep", strict=model.strict_device)
+        self._flat_params = FlatParameters(params, model.device_ids, model.bucket_cap_mb)
+        if before is not None:
+            self._flat_params.take_grads(before)
+        self._replicas = None
+        self._attach()
+        self._flat_params.count_own_uses()
+
+    def _attach(self) -> None:
+        """Have the optimizer's state where the gradients are."""
+        flat_params = self._flat_params
+        self._num_arrangements += 1
+        values, grads = flat_params.chunks(flat_params.values), flat_params.chunks(flat_params.grads)
+        self._shards = Shards(self._optimizer.module, flat_params.params, flat_params.plans, values, grads)
+        self._optimizer.attach(flat_params.params, self._shards)
+        self._fused = make_fused(self._optimizer.module, flat_params, self._shards)
+
+    def _run_fused(self, fused: FusedUpdate, *, factor: float, is_reduced: bool) -> None:
+        fused.run(self._touched, factor=factor, is_reduced=is_reduced)
+        self._flat_params.note_update()
+        self._optimizer.after_step()
+
+    def _make_leaves(self) -> Leaves:
+        self._flat_params.adopt()
+        twins = {id(p): list(row) for p, *row in zip(self._flat_params.params, *self._flat_params.twins)}
+        return {id(p): twins[id(p)] for p in self.leaves()}
