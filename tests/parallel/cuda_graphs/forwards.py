@@ -1,0 +1,113 @@
+"""Models whose forwards are recorded, and how they are compared with what threads give."""
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import everygpu
+from everygpu.parallel.cuda_graphs.recorder import NUM_WARM_UPS
+from tests.step import test_capture
+
+Devices = Callable[[int], list[torch.device]]
+
+
+NUM_STEPS = NUM_WARM_UPS + 4
+
+
+class Net(test_capture.Net):
+    """With a layer of two names, too."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(dropout)
+        self.tied = self.last
+
+
+class Outputs(NamedTuple):
+    scores: Tensor
+    extra: Tensor
+    best: Tensor
+    name: str
+    nothing: None
+
+
+class TwoOutputs(Net):
+    """Returns a structure of which not everything takes part in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.norm(self.first(x)).tanh()
+        scores = self.last(h)
+        return Outputs(scores, self.other(h), scores.argmax(1), "two", None)
+
+
+def make_batches(num: int, rows: int = 12) -> list[tuple[Tensor, Tensor]]:
+    return test_capture.batches(num, torch.device("cpu"), rows, ignore=False)
+
+
+def num_recordings(model: everygpu.DataParallel) -> int:
+    recorder = model._recorder
+    return 0 if recorder is None else len(recorder._capture._recordings)
+
+
+def loss_of(output: Any, y: Tensor) -> Tensor:
+    scores = output.scores if isinstance(output, Outputs) else output
+    return F.cross_entropy(scores, y.to(scores.device))
+
+
+Scenario = Callable[[everygpu.DataParallel, torch.optim.Optimizer, list[Tensor]], None]
+
+
+def train(
+    model: everygpu.DataParallel,
+    optimizer: torch.optim.Optimizer,
+    found: list[Tensor],
+    num: int = NUM_STEPS,
+    loss: Callable[[Any, Tensor], Tensor] = loss_of,
+    rows: int = 12,
+) -> None:
+    for x, y in make_batches(num, rows):
+        value = loss(model(x), y)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        found.append(value.detach().cpu().clone())
+
+
+def check(recording: Devices, scenario: Scenario, *, make: Any = Net, count: int = 2, **options: Any) -> None:
+    """Go through a scenario with threads and with recordings; everything must be equal."""
+    used = recording(count)
+    results = []
+    for engine in ("threads", "graphs"):
+        torch.manual_seed(0)
+        net = make().to(used[0])
+        model = everygpu.DataParallel(net, used, engine=engine, **options)
+        optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01)
+        found: list[Tensor] = []
+        train(model, optimizer, found)
+        assert num_recordings(model) == (engine == "graphs")
+        scenario(model, optimizer, found)
+        results.append((found, copy.deepcopy(net.state_dict()), [p.grad is None for p in net.parameters()]))
+    (plain, values, missing), (recorded, ours, ours_missing) = results
+    assert len(plain) == len(recorded)
+    for a, b in zip(recorded, plain):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    for name, value in values.items():
+        # Threads add up in bfloat16, kernels in float32.
+        rtol, atol = (0.02, 0.02) if value.dtype is torch.bfloat16 else (1e-3, 1e-4)
+        torch.testing.assert_close(ours[name], value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+    assert ours_missing == missing
+
+
+def nothing_more(model: Any, optimizer: Any, found: Any) -> None:
+    """End here."""
+
+
+def fail(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")

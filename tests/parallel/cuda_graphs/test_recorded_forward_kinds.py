@@ -1,0 +1,434 @@
+"""``engine="graphs"``: models, outputs and changes that recordings decline, and those of unusual kinds."""
+
+import contextlib
+import copy
+import gc
+import logging
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
+from torch.utils.checkpoint import checkpoint
+
+import everygpu
+from everygpu.errors import EveryGPUError
+from everygpu.parallel.cuda_graphs import recorded_forward, recorder
+from everygpu.parallel.cuda_graphs.recorder import NUM_WARM_UPS
+from tests.parallel.cuda_graphs.forwards import (
+    NUM_STEPS,
+    Devices,
+    Net,
+    Outputs,
+    TwoOutputs,
+    check,
+    fail,
+    loss_of,
+    make_batches,
+    num_recordings,
+    train,
+)
+
+
+@pytest.mark.parametrize("kind", ["hook", "print", "object", "sync"])
+def test_what_cannot_be_recorded_runs_as_it_is(recording: Devices, kind: str, caplog: Any) -> None:
+    class Strange(Net):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            if kind == "sync":
+                y = y * float(y.detach().sum() > -1e9)
+            return {"y": y, "object": range(3)} if kind == "object" else y
+
+    used = recording(2)
+    net = Strange().to(used[0])
+    seen: list[int] = []
+    if kind == "hook":
+        net.last.register_forward_hook(lambda *_: seen.append(1))
+    model = everygpu.DataParallel(net, used, engine="graphs")
+    with caplog.at_level(logging.INFO, "everygpu"):
+        for x, y in make_batches(NUM_STEPS):
+            output = model(x)
+            loss_of(output["y"] if kind == "object" else output, y).backward()
+    if kind == "print":
+        assert num_recordings(model) == 1
+        return
+    assert num_recordings(model) == 0
+    assert len([m for m in caplog.messages if "without CUDA graphs" in m]) == 1
+    assert len(seen) == (2 * NUM_STEPS if kind == "hook" else 0)
+
+
+def test_second_derivatives_are_refused(recording: Devices) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
+    for x, y in make_batches(NUM_STEPS):
+        value = loss_of(model(x), y)
+        torch.autograd.grad(value, model.module.last.weight, retain_graph=False)
+    value = loss_of(model(x), y)
+    with pytest.raises(EveryGPUError, match="engine='threads'"):
+        torch.autograd.grad(value, model.module.last.weight, create_graph=True)
+
+
+def test_inputs_that_take_gradients(recording: Devices) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
+    for x, y in make_batches(NUM_STEPS):
+        loss_of(model(x), y).backward()
+    x = x.to(used[0]).requires_grad_()
+    loss_of(model(x), y).backward()
+    assert x.grad is not None
+    assert x.grad.abs().sum() > 0
+
+
+def test_a_parameter_in_a_plain_attribute(recording: Devices) -> None:
+    class Holding(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = [self.last.weight]
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x) + self.weights[0].square().sum()
+
+    used = recording(2)
+    found = []
+    for engine in ("threads", "graphs"):
+        net = Holding().to(used[0])
+        net.weights = [net.last.weight]
+        model = everygpu.DataParallel(net, used, engine=engine)
+        for x, y in make_batches(NUM_STEPS):
+            net.zero_grad()
+            loss_of(model(x), y).backward()
+        found.append(net.last.weight.grad.cpu())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+def test_without_gpus_replicas_run_in_threads(caplog: Any) -> None:
+    model = everygpu.DataParallel(Net(), ["cpu"] * 2, engine="graphs")
+    with caplog.at_level(logging.INFO, "everygpu"):
+        for x, y in make_batches(NUM_STEPS):
+            loss_of(model(x), y).backward()
+    assert [m for m in caplog.messages if "replicas run in threads" in m] == caplog.messages[:1]
+    assert num_recordings(model) == 0
+
+
+def test_copies_and_pickles_have_none(recording: Devices) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
+    for x, y in make_batches(NUM_STEPS):
+        loss_of(model(x), y).backward()
+    twin = copy.deepcopy(model)
+    assert num_recordings(model) == 1
+    assert num_recordings(twin) == 0
+    torch.testing.assert_close(twin(x).detach() + 0, model(x).detach() + 0)
+    model.release()
+    assert num_recordings(model) == 0
+
+
+def test_parameters_that_are_replaced(recording: Devices) -> None:
+    def scenario(model: everygpu.DataParallel, optimizer: Any, found: list[Tensor]) -> None:
+        values = {k: v * 0.9 if v.is_floating_point() else v.clone() for k, v in model.state_dict().items()}
+        model.load_state_dict(values, assign=True)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        train(model, optimizer, found, num=2 * NUM_STEPS)
+        if model.engine == "graphs":
+            assert num_recordings(model) == 1
+
+    check(recording, scenario)
+
+
+def test_no_hooks_are_left_on_what_is_the_users(recording: Devices) -> None:
+    class Open(Net):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), x, self.last.weight
+
+    used = recording(2)
+    model = everygpu.DataParallel(Open().to(used[0]), used, engine="graphs")
+    x = make_batches(1)[0][0].to(used[0]).requires_grad_()
+    for _ in range(NUM_STEPS):
+        sum(t.sum() for t in model(x)).backward()
+    assert not x._backward_hooks
+    assert not model.module.last.weight._backward_hooks
+
+
+def test_gradients_wanted_within_inference_mode(recording: Devices) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
+    for x, _ in make_batches(NUM_STEPS):
+        with torch.inference_mode(), torch.enable_grad():
+            assert model(x).is_inference()
+    assert num_recordings(model) == 0
+
+
+def test_outputs_that_go_backward_one_by_one(recording: Devices) -> None:
+    class TwoNets(TwoOutputs):
+        def __init__(self) -> None:
+            super().__init__()
+            self.critic = nn.Linear(6, 1)
+
+        def forward(self, x: Tensor) -> Any:
+            return Outputs(Net.forward(self, x), self.critic(x), x.argmax(1), "two", None)
+
+    def scenario(model: everygpu.DataParallel, optimizer: Any, found: list[Tensor]) -> None:
+        for x, y in make_batches(8 * NUM_STEPS):
+            output = model(x)
+            optimizer.zero_grad()
+            loss_of(output, y).backward()
+            output.extra.square().mean().backward()
+            optimizer.step()
+            found.append(output.extra.detach().cpu() + 0)
+
+    check(recording, scenario, make=TwoNets)
+
+
+class Pairwise(nn.Module):
+    """Returns two outputs that share nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.actor = nn.Linear(6, 5)
+        self.critic = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.actor(x), self.critic(x)
+
+
+@pytest.mark.parametrize("change", ["frozen", "moved"])
+def test_a_backward_after_another_exchange_was_made(
+    recording: Devices, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    used = recording(2)
+    net = Pairwise().to(used[0])
+    weight = net.critic.weight
+    model = everygpu.DataParallel(net, used, engine="graphs")
+    for x, _ in make_batches(NUM_STEPS):
+        model(x)[1].square().mean().backward()
+    assert num_recordings(model) == 1
+    (wanted,) = torch.autograd.grad(net.critic(x.to(used[0])).square().mean(), [weight])
+    scores, value = model(x)
+    scores.sum().backward()  # from here on another recording may be launched
+    if change == "frozen":
+        net.actor.requires_grad_(False)
+    else:
+        net.actor.weight.data = net.actor.weight.data.clone()
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder.MultiGpuGraph, "replay", fail)
+        for _ in range(NUM_WARM_UPS + 1):
+            model(x)
+        with pytest.raises(torch.OutOfMemoryError):
+            model(x)
+    (found,) = torch.autograd.grad(value.square().mean(), [weight])
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_memory_that_is_too_small_for_recordings(
+    recording: Devices, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    used = recording(2)
+    monkeypatch.setattr(recorded_forward, "ParameterSync", fail)
+    net = Net().to(used[0])
+    model = everygpu.DataParallel(net, used, engine="graphs")
+    with caplog.at_level(logging.INFO, "everygpu"):
+        for x, y in make_batches(NUM_STEPS):
+            loss_of(model(x), y).backward()
+    assert net.first.weight.grad is not None
+    assert num_recordings(model) == 0
+    assert len([m for m in caplog.messages if "without CUDA graphs: OutOfMemoryError" in m]) == 1
+
+
+def test_with_a_default_device(recording: Devices) -> None:
+    used = recording(2)
+    default = torch.device("meta") if used[0].type == "cpu" else used[0]
+    batches = make_batches(NUM_STEPS)
+    found = []
+    for context in (contextlib.nullcontext(), default):
+        net = Net().to(used[0]).eval()
+        model = everygpu.DataParallel(net, used, engine="graphs")
+        with context:
+            for x, y in batches:
+                net.zero_grad()
+                loss_of(model(x), y).backward()
+        assert num_recordings(model) == 1
+        found.append(net.first.weight.grad.cpu())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+class SparseScores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(10, 5, sparse=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.table(x[:, 0].abs().clamp(max=9).long())
+
+
+class Checkpointed(Net):
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(super().forward, x * self.first.weight.mean(), use_reentrant=True)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cells = nn.LSTM(6, 5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.cells(x.unsqueeze(1))[0].squeeze(1)
+
+
+@pytest.mark.parametrize("make", [SparseScores, Checkpointed, Recurrent])
+def test_a_first_backward_after_forwards_that_had_none(recording: Devices, make: Any) -> None:
+    used = recording(2)
+    found = []
+    for engine in ("threads", "graphs"):
+        net = make().to(used[0])
+        model = everygpu.DataParallel(net, used, engine=engine)
+        for x, _ in make_batches(NUM_STEPS):
+            model(x)
+        for x, y in make_batches(NUM_STEPS):
+            net.zero_grad()
+            loss_of(model(x), y).backward()
+        found.append([p.grad.to_dense().cpu() for p in net.parameters() if p.grad is not None])
+    assert len(found[1]) == len(found[0])
+    for a, b in zip(found[1], found[0]):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_what_may_change_unseen_is_named(recording: Devices, caplog: pytest.LogCaptureFixture) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Recurrent().to(used[0]), used, engine="graphs")
+    for x, y in make_batches(20):
+        loss_of(model(x), y).backward()
+    assert num_recordings(model) == 0
+    (record,) = [r for r in caplog.records if "without CUDA graphs" in r.message]
+    assert record.levelno == logging.WARNING
+    assert "LSTM 'cells' has attributes that may change unseen" in record.message
+
+
+@pytest.mark.parametrize("kind", ["sparse", "inference"])
+def test_buffers_of_other_kinds(recording: Devices, kind: str) -> None:
+    class Mixing(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            with torch.inference_mode(kind == "inference"):
+                self.register_buffer("mixer", torch.eye(6).flip(0))
+            if kind == "sparse":
+                self.mixer = self.mixer.to_sparse()
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward((self.mixer @ x.t()).t())
+
+    used = recording(2)
+    found = []
+    for engine in ("threads", "graphs"):
+        net = Mixing().to(used[0])
+        model = everygpu.DataParallel(net, used, engine=engine)
+        for x, y in make_batches(NUM_STEPS):
+            net.zero_grad()
+            loss_of(model(x), y).backward()
+        found.append(net.first.weight.grad.cpu())
+        assert num_recordings(model) == (engine == "graphs" and kind == "inference")
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["empty", "attribute", "dataclass", "registered"])
+def test_what_containers_are_besides_their_leaves(recording: Devices, kind: str) -> None:
+    class Scaled(Net):
+        def forward(self, x: Tensor, options: Any) -> Any:
+            flips = "flip" in options if kind == "empty" else options.flip
+            return super().forward(x) * (-1 if flips else 1)
+
+    def options(flip: bool) -> Any:
+        if kind == "empty":
+            return {"flip" if flip else "stay": ()}
+        made = {"attribute": Marked, "dataclass": Noted, "registered": Registered}[kind]()
+        made.flip = flip
+        return made
+
+    used = recording(2)
+    model = everygpu.DataParallel(Scaled().to(used[0]).eval(), used, engine="graphs")
+    (x, _), *_ = make_batches(1)
+    as_it_is = [model(x, options(False)).detach() + 0 for _ in range(NUM_STEPS)][-1]
+    assert num_recordings(model) == 1
+    torch.testing.assert_close(model(x, options(True)).detach() + 0, -as_it_is)
+
+
+class Marked(dict[str, Any]):
+    flip = False
+
+
+@dataclass
+class Noted:
+    name: str = "noted"
+
+    def __post_init__(self) -> None:
+        self.flip = False
+
+
+class Registered:
+    flip = False
+
+
+def _unflatten(_: Any, flip: bool) -> Registered:
+    made = Registered()
+    made.flip = flip
+    return made
+
+
+register_pytree_node(Registered, lambda x: ([], x.flip), _unflatten)
+
+
+def test_memory_is_free_when_the_model_is_dropped(recording: Devices) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
+    for x, y in make_batches(NUM_STEPS):
+        value = loss_of(model(x), y)
+        value.backward()
+    gc.collect()
+    gc.disable()
+    try:
+        recorder = weakref.ref(model._recorder)
+        module = weakref.ref(model.module)
+        value = loss_of(model(x), y)
+        del model
+        value.backward()
+        del value
+        assert recorder() is None
+        assert module() is None
+    finally:
+        gc.enable()
+
+
+class Features(Net):
+    """Returns what its scores were computed from, too."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.norm(self.first(x)).tanh()
+        return self.last(h), h
+
+
+@pytest.mark.parametrize("uses_both", [False, True])
+def test_an_output_that_others_were_computed_from(recording: Devices, uses_both: bool) -> None:
+    used = recording(2)
+    found = []
+    for engine in ("threads", "graphs"):
+        net = Features().to(used[0])
+        model = everygpu.DataParallel(net, used, engine=engine)
+        optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01)
+        losses: list[Tensor] = []
+
+        def loss(outputs: Any, y: Tensor) -> Tensor:
+            scores, h = outputs
+            return loss_of(scores, y) + (h.square().mean() if uses_both else 0)
+
+        train(model, optimizer, losses, num=4 * NUM_STEPS, loss=loss)
+        found.append(torch.stack(losses))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    recorder = model._recorder
+    assert recorder is not None
+    assert recorder._capture._num_attempts <= 2
+    assert recorder._capture._num_launches > 2 * NUM_STEPS

@@ -1,0 +1,227 @@
+"""``engine="graphs"`` among several threads and streams."""
+
+import functools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import everygpu
+from everygpu.parallel.cuda_graphs import recorded_forward, recorder
+from everygpu.parallel.cuda_graphs.multi_gpu_graph import is_capturing
+from everygpu.parallel.cuda_graphs.recorder import NUM_WARM_UPS
+from tests import tape
+from tests.parallel.cuda_graphs.forwards import (
+    NUM_STEPS,
+    Devices,
+    Net,
+    loss_of,
+    make_batches,
+    num_recordings,
+    train,
+)
+
+
+def test_late_gradients_of_a_backward_that_is_not_launched(recording: Devices) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Net().to(used[0]).eval(), used, engine="graphs")
+    weight = model.module.last.weight
+    (x, y), *_ = make_batches(1)
+    (wanted,) = torch.autograd.grad(loss_of(model(x), y), [weight])
+    for _ in range(NUM_STEPS):
+        loss_of(model(x), y).backward()
+    assert num_recordings(model) == 1
+    for _ in range(4):
+        output = model(x)
+        model.module.calls.add_(1)  # a backward is launched only where nothing has been written since
+        if used[0].type == "cuda":
+            _keep_busy(used)
+        (found,) = torch.autograd.grad(loss_of(output, y), [weight])
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def _keep_busy(used: list[torch.device]) -> None:
+    """Have what is queued next begin late, in memory that is full of something else."""
+    for d in used:
+        [torch.full((128,), 9.0, device=d) for _ in range(32)]
+        with torch.cuda.device(d):
+            torch.cuda._sleep(50_000_000)
+
+
+def test_threads_that_train_side_by_side(recording: Devices) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Net().to(used[0]).eval(), used, engine="graphs")
+    (x, y), *_ = make_batches(1)
+    weight = model.module.last.weight
+    found: dict[int, list[Tensor]] = {k: [] for k in range(3)}
+
+    def work(scale: int) -> None:
+        for _ in range(8 * NUM_STEPS):
+            found[scale] += torch.autograd.grad(loss_of(model(x * scale), y), [weight])
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert num_recordings(model) == 1
+    for first, *others in found.values():
+        assert len(others) == 8 * NUM_STEPS - 1
+        assert all(torch.allclose(g, first, rtol=1e-4, atol=1e-5) for g in others)
+
+
+class Held(Net):
+    """Calls a function while its forward is recorded, once."""
+
+    def __init__(self, during: list[Callable[[], object]]) -> None:
+        super().__init__()
+        self.take = lambda: during.pop()() if during and is_recording() else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.index in (None, 0):
+            self.take()
+        return super().forward(x)
+
+
+def is_recording() -> bool:
+    return tape.current_tape() is not None or is_capturing()
+
+
+def side_by_side(*works: Callable[[], object]) -> None:
+    """Run functions in threads; raise what the first of them raises."""
+    with ThreadPoolExecutor(len(works)) as threads:
+        for future in [threads.submit(work) for work in works]:
+            future.result(timeout=120)
+
+
+class Pair:
+    """Two models that record twice each, the second time while the other goes backward without a launch.
+
+    Args:
+        used: The devices of both.
+        at_once: Train them in threads, that meet there; else one after the other.
+    """
+
+    def __init__(self, used: list[torch.device], *, at_once: bool) -> None:
+        self._used = used
+        self._at_once = at_once
+        self._trained = threading.Barrier(2)
+        self._recording = [threading.Event(), threading.Event()]
+        self._went_backward = [threading.Event(), threading.Event()]
+        self.losses: list[list[Tensor]] = [[], []]
+        self._during: list[list[Callable[[], object]]] = [[], []]
+        self.nets = [Held(during).to(used[0]) for during in self._during]
+        works = [functools.partial(self._train, me) for me in (0, 1)]
+        if at_once:
+            side_by_side(*works)
+        else:
+            for work in works:
+                work()
+
+    def _train(self, me: int) -> None:
+        net, found, during = self.nets[me], self.losses[me], self._during[me]
+        model = everygpu.DataParallel(net, self._used, engine="graphs")
+        optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01 * (me + 1))
+        for _ in range(2):  # who comes too late to record the first time does it the second time
+            train(model, optimizer, found)
+            if self._at_once:
+                self._trained.wait(60)
+        assert num_recordings(model) == 1
+        for turn in (0, 1):
+            if turn == me:
+                if self._at_once:
+                    during.append(lambda: self._hold(me))
+                train(model, optimizer, found, rows=10)
+                assert num_recordings(model) == 2
+                assert not during
+            else:
+                optimizer.zero_grad()
+                found.append(self._go_backward(model, turn))
+                optimizer.step()
+                train(model, optimizer, found)
+
+    def _hold(self, me: int) -> None:
+        self._recording[me].set()
+        assert self._went_backward[me].wait(60)
+
+    def _go_backward(self, model: everygpu.DataParallel, other: int) -> Tensor:
+        (x, y), *_ = make_batches(1)
+        value = loss_of(model(x), y)
+        model.module.calls.add_(1)  # a backward is launched only where nothing has been written since
+        if self._at_once:
+            assert self._recording[other].wait(60)
+        value.backward()
+        loss = value.detach().cpu().clone()
+        self._went_backward[other].set()
+        return loss
+
+
+def test_models_that_two_threads_record(recording: Devices) -> None:
+    used = recording(2)
+    alone, together = Pair(used, at_once=False), Pair(used, at_once=True)
+    for me in (0, 1):
+        torch.testing.assert_close(together.losses[me], alone.losses[me], rtol=1e-4, atol=1e-5)
+        values, wanted = together.nets[me].state_dict(), alone.nets[me].state_dict()
+        torch.testing.assert_close(values, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_who_cannot_record_now_records_later(recording: Devices) -> None:
+    used = recording(2)
+    during: list[Callable[[], object]] = []
+    first = everygpu.DataParallel(Held(during).to(used[0]), used, engine="graphs")
+    second = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
+
+    def run(model: everygpu.DataParallel, num: int) -> None:
+        for x, y in make_batches(num):
+            loss_of(model(x), y).backward()
+
+    run(second, NUM_WARM_UPS)
+    during.append(lambda: side_by_side(lambda: run(second, 2)))
+    run(first, NUM_STEPS)
+    assert not during
+    assert (num_recordings(first), num_recordings(second)) == (1, 0)
+    run(second, 1)
+    assert num_recordings(second) == 1
+
+
+def test_a_backward_runs_where_it_was_recorded(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = recording(2)
+    recorded, run = [], []
+    make, enter = recorder.MultiGpuGraph, recorded_forward.on_recording_streams
+
+    def make_graph(devices: Any, streams: str) -> Any:
+        recorded.append(streams)
+        return make(devices, streams=streams)
+
+    def on_recording_streams(devices: Any, streams: str) -> Any:
+        run.append(streams)
+        return enter(devices, streams)
+
+    monkeypatch.setattr(recorder, "MultiGpuGraph", make_graph)
+    monkeypatch.setattr(recorded_forward, "on_recording_streams", on_recording_streams)
+    models = [everygpu.DataParallel(Net().to(used[0]), used, engine="graphs") for _ in range(2)]
+    for model in models:
+        for x, y in make_batches(NUM_STEPS):
+            value = loss_of(model(x), y)
+            model.module.calls.add_(1)
+            value.backward()
+    num = len(run) // 2
+    assert num > 0
+    assert run == [recorded[0]] * num + [recorded[1]] * num
+    assert recorded[0] != recorded[1]
+
+
+def test_other_streams(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
+    for x, y in make_batches(NUM_STEPS):
+        loss_of(model(x), y).backward()
+    assert num_recordings(model) == 1
+    others = {d: torch.cuda.Stream(d) if d.type == "cuda" else object() for d in used}
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorded_forward.current_stream", others.get)
+    model(x)
+    assert num_recordings(model) == 0
