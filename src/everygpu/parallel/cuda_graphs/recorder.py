@@ -220,7 +220,7 @@ class Capture(Generic[Result]):
             recorded = self._step.record(graph, held, prepared)
             written = [now != then for now, then in zip(held.versions(), before)]
             return _Recording(batch=held, graph=graph, recorded=recorded, written=written)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the step is run as it is
+        except Exception as error:  # noqa: BLE001 - whatever it is, the step runs eagerly
             failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         if graph.has_replaced_generators:
             self._recordings.clear()

@@ -17,14 +17,14 @@ from everygpu.torch_private.modes import without_torch_function
 from everygpu.torch_private.pytree import SUPPORTED_NODES
 
 PLAIN_TYPES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-"""Values that a recording takes in as they are."""
+"""Types of values that a recording bakes in."""
 
 
 Batch = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
 """The model's positional and keyword arguments, and what the loss takes after the output."""
 
 
-class NotStatic(Exception):  # noqa: N818 - no error: such a batch is run as it is
+class NotStatic(Exception):  # noqa: N818 - no error: such a batch runs eagerly
     """A batch holds something that can't be kept at a fixed address."""
 
 
