@@ -194,7 +194,39 @@ def test_dispatch_modes_are_counted():
         assert modes.num_dispatch_modes() == 1
 
 
+class Unread(torch.Tensor):
+    """Hands a conjugated tensor on, which an operation reads below ``__torch_dispatch__``."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        conjugated = torch.tensor([1 + 2j]).conj()
+        with modes.reading_lazy_values():
+            return torch.view_as_real(conjugated.clone()) if func is torch.ops.aten.neg.default else NotImplemented
+
+
+def test_lazy_values_are_read_below_dispatch():
+    seen = tensors.make_wrapper_subclass(Unread, (1,), dtype=torch.complex64, device="cpu")
+    with modes.without_torch_function():
+        assert torch.neg(seen).tolist() == [[1, -2]]
+
+
 # tensors
+
+
+def test_two_tensors_are_exchanged():
+    x, y = torch.zeros(2), torch.ones(3)
+    view = x[:1]
+    tensors.swap_tensors(x, y)
+    assert (x.tolist(), y.tolist(), view.tolist()) == ([1, 1, 1], [0, 0], [0])
+    y.fill_(2)
+    assert view.tolist() == [2]
+
+
+def test_results_aliased_for_views_are_views():
+    x = torch.zeros(2, requires_grad=True) * 1
+    alias = tensors.reshape_alias(x, x.shape, x.stride())
+    assert alias.data_ptr() == x.data_ptr()
+    assert alias._base is x
 
 
 def test_a_subclass_shares_memory_and_is_a_leaf():

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from everygpu.checkpoint.rng import plan_rng_restore, take_rng_states
 from everygpu.errors import CheckpointMismatchError, OptionError
+from everygpu.torch_private.data import LoaderIterator
 
 logger = logging.getLogger("everygpu")
 
@@ -227,7 +228,7 @@ class _Order:
 
 def _with_order_drawn(batches: Iterator[Any]) -> Iterator[Any]:
     """Have an iterator draw its order now, in this thread; with worker processes it has done so already."""
-    if type(batches) is torch.utils.data.dataloader._SingleProcessDataLoaderIter:
+    if isinstance(batches, LoaderIterator) and not hasattr(batches, "_workers"):
         drawn = batches._sampler_iter
         batches._sampler_iter = chain(list(islice(drawn, 1)), drawn)
     return batches

@@ -1,5 +1,7 @@
 """Tensor subclasses, storages, and operations on lists of tensors."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,9 @@ def num_storage_uses(x: Tensor) -> int:
     """Count the tensors, in Python and in graphs, that refer to a tensor's memory; as torch's own CUDA graph trees."""
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
 
+
+reshape_alias: Any = torch.ops.aten._reshape_alias.default
+"""View a tensor as it is, by an operation for which ``ShardedBatch`` has no rule: ``aten.alias`` has one."""
 
 swap_tensors = torch._C._swap_tensor_impl
 """Exchange what two tensors are, in C++; ``torch.utils.swap_tensors`` refuses tensors that have views."""

@@ -102,17 +102,13 @@ def test_other_memory_does_not_fit(either_way: Devices) -> None:
 
 def test_kernels_are_loaded_before_a_recording(either_way: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
     devices, ran = either_way(2), []
-    for owner, name in (
-        (KernelBackend, "send"),
-        (_KernelGradReducer, "run"),
-        (CopyBackend, "send"),
-        (_CopyGradReducer, "run"),
-    ):
+    reducers = {KernelBackend: _KernelGradReducer, CopyBackend: _CopyGradReducer}
+    for owner, name in (*((b, "send") for b in reducers), *((r, "run") for r in reducers.values())):
         run = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda me, run=run: (ran.append(run.__qualname__), run(me)))
     exchange = ParameterSync(make_params(devices[0]), devices)
-    movers = {type(bundle._mover) for bundle in exchange.bundles}
-    assert set(ran) == {f"{m.__name__}.send" for m in movers} | {f"_{m.__name__[:-7]}GradReducer.run" for m in movers}
+    used = {type(bundle._mover) for bundle in exchange.bundles}
+    assert set(ran) == {f"{b.__name__}.send" for b in used} | {f"{reducers[b].__name__}.run" for b in used}
 
 
 def test_with_a_default_device(either_way: Devices) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from everygpu import comm
 from everygpu.parallel.compiler.eval_frame import not_compiled
 from everygpu.torch_private.modes import without_torch_function
-from everygpu.torch_private.tensors import make_wrapper_subclass, throw_on_data_ptr
+from everygpu.torch_private.tensors import make_wrapper_subclass, reshape_alias, throw_on_data_ptr
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -230,7 +230,7 @@ def join(x: ShardedBatch) -> Tensor:
     x._memory.is_joined = True  # the alias may be written to
     with without_torch_function():
         # No rule runs this operation on the parts, unlike ``alias``, whose result would be a batch.
-        alias: Tensor = torch.ops.aten._reshape_alias.default(x, x.shape, x.stride())
+        alias: Tensor = reshape_alias(x, x.shape, x.stride())
         return alias
 
 
