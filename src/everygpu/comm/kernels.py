@@ -148,7 +148,7 @@ def run_send(
         dtype: One of ``KINDS``.
         block: Elements from the beginning of one block to that of the next.
         begin: Where the first block goes in ``targets``, a multiple of ``block``.
-        me: This device's place in ``targets``.
+        rank: This device's place in ``targets``.
     """
     num_blocks = lengths.numel()
     _send[(num_programs(num_blocks, lengths.device, 1),)](
@@ -173,7 +173,7 @@ def run_add(
         sources: Addresses of the blocks on each device, shape (devices, blocks).
         targets: A table in which ``index`` is the address of the flat memory, on any device, that gets the sums.
         begin: Where the first goes.
-        me: This device's place in ``sources``.
+        rank: This device's place in ``sources``.
     """
     kind, wide = KINDS[dtype]
     num_blocks = lengths.numel()

@@ -129,7 +129,7 @@ class ShardedUpdate:
 
     def why_not_recordable(self) -> str | None:
         """Say what would be lost or frozen in a recording, if anything is."""
-        # Not the arena's: asked before ``prepare`` has seen what was unfrozen or added.
+        # Not those of the flat parameters: asked before ``prepare`` has seen what was unfrozen or added.
         mine = set(map(id, self._trainable()))
         others = [n for n, p in self._model.module.named_parameters() if p.requires_grad and id(p) not in mine]
         return f"parameter {others[0]} takes gradients, but the optimizer doesn't have it" if others else None
@@ -179,7 +179,7 @@ class ShardedUpdate:
         self._flat_params.note_grads(touched)
 
     def _whole_update(self) -> FusedUpdate | None:
-        """Return the kernels, unless someone wants to see whole gradients between reduction and update."""
+        """Return the kernels, unless a hook is to see whole gradients between reduction and update."""
         return None if self._optimizer.has_pre_hooks() else self._kernels()
 
     def _kernels(self) -> FusedUpdate | None:

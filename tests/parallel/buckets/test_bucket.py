@@ -10,7 +10,7 @@ from torch import nn
 
 from everygpu.parallel.buckets.bucket import ALIGNMENT_BYTES, Bucket
 from everygpu.parallel.buckets.copies import Streams, broadcast_tensor
-from everygpu.parallel.buckets.grouping import group
+from everygpu.parallel.buckets.grouping import group_tensors
 
 gpu_only = pytest.mark.parametrize("devices", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 PROPERTY = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -403,7 +403,7 @@ class TestGroup:
     @given(numels=sizes, limit=st.integers(0, 200), seed=st.randoms(use_true_random=False))
     def test_each_index_is_in_one_group_in_order(self, numels, limit, seed):
         tensors = [torch.empty(n, dtype=seed.choice([torch.float32, torch.float64])) for n in numels]
-        groups = group(tensors, lambda t: t.dtype, limit)
+        groups = group_tensors(tensors, lambda t: t.dtype, limit)
         assert sorted(i for members in groups for i in members) == list(range(len(tensors)))
         for members in groups:
             assert members == sorted(members)
@@ -412,11 +412,11 @@ class TestGroup:
 
     def test_fills_groups_up_to_the_limit(self):
         tensors = [torch.empty(n, dtype=torch.uint8) for n in (4, 6, 1, 10, 11, 0)]
-        assert group(tensors, lambda t: t.dtype, 10) == [[0, 1], [2], [3], [4], [5]]
+        assert group_tensors(tensors, lambda t: t.dtype, 10) == [[0, 1], [2], [3], [4], [5]]
 
     def test_keys_fill_side_by_side(self):
         tensors = [torch.empty(1), torch.empty(1).double(), torch.empty(1), torch.empty(1).double()]
-        assert group(tensors, lambda t: t.dtype, 100) == [[0, 2], [1, 3]]
+        assert group_tensors(tensors, lambda t: t.dtype, 100) == [[0, 2], [1, 3]]
 
 
 @gpu_only

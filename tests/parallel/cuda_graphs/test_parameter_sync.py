@@ -30,7 +30,7 @@ def make_params(device: torch.device) -> list[nn.Parameter]:
 def add_up(
     exchange: ParameterSync, devices: Sequence[torch.device], grads: Sequence[Sequence[Grads]]
 ) -> list[Tensor | None]:
-    """Add gradients up as a launch does, for each bundle and device; all parameters count as reached."""
+    """Add gradients up as a launch does, for each group and device; all parameters count as reached."""
     sums = exchange.make_reducers()
     for total, rows in zip(sums, grads):
         total.take(rows)
@@ -56,10 +56,10 @@ def test_parameters_arrive_and_gradients_add_up(either_way: Devices, count: int)
     def draw(p: Tensor, d: torch.device, j: int) -> Tensor | None:
         return None if p.shape == (5,) and j > 0 else torch.randn(p.shape, device=d).to(p.dtype)
 
-    grads = [[[draw(p, d, j) for p in b.originals] for j, d in enumerate(devices)] for b in exchange.bundles]
+    grads = [[[draw(p, d, j) for p in b.originals] for j, d in enumerate(devices)] for b in exchange.groups]
     expected = {
         id(p): sum(row[k].cpu() for row in rows if row[k] is not None)  # type: ignore[union-attr]
-        for b, rows in zip(exchange.bundles, grads)
+        for b, rows in zip(exchange.groups, grads)
         for k, p in enumerate(b.originals)
     }
     launched = add_up(exchange, devices, grads)
@@ -107,7 +107,7 @@ def test_kernels_are_loaded_before_a_recording(either_way: Devices, monkeypatch:
         run = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda me, run=run: (ran.append(run.__qualname__), run(me)))
     exchange = ParameterSync(make_params(devices[0]), devices)
-    used = {type(bundle._mover) for bundle in exchange.bundles}
+    used = {type(group._backend) for group in exchange.groups}
     assert set(ran) == {f"{b.__name__}.send" for b in used} | {f"{reducers[b].__name__}.run" for b in used}
 
 
@@ -127,7 +127,7 @@ def test_what_kernels_do_not_know_is_copied(either_way: Devices, dtype: torch.dt
     devices = either_way(2)
     unaligned = torch.randn(9, device=devices[0]).to(dtype)[1:]
     exchange = ParameterSync([nn.Parameter(unaligned)], devices)
-    assert isinstance(exchange.bundles[0]._mover, CopyBackend)
+    assert isinstance(exchange.groups[0]._backend, CopyBackend)
     exchange.send()
     (twins,) = exchange.twins().values()
     assert twins[0].cpu().equal(unaligned.cpu())

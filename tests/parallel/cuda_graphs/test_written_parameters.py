@@ -10,18 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from everygpu.parallel.cuda_graphs.transfer import parameter_sync
 from tests.parallel.cuda_graphs import training
 from tests.parallel.cuda_graphs.training import Negate
 
 Devices = Callable[[int], list[torch.device]]
 
-
-@pytest.fixture
-def recording(either_way: Devices, monkeypatch: pytest.MonkeyPatch) -> Devices:
-    """``devices`` on which forwards are recorded, with a bundle for each parameter."""
-    monkeypatch.setattr(parameter_sync.ParameterSync.__init__, "__defaults__", (1,))
-    return either_way
+TINY = 1e-9
+"""A group for each parameter."""
 
 
 class Net(nn.Module):
@@ -101,12 +96,13 @@ def loss_of(logits: Any, y: Tensor) -> Tensor:
 
 def train(make: Callable[[], nn.Module], used: list[torch.device], engine: str) -> tuple[Any, list[Tensor]]:
     make_optimizer = functools.partial(torch.optim.SGD, lr=0.02)
-    return training.train(make, used, loss_of, make_optimizer, shape=(6, 5), vocabulary=12, engine=engine)
+    options = {"engine": engine, "bucket_cap_mb": TINY}
+    return training.train(make, used, loss_of, make_optimizer, shape=(6, 5), vocabulary=12, **options)
 
 
 @pytest.mark.parametrize("make", [Net, Custom, Hidden, Keeping, Writing, WritingUncounted])
-def test_parameters_are_those_of_the_step(recording: Devices, make: Any) -> None:
-    used = recording(3)
+def test_parameters_are_those_of_the_step(either_way: Devices, make: Any) -> None:
+    used = either_way(3)
     plain, ours = train(make, used, "threads"), train(make, used, "graphs")
     training.compare(ours, plain)
     assert len(ours[0]._recorder._capture._recordings) == 1
@@ -114,15 +110,15 @@ def test_parameters_are_those_of_the_step(recording: Devices, make: Any) -> None
     KEPT.clear()
 
 
-def test_rows_that_are_written_as_they_are_looked_up(recording: Devices) -> None:
+def test_rows_that_are_written_as_they_are_looked_up(either_way: Devices) -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Embedding(40, 8, max_norm=0.5), nn.Linear(8, 12))
 
-    used = recording(2)
+    used = either_way(2)
     training.compare(train(make, used, "graphs"), train(make, used, "threads"))
 
 
-def test_replicas_are_as_before(recording: Devices) -> None:
-    model, _ = train(Net, recording(2), "graphs")
+def test_replicas_are_as_before(either_way: Devices) -> None:
+    model, _ = train(Net, either_way(2), "graphs")
     for replica in model._recorder._modules:
         assert all(type(p) in (Tensor, nn.Parameter) for p in replica.parameters())

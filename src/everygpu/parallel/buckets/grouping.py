@@ -39,7 +39,7 @@ def dense_strides(t: Tensor) -> tuple[int, ...]:
     return torch.empty_like(t, device="meta").stride()
 
 
-def group(tensors: Sequence[Tensor], key: Callable[[Tensor], Any], limit_bytes: int) -> list[list[int]]:
+def group_tensors(tensors: Sequence[Tensor], key: Callable[[Tensor], Any], limit_bytes: int) -> list[list[int]]:
     """Put tensors with equal keys together, in order, up to a size per group.
 
     Returns:
@@ -77,5 +77,5 @@ def group_by_storage(
     yield from ((members, True) for members in together)
     taken = {i for members in together for i in members}
     rest = [i for i in which if i not in taken]
-    for members in group([tensors[i] for i in rest], lambda t: (t.dtype, t.requires_grad), limit_bytes):
+    for members in group_tensors([tensors[i] for i in rest], lambda t: (t.dtype, t.requires_grad), limit_bytes):
         yield [rest[k] for k in members], False

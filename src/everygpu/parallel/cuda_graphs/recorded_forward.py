@@ -145,7 +145,7 @@ class RecordedForward:
         self._replicas.forget()  # frozen parameters are sent now, and no more
         self._modules = self._replicas.refresh(range(len(self._devices)))
         sync = self.sync
-        return _Prepared(leaves=[b.leaves() for b in sync.bundles], sums=sync.make_reducers())
+        return _Prepared(leaves=[b.leaves() for b in sync.groups], sums=sync.make_reducers())
 
     def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: _Prepared) -> RecordedPass:
         outputs, joiner = graph.record(lambda: self._forward(batch, prepared.leaves))
@@ -208,7 +208,7 @@ class RecordedForward:
     def _forward(self, batch: StaticBatch, leaves: Leaves) -> Outputs:
         assert self._replicas is not None  # noqa: S101 - ``prepare`` has made them
         args, kwargs, _ = batch.read()
-        at_home = {id(p): t for b, row in zip(self.sync.bundles, leaves) for p, t in zip(b.originals, row[0])}
+        at_home = {id(p): t for b, row in zip(self.sync.groups, leaves) for p, t in zip(b.originals, row[0])}
         with _in_place_of(self._module(), at_home):
             return self._run_replicas(self._replicas, args, kwargs)
 

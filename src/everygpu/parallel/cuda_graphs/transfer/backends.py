@@ -1,4 +1,4 @@
-"""How a bundle's parameters get to all devices within a recording, and its gradients back: by kernels, or by copies."""
+"""How a group's parameters get to all devices within a recording, and its gradients back: by kernels, or by copies."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -25,7 +25,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class GradReducer(Protocol):
-    """Adds the gradients of a bundle up in one recording."""
+    """Adds the gradients of a group up in one recording."""
 
     def take(self, grads: Sequence[Grads]) -> list[int]:
         """Take gradients where backward has left them, on the current streams.
@@ -44,7 +44,7 @@ class GradReducer(Protocol):
 
 
 class TransferBackend(Protocol):
-    """Moves a bundle between its originals and their twins."""
+    """Moves a group between its originals and their twins."""
 
     def send(self) -> None:
         """Bring the twins up to date, on the current streams, which must have met, and must meet afterwards."""
@@ -72,7 +72,7 @@ def fits_kernels(originals: Sequence[Tensor], plan: BucketPlan, _: Sequence[torc
 class KernelBackend:
     """Has devices read and write the others' memory: they find every parameter and gradient where it is.
 
-    Each device after the first has a chunk of the bundle. It reads its parameters from the first device and writes
+    Each device after the first has a chunk of the group. It reads its parameters from the first device and writes
     them to all twins; and it adds its gradients up, and writes the sums to the first. That one's links carry all
     parameters out and all sums in, so it has no chunk, unless it is alone.
 
@@ -80,8 +80,8 @@ class KernelBackend:
         originals: Laid out as their slots.
         flats: The memory of the twins, one for each device after the first.
         devices: One per replica, each once.
-        rooms: For each device a table; at ``index``, where this bundle's sums go.
-        index: This bundle's place in it.
+        rooms: For each device a table; at ``index``, where this group's sums go.
+        index: This group's place in it.
     """
 
     def __init__(
@@ -135,10 +135,10 @@ class KernelBackend:
 class _KernelGradReducer:
     """Reads gradients where backward has put them: a recording's memory stays where it is."""
 
-    def __init__(self, mover: KernelBackend) -> None:
-        self._mover = mover
-        missing = [zeros.data_ptr() for zeros in mover.zeros]
-        self._sources = GradTables([mover.plan], mover.workers, mover.devices, missing)
+    def __init__(self, backend: KernelBackend) -> None:
+        self._backend = backend
+        missing = [zeros.data_ptr() for zeros in backend.zeros]
+        self._sources = GradTables([backend.plan], backend.workers, backend.devices, missing)
 
     def take(self, grads: Sequence[Grads]) -> list[int]:
         rows = [{i: g for i, g in enumerate(row) if g is not None} for row in grads]
@@ -147,18 +147,18 @@ class _KernelGradReducer:
     def run(self) -> None:
         from everygpu.comm import kernels  # needs Triton, which not every machine has
 
-        mover = self._mover
-        for rank, d in enumerate(mover.workers):
+        backend = self._backend
+        for rank, d in enumerate(backend.workers):
             with queueing_on(d):
                 kernels.run_add(
                     self._sources.tables[rank],
-                    mover.lengths[rank],
-                    mover.rooms[rank],
-                    dtype=mover.plan.dtype,
+                    backend.lengths[rank],
+                    backend.rooms[rank],
+                    dtype=backend.plan.dtype,
                     block=BLOCK_NUMEL,
-                    begin=rank * mover.plan.chunk_numel,
-                    index=mover.index,
-                    rank=mover.first_worker + rank,
+                    begin=rank * backend.plan.chunk_numel,
+                    index=backend.index,
+                    rank=backend.first_worker + rank,
                 )
 
     def write_tables(self) -> None:
@@ -226,8 +226,8 @@ class CopyBackend:
 
 
 class _CopyGradReducer:
-    def __init__(self, mover: CopyBackend) -> None:
-        self._mover = mover
+    def __init__(self, backend: CopyBackend) -> None:
+        self._backend = backend
         self._grads: Sequence[Grads] = []
 
     def take(self, grads: Sequence[Grads]) -> list[int]:
@@ -235,7 +235,7 @@ class _CopyGradReducer:
         return []
 
     def run(self) -> None:
-        self._mover.add(self._grads)
+        self._backend.add(self._grads)
 
     def write_tables(self) -> None:
         """Nothing was left to be done."""

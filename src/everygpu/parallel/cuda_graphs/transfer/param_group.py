@@ -24,8 +24,8 @@ class ParamGroup:
     Args:
         originals: On ``devices[0]``, dense.
         devices: One per replica.
-        rooms: For each device a table; at ``index``, where this bundle's sums go.
-        index: This bundle's place among others.
+        rooms: For each device a table; at ``index``, where this group's sums go.
+        index: This group's place among others.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ParamGroup:
         flats = [self._plan.make_flat(d) for d in devices[1:]]
         # .data gives each a version counter of its own.
         self.twins = [make_twins(originals, [v.data for v in views]) for views in map(self._plan.views, flats)]
-        self._mover: TransferBackend = (
+        self._backend: TransferBackend = (
             KernelBackend(originals, flats, devices, rooms, index)
             if can_use_kernels(originals, self._plan, devices)
             else CopyBackend(originals, self._plan, flats, devices)
@@ -55,19 +55,19 @@ class ParamGroup:
     @property
     def uses_kernels(self) -> bool:
         """Tell whether kernels move it; else copies do."""
-        return isinstance(self._mover, KernelBackend)
+        return isinstance(self._backend, KernelBackend)
 
     def send(self) -> None:
         """Bring the twins up to date, on the current streams, which must have met, and must meet afterwards."""
-        self._mover.send()
+        self._backend.send()
 
     def make_reducer(self) -> GradReducer:
         """Make what adds gradients up in one recording, before it begins."""
-        return self._mover.make_reducer()
+        return self._backend.make_reducer()
 
     def make_room(self) -> int:
         """Make memory for the sums of a launch, or of ``add``, on the current stream; return its address."""
-        self._total = self._mover.make_room()
+        self._total = self._backend.make_room()
         return self._total.data_ptr()
 
     def add(self, grads: Sequence[Grads]) -> None:
@@ -85,7 +85,7 @@ class ParamGroup:
     def totals(self) -> list[Tensor]:
         """Return the last sums, in memory of their own on the first device."""
         total, self._total = self._room(), None
-        return self._plan.views(self._mover.hand_over(total))
+        return self._plan.views(self._backend.hand_over(total))
 
     def _room(self) -> Tensor:
         assert self._total is not None  # noqa: S101 - ``make_room`` has made it
