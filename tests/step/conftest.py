@@ -21,3 +21,10 @@ def recording(request: pytest.FixtureRequest, devices: Devices, monkeypatch: pyt
     torch.cuda.manual_seed_all(0)
     yield devices
     torch.cuda.synchronize()
+
+
+@pytest.fixture
+def gpus(devices: Devices) -> Devices:
+    if devices(2)[0].type != "cuda":
+        pytest.skip("there is memory of GPUs only on GPUs")
+    return devices

@@ -1,8 +1,6 @@
 """Recorded steps are the steps they stand for; what can't be recorded runs as it is."""
 
 import copy
-import logging
-import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import everygpu
-from everygpu.errors import CaptureError, OptimizerError, OptionError
-from everygpu.parallel.cuda_graphs.guards import referents
-from everygpu.parallel.cuda_graphs.recorder import NUM_WARM_UPS
-from tests import tape
+from everygpu.errors import OptimizerError
 
 Devices = Callable[[int], list[torch.device]]
+
+
 Batch = tuple[Tensor, Tensor]
+
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
@@ -45,13 +43,6 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return self.last(self.dropout(self.norm(self.first(x))).tanh() * self.frozen)
-
-
-@pytest.fixture
-def gpus(devices: Devices) -> Devices:
-    if devices(2)[0].type != "cuda":
-        pytest.skip("there is memory of GPUs only on GPUs")
-    return devices
 
 
 def batches(num: int, device: torch.device, rows: int = 12, *, ignore: bool = True) -> list[Batch]:
@@ -405,239 +396,3 @@ def test_recording_while_batches_are_on_their_way(recording: Devices) -> None:
     recorded, step = train(nets[1], used, fed, OPTIMIZERS["SGD"])
     assert num_recordings(step) == 1
     torch.testing.assert_close(recorded, plain, rtol=1e-4, atol=1e-5)
-
-
-class Counting(Net):
-    """Counts its calls in Python."""
-
-    count = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        return super().forward(x)
-
-
-class Reading(Net):
-    """Waits for the device."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1.0 if x.sum().item() < 1e9 else 2.0)
-
-
-class Tossing(Net):
-    """Leaves a layer out at random, as the host's generator says."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1.0 if random.random() < 0.5 else 2.0)
-
-
-@pytest.mark.parametrize(("kind", "reason"), [(Counting, "attributes"), (Reading, "Error"), (Tossing, "on the host")])
-def test_what_cannot_be_recorded_runs_as_it_is(
-    recording: Devices, caplog: pytest.LogCaptureFixture, kind: type[Net], reason: str
-) -> None:
-    used = recording(2)[: 1 if kind is Tossing else 2]  # replicas in threads would toss in any order
-    data = batches(30, used[0])
-    found = []
-    for capture in (False, "auto"):
-        everygpu.seed_all(3)
-        random.seed(0)
-        net = kind(dropout=0.5).to(used[0])
-        with caplog.at_level(logging.INFO, "everygpu"):
-            losses, step = train(net, used, data, OPTIMIZERS["AdamW"], capture=capture)
-        found.append(losses)
-    assert num_recordings(step) == 0
-    (said,) = [r.getMessage() for r in caplog.records if "without CUDA graphs" in r.getMessage()]
-    assert reason in said
-    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
-
-
-def test_must_capture_says_why_it_cannot(recording: Devices) -> None:
-    used = recording(2)
-    with pytest.raises(CaptureError, match="capture='auto'"):
-        train(Reading().to(used[0]), used, batches(10, used[0]), OPTIMIZERS["SGD"], capture=True)
-
-
-def test_hooks_are_called(recording: Devices) -> None:
-    used = recording(2)
-    net, calls = Net().to(used[0]), []
-    net.last.register_forward_hook(lambda *_: calls.append(1))
-    _, step = train(net, used, batches(10, used[0]), OPTIMIZERS["SGD"])
-    assert len(calls) == 20
-    assert num_recordings(step) == 0
-
-
-def test_a_hook_that_comes_later_ends_the_recording(recording: Devices) -> None:
-    used = recording(2)
-    net, calls = Net().to(used[0]), []
-    _, step = train(net, used, batches(10, used[0]), OPTIMIZERS["SGD"])
-    assert num_recordings(step) == 1
-    net.last.register_forward_hook(lambda *_: calls.append(1))
-    for x, y in batches(3, used[0]):
-        step(x, y)
-    assert len(calls) == 6
-
-
-def drop_norm(net: nn.Module) -> None:
-    net.norm = nn.Identity()
-
-
-def test_modes_and_attributes_count(recording: Devices) -> None:
-    used = recording(2)
-    data = batches(12, used[0], ignore=False)
-    found = []
-    for capture in (False, "auto"):
-        net = Net().to(used[0])
-        _, step = train(net, used, data, OPTIMIZERS["SGD"], capture=capture)
-        losses = []
-        for change in (nn.Module.eval, drop_norm, nn.Module.train):
-            change(net)
-            losses += [step(x, y).item() for x, y in data[:8]]
-        found.append(losses)
-    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]), rtol=1e-4, atol=1e-5)
-
-
-def test_synchronised_statistics(recording: Devices) -> None:
-    used = recording(2)
-    data = batches(20, used[0])
-    nets = [everygpu.SyncBatchNorm.convert(Net()).to(used[0]) for _ in range(2)]
-    plain, _ = train(nets[0], used, data, OPTIMIZERS["SGD"], capture=False)
-    recorded, step = train(nets[1], used, data, OPTIMIZERS["SGD"])
-    assert num_recordings(step) == 1
-    torch.testing.assert_close(recorded, plain, rtol=1e-4, atol=1e-5)
-    assert_nets_equal(nets[1], nets[0], rtol=1e-3, atol=1e-4)
-
-
-class Reusing(Net):
-    """Needs a weight in backward after the weight's own gradient is there."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * 1.0
-        h = (x.requires_grad_() if not x.requires_grad else x) @ self.first.weight.detach().T
-        return self.last(self.norm(h + self.first(x)))
-
-
-@pytest.mark.parametrize("kind", [Net, Reusing])
-def test_updates_wait_for_what_needs_the_old_values(recording: Devices, kind: type[Net]) -> None:
-    used = recording(2)
-    data = batches(20, used[0])
-    nets = [kind().to(used[0]) for _ in range(2)]
-    plain, _ = train(nets[0], used, data, OPTIMIZERS["SGD"], capture=False)
-    recorded, step = train(nets[1], used, data, OPTIMIZERS["SGD"])
-    assert num_recordings(step) == 1
-    assert step._capture._step._overlaps is (kind is Net or step._strategy._fused is None)
-    torch.testing.assert_close(recorded, plain, rtol=1e-4, atol=1e-5)
-
-
-def test_memory_is_returned(gpus: Devices) -> None:
-    used = gpus(2)
-    net = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 5)).to(used[0])
-    x, y = torch.randn(4096, 1024, device=used[0]), torch.zeros(4096, dtype=torch.long, device=used[0])
-    step = everygpu.TrainStep(
-        everygpu.DataParallel(net, used), F.cross_entropy, torch.optim.SGD(net.parameters(), lr=0.1)
-    )
-    for _ in range(NUM_WARM_UPS):
-        step(x, y)
-    before = _reserved(used)
-    for _ in range(4):
-        step(x, y)
-    assert num_recordings(step) == 1
-    step._capture.forget()
-    assert max(now - then for now, then in zip(_reserved(used), before)) <= 2**25  # libraries' workspaces
-
-
-def _reserved(used: list[torch.device]) -> list[int]:
-    for d in used:
-        torch.cuda.synchronize(d)
-    torch.cuda.empty_cache()
-    return [torch.cuda.memory_reserved(d) for d in used]
-
-
-@pytest.mark.parametrize("capture", ["yes", None, 1])
-def test_other_values_are_refused(capture: Any) -> None:
-    net = nn.Linear(2, 2)
-    with pytest.raises(OptionError, match="capture must be"):
-        everygpu.TrainStep(net, F.mse_loss, torch.optim.SGD(net.parameters()), capture=capture)
-
-
-def test_must_capture_needs_gpus() -> None:
-    net = everygpu.DataParallel(nn.Linear(2, 2), ["cpu", "cpu"])
-    with pytest.raises(OptionError, match="needs CUDA devices"):
-        everygpu.TrainStep(net, F.mse_loss, torch.optim.SGD(net.parameters()), capture=True)
-
-
-WEIGHT = 1.0
-
-
-def test_what_a_loss_refers_to_is_seen() -> None:
-    scale = 2.0
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return F.mse_loss(output, target) * scale * WEIGHT
-
-    before = referents(loss)
-    assert referents(loss) == before
-    scale = 3.0
-    assert referents(loss) != before
-
-
-def test_a_method_s_attributes_are_seen() -> None:
-    class Trainer:
-        weight = 1.0
-
-        def loss(self, output: Tensor, target: Tensor) -> Tensor:
-            return F.mse_loss(output, target) * self.weight
-
-    trainer = Trainer()
-    trainer.weight = 2.0
-    before = referents(trainer.loss)
-    trainer.weight = 3.0
-    assert referents(trainer.loss) != before
-    assert referents(F.mse_loss) == referents(F.mse_loss)
-    assert referents(nn.MSELoss()) == ()
-
-
-@pytest.mark.parametrize("capture", [False, "auto"])
-def test_with_a_default_device(devices: Devices, monkeypatch: pytest.MonkeyPatch, capture: Any) -> None:
-    """Kernels find their tables where these are made, not where the caller would have tensors."""
-    used = devices(2)
-    if used[0].type == "cpu":
-        tape.install(monkeypatch, fused=True)
-    data = batches(8, used[0])
-    nets = [Net().to(used[0]) for _ in range(2)]
-    plain, _ = train(nets[0], used, data, OPTIMIZERS["AdamW"], capture=capture)
-    with torch.device("meta" if used[0].type == "cpu" else used[0]):
-        made, step = train(nets[1], used, data, OPTIMIZERS["AdamW"], capture=capture)
-    assert capture is False or num_recordings(step) == 1
-    torch.testing.assert_close(made, plain, rtol=1e-5, atol=1e-6)
-    assert_nets_equal(nets[1], nets[0], rtol=1e-4, atol=1e-5)
-
-
-class Full(nn.Linear):
-    """Runs out of memory as often as it is told."""
-
-    failures = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.failures:
-            self.failures -= 1
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return super().forward(x)
-
-
-def test_an_evaluation_takes_the_memory_of_recordings() -> None:
-    class Recordings:
-        num = 1
-
-        def forget(self) -> bool:
-            self.num -= 1
-            return self.num >= 0
-
-    net = Full(2, 2)
-    step = everygpu.TrainStep(net, F.mse_loss, torch.optim.SGD(net.parameters()))
-    step._capture = Recordings()  # type: ignore[assignment]
-    x, y = torch.ones(3, 2), torch.zeros(3, 2)
-    net.failures = 1
-    assert step.evaluate(x, y).output.equal(net(x))
-    net.failures = 1
-    with pytest.raises(torch.OutOfMemoryError):
-        step.evaluate(x, y)

@@ -1,0 +1,240 @@
+"""What a step refuses, and what a failure leaves."""
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import everygpu
+from everygpu.errors import EveryGPUError, LossError, OptimizerError, OptionError, PlacementError
+from tests.step.test_train_step import (
+    OPTIMIZERS,
+    Devices,
+    Net,
+    assert_close,
+    batches,
+    train_plainly,
+)
+
+
+def test_gradients_are_not_left_for_the_user_to_mistake(devices: Devices) -> None:
+    used = devices(2)
+    net = Net().to(used[0])
+    step = everygpu.TrainStep(everygpu.DataParallel(net, used), F.cross_entropy, torch.optim.SGD(net.parameters()))
+    x, y = next(batches(1))
+    step(x.to(used[0]), y)
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_an_old_graph_notices_the_update(devices: Devices) -> None:
+    used = devices(2)
+    net = Net().to(used[0])
+    step = everygpu.TrainStep(everygpu.DataParallel(net, used), F.cross_entropy, torch.optim.SGD(net.parameters()))
+    x, y = next(batches(1))
+    old = net(x.to(used[0]).requires_grad_()).sum()
+    step(x.to(used[0]), y)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        old.backward()
+
+
+# Failures.
+
+
+def test_a_failure_loses_nothing(devices: Devices) -> None:
+    used = devices(3)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(6)]
+    optimizer = OPTIMIZERS["AdamW"](ours.parameters())
+    step = everygpu.TrainStep(everygpu.DataParallel(ours, used), F.cross_entropy, optimizer)
+    reference = OPTIMIZERS["AdamW"](plain.parameters())
+    for i, batch in enumerate(data):
+        step(*batch)
+        train_plainly(plain, reference, [batch])
+        if i % 2:
+            with pytest.raises(RuntimeError, match="mat1 and mat2"):
+                step(torch.randn(9, 4, device=used[0]), torch.zeros(9, dtype=torch.int64, device=used[0]))
+    assert_close(ours, plain)
+
+
+def test_a_failing_backward_loses_nothing(devices: Devices) -> None:
+    class Breaking(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise ArithmeticError("broken")
+
+    used = devices(2)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(4)]
+    broken = [False]
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(Breaking.apply(out) + out if broken[0] else out, y)
+
+    step = everygpu.TrainStep(everygpu.DataParallel(ours, used), loss, OPTIMIZERS["AdamW"](ours.parameters()))
+    reference = OPTIMIZERS["AdamW"](plain.parameters())
+    for batch in data:
+        broken[0] = True
+        with pytest.raises(ArithmeticError, match="broken"):
+            step(*batch)
+        broken[0] = False
+        step(*batch)
+    train_plainly(plain, reference, data)
+    assert_close(ours, plain)
+
+
+def test_optimizers_that_cannot_be_spread_step_on_the_first_device(
+    devices: Devices, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Mine(torch.optim.Adam):
+        pass
+
+    used = devices(2)
+    plain, ours = Net().to(used[0]), Net().to(used[0])
+    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(8)]
+    with caplog.at_level(logging.INFO, "everygpu"):
+        model = everygpu.DataParallel(ours, used, engine="threads")
+        step = everygpu.TrainStep(
+            model, F.cross_entropy, Mine(ours.parameters()), clip_norm=1.0, accumulate=2, capture=False
+        )
+    assert caplog.messages == [f"TrainStep: Mine can't be spread; it steps on {used[0]}."]
+    for batch in data:
+        step(*batch)
+    train_plainly(plain, Mine(plain.parameters()), data, clip_norm=1.0, accumulate=2)
+    assert_close(ours, plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "fp64"}, "precision must be one of"),
+        ({"accumulate": 0}, "accumulate must be a whole number of 1 or more, got 0"),
+        ({"accumulate": 1.5}, "accumulate"),
+        ({"clip_norm": 0}, "clip_norm must be a number above 0"),
+        ({"loss": 3}, "loss must be callable"),
+        ({"compile": True}, "engine='compile'"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    net = Net()
+    everything = {"loss": F.cross_entropy, **options}
+    with pytest.raises(OptionError, match=f"TrainStep: .*{message}"):
+        everygpu.TrainStep(
+            everygpu.DataParallel(net, ["cpu"]), optimizer=torch.optim.SGD(net.parameters()), **everything
+        )
+
+
+def test_bad_optimizers() -> None:
+    net = Net()
+    with pytest.raises(OptimizerError, match="without a closure, got LBFGS"):
+        everygpu.TrainStep(net, F.cross_entropy, torch.optim.LBFGS(net.parameters()))
+    with pytest.raises(OptimizerError, match="needs a torch optimizer"):
+        everygpu.TrainStep(net, F.cross_entropy, net.parameters())
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda out, y: F.cross_entropy(out, y, reduction="none"), r"one number, got shape \(12,\).*reduction='mean'"),
+        (lambda out, y: 1.0, "must be a tensor, got float"),
+        (None, r"under \['loss'\] or as .loss, got list"),
+    ],
+)
+def test_losses_that_are_no_number(loss: Any, message: str) -> None:
+    class Listing(Net):
+        def forward(self, x: Tensor, *_: Tensor) -> Any:
+            out = super().forward(x)
+            return [out] if loss is None else out
+
+    net = Listing()
+    step = everygpu.TrainStep(everygpu.DataParallel(net, ["cpu"] * 2), loss, torch.optim.SGD(net.parameters()))
+    with pytest.raises(LossError, match=f"TrainStep: .*{message}"):
+        step(*next(batches(1)))
+
+
+def test_gradients_of_parameters_within_a_loss(devices: Devices) -> None:
+    """The loss would get those of the first replica."""
+    used = devices(2)
+
+    def make(net: Net, way: str) -> Callable[..., Tensor]:
+        def loss(out: Tensor, y: Tensor) -> Tensor:
+            value = F.cross_entropy(out, y)
+            if way == "backward":
+                value.backward(retain_graph=True)
+                return value
+            of = net.last.weight if way == "parameter" else out
+            (grad,) = torch.autograd.grad(value, of, create_graph=True)
+            return value + grad.square().sum()
+
+        return loss
+
+    x, y = (t.to(used[0]) for t in next(batches(1)))
+    for way in ("output", "parameter", "backward"):
+        plain, ours = Net().to(used[0]), Net().to(used[0])
+        step = everygpu.TrainStep(
+            everygpu.DataParallel(ours, used), make(ours, way), torch.optim.SGD(ours.parameters(), lr=0.1)
+        )
+        if way == "parameter":
+            with pytest.raises(LossError, match="can't ask for gradients with respect to the model's parameters"):
+                step(x, y)
+            continue
+        step(x, y)
+        train_plainly(plain, torch.optim.SGD(plain.parameters(), lr=0.1), [(x, y)], make(plain, way))
+        assert_close(ours, plain)
+
+
+def test_a_step_is_not_copied() -> None:
+    net = Net()
+    step = everygpu.TrainStep(net, F.cross_entropy, torch.optim.SGD(net.parameters()))
+    with pytest.raises(EveryGPUError, match="Copy the model and the optimizer"):
+        copy.deepcopy(step)
+
+
+def test_parameters_elsewhere_are_refused() -> None:
+    net = Net()
+    stray = nn.Parameter(torch.ones(2, device="meta"))
+    optimizer = torch.optim.SGD([*net.parameters(), stray], lr=0.1)
+    with pytest.raises(PlacementError, match=r"must be on cpu, got parameter \d+ of shape \(2,\) on meta"):
+        everygpu.TrainStep(everygpu.DataParallel(net, ["cpu"] * 2), F.cross_entropy, optimizer)
+
+
+def test_a_loss_with_parameters_of_its_own(devices: Devices) -> None:
+    class Weighed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, out: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(out * self.scale, y)
+
+    used = devices(2)
+    plain, ours = (nn.ModuleList([Net(), Weighed()]).to(used[0]) for _ in range(2))
+    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(8)]
+    step = everygpu.TrainStep(
+        everygpu.DataParallel(ours[0], used), ours[1], OPTIMIZERS["AdamW"](ours.parameters())
+    )  # fmt: skip
+    for batch in data:
+        step(*batch)
+    train_plainly(plain[0], OPTIMIZERS["AdamW"](plain.parameters()), data, plain[1])
+    assert_close(ours, plain)
+
+
+def test_a_models_own_loss_is_not_weighed_where_rows_are_unknown() -> None:
+    net = Net()
+    optimizer = OPTIMIZERS["SGD"](net.parameters())
+    joined = everygpu.DataParallel(net, ["cpu"] * 2, gather="joined")
+    with pytest.raises(OptionError, match="loss=None needs a DataParallel with gather='sharded'.*got gather='joined'"):
+        everygpu.TrainStep(joined, None, optimizer)
+    everygpu.TrainStep(joined, F.cross_entropy, optimizer)
+    alone = Net()
+    everygpu.TrainStep(
+        everygpu.DataParallel(alone, ["cpu"], gather="joined"), None, OPTIMIZERS["SGD"](alone.parameters())
+    )
