@@ -145,6 +145,13 @@ def test_a_damaged_one_is_stepped_over_with_a_warning_that_names_it(tmp_path: Pa
         checkpoints.load(2, model=target)
 
 
+def test_a_link_with_a_leftover_s_name_hides_no_checkpoint(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, value=1)
+    (tmp_path / ".step-00000009.old-1-0123abcd").symlink_to(tmp_path / "step-00000001")
+    assert manager.load()["value"] == 1
+
+
 def test_a_damaged_one_saved_after_going_back_is_named(tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path)
     for step in (5, 3):

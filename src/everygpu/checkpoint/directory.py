@@ -208,7 +208,7 @@ def _remove(directory: Path) -> None:
     with suppress(OSError):
         if directory.is_symlink():  # what it leads to is another checkpoint
             directory.unlink()
-        if not _is_real_directory(directory):
+        if not is_real_directory(directory):
             return
         (directory / MANIFEST_FILE).unlink(missing_ok=True)
         shutil.rmtree(directory)
@@ -219,10 +219,10 @@ def _siblings(target: Path, what: str) -> list[Path]:
         return []
     found = [(entry, _LEFT.fullmatch(entry.name)) for entry in target.parent.iterdir()]
     named = [entry for entry, match in found if match and (match["name"], match["what"]) == (target.name, what)]
-    return [entry for entry in named if _is_real_directory(entry)]
+    return [entry for entry in named if is_real_directory(entry)]
 
 
-def _is_real_directory(path: Path) -> bool:
+def is_real_directory(path: Path) -> bool:
     """Tell a directory from a link to one: savers rename directories only, so that a link was put there otherwise."""
     try:
         found = os.lstat(path)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from everygpu.checkpoint.directory import find_replaced, remove_directory, remove_leftovers
+from everygpu.checkpoint.directory import find_replaced, is_real_directory, remove_directory, remove_leftovers
 from everygpu.checkpoint.foreign.formats import is_native
 from everygpu.checkpoint.manifest import MANIFEST_FILE, Place, check_files, read_manifest
 from everygpu.errors import CheckpointError
@@ -147,7 +147,8 @@ def _names(directory: Path) -> set[str]:
     if not directory.is_dir():
         return set()
     matches = [_NAME.fullmatch(entry.name) for entry in directory.iterdir()]
-    left = [_LEFT_NAME.fullmatch(entry.name) for entry in directory.iterdir()]
+    # A leftover that leads elsewhere is none of a saver's.
+    left = [_LEFT_NAME.fullmatch(entry.name) for entry in directory.iterdir() if is_real_directory(entry)]
     return {match[0] for match in matches if match} | {match[1] for match in left if match}
 
 
