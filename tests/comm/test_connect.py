@@ -10,12 +10,12 @@ import torch
 PROGRAM = """
 import torch
 from everygpu import comm
-from everygpu.parallel.cuda_graphs.multi_gpu_graph import DeviceGraph
+from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 
 devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
 source = torch.zeros(4, device=devices[-1])
 targets = [torch.zeros(4, device=d) for d in devices[:-1]]
-graph = DeviceGraph(devices)
+graph = MultiGpuGraph(devices)
 graph.record(lambda: [comm.fill(target, source) for target in targets])
 source.fill_(7)
 graph.replay()
