@@ -128,6 +128,7 @@ class _Accelerate:
         from accelerate.utils import ProjectConfiguration
 
         configuration = ProjectConfiguration(project_dir=str(root), automatic_checkpoint_naming=True, total_limit=keep)
+        configuration.iteration = max((_iteration_of(path) + 1 for path in root.glob("checkpoints/*")), default=0)
         self._accelerator = Accelerator(cpu=True, project_config=configuration)
         self._model: Weights | None = None
 
@@ -141,10 +142,14 @@ class _Accelerate:
         self._accelerator.end_training()
 
 
+def _iteration_of(path: Path) -> int:
+    return int(path.name.removeprefix("checkpoint_"))
+
+
 def _load_of_accelerate(root: Path) -> int:
     from safetensors.torch import load_file
 
-    newest = max((root / "checkpoints").iterdir(), key=lambda path: int(path.name.removeprefix("checkpoint_")))
+    newest = max(root.glob("checkpoints/*"), key=_iteration_of)
     return version_of(load_file(newest / "model.safetensors"))
 
 

@@ -32,7 +32,8 @@ INTERRUPTED = ("Ctrl-C, the handler saves", "Ctrl-C, the next cell of a notebook
 KILLED = "kill -9 with slow workers, then resumed"
 
 _LAST_STEP = 10**6
-_LONGEST_S = 60
+_LONGEST_S = 30
+_LONGEST_TRAINING_S = 5
 _LONGEST_WAIT_S = 0.1  # a save or several, before the signal comes
 
 
@@ -129,7 +130,7 @@ def _watch(saver: AsyncSaver, program: Program, child: int) -> str:
         os.kill(child, signal.SIGKILL if program.what == KILLED else signal.SIGINT)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if program.what in INTERRUPTED and status != 0:
-        return "failed to go on"
+        return "hung" if status == -signal.SIGALRM else "failed to go on"
     try:
         if program.what == KILLED:  # the workers are there still, as of a run that is begun anew at once
             run = saver.begin(Path(program.root), program.keep)
@@ -174,7 +175,8 @@ def _train_until_interrupted(run: Run, model: Weights, is_ready: int) -> None:
         run.save(0, model)
         run.close()
         os.write(is_ready, b"x")
-        while True:
+        end = time.monotonic() + _LONGEST_TRAINING_S  # Python drops an interrupt that comes in a finalizer
+        while time.monotonic() < end:
             step += 1
             _fill(model, step)
             run.save(step, model)
