@@ -10,10 +10,10 @@ import itertools
 import math
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -105,6 +105,18 @@ class Joined:
             return self.tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatch:
+    """How a batch answers torch: above autograd by ``function_for``, below it by a rule or on the joined tensor."""
+
+    function_for: Callable[[Any], Rule]
+    """From a function to what is called in its place."""
+    rules: Mapping[Any, Rule]
+    """For operations that run on the parts."""
+    run_joined: Rule
+    """For all other operations, and where a rule declines."""
+
+
 class ShardedBatch(Tensor):
     """A tensor with the shape, dtype and device of the joined batch, whose rows live on several devices.
 
@@ -122,6 +134,8 @@ class ShardedBatch(Tensor):
             or of a shape such as (1,).
     """
 
+    _dispatch: ClassVar[Dispatch]
+    """Bound in the package's ``__init__``: the rules are made of this class."""
     shard_dim: int
     _layout: ShardLayout
     _memory: Memory
@@ -145,9 +159,7 @@ class ShardedBatch(Tensor):
     @not_compiled
     def __torch_function__(cls, func: Any, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None) -> Any:
         """Answer what never comes down to torch's operations, and what is better answered above them."""
-        from everygpu.parallel.sharded.functions import function_for  # made of this class
-
-        return function_for(func)(func, args, kwargs or {})
+        return cls._dispatch.function_for(func)(func, args, kwargs or {})
 
     @classmethod
     @not_compiled
@@ -158,13 +170,10 @@ class ShardedBatch(Tensor):
         args: Args = (),
         kwargs: Kwargs | None = None,
     ) -> Any:
-        from everygpu.parallel.sharded.fallback import run_joined  # both are made of this class
-        from everygpu.parallel.sharded.ops.table import RULES
-
-        rule = RULES.get(func)
+        rule = cls._dispatch.rules.get(func)
         with without_torch_function(), _streams_of(args):
             result = NotImplemented if rule is None else rule(func, args, kwargs or {})
-            return run_joined(func, args, kwargs or {}) if result is NotImplemented else result
+            return cls._dispatch.run_joined(func, args, kwargs or {}) if result is NotImplemented else result
 
 
 def _streams_of(args: Args) -> AbstractContextManager[object]:
