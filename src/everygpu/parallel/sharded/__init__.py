@@ -7,6 +7,6 @@ as DTensor registers its operators' strategies.
 from everygpu.parallel.sharded.batch import Dispatch, ShardedBatch
 from everygpu.parallel.sharded.fallback import run_joined
 from everygpu.parallel.sharded.functions import function_for
-from everygpu.parallel.sharded.ops.table import RULES
+from everygpu.parallel.sharded.ops import RULES
 
 ShardedBatch._dispatch = Dispatch(function_for=function_for, rules=RULES, run_joined=run_joined)

@@ -7,19 +7,26 @@ operations, forward and backward. Those with a rule run on the parts; the others
 
 import functools
 import itertools
-import math
-import operator
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from everygpu import comm
 from everygpu.parallel.compiler.eval_frame import not_compiled
+from everygpu.parallel.sharded.layout import (
+    Joined,
+    Memory,
+    ShardLayout,
+    concatenate,
+    inference_mode,
+    joined_strides,
+    layout_of,
+    move,
+    same_rows,
+)
 from everygpu.torch_private.modes import without_torch_function
 from everygpu.torch_private.tensors import make_wrapper_subclass, reshape_alias, throw_on_data_ptr
 
@@ -27,82 +34,6 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Rule = Callable[[Any, Args, Kwargs], Any]
 """From an operation and its arguments to the result, or NotImplemented when the joined tensor must answer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardLayout:
-    """Where the rows of a batch are."""
-
-    home: torch.device
-    """Where the joined tensor is made, if ever."""
-    devices: tuple[torch.device, ...]
-    sizes: tuple[int, ...]
-    """Rows of each part."""
-    weights: tuple[int, ...] | None
-    """Rows of the data behind each part, when every replica returned one number for all its rows."""
-    home_stream: torch.cuda.Stream | None
-    streams: tuple[torch.cuda.Stream, ...]
-    """Where work was queued on the other devices, on CUDA."""
-
-    @property
-    def num_rows(self) -> int:
-        return sum(self.sizes)
-
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """What each part counts in a mean over the rows."""
-        counts = self.weights if self.weights and sum(self.weights) else self.sizes
-        return tuple(n / sum(counts) for n in counts)
-
-    def on_streams(self) -> AbstractContextManager[object]:
-        """Queue work on the other devices where it was; autograd's threads restore only one device's stream."""
-        others = [s for s in self.streams if torch.cuda.current_stream(s.device) != s]
-        stack = ExitStack()
-        for stream in others:
-            stack.enter_context(torch.cuda.stream(stream))
-        return stack if others else nullcontext()
-
-
-class Memory:
-    """What a batch and its views share, as plain tensors share a storage."""
-
-    __slots__ = ("is_joined", "is_viewed", "lock")
-
-    def __init__(self) -> None:
-        self.is_joined = False
-        """The joined tensor was written, or handed out as memory: from now on it is the truth, not the parts."""
-        self.is_viewed = False
-        self.lock = threading.RLock()
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Joined:
-    """A batch's joined values, made when first needed.
-
-    No part of the batch itself: a view's are a view of its base's, and autograd may keep the view in the base's own
-    graph, which would keep itself alive.
-    """
-
-    memory: Memory
-    layout: ShardLayout
-    is_inference: bool
-    make: Callable[[], Tensor]
-    is_view: bool = False
-    tensor: Tensor | None = None
-
-    def get(self) -> Tensor:
-        """Return the joined values, the same memory every time."""
-        with self.memory.lock:
-            if self.tensor is None:
-                with (
-                    without_torch_function(),
-                    _inference_mode(self.is_inference),
-                    torch.no_grad(),
-                    self.layout.on_streams(),
-                    _on_home_stream(self.layout.home_stream),
-                ):
-                    self.tensor = self.make()
-            return self.tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +71,7 @@ class ShardedBatch(Tensor):
     _layout: ShardLayout
     _memory: Memory
     _parts: tuple[Tensor, ...]
-    _joined: "Joined"
+    _joined: Joined
     _reused_versions: tuple[int, ...] | None
 
     @property
@@ -201,21 +132,6 @@ def shard_batch(
     return batch
 
 
-def layout_of(
-    home: torch.device, devices: Sequence[torch.device], sizes: Sequence[int], weights: Sequence[int] | None
-) -> ShardLayout:
-    """Describe a batch whose parts' work is queued on the present streams."""
-    others = dict.fromkeys(d for d in devices if d.type == "cuda" and d != home)
-    return ShardLayout(
-        home=home,
-        devices=tuple(devices),
-        sizes=tuple(sizes),
-        weights=None if weights is None else tuple(weights),
-        home_stream=torch.cuda.current_stream(home) if home.type == "cuda" else None,
-        streams=tuple(torch.cuda.current_stream(d) for d in others),
-    )
-
-
 def has_shards(x: ShardedBatch) -> bool:
     """Tell whether the parts still are the truth: not once the joined tensor was written or handed out."""
     return not x._memory.is_joined
@@ -251,27 +167,6 @@ def shards_of(x: Tensor, layout: ShardLayout, dim: int) -> tuple[Tensor, ...]:
     return tuple(move(part, d) for part, d in zip(torch.split(joined, list(layout.sizes), dim), layout.devices))
 
 
-def same_rows(a: ShardLayout, b: ShardLayout) -> bool:
-    """Tell whether two layouts have the same rows on the same devices."""
-    return a is b or (a.sizes == b.sizes and a.devices == b.devices and a.home == b.home)
-
-
-def move(x: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device; see ``move_to_each``."""
-    (moved,) = move_to_each(x, [device])
-    return moved
-
-
-def move_to_each(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
-    """Copy a tensor to several devices; of one that repeats its rows, as gradients of sums do, once."""
-    repeated = [d for d in range(x.ndim) if x.stride(d) == 0 and x.shape[d] > 1]
-    seed = x
-    for d in repeated:
-        seed = seed.narrow(d, 0, 1)
-    copied = comm.copy_to_each(seed, devices)
-    return [x if y is seed else y.expand(x.shape) if repeated else y for y in copied]
-
-
 # Below autograd.
 
 
@@ -280,7 +175,7 @@ def wrap(parts: Sequence[Tensor], layout: ShardLayout, dim: int) -> ShardedBatch
     shape = list(parts[0].shape)
     shape[dim] = layout.num_rows
     is_inference = torch.is_inference_mode_enabled()
-    return _new(shape, _joined_strides(parts, shape, dim), 0, parts, layout, dim, is_inference=is_inference)
+    return _new(shape, joined_strides(parts, shape, dim), 0, parts, layout, dim, is_inference=is_inference)
 
 
 def wrap_view(
@@ -323,7 +218,7 @@ def _new(
     *,
     is_inference: bool,
 ) -> ShardedBatch:
-    with without_torch_function(), _inference_mode(is_inference):
+    with without_torch_function(), inference_mode(is_inference):
         batch: ShardedBatch = make_wrapper_subclass(
             ShardedBatch, shape, strides, offset, dtype=parts[0].dtype, device=layout.home
         )
@@ -342,58 +237,13 @@ def set_parts(x: ShardedBatch, parts: Sequence[Tensor]) -> None:
     """Give a batch that nothing else shows other parts."""
     x._parts = tuple(parts)
     with without_torch_function():
-        make = functools.partial(_cat, x._parts, x._layout, x.shard_dim, x.shape, x.stride())
+        make = functools.partial(concatenate, x._parts, x._layout, x.shard_dim, x.shape, x.stride())
         x._joined = Joined(memory=x._memory, layout=x._layout, is_inference=x.is_inference(), make=make)
-
-
-def _inference_mode(on: bool) -> AbstractContextManager[object]:
-    return nullcontext() if on == torch.is_inference_mode_enabled() else torch.inference_mode(on)
 
 
 def whole(x: ShardedBatch) -> Tensor:
     """Return the joined values, the same memory every time."""
     return x._joined.get()
-
-
-@contextmanager
-def _on_home_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Make what is kept where all streams can find it: in step with the stream of the forward."""
-    if stream is None or torch.cuda.current_stream(stream.device) == stream:
-        yield
-        return
-    current = torch.cuda.current_stream(stream.device)
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        yield
-    current.wait_stream(stream)
-
-
-def _cat(
-    parts: Sequence[Tensor], layout: ShardLayout, dim: int, shape: Sequence[int], strides: Sequence[int]
-) -> Tensor:
-    joined = torch.empty_strided(shape, strides, dtype=parts[0].dtype, device=layout.home)
-    for target, part in zip(torch.split(joined, list(layout.sizes), dim), parts):
-        comm.fill(target, part)
-    return joined
-
-
-def _joined_strides(parts: Sequence[Tensor], shape: Sequence[int], dim: int) -> list[int]:
-    """Order the joined dimensions in memory as the parts' are, if these are dense, as operations on it would."""
-    order = list(range(len(shape)))[::-1]
-    model = max(parts, key=lambda p: p.shape[dim])
-    # Where the rows are in the memory of a single row, only its strides tell.
-    if model.shape[dim] == 1 or not all(p.is_contiguous() for p in parts):
-        by_stride = sorted(order, key=lambda d: (model.stride(d), -d))
-        order = by_stride if _is_dense(model, by_stride) else order
-    strides = [0] * len(shape)
-    for i, d in enumerate(order):
-        strides[d] = math.prod(max(1, shape[e]) for e in order[:i])
-    return strides
-
-
-def _is_dense(x: Tensor, order: Sequence[int]) -> bool:
-    steps = itertools.accumulate((x.shape[d] for d in order), operator.mul, initial=1)
-    return all(x.shape[d] == 1 or x.stride(d) == step for d, step in zip(order, steps))
 
 
 def _solid(x: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from everygpu.errors import GatherError, LossError
-from everygpu.parallel.sharded.batch import Args, Joined, Kwargs, Memory, ShardedBatch, join, whole
-from everygpu.parallel.sharded.ops.reductions import TOTALS
+from everygpu.parallel.sharded.batch import Args, Kwargs, ShardedBatch, join, whole
+from everygpu.parallel.sharded.layout import Joined, Memory
+from everygpu.parallel.sharded.row_reductions import TOTALS
 from everygpu.torch_private.autograd import are_transforms_active
 from everygpu.torch_private.compiler import is_scripted
 from everygpu.torch_private.modes import without_torch_function

@@ -8,19 +8,8 @@ import torch
 from torch import Tensor
 
 from everygpu import comm
-from everygpu.parallel.sharded.batch import (
-    Args,
-    Kwargs,
-    ShardedBatch,
-    ShardLayout,
-    has_parts,
-    move,
-    move_to_each,
-    parts_of,
-    same_rows,
-    whole,
-    wrap,
-)
+from everygpu.parallel.sharded.batch import Args, Kwargs, Rule, ShardedBatch, has_parts, parts_of, whole, wrap
+from everygpu.parallel.sharded.layout import ShardLayout, move, move_to_each, same_rows
 
 Declined = Any
 """What a rule returns when the joined tensor must answer: NotImplemented."""
@@ -135,19 +124,10 @@ def add_up(parts: Sequence[Tensor], layout: ShardLayout) -> Tensor:
     return functools.reduce(torch.add, [p.to(wide) for p in found]).to(dtype)
 
 
-def by_element(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Operations on elements, with broadcasting."""
-    frame = frame_of(*args)
-    if frame is None or any(isinstance(v, Tensor) for v in kwargs.values()):
-        return NotImplemented
-    parts = each(func, [spread(a, frame) for a in args], kwargs, frame.layout)
-    if parts is None:
-        return NotImplemented
-    return frame.batch(parts) if isinstance(parts[0], Tensor) else batches(frame, parts)
-
-
 def batches(frame: ShardSpec, parts: Sequence[Any]) -> Any:
     """Make a batch of each result; one that a device has no use for is empty, as ``log_sigmoid``'s buffer."""
+    if isinstance(parts[0], Tensor):
+        return frame.batch(parts)
     results = tuple(_unused(c, frame) if _is_unused(c, frame) else frame.batch(c) for c in zip(*parts))
     return NotImplemented if any(r is NotImplemented for r in results) else results
 
@@ -183,6 +163,11 @@ def dims_of(dim: Any, ndim: int) -> list[int]:
         if not -ndim <= d < ndim:
             raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {d})")
     return [d % ndim for d in dims]
+
+
+def rules_for(*families: tuple[Rule, str]) -> dict[Any, Rule]:
+    """Give one rule to each of the operations that are named beside it."""
+    return {operation: rule for rule, names in families for operation in operations(names)}
 
 
 def operations(names: str) -> Iterator[Any]:

@@ -5,21 +5,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everygpu.parallel.sharded.batch import Args, Kwargs, Rule, ShardedBatch, ShardLayout, has_parts, parts_of, wrap
+from everygpu.parallel.sharded.batch import Args, Kwargs, Rule, ShardedBatch, has_parts, parts_of, wrap
+from everygpu.parallel.sharded.layout import ShardLayout
 from everygpu.parallel.sharded.operands import (
     HALF,
     ShardSpec,
     add_up,
-    by_element,
     constant,
     cut_alike,
     each,
     everywhere,
     frame_of,
     named,
-    operations,
+    rules_for,
     spread,
 )
+from everygpu.parallel.sharded.ops.pointwise import by_element
 
 NONE, MEAN, SUM = 0, 1, 2
 """How torch's operations number their reductions."""
@@ -128,18 +129,11 @@ def _class_columns(x: Any, target: Tensor, weight: Tensor | None, frame: ShardSp
     return [parts_of(x), targets, weights]
 
 
-def _build_rules() -> dict[Any, Rule]:
-    rules: dict[Any, Rule] = {}
-    for rule, names in (
-        (elementwise_loss, "mse_loss smooth_l1_loss huber_loss binary_cross_entropy "
-                           "binary_cross_entropy_with_logits soft_margin_loss"),
-        (elementwise_loss_backward, "mse_loss_backward smooth_l1_loss_backward huber_loss_backward "
-                                    "binary_cross_entropy_backward soft_margin_loss_backward"),
-        (class_loss, "nll_loss_forward nll_loss2d_forward"),
-        (class_loss_backward, "nll_loss_backward nll_loss2d_backward"),
-    ):  # fmt: skip
-        rules.update(dict.fromkeys(operations(names), rule))
-    return rules
-
-
-LOSSES: dict[Any, Rule] = _build_rules()
+LOSSES: dict[Any, Rule] = rules_for(
+    (elementwise_loss, "mse_loss smooth_l1_loss huber_loss binary_cross_entropy "
+                       "binary_cross_entropy_with_logits soft_margin_loss"),
+    (elementwise_loss_backward, "mse_loss_backward smooth_l1_loss_backward huber_loss_backward "
+                                "binary_cross_entropy_backward soft_margin_loss_backward"),
+    (class_loss, "nll_loss_forward nll_loss2d_forward"),
+    (class_loss_backward, "nll_loss_backward nll_loss2d_backward"),
+)  # fmt: skip

@@ -10,19 +10,9 @@ import torch
 from torch import Tensor
 
 from everygpu import comm
-from everygpu.parallel.sharded.batch import (
-    Args,
-    Kwargs,
-    Rule,
-    ShardedBatch,
-    ShardLayout,
-    has_parts,
-    layout_of,
-    parts_of,
-    wrap,
-    wrap_view,
-)
-from everygpu.parallel.sharded.operands import named, operations
+from everygpu.parallel.sharded.batch import Args, Kwargs, Rule, ShardedBatch, has_parts, parts_of, wrap, wrap_view
+from everygpu.parallel.sharded.layout import ShardLayout, layout_of
+from everygpu.parallel.sharded.operands import named, rules_for
 
 KEEP = torch.preserve_format
 
@@ -215,23 +205,16 @@ def _alike_by_part(func: Any, x: ShardedBatch, call: Kwargs) -> ShardedBatch:
     return wrap([func(p, **size, **rest) for p, size in zip(x._parts, sizes)], x._layout, x.shard_dim)
 
 
-def _build_rules() -> dict[Any, Rule]:
-    rules: dict[Any, Rule] = {}
-    for rule, names in (
-        (viewed(_same), "alias detach"),
-        (viewed(_permuted), "transpose.int t permute"),
-        (viewed(_unsqueezed), "unsqueeze"),
-        (viewed(_squeezed), "squeeze.default squeeze.dim squeeze.dims"),
-        (viewed(_selected), "select.int"),
-        (viewed(_sliced), "slice.Tensor"),
-        (viewed(_expanded), "expand"),
-        (viewed(_divided), "split.Tensor split_with_sizes.default unbind.int"),
-        (viewed(_reshaped), "view.default _unsafe_view"),
-        (_copied, "clone _to_copy"),
-        (_made_alike, "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty"),
-    ):
-        rules.update(dict.fromkeys(operations(names), rule))
-    return rules
-
-
-VIEWS: dict[Any, Rule] = _build_rules()
+VIEWS: dict[Any, Rule] = rules_for(
+    (viewed(_same), "alias detach"),
+    (viewed(_permuted), "transpose.int t permute"),
+    (viewed(_unsqueezed), "unsqueeze"),
+    (viewed(_squeezed), "squeeze.default squeeze.dim squeeze.dims"),
+    (viewed(_selected), "select.int"),
+    (viewed(_sliced), "slice.Tensor"),
+    (viewed(_expanded), "expand"),
+    (viewed(_divided), "split.Tensor split_with_sizes.default unbind.int"),
+    (viewed(_reshaped), "view.default _unsafe_view"),
+    (_copied, "clone _to_copy"),
+    (_made_alike, "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty"),
+)

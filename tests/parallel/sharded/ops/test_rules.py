@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 
 from everygpu.parallel.sharded.batch import ShardedBatch, has_shards
-from everygpu.parallel.sharded.operands import by_element
-from everygpu.parallel.sharded.ops.table import RULES, in_place
+from everygpu.parallel.sharded.ops import RULES
+from everygpu.parallel.sharded.ops.pointwise import by_element, in_place
 from tests.parallel.batches import Rows, assert_same_call, made, numbers, row_counts
 
 PROPERTY = settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))

@@ -1,0 +1,174 @@
+"""Where the rows of a batch are, and what joins them: the joined values, made when first needed."""
+
+import itertools
+import math
+import operator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from everygpu import comm
+from everygpu.torch_private.modes import without_torch_function
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardLayout:
+    """Where the rows of a batch are."""
+
+    home: torch.device
+    """Where the joined tensor is made, if ever."""
+    devices: tuple[torch.device, ...]
+    sizes: tuple[int, ...]
+    """Rows of each part."""
+    weights: tuple[int, ...] | None
+    """Rows of the data behind each part, when every replica returned one number for all its rows."""
+    home_stream: torch.cuda.Stream | None
+    streams: tuple[torch.cuda.Stream, ...]
+    """Where work was queued on the other devices, on CUDA."""
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """What each part counts in a mean over the rows."""
+        counts = self.weights if self.weights and sum(self.weights) else self.sizes
+        return tuple(n / sum(counts) for n in counts)
+
+    def on_streams(self) -> AbstractContextManager[object]:
+        """Queue work on the other devices where it was; autograd's threads restore only one device's stream."""
+        others = [s for s in self.streams if torch.cuda.current_stream(s.device) != s]
+        stack = ExitStack()
+        for stream in others:
+            stack.enter_context(torch.cuda.stream(stream))
+        return stack if others else nullcontext()
+
+
+def layout_of(
+    home: torch.device, devices: Sequence[torch.device], sizes: Sequence[int], weights: Sequence[int] | None
+) -> ShardLayout:
+    """Describe a batch whose parts' work is queued on the present streams."""
+    others = dict.fromkeys(d for d in devices if d.type == "cuda" and d != home)
+    return ShardLayout(
+        home=home,
+        devices=tuple(devices),
+        sizes=tuple(sizes),
+        weights=None if weights is None else tuple(weights),
+        home_stream=torch.cuda.current_stream(home) if home.type == "cuda" else None,
+        streams=tuple(torch.cuda.current_stream(d) for d in others),
+    )
+
+
+def same_rows(a: ShardLayout, b: ShardLayout) -> bool:
+    """Tell whether two layouts have the same rows on the same devices."""
+    return a is b or (a.sizes == b.sizes and a.devices == b.devices and a.home == b.home)
+
+
+class Memory:
+    """What a batch and its views share, as plain tensors share a storage."""
+
+    __slots__ = ("is_joined", "is_viewed", "lock")
+
+    def __init__(self) -> None:
+        self.is_joined = False
+        """The joined tensor was written, or handed out as memory: from now on it is the truth, not the parts."""
+        self.is_viewed = False
+        self.lock = threading.RLock()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Joined:
+    """A batch's joined values, made when first needed.
+
+    No part of the batch itself: a view's are a view of its base's, and autograd may keep the view in the base's own
+    graph, which would keep itself alive.
+    """
+
+    memory: Memory
+    layout: ShardLayout
+    is_inference: bool
+    make: Callable[[], Tensor]
+    is_view: bool = False
+    tensor: Tensor | None = None
+
+    def get(self) -> Tensor:
+        """Return the joined values, the same memory every time."""
+        with self.memory.lock:
+            if self.tensor is None:
+                with (
+                    without_torch_function(),
+                    inference_mode(self.is_inference),
+                    torch.no_grad(),
+                    self.layout.on_streams(),
+                    _on_home_stream(self.layout.home_stream),
+                ):
+                    self.tensor = self.make()
+            return self.tensor
+
+
+def inference_mode(on: bool) -> AbstractContextManager[object]:
+    """Switch inference mode on or off, if it is not so already."""
+    return nullcontext() if on == torch.is_inference_mode_enabled() else torch.inference_mode(on)
+
+
+@contextmanager
+def _on_home_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Make what is kept where all streams can find it: in step with the stream of the forward."""
+    if stream is None or torch.cuda.current_stream(stream.device) == stream:
+        yield
+        return
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
+def concatenate(
+    parts: Sequence[Tensor], layout: ShardLayout, dim: int, shape: Sequence[int], strides: Sequence[int]
+) -> Tensor:
+    """Copy the parts into one tensor of the given shape and strides, where the joined tensor lives."""
+    joined = torch.empty_strided(shape, strides, dtype=parts[0].dtype, device=layout.home)
+    for target, part in zip(torch.split(joined, list(layout.sizes), dim), parts):
+        comm.fill(target, part)
+    return joined
+
+
+def joined_strides(parts: Sequence[Tensor], shape: Sequence[int], dim: int) -> list[int]:
+    """Order the joined dimensions in memory as the parts' are, if these are dense, as operations on it would."""
+    order = list(range(len(shape)))[::-1]
+    model = max(parts, key=lambda p: p.shape[dim])
+    # Where the rows are in the memory of a single row, only its strides tell.
+    if model.shape[dim] == 1 or not all(p.is_contiguous() for p in parts):
+        by_stride = sorted(order, key=lambda d: (model.stride(d), -d))
+        order = by_stride if _is_dense(model, by_stride) else order
+    strides = [0] * len(shape)
+    for i, d in enumerate(order):
+        strides[d] = math.prod(max(1, shape[e]) for e in order[:i])
+    return strides
+
+
+def _is_dense(x: Tensor, order: Sequence[int]) -> bool:
+    steps = itertools.accumulate((x.shape[d] for d in order), operator.mul, initial=1)
+    return all(x.shape[d] == 1 or x.stride(d) == step for d, step in zip(order, steps))
+
+
+def move(x: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to a device; see ``move_to_each``."""
+    (moved,) = move_to_each(x, [device])
+    return moved
+
+
+def move_to_each(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
+    """Copy a tensor to several devices; of one that repeats its rows, as gradients of sums do, once."""
+    repeated = [d for d in range(x.ndim) if x.stride(d) == 0 and x.shape[d] > 1]
+    seed = x
+    for d in repeated:
+        seed = seed.narrow(d, 0, 1)
+    copied = comm.copy_to_each(seed, devices)
+    return [x if y is seed else y.expand(x.shape) if repeated else y for y in copied]
