@@ -66,7 +66,6 @@ ALLOWED: dict[str, dict[str, int]] = {
         "locks.py": 1,
         "parallel/buckets/bucket.py": 1,
         "parallel/engines/scheduler.py": 2,
-        "parallel/sharded/functions.py": 1,
         "step/sharded_optimizer.py": 1,
         "step/train_step.py": 1,
         "training-step.md": 1,

@@ -1,7 +1,7 @@
 """A tensor whose rows stay on the devices that computed them.
 
-The class and its rules need each other: importing any module of this package binds the rules to the class here,
-as DTensor registers its operators' strategies.
+The rules are made of the class, and the class runs the rules. This module binds the rules to the class, as DTensor
+registers its operators' strategies; importing any module of the package runs it first.
 """
 
 from everygpu.parallel.sharded.batch import Dispatch, ShardedBatch

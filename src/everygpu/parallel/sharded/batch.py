@@ -1,8 +1,8 @@
-"""A batch whose rows stay on the devices that made them.
+"""``ShardedBatch``, a wrapper subclass of ``Tensor``: how one is made, joined and taken apart.
 
-The batch stands below autograd: torch records operations on it as on any tensor, so views, in-place
-operations, hooks and second derivatives are torch's own. What reaches ``__torch_dispatch__`` are the primitive
-operations, forward and backward. Those with a rule run on the parts; the others on the joined tensor.
+Dispatch is below autograd: torch records operations on a batch as on any tensor, so views, in-place operations,
+hooks and second derivatives are torch's own. ``__torch_dispatch__`` receives the primitive operations, forward and
+backward. Operations with a rule run on the parts; all others run on the joined tensor.
 """
 
 import functools
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from everygpu.parallel.compiler.eval_frame import not_compiled
 from everygpu.parallel.sharded.layout import (
-    Joined,
+    JoinedValues,
     Memory,
     ShardLayout,
     concatenate,
@@ -33,63 +33,78 @@ from everygpu.torch_private.tensors import make_wrapper_subclass, reshape_alias,
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Rule = Callable[[Any, Args, Kwargs], Any]
-"""From an operation and its arguments to the result, or NotImplemented when the joined tensor must answer."""
+"""From an operation and its arguments to the result, or NotImplemented to run on the joined tensor instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dispatch:
-    """How a batch answers torch: above autograd by ``function_for``, below it by a rule or on the joined tensor."""
+    """Implementations of functions, above autograd, and of operations, below it."""
 
     function_for: Callable[[Any], Rule]
-    """From a function to what is called in its place."""
+    """From a torch function to the one that is called in its place."""
     rules: Mapping[Any, Rule]
-    """For operations that run on the parts."""
+    """Operations that run on the parts."""
     run_joined: Rule
-    """For all other operations, and where a rule declines."""
+    """Runs all other operations, and those whose rule returns NotImplemented."""
 
 
 class ShardedBatch(Tensor):
     """A tensor with the shape, dtype and device of the joined batch, whose rows live on several devices.
 
-    ``DataParallel`` returns it in place of a joined output. Operations that work row by row, reductions and
-    losses run on the parts, each on its device; plain tensors of the same batch that they meet are split
-    alike. Every other operation, also in third-party code, sees the joined tensor, which is made once, when
-    first needed. ``everygpu.gather(x)`` joins on purpose.
+    ``DataParallel`` returns one in place of each output tensor::
 
-    The mean over results per replica, as of a module that returns its loss, weighs them by rows.
+        out = model(x)  # shape (rows, classes), a ShardedBatch
+        loss = F.cross_entropy(out, y)  # computed on the shards; equals the loss of the whole batch
+        out.shards  # one tensor per replica, each on its device
+        everygpu.gather(out)  # a plain tensor on out.device
+
+    Row-wise operations, reductions and losses run on the shards, each on its device; plain tensors of the same batch
+    among their operands are split alike. Every other operation, also in third-party code, runs on the joined tensor,
+    which is made at its first use, then kept.
+
+    The mean over results per replica, as of a module that returns its loss, weighs each by its replica's rows.
 
     Attributes:
-        shards: The parts, in order, each on its device, connected to the graph.
-        shard_dim: Where the rows are.
-        shard_rows: Rows of the batch behind each shard, when each replica returned one number for them all: 0-dim,
-            or of a shape such as (1,).
+        shards: One tensor per replica that ran, in order, of shape (..., rows of the replica, ...), on its device,
+            connected to the graph.
+        shard_dim: The dimension of the rows.
+        shard_rows: Rows of the batch behind each shard, in rows, when each replica returned one number for all its
+            rows: 0-dim, or of a shape such as (1,). None otherwise.
+    Raises:
+        LossError: ``backward`` is called on one loss per replica, which is not one number.
+        GatherError: ``data`` is set to a tensor of another shape, dtype or device.
+    Source:
+        ``torch.distributed.tensor.DTensor`` with ``Shard(dim)``, which needs one process per device, equal code in
+        all of them, and an error for operations without a rule.
     """
 
     _dispatch: ClassVar[Dispatch]
-    """Bound in the package's ``__init__``: the rules are made of this class."""
+    """Bound in the package's ``__init__``, as the rules import this class."""
     shard_dim: int
     _layout: ShardLayout
     _memory: Memory
     _parts: tuple[Tensor, ...]
-    _joined: Joined
+    _joined: JoinedValues
     _reused_versions: tuple[int, ...] | None
 
     @property
     def shards(self) -> tuple[Tensor, ...]:
+        """One tensor per replica that ran, on its device, connected to the graph."""
         return shards_of(self, self._layout, self.shard_dim)
 
     @property
     def shard_rows(self) -> tuple[int, ...] | None:
+        """Rows of the batch behind each result per replica; None when the shards have rows of their own."""
         return self._layout.weights
 
     def as_subclass(self, cls: type[Any]) -> Any:
-        """Return the joined tensor as another class; torch asks no ``__torch_function__`` here."""
+        """Return the joined tensor as another class; torch calls no ``__torch_function__`` here."""
         return join(self).as_subclass(cls)
 
     @classmethod
     @not_compiled
     def __torch_function__(cls, func: Any, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        """Answer what never comes down to torch's operations, and what is better answered above them."""
+        """Call the function, or its replacement where it never reaches ``__torch_dispatch__`` or must not."""
         return cls._dispatch.function_for(func)(func, args, kwargs or {})
 
     @classmethod
@@ -119,9 +134,9 @@ def shard_batch(
     """Make one batch of shards, without copying any.
 
     Args:
-        shards: Shape (..., rows, ...), equal but for the rows; each on its device; not written hereafter.
-        device: Where the joined tensor is made, if ever.
-        dim: Where the rows are.
+        shards: Shape (..., rows, ...), equal but for the rows; each on its device; must not be written afterwards.
+        device: Device of the batch, where the joined tensor is made when needed.
+        dim: The dimension of the rows.
         rows: Rows of the data behind each entry, when shards are results per replica.
     Returns:
         A batch connected to the shards' graph.
@@ -133,12 +148,12 @@ def shard_batch(
 
 
 def has_shards(x: ShardedBatch) -> bool:
-    """Tell whether the parts still are the truth: not once the joined tensor was written or handed out."""
+    """Tell whether the parts are current: not once the joined tensor was written, or returned as memory to write."""
     return not x._memory.is_joined
 
 
 def has_parts(x: ShardedBatch) -> bool:
-    """Tell whether ``parts_of`` has parts to give."""
+    """Tell whether ``parts_of`` can return parts that keep the layout."""
     return x._layout.weights is not None or has_shards(x)
 
 
@@ -146,7 +161,7 @@ def parts_of(x: ShardedBatch) -> tuple[Tensor, ...]:
     """Return the parts without a graph; results per replica also from the joined tensor, to keep their weights."""
     if has_shards(x):
         return x._parts
-    cuts = torch.split(whole(x), list(x._layout.sizes), x.shard_dim)
+    cuts = torch.split(joined_values(x), list(x._layout.sizes), x.shard_dim)
     return tuple(move(part, d) for part, d in zip(cuts, x._layout.devices))
 
 
@@ -189,16 +204,19 @@ def wrap_view(
     """Make a batch that shares its memory with another.
 
     Args:
-        like: Has the view's shape and strides, and its offset within the base.
-        parts: What the view shows of the base's parts.
-        view: Makes the view of the joined tensor.
+        base: The batch that the view is of.
+        like: A tensor of the view's shape and strides, and its offset within the base.
+        parts: The same view of each of the base's parts.
+        layout: Of the view's rows.
+        dim: The dimension of the view's rows.
+        view: From the base's joined values to the view of them.
     """
     base._memory.is_viewed = True
     offset = int(base.storage_offset() + like.storage_offset())
     batch = _new(like.shape, like.stride(), offset, parts, layout, dim, is_inference=base.is_inference())
     batch._memory = base._memory
     joined = base._joined
-    batch._joined = Joined(
+    batch._joined = JoinedValues(
         memory=base._memory,
         layout=layout,
         is_inference=base.is_inference(),
@@ -234,20 +252,20 @@ def _new(
 
 
 def set_parts(x: ShardedBatch, parts: Sequence[Tensor]) -> None:
-    """Give a batch that nothing else shows other parts."""
+    """Replace the parts of a batch that has no views."""
     x._parts = tuple(parts)
     with without_torch_function():
         make = functools.partial(concatenate, x._parts, x._layout, x.shard_dim, x.shape, x.stride())
-        x._joined = Joined(memory=x._memory, layout=x._layout, is_inference=x.is_inference(), make=make)
+        x._joined = JoinedValues(memory=x._memory, layout=x._layout, is_inference=x.is_inference(), make=make)
 
 
-def whole(x: ShardedBatch) -> Tensor:
+def joined_values(x: ShardedBatch) -> Tensor:
     """Return the joined values, the same memory every time."""
     return x._joined.get()
 
 
-def _solid(x: Tensor) -> Tensor:
-    """Make real memory of zeros that have none and of lazily conjugated numbers: dispatch is past both here."""
+def _materialize(x: Tensor) -> Tensor:
+    """Allocate zeros without storage and resolve lazy conjugation, which ``__torch_dispatch__`` comes too late for."""
     if x._is_zerotensor():
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     return x.resolve_conj().resolve_neg()
@@ -260,7 +278,7 @@ class Join(torch.autograd.Function):
     def forward(ctx: Any, layout: ShardLayout, dim: int, *shards: Tensor) -> ShardedBatch:
         ctx.set_materialize_grads(False)
         ctx.layout, ctx.dim = layout, dim
-        return wrap([_solid(s.detach()) for s in shards], layout, dim)
+        return wrap([_materialize(s.detach()) for s in shards], layout, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:

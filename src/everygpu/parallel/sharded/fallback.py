@@ -1,4 +1,4 @@
-"""What becomes of an operation on a ``ShardedBatch`` that has no rule: it sees the joined tensor."""
+"""Operations on a ``ShardedBatch`` without a rule: they run on the joined tensor."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everygpu.parallel.sharded.batch import Args, Kwargs, ShardedBatch, whole, wrap
-from everygpu.parallel.sharded.operands import ShardSpec, cut, frame_of
+from everygpu.parallel.sharded.batch import Args, Kwargs, ShardedBatch, joined_values, wrap
+from everygpu.parallel.sharded.operands import ShardSpec, shared_spec, split_rows
 from everygpu.torch_private.compiler import is_operator
 from everygpu.torch_private.modes import below_python_dispatch, reading_lazy_values
 from everygpu.torch_private.pytree import tree_leaves, tree_map_only
@@ -18,64 +18,64 @@ from everygpu.torch_private.pytree import tree_leaves, tree_map_only
 def run_joined(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run an operation on the joined tensors, as torch would without batches."""
     with reading_lazy_values():
-        # In inference mode composite operations come here whole; their parts may have rules.
+        # Inference mode dispatches composite operations undecomposed; the operations in them may have rules.
         result = func.decompose(*args, **kwargs) if is_operator(func) else NotImplemented
         return _run_whole(func, args, kwargs) if result is NotImplemented else result
 
 
 def _run_whole(func: Any, args: Args, kwargs: Kwargs) -> Any:
     batches = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedBatch)]
-    written = list(_written(func, args, kwargs))
-    frame = None if written else _results_frame(func, batches)
+    written = list(_written_batches(func, args, kwargs))
+    spec = None if written else _results_spec(func, batches)
     for b in written:
         b._memory.is_joined = True
         if b._memory.is_viewed:
-            # Views look through the tensor that the batch had, whose shape must not change.
-            b._joined = replace(b._joined, tensor=whole(b).detach())
-    joined = {id(whole(b)): b for b in batches}
-    plain_args, plain_kwargs = tree_map_only(ShardedBatch, whole, (args, kwargs))
+            # Views are made of the tensor that the batch had, whose shape must not change.
+            b._joined = replace(b._joined, tensor=joined_values(b).detach())
+    joined = {id(joined_values(b)): b for b in batches}
+    plain_args, plain_kwargs = tree_map_only(ShardedBatch, joined_values, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     for b in written:
-        _follow(b)
-    result = tree_map_only(Tensor, lambda t: _handed_out(t, joined), result)
-    return result if frame is None else tree_map_only(Tensor, lambda t: _weighed(t, frame), result)
+        _match_shape(b)
+    result = tree_map_only(Tensor, lambda t: _batch_of(t, joined), result)
+    return result if spec is None else tree_map_only(Tensor, lambda t: _with_weights(t, spec), result)
 
 
-_KEEPING = frozenset(
+_ENTRY_PER_REPLICA = frozenset(
     getattr(torch.ops.aten, name).default
     for name in ("_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "native_dropout")
 )
-"""Operations that keep one entry per replica, beside those that torch tags as element by element."""
+"""Operations that keep one entry per replica, beside those that torch tags as pointwise."""
 
 
-def _results_frame(func: Any, batches: Sequence[ShardedBatch]) -> ShardSpec | None:
-    """Return where an operation on results per replica has its results, if it has one for each of them."""
+def _results_spec(func: Any, batches: Sequence[ShardedBatch]) -> ShardSpec | None:
+    """Return the layout of an operation's results, if it has one entry for each result per replica."""
     if all(b._layout.weights is None for b in batches):
         return None
-    is_keeping = torch.Tag.pointwise in getattr(func, "tags", ()) or func in _KEEPING
-    return frame_of(*batches) if is_keeping else None
+    is_keeping = torch.Tag.pointwise in getattr(func, "tags", ()) or func in _ENTRY_PER_REPLICA
+    return shared_spec(*batches) if is_keeping else None
 
 
-def _weighed(t: Tensor, frame: ShardSpec) -> Tensor:
+def _with_weights(t: Tensor, spec: ShardSpec) -> Tensor:
     """Keep the weights of a result that has an entry for each replica."""
-    dim = t.ndim - frame.from_right
-    parts = cut(t, dim, frame.layout) if dim >= 0 and not isinstance(t, ShardedBatch) else None
-    return t if parts is None else wrap(parts, frame.layout, dim)
+    dim = t.ndim - spec.from_right
+    parts = split_rows(t, dim, spec.layout) if dim >= 0 and not isinstance(t, ShardedBatch) else None
+    return t if parts is None else wrap(parts, spec.layout, dim)
 
 
-def _handed_out(t: Tensor, joined: dict[int, ShardedBatch]) -> Tensor:
-    """Give back the batch itself for its joined tensor; note who got a view of it, and may write there."""
+def _batch_of(t: Tensor, joined: dict[int, ShardedBatch]) -> Tensor:
+    """Return the batch in place of its own joined tensor; mark batches whose memory the result shows as joined."""
     if id(t) in joined:
         return joined[id(t)]
     if t.layout == torch.strided and not isinstance(t, ShardedBatch):
         storage = t.untyped_storage()._cdata
         for b in joined.values():
-            if whole(b).layout == torch.strided and whole(b).untyped_storage()._cdata == storage:
+            if joined_values(b).layout == torch.strided and joined_values(b).untyped_storage()._cdata == storage:
                 b._memory.is_joined = True
     return t
 
 
-def _written(func: Any, args: Args, kwargs: Kwargs) -> Iterator[ShardedBatch]:
+def _written_batches(func: Any, args: Args, kwargs: Kwargs) -> Iterator[ShardedBatch]:
     for place, name in _written_arguments(func):
         value = args[place] if place < len(args) else kwargs.get(name)
         for leaf in tree_leaves(value):
@@ -92,13 +92,13 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
-def _follow(x: ShardedBatch) -> None:
-    """Give a batch the shape that its joined tensor has been given in place, as by ``unsqueeze_``.
+def _match_shape(x: ShardedBatch) -> None:
+    """Set the shape of a batch whose joined tensor was reshaped in place, as by ``unsqueeze_``.
 
     Source:
         ``torch.utils._python_dispatch.return_and_correct_aliasing``.
     """
-    joined = whole(x)
+    joined = joined_values(x)
     place = (joined.shape, joined.stride(), joined.storage_offset())
     if place == (x.shape, x.stride(), x.storage_offset()):
         return

@@ -1,4 +1,4 @@
-"""Functions of a ``ShardedBatch`` that don't come down to torch's operations: memory, printing, copies, the mean."""
+"""Functions of a ``ShardedBatch`` that never reach ``__torch_dispatch__``: memory, printing, copies, the mean."""
 
 import copy
 from collections.abc import Callable
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from everygpu.errors import GatherError, LossError
-from everygpu.parallel.sharded.batch import Args, Kwargs, ShardedBatch, join, whole
-from everygpu.parallel.sharded.layout import Joined, Memory
-from everygpu.parallel.sharded.row_reductions import TOTALS
+from everygpu.parallel.sharded.batch import Args, Kwargs, ShardedBatch, join, joined_values
+from everygpu.parallel.sharded.layout import JoinedValues, Memory
+from everygpu.parallel.sharded.row_reductions import ROW_REDUCTIONS
 from everygpu.torch_private.autograd import are_transforms_active
 from everygpu.torch_private.compiler import is_scripted
 from everygpu.torch_private.modes import without_torch_function
@@ -21,51 +21,51 @@ Function = Callable[[Any, Args, Kwargs], Any]
 
 
 def function_for(func: Any) -> Function:
-    """Return what to call in place of a function: most often, what calls the function itself."""
+    """Return the replacement of a function; by default one that calls the function itself."""
     if is_scripted(func):
         return _on_joined  # its fused kernels take pointers
-    return FUNCTIONS.get(func, _itself)
+    return FUNCTIONS.get(func, _call)
 
 
-def _itself(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _call(func: Any, args: Args, kwargs: Kwargs) -> Any:
     with without_torch_function():
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
-            if not any(text in str(error) for text in _NO_DATA):
+            if not any(text in str(error) for text in _NO_DATA_ERRORS):
                 raise
         joined = tree_map_only(ShardedBatch, join, (args, kwargs))
         return func(*joined[0], **joined[1])
 
 
-_NO_DATA = ("data is not allocated yet", "Cannot access data pointer", "invalid python storage")
-"""What torch says when C++ code asks for a pointer, as for the lengths in ``ctc_loss``."""
+_NO_DATA_ERRORS = ("data is not allocated yet", "Cannot access data pointer", "invalid python storage")
+"""torch's errors when C++ code takes a pointer, as of the lengths in ``ctc_loss``."""
 
 
 def _on_joined(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Ask the joined tensor, whose memory may be written through the answer."""
+    """Call the function on the joined tensor, whose memory may be written through the result."""
     x = next((a for a in args if isinstance(a, ShardedBatch)), None)
     joined = [join(a) if isinstance(a, ShardedBatch) else a for a in args]
     result = func(*joined, **{k: join(v) if isinstance(v, ShardedBatch) else v for k, v in kwargs.items()})
     return x if any(result is j for j in joined) else result
 
 
-def _reading(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Ask for a plain copy of the values, which nobody writes."""
-    return func(whole(args[0]), *args[1:], **kwargs)
+def _on_values(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Call a function that only reads the values."""
+    return func(joined_values(args[0]), *args[1:], **kwargs)
 
 
-def _printed(func: Any, args: Args, kwargs: Kwargs) -> str:
+def _formatted(func: Any, args: Args, kwargs: Kwargs) -> str:
     with without_torch_function():
-        return str(func(Gathered.apply(args[0]), *args[1:], **kwargs))  # type: ignore[no-untyped-call]
+        return str(func(_JoinedValues.apply(args[0]), *args[1:], **kwargs))  # type: ignore[no-untyped-call]
 
 
-class Gathered(torch.autograd.Function):
-    """The joined values, known to be only looked at."""
+class _JoinedValues(torch.autograd.Function):
+    """The joined values, connected to the graph, for reading only."""
 
     @staticmethod
     def forward(ctx: Any, x: ShardedBatch) -> Tensor:
-        return whole(x).detach()
+        return joined_values(x).detach()
 
 
 def _deepcopied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
@@ -97,13 +97,13 @@ def _set_data(func: Any, args: Args, kwargs: Kwargs) -> None:
         x._memory = Memory()
         x._memory.is_joined = True
         joined = (join(value) if isinstance(value, ShardedBatch) else value).detach()
-        x._joined = Joined(
+        x._joined = JoinedValues(
             memory=x._memory, layout=x._layout, is_inference=x.is_inference(), make=joined.detach, tensor=joined
         )
 
 
 def _backward(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``loss.backward()``: of one loss per replica there is no gradient until it is known how they make one."""
+    """``loss.backward()``: refuse one loss per replica, whose combination into one number is unknown."""
     x, gradient = args[0], args[1] if len(args) > 1 else kwargs.get("gradient")
     if gradient is None and x.shard_rows is not None and x.numel() != 1:
         raise LossError(
@@ -111,13 +111,13 @@ def _backward(func: Any, args: Args, kwargs: Kwargs) -> Any:
             f"loss.mean().backward(), which weighs them by rows and so is the loss of the whole batch, or "
             f"loss.sum().backward() if the loss is a sum over rows."
         )
-    return _itself(func, args, kwargs)
+    return _call(func, args, kwargs)
 
 
-def _turned(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """``t_`` and others: the batch becomes the view of what it was, which views taken before are of, too.
+def _reshaped_in_place(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """``t_`` and others: the batch becomes a view of the tensor that it was, which earlier views are of, too.
 
-    torch's own way gives such views wrong gradients: it takes them again, of a batch that has another shape by then.
+    torch's own in-place operations give earlier views wrong gradients: it replays them on a batch of the new shape.
 
     Source:
         ``torch.utils.swap_tensors``, which refuses tensors that have views.
@@ -131,7 +131,7 @@ def _turned(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         view = getattr(Tensor, func.__name__.removesuffix("_"))(*args, **kwargs)
         x.__class__, view.__class__ = view.__class__, x.__class__
         was = dict(x.__dict__)
-        x.__dict__.update(view.__dict__)  # whatever else was set on it stays
+        x.__dict__.update(view.__dict__)  # attributes that were set on it stay
         view.__dict__.update(was)
         swap_tensors(x, view)
     return x
@@ -150,13 +150,13 @@ FUNCTIONS: dict[Any, Function] = {
         _on_joined,
     ),
     Tensor.__cuda_array_interface__.__get__: _on_joined,
-    **dict.fromkeys(_members("t_ transpose_ unsqueeze_ squeeze_ swapaxes_ swapdims_ as_strided_"), _turned),
-    Tensor.tolist: _reading,
-    Tensor.__repr__: _printed,
-    Tensor.__format__: _printed,
+    **dict.fromkeys(_members("t_ transpose_ unsqueeze_ squeeze_ swapaxes_ swapdims_ as_strided_"), _reshaped_in_place),
+    Tensor.tolist: _on_values,
+    Tensor.__repr__: _formatted,
+    Tensor.__format__: _formatted,
     Tensor.__deepcopy__: _deepcopied,
     Tensor.backward: _backward,
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
-    **TOTALS,
+    **ROW_REDUCTIONS,
 }
-"""What is called in place of a function given a batch."""
+"""Replacements of functions, by function."""

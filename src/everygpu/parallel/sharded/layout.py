@@ -1,4 +1,4 @@
-"""Where the rows of a batch are, and what joins them: the joined values, made when first needed."""
+"""Where the rows of a batch are, and the joined values, which are made at their first use."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ class ShardLayout:
     """Where the rows of a batch are."""
 
     home: torch.device
-    """Where the joined tensor is made, if ever."""
+    """Device of the batch, where the joined tensor is made."""
     devices: tuple[torch.device, ...]
     sizes: tuple[int, ...]
     """Rows of each part."""
@@ -28,7 +28,7 @@ class ShardLayout:
     """Rows of the data behind each part, when every replica returned one number for all its rows."""
     home_stream: torch.cuda.Stream | None
     streams: tuple[torch.cuda.Stream, ...]
-    """Where work was queued on the other devices, on CUDA."""
+    """Streams of the other GPUs on which the parts were computed."""
 
     @property
     def num_rows(self) -> int:
@@ -36,12 +36,12 @@ class ShardLayout:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """What each part counts in a mean over the rows."""
+        """Weight of each part in a mean over the rows; they sum to 1."""
         counts = self.weights if self.weights and sum(self.weights) else self.sizes
         return tuple(n / sum(counts) for n in counts)
 
     def on_streams(self) -> AbstractContextManager[object]:
-        """Queue work on the other devices where it was; autograd's threads restore only one device's stream."""
+        """Make the parts' streams current: autograd's threads restore the stream of one device only."""
         others = [s for s in self.streams if torch.cuda.current_stream(s.device) != s]
         stack = ExitStack()
         for stream in others:
@@ -52,7 +52,7 @@ class ShardLayout:
 def layout_of(
     home: torch.device, devices: Sequence[torch.device], sizes: Sequence[int], weights: Sequence[int] | None
 ) -> ShardLayout:
-    """Describe a batch whose parts' work is queued on the present streams."""
+    """Describe a batch whose parts were computed on the current streams."""
     others = dict.fromkeys(d for d in devices if d.type == "cuda" and d != home)
     return ShardLayout(
         home=home,
@@ -70,23 +70,23 @@ def same_rows(a: ShardLayout, b: ShardLayout) -> bool:
 
 
 class Memory:
-    """What a batch and its views share, as plain tensors share a storage."""
+    """State that a batch shares with its views, as plain tensors share a storage."""
 
     __slots__ = ("is_joined", "is_viewed", "lock")
 
     def __init__(self) -> None:
         self.is_joined = False
-        """The joined tensor was written, or handed out as memory: from now on it is the truth, not the parts."""
+        """The joined tensor was written, or returned as memory to write: it is current from now on, not the parts."""
         self.is_viewed = False
         self.lock = threading.RLock()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Joined:
-    """A batch's joined values, made when first needed.
+class JoinedValues:
+    """The joined values of a batch, made at their first use.
 
-    No part of the batch itself: a view's are a view of its base's, and autograd may keep the view in the base's own
-    graph, which would keep itself alive.
+    A separate object, as a view's joined values hold on to its base's: autograd may keep the view in the base's own
+    graph, and a reference from view to base would then keep both alive.
     """
 
     memory: Memory
@@ -118,7 +118,7 @@ def inference_mode(on: bool) -> AbstractContextManager[object]:
 
 @contextmanager
 def _on_home_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Make what is kept where all streams can find it: in step with the stream of the forward."""
+    """Allocate on the stream of the forward, which later uses are ordered after."""
     if stream is None or torch.cuda.current_stream(stream.device) == stream:
         yield
         return
@@ -140,10 +140,10 @@ def concatenate(
 
 
 def joined_strides(parts: Sequence[Tensor], shape: Sequence[int], dim: int) -> list[int]:
-    """Order the joined dimensions in memory as the parts' are, if these are dense, as operations on it would."""
+    """Return strides in the order of the parts' if these are dense, as an operation on the joined tensor would."""
     order = list(range(len(shape)))[::-1]
     model = max(parts, key=lambda p: p.shape[dim])
-    # Where the rows are in the memory of a single row, only its strides tell.
+    # A single row is contiguous in any order: only its strides tell where the rows are.
     if model.shape[dim] == 1 or not all(p.is_contiguous() for p in parts):
         by_stride = sorted(order, key=lambda d: (model.stride(d), -d))
         order = by_stride if _is_dense(model, by_stride) else order
@@ -165,7 +165,7 @@ def move(x: Tensor, device: torch.device) -> Tensor:
 
 
 def move_to_each(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
-    """Copy a tensor to several devices; of one that repeats its rows, as gradients of sums do, once."""
+    """Copy a tensor to several devices; one that is expanded, as gradients of sums are, is copied unexpanded."""
     repeated = [d for d in range(x.ndim) if x.stride(d) == 0 and x.shape[d] > 1]
     seed = x
     for d in repeated:

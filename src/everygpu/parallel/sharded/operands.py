@@ -1,4 +1,4 @@
-"""What rules for a ``ShardedBatch`` are made of: shares of operands, calls per part, sums of what comes out."""
+"""Building blocks of rules: operands split like the batch, one call per part, results summed or wrapped."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from everygpu import comm
-from everygpu.parallel.sharded.batch import Args, Kwargs, Rule, ShardedBatch, has_parts, parts_of, whole, wrap
+from everygpu.parallel.sharded.batch import Args, Kwargs, Rule, ShardedBatch, has_parts, joined_values, parts_of, wrap
 from everygpu.parallel.sharded.layout import ShardLayout, move, move_to_each, same_rows
 
 Declined = Any
-"""What a rule returns when the joined tensor must answer: NotImplemented."""
+"""NotImplemented, which a rule returns to run on the joined tensor instead."""
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -25,119 +25,119 @@ class ShardSpec(NamedTuple):
     """The rows' dimension, counted from the right as broadcasting does."""
 
     def batch(self, parts: Sequence[Tensor]) -> ShardedBatch | Declined:
-        """Make a batch of results that have their rows where the operands had them."""
+        """Wrap results whose rows are on the operands' dimension; NotImplemented for all others."""
         dim = parts[0].ndim - self.from_right
         if dim < 0 or tuple(p.shape[dim] for p in parts) != self.layout.sizes:
             return NotImplemented
         return wrap(parts, self.layout, dim)
 
 
-def frame_of(*values: Any) -> ShardSpec | None:
+def shared_spec(*values: Any) -> ShardSpec | None:
     """Return the layout that all batches among the values share, or None."""
-    frames = [
-        ShardSpec(v._layout, v.ndim - v.shard_dim) for v in values if isinstance(v, ShardedBatch) and has_parts(v)
-    ]
-    if not frames:
+    specs = [ShardSpec(v._layout, v.ndim - v.shard_dim) for v in values if isinstance(v, ShardedBatch) and has_parts(v)]
+    if not specs:
         return None
-    first, *others = frames
+    first, *others = specs
     for other in others:
         if other.from_right != first.from_right or not same_rows(other.layout, first.layout):
             return None
-    weights = {f.layout.weights for f in frames} - {None}
+    weights = {f.layout.weights for f in specs} - {None}
     if len(weights) > 1:
         return None
-    return next((f for f in frames if f.layout.weights is not None), first)
+    return next((f for f in specs if f.layout.weights is not None), first)
 
 
-def spread(value: Any, frame: ShardSpec) -> Sequence[Any] | None:
-    """Give every part its share of an operand, as broadcasting would pair them; None when there is no such share."""
+def shard_operand(value: Any, spec: ShardSpec) -> Sequence[Any] | None:
+    """Split an operand into one per part as broadcasting pairs their rows; None when it can't be split."""
     if isinstance(value, ShardedBatch) and has_parts(value):
-        return parts_in(value, frame)
+        return parts_matching(value, spec)
     if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
         return None
     if not isinstance(value, Tensor):
-        return constant(value, frame.layout)
-    x = whole(value) if isinstance(value, ShardedBatch) else value
+        return constant(value, spec.layout)
+    x = joined_values(value) if isinstance(value, ShardedBatch) else value
     if x.ndim == 0 and x.device.type == "cpu":
-        return constant(x, frame.layout)
-    if x.device != frame.layout.home or x.layout != torch.strided:
+        return constant(x, spec.layout)
+    if x.device != spec.layout.home or x.layout != torch.strided:
         return None
-    dim = x.ndim - frame.from_right
-    if dim < 0 or (x.shape[dim] == 1 != frame.layout.num_rows):
-        return move_to_each(x, frame.layout.devices)
-    return cut(x, dim, frame.layout)
+    dim = x.ndim - spec.from_right
+    if dim < 0 or (x.shape[dim] == 1 != spec.layout.num_rows):
+        return move_to_each(x, spec.layout.devices)
+    return split_rows(x, dim, spec.layout)
 
 
 def constant(value: Any, layout: ShardLayout) -> list[Any]:
-    """Give every part the same."""
+    """Repeat a value for every part."""
     return [value] * len(layout.sizes)
 
 
-def parts_in(x: ShardedBatch, frame: ShardSpec) -> Sequence[Tensor] | None:
-    """Return a batch's parts if its rows are where the frame has them."""
-    is_alike = x.ndim - x.shard_dim == frame.from_right and same_rows(x._layout, frame.layout)
+def parts_matching(x: ShardedBatch, spec: ShardSpec) -> Sequence[Tensor] | None:
+    """Return a batch's parts if it is laid out as the spec says, else None."""
+    is_alike = x.ndim - x.shard_dim == spec.from_right and same_rows(x._layout, spec.layout)
     return parts_of(x) if is_alike else None
 
 
-def cut(x: Tensor, dim: int, layout: ShardLayout) -> list[Tensor] | None:
-    """Cut a plain tensor as the batch is cut; None if it is not as long."""
+def split_rows(x: Tensor, dim: int, layout: ShardLayout) -> list[Tensor] | None:
+    """Split a plain tensor as the batch is split; None if it has other rows or is elsewhere."""
     if x.shape[dim] != layout.num_rows or x.device != layout.home:
         return None
     return [move(part, d) for part, d in zip(torch.split(x, list(layout.sizes), dim), layout.devices)]
 
 
-def cut_alike(value: Any, frame: ShardSpec) -> Sequence[Tensor] | None:
-    """Give every part its rows of an operand that must have them all: no broadcasting."""
+def shard_rows(value: Any, spec: ShardSpec) -> Sequence[Tensor] | None:
+    """Split an operand that has all rows, without broadcasting; None when it can't be split."""
     if isinstance(value, ShardedBatch) and has_parts(value):
-        return parts_in(value, frame)
-    x = whole(value) if isinstance(value, ShardedBatch) else value
-    dim = x.ndim - frame.from_right
-    return cut(x, dim, frame.layout) if dim >= 0 else None
+        return parts_matching(value, spec)
+    x = joined_values(value) if isinstance(value, ShardedBatch) else value
+    dim = x.ndim - spec.from_right
+    return split_rows(x, dim, spec.layout) if dim >= 0 else None
 
 
-def everywhere(x: Tensor, layout: ShardLayout) -> list[Tensor] | None:
-    """Give every part the whole of an operand."""
-    plain = whole(x) if isinstance(x, ShardedBatch) else x
+def replicate_operand(x: Tensor, layout: ShardLayout) -> list[Tensor] | None:
+    """Copy an operand whole to every part's device; None if it is not on the batch's device."""
+    plain = joined_values(x) if isinstance(x, ShardedBatch) else x
     return move_to_each(plain, layout.devices) if plain.device == layout.home else None
 
 
-def each(func: Any, columns: Sequence[Sequence[Any] | None], kwargs: Kwargs, layout: ShardLayout) -> list[Any] | None:
-    """Call an operation once per part, with its share of every operand; None if one can't be shared out."""
+def call_on_parts(
+    func: Any, columns: Sequence[Sequence[Any] | None], kwargs: Kwargs, layout: ShardLayout
+) -> list[Any] | None:
+    """Call an operation once per part, with one entry of each column; None if a column is None."""
     rows = [c for c in columns if c is not None]
     if len(rows) < len(columns):
         return None
     return [func(*operands, **kwargs) for operands in zip(*rows)]
 
 
-def home(parts: Sequence[Tensor], layout: ShardLayout) -> list[Tensor]:
-    """Move results to where the joined tensor would be."""
+def move_home(parts: Sequence[Tensor], layout: ShardLayout) -> list[Tensor]:
+    """Copy results to the device of the batch."""
     return comm.copy_from_each(parts, layout.home)
 
 
-def add_up(parts: Sequence[Tensor], layout: ShardLayout) -> Tensor:
-    """Add results up where the joined tensor would be, in their order, in float32 at least."""
+def sum_parts(parts: Sequence[Tensor], layout: ShardLayout) -> Tensor:
+    """Sum results on the device of the batch, in their order, in float32 at least."""
     dtype = parts[0].dtype
     wide = torch.float32 if dtype in HALF else dtype
-    found = home(parts, layout)
+    found = move_home(parts, layout)
     if dtype == wide and found[0].ndim <= 1:
         return torch.stack(found).sum(0, dtype=dtype)
     return functools.reduce(torch.add, [p.to(wide) for p in found]).to(dtype)
 
 
-def batches(frame: ShardSpec, parts: Sequence[Any]) -> Any:
-    """Make a batch of each result; one that a device has no use for is empty, as ``log_sigmoid``'s buffer."""
+def wrap_results(spec: ShardSpec, parts: Sequence[Any]) -> Any:
+    """Wrap an operation's results, one or several; one that is empty on a device, as ``log_sigmoid``'s, stays plain."""
     if isinstance(parts[0], Tensor):
-        return frame.batch(parts)
-    results = tuple(_unused(c, frame) if _is_unused(c, frame) else frame.batch(c) for c in zip(*parts))
+        return spec.batch(parts)
+    results = tuple(_move_unused(c, spec) if _is_unused(c, spec) else spec.batch(c) for c in zip(*parts))
     return NotImplemented if any(r is NotImplemented for r in results) else results
 
 
-def _is_unused(parts: Sequence[Tensor], frame: ShardSpec) -> bool:
-    return all(p.shape == (0,) for p in parts) and frame.layout.num_rows > 0
+def _is_unused(parts: Sequence[Tensor], spec: ShardSpec) -> bool:
+    return all(p.shape == (0,) for p in parts) and spec.layout.num_rows > 0
 
 
-def _unused(parts: Sequence[Tensor], frame: ShardSpec) -> Tensor:
-    return home(parts[:1], frame.layout)[0]
+def _move_unused(parts: Sequence[Tensor], spec: ShardSpec) -> Tensor:
+    return move_home(parts[:1], spec.layout)[0]
 
 
 @functools.cache
@@ -146,12 +146,12 @@ def argument_names(func: Any) -> tuple[str, ...]:
 
 
 def named(func: Any, args: Args, kwargs: Kwargs) -> Kwargs:
-    """Name an operation's arguments."""
+    """Return an operation's arguments by name."""
     return {**dict(zip(argument_names(func), args)), **kwargs}
 
 
 def dims_of(dim: Any, ndim: int) -> list[int]:
-    """Return the dimensions meant by an argument; all, if it is None or empty.
+    """Return the dimensions that a ``dim`` argument names; all, if it is None or empty.
 
     Raises:
         IndexError: as torch raises it.
@@ -166,7 +166,7 @@ def dims_of(dim: Any, ndim: int) -> list[int]:
 
 
 def rules_for(*families: tuple[Rule, str]) -> dict[Any, Rule]:
-    """Give one rule to each of the operations that are named beside it."""
+    """Build a table from each named operation to its rule."""
     return {operation: rule for rule, names in families for operation in operations(names)}
 
 

@@ -1,7 +1,7 @@
 """Sums and means over the rows of a ``ShardedBatch``, whose gradients stay on the devices.
 
-torch's own gradient of a sum begins as one tensor of the joined shape. These functions lay it out as the batch
-is, and so keep the gradients of losses written by hand off the primary device.
+torch's own gradient of a sum begins as one tensor of the joined shape. These functions split it as the batch is
+split, which keeps the gradients of hand-written losses off the primary device.
 """
 
 import inspect
@@ -16,64 +16,66 @@ from torch.nn import functional as F
 
 from everygpu.parallel.sharded.batch import Args, Join, Kwargs, ShardedBatch, has_shards, join, parts_of
 from everygpu.parallel.sharded.layout import move_to_each
-from everygpu.parallel.sharded.operands import HALF, add_up, dims_of
+from everygpu.parallel.sharded.operands import HALF, dims_of, sum_parts
 from everygpu.torch_private.autograd import are_transforms_active
 from everygpu.torch_private.modes import without_torch_function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
+class _ReductionPlan:
     """One sum: ``factors[i]`` times the sum of part i, added up."""
 
     dims: tuple[int, ...]
     keepdim: bool
     dtype: torch.dtype | None
     factors: tuple[float, ...]
-    is_weighed: bool
+    is_weighted: bool
 
 
-def total(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``sum`` and ``mean``; the mean of results per replica weighs them by the rows behind them."""
+def reduce_rows(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``sum`` and ``mean``; the mean of results per replica weighs each by its replica's rows."""
     out = kwargs.get("out")
     call = _named(args, kwargs if out is None else {k: v for k, v in kwargs.items() if k != "out"})
     with without_torch_function():
         plan = None if call is None else _plan(call, is_mean=func in (torch.mean, Tensor.mean))
-        if call is None or plan is None or (out is not None and not plan.is_weighed):
+        if call is None or plan is None or (out is not None and not plan.is_weighted):
             return func(*args, **kwargs)
-        result = _Total.apply(call["input"], func, plan)  # type: ignore[no-untyped-call]
+        result = _RowReduction.apply(call["input"], func, plan)  # type: ignore[no-untyped-call]
         return result if out is None else torch.mul(result, 1, out=out)
 
 
 def nan_mean(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``nanmean``: the weighed mean of the results that are numbers."""
+    """``nanmean``: the weighted mean of the results that are numbers."""
     with without_torch_function():
         call = _named(args, kwargs)
-        if call is None or not _is_weighed(call["input"]):
+        if call is None or not _is_weighted(call["input"]):
             return func(*args, **kwargs)
         x = call.pop("input")
         is_nan = x.isnan()
-        return total(torch.mean, (x.masked_fill(is_nan, 0),), call) / total(torch.mean, ((~is_nan).to(x.dtype),), call)
+        return reduce_rows(torch.mean, (x.masked_fill(is_nan, 0),), call) / reduce_rows(
+            torch.mean, ((~is_nan).to(x.dtype),), call
+        )
 
 
-def spread_and_mean(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``var_mean`` and ``std_mean``: the spread is that of the entries; the mean weighs, as ``mean`` does."""
+def var_and_mean(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``var_mean`` and ``std_mean``: the variance is that of the entries; the mean is weighted, as ``mean`` is."""
     with without_torch_function():
         found = func(*args, **kwargs)
         x, *rest = args or [kwargs["input"]]
-        if not _is_weighed(x):
+        if not _is_weighted(x):
             return found
         has_dim = not rest or type(rest[0]) is not bool  # else it is ``unbiased``
         given = {**dict(zip(("dim", "unbiased", "keepdim"), rest if has_dim else ())), **kwargs}
         names = ("dim", "axis", "keepdim", "keepdims")
-        return found[0], total(torch.mean, (x,), {k: v for k, v in given.items() if k in names})
+        return found[0], reduce_rows(torch.mean, (x,), {k: v for k, v in given.items() if k in names})
 
 
-def _is_weighed(x: Any) -> bool:
+def _is_weighted(x: Any) -> bool:
     return isinstance(x, ShardedBatch) and x.shard_rows is not None
 
 
 def _named(args: Args, kwargs: Kwargs) -> Kwargs | None:
-    """Name what ``sum`` and ``mean`` take; None if it is anything unusual, such as ``out``."""
+    """Return the arguments of ``sum`` or ``mean`` by name; None for unusual ones, such as ``out``."""
     other_names = {"self": "input", "axis": "dim", "keepdims": "keepdim"}
     given = {**dict(zip(("input", "dim", "keepdim"), args)), **{other_names.get(k, k): v for k, v in kwargs.items()}}
     call = {"dim": None, "keepdim": False, "dtype": None, **given}
@@ -82,8 +84,8 @@ def _named(args: Args, kwargs: Kwargs) -> Kwargs | None:
     return call if usual else None
 
 
-def _plan(call: Kwargs, *, is_mean: bool) -> _Plan | None:
-    """Return how to take a total here; None where torch's own does as well."""
+def _plan(call: Kwargs, *, is_mean: bool) -> _ReductionPlan | None:
+    """Plan a sum or mean over the rows; None where torch's own serves as well."""
     x = call["input"]
     if not isinstance(x, ShardedBatch) or are_transforms_active() or x.ndim == 0:
         return None
@@ -98,24 +100,24 @@ def _plan(call: Kwargs, *, is_mean: bool) -> _Plan | None:
     elif not (has_shards(x) and x.requires_grad and torch.is_grad_enabled()):
         return None
     plain = (1 / count if is_mean else 1.0,) * len(x._layout.sizes)
-    return _Plan(
+    return _ReductionPlan(
         dims=dims,
         keepdim=call["keepdim"],
         dtype=call["dtype"],
         factors=factors or plain,
-        is_weighed=factors is not None,
+        is_weighted=factors is not None,
     )
 
 
-class _Total(torch.autograd.Function):
+class _RowReduction(torch.autograd.Function):
     """A sum or mean over the rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: ShardedBatch, func: Any, plan: _Plan) -> Tensor:
+    def forward(ctx: Any, x: ShardedBatch, func: Any, plan: _ReductionPlan) -> Tensor:
         ctx.plan, ctx.layout, ctx.dim, ctx.dtype = plan, x._layout, x.shard_dim, x.dtype
         ctx.shapes = [[n if d == ctx.dim else s for d, s in enumerate(x.shape)] for n in x._layout.sizes]
-        if plan.is_weighed:
-            return _weigh(x, plan)
+        if plan.is_weighted:
+            return _weighted_sum(x, plan)
         result: Tensor = func(x, plan.dims, plan.keepdim, dtype=plan.dtype)
         return result
 
@@ -133,17 +135,17 @@ class _Total(torch.autograd.Function):
             return Join.apply(ctx.layout, ctx.dim, *parts), None, None  # type: ignore[no-untyped-call]
 
 
-def _weigh(x: ShardedBatch, plan: _Plan) -> Tensor:
+def _weighted_sum(x: ShardedBatch, plan: _ReductionPlan) -> Tensor:
     dtype = plan.dtype or x.dtype
     wide = torch.float32 if dtype in HALF else dtype
     parts = zip(parts_of(x), plan.factors)
-    # What a replica without rows returned counts for nothing, not even if it is nan.
+    # The result of a replica without rows has weight 0, and is left out even if it is nan.
     sums = [part.to(wide).sum(plan.dims, plan.keepdim) * factor for part, factor in parts if factor]
-    return add_up(sums, x._layout).to(dtype)
+    return sum_parts(sums, x._layout).to(dtype)
 
 
 def composed_loss(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Losses that torch composes: the loss of each element, then their mean or sum."""
+    """Losses that torch composes of other operations: compute them per element, then take the mean or sum here."""
     call = inspect.signature(func).bind(*args, **kwargs).arguments
     reduction = call.pop("reduction", "mean")
     is_old = call.get("size_average") is not None or call.get("reduce") is not None
@@ -151,11 +153,11 @@ def composed_loss(func: Any, args: Args, kwargs: Kwargs) -> Any:
         if is_old or reduction not in _REDUCTIONS[func is F.kl_div]:
             return func(*args, **kwargs)
         losses = func(**call, reduction="none")
-        result = total(torch.mean if reduction == "mean" else torch.sum, (losses,), {})
+        result = reduce_rows(torch.mean if reduction == "mean" else torch.sum, (losses,), {})
         return result / call["input"].shape[0] if reduction == "batchmean" else result
 
 
-# The mean of kl_div is left to torch, which warns of it.
+# kl_div's "mean" goes to torch, which warns of it.
 _REDUCTIONS = {False: ("mean", "sum"), True: ("batchmean", "sum")}
 _COMPOSED = (
     F.l1_loss,
@@ -169,9 +171,9 @@ _COMPOSED = (
     F.multilabel_soft_margin_loss,
 )
 
-TOTALS: dict[Any, Callable[[Any, Args, Kwargs], Any]] = {
-    **dict.fromkeys((torch.sum, torch.mean, Tensor.sum, Tensor.mean), total),
+ROW_REDUCTIONS: dict[Any, Callable[[Any, Args, Kwargs], Any]] = {
+    **dict.fromkeys((torch.sum, torch.mean, Tensor.sum, Tensor.mean), reduce_rows),
     **dict.fromkeys((torch.nanmean, Tensor.nanmean), nan_mean),
-    **dict.fromkeys((torch.var_mean, torch.std_mean), spread_and_mean),
+    **dict.fromkeys((torch.var_mean, torch.std_mean), var_and_mean),
     **dict.fromkeys(_COMPOSED, composed_loss),
 }

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from everygpu.parallel.sharded.batch import ShardedBatch, has_shards
 from everygpu.parallel.sharded.ops import RULES
-from everygpu.parallel.sharded.ops.pointwise import by_element, in_place
+from everygpu.parallel.sharded.ops.pointwise import in_place, pointwise
 from tests.parallel.batches import Rows, assert_same_call, made, numbers, row_counts
 
 PROPERTY = settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
@@ -315,7 +315,7 @@ def name_of(op: Any) -> str:
 
 def calls(op: Any, num_rows: int, dim: int) -> list[tuple[list[Any], dict[str, Any]]]:
     """Return the arguments to try: positional, named. An operation without any fails the test."""
-    if RULES[op] in (by_element, in_place):
+    if RULES[op] in (pointwise, in_place):
         takes_two = sum("Tensor" in str(a.type) for a in op._schema.arguments) > 1
         return [elementwise_args(op, num_rows, dim, kind) for kind in (KINDS if takes_two else KINDS[:1])]
     found = [list(make(num_rows, dim)) for make in CALLS[name_of(op)]]

@@ -1,7 +1,7 @@
 """Rules for torch's operations on the parts of a ``ShardedBatch``, by family.
 
-A rule gives exactly what the operation would give on the joined tensor, or declines by returning
-NotImplemented; then the joined tensor answers. Declining is always right.
+A rule returns exactly what the operation returns on the joined tensor, or NotImplemented; then the operation runs on
+the joined tensor. Returning NotImplemented is always correct.
 """
 
 from everygpu.parallel.sharded.ops.concat import CONCAT
@@ -12,4 +12,4 @@ from everygpu.parallel.sharded.ops.reductions import REDUCTIONS
 from everygpu.parallel.sharded.ops.views import VIEWS
 
 RULES = {**POINTWISE, **REDUCTIONS, **MATMUL, **CONCAT, **VIEWS, **LOSSES}
-"""Which operations run on the parts, and how."""
+"""From each operation that runs on the parts to its rule."""

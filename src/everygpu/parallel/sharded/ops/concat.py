@@ -9,27 +9,27 @@ import torch
 from torch import Tensor
 
 from everygpu.parallel.sharded.batch import Args, Kwargs, Rule, ShardedBatch, parts_of, wrap
-from everygpu.parallel.sharded.operands import cut_alike, each, frame_of, named, rules_for
+from everygpu.parallel.sharded.operands import call_on_parts, named, rules_for, shard_rows, shared_spec
 
 
-def beside(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def concat(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``cat`` and ``stack`` of batches along another dimension than the rows'; results per replica also along it."""
     call = named(func, args, kwargs)
     tensors = call["tensors"]
     if func == torch.ops.aten.cat.default and _are_results_along(call.get("dim", 0), tensors):
         return _in_a_row(tensors)
-    frame = frame_of(*tensors)
+    spec = shared_spec(*tensors)
     ndims = {t.ndim for t in tensors}
-    if frame is None or len(ndims) > 1:
+    if spec is None or len(ndims) > 1:
         return NotImplemented
     is_new = func == torch.ops.aten.stack.default
     ndim = ndims.pop()
-    row, dim = ndim - frame.from_right, call.get("dim", 0) % (ndim + is_new)
+    row, dim = ndim - spec.from_right, call.get("dim", 0) % (ndim + is_new)
     if not is_new and dim == row:
         return NotImplemented
-    columns = [cut_alike(t, frame) for t in tensors]
-    parts = each(lambda *shards: func(shards, call.get("dim", 0)), columns, {}, frame.layout)
-    return NotImplemented if parts is None else wrap(parts, frame.layout, row + (is_new and dim <= row))
+    columns = [shard_rows(t, spec) for t in tensors]
+    parts = call_on_parts(lambda *shards: func(shards, call.get("dim", 0)), columns, {}, spec.layout)
+    return NotImplemented if parts is None else wrap(parts, spec.layout, row + (is_new and dim <= row))
 
 
 def _are_results_along(dim: int, tensors: Sequence[Tensor]) -> bool:
@@ -53,4 +53,4 @@ def _in_a_row(batches: Sequence[ShardedBatch]) -> ShardedBatch:
     return wrap([p.clone() for b in batches for p in parts_of(b)], layout, batches[0].shard_dim)
 
 
-CONCAT: dict[Any, Rule] = rules_for((beside, "cat.default stack.default"))
+CONCAT: dict[Any, Rule] = rules_for((concat, "cat.default stack.default"))

@@ -1,14 +1,22 @@
-"""Products with a matrix that every part needs whole, and products whose sum is over the rows."""
+"""Matrix products: rows times a matrix that every part needs whole, and products that sum over the rows."""
 
 from typing import Any
 
 from torch import Tensor
 
 from everygpu.parallel.sharded.batch import Args, Kwargs, Rule, ShardedBatch, has_parts, parts_of, wrap
-from everygpu.parallel.sharded.operands import add_up, cut_alike, each, everywhere, frame_of, rules_for, spread
+from everygpu.parallel.sharded.operands import (
+    call_on_parts,
+    replicate_operand,
+    rules_for,
+    shard_operand,
+    shard_rows,
+    shared_spec,
+    sum_parts,
+)
 
 
-def matrix_product(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def matmul(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``mm``, ``mv``: rows times a matrix, a matrix times columns, or a sum over the rows."""
     a, b = args
     a_dim, b_dim = _row_dim(a), _row_dim(b)
@@ -17,8 +25,10 @@ def matrix_product(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if (a_dim is None) == (b_dim is None):
         return NotImplemented
     layout = (b if a_dim is None else a)._layout
-    columns = [everywhere(a, layout), parts_of(b)] if a_dim is None else [parts_of(a), everywhere(b, layout)]
-    parts = each(func, columns, kwargs, layout)
+    columns = (
+        [replicate_operand(a, layout), parts_of(b)] if a_dim is None else [parts_of(a), replicate_operand(b, layout)]
+    )
+    parts = call_on_parts(func, columns, kwargs, layout)
     return NotImplemented if parts is None else wrap(parts, layout, 1 if a_dim is None else 0)
 
 
@@ -28,34 +38,32 @@ def _row_dim(x: Tensor) -> int | None:
 
 def _sum_of_products(func: Any, a: Tensor, b: Tensor) -> Any:
     """The gradient of a weight: rows on the inner dimension of both."""
-    frame = frame_of(b if _row_dim(b) == 0 else a)
-    if frame is None:
+    spec = shared_spec(b if _row_dim(b) == 0 else a)
+    if spec is None:
         return NotImplemented
-    columns = [cut_alike(a, frame._replace(from_right=1)), cut_alike(b, frame._replace(from_right=b.ndim))]
-    parts = each(func, columns, {}, frame.layout)
-    return NotImplemented if parts is None else add_up(parts, frame.layout)
+    columns = [shard_rows(a, spec._replace(from_right=1)), shard_rows(b, spec._replace(from_right=b.ndim))]
+    parts = call_on_parts(func, columns, {}, spec.layout)
+    return NotImplemented if parts is None else sum_parts(parts, spec.layout)
 
 
-def affine(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def addmm(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``addmm``: rows times a matrix, plus a bias."""
     bias, a, b = args
-    frame = frame_of(a)
-    if frame is None or frame.from_right != 2 or _row_dim(b) is not None or bias.ndim > 2:
+    spec = shared_spec(a)
+    if spec is None or spec.from_right != 2 or _row_dim(b) is not None or bias.ndim > 2:
         return NotImplemented
-    columns = [spread(bias, frame), parts_of(a), everywhere(b, frame.layout)]
-    parts = each(func, columns, kwargs, frame.layout)
-    return NotImplemented if parts is None else wrap(parts, frame.layout, 0)
+    columns = [shard_operand(bias, spec), parts_of(a), replicate_operand(b, spec.layout)]
+    parts = call_on_parts(func, columns, kwargs, spec.layout)
+    return NotImplemented if parts is None else wrap(parts, spec.layout, 0)
 
 
-def batched_product(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def bmm(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``bmm``, one product a row."""
-    frame = frame_of(*args)
-    if frame is None or frame.from_right != 3:
+    spec = shared_spec(*args)
+    if spec is None or spec.from_right != 3:
         return NotImplemented
-    parts = each(func, [cut_alike(a, frame) for a in args], kwargs, frame.layout)
-    return NotImplemented if parts is None else wrap(parts, frame.layout, 0)
+    parts = call_on_parts(func, [shard_rows(a, spec) for a in args], kwargs, spec.layout)
+    return NotImplemented if parts is None else wrap(parts, spec.layout, 0)
 
 
-MATMUL: dict[Any, Rule] = rules_for(
-    (matrix_product, "mm.default mv.default"), (affine, "addmm.default"), (batched_product, "bmm.default")
-)
+MATMUL: dict[Any, Rule] = rules_for((matmul, "mm.default mv.default"), (addmm, "addmm.default"), (bmm, "bmm.default"))

@@ -1,32 +1,32 @@
-"""Operations on elements, with broadcasting, and those that write them in place."""
+"""Pointwise operations with broadcasting, and their in-place forms."""
 
 from typing import Any
 
 from torch import Tensor
 
 from everygpu.parallel.sharded.batch import Args, Kwargs, Rule, ShardedBatch, has_shards, set_parts
-from everygpu.parallel.sharded.operands import batches, each, frame_of, rules_for, spread
+from everygpu.parallel.sharded.operands import call_on_parts, rules_for, shard_operand, shared_spec, wrap_results
 
 
-def by_element(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Operations on elements, with broadcasting."""
-    frame = frame_of(*args)
-    if frame is None or any(isinstance(v, Tensor) for v in kwargs.values()):
+def pointwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Pointwise operations, with broadcasting."""
+    spec = shared_spec(*args)
+    if spec is None or any(isinstance(v, Tensor) for v in kwargs.values()):
         return NotImplemented
-    parts = each(func, [spread(a, frame) for a in args], kwargs, frame.layout)
-    return NotImplemented if parts is None else batches(frame, parts)
+    parts = call_on_parts(func, [shard_operand(a, spec) for a in args], kwargs, spec.layout)
+    return NotImplemented if parts is None else wrap_results(spec, parts)
 
 
 def in_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Operations on elements that write a batch: its parts are replaced, if nothing else shows them."""
+    """In-place pointwise operations: replace the parts of a batch that has no views and was never joined."""
     x, *others = args
     if not isinstance(x, ShardedBatch) or x._memory.is_viewed or x._joined.tensor is not None or not has_shards(x):
         return NotImplemented
-    frame = frame_of(*args)
-    if frame is None or any(isinstance(v, Tensor) for v in kwargs.values()):
+    spec = shared_spec(*args)
+    if spec is None or any(isinstance(v, Tensor) for v in kwargs.values()):
         return NotImplemented
     fresh = [p.clone() for p in x._parts]
-    parts = each(func, [fresh, *(spread(a, frame) for a in others)], kwargs, frame.layout)
+    parts = call_on_parts(func, [fresh, *(shard_operand(a, spec) for a in others)], kwargs, spec.layout)
     if parts is None:
         return NotImplemented
     set_parts(x, parts)
@@ -57,4 +57,4 @@ WRITING = (
     "mul_ neg_ pow_ relu_ round_ sigmoid_ sqrt_ sub_ tanh_ zero_"
 )
 
-POINTWISE: dict[Any, Rule] = rules_for((by_element, f"{UNARY} {BINARY} {GRADIENTS}"), (in_place, WRITING))
+POINTWISE: dict[Any, Rule] = rules_for((pointwise, f"{UNARY} {BINARY} {GRADIENTS}"), (in_place, WRITING))

@@ -1,4 +1,4 @@
-"""Views and copies of a ``ShardedBatch`` that leave every row on its device."""
+"""Views and copies that leave every row on its device."""
 
 import functools
 import math
@@ -17,20 +17,20 @@ from everygpu.parallel.sharded.operands import named, rules_for
 KEEP = torch.preserve_format
 
 View = tuple[int, ShardLayout, Sequence[Any]]
-"""Where a view has its rows, how they are laid out, and what it shows of each part."""
+"""The dimension of a view's rows, their layout, and the view of each part."""
 
 
-def viewed(look: Callable[[Any, ShardedBatch, Kwargs], View | None]) -> Rule:
-    """Make a rule for an operation that returns a view of its first argument, or several."""
+def view_rule(view_parts: Callable[[Any, ShardedBatch, Kwargs], View | None]) -> Rule:
+    """Make a rule for an operation that returns one view of its first argument, or several."""
 
     def rule(func: Any, args: Args, kwargs: Kwargs) -> Any:
         x = args[0]
         if not isinstance(x, ShardedBatch) or not has_parts(x):
             return NotImplemented
-        # Also torch's own check: that the view can be had of the joined tensor.
-        like = func(_stand_in(x), *args[1:], **kwargs)
-        # Once the joined tensor is the truth, only the shapes of the parts are.
-        seen = look(func, x, named(func, args, kwargs))
+        # torch's own check that the joined tensor has such a view.
+        like = func(_meta_like(x), *args[1:], **kwargs)
+        # Once the joined tensor is current, only the shapes of the parts are.
+        seen = view_parts(func, x, named(func, args, kwargs))
         if seen is None:
             return NotImplemented
         dim, layout, parts = seen
@@ -53,7 +53,7 @@ def _pick(view: Callable[[Tensor], Any], index: int, x: Tensor) -> Any:
     return view(x)[index]
 
 
-def _stand_in(x: ShardedBatch) -> Tensor:
+def _meta_like(x: ShardedBatch) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
@@ -63,7 +63,7 @@ def _same(func: Any, x: ShardedBatch, call: Kwargs) -> View | None:
 
 def _permuted(func: Any, x: ShardedBatch, call: Kwargs) -> View | None:
     rest = {k: v for k, v in call.items() if k != "self"}
-    # Follow the rows through the same call on a tensor whose dimensions are told apart by their sizes.
+    # Find the rows' new dimension by the same call on a tensor whose dimensions differ in size.
     marker = torch.empty([2 + d for d in range(x.ndim)], device="meta")
     dim = list(func(marker, **rest).shape).index(2 + x.shard_dim)
     return dim, x._layout, [func(p, **rest) for p in x._parts]
@@ -143,7 +143,7 @@ def _whole_shape(size: Sequence[int], numel: int) -> list[int] | None:
 
 
 def _row_dimension(x: ShardedBatch, shape: Sequence[int]) -> int | None:
-    """Find the new dimension that begins where the rows' does: what is in front of it holds as many elements."""
+    """Return the new dimension that begins where the rows' did: as many elements are in front of it."""
     front = math.prod(x.shape[: x.shard_dim])
     starts = [d for d in range(len(shape)) if math.prod(shape[:d]) == front]
     exact = [d for d in starts if shape[d] == x.shape[x.shard_dim]]
@@ -154,7 +154,7 @@ def _row_dimension(x: ShardedBatch, shape: Sequence[int]) -> int | None:
 
 
 def _copied(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``clone`` and conversions of the dtype; to another device, rows go there at once."""
+    """``clone`` and conversions of the dtype; a copy to another device takes the rows there directly."""
     x, call = args[0], _ordinary_call(func, args, kwargs)
     if call is None:
         return NotImplemented
@@ -166,7 +166,7 @@ def _copied(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _ordinary_call(func: Any, args: Args, kwargs: Kwargs) -> Kwargs | None:
-    """Return the arguments by name, of a call that makes dense, pageable memory of a batch with shards."""
+    """Return the arguments by name if the call makes a strided, pageable tensor of a batch with parts, else None."""
     if not isinstance(args[0], ShardedBatch) or not has_parts(args[0]):
         return None
     call = named(func, args, kwargs)
@@ -192,7 +192,7 @@ def _made_alike(func: Any, args: Args, kwargs: Kwargs) -> Any:
     is_home = asked is None or asked == x._layout.home
     if is_home and list(call.get("size", x.shape)) == list(x.shape) and not _is_empty(func):
         return _alike_by_part(func, x, call)
-    return func(_stand_in(x), *args[1:], **{**kwargs, "device": asked or x._layout.home})
+    return func(_meta_like(x), *args[1:], **{**kwargs, "device": asked or x._layout.home})
 
 
 def _is_empty(func: Any) -> bool:
@@ -206,15 +206,15 @@ def _alike_by_part(func: Any, x: ShardedBatch, call: Kwargs) -> ShardedBatch:
 
 
 VIEWS: dict[Any, Rule] = rules_for(
-    (viewed(_same), "alias detach"),
-    (viewed(_permuted), "transpose.int t permute"),
-    (viewed(_unsqueezed), "unsqueeze"),
-    (viewed(_squeezed), "squeeze.default squeeze.dim squeeze.dims"),
-    (viewed(_selected), "select.int"),
-    (viewed(_sliced), "slice.Tensor"),
-    (viewed(_expanded), "expand"),
-    (viewed(_divided), "split.Tensor split_with_sizes.default unbind.int"),
-    (viewed(_reshaped), "view.default _unsafe_view"),
+    (view_rule(_same), "alias detach"),
+    (view_rule(_permuted), "transpose.int t permute"),
+    (view_rule(_unsqueezed), "unsqueeze"),
+    (view_rule(_squeezed), "squeeze.default squeeze.dim squeeze.dims"),
+    (view_rule(_selected), "select.int"),
+    (view_rule(_sliced), "slice.Tensor"),
+    (view_rule(_expanded), "expand"),
+    (view_rule(_divided), "split.Tensor split_with_sizes.default unbind.int"),
+    (view_rule(_reshaped), "view.default _unsafe_view"),
     (_copied, "clone _to_copy"),
     (_made_alike, "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty"),
 )
