@@ -16,20 +16,28 @@ from everygpu.parallel.sharded.batch import ShardedBatch, join, shard_batch
 def gather(outputs: Any, target_device: DeviceLike | None = None, dim: int = 0) -> Any:
     """Join the replicas' outputs, or a batch whose rows are still on their devices.
 
+    ::
+
+        outputs = [torch.zeros(3, 10), torch.zeros(2, 10)]  # from two replicas
+        gather(outputs, "cpu").shape  # (5, 10)
+        gather(model(x))  # the plain tensors of a DataParallel's output
+
     Tensors of shape (..., rows, ...) are concatenated along ``dim``; 0-dim tensors become a vector with one
     entry per replica; tensors that are on the CPU in all replicas stay there; NumPy arrays are concatenated.
     Other values that are equal in all replicas pass through, differing ones come back as a list. Containers
     are rebuilt.
 
     Args:
-        outputs: A list with one output per replica, alike in structure; or what ``DataParallel`` returned.
-        target_device: Where the joined tensors go; needed for a list of outputs.
-        dim: Where the rows are.
+        outputs: A list with one output per replica, alike in structure; or the output of a ``DataParallel``.
+        target_device: Device of the joined tensors. Required for a list of outputs; else that of each batch.
+        dim: The dimension of the rows in a list of outputs.
     Returns:
-        One output of plain tensors; gradients flow back to the replicas' tensors.
+        One output of plain tensors of shape (..., rows of all replicas, ...); gradients flow back to the replicas'
+        tensors.
     Raises:
-        GatherError: the outputs differ in structure or in a shape that must agree.
-        OptionError: there are several outputs and no device to join them on.
+        GatherError: ``outputs`` is empty, or the outputs differ in structure or in a shape that must agree.
+        OptionError: ``outputs`` is a list of plain outputs, and ``target_device`` is None.
+        DeviceError: ``target_device`` is unknown or absent.
     Source:
         ``torch.nn.parallel.gather``, which loses None, strings and numbers, and warns at scalars.
     """
@@ -42,16 +50,16 @@ def gather(outputs: Any, target_device: DeviceLike | None = None, dim: int = 0) 
 
 
 def _join_batches(output: Any, device: torch.device | None) -> Any:
-    """Join what ``DataParallel`` returned; what is joined already stays as it is."""
+    """Join the output of a ``DataParallel``; plain tensors stay as they are."""
     found = any(isinstance(leaf, ShardedBatch) for _, leaf in tree.leaves(output, ""))
     if device is None and isinstance(output, list) and not found:
         raise OptionError("gather: a list of outputs needs a target_device to be joined on, got None.")
 
-    def whole(leaf: Any) -> Any:
+    def join_leaf(leaf: Any) -> Any:
         joined = join(leaf) if isinstance(leaf, ShardedBatch) else leaf
         return joined if device is None or not isinstance(joined, Tensor) else comm.copy(joined, device)
 
-    return tree.map_leaves(whole, output)
+    return tree.map_leaves(join_leaf, output)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +67,7 @@ class Joiner:
     """How tensors are joined."""
 
     device: torch.device
-    """Where to, unless all of them are on the CPU."""
+    """Device of the joined tensors, unless all of them are on the CPU."""
     dim: int
     rows: tuple[int, ...] | None = None
     """Rows of the batch behind each replica: tensors are kept on their devices, as a ``ShardedBatch``."""
@@ -67,30 +75,30 @@ class Joiner:
     def join(self, tensors: list[Tensor], path: str) -> Tensor:
         """Join one tensor of the output."""
         target = torch.device("cpu") if all(t.device.type == "cpu" for t in tensors) else self.device
-        stay = self.rows is not None and len(tensors) > 1 and _may_stay(tensors)
-        entries, dim, rows = [_own(t) for t in tensors] if stay else tensors, self.dim, None
+        stays_sharded = self.rows is not None and len(tensors) > 1 and _can_stay_sharded(tensors)
+        entries, dim, rows = [_copy_if_shared(t) for t in tensors] if stays_sharded else tensors, self.dim, None
         if all(t.ndim == 0 for t in tensors):
             entries, dim, rows = [t.unsqueeze(0) for t in entries], 0, self.rows
         else:
             _check_shapes([tuple(t.shape) for t in tensors], self.dim, path)
-            rows = self.rows if _are_results(tensors, self.rows) else None
-        if stay:
+            rows = self.rows if _are_results_per_replica(tensors, self.rows) else None
+        if stays_sharded:
             return shard_batch(entries, target, dim, rows)
         return torch.cat([comm.copy(t, target) for t in entries], dim)
 
 
-def _are_results(tensors: list[Tensor], rows: tuple[int, ...] | None) -> bool:
-    """Tell one number per replica, as a loss of shape (1,), from rows; of one row each, the two look alike."""
+def _are_results_per_replica(tensors: list[Tensor], rows: tuple[int, ...] | None) -> bool:
+    """Tell one number per replica, as a loss of shape (1,), from rows; with one row each, the two look alike."""
     return rows is not None and any(n > 1 for n in rows) and all(t.numel() == 1 for t in tensors)
 
 
-def _may_stay(tensors: list[Tensor]) -> bool:
+def _can_stay_sharded(tensors: list[Tensor]) -> bool:
     plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.layout == torch.strided for t in tensors)
     return plain and len({t.dtype for t in tensors}) == 1
 
 
-def _own(t: Tensor) -> Tensor:
-    """Copy what a replica may have returned without making it: an input, a parameter or a buffer is written later."""
+def _copy_if_shared(t: Tensor) -> Tensor:
+    """Copy a tensor that forward may not have made: an input, a parameter or a buffer, which is written later."""
     root = t if t._base is None else t._base
     return t.clone() if root.is_leaf else t
 
@@ -148,7 +156,7 @@ def _join_leaves(values: list[Any], dim: int, path: str) -> Any:
     none = [v is None for v in values]
     if any(none) and not all(none):
         raise _structure_error(path, [_describe(v) for v in values])
-    return values[0] if all(_same(v, values[0]) for v in values[1:]) else values
+    return values[0] if all(_is_equal(v, values[0]) for v in values[1:]) else values
 
 
 def _join_arrays(arrays: list[Any], dim: int, path: str) -> Any:
@@ -163,7 +171,7 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, (set, frozenset)) and any(isinstance(v, Tensor) for v in value)
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_equal(a: Any, b: Any) -> bool:
     if a is b:
         return True
     if type(a) is not type(b) or tree.find_tensor(a) is not None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from everygpu.errors import ModuleError
-from everygpu.parallel.batch_norm.function import Records, normalize_together, run_again
+from everygpu.parallel.batch_norm.function import LiveStatistics, normalize_together, run_again
 from everygpu.parallel.engines.scheduler import barrier
 from everygpu.torch_private.autograd import is_in_backward
 from everygpu.torch_private.modules import BatchNorm, LazyNorm
@@ -18,33 +18,41 @@ Module = TypeVar("Module", bound=nn.Module)
 class SyncBatchNorm(BatchNorm):
     """Batch normalisation whose statistics are those of the whole batch, not of one replica's share.
 
-    In training under ``DataParallel`` or ``TrainStep``, replicas meet at this layer and normalise together, so that
+    ::
+
+        model = everygpu.DataParallel(everygpu.SyncBatchNorm.convert(model))
+
+    In training under ``DataParallel`` or ``TrainStep``, this layer is a barrier: all replicas normalise together, so
     outputs, gradients and running statistics are those of one device on the whole batch. In eval mode, on one
-    device and outside a replica it is an ordinary batch normalisation. ``SyncBatchNorm.convert(model)`` replaces a
-    model's layers.
+    device and outside a replica it is an ordinary batch normalisation.
 
     Args:
-        num_features: Channels: the size of dimension 1.
+        num_features: Number of channels, the size of dimension 1.
         eps, momentum, affine, track_running_stats, device, dtype: As for ``torch.nn.BatchNorm2d``.
+    Raises:
+        ReplicaError: in forward, when replicas reach different layers, or in reentrant activation checkpointing.
+        ValueError: in forward, when the input has fewer than 2 dimensions, or one value per channel in the whole batch.
     Source:
         ``torch.nn.SyncBatchNorm``, which synchronises processes, not the replicas within one.
     """
 
     def __init__(self, num_features: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(num_features, *args, **kwargs)
-        # One object for all replicas, as everything in a module that isn't part of it.
-        self._records = Records()
+        # Shared by all replicas, as every attribute that is no part of the module tree.
+        self._statistics = LiveStatistics()
 
     @classmethod
     def convert(cls, module: Module) -> Module:
-        """Replace every batch normalisation in a module by one that synchronises, with the same parameters.
+        """Replace every batch normalisation in a module by a ``SyncBatchNorm`` with the same parameters and buffers.
 
         Args:
             module: Any module; changed in place.
         Returns:
             The module; a new layer when it is itself a batch normalisation.
         Raises:
-            ModuleError: a lazy layer doesn't know its channels yet; a layer has a forward of its own.
+            ModuleError: a lazy layer has no number of channels yet; a layer overrides forward.
+        Source:
+            ``torch.nn.SyncBatchNorm.convert_sync_batchnorm``, which drops the forward of a subclass.
         """
         if isinstance(module, LazyNorm):
             raise ModuleError(
@@ -72,17 +80,17 @@ class SyncBatchNorm(BatchNorm):
         return new
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise; shape (rows, channels, ...), floating point."""
+        """Normalise a floating-point input of shape (rows, channels, ...); the output has its shape and device."""
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)
-        if is_in_backward():  # activation checkpointing, in the middle of backward
-            return run_again(input, self.weight, self.bias, self.eps, self._records)
-        together = partial(normalize_together, self.eps, self._records)
-        brought = (input, _own_node(self.weight), _own_node(self.bias), self._records)
-        output, mean, var, count = barrier(brought, together)
+        if is_in_backward():  # activation checkpointing recomputes
+            return run_again(input, self.weight, self.bias, self.eps, self._statistics)
+        normalize = partial(normalize_together, self.eps, self._statistics)
+        own_input = (input, _own_node(self.weight), _own_node(self.bias), self._statistics)
+        output, mean, var, count = barrier(own_input, normalize)
         if self.training and self.running_mean is not None:
-            self._follow(mean, var, count)
+            self._update_running_stats(mean, var, count)
         return output  # type: ignore[no-any-return]
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -90,7 +98,7 @@ class SyncBatchNorm(BatchNorm):
             raise ValueError(f"SyncBatchNorm: needs at least 2 dimensions, got {input.dim()}.")
 
     @torch.no_grad()
-    def _follow(self, mean: Tensor, var: Tensor, count: int) -> None:
+    def _update_running_stats(self, mean: Tensor, var: Tensor, count: int) -> None:
         """Update the running statistics as ``torch.nn.BatchNorm2d`` does."""
         if self.num_batches_tracked is None or self.running_mean is None or self.running_var is None:
             return
@@ -102,5 +110,5 @@ class SyncBatchNorm(BatchNorm):
 
 
 def _own_node(parameter: Tensor | None) -> Tensor | None:
-    """Give a parameter's gradient a node on the parameter's device: torch warns of gradients from another's."""
+    """Give a parameter's gradient a node on the parameter's device: torch warns of gradients from other devices."""
     return parameter if parameter is None else parameter.view_as(parameter)

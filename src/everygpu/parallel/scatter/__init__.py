@@ -1,1 +1,1 @@
-"""Cut a call into one share for each replica."""
+"""Split a call into the arguments of each replica."""

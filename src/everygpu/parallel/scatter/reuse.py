@@ -1,4 +1,4 @@
-"""Shards used where they are: inputs that earlier calls, or the Feeder, have put on the replicas' devices."""
+"""Inputs that are on the replicas' devices already, from an earlier call or the Feeder: reuse their shards."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,17 +16,17 @@ from everygpu.parallel.sharded.batch import ShardedBatch, has_shards
 def reuse_shards(
     x: ShardedBatch, devices: Sequence[torch.device], rows: Sequence[int], dim: int
 ) -> list[Tensor] | None:
-    """Give replicas the shards of a batch that is laid out as their call is.
+    """Return the shards of a batch that is split as the call is.
 
     Args:
         x: Shape (..., rows, ...).
-        devices: Where the shards have to be.
-        rows: Rows that each of them needs.
-        dim: Where the rows are.
+        devices: One per replica that runs.
+        rows: Rows per replica that runs.
+        dim: The dimension of the rows.
     Returns:
         The shards themselves, so that a replica that writes into its input writes into the batch, as on one
-        device. Copies on the same devices where others may look at that memory: a graph, a view, or the joined
-        tensor. None when the batch is laid out in another way.
+        device. Copies on the same devices where a graph, a view or the joined tensor may read that memory. None
+        when the batch is split in another way.
     """
     layout = x._layout
     is_fit = layout.devices == tuple(devices) and layout.sizes == tuple(rows) and x.shard_dim == dim % x.ndim
@@ -40,9 +40,9 @@ def reuse_shards(
 
 
 def note_writes(inputs: Any) -> None:
-    """Tell autograd which batches among the inputs of a call were written by it, through shards lent to replicas.
+    """Increment the version of batches that replicas wrote through reused shards.
 
-    A graph that has saved the batch then ends with torch's usual error, not with a wrong gradient.
+    A graph that saved the batch then raises torch's usual error instead of computing a wrong gradient.
     """
     for _, leaf in tree.leaves(inputs, ""):
         if isinstance(leaf, ShardedBatch) and leaf._reused_versions not in (None, _versions(leaf)):

@@ -1,4 +1,4 @@
-"""Cut a batch into one shard per replica, each on its device."""
+"""Split a batch into one shard per replica, each on its device."""
 
 import itertools
 import sys
@@ -22,10 +22,10 @@ from everygpu.parallel.sharded.batch import ShardedBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """What one replica is called with."""
+    """The arguments of one replica."""
 
     position: int
-    """Which replica, counted in ``device_ids``."""
+    """Of the replica in ``device_ids``."""
     rows: int | None
     """Rows of the batch; None when the call has no tensor to split."""
     args: tuple[Any, ...]
@@ -39,19 +39,28 @@ def scatter(
     *,
     split: Split = "chunk",
 ) -> list[Any]:
-    """Cut every tensor in ``inputs`` along ``dim`` and put one part on each device.
+    """Split every tensor in ``inputs`` along ``dim`` and put one part on each device.
+
+    ::
+
+        batch = {"x": torch.zeros(5, 8), "y": torch.zeros(5)}
+        first, second = scatter(batch, ["cpu", "cpu"])
+        first["x"].shape, second["x"].shape  # (3, 8), (2, 8)
 
     Args:
         inputs: A tensor of shape (..., rows, ...), or any nesting of containers with such tensors. NumPy arrays
-            are cut alike, and stay arrays. 0-dim tensors, ``Replicated`` values and everything else go to every
+            are split alike, and stay arrays. 0-dim tensors, ``Replicated`` values and everything else go to every
             device.
         device_ids: Devices, as ints (CUDA indices), names or ``torch.device``.
-        dim: Where the rows are.
-        split: ``"chunk"``, ``"even"`` or weights; see ``plan_split``.
+        dim: The dimension of the rows.
+        split: ``"chunk"`` (as ``torch.chunk``), ``"even"`` (shares differ by one row at most), or one weight of 0 or
+            more per device.
     Returns:
-        One structure like ``inputs`` for each device that gets rows. Gradients flow back to ``inputs``.
+        One structure like ``inputs`` for each device that receives rows. Gradients flow back to ``inputs``.
     Raises:
-        SplitError: tensors disagree on the number of rows; an object that is no container holds tensors.
+        SplitError: tensors disagree on the number of rows; one has no dimension ``dim``; an object that is no
+            container holds tensors.
+        OptionError: ``split`` is none of these.
         DeviceError: a device is unknown or absent.
     Source:
         ``torch.nn.parallel.scatter.scatter``, which silently drops rows where tensors disagree.
@@ -68,20 +77,20 @@ def scatter_call(
     dim: int,
     split: Split,
 ) -> list[Shard]:
-    """Cut a call's arguments by one plan, so that every replica gets all of them.
+    """Split a call's arguments by one plan, so that every replica receives all of them.
 
     Returns:
         The shards of the replicas that run, in order. A call without tensors runs on every device; one
-        without any argument on the first only.
+        without any argument runs on the first only.
     """
     named = [(f"args[{i}]", a) for i, a in enumerate(args)] + [(f'kwargs["{k}"]', v) for k, v in kwargs.items()]
     num_rows = find_rows(named, dim)
     plan = None if num_rows is None else plan_split(num_rows, len(devices), split)
-    everyone = tuple(range(len(devices))) if named else (0,)
-    active = everyone if plan is None else plan.active
-    share = _Sharer(plan, active, [devices[i] for i in active], dim)
-    arg_columns = tree.fan_out(share, list(args), len(active))
-    kwarg_columns = tree.fan_out(share, dict(kwargs), len(active))
+    all_positions = tuple(range(len(devices))) if named else (0,)
+    active = all_positions if plan is None else plan.active
+    scatter_leaf = _LeafScatter(plan, active, [devices[i] for i in active], dim)
+    arg_columns = tree.fan_out(scatter_leaf, list(args), len(active))
+    kwarg_columns = tree.fan_out(scatter_leaf, dict(kwargs), len(active))
     return [
         Shard(
             position=position,
@@ -111,8 +120,8 @@ def _move_packed(x: PackedSequence, device: torch.device) -> PackedSequence:
     return PackedSequence(comm.copy(x.data, device), x.batch_sizes, *orders)
 
 
-class _Sharer:
-    """Decides what each running replica gets of one leaf."""
+class _LeafScatter:
+    """From one leaf of the arguments to one value per running replica."""
 
     def __init__(
         self, plan: SplitPlan | None, active: Sequence[int], devices: Sequence[torch.device], dim: int
@@ -129,26 +138,26 @@ class _Sharer:
                 return copies
             return tree.fan_out(self._copies, leaf.value, len(self.devices))
         if self.plan is not None and tree.has_dims(leaf):
-            return self._rows(leaf, self.plan)
+            return self._split_rows(leaf, self.plan)
         if len(self.devices) > 1:
             _check_object(leaf)
         return self._copies(leaf)
 
-    def _rows(self, x: Any, plan: SplitPlan) -> Sequence[Any]:
+    def _split_rows(self, x: Any, plan: SplitPlan) -> Sequence[Any]:
         rows = [plan.rows[position] for position in self.active]
         if not isinstance(x, Tensor):
             views: list[Any] = sys.modules["numpy"].split(x, list(itertools.accumulate(rows))[:-1], self.dim)
             return views
-        lent = reuse_shards(x, self.devices, rows, self.dim) if isinstance(x, ShardedBatch) else None
-        if lent is not None:
-            return lent
+        reused = reuse_shards(x, self.devices, rows, self.dim) if isinstance(x, ShardedBatch) else None
+        if reused is not None:
+            return reused
         if x.device.type == "cpu" and self.devices[0].type == "cuda" and not x.requires_grad:
             return _upload_rows(_cut(x, rows, self.dim), self.devices)
-        return self._moved_rows(x, rows)
+        return self._copied_rows(x, rows)
 
-    def _moved_rows(self, x: Tensor, rows: Sequence[int]) -> list[Tensor]:
-        # As on several GPUs: the first replica sees the input itself, the others see copies. Replicas may write
-        # into what they see, and views of one tensor would share its version counter and history.
+    def _copied_rows(self, x: Tensor, rows: Sequence[int]) -> list[Tensor]:
+        # As on several GPUs: the first replica receives the input itself, the others receive copies. Replicas may
+        # write into their inputs, and views of one tensor would share its version counter and history.
         with keep_requires_grad(x):
             return [
                 comm.copy(part, device, fresh=i > 0)
@@ -164,7 +173,7 @@ class _Sharer:
 
 
 def _check_object(leaf: Any) -> None:
-    """Refuse an object that would take the whole batch to every replica, unseen."""
+    """Refuse an object that holds tensors with rows, which every replica would receive whole."""
     found = None if isinstance(leaf, Tensor) else tree.find_tensor(leaf)
     if found is not None:
         (path, shape), kind = found, type(leaf).__qualname__
@@ -176,13 +185,13 @@ def _check_object(leaf: Any) -> None:
 
 
 def _cut(x: Tensor, rows: Sequence[int], dim: int) -> list[Tensor]:
-    # Not torch.split: what it gives may not be written into when there is a graph.
+    # Not torch.split, whose results must not be written when there is a graph.
     ends = itertools.accumulate(rows)
     return [x.narrow(dim, end - num_rows, num_rows) for end, num_rows in zip(ends, rows)]
 
 
 def _upload_rows(parts: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
-    """Copy host memory straight to each device, while all of them go on with what they are at."""
-    arriving = [upload.upload(part, device) for part, device in zip(parts, devices)]
-    upload.receive(arriving, upload.mark(devices))
-    return arriving
+    """Copy host memory to each device on its copy stream, while the computing streams go on."""
+    uploads = [upload.upload(part, device) for part, device in zip(parts, devices)]
+    upload.receive(uploads, upload.mark(devices))
+    return uploads

@@ -1,4 +1,4 @@
-"""How many rows of the batch each replica gets."""
+"""The split plan: rows of the batch per replica."""
 
 import os
 from collections.abc import Sequence
@@ -17,11 +17,17 @@ Split = str | Sequence[float]
 
 
 class Replicated:
-    """Mark an input that every replica gets whole instead of a share of its rows.
+    """Mark an input that every replica receives whole instead of a share of its rows.
+
+    ::
+
+        model(x, class_weights=everygpu.Replicated(weights))  # x is split; weights, of shape (classes,), is not
 
     Args:
-        value: A tensor, or any nesting of containers with tensors in them.
-        copies: The same on the devices of the replicas, by position, as the Feeder has put them there.
+        value: A tensor of any shape, or any nesting of containers with tensors in them.
+        copies: One copy of ``value`` per replica, on its device, as the Feeder makes them; None to copy at each call.
+    Source:
+        ``torch.distributed.tensor.Replicate``, a placement of tensors, not of a call's arguments.
     """
 
     __slots__ = ("_copies", "value")
@@ -31,7 +37,7 @@ class Replicated:
         self._copies = copies
 
     def copies_on(self, devices: Sequence[torch.device], positions: Sequence[int]) -> list[Any] | None:
-        """Return the copies for some replicas, or None where there are none on their devices."""
+        """Return the copies at these positions; None unless each is on its device and made of the current ``value``."""
         if self._copies is None or self._copies[0] is not self.value or max(positions) >= len(self._copies):
             return None
         found = [self._copies[position] for position in positions]
@@ -44,7 +50,7 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScatterSpec:
-    """Where batches go, and how they are cut on the way."""
+    """How batches are split, and over which devices."""
 
     devices: tuple[torch.device, ...]
     """One per replica."""
@@ -54,7 +60,7 @@ class ScatterSpec:
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """Rows per replica, by position. Replicas with no rows don't run."""
+    """Rows per replica, by position. Replicas without rows don't run."""
 
     rows: tuple[int, ...]
 
@@ -74,7 +80,7 @@ def plan_split(num_rows: int, num_devices: int, split: Split = "chunk") -> Split
 
     Args:
         num_rows: Rows in the batch, 0 or more.
-        num_devices: Devices at hand, 1 or more.
+        num_devices: Devices to split over, 1 or more.
         split: ``"chunk"``: the sizes ``torch.chunk`` gives, which may leave the last devices idle;
             ``"even"``: no two shares differ by more than one row; a list of ``num_devices`` weights, 0 or
             more: shares in proportion, rounded to whole rows.
@@ -97,26 +103,30 @@ def plan_split(num_rows: int, num_devices: int, split: Split = "chunk") -> Split
 
 
 def check_split(split: Split, num_devices: int) -> None:
-    """Refuse a ``split`` that ``plan_split`` would refuse, before any batch is there."""
+    """Validate ``split`` before the first batch, as ``plan_split`` would.
+
+    Raises:
+        OptionError: ``split`` is none of those that ``plan_split`` takes.
+    """
     if not isinstance(split, str) or split not in ("chunk", "even"):
         _check_weights(split, num_devices, "'chunk', 'even', 'auto'")
 
 
 def default_split() -> Split:
-    """Say how a batch is cut where the script doesn't: as ``everygpu run --split`` asked, else ``"chunk"``."""
+    """Return the ``split`` of scripts that pass none: that of ``everygpu run --split``, else ``"chunk"``."""
     return os.environ.get("EVERYGPU_SPLIT") or "chunk"
 
 
 def settle_split(split: Split, devices: Sequence[torch.device]) -> Split:
-    """Turn ``"auto"`` into what measuring the devices says; leave everything else as it is.
+    """Resolve ``"auto"`` by measuring the devices; return any other ``split`` unchanged.
 
     Args:
         split: As for ``DataParallel``.
         devices: One per replica.
     Returns:
-        ``"even"`` for devices that are equal, one weight per device for others.
+        ``"even"`` for devices of equal speed, one weight per device for others.
     Raises:
-        OptionError: ``split`` is nothing that ``DataParallel`` takes.
+        OptionError: ``split`` is none of those that ``DataParallel`` takes.
     """
     if not isinstance(split, str) or split != "auto":
         check_split(split, len(devices))
@@ -153,7 +163,7 @@ def find_rows(named: Sequence[tuple[str, Any]], dim: int) -> int | None:
 
 
 def check_splittable(leaf: Any, path: str, dim: int) -> None:
-    """Refuse a leaf that has rows, but none that can be shared.
+    """Refuse a leaf that has rows, but none that can be split.
 
     Raises:
         SplitError: the tensor or array has dimensions, but not this one; or it is packed.
