@@ -19,13 +19,13 @@ import torch
 
 from everygpu.torch_private.pytree import SUPPORTED_NODES, tree_flatten, tree_unflatten
 
-# Sizes and packed sequences are tuples by accident: their parts make sense only together.
+# torch.Size and PackedSequence are tuples whose items make sense only together.
 _LEAF_TYPES = frozenset(
     {torch.Tensor, torch.nn.Parameter, torch.Size, torch.nn.utils.rnn.PackedSequence}
     | {int, float, str, bool, type(None)}
 )
 _PLAIN_TYPES = frozenset({int, float, str, bool, type(None)})
-# What these hold is their own business, not data.
+# Contents of these are no data of the caller's.
 _OPAQUE_TYPES = (torch.Tensor, torch.nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
 _MOST_PARTS, _MOST_OBJECTS = 32, 1000
 
@@ -35,7 +35,7 @@ class Container:
     """One opened container."""
 
     accessors: tuple[str, ...]
-    """What follows the container's name to reach each child: ``[0]``, ``["boxes"]``, ``.logits``."""
+    """The expression from the container to each child: ``[0]``, ``["boxes"]``, ``.logits``."""
     children: tuple[Any, ...]
     """In the order of ``accessors``."""
     rebuild: Callable[[Sequence[Any]], Any]
@@ -48,7 +48,7 @@ def open_container(value: Any) -> Container | None:
     Args:
         value: Anything.
     Returns:
-        Its children and the way to build another one, or None when it is a leaf.
+        Its children and a function that rebuilds it around others, or None when it is a leaf.
     """
     kind = type(value)
     if kind in _LEAF_TYPES:
@@ -90,7 +90,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def fan_out(function: Callable[[Any], Sequence[Any]], tree: Any, num_copies: int) -> list[Any]:
-    """Build ``num_copies`` trees at once; each leaf decides what each of them gets.
+    """Build ``num_copies`` trees at once, with one value each for every leaf.
 
     Args:
         function: From a leaf to ``num_copies`` values.
@@ -105,12 +105,12 @@ def fan_out(function: Callable[[Any], Sequence[Any]], tree: Any, num_copies: int
 
 
 def find_tensor(value: Any) -> tuple[str, tuple[int, ...]] | None:
-    """Find a tensor or array with dimensions in what an object holds, which need not be a container.
+    """Find a tensor or array with dimensions within an object, which need not be a container.
 
     A tokenizer has a hundred thousand parts and no tensor: only the first parts of each object are looked at.
 
     Returns:
-        What follows the object's name to reach it, such as ``.x``, and its shape; None where there is none.
+        The expression from the object to it, such as ``.x``, and its shape; None where there is none.
     """
     if type(value) in _PLAIN_TYPES:
         return None
@@ -137,7 +137,7 @@ def is_array(value: Any) -> bool:
 
 
 def _held_by(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what an object holds: its items, if its class is built in, and its attributes."""
+    """Yield an object's items, if its class is built in, and its attributes, each with its accessor."""
     if type(value) in _PLAIN_TYPES or isinstance(value, _OPAQUE_TYPES):
         return
     if isinstance(value, dict):
@@ -171,10 +171,10 @@ def _open_mapping(value: Any) -> Container:
         if type(value) is dict:
             return dict(zip(keys, new))
         # A shallow copy keeps what the subclass adds (attributes, a default factory) without calling __init__.
-        twin = copy.copy(value)
+        rebuilt = copy.copy(value)
         for key, child in zip(keys, new):
-            twin[key] = child
-        return twin
+            rebuilt[key] = child
+        return rebuilt
 
     accessors = tuple(f'["{key}"]' if isinstance(key, str) else f"[{key!r}]" for key in keys)
     return Container(accessors=accessors, children=tuple(value[key] for key in keys), rebuild=rebuild)
@@ -189,9 +189,9 @@ def _open_sequence(value: Any) -> Container:
         if isinstance(value, tuple):
             # With attributes, the class may have a constructor of its own; torch's return types have neither.
             return _set_attributes(tuple.__new__(kind, new), vars(value)) if hasattr(value, "__dict__") else kind(new)
-        twin = copy.copy(value)
-        twin[:] = new
-        return twin
+        rebuilt = copy.copy(value)
+        rebuilt[:] = new
+        return rebuilt
 
     fields = getattr(kind, "_fields", None)
     accessors = tuple(f".{name}" for name in fields) if fields else _indices(value)
@@ -203,10 +203,10 @@ def _open_dataclass(value: Any) -> Container:
 
     def rebuild(new: Sequence[Any]) -> Any:
         # Not dataclasses.replace: __init__ may refuse or recompute fields. Frozen ones need object.__setattr__.
-        twin = copy.copy(value)
+        rebuilt = copy.copy(value)
         for name, child in zip(names, new):
-            object.__setattr__(twin, name, child)
-        return twin
+            object.__setattr__(rebuilt, name, child)
+        return rebuilt
 
     return Container(
         accessors=tuple(f".{name}" for name in names),
@@ -216,7 +216,7 @@ def _open_dataclass(value: Any) -> Container:
 
 
 def _with_attributes(value: Any, opened: Container) -> Container:
-    """Let attributes follow: those that show a child become what it becomes, others are children themselves."""
+    """Add the attributes: one that is a child follows that child when rebuilt, others are children themselves."""
     own = getattr(value, "__dict__", None)
     if not own:
         return opened
@@ -227,10 +227,10 @@ def _with_attributes(value: Any, opened: Container) -> Container:
         return opened
 
     def rebuild(new: Sequence[Any]) -> Any:
-        twin = opened.rebuild(new[: len(opened.children)])
+        rebuilt = opened.rebuild(new[: len(opened.children)])
         for name in cached:
-            vars(twin).pop(name, None)
-        return _set_attributes(twin, {name: new[i] for name, i in place_of.items()})
+            vars(rebuilt).pop(name, None)
+        return _set_attributes(rebuilt, {name: new[i] for name, i in place_of.items()})
 
     return Container(
         accessors=(*opened.accessors, *(f".{name}" for name in more)),
@@ -240,7 +240,7 @@ def _with_attributes(value: Any, opened: Container) -> Container:
 
 
 def _sort_attributes(value: Any, own: dict[str, Any], opened: Container) -> tuple[dict[str, int], list[str], list[str]]:
-    """Return which child each attribute is, which are computed from others and kept, and which are no child yet."""
+    """Sort attributes: those that are a child, with its index; cached properties; those that are new children."""
     names = {accessor: i for i, accessor in enumerate(opened.accessors)}
     ids = {id(child): i for i, child in reversed(list(enumerate(opened.children)))}
     place_of: dict[str, int] = {}
@@ -264,11 +264,11 @@ def _sort_attributes(value: Any, own: dict[str, Any], opened: Container) -> tupl
     return place_of, cached, more
 
 
-def _tie(twin: Any) -> Any:
-    return _set_attributes(twin, {"__dict__": twin})
+def _tie(rebuilt: Any) -> Any:
+    return _set_attributes(rebuilt, {"__dict__": rebuilt})
 
 
-def _set_attributes(twin: Any, attributes: Mapping[str, Any]) -> Any:
+def _set_attributes(rebuilt: Any, attributes: Mapping[str, Any]) -> Any:
     for name, held in attributes.items():
-        object.__setattr__(twin, name, held)  # the class may set items in its own
-    return twin
+        object.__setattr__(rebuilt, name, held)  # the class may set items in its own
+    return rebuilt

@@ -25,36 +25,36 @@ class Net(nn.Module):
         self.marks = {1, 2}
 
 
-def twin_tensors(modules, mirror):
-    """Give the mirror's modules copies of the tensors, as its owner does, and say whose copies they are."""
+def copied_tensors(modules, replica):
+    """Give the replica's modules copies of the tensors, as its owner does, and say whose copies they are."""
     known = {}
-    for original, twin in zip(modules, mirror.modules):
+    for original, copied in zip(modules, replica.modules):
         for table in ("_parameters", "_buffers"):
             for key, t in getattr(original, table).items():
                 if t is not None and id(t) not in known:
                     known[id(t)] = t.detach().clone()
-                getattr(twin, table)[key] = None if t is None else known[id(t)]
+                getattr(copied, table)[key] = None if t is None else known[id(t)]
     return known
 
 
 class Pairing:
-    """An original and its mirror, brought up to date as often as asked."""
+    """An original and its replica, brought up to date as often as asked."""
 
     def __init__(self, net):
         self.net = net
         self.modules = list(net.modules())
         self.watch = Watch(self.modules)
-        self.mirror = ReplicaModule(self.modules, CPU)
-        self.follow()
+        self.replica = ReplicaModule(self.modules, CPU)
+        self.update()
 
-    def follow(self):
-        self.mirror.expire(self.watch.changed())
-        self.mirror.follow(twin_tensors(self.modules, self.mirror))
-        return self.mirror.root
+    def update(self):
+        self.replica.expire(self.watch.changed())
+        self.replica.update(copied_tensors(self.modules, self.replica))
+        return self.replica.root
 
 
-def mirror_of(net):
-    return Pairing(net).mirror.root
+def replica_of(net):
+    return Pairing(net).replica.root
 
 
 class TestWatch:
@@ -157,7 +157,7 @@ class TestWatch:
 class TestFollowing:
     def test_replica_is_of_the_same_class_with_its_own_tables(self):
         net = Net()
-        replica = mirror_of(net)
+        replica = replica_of(net)
         assert type(replica) is Net
         assert type(replica.inner) is nn.Linear
         assert replica.inner is not net.inner
@@ -169,27 +169,27 @@ class TestFollowing:
         net = pairing.net
         net.new, net.number = "new", 7
         del net.flags
-        replica = pairing.follow()
+        replica = pairing.update()
         assert (replica.new, replica.number) == ("new", 7)
         assert not hasattr(replica, "flags")
 
     def test_what_the_replica_did_to_itself_is_undone_at_the_next_change(self):
         pairing = Pairing(Net())
-        pairing.mirror.root.only_here = 1
+        pairing.replica.root.only_here = 1
         pairing.net.number = 9
-        assert not hasattr(pairing.follow(), "only_here")
+        assert not hasattr(pairing.update(), "only_here")
 
     def test_follows_changes_it_missed(self):
         pairing = Pairing(Net())
         pairing.net.inner.note = 8
-        pairing.mirror.expire(pairing.watch.changed())
+        pairing.replica.expire(pairing.watch.changed())
         pairing.net.names.append("c")
-        replica = pairing.follow()
+        replica = pairing.update()
         assert (replica.inner.note, replica.names) == (8, ["a", "b", "c"])
 
     def test_containers_are_not_shared(self):
         net = Net()
-        replica = mirror_of(net)
+        replica = replica_of(net)
         replica.flags["on"] = False
         replica.names.append("c")
         replica.marks.add(3)
@@ -203,18 +203,18 @@ class TestFollowing:
             def __copy__(self):
                 raise AssertionError
 
-        assert type(mirror_of(Strict(1, 2))) is Strict
+        assert type(replica_of(Strict(1, 2))) is Strict
 
     def test_shared_module_is_shared_in_the_replica(self):
         layer = nn.Linear(1, 1)
-        replica = mirror_of(nn.ModuleDict({"a": layer, "b": layer}))
+        replica = replica_of(nn.ModuleDict({"a": layer, "b": layer}))
         assert replica["a"] is replica["b"]
         assert replica["a"] is not layer
 
     def test_replica_counts_as_compiled_where_the_original_is(self):
         net = Net()
         wrapped = torch.compile(net, backend="eager")
-        replica = mirror_of(wrapped)
+        replica = replica_of(wrapped)
         assert type(replica) is Net
         assert replica.inner is not net.inner
 
@@ -226,7 +226,7 @@ class TestTranslation:
         """``find`` the module in what ``make`` puts around it."""
         net = Net()
         net.held = make(net.inner)
-        replica = mirror_of(net)
+        replica = replica_of(net)
         assert find(net.held) is net.inner
         assert find(replica.held) is replica.inner
 
@@ -258,7 +258,7 @@ class TestTranslation:
     def test_parameters_and_buffers(self):
         net = nn.BatchNorm1d(2)
         net.held = {"list": [net.weight], "closure": lambda: net.weight, "weak": weakref.ref(net.running_mean)}
-        replica = mirror_of(net)
+        replica = replica_of(net)
         assert replica.held["list"][0] is replica.weight
         assert replica.held["closure"]() is replica.weight
         assert replica.held["weak"]() is replica.running_mean
@@ -267,7 +267,7 @@ class TestTranslation:
         net = Net()
         net.held = [torch.ones(2)]
         net.alone = torch.ones(2)
-        replica = mirror_of(net)
+        replica = replica_of(net)
         assert replica.held[0].equal(net.held[0])
         assert replica.held[0].data_ptr() != net.held[0].data_ptr()
         replica.alone.fill_(7)
@@ -277,21 +277,21 @@ class TestTranslation:
         net = Net()
         leaf = torch.ones(2, requires_grad=True)
         net.held = leaf * 2
-        mirror_of(net).held.sum().backward()
+        replica_of(net).held.sum().backward()
         assert leaf.grad.tolist() == [2, 2]
 
     def test_module_of_another_tree_is_left_alone(self):
         net, other = Net(), nn.Linear(1, 1)
         net.__dict__["teacher"] = other
         net.held = [other]
-        replica = mirror_of(net)
+        replica = replica_of(net)
         assert replica.teacher is other
         assert replica.held[0] is other
 
     def test_objects_functions_and_constants_are_shared(self):
         net = Net()
         net.thing, net.function, net.constant = object(), len, (1, "a")
-        replica = mirror_of(net)
+        replica = replica_of(net)
         assert replica.thing is net.thing
         assert replica.function is net.function
         assert replica.constant is net.constant
@@ -299,7 +299,7 @@ class TestTranslation:
     def test_function_without_ties_to_the_tree_is_shared(self):
         net, scale = Net(), 3
         net.function = lambda x: x * scale
-        assert mirror_of(net).function is net.function
+        assert replica_of(net).function is net.function
 
     def test_structure_that_contains_itself(self):
         net = Net()
@@ -308,7 +308,7 @@ class TestTranslation:
         net.loop = loop
         net.table = {"net": net}
         net.table["table"] = net.table
-        replica = mirror_of(net)
+        replica = replica_of(net)
         assert replica.loop[0] is replica.inner
         assert replica.table["net"] is replica
 
@@ -319,7 +319,7 @@ class TestTranslation:
             return net.inner if n == 0 else countdown(n - 1)
 
         net.countdown = countdown
-        assert mirror_of(net).countdown(0) is not net.inner
+        assert replica_of(net).countdown(0) is not net.inner
 
     def test_wrapped_function_keeps_what_it_is(self):
         net = Net()
@@ -331,7 +331,7 @@ class TestTranslation:
 
         forward.label = "patched"
         net.inner.forward = forward
-        replica = mirror_of(net)
+        replica = replica_of(net)
         patched = replica.inner.forward
         assert patched is not forward
         assert (patched.__doc__, patched.__name__, patched.label) == ("Shifted.", "forward", "patched")
@@ -350,7 +350,7 @@ class TestTranslation:
                 return net.inner, later
 
             net.use = use
-            replica = mirror_of(net)
+            replica = replica_of(net)
             later = 1
             return replica, later
 
@@ -361,13 +361,13 @@ class TestTranslation:
         net = Net()
         net.gone = weakref.ref(nn.Linear(1, 1))
         assert net.gone() is None
-        assert mirror_of(net).gone() is None
+        assert replica_of(net).gone() is None
 
     def test_hooks_get_the_replicas_module(self):
         net = Net()
         seen = set()
         net.inner.register_forward_hook(lambda module, *_: seen.add(id(module)))
-        replica = mirror_of(net)
+        replica = replica_of(net)
         hook = next(iter(replica.inner._forward_hooks.values()))
         assert replica.inner._forward_hooks is not net.inner._forward_hooks
         hook(replica.inner, None, None)
@@ -381,7 +381,7 @@ class TestSharedWithFunctions:
         net.inner.register_forward_hook(lambda *_: seen.append(torch.ones(2)))
         pairing = Pairing(net)
         for _ in range(3):
-            next(iter(pairing.follow().inner._forward_hooks.values()))(None, None, None)
+            next(iter(pairing.update().inner._forward_hooks.values()))(None, None, None)
         assert len(seen) == 3
 
     def test_settings_that_a_patched_forward_reads(self):
@@ -390,18 +390,18 @@ class TestSharedWithFunctions:
         net.inner.forward = lambda x: old(x) * settings["scale"]
         pairing = Pairing(net)
         x = torch.ones(1, 2)
-        before = pairing.mirror.root.inner.forward(x)
+        before = pairing.replica.root.inner.forward(x)
         settings["scale"] = 3
-        torch.testing.assert_close(pairing.follow().inner.forward(x), before * 3)
+        torch.testing.assert_close(pairing.update().inner.forward(x), before * 3)
 
     def test_settings_given_to_a_partial(self):
         net, settings = Net(), {"scale": 1}
         net.inner.forward = functools.partial(lambda s, old, x: old(x) * s["scale"], settings, net.inner.forward)
         pairing = Pairing(net)
         x = torch.ones(1, 2)
-        before = pairing.mirror.root.inner.forward(x)
+        before = pairing.replica.root.inner.forward(x)
         settings["scale"] = 3
-        torch.testing.assert_close(pairing.follow().inner.forward(x), before * 3)
+        torch.testing.assert_close(pairing.update().inner.forward(x), before * 3)
 
     def test_counter_in_a_cell(self):
         net, count = Net(), 0
@@ -413,5 +413,5 @@ class TestSharedWithFunctions:
             return old(x)
 
         net.inner.forward = forward
-        mirror_of(net).inner.forward(torch.ones(1, 2))
+        replica_of(net).inner.forward(torch.ones(1, 2))
         assert count == 1

@@ -1,7 +1,7 @@
-"""A replica of a module tree, and how it follows the original's Python state.
+"""A replica of a module tree, and updates of its Python state from the original's.
 
-A replica is made once. Before each forward its plain attributes (flags, containers, hooks, patched methods)
-are brought up to date with the original's, so it behaves as a copy made at that moment would.
+A replica is built once. Before each forward its plain attributes (flags, containers, hooks, patched methods)
+are updated from the original's, so it behaves as a copy made at that moment would.
 """
 
 import copy
@@ -20,7 +20,7 @@ from everygpu.keys import compiled_original
 from everygpu.parallel.replicas.callables import open_callable, rebind_function
 
 TABLES = ("_parameters", "_buffers", "_modules")
-"""What a module keeps its tensors and children in; filled by the replica's owner, not copied."""
+"""The tables of a module's tensors and children; filled by the replica's owner, not copied."""
 
 STATE_DICT_HOOKS = (
     "_state_dict_hooks",
@@ -28,7 +28,7 @@ STATE_DICT_HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-"""No forward looks into these; torch's weight_norm has such a hook, and so have many libraries' layers."""
+"""No forward reads these; torch's weight_norm has such a hook, and so have many libraries' layers."""
 
 _INERT_TYPES = frozenset(
     {int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, type}
@@ -48,96 +48,98 @@ class ReplicaModule:
         self._originals = modules
         self._device = device
         self.modules = [_blank_copy(m) for m in modules]
-        self._twins = {id(m): twin for m, twin in zip(modules, self.modules)}
+        self._replica_of = {id(m): replica for m, replica in zip(modules, self.modules)}
         for original in modules:
-            # The wrapper torch.compile makes calls the very module it was made from.
+            # torch.compile's wrapper calls the module that it was made from.
             inner = compiled_original(original)
             if inner is not None:
-                self._twins[id(original)] = self._twins[id(inner)]
-        for original, twin in zip(modules, self.modules):
-            children = {k: None if c is None else self._twins[id(c)] for k, c in original._modules.items()}
-            twin._modules.update(children)
-        # What forward does to a replica's attributes is undone before the next.
+                self._replica_of[id(original)] = self._replica_of[id(inner)]
+        for original, replica in zip(modules, self.modules):
+            children = {k: None if c is None else self._replica_of[id(c)] for k, c in original._modules.items()}
+            replica._modules.update(children)
+        # Changes that forward makes to a replica's attributes are undone before the next.
         self._watch = Watch(self.modules)
         self._stale = set(range(len(modules)))
 
     @property
     def root(self) -> nn.Module:
         """The replica of the whole model."""
-        return self._twins[id(self._originals[0])]
+        return self._replica_of[id(self._originals[0])]
 
     def expire(self, indices: Iterable[int]) -> None:
-        """Note that these modules' attributes have changed in the original, and which have in the replica."""
+        """Mark these modules as changed in the original, and those that have changed in the replica."""
         self._stale.update(indices, self._watch.changed())
 
     def release(self) -> None:
-        """Drop the attributes that ``follow`` will set, and the tensors they hold."""
+        """Drop the attributes that ``update`` will set, and the tensors in them."""
         for index in self._stale:
-            twin = vars(self.modules[index])
-            for name in [k for k in twin if k not in TABLES]:
-                del twin[name]
+            replica = vars(self.modules[index])
+            for name in [k for k in replica if k not in TABLES]:
+                del replica[name]
 
-    def follow(self, tensors: Mapping[int, Tensor]) -> None:
-        """Bring the plain attributes of changed modules up to date.
+    def update(self, tensors: Mapping[int, Tensor]) -> None:
+        """Update the plain attributes of changed modules.
 
         Args:
             tensors: From ``id`` of each of the original's parameters and buffers to the replica's.
         """
-        translation = _AttributeRemapper(self._twins, tensors, self._device)
+        remapper = _AttributeRemapper(self._replica_of, tensors, self._device)
         for index in self._stale:
-            original, twin = self._originals[index], self.modules[index]
-            tables = {name: vars(twin)[name] for name in TABLES}
-            attributes = {k: translation.of(v) for k, v in vars(original).items() if k not in tables}
-            vars(twin).clear()
-            vars(twin).update(tables | attributes)
-            if type(twin) is not type(original):
-                object.__setattr__(twin, "__class__", type(original))
+            original, replica = self._originals[index], self.modules[index]
+            tables = {name: vars(replica)[name] for name in TABLES}
+            attributes = {k: remapper.remap(v) for k, v in vars(original).items() if k not in tables}
+            vars(replica).clear()
+            vars(replica).update(tables | attributes)
+            if type(replica) is not type(original):
+                object.__setattr__(replica, "__class__", type(original))
         self._watch.accept(self._stale)
         self._stale.clear()
 
 
 class _AttributeRemapper:
-    """Turns values of the original into what a replica has in their place."""
+    """Maps values of the original to the replica's."""
 
-    def __init__(self, twins: Mapping[int, nn.Module], tensors: Mapping[int, Tensor], device: torch.device) -> None:
-        self._twins = twins
+    def __init__(
+        self, replica_of: Mapping[int, nn.Module], tensors: Mapping[int, Tensor], device: torch.device
+    ) -> None:
+        self._replica_of = replica_of
         self._tensors = tensors
         self._device = device
         self._done: dict[int, Any] = {}
-        self._open: set[int] = set()
+        self._in_progress: set[int] = set()
 
-    def of(self, value: Any) -> Any:
-        """Translate an attribute: containers are copied, so that replicas don't write into each other's."""
+    def remap(self, value: Any) -> Any:
+        """Map an attribute: containers are copied, so that replicas don't write into each other's."""
         if type(value) in _INERT_TYPES:
             return value
         if isinstance(value, Tensor) and id(value) not in self._tensors:
-            return self._carry(value)
+            return self._copy_tensor(value)
         if not isinstance(value, (dict, list, tuple, set, frozenset)):
-            return self.reference(value)
-        if id(value) in self._open:  # it contains itself
+            return self.remap_reference(value)
+        if id(value) in self._in_progress:  # a container that contains itself
             return value
-        self._open.add(id(value))
+        self._in_progress.add(id(value))
         try:
             return self._container(value)
         finally:
-            self._open.discard(id(value))
+            self._in_progress.discard(id(value))
 
-    def reference(self, value: Any) -> Any:
-        """Translate what a function refers to: things of the module tree. Everything else stays shared."""
+    def remap_reference(self, value: Any) -> Any:
+        """Map a function's referent if it is part of the module tree; everything else stays shared."""
         if isinstance(value, nn.Module):
-            return self._twins.get(id(value), value)
+            return self._replica_of.get(id(value), value)
         if isinstance(value, Tensor):
             return self._tensors.get(id(value), value)
         if id(value) in self._done:
             return self._done[id(value)]
         if isinstance(value, types.FunctionType):
-            return rebind_function(value, self.reference, self._done)
+            return rebind_function(value, self.remap_reference, self._done)
         # Lists and dicts are the caller's own, for hooks to write into.
         opened = tree.open_container(value) if isinstance(value, tuple) else open_callable(value)
         if opened is None:
             return value
         self._done[id(value)] = value
-        parts = [self.reference(part) for part in opened.children]
+        parts = [self.remap_reference(part) for part in opened.children]
         if not all(map(operator.is_, parts, opened.children)):
             self._done[id(value)] = opened.rebuild(parts)
         return self._done[id(value)]
@@ -145,24 +147,24 @@ class _AttributeRemapper:
     def _container(self, value: Any) -> Any:
         if isinstance(value, (set, frozenset)):
             plain = type(value) in (set, frozenset)
-            return type(value)(map(self.of, value)) if plain else copy.copy(value)
+            return type(value)(map(self.remap, value)) if plain else copy.copy(value)
         opened = tree.open_container(value)
         if opened is None:
             return value
-        children = [self.of(child) for child in opened.children]
+        children = [self.remap(child) for child in opened.children]
         if isinstance(value, tuple) and all(map(operator.is_, children, opened.children)):
             return value
         return opened.rebuild(children)
 
-    def _carry(self, x: Tensor) -> Tensor:
-        """Copy a plain tensor attribute, as the original would have on its own device."""
+    def _copy_tensor(self, x: Tensor) -> Tensor:
+        """Copy a plain tensor attribute to the replica's device; one on the CPU stays there, as in the original."""
         if x.device.type == "cpu" and self._device.type != "cpu":
             return x
         return comm.copy(x, self._device, fresh=not x.requires_grad)
 
 
 class Watch:
-    """Notices which modules' plain attributes have changed since it last looked."""
+    """Finds the modules whose plain attributes have changed since the last call."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
@@ -170,7 +172,7 @@ class Watch:
         self._summary: _Summary | None = None
 
     def changed(self) -> list[int]:
-        """Return the indices of the modules that differ from when this was last called, and take note of them."""
+        """Return the indices of the modules that have changed since the last call, and record their state."""
         if self._summary is not None and self._summary.is_current(self._modules):
             found = self._summary.volatile
         else:
@@ -181,11 +183,11 @@ class Watch:
         return found
 
     def volatile(self) -> list[int]:
-        """Return the indices of the modules that count as changed whenever they are looked at."""
+        """Return the indices of the modules that count as changed at every call."""
         return [i for i, r in enumerate(self._records) if r is not None and r.volatile]
 
     def accept(self, indices: Iterable[int]) -> None:
-        """Take note of these modules as they are now."""
+        """Record the present state of these modules."""
         for i in indices:
             before, now = self._records[i], _record(self._modules[i])
             self._records[i] = now
@@ -194,7 +196,7 @@ class Watch:
 
 
 class _Summary:
-    """All records side by side, so that one look tells whether any module has changed: most often none has."""
+    """All records concatenated, so that one comparison tells whether any module has changed: usually none has."""
 
     def __init__(self, records: "Sequence[_Record]") -> None:
         self.volatile = [i for i, r in enumerate(records) if r.volatile]
@@ -223,17 +225,17 @@ class _Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Record:
-    """A module's plain attributes as they were."""
+    """A module's plain attributes at the last call."""
 
     kind: type
     names: list[str]
     values: list[Any]
     empty: list[Any]
-    """Containers that had nothing in them, as most of a module's hooks."""
+    """Containers that were empty, as most of a module's hooks are."""
     filled: list[tuple[Any, Any]]
     """Other containers, each with a copy."""
     volatile: bool
-    """Holds something whose change can't be seen from outside: it is translated every time."""
+    """Whether a value's changes can't be detected: such modules are updated every time."""
 
 
 def _record(module: nn.Module) -> _Record:
@@ -292,6 +294,6 @@ def _same_items(now: Any, before: Any) -> bool:
 
 def _blank_copy(original: nn.Module) -> nn.Module:
     # Not type(original)(): the constructor's arguments are unknown. Not copy.copy: classes may define it.
-    twin: nn.Module = object.__new__(type(original))
-    vars(twin).update({name: {} for name in TABLES})
-    return twin
+    replica: nn.Module = object.__new__(type(original))
+    vars(replica).update({name: {} for name in TABLES})
+    return replica

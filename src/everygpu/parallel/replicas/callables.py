@@ -1,7 +1,7 @@
-"""What functions, methods and partials refer to, and how to make them refer to something else.
+"""Referents of functions, methods and partials, and copies with other referents.
 
 A module's forward may be patched with a bound method, a partial or a closure over the module itself; a hook may
-be a method of another module. On a replica these must mean the replica.
+be a method of another module. On a replica these must refer to the replica.
 """
 
 import functools
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 Reference = Callable[[Any], Any]
-"""From what a callable refers to, to what its copy should refer to."""
+"""From a referent of a callable to that of its copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenCallable:
-    """A callable and what it refers to."""
+    """A callable and its referents."""
 
     children: tuple[Any, ...]
     rebuild: Callable[[Sequence[Any]], Any]
-    """Makes another one that refers to as many others."""
+    """Makes a copy that has as many other referents."""
 
 
 def open_callable(value: Any) -> OpenCallable | None:
@@ -30,30 +30,30 @@ def open_callable(value: Any) -> OpenCallable | None:
     return None if opener is None else opener(value)
 
 
-def rebind_function(function: types.FunctionType, reference: Reference, done: dict[int, Any]) -> Any:
-    """Copy a function that refers, by closure, default or attribute, to something that is replaced.
+def rebind_function(function: types.FunctionType, reference: Reference, copies: dict[int, Any]) -> Any:
+    """Copy a function with a closure cell, default or attribute that is replaced.
 
     Args:
-        function: Left as it is.
-        reference: Called with everything it refers to.
-        done: Results by ``id``; a function that refers to itself finds its copy here.
+        function: Not changed.
+        reference: Called with each referent.
+        copies: Results by ``id``; a function that refers to itself finds its copy here.
     Returns:
         The copy; the function itself when nothing is replaced.
     """
-    done[id(function)] = function
+    copies[id(function)] = function
     old = _referents(function)
     new = [reference(part) for part in old]
     if all(a is b for a, b in zip(old, new)):
         return function
     closure = function.__closure__ or ()
-    # A cell that stays the same is shared: its function may count in it.
+    # An unchanged cell is shared: the function may write into it, as a counter does.
     cells = [cell if a is b and a is not function else types.CellType() for cell, a, b in zip(closure, old, new)]
-    twin = types.FunctionType(
+    copied = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
     )
-    done[id(function)] = twin
-    _fill(twin, function, [twin if part is function else part for part in new])
-    return twin
+    copies[id(function)] = copied
+    _fill(copied, function, [copied if part is function else part for part in new])
+    return copied
 
 
 def _referents(function: types.FunctionType) -> list[Any]:
@@ -65,21 +65,21 @@ def _referents(function: types.FunctionType) -> list[Any]:
     ]
 
 
-def _fill(twin: types.FunctionType, function: types.FunctionType, new: Sequence[Any]) -> None:
+def _fill(copied: types.FunctionType, function: types.FunctionType, new: Sequence[Any]) -> None:
     parts = iter(new)
-    for cell, old in zip(twin.__closure__ or (), function.__closure__ or ()):
+    for cell, old in zip(copied.__closure__ or (), function.__closure__ or ()):
         part = next(parts)
         if cell is not old:
             cell.cell_contents = part
-    twin.__defaults__ = function.__defaults__ and tuple(next(parts) for _ in function.__defaults__)
-    twin.__kwdefaults__ = function.__kwdefaults__ and {k: next(parts) for k in function.__kwdefaults__}
-    vars(twin).update({k: next(parts) for k in vars(function)})
-    twin.__doc__, twin.__qualname__ = function.__doc__, function.__qualname__
-    twin.__module__, twin.__annotations__ = function.__module__, function.__annotations__
+    copied.__defaults__ = function.__defaults__ and tuple(next(parts) for _ in function.__defaults__)
+    copied.__kwdefaults__ = function.__kwdefaults__ and {k: next(parts) for k in function.__kwdefaults__}
+    vars(copied).update({k: next(parts) for k in vars(function)})
+    copied.__doc__, copied.__qualname__ = function.__doc__, function.__qualname__
+    copied.__module__, copied.__annotations__ = function.__module__, function.__annotations__
 
 
 _EMPTY = object()
-"""Stands for a cell that is not filled yet."""
+"""The contents of a cell that is not filled yet."""
 
 
 def _contents(cell: types.CellType) -> Any:
@@ -103,9 +103,9 @@ def _open_partial(value: functools.partial[Any]) -> OpenCallable:
     def rebuild(new: Sequence[Any]) -> Any:
         function, rest = new[0], list(new[1:])
         keywords = dict(zip(names, rest[num_args:]))
-        twin = functools.partial(function, *rest[:num_args], **keywords)
-        vars(twin).update(zip(attributes, rest[num_args + len(names) :]))
-        return twin
+        copied = functools.partial(function, *rest[:num_args], **keywords)
+        vars(copied).update(zip(attributes, rest[num_args + len(names) :]))
+        return copied
 
     children = (value.func, *value.args, *value.keywords.values(), *vars(value).values())
     return OpenCallable(children=children, rebuild=rebuild)

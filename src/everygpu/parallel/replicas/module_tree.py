@@ -1,4 +1,4 @@
-"""Where parameters and buffers sit in a module tree."""
+"""The places of parameters and buffers in a module tree."""
 
 import itertools
 import operator
@@ -15,7 +15,7 @@ Table = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meta:
-    """What a tensor's copies are made for; when it changes they are made anew."""
+    """The properties of a tensor that its copies depend on; when one changes, the copies are made anew."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -27,7 +27,7 @@ class Meta:
     has_hooks: bool
 
     def fits(self, t: Tensor) -> bool:
-        """Tell whether copies made for this still do for ``t``."""
+        """Tell whether copies made for these properties fit ``t``."""
         return (
             t.dtype is self.dtype
             and t.shape == self.shape
@@ -57,11 +57,11 @@ class ModuleTree:
         self.metas = [_meta(t) for t in self.tensors]
 
     def is_same(self) -> bool:
-        """Tell whether the tree has the very same modules and tensors, whatever has become of them."""
+        """Tell whether the tree holds the identical modules and tensors, whatever their properties."""
         return self._has_same_children() and _is_same(_flatten(_tensor_tables(self.modules)), self._contents)
 
     def is_current(self) -> bool:
-        """Tell whether the tree is still arranged like this, taking on new tensors that fit in place of old ones."""
+        """Tell whether the tree has the same arrangement; adopt new tensors that fit in place of old ones."""
         if not self._has_same_children():
             return False
         contents = _flatten(_tensor_tables(self.modules))
@@ -87,7 +87,7 @@ def is_dense(t: Tensor) -> bool:
 
 
 def has_hooks(t: Tensor) -> bool:
-    """Tell whether someone wants to see or change a tensor's gradient: the sum of all replicas'."""
+    """Tell whether a tensor has gradient hooks, which must receive the sum over all replicas."""
     return bool(t._backward_hooks or t._post_accumulate_grad_hooks)
 
 
@@ -110,7 +110,7 @@ def _has_same_keys(now: _Flat, before: _Flat) -> bool:
 
 
 def _is_same(now: _Flat, before: _Flat) -> bool:
-    """Tell whether tables have the very same values in the same places: asked in every step."""
+    """Tell whether tables have identical values in the same places; runs in every step."""
     return _has_same_keys(now, before) and all(map(operator.is_, now.values, before.values))
 
 

@@ -1,4 +1,4 @@
-"""What may be replicated, and where it has to be."""
+"""Checks of the module to replicate: its kind, its wrappers, its device."""
 
 import logging
 import os
@@ -12,14 +12,14 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from everygpu.devices.p2p import trusted_peers
 from everygpu.errors import DeviceError, ModuleError, PlacementError
 
-# By name: what they are defined in takes long to import.
+# By name: the modules that define them take long to import.
 _DISTRIBUTED = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
 logger = logging.getLogger("everygpu")
 
 
 def check_process(caller: str) -> None:
-    """Refuse to take all devices in each of several processes, which would train models of their own, side by side.
+    """Refuse to run in one of several processes, which would each train a model of its own on all devices.
 
     Raises:
         DeviceError: this process was started as one of several, as torchrun does.
@@ -34,7 +34,7 @@ def check_process(caller: str) -> None:
 
 
 def without_wrappers(module: Any, caller: str) -> Any:
-    """Take the module out of wrappers that would run replicas within replicas, as after a cell that is run again."""
+    """Unwrap a module that is wrapped already, as in a notebook cell that is run again."""
     while isinstance(module, nn.DataParallel) or getattr(type(module), "wraps_a_module", False):
         kind = f"{type(module).__module__.partition('.')[0]}'s {type(module).__qualname__}"
         logger.warning("%s: taking the module out of %s; options that were given there don't count.", caller, kind)
@@ -43,10 +43,10 @@ def without_wrappers(module: Any, caller: str) -> Any:
 
 
 def check_module(module: Any, caller: str) -> None:
-    """Refuse what can't be replicated.
+    """Refuse a module that can't be replicated.
 
     Raises:
-        ModuleError: saying what was passed and what to pass.
+        ModuleError: it is an optimizer, a class, no module, or contains a TorchScript or distributed module.
     """
     if isinstance(module, torch.optim.Optimizer):
         raise ModuleError(
@@ -77,7 +77,7 @@ def check_module(module: Any, caller: str) -> None:
 
 
 def place_module(module: nn.Module, device: torch.device, caller: str, *, strict: bool = False) -> None:
-    """Make sure that all parameters and buffers are on one device, moving them there together.
+    """Move all parameters and buffers to one device together, if they are elsewhere.
 
     Raises:
         PlacementError: they are spread over several devices; or elsewhere, and ``strict``.

@@ -21,26 +21,32 @@ Leaves = Mapping[int, Sequence[Tensor]]
 def replicate(network: nn.Module, devices: Sequence[DeviceLike], detach: bool = False) -> list[nn.Module]:
     """Make one replica of a module on each device.
 
+    ::
+
+        first, second = replicate(model, ["cuda:0", "cuda:1"])  # first is model
+        (first(x0).sum() + second(x1).sum().to("cuda:0")).backward()  # both add to model's gradients
+
     Args:
-        network: The module; it is the first replica itself, so its buffers and attributes stay alive. It is
-            moved to ``devices[0]`` if it is elsewhere.
+        network: The module. It serves as the first replica, so its buffers and attributes are updated in place. It
+            is moved to ``devices[0]`` if it is elsewhere.
         devices: As ints (CUDA indices), names or ``torch.device``.
-        detach: Cut the other replicas' parameters off from the module's, so that no gradients flow back.
+        detach: Give the other replicas leaf parameters of their own, so that no gradients flow back to the module.
     Returns:
-        One module per device. Gradients of the replicas' parameters are added to the module's.
+        One module per device, with parameters and buffers of the same shapes and dtypes. Gradients of the replicas'
+        parameters are added to the module's.
     Raises:
-        ModuleError: ``network`` is no module, or one that can't be replicated.
+        ModuleError: ``network`` is no module, or a class, an optimizer, a TorchScript or a distributed module.
         PlacementError: its parameters are spread over several devices.
         DeviceError: a device is unknown or absent.
     Source:
-        ``torch.nn.parallel.replicas.replica_set``, whose replicas have no ``parameters()``.
+        ``torch.nn.parallel.replicate``, whose replicas have no ``parameters()``.
     """
     parsed = parse_devices(devices)
     check_module(network, "replicate")
     replicas = ReplicaSet(network, parsed).refresh(range(len(parsed)))
     if detach:
         for replica in replicas[1:]:
-            _cut_off(replica)
+            _detach_parameters(replica)
     return replicas
 
 
@@ -52,10 +58,10 @@ class ReplicaSet:
         devices: One per replica.
         strict_device: Refuse to move the module.
         fixed: Keep the replicas' tensors at their addresses, for CUDA graphs.
-        make_leaves: Gives replicas leaf parameters that someone else keeps up to date: from ``id`` of an original
-            to its twin on each device after the first. Asked whenever the module has changed its arrangement.
-            Frozen parameters are then sent only when torch counts a write to them, or always on the CPU, where
-            that costs no more than looking.
+        make_leaves: Returns leaf parameters that the caller keeps up to date: from ``id`` of an original to its
+            copy on each device after the first. Called whenever the module's tree has changed. Frozen parameters
+            are then sent only when torch counts a write to them, or always on the CPU, where a copy costs no more
+            than a comparison.
         bucket_bytes: Size at which a bucket is closed.
     """
 
@@ -75,22 +81,22 @@ class ReplicaSet:
         self._make_leaves = make_leaves
         self._devices = list(devices)
         self._strict_device = strict_device
-        self._arrange()
+        self._build()
 
     def refresh(self, positions: Sequence[int], fresh: set[int] | None = None) -> list[nn.Module]:
         """Bring replicas up to date with the module as it is now.
 
         Args:
             positions: Which replicas, counted in ``devices``.
-            fresh: Those that are known to be up to date, while no gradients are recorded; added to.
+            fresh: Positions of replicas that are up to date while no gradients are recorded; those refreshed are added.
         Returns:
             The replicas at these positions; their parameters are connected to the module's.
         """
         if fresh is None or torch.is_grad_enabled() or not fresh.issuperset(positions):
-            self._renew(positions)
+            self._update(positions)
             if fresh is not None and not torch.is_grad_enabled():
                 fresh.update(positions)
-        return [self._mirrors[p - 1].root if p else self.module for p in positions]
+        return [self._replicas[p - 1].root if p else self.module for p in positions]
 
     def forget(self) -> None:
         """Send everything at the next refresh, after writes that torch doesn't count."""
@@ -98,10 +104,10 @@ class ReplicaSet:
             bucket.forget()
 
     def take_buffers(self, position: int) -> None:
-        """Give the module the buffers of the first replica that ran, in place of its own, which didn't."""
+        """Copy the buffers of the first replica that ran into the module, which did not run."""
         with torch.no_grad():
             for (table, key), (theirs, name), index in zip(
-                self._places[0], self._places[position], self._layout.order
+                self._places[0], self._places[position], self._tree.order
             ):  # fmt: skip
                 if index is not None and not isinstance(table[key], nn.Parameter) and not table[key].requires_grad:
                     mine, other = table[key], theirs[name]
@@ -109,7 +115,7 @@ class ReplicaSet:
                         mine.data.copy_(comm.copy(other, mine.device))
 
     def average_buffers(self, positions: Sequence[int], weights: Sequence[int]) -> None:
-        """Give the module's float buffers the weighted average over the replicas that ran.
+        """Set the module's float buffers to their weighted average over the replicas that ran.
 
         Args:
             positions: The replicas that ran.
@@ -121,43 +127,43 @@ class ReplicaSet:
         with torch.no_grad():
             for place in self._float_buffers():
                 mine, *theirs = (self._places[p][place][0][self._places[p][place][1]] for p in (0, *positions))
-                # As in batch_norm itself, the change is no edit: backward must not refuse what forward saved.
+                # Through .data, as batch_norm itself does: the version stays, so backward accepts what forward saved.
                 mine.data.add_(sum(_difference(t, mine) * (w / total) for t, w in zip(theirs, weights)))
 
-    def _renew(self, positions: Sequence[int]) -> None:
-        if not self._layout.is_current():
-            self._arrange()
+    def _update(self, positions: Sequence[int]) -> None:
+        if not self._tree.is_current():
+            self._build()
         changed = self._watch.changed()
-        for mirror in self._mirrors:
-            mirror.expire(changed)
+        for replica in self._replicas:
+            replica.expire(changed)
         others = [p - 1 for p in positions if p > 0]
         for i in others:
             self._release(i)
-        for i, tensors in zip(others, self._send(others)):
-            for (table, key), index in zip(self._places[i + 1], self._layout.order):
+        for i, tensors in zip(others, self._broadcast(others)):
+            for (table, key), index in zip(self._places[i + 1], self._tree.order):
                 table[key] = None if index is None else tensors[index]
-            self._mirrors[i].follow({id(mine): copy for mine, copy in zip(self._layout.tensors, tensors)})
+            self._replicas[i].update({id(mine): copy for mine, copy in zip(self._tree.tensors, tensors)})
 
-    def _arrange(self) -> None:
-        """Make mirrors and buckets for the module as it is now."""
+    def _build(self) -> None:
+        """Build replicas and buckets for the module's present tree."""
         place_module(self.module, self._devices[0], "DataParallel", strict=self._strict_device)
         others = self._devices[1:]
         leaves = {} if self._make_leaves is None else self._make_leaves()
-        self._layout = ModuleTree(self.module)
-        self._watch = Watch(self._layout.modules)
-        self._mirrors = [ReplicaModule(self._layout.modules, device) for device in others]
-        trees = [self._layout.modules, *(mirror.modules for mirror in self._mirrors)]
-        self._places = [self._layout.places(tree) for tree in trees]
-        tensors = self._layout.tensors
+        self._tree = ModuleTree(self.module)
+        self._watch = Watch(self._tree.modules)
+        self._replicas = [ReplicaModule(self._tree.modules, device) for device in others]
+        trees = [self._tree.modules, *(replica.modules for replica in self._replicas)]
+        self._places = [self._tree.places(tree) for tree in trees]
+        tensors = self._tree.tensors
         self._leaves = [(i, leaves[id(t)]) for i, t in enumerate(tensors) if id(t) in leaves]
         sent = [i for i, t in enumerate(tensors) if id(t) not in leaves]
         flat = [i for i in sent if is_dense(tensors[i])]
-        self._loose = sorted(set(sent) - set(flat))
+        self._unbucketed = sorted(set(sent) - set(flat))
         self._members: list[list[int]] = []
         self._buckets: list[Bucket] = []
         frozen = [i for i in flat if self._make_leaves is not None and _is_frozen(tensors[i])]
         trusted = trusts_versions(self._devices)
-        # Each by itself: a node whose backward has gradients for others calls its hooks with none.
+        # A bucket each: a node whose backward computes other parameters' gradients calls a hook without a gradient.
         hooked = [[i] for i in flat if tensors[i].requires_grad and has_hooks(tensors[i])]
         alone = {*frozen, *(i for (i,) in hooked)}
         for which in (frozen, *hooked, [i for i in flat if i not in alone]):
@@ -175,19 +181,19 @@ class ReplicaSet:
                 )
 
     def _release(self, replica: int) -> None:
-        """Let go of a replica's tensors, so that their memory may be written."""
+        """Drop a replica's tensors, so that their memory may be written."""
         for table, key in self._places[replica + 1]:
             table[key] = None
-        self._mirrors[replica].release()
+        self._replicas[replica].release()
 
-    def _send(self, replicas: Sequence[int]) -> list[list[Tensor]]:
-        """Return, for each of ``replicas``, its copies of the layout's tensors."""
-        tensors = self._layout.tensors
-        rows = [{i: twins[r] for i, twins in self._leaves} for r in replicas]
+    def _broadcast(self, replicas: Sequence[int]) -> list[list[Tensor]]:
+        """Return, for each of ``replicas``, its copies of the tree's tensors."""
+        tensors = self._tree.tensors
+        rows = [{i: copies[r] for i, copies in self._leaves} for r in replicas]
         for members, bucket in zip(self._members, self._buckets):
             for row, copies in zip(rows, bucket.refresh([tensors[i] for i in members], replicas)):
                 row.update(zip(members, copies))
-        for i in self._loose:
+        for i in self._unbucketed:
             copies = broadcast_tensor(tensors[i], [self._devices[0], *(self._devices[r + 1] for r in replicas)])
             for row, copy in zip(rows, copies[1:]):
                 row[i] = _as_parameter(copy) if isinstance(tensors[i], nn.Parameter) else copy
@@ -195,9 +201,9 @@ class ReplicaSet:
 
     def _float_buffers(self) -> list[int]:
         """Return the places of float buffers, a shared one once."""
-        tensors, seen = self._layout.tensors, set()
+        tensors, seen = self._tree.tensors, set()
         places = []
-        for place, index in enumerate(self._layout.order):
+        for place, index in enumerate(self._tree.order):
             if index is None or index in seen:
                 continue
             seen.add(index)
@@ -207,7 +213,7 @@ class ReplicaSet:
         return places
 
 
-def _cut_off(replica: nn.Module) -> None:
+def _detach_parameters(replica: nn.Module) -> None:
     for module in replica.modules():
         for name, p in module._parameters.items():
             if p is not None:
@@ -215,13 +221,13 @@ def _cut_off(replica: nn.Module) -> None:
 
 
 def _difference(theirs: Tensor, mine: Tensor) -> Tensor:
-    # Equal values differ by exactly nothing, infinities of a mask included: inf - inf would be nan.
+    # The difference of equal values is 0, also of the infinities of a mask: inf - inf would be nan.
     theirs = comm.copy(theirs, mine.device)
     return torch.where(theirs == mine, torch.zeros_like(mine), theirs - mine)
 
 
 def trusts_versions(devices: Sequence[torch.device]) -> bool:
-    """Tell whether frozen parameters are sent only when torch counts a write: looking at them would take too long."""
+    """Tell whether frozen parameters are sent only when torch counts a write: comparing them would take too long."""
     return any(d.type != "cpu" for d in devices)
 
 
@@ -230,6 +236,6 @@ def _is_frozen(t: Tensor) -> bool:
 
 
 def _as_parameter(t: Tensor) -> Tensor:
-    # What makes isinstance(t, nn.Parameter) true for tensors of other classes.
+    # This flag makes isinstance(t, nn.Parameter) true for tensors of other classes.
     t._is_param = True
     return t
