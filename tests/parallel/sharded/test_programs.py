@@ -1,0 +1,115 @@
+"""Random programs on a batch of shards equal the same programs on the joined tensor."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.parallel.batches import Rows, assert_same_call, attempt, numbers, row_counts
+from tests.parallel.sharded.uses import ones
+
+
+def hooked(x: Tensor) -> Tensor:
+    x.register_hook(lambda grad: grad * 2)
+    return x
+
+
+STEPS: list[Callable[[Tensor, Tensor], Any]] = [
+    lambda x, y: x + y,
+    lambda x, y: x * y.sigmoid(),
+    lambda x, y: x - y.mean(0),
+    lambda x, y: x.t(),
+    lambda x, y: x.view(-1, 2, 3),
+    lambda x, y: x.reshape(-1, 6),
+    lambda x, y: x.flatten(1),
+    lambda x, y: x[:, 1:],
+    lambda x, y: x[:, 0],
+    lambda x, y: x.unsqueeze(1),
+    lambda x, y: x.squeeze(),
+    lambda x, y: x.softmax(-1),
+    lambda x, y: x.sort(-1)[0],
+    lambda x, y: torch.where(x > y, x, y),
+    lambda x, y: x.max(-1)[0],
+    lambda x, y: x.sum(0, keepdim=True),
+    lambda x, y: x.detach(),
+    lambda x, y: x.clone(),
+    lambda x, y: x @ ones(x.shape[-1], 6),
+    lambda x, y: torch.cat([x, y], -1),
+    lambda x, y: torch.stack([x, y], 1),
+    lambda x, y: x[:2],
+    lambda x, y: x.mul_(2),
+    lambda x, y: x.add_(y),
+    lambda x, y: x.clamp_(-1, 1),
+    lambda x, y: x[:, 0].mul_(0.5),
+    lambda x, y: x[0].zero_(),
+    lambda x, y: x.detach().mul_(1.5),
+    lambda x, y: x.copy_(y),
+    lambda x, y: x.data.mul_(0.9),
+    lambda x, y: x.expand(2, *x.shape),
+    lambda x, y: x.unbind(-1)[0],
+    lambda x, y: x.mean(),
+    lambda x, y: x.float().double(),
+    lambda x, y: hooked(x * 1),
+    lambda x, y: x.numpy(force=True) is not None and x * 1,
+]
+
+
+def walk(
+    starts: list[Tensor], steps: list[tuple[int, int, int]], menu: list[Callable[[Tensor, Tensor], Any]] = STEPS
+) -> list[Any]:
+    """Take steps, each from two of the tensors found so far; keep what fails as the error's type."""
+    found: list[Any] = list(starts)
+    for step, one, other in steps:
+        tensors = [t for t in found if isinstance(t, Tensor)]
+        result, error = attempt(menu[step], tensors[one % len(tensors)], tensors[other % len(tensors)])
+        found.append(result if error is None else error.__name__)
+    return found
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    sizes=row_counts(9),
+    steps=st.lists(st.tuples(st.integers(0, len(STEPS) - 1), st.integers(0, 9), st.integers(0, 9)), max_size=12),
+)
+@pytest.mark.filterwarnings("ignore")
+def test_random_chains(sizes: list[int], steps: list[tuple[int, int, int]]) -> None:
+    n = sum(sizes)
+    args = (Rows(numbers(n, 6), 0), Rows(numbers(n, 6, seed=1), 0), numbers(n, 6, seed=2))
+    assert_same_call(lambda *starts: walk(list(starts), steps), args, sizes, twice=True)
+
+
+LOOKING_AND_RESHAPING: list[Callable[[Tensor, Tensor], Any]] = [
+    *STEPS,
+    lambda x, y: x[0].sum().item() and x,
+    lambda x, y: [v.sum().item() for v in x.detach()] and x,
+    lambda x, y: x[:],
+    lambda x, y: x[...],
+    lambda x, y: x.t_(),
+    lambda x, y: x.unsqueeze_(0),
+    lambda x, y: x.unsqueeze_(-1),
+    lambda x, y: x.squeeze_(),
+    lambda x, y: x.swapaxes_(0, -1).mul_(2),
+    lambda x, y: x.detach().unsqueeze_(1),
+    lambda x, y: torch.std_mean(x),
+    lambda x, y: x.nanmean(),
+    lambda x, y: F.mse_loss(x, y),
+    lambda x, y: torch.cat([x, y]),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", range(4))
+def test_programs_that_look_and_reshape(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(15):
+        sizes = draw.choice([[3, 2], [2, 2, 1], [1, 3, 1], [4, 0]])
+        last = len(LOOKING_AND_RESHAPING) - 1
+        steps = [(draw.randint(0, last), draw.randint(0, 9), draw.randint(0, 9)) for _ in range(draw.randint(2, 8))]
+        args = (Rows(numbers(sum(sizes), 6), 0), Rows(numbers(sum(sizes), 6, seed=1), 0))
+        assert_same_call(lambda *x, steps=steps: walk(list(x), steps, LOOKING_AND_RESHAPING), args, sizes)
