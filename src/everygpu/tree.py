@@ -107,7 +107,7 @@ def fan_out(function: Callable[[Any], Sequence[Any]], tree: Any, num_copies: int
 def find_tensor(value: Any) -> tuple[str, tuple[int, ...]] | None:
     """Find a tensor or array with dimensions within an object, which need not be a container.
 
-    A tokenizer has a hundred thousand parts and no tensor: only the first parts of each object are looked at.
+    A tokenizer has a hundred thousand parts and no tensor: only the first parts of each object are searched.
 
     Returns:
         The expression from the object to it, such as ``.x``, and its shape; None where there is none.

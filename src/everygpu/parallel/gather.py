@@ -88,7 +88,7 @@ class Joiner:
 
 
 def _are_results_per_replica(tensors: list[Tensor], rows: tuple[int, ...] | None) -> bool:
-    """Tell one number per replica, as a loss of shape (1,), from rows; with one row each, the two look alike."""
+    """Tell one number per replica, as a loss of shape (1,), from rows; with one row each, the two are equal."""
     return rows is not None and any(n > 1 for n in rows) and all(t.numel() == 1 for t in tensors)
 
 

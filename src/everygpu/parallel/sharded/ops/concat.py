@@ -49,7 +49,7 @@ def _in_a_row(batches: Sequence[ShardedBatch]) -> ShardedBatch:
         weights=tuple(chain.from_iterable(x.weights or () for x in layouts)),
         streams=tuple(dict.fromkeys(chain.from_iterable(x.streams for x in layouts))),
     )
-    # Copies, as parts may be lent to replicas, which write into them.
+    # Copies, as replicas may be given the parts, and write into them.
     return wrap([p.clone() for b in batches for p in parts_of(b)], layout, batches[0].shard_dim)
 
 
