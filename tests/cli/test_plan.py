@@ -1,0 +1,179 @@
+"""The GPUs that ``everygpu run`` chooses."""
+
+import click
+import pytest
+
+from everygpu.cli.filters import Filters
+from everygpu.cli.plan import Manners, Plan, Request, choose_gpus, parse_request, plan_run
+from everygpu.devices import nvml
+from everygpu.devices.nvml import sample_devices
+from everygpu.devices.reserve import Holder
+from everygpu.devices.select import Demand
+from everygpu.errors import DeviceError, OptionError
+from tests.devices.fake_nvml import GIB, H200_UUIDS, MIG_UUIDS, FakeNvml, Gpu, make_sample, mig_gpu
+
+BOX = [make_sample(0, free=10 * GIB), make_sample(1, free=90 * GIB), make_sample(2, free=50 * GIB)]
+UUIDS = [sample.uuid for sample in BOX]
+CPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
+
+
+@pytest.mark.parametrize(
+    ("text", "request_"),
+    [
+        ("auto", Request()),
+        ("1", Request(count=1)),
+        ("12", Request(count=12)),
+        ("0,2", Request(indices=(0, 2))),
+        ("2,0", Request(indices=(2, 0))),
+        ("0,", Request(indices=(0,))),
+        ("3,", Request(indices=(3,))),
+    ],
+)
+def test_what_gpus_says(text, request_):
+    assert parse_request(text) == request_
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "all", "1.5", ",", "0,,1", "0;1", "0,1,0", "GPU-1", "0, 1"])
+def test_what_gpus_cannot_say(text):
+    with pytest.raises(click.BadParameter, match="got") as caught:
+        parse_request(text)
+    assert repr(text) in str(caught.value.message)
+
+
+@pytest.fixture
+def plan(monkeypatch):
+    """Plan a run on a box of samples; None stands for a machine without a driver."""
+
+    def make(gpus="auto", *, min_free=None, min_count=None, samples=BOX, manners=Manners(share=True), **environ):  # noqa: B008
+        monkeypatch.setattr(nvml, "sample_devices", lambda: samples)
+        request = parse_request(gpus)
+        filters = Filters(min_free=min_free, min_count=min_count)
+        return plan_run(request, filters.demand(request.num_asked), environ, manners)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("gpus", "min_free", "environ", "expected"),
+    [
+        ("auto", None, {}, [1, 2, 0]),
+        ("auto", "20GiB", {}, [1, 2]),
+        ("2", None, {}, [1, 2]),
+        ("2,0", None, {}, [2, 0]),
+        ("0,1", None, {}, [0, 1]),
+        ("0,", None, {}, [0]),
+        ("2,1", "20GiB", {}, [2, 1]),
+        ("auto", None, {"CUDA_VISIBLE_DEVICES": "0,2"}, [2, 0]),
+        ("1", None, {"CUDA_VISIBLE_DEVICES": "0,2"}, [2]),
+        ("auto", None, {"CUDA_VISIBLE_DEVICES": "2,9,1"}, [2]),
+        ("0,2", None, {"CUDA_VISIBLE_DEVICES": UUIDS[2] + "," + UUIDS[0]}, [0, 2]),
+    ],
+)
+def test_gpus_are_set_by_uuid(plan, gpus, min_free, environ, expected):
+    settings = {
+        "CUDA_VISIBLE_DEVICES": ",".join(UUIDS[index] for index in expected),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }
+    assert plan(gpus, min_free=min_free, **environ) == Plan(environ=settings, num_gpus=len(expected))
+
+
+@pytest.mark.parametrize("samples", [None, []])
+def test_auto_without_a_driver_leaves_torch_what_it_finds(plan, samples):
+    made = plan(samples=samples)
+    assert made.environ == {}
+    assert made.num_gpus == 0
+    assert "no NVIDIA GPU" in made.note
+
+
+@pytest.mark.parametrize(
+    ("min_free", "environ", "words"),
+    [
+        ("91GiB", {}, "no GPU with 91.0 GiB free fits: the script runs on the CPU"),
+        (None, {"CUDA_VISIBLE_DEVICES": ""}, "no GPU among CUDA_VISIBLE_DEVICES='' fits: the script"),
+        (None, {"CUDA_VISIBLE_DEVICES": "1,1"}, "no GPU among CUDA_VISIBLE_DEVICES='1,1'"),
+    ],
+)
+def test_auto_falls_to_the_cpu_with_one_line(plan, min_free, environ, words):
+    made = plan(min_free=min_free, **environ)
+    assert made.environ == CPU
+    assert made.num_gpus == 0
+    assert words in made.note
+    assert "\n" not in made.note
+
+
+@pytest.mark.parametrize(
+    ("gpus", "min_free", "environ", "words"),
+    [
+        ("4", None, {}, "4 fitting devices required, got 3 of 3"),
+        ("3", "20GiB", {}, "GPU 0 .* below 20.0 GiB"),
+        ("0,7", None, {}, "2 fitting devices required, got 1 of 3"),
+        ("0,1", "20GiB", {}, "GPU 2 .* not asked for"),
+        ("0,1", None, {"CUDA_VISIBLE_DEVICES": "1,2"}, "GPU 0 .* hidden by CUDA_VISIBLE_DEVICES='1,2'"),
+        ("1", None, {"CUDA_VISIBLE_DEVICES": "-1"}, "GPU 2 .* hidden by CUDA_VISIBLE_DEVICES='-1'"),
+    ],
+)
+def test_what_is_asked_for_and_cannot_be_had(plan, gpus, min_free, environ, words):
+    with pytest.raises(DeviceError, match=words) as caught:
+        plan(gpus, min_free=min_free, **environ)
+    assert all(f"GPU {index}" in str(caught.value) for index in range(3))
+
+
+def test_asking_for_gpus_without_a_driver(plan):
+    with pytest.raises(DeviceError, match="got none"):
+        plan("1", samples=None)
+
+
+def test_the_fewest_that_will_do(plan):
+    assert plan("3", min_free="20GiB", min_count=2).num_gpus == 2
+    assert plan(min_free="20GiB", min_count=2).num_gpus == 2
+    for options in ({"min_free": "20GiB"}, {"samples": None}, {"CUDA_VISIBLE_DEVICES": ""}):
+        with pytest.raises(DeviceError, match="3 fitting devices required"):
+            plan(min_count=3, **options)  # the CPU will not do
+
+
+def test_wrong_size(plan):
+    with pytest.raises(OptionError, match="'lots'"):
+        plan(min_free="lots")
+
+
+class TestMig:
+    """GPU 0 is whole, GPU 1 is cut into two instances of 20 GiB."""
+
+    BOX = sample_devices(FakeNvml(Gpu(), mig_gpu()))
+
+    def choose(self, request, environ=None, holders=None, **demand):
+        demand = Demand(count=request.num_asked, **demand)
+        return [gpu.uuid for gpu in choose_gpus(self.BOX, request, demand, environ or {}, holders)]
+
+    def test_instance_is_set_by_its_own_uuid(self):
+        assert self.choose(Request(indices=(1,))) == [MIG_UUIDS[0]]
+
+    def test_gpus_come_first(self):
+        assert self.choose(Request(count=1)) == [H200_UUIDS[0]]
+        assert self.choose(Request()) == [H200_UUIDS[0]]
+
+    def test_one_instance_where_no_gpu_fits(self):
+        taken = {H200_UUIDS[0]: Holder(pid=1, command="x"), MIG_UUIDS[0]: Holder(pid=2, command="y")}
+        assert self.choose(Request(count=1), holders=taken) == [MIG_UUIDS[1]]
+        assert self.choose(Request(), holders=taken) == [MIG_UUIDS[1]]
+
+    def test_never_two_for_one_process(self):
+        only_instances = sample_devices(FakeNvml(mig_gpu()))
+        assert len(choose_gpus(only_instances, Request(), Demand(), {})) == 1
+        with pytest.raises(DeviceError, match="GPU 1:0 .* a MIG instance: CUDA uses one in a process"):
+            self.choose(Request(count=2))
+
+    def test_what_the_variable_names_is_what_cuda_would_use(self):
+        assert self.choose(Request(), {"CUDA_VISIBLE_DEVICES": "1"}) == [MIG_UUIDS[0]]
+        assert self.choose(Request(), {"CUDA_VISIBLE_DEVICES": MIG_UUIDS[1]}) == [MIG_UUIDS[1]]
+
+    def test_a_held_instance_is_in_the_table(self):
+        taken = {MIG_UUIDS[0]: Holder(pid=2, command="y")}
+        with pytest.raises(DeviceError, match=r"GPU 1:0 .* reserved by process 2 \(y\)"):
+            self.choose(Request(count=1), holders=taken, min_free_bytes=200 * GIB)
+
+
+def test_mig_mode_without_instances_is_the_reason():
+    box = sample_devices(FakeNvml(Gpu(), mig_gpu(num_instances=0)))
+    with pytest.raises(DeviceError, match="GPU 1 .* in MIG mode without an instance"):
+        choose_gpus(box, Request(count=2), Demand(count=2), {})

@@ -1,0 +1,28 @@
+"""Small loaders, what a pass over one gives, and the threads that feeders run."""
+
+import threading
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from everygpu import gather
+
+CPU = torch.device("cpu")
+
+
+def batches(num, size=6):
+    return [(torch.full((size, 3), float(i)), torch.arange(size) + i) for i in range(num)]
+
+
+def numbered(num, **options):
+    """A DataLoader over the numbers from 0."""
+    return DataLoader(TensorDataset(torch.arange(num)), **options)
+
+
+def values(feed):
+    """What a pass over ``numbered`` gives, as lists."""
+    return [gather(x).tolist() for (x,) in feed]
+
+
+def feeder_threads():
+    return [t for t in threading.enumerate() if t.name == "everygpu-feeder"]
