@@ -57,7 +57,7 @@ def test_rows_as_asked_for():
 
 @pytest.mark.parametrize("peer", ["single", "ddp"])
 def test_a_wrong_model_is_refused(peer):
-    assert "must return a tuple" in measure(peer, f"{OWN}three")["refused"]
+    assert "must return a tuple" in measure(peer, f"{OWN}three", num_devices=1)["refused"]
 
 
 def test_what_does_not_run_here_is_an_error():
@@ -66,9 +66,9 @@ def test_what_does_not_run_here_is_an_error():
 
 @pytest.mark.parametrize("peer", ["single", "ddp"])
 def test_out_of_memory_says_what_to_do(peer):
-    assert "fewer rows for each GPU (--rows)" in measure(peer, f"{OWN}too_large")["error"]
+    assert "fewer rows for each GPU (--rows)" in measure(peer, f"{OWN}too_large", num_devices=1)["error"]
 
 
 def test_a_failure_in_a_process_of_ddp_is_shown():
     with pytest.raises(Exception, match="KeyError: 'mine'"):
-        measure("ddp", f"{OWN}failing")
+        measure("ddp", f"{OWN}failing", num_devices=1)
