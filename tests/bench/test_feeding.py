@@ -5,14 +5,14 @@ import json
 import pytest
 import torch
 
-from tests.bench.scripts import run_benchmark
+from tests.scripts import run_script
 
 
 @pytest.mark.parametrize("model", ["tiny", "tests.bench.own:keywords"])
 def test_on_replicas(model, tmp_path, capsys):
     result = tmp_path / "rows.json"
     options = ["--models", model, "--rounds", 2, "--steps", 2, "--rows", 3]
-    run_benchmark("feeding", "--cpu", 2, *options, "--json", result)
+    run_script("benchmarks/feeding.py", "--cpu", 2, *options, "--json", result)
     (row,) = json.loads(result.read_text())["rows"]
     assert (row["model"], row["num_devices"], row["rows_per_device"]) == (model, 2, 3)
     assert 0 < row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
@@ -23,4 +23,4 @@ def test_on_replicas(model, tmp_path, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
 def test_without_gpus_it_says_what_to_do():
     with pytest.raises(SystemExit, match="^no GPU: --cpu 2"):
-        run_benchmark("feeding", "--models", "tiny")
+        run_script("benchmarks/feeding.py", "--models", "tiny")

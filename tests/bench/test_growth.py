@@ -5,14 +5,14 @@ import json
 import pytest
 import torch
 
-from tests.bench.scripts import run_benchmark
+from tests.scripts import run_script
 
 SMALL = ["--blocks", 1, "--length", 8, "--rounds", 2, "--steps", 1]
 
 
 def test_every_combination_stands_beside_one_device(tmp_path, capsys):
     result = tmp_path / "rows.json"
-    run_benchmark("growth", "--cpu", 2, 1, "--widths", 32, 64, "--rows", 1, 3, *SMALL, "--json", result)
+    run_script("benchmarks/growth.py", "--cpu", 2, 1, "--widths", 32, 64, "--rows", 1, 3, *SMALL, "--json", result)
     rows = json.loads(result.read_text())["rows"]
     found = [(row["width"], row["rows"], row["num_devices"]) for row in rows]
     assert found == [(w, r, n) for w in (32, 64) for r in (1, 3) for n in (1, 2)]
@@ -26,16 +26,16 @@ def test_every_combination_stands_beside_one_device(tmp_path, capsys):
 
 
 def test_without_one_device_there_is_no_efficiency(capsys):
-    run_benchmark("growth", "--cpu", 2, "--widths", 32, "--rows", 1, *SMALL)
+    run_script("benchmarks/growth.py", "--cpu", 2, "--widths", 32, "--rows", 1, *SMALL)
     assert "alone" not in capsys.readouterr().out
 
 
 def test_widths_are_made_of_heads():
     with pytest.raises(SystemExit, match="^--widths must be multiples of 32"):
-        run_benchmark("growth", "--cpu", 1, "--widths", 40, *SMALL)
+        run_script("benchmarks/growth.py", "--cpu", 1, "--widths", 40, *SMALL)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
 def test_without_gpus_it_says_what_to_do():
     with pytest.raises(SystemExit, match="^no GPU: --cpu 1 2"):
-        run_benchmark("growth")
+        run_script("benchmarks/growth.py")

@@ -41,7 +41,8 @@ def measure(peer, name=f"{OWN}classifier", **changed):
     return measure_row(Conditions(**{**conditions, **changed}))
 
 
-@pytest.mark.parametrize(("peer", "num_devices"), [("single", 1), ("ours", 2), ("step", 2), ("ddp", 2)])
+# DDP's: tests/cli/test_bench.py.
+@pytest.mark.parametrize(("peer", "num_devices"), [("single", 1), ("ours", 2), ("step", 2)])
 def test_figures_of_a_row(peer, num_devices):
     row = measure(peer)
     assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"]

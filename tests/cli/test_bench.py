@@ -3,12 +3,14 @@
 import json
 import re
 import subprocess
+from multiprocessing import resource_tracker
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 from everygpu.bench import timing
+from everygpu.bench.measure import Conditions, measure_row
 from everygpu.child import python_command
 from everygpu.cli import main
 from everygpu.cli.bench import find_devices
@@ -25,16 +27,44 @@ def bench(*arguments, cwd=ROOT):
     return subprocess.run(**command_of("bench", *arguments), cwd=cwd, capture_output=True, check=False)
 
 
+def invoke(*arguments):
+    return CliRunner().invoke(main, ["bench", "--cpu", *arguments], catch_exceptions=False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tracker():
+    """Have the process that multiprocessing starts once, and keeps."""
+    resource_tracker.ensure_running()
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Measure rows in this process: each in one of its own, as a user has them, imports torch again."""
+
+    def run(command, timeout):
+        return measure_row(Conditions(**json.loads(command[-1])))
+
+    precision, is_tuned = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    monkeypatch.setattr(timing, "run_command", run)
+    yield
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.benchmark = is_tuned
+
+
+@pytest.mark.usefixtures("here")
 def test_all_rows_of_a_machine_without_gpus(tmp_path):
     files = {"--json": tmp_path / "rows.json", "--report": tmp_path / "rows.md"}
-    done = bench(*QUICK, *(word for pair in files.items() for word in pair))
-    assert done.returncode == 0, done.stderr
+    done = invoke("--steps", "1", *(str(word) for pair in files.items() for word in pair))
+    assert done.exit_code == 0, done.stderr
     assert "No GPU" in done.stdout
     assert "says nothing about speed" in done.stdout
     found = json.loads(files["--json"].read_text())
     rows = {row["peer"]: row for row in found["rows"]}
     assert list(rows) == ["single", "ddp", "ours", "step"]
     assert all((row["model"], row["num_devices"]) == ("tiny", 1 + (peer != "single")) for peer, row in rows.items())
+    for row in rows.values():
+        assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"]
+        assert row["samples_per_s"] == pytest.approx(row["rows_per_device"] * row["num_devices"] * row["steps_per_s"])
     assert rows["single"]["efficiency"] == 1
     assert rows["ours"]["efficiency"] == rows["ours"]["samples_per_s"] / 2 / rows["single"]["samples_per_s"]
     assert found["machine"]["torch"] == torch.__version__
@@ -61,11 +91,11 @@ def test_a_model_of_ones_own(tmp_path):
     assert row["efficiency"] is None
 
 
-@pytest.mark.parametrize("peer", ["single", "ddp"])
-def test_a_wrong_model_ends_it_with_one_message(peer):
-    done = bench(*QUICK, "--model", f"{OWN}three", "--peer", peer, "--peer", "ours")
-    assert done.returncode == 2
-    assert done.stderr.startswith("Error: bench: tests.bench.own:three() must return a tuple")
+@pytest.mark.usefixtures("here")
+def test_a_wrong_model_ends_it_with_one_message():
+    done = invoke("--model", f"{OWN}three", "--peer", "single", "--peer", "ours")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("Error: tests.bench.own:three() must return a tuple")
     assert "ours" not in done.stdout
 
 
@@ -83,10 +113,6 @@ def outcomes(monkeypatch):
         return asked
 
     return install
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(main, ["bench", "--cpu", *arguments], catch_exceptions=False)
 
 
 FIGURES = {"ms": 2.0, "ms_min": 1.0, "ms_max": 3.0, "steps_per_s": 500.0, "samples_per_s": 4000.0,

@@ -224,7 +224,7 @@ class TestProcesses:
         monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
 
     def test_trials_in_processes_of_their_own(self, script, tmp_path, monkeypatch):
-        path = script(TRAIN)
+        path = script("sys.stdout.buffer.write(b'\\xff')  # is no text" + TRAIN)
         where = tmp_path / "trap"  # no file of the working directory is run in their place
         where.mkdir()
         (where / "random.py").write_text("raise SystemExit('trapped')")
@@ -232,23 +232,14 @@ class TestProcesses:
         assert tune.try_rows(16, path, [], 1, 5.0) == {"num_rows": 16, "fits": True, "peak_bytes": None}
         assert tune.try_rows(32, path, [], 1, 5.0) == {"num_rows": 32, "fits": False}
 
-    def test_a_script_that_prints_no_text(self, script):
-        path = script("sys.stdout.buffer.write(b'\\xff')\nfor x in loader(9): pass")
-        assert tune.try_rows(4, path, [], 1, 5.0)["fits"]
-
     def test_a_script_that_fails_is_shown(self, script):
         with pytest.raises(click.ClickException, match="exit code 1.*\n(.*\n)*.*KeyError: 'mine'"):
             tune.try_rows(4, script("for x in loader(9):\n  raise KeyError('mine')"), [], 1, 5.0)
 
-    def test_the_whole_command(self, script):
+    def test_the_whole_command_where_output_is_not_unicode(self, script):
         command = [sys.executable, "-m", "everygpu", "tune", "--seconds", "0.02", script(TRAIN), "--lr", "3"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith("begin --lr 3\n")
-        assert "num_workers=" in done.stdout
-
-    def test_where_output_is_not_unicode(self, script):
-        command = [sys.executable, "-m", "everygpu", "tune", "--seconds", "0.02", script(TRAIN)]
         environ = {**os.environ, "PYTHONIOENCODING": "cp1252"}  # as Windows has it for files and pipes
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
         assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("begin --lr 3\n")
+        assert "num_workers=" in done.stdout

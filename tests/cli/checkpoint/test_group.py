@@ -37,12 +37,10 @@ def test_a_path_the_system_refuses_is_four(call, verb):
     assert "File name too long" in result.stderr
 
 
-@pytest.mark.parametrize(("arguments", "code"), [(["ours", "a.pt"], 0), (["ours", "none"], 4)])
-def test_as_processes(here, arguments, code):
-    done = run("-m", "everygpu", "checkpoint", "diff", *(str(here / name) for name in arguments))
-    assert done.returncode == code, done.stderr
+def test_as_a_process(here):
+    done = run("-m", "everygpu", "checkpoint", "diff", str(here / "ours"), str(here / "none"))
+    assert (done.returncode, done.stdout) == (4, "")
     assert "Traceback" not in done.stderr
-    assert done.stdout == ("7 equal, 0 different\n" if code == 0 else "")
 
 
 def test_names_are_shown_where_the_output_has_no_letters_for_them(here):
