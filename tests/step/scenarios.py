@@ -1,0 +1,56 @@
+"""What steps go through with recordings and without, for equal losses and values."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import everygpu
+from tests.step.test_capture import Net, batches, num_recordings
+
+Devices = Callable[[int], list[torch.device]]
+Step = everygpu.TrainStep
+Scenario = Callable[[Step, list[Tensor]], None]
+"""Called with a step after it was recorded; appends to the losses."""
+
+X, Y = batches(1, torch.device("cpu"), ignore=False)[0]
+NUM_BEFORE = 6
+
+
+def adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1)
+
+
+def check(
+    recording: Devices,
+    scenario: Scenario,
+    *,
+    make: Any = Net,
+    loss: Any = F.cross_entropy,
+    count: int = 2,
+    first: Any = ((X, Y), {}),
+    **options: Any,
+) -> None:
+    """Go through a scenario with recorded steps and without; losses and all values must be equal."""
+    used = recording(count)
+    found = []
+    for capture in (False, "auto"):
+        torch.manual_seed(0)
+        net = make().to(used[0])
+        criterion = loss() if isinstance(loss, type) else loss
+        step = Step(everygpu.DataParallel(net, used), criterion, adamw(net), capture=capture, **options)
+        losses = [step(*first[0], **first[1]) for _ in range(NUM_BEFORE)]
+        assert not capture or num_recordings(step) == 1
+        scenario(step, losses)
+        found.append((torch.stack(losses), copy.deepcopy(net.state_dict())))
+    (plain, values), (recorded, ours) = found
+    torch.testing.assert_close(recorded, plain, rtol=1e-4, atol=1e-5)
+    for name, value in values.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def train_on(step: Step, losses: list[Tensor], num: int = 6, **kwargs: Any) -> None:
+    losses += [step(X, Y, **kwargs) for _ in range(num)]

@@ -1,0 +1,154 @@
+"""Batches of recorded steps: their structure, their rows, and what is written into them."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import everygpu
+from tests.step.scenarios import NUM_BEFORE, Devices, Step, X, Y, adamw, check, train_on
+from tests.step.test_capture import Net, num_recordings
+
+
+class Optional(Net):
+    """Tells nothing from an empty container."""
+
+    def forward(self, x: Tensor, more: Any = None) -> Tensor:
+        return super().forward(x) * (1.0 if more is None else 0.5 if isinstance(more, list) else 0.25)
+
+
+def test_empty_containers_count(recording: Devices) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        train_on(step, losses, more=[])
+        train_on(step, losses, more={})
+        train_on(step, losses)
+
+    check(recording, scenario, make=Optional)
+
+
+class Numbered(Net):
+    def forward(self, x: Tensor, number: int = 0) -> Tensor:
+        return super().forward(x)
+
+
+def test_values_that_never_come_back_take_no_memory(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.MAX_COUNTED", 20)
+    used = recording(2)
+    net = Numbered().to(used[0])
+    step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net))
+    for number in range(30):
+        step(X, Y, number=number)
+    assert len(step._capture._counts) == 20
+    for _ in range(4):
+        step(X, Y, number=0)
+    assert num_recordings(step) == 1
+
+
+def test_a_recording_does_not_keep_the_batch(recording: Devices) -> None:
+    used = recording(2)
+    net = Net().to(used[0])
+    step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net))
+    refs = []
+    for _ in range(6):
+        x = X.clone().to(used[0])
+        step(x, Y)
+        refs.append(weakref.ref(x))
+        del x
+    assert num_recordings(step) == 1
+    assert not any(ref() is not None for ref in refs)
+
+
+class Many(Net):
+    """Takes a dict of tensors, a scale without rows, and the rest by keyword."""
+
+    def forward(self, x: Tensor, more: Any = None, scale: Any = 1.0) -> Tensor:
+        h = super().forward(x["a"][0] + x["b"])
+        return h * scale if more is None else h * scale + more.sum()
+
+
+def each(step: Step, losses: list[Tensor], *batches_of: Any) -> None:
+    """Go through every batch often enough for it to be recorded."""
+    for args, kwargs in batches_of:
+        losses += [step(*args, **kwargs) for _ in range(6)]
+
+
+def test_nested_inputs_and_such_without_rows(recording: Devices) -> None:
+    half = X * 0.5
+    one = ({"x": {"a": (half,), "b": X}}, Y), {}
+
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        for i in range(6):
+            losses.append(
+                step(*one[0], scale=torch.tensor(0.1 * i), more=everygpu.Replicated(torch.full((3,), 0.1 * i)))
+            )
+        for i in range(6):
+            losses.append(step(*one[0], scale=0.5 + i % 2))
+
+    check(recording, scenario, make=Many, first=one)
+
+
+def test_fewer_rows_than_replicas(recording: Devices) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        step.model.module.norm.eval()
+        each(step, losses, ((X[:1], Y[:1]), {}), ((X[:2], Y[:2]), {}), ((X[:5], Y[:5]), {}), ((X, Y), {}))
+
+    check(recording, scenario)
+    check(recording, scenario, count=4)
+
+
+class Writing(Net):
+    """Changes its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(0.5))
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_inputs_that_are_written(recording: Devices, count: int, is_sharded: bool) -> None:
+    used = recording(count)
+    found = []
+    for capture in (False, "auto"):
+        net = Writing().to(used[0])
+        step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net), capture=capture)
+        for _ in range(6):
+            x = X.clone().to(used[0])
+            if is_sharded:
+                ((x, y),) = everygpu.Feeder([(X.clone(), Y)], used)
+            step(x, y if is_sharded else Y.to(used[0]))
+        assert not capture or num_recordings(step) == 1
+        found.append(x)
+    assert found[0].equal(found[1])
+    assert not found[0].equal(X.to(used[0]))
+
+
+@pytest.mark.parametrize("split", ["even", [2.0, 1.0], [0.0, 1.0]], ids=str)
+def test_rows_along_another_dimension(recording: Devices, split: Any) -> None:
+    class Sideways(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.T).T
+
+    used = recording(2)
+    found = []
+    for capture in (False, "auto"):
+        net = Sideways().to(used[0])
+        model = everygpu.DataParallel(net, used, dim=1, split=split)
+        step = Step(model, lambda output, target: F.cross_entropy(output.T, target[0]), adamw(net), capture=capture)
+        found.append(torch.stack([step(X.T[:, :rows], Y[None, :rows]) for rows in (12, 11) for _ in range(6)]))
+        assert not capture or num_recordings(step) == 2
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+def test_outputs_that_are_joined(recording: Devices) -> None:
+    used = recording(2)
+    found = []
+    for capture in (False, "auto"):
+        net = Net().to(used[0])
+        model = everygpu.DataParallel(net, used, gather="joined")
+        step = Step(model, F.cross_entropy, adamw(net), capture=capture)
+        found.append(torch.stack([step(X, Y) for _ in range(NUM_BEFORE)]))
+        assert not capture or num_recordings(step) == 1
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
