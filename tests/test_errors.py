@@ -1,9 +1,11 @@
 """The tree of errors is the one drawn at the top of its file."""
 
+import ast
 import builtins
 import inspect
 import pickle
 import re
+from pathlib import Path
 
 import pytest
 
@@ -51,8 +53,44 @@ def test_message_is_shown_as_written_and_survives_pickling(kind):
 
 @pytest.mark.parametrize("kind", DEFINED.values(), ids=DEFINED)
 def test_error_says_what_it_is_for(kind):
-    assert kind.__doc__.endswith(".")
+    assert kind.__doc__.splitlines()[0].endswith(".")
 
 
 def test_mismatch_without_a_message_can_still_be_printed():
     assert str(CheckpointMismatchError()) == ""
+
+
+ROOT = Path(errors.__file__).parent
+TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+
+
+def raised_bare(tree):
+    """Give the lines that raise the base class itself."""
+    for node in ast.walk(tree):
+        raised = node.exc.func if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) else None
+        raised = node.exc if isinstance(node, ast.Raise) and raised is None else raised
+        if raised is not None and ast.unparse(raised).rpartition(".")[2] == "EveryGPUError":
+            yield node.lineno
+
+
+def test_the_base_class_itself_is_never_raised():
+    assert {name: lines for name, tree in TREES.items() if (lines := list(raised_bare(tree)))} == {}
+
+
+@pytest.mark.parametrize(
+    "line", ["raise EveryGPUError('x')", "raise errors.EveryGPUError('x') from e", "raise EveryGPUError"]
+)
+def test_a_raise_of_the_base_class_is_found(line):
+    assert list(raised_bare(ast.parse(line))) == [1]
+
+
+def children_without_a_builtin(tree):
+    """Name the classes that inherit from the base class and from nothing else."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and [ast.unparse(b) for b in node.bases] == ["EveryGPUError"]:
+            yield node.name
+
+
+def test_every_child_has_a_builtin():
+    assert {name: kinds for name, tree in TREES.items() if (kinds := list(children_without_a_builtin(tree)))} == {}
+    assert list(children_without_a_builtin(ast.parse("class A(EveryGPUError): ..."))) == ["A"]

@@ -8,18 +8,20 @@
     ├── SplitError (ValueError)               the batch can't be cut into shards
     ├── GatherError (ValueError)              the replicas' outputs can't be joined
     ├── OptimizerError (TypeError)            what was passed as the optimizer can't be used so
-    ├── CaptureError (RuntimeError)           a training step can't be recorded, though it must
+    ├── CaptureError (RuntimeError)           a step can't be recorded as a CUDA graph
+    ├── CallError (RuntimeError)              a call comes where, or asks for what, the object can't do
+    ├── CopyError (TypeError)                 an object that can't be copied or pickled was to be
     ├── LossError (ValueError)                what the loss returned can't be trained on; a RuntimeError, too
     ├── ReplicaError (RuntimeError)           names the replica an exception came from
     ├── WorkerError (RuntimeError)            a worker process of the loader died
     ├── FeedTimeoutError (TimeoutError)       no batch came in time
-    ├── BenchmarkError (RuntimeError)         a way to train can't be measured on this machine
+    ├── BenchmarkError (RuntimeError)         a way of training can't be measured on this machine
     └── CheckpointError (RuntimeError)
         ├── CheckpointNotFoundError (FileNotFoundError)
         ├── CheckpointDamagedError (ValueError)    truncated, altered or incomplete
         ├── CheckpointForeignError (ValueError)    not written by everygpu, or by a newer format
         ├── CheckpointContentError (TypeError)     a value that has no place in a checkpoint
-        ├── CheckpointBusyError (BlockingIOError)  somebody else is saving there
+        ├── CheckpointBusyError (BlockingIOError)  another saver holds the path
         └── CheckpointMismatchError (KeyError)     keys or shapes differ from the target's
 
 Each inherits the builtin that callers already catch where torch or Python raises it. Messages read
@@ -28,7 +30,21 @@ Each inherits the builtin that callers already catch where torch or Python raise
 
 
 class EveryGPUError(Exception):
-    """Base class: catch it to catch everything this package raises on purpose."""
+    """Base class of every error that this package raises on purpose.
+
+    Each child inherits a builtin, too, so callers that catch torch's or Python's own error go on to work. Errors of
+    the user's model, loss or dataset are not wrapped: they reach the caller with their own type.
+
+    ::
+
+        try:
+            checkpoints.load(model=model)
+        except everygpu.EveryGPUError as error:  # here also a RuntimeError
+            print(error)  # <function>: <what is required>, got <value>. <What to do.>
+
+    Source:
+        The tree of errors is drawn in ``everygpu.errors``.
+    """
 
 
 class OptionError(EveryGPUError, ValueError):
@@ -60,7 +76,15 @@ class OptimizerError(EveryGPUError, TypeError):
 
 
 class CaptureError(EveryGPUError, RuntimeError):
-    """A training step that must be recorded as a CUDA graph can't be."""
+    """A step can't be recorded as a CUDA graph. Under ``capture="auto"`` it is the logged reason, not raised."""
+
+
+class CallError(EveryGPUError, RuntimeError):
+    """A call comes at a moment, or asks for a result, that the object doesn't support."""
+
+
+class CopyError(EveryGPUError, TypeError):
+    """An object that can't be copied or pickled was asked to be."""
 
 
 class LossError(EveryGPUError, ValueError, RuntimeError):
@@ -104,7 +128,7 @@ class CheckpointContentError(CheckpointError, TypeError):
 
 
 class CheckpointBusyError(CheckpointError, BlockingIOError):
-    """Somebody else is saving to the same place."""
+    """Another saver, in this process or another, holds the lock of the same path."""
 
 
 class CheckpointMismatchError(CheckpointError, KeyError):

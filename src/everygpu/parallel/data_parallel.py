@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from everygpu.devices import parse_device, parse_devices, spread_seeds
 from everygpu.devices.p2p import reach_each_other
 from everygpu.devices.parse import DeviceLike
-from everygpu.errors import EveryGPUError, OptionError
+from everygpu.errors import CallError, OptionError
 from everygpu.keys import align_keys, compiled_original, unwrap
 from everygpu.parallel.buckets.sizes import check_bucket_cap, replica_bucket_bytes
 from everygpu.parallel.compiler.eval_frame import not_compiled
@@ -318,9 +318,7 @@ class DataParallel(nn.Module):
         stays in ``_running`` is not that of the call which has the lock.
         """
         if self._call in _running.get() and self._turn.locked():
-            raise EveryGPUError(
-                "DataParallel: forward can't be called from within its own forward. Call the inner module."
-            )
+            raise CallError("DataParallel: forward can't be called from within its own forward. Call the inner module.")
         if self._pid != os.getpid():  # a fork copies no threads, and locks as they were
             self._prepare()
         with self._turn:

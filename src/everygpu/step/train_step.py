@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from everygpu import comm, tree
-from everygpu.errors import EveryGPUError
+from everygpu.errors import CopyError
 from everygpu.keys import unwrap
 from everygpu.parallel.cuda_graphs.recorder import Capture
 from everygpu.parallel.cuda_graphs.static_batch import Batch
@@ -211,8 +211,9 @@ class TrainStep:
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise EveryGPUError(
-            "TrainStep: can't be copied or pickled. Copy the model and the optimizer together, and make a new one."
+        raise CopyError(
+            "TrainStep: can't be copied or pickled, as it owns recordings and memory of its devices. "
+            "Copy the model and the optimizer together, and make a new one."
         )
 
     def _learn(self, batch: Batch, update: EarlyUpdate | None = None) -> Tensor:

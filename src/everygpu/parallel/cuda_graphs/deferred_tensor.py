@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from everygpu.errors import EveryGPUError
+from everygpu.errors import CaptureError
 from everygpu.parallel.compiler.eval_frame import is_compiler_at_work, left_to_run
 from everygpu.torch_private.pytree import tree_map_only
 from everygpu.torch_private.tensors import make_wrapper_subclass
@@ -19,7 +19,7 @@ PATIENCE_S = 1.0
 """How long a thread may take to drop its references to what it has returned, on a busy machine."""
 
 
-class DeferredTensorError(EveryGPUError):
+class DeferredTensorError(CaptureError):
     """A recording can't go on with a deferred tensor.
 
     Args:

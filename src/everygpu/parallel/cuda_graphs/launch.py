@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from everygpu import comm, tree
-from everygpu.errors import EveryGPUError
+from everygpu.errors import CallError, CaptureError
 from everygpu.parallel.buckets.copies import Streams
 from everygpu.parallel.buckets.memory import Grads, Use
 from everygpu.parallel.cuda_graphs.deferred_linear import LinearCall
@@ -156,14 +156,14 @@ def find_grads(outputs: list[Tensor], seeds: Sequence[Tensor], leaves: Leaves) -
         seeds: Their gradients.
         leaves: Of the recording.
     Raises:
-        EveryGPUError: a gradient is sparse.
+        CaptureError: a gradient is sparse.
     """
     flat = [t for row in leaves for tensors in row for t in tensors]
     # The graph stays, for backwards that can't be launched.
     each = iter(torch.autograd.grad(outputs, flat, seeds, retain_graph=True, allow_unused=True))
     grads: list[list[Grads]] = [[[next(each) for _ in tensors] for tensors in row] for row in leaves]
     if any(g is not None and g.layout != torch.strided for row in grads for gs in row for g in gs):
-        raise EveryGPUError("DataParallel: gradients must be dense, got sparse ones")
+        raise CaptureError("DataParallel: gradients must be dense, got a sparse one. Pass engine='threads'.")
     return grads
 
 
@@ -222,9 +222,9 @@ class _LaunchNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
-            raise EveryGPUError(
-                "DataParallel: create_graph=True needs gradients that are no recording's. "
-                "Pass engine='threads' for second derivatives."
+            raise CallError(
+                "DataParallel: backward of a recorded step can't take create_graph=True, as a recording has no "
+                "graph of its gradients. Pass engine='threads' for second derivatives."
             )
         with ctx.streams.current():
             return None, None, *ctx.launch.backward(grads)

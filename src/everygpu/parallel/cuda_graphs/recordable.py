@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from everygpu import tree
-from everygpu.errors import EveryGPUError
+from everygpu.errors import CaptureError
 from everygpu.parallel.cuda_graphs.deferred_linear import LinearCall
 from everygpu.parallel.cuda_graphs.deferred_tensor import DeferredTensor, DeferredTensorError
 from everygpu.parallel.cuda_graphs.static_batch import PLAIN_TYPES
@@ -28,12 +28,15 @@ def check_outputs(outputs: list[Any]) -> None:
     """Refuse outputs that a launch can't return anew.
 
     Raises:
-        EveryGPUError: one is neither a dense tensor nor a plain number or string.
+        CaptureError: one is neither a dense tensor nor a plain number or string.
     """
     for path, x in tree.leaves(outputs, "out"):
         is_array = type(x) is Tensor and x.layout == torch.strided
         if not is_array and type(x) not in (*PLAIN_TYPES, LinearCall):
-            raise EveryGPUError(f"DataParallel: outputs must be tensors or numbers, got {type(x).__name__} at {path}")
+            raise CaptureError(
+                f"DataParallel: outputs must be dense tensors, numbers or strings to be recorded, "
+                f"got {type(x).__name__} at {path}. Pass engine='threads'."
+            )
 
 
 def check_graph(outputs: list[Tensor], params: list[Tensor]) -> None:
@@ -43,20 +46,28 @@ def check_graph(outputs: list[Tensor], params: list[Tensor]) -> None:
         outputs: Of the forward that was recorded.
         params: The originals, in whose place the forward has used leaves.
     Raises:
-        EveryGPUError: the graph reaches an original, a reentrant checkpoint or a sparse gradient.
+        CaptureError: the graph reaches an original, a reentrant checkpoint or a sparse gradient.
         DeferredTensorError: the graph reaches a tensor without memory.
     """
     originals = set(map(id, params))
     for node in _nodes(outputs):
         variable = node.variable if node.name() == _ACCUMULATION else None  # type: ignore[attr-defined]
         if id(variable) in originals:
-            raise EveryGPUError("DataParallel: a parameter is used that is in a plain attribute of a module")
+            raise CaptureError(
+                "DataParallel: every parameter in forward must be a registered one, got one from a plain attribute "
+                "of a module. Register it with register_parameter."
+            )
         if isinstance(variable, DeferredTensor):
             raise DeferredTensorError("an autograd function was given what isn't there yet")
         if node.name() == "CheckpointFunctionBackward":
-            raise EveryGPUError("DataParallel: checkpoints must have use_reentrant=False")
+            raise CaptureError(
+                "DataParallel: activation checkpoints must be non-reentrant, got a reentrant one. "
+                "Call torch.utils.checkpoint.checkpoint with use_reentrant=False."
+            )
         if getattr(node, "_saved_sparse", False):
-            raise EveryGPUError("DataParallel: gradients must be dense, those of an embedding are sparse")
+            raise CaptureError(
+                "DataParallel: gradients must be dense, got an embedding with sparse=True. Pass sparse=False."
+            )
 
 
 def _nodes(outputs: list[Tensor]) -> set[Node]:
