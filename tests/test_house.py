@@ -22,7 +22,6 @@ MAX_MODULE, MAX_FUNCTION = 300, 40
 
 ALLOWED: dict[str, dict[str, int]] = {
     "lines of a module": {
-        "feed/batch_size.py": 308,
         "parallel/buckets/bucket.py": 430,
         "parallel/data_parallel.py": 427,
         "step/flat_parameters.py": 303,
@@ -42,37 +41,12 @@ ALLOWED: dict[str, dict[str, int]] = {
         "parallel/cuda_graphs/capture_lock.py:_STREAM_POOL": 1,  # streams are the process's
     },
     "vague words": {
-        "bench/report.py": 1,
-        "checkpoint-format.md": 1,
-        "checkpoint/directory.py": 2,
-        "checkpoint/foreign/dcp_metadata.py": 1,
-        "checkpoint/foreign/parts.py": 1,
-        "checkpoint/foreign/sections.py": 1,
-        "checkpoint/foreign/torch_file.py": 1,
-        "checkpoint/lock.py": 4,
-        "checkpoint/position.py": 1,
-        "checkpoint/run_directory.py": 2,
-        "checkpoint/save.py": 1,
-        "cli/checkpoint/__init__.py": 1,
-        "comm/copies.py": 1,
-        "comm/upload.py": 1,
-        "devices/peer_test.py": 1,
-        "devices/reserve.py": 1,
-        "errors.py": 2,
-        "feed/batch_size.py": 1,
-        "feed/one_pass.py": 2,
-        "feed/source.py": 2,
-        "folders.py": 1,
-        "locks.py": 1,
         "parallel/buckets/bucket.py": 1,
         "parallel/engines/scheduler.py": 2,
         "step/sharded_optimizer.py": 1,
         "step/train_step.py": 1,
-        "training-step.md": 1,
     },
     "old names": {
-        "checkpoint/foreign/dcp.py": 3,
-        "checkpoint/foreign/dcp_metadata.py": 6,
         "parallel/compiler/inductor_backend.py": 1,
         "parallel/compiler/split_graph.py": 1,
         "parallel/cuda_graphs/recorded_forward.py": 2,
@@ -222,8 +196,12 @@ def names_in(tree):
         yield from (name for name in found if isinstance(name, str))
 
 
+def old_names(name):
+    """Give the old names that a file may not have: a span of bytes in DCP's files is no range of blocks."""
+    return frozenset(OLD.split()) - ({"Span"} if name.startswith("checkpoint/foreign/") else set())
+
+
 def test_old_names_are_gone():
-    old = frozenset(OLD.split())
-    found = {name: sum(n in old for n in names_in(tree)) for name, tree in TREES.items()}
-    found |= {name: sum(n in old for n in re.findall(r"`(\w+)", text)) for name, text in DOCS.items()}
+    found = {name: sum(n in old_names(name) for n in names_in(tree)) for name, tree in TREES.items()}
+    found |= {name: sum(n in old_names(name) for n in re.findall(r"`(\w+)", text)) for name, text in DOCS.items()}
     expect("old names", found)

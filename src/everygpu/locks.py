@@ -1,4 +1,4 @@
-"""A lock that a process holds as long as it lives, and that nobody has to clean up after it."""
+"""A lock that a process holds as long as it lives; the operating system releases it."""
 
 import os
 import sys
@@ -28,7 +28,7 @@ class Lock:
         self._owner = os.getpid()
 
     def write(self, text: str) -> None:
-        """Say something about the holder to those who find the lock taken."""
+        """Describe the holder, for processes that find the lock taken."""
         if self._handle is not None:
             os.ftruncate(self._handle, 0)
             os.lseek(self._handle, 0, os.SEEK_SET)

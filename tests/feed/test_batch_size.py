@@ -16,7 +16,8 @@ from torch import nn
 import everygpu
 from everygpu import DataParallel, Replicated, find_batch_size
 from everygpu.errors import ModuleError, OptimizerError, OptionError, SplitError
-from everygpu.feed.batch_size import PRECISION, resize
+from everygpu.feed.batch_size import resize
+from everygpu.feed.size_search import PRECISION
 from everygpu.folders import cache_folder
 
 EXAMPLE = (torch.arange(6.0).reshape(3, 2), torch.arange(3))

@@ -41,7 +41,7 @@ def describe_machine(commit: str | None = None) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Ask git, if this is a checkout: an installed package may lie inside of somebody else's."""
+    """Ask git, if this is our checkout: an installed package may lie inside of another project's."""
     package = Path(__file__).parents[1]
     root = package.parents[1]
     if package != root / "src" / "everygpu":

@@ -88,7 +88,7 @@ def new_directory(target: Path) -> Iterator[Path]:
     Args:
         target: As `resolve_target` returned it. Missing parents are made.
     Raises:
-        CheckpointBusyError: somebody else is saving to the target.
+        CheckpointBusyError: another saver is writing to the target.
     """
     _make_parents(target.parent)
     with hold_lock(target.with_name(f".{target.name}.lock")) as is_alone:
@@ -261,7 +261,7 @@ def _is_working_directory(target: Path) -> bool:
 
 
 def _find_lone_tensors(target: Path, entries: list[Path]) -> list[str]:
-    """List files with a checkpoint's names where none ever was: weights that somebody else has put there."""
+    """List files with a checkpoint's names where there never was a checkpoint: weights of another origin."""
     marks = {MANIFEST_FILE, STATE_FILE}
     if any(entry.name in marks for entry in entries) or any((target / name).exists() for name in marks):
         return []

@@ -80,12 +80,8 @@ def load(
     else:
         contents = read_contents(Path(path), targets, device, verify)
     plans = _plan_all(contents, targets, extras, fit)
-    if rng and contents.rng is None:
-        raise CheckpointMismatchError(
-            f"load: random states are only in checkpoints of everygpu.save, got {path}. Leave out rng=True."
-        )
     if rng:
-        plans.append(plan_rng_restore(contents.rng))
+        plans.append(_plan_rng(contents, path))
     rest = {name: _plain(part) for name, part in contents.extras.items() if name not in extras}
     if not plans and not rest:
         raise OptionError(
@@ -133,6 +129,14 @@ def _plan_all(
     plans = [_plan(contents.extras, name, target, others) for name, target in extras.items()]
     # The model comes last: what is checked least is restored first.
     return plans + [_plan(contents.parts, name, targets[name], fit) for name in reversed(targets)]
+
+
+def _plan_rng(contents: Contents, path: str | os.PathLike[str]) -> Callable[[], object]:
+    if contents.rng is None:
+        raise CheckpointMismatchError(
+            f"load: random states are only in checkpoints of everygpu.save, got {path}. Leave out rng=True."
+        )
+    return plan_rng_restore(contents.rng)
 
 
 def _read_foreign(

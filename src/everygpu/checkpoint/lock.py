@@ -24,9 +24,9 @@ def hold_lock(path: Path) -> Iterator[bool]:
     Args:
         path: The lock file; made for the purpose and removed again.
     Returns:
-        Whether nobody else can hold it; False where the file system has no locks, which is logged.
+        Whether the lock is exclusive; False where the file system has no locks, which is logged.
     Raises:
-        CheckpointBusyError: somebody else holds it.
+        CheckpointBusyError: another saver holds it.
         OSError: the file can't be made.
     """
     owner = os.getpid()
@@ -136,7 +136,7 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
 
 def _busy(path: Path) -> CheckpointBusyError:
     return CheckpointBusyError(
-        f"save: nobody else may be saving to the same place, got {path} locked by another saver. "
+        f"save: the path must have one saver at a time, got {path} locked by another saver. "
         f"Wait for it, or save each run to a directory of its own."
     )
 

@@ -123,7 +123,7 @@ def rotate(directory: Path, keep: int, keep_best: Mapping[str, Mode], verdicts: 
 
 
 def recover(directory: Path) -> None:
-    """Clear away what killed savers of the run have left; nobody may be saving there."""
+    """Remove what killed savers of the run have left. The caller holds the directory's lock."""
     remove_leftovers(directory, _NAME)
 
 

@@ -70,7 +70,7 @@ def save(
         CheckpointForeignError: something else than a checkpoint is at the path, or it is the working directory; it is
             left alone.
         OptionError: the path is none, or empty; or there is nothing to save.
-        CheckpointBusyError: somebody else is saving to the path; theirs goes on.
+        CheckpointBusyError: another saver is writing to the path; its save goes on.
         CheckpointError: writing failed; the old checkpoint is untouched.
     """
     require_names(misplaced, "save", "save(path, model=model)")

@@ -161,7 +161,7 @@ def choose_gpus(
         request: How many, or which.
         demand: The same number, and what each must have.
         environ: As ``os.environ``.
-        holders: Who has reserved what, by UUID.
+        holders: The process that has reserved a GPU, by UUID.
     Raises:
         DeviceError: too few; the message has a table of every GPU.
     """

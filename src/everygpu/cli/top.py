@@ -1,4 +1,4 @@
-"""``everygpu top``: every GPU as it is now, who uses it, and how fast runs of everygpu go."""
+"""``everygpu top``: each GPU's present load, the processes on it, and the speed of everygpu's runs."""
 
 import json
 import os

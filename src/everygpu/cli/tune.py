@@ -131,7 +131,7 @@ def _explain_end(script: str, which: int, code: str | int | None, last: str = ""
 
 
 def _tune_batch_size(console: Console, script: str, args: Sequence[str], which: int, headroom: float) -> dict[str, Any]:
-    from everygpu.feed.batch_size import find_size
+    from everygpu.feed.size_search import find_size
 
     table = Table("rows", "fits", "peak on one GPU", highlight=False)
     trials: list[dict[str, Any]] = []

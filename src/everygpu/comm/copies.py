@@ -13,7 +13,7 @@ from everygpu.comm.streams import kept_stream
 SMALL_BYTES = 2**20
 """Up to here a kernel that writes to the other GPU is done before a copy would begin."""
 
-# Facts about the process: which GPUs' kernels have written to which other GPUs. Whoever records may launch these, but
+# Facts about the process: which GPUs' kernels have written to which other GPUs. A recording may launch these, but
 # load no new ones; in a graph of the user's own, perhaps none was loaded.
 _linked: set[tuple[torch.device, torch.device]] = set()
 
@@ -24,7 +24,7 @@ def copy(x: Tensor, device: torch.device, *, fresh: bool = False) -> Tensor:
         if x.requires_grad:
             return _RecordedCopy.apply(x, device)  # type: ignore[no-untyped-call, no-any-return]
         return _copy_in_graph(x, device)
-    # Who reads host memory doesn't ask whether the copy is done.
+    # Reads of host memory don't wait for the copy, so copies to the host are synchronous.
     return x.to(device, non_blocking=device.type != "cpu", copy=fresh)
 
 
@@ -137,7 +137,7 @@ def broadcast(source: Tensor, targets: Sequence[Tensor]) -> None:
 
 @contextmanager
 def _beside(source: Tensor, index: int) -> Iterator[None]:
-    """In a CUDA graph, queue a copy from a GPU beside what comes next there; who uses the target waits for it."""
+    """In a CUDA graph, queue a copy on a stream beside the GPU's next work; readers of the target wait for it."""
     if not (source.is_cuda and _is_capturing()):
         yield
         return

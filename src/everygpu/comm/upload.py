@@ -26,7 +26,7 @@ Mark = tuple[torch.device, torch.cuda.Event]
 
 
 def upload(part: Tensor, device: torch.device) -> Tensor:
-    """Queue a copy to a device; nobody waits for it yet.
+    """Queue a copy to a device, without waiting for it.
 
     Args:
         part: Shape (...), on any device; not written until the copy is done. Without gradients.

@@ -2,7 +2,7 @@
 
     python -m everygpu.devices.peer_test NUM_DEVICES [--measure] [--collective]
 
-Writes a line of JSON before and after each pair, so that whoever reads them knows which one hangs.
+Writes a line of JSON before and after each pair, so that the reader knows which one hangs.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Keep two runs that start together from choosing the same GPU.
 
 A run holds a locked file per GPU, named by UUID, in the user's runtime folder, for as long as it lives.
-Choosing happens one process at a time, so nobody takes half of what another is about to take.
+One process chooses at a time, so two runs never take halves of the same set.
 """
 
 import json
@@ -21,7 +21,7 @@ from everygpu.locks import Lock, is_locked, try_lock, wait_for_lock
 logger = logging.getLogger("everygpu")
 OWN = "EVERYGPU_RESERVED"
 """Variable by which the processes that a run starts know its GPUs for their own: UUIDs, with commas."""
-_TURN_S = 10.0  # choosing takes milliseconds; who is stopped in the middle of it must not stop everyone
+_TURN_S = 10.0  # choosing takes milliseconds; a process suspended in the middle of it must not block all others
 
 
 class Named(Protocol):

@@ -14,14 +14,12 @@ from everygpu.errors import ModuleError, OptimizerError, OptionError
 from everygpu.feed.arguments import as_whole, check_callback, describe, is_number
 from everygpu.feed.feeder import data_parallel_in, find_route
 from everygpu.feed.restore import restored
+from everygpu.feed.size_search import find_size
 from everygpu.feed.tuning_cache import describe_run, read_result, write_result
 from everygpu.parallel.scatter.split import ScatterSpec, find_rows
 
 STEPS_PER_TRIAL = 2
 """The first step makes the optimizer's state, the second has it beside its activations."""
-
-PRECISION = 0.05
-"""The search stops when the largest size that fits and the smallest that doesn't are this close."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,58 +189,6 @@ class _Search:
         )
 
 
-def find_size(fits: Callable[[int], bool], start: int, lowest: int, highest: int, grain: int) -> int | None:
-    """Search for the largest size that fits: double or halve until a smaller fits and a larger doesn't, then bisect.
-
-    Args:
-        fits: Tries a size.
-        start: The first to try.
-        lowest: The smallest to try.
-        highest: The largest to try.
-        grain: Sizes in between are multiples of this.
-    Returns:
-        A size that fits; None when the smallest doesn't.
-    """
-    low, high = _grow(fits, start, highest) if fits(start) else _shrink(fits, start, lowest)
-    if low is None:
-        return None
-    while (middle := _between(low, high, grain)) is not None:
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def _grow(fits: Callable[[int], bool], size: int, highest: int) -> tuple[int, int]:
-    while size < highest:
-        larger = min(2 * size, highest)
-        if not fits(larger):
-            return size, larger
-        size = larger
-    return size, highest + 1
-
-
-def _shrink(fits: Callable[[int], bool], size: int, lowest: int) -> tuple[int | None, int]:
-    while size > lowest:
-        smaller = max(size // 2, lowest)
-        if fits(smaller):
-            return smaller, size
-        size = smaller
-    return None, size
-
-
-def _between(fits: int, fails: int, grain: int) -> int | None:
-    """Choose a size in the middle: a multiple of the grain, or None when the two are close enough."""
-    if fails - fits <= max(1, PRECISION * fits):
-        return None
-    middle = (fits + fails) // 2
-    rounded = middle // grain * grain
-    if fits < rounded < fails:
-        return rounded
-    return None if fits >= grain else middle
-
-
 def _attempt(step: Callable[[Any], object], batch: Any) -> str | None:
     """Run a few steps; return what was said when memory ran out, without the frames that hold on to it."""
     try:
@@ -285,7 +231,7 @@ def resize(batch: Any, num_rows: int, dim: int) -> Any:
 
 
 def return_memory() -> None:
-    """Give all memory that nobody holds back to the GPUs."""
+    """Return unreferenced memory of the caching allocator to the GPUs."""
     if _devices_in_use():
         gc.collect()
     for device in _devices_in_use():

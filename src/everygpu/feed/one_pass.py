@@ -147,7 +147,7 @@ def _prepare(source: Source, route: ScatterSpec) -> _Prepared:
 
 
 def _prepare_batches(source: Source, channel: Channel[_Prepared], route: ScatterSpec, end_state: list[Any]) -> None:
-    """Prepare batches until there are no more, or nobody wants them; the thread's whole life."""
+    """Prepare batches until the loader ends or the channel closes: the thread's target."""
     kill = False
     try:
         while True:
@@ -177,7 +177,7 @@ def _end_pass(source: Source, channel: Channel[_Prepared], thread: threading.Thr
         return
     try:
         thread.join(GRACE_S)
-    except BaseException:  # Ctrl-C once more: whoever presses it wants an end
+    except BaseException:  # a second Ctrl-C asks for an end at once
         source.kill_workers()
         thread.join(GRACE_S)
         raise

@@ -31,7 +31,7 @@ class Source:
     Args:
         iterator: Of the user's loader.
         loader: Where it comes from.
-        is_stopped: Tells that nobody wants another batch.
+        is_stopped: Tells that the consumer has closed the channel.
     """
 
     def __init__(self, iterator: Iterator[Any], loader: Any, is_stopped: Callable[[], bool]) -> None:
@@ -48,7 +48,7 @@ class Source:
 
         Raises:
             StopIteration: there is none.
-            ChannelClosed: nobody wants it.
+            ChannelClosed: the consumer has closed the channel.
             WorkerError: a worker process died.
         """
         try:

@@ -19,8 +19,8 @@ _ALWAYS_BYTES = 64 * 2**20
 def max_unfolded_bytes(size_bytes: int) -> int:
     """Tell how many bytes the tensors of a file may have, all together and each counted under every name.
 
-    More than the file, as tied weights have several names, a buffer may be one number expanded, and somebody may have
-    compressed the file. Without a bound, a file of a kilobyte gives a tensor of terabytes, which is an error only
+    More than the file, as tied weights have several names, a buffer may be one number expanded, and the file may
+    be compressed. Without a bound, a file of a kilobyte gives a tensor of terabytes, which is an error only
     when it is copied.
 
     Args:

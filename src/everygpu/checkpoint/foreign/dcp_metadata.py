@@ -1,6 +1,6 @@
 """The ``.metadata`` of torch.distributed.checkpoint (DCP): which tensor is where in which file.
 
-The file is a pickle, and torch's own reader unpickles it without restriction: whoever can write a checkpoint can run
+The file is a pickle, and torch's own reader unpickles it without restriction: a crafted checkpoint can run
 programs at its reader. Here it is unpickled with a list of the few classes that DCP writes, and even these are not the
 real ones: each becomes an inert record made for this one reading, so that nothing in the file reaches torch's classes.
 """

@@ -64,7 +64,7 @@ def _part(value: Any, target: object, device: torch.device) -> Part:
 
 
 def _module_part(state: Mapping[str, Any], versions: Mapping[str, Any], target: nn.Module, chosen: str = "") -> Part:
-    # Tensors are copied into the module's own; extra state is kept by whoever gets it.
+    # Tensors are copied into the module's own; the module keeps extra state itself.
     cpu = torch.device("cpu")
     state = {name: value if isinstance(value, Tensor) else detach(value, cpu) for name, value in state.items()}
     if chosen:

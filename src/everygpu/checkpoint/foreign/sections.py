@@ -33,7 +33,7 @@ _MAX_DEPTH = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What a checkpoint holds, whoever wrote it."""
+    """The state dicts and values of a checkpoint, in whatever format it was written."""
 
     format: str
     """In words, for people."""

@@ -1,8 +1,8 @@
 """Files of torch.save, with ``weights_only=True`` and nothing else.
 
 A pickle is a program. torch's restricted unpickler runs only what rebuilds tensors and plain containers; a file
-that asks for more is refused. There is no way around it here, and none is tried: whoever trusts a file can allow a
-single name with ``torch.serialization.add_safe_globals``, or write its tensors anew.
+that asks for more is refused. This module has no switch around it. For a file that is trusted, allow a
+single name with ``torch.serialization.add_safe_globals``, or save its tensors anew.
 """
 
 import io
