@@ -36,7 +36,9 @@ def load(
     Foreign checkpoints are read too, without executing anything in them: files of ``torch.save`` that hold
     a state dict or a dict with one under a usual name, safetensors, both in shards with an index, and
     directories of ``torch.distributed.checkpoint``. Names under a prefix of an outer module, as Lightning
-    writes them, fit the model inside.
+    writes them, fit the model inside::
+
+        step = everygpu.load("run/checkpoint", model=model, optimizer=optimizer, rng=True)["step"]
 
     Args:
         path: The directory that `everygpu.save` wrote; that of a `CheckpointManager`, whose newest checkpoint is
@@ -67,6 +69,9 @@ def load(
         CheckpointContentError: a target can't be loaded into.
         DeviceError: map_location is no device.
         OptionError: match is neither of the two; or nothing is asked for, and there are no extras to return.
+    Source:
+        ``torch.load(weights_only=True)`` and ``Module.load_state_dict``, which changes tensors before it has checked
+        all of them.
     """
     require_names(misplaced, "load", "load(path, model=model)")
     targets = {"model": model, "optimizer": optimizer, "scheduler": scheduler}

@@ -41,14 +41,21 @@ class CheckpointManager:
     ::
 
         with everygpu.CheckpointManager("runs/digits", keep=3, every=500) as checkpoints:
-            if checkpoints.latest():
-                step = checkpoints.load(model=model, optimizer=optimizer, data=data, rng=True)["step"]
-            ...
-                checkpoints.save(step, model=model, optimizer=optimizer, data=data)
+            state = {"model": model, "optimizer": optimizer, "data": data}
+            done = checkpoints.load(**state, rng=True)["step"] if checkpoints.latest() else 0
+            for step, (x, y) in enumerate(data, done + 1):
+                train(x, y)
+                checkpoints.save(step, **state)  # writes at every 500th step
 
-    Not safe for several threads; several processes that save to one directory exclude each other. Ctrl-C may come at
-    any moment: a checkpoint is whole or not there, and the next save works. The interpreter's end waits for what is
-    saved in the background.
+    Not safe for several threads. Several processes that save to one directory exclude each other. Ctrl-C may come at
+    any moment: a checkpoint is whole or not there, and the next save works. The interpreter's end waits for
+    background saves.
+
+    Raises:
+        OptionError: an option is outside what it may be.
+    Source:
+        ``torch.save`` into numbered files; here each checkpoint is a directory that is complete before it gets its
+        name, and the rotation never removes the last whole one.
     """
 
     def __init__(

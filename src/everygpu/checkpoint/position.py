@@ -51,10 +51,11 @@ class ResumableLoader:
 
     ::
 
-        data = everygpu.ResumableLoader(DataLoader(dataset, batch_size=64, shuffle=True, num_workers=4))
+        data = everygpu.ResumableLoader(DataLoader(dataset, batch_size=64, shuffle=True))
         for epoch in range(data.epoch, num_epochs):
             for x, y in data:
-                ...
+                train(x, y)
+                checkpoints.save(step, model=model, optimizer=optimizer, data=data)
 
     The order of the samples stays the same when the number of workers or replicas changes. What workers draw
     at random, as augmentations, does not: their random states are their own. An IterableDataset can't be
@@ -62,6 +63,9 @@ class ResumableLoader:
 
     A `Feeder` over it fetches ahead and says which batches it has handed out: only these count. The position is
     that of the pass that was begun last.
+
+    Source:
+        torchdata's ``StatefulDataLoader``, whose state is tied to the number of workers.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:

@@ -52,7 +52,9 @@ def save(
     scheduler, extras, random states), ``state.safetensors`` where those have tensors, and
     ``manifest.json`` with the SHA-256 of all of them. It is written to ``.NAME.tmp-*`` beside the path,
     synced and renamed. The checkpoint that was there is renamed to ``.NAME.old-*`` for that moment and
-    removed at the end; if the process dies in between, `everygpu.load` finds it there.
+    removed at the end; if the process dies in between, `everygpu.load` finds it there::
+
+        everygpu.save("run/checkpoint", model=model, optimizer=optimizer, step=1200)
 
     Args:
         path: The directory, new or an earlier checkpoint; symbolic links to it are followed.
@@ -72,6 +74,8 @@ def save(
         OptionError: the path is none, or empty; or there is nothing to save.
         CheckpointBusyError: another saver is writing to the path; its save goes on.
         CheckpointError: writing failed; the old checkpoint is untouched.
+    Source:
+        ``torch.save``, which writes a pickle over the old file; safetensors for the tensors.
     """
     require_names(misplaced, "save", "save(path, model=model)")
     if not extras and all(part is None for part in (model, optimizer, scheduler)):

@@ -15,7 +15,9 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio, odd
 def seed_all(seed: int) -> None:
     """Seed Python, NumPy and torch on every device, so that the whole run can be repeated.
 
-    Replicas on several GPUs still draw different numbers: see ``spread_seeds``.
+    Replicas on several GPUs still draw different numbers: see ``spread_seeds``::
+
+        everygpu.seed_all(0)
 
     Args:
         seed: 0 to 2**64 - 1. NumPy takes its lowest 32 bits.

@@ -95,7 +95,10 @@ def select_devices(
 ) -> "list[torch.device]":
     """Choose among the visible devices, the one with the most free memory first.
 
-    What another ``everygpu run`` has reserved is left out. Nothing is reserved here.
+    GPUs that another ``everygpu run`` has reserved are left out. This function reserves none::
+
+        devices = everygpu.select_devices()  # or select_devices(2, min_free_memory="8GiB")
+        model = everygpu.DataParallel(model, device_ids=devices)
 
     Args:
         count: How many to take; None for every one that fits.
@@ -111,6 +114,8 @@ def select_devices(
     Raises:
         DeviceError: too few devices fit; the message lists every device and why it was refused.
         OptionError: an argument is outside what it may be.
+    Source:
+        NVML's memory and utilization, as ``nvidia-smi --query-gpu=memory.free,utilization.gpu`` prints them.
     """
     import torch
 

@@ -53,6 +53,11 @@ class VisibleDevice:
 def visible_devices() -> list[VisibleDevice]:
     """List the accelerators torch can use, with the physical device behind each.
 
+    ::
+
+        for device in everygpu.visible_devices():
+            print(device)
+
     Returns:
         The CUDA (or ROCm) devices in torch's order; else the one MPS or XPU device; else an empty list,
         for the CPU is always there and is no accelerator. Initialises CUDA in this process. It makes no

@@ -71,7 +71,7 @@ def find_batch_size(
             optimizer.step()
 
         report = everygpu.find_batch_size(step, next(iter(loader)), model, optimizer)
-        loader = DataLoader(dataset, batch_size=report.num_rows, ...)
+        loader = DataLoader(dataset, batch_size=report.num_rows)
 
     Args:
         step: Does everything that a training step does. Whatever it changes beside ``model`` and ``optimizer``
@@ -94,6 +94,8 @@ def find_batch_size(
         OptimizerError: ``optimizer`` is none of torch's.
         torch.OutOfMemoryError: not even ``min_rows`` fit.
         Exception: what the step raises.
+    Source:
+        ``torch.cuda.set_per_process_memory_fraction`` keeps the headroom free; ``torch.OutOfMemoryError`` ends a trial.
     """
     _check_arguments(step, model, optimizer, on_trial)
     route = find_route(model, None, None)

@@ -55,6 +55,8 @@ class Feeder:
     Raises:
         OptionError: an option has no such value, or ``loader`` can't be iterated.
         DeviceError: a device is unknown, absent or named twice.
+    Source:
+        ``DataLoader(pin_memory=True)`` with ``Tensor.to(non_blocking=True)``, ahead of time and to several devices.
     """
 
     def __init__(

@@ -18,9 +18,10 @@ class Meter:
 
         meter = everygpu.Meter()
         for x, y in loader:
-            ...
-            meter.update(loss, len(x))
+            meter.update(criterion(model(x), y), len(x))
         print(f"loss {meter:.3f}")
+
+    The value is a number, or a tensor of shape () or (replicas,).
     """
 
     __slots__ = ("_num_rows", "_number", "_sums")

@@ -64,19 +64,21 @@ def tune_workers(
     do the random generators of this process::
 
         report = everygpu.tune_workers(loader, model)
-        loader = DataLoader(dataset, num_workers=report.num_workers, ...)
+        loader = DataLoader(dataset, num_workers=report.num_workers)
 
     Args:
         loader: A DataLoader of torch, or a ``ResumableLoader`` around one, whose position stays.
         model_or_devices: As for ``Feeder``.
         candidates: Numbers of workers to try, all of them, in this order.
-        seconds: How long to measure each.
+        seconds: How long to measure each number of workers.
         on_trial: Called after each trial.
     Returns:
         The number, and what was tried.
     Raises:
         OptionError: ``loader`` is no DataLoader or gives no batch, or an option has no such value.
         Exception: what the loader raises.
+    Source:
+        ``os.sched_getaffinity`` for the cores; the numbers are measured, not derived from them.
     """
     loader = loader.loader if isinstance(loader, ResumableLoader) else loader
     numbers, all_of_them = _check_options(loader, candidates, seconds)

@@ -14,7 +14,15 @@ PHASES = ("forward", "backward", "reduce", "update")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """Figures of the last step; see ``TrainStep.stats``."""
+    """Figures of the last step, as ``TrainStep.stats`` returns them.
+
+    ::
+
+        step = everygpu.TrainStep(model, criterion, optimizer)
+        step(x, y)
+        stats = step.stats()  # waits for the device
+        print(f"update {stats.num_steps}: loss {stats.loss:.3f}, backward {stats.phase_s['backward']:.4f} s")
+    """
 
     loss: float
     """Of the last batch."""

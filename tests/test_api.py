@@ -1,0 +1,94 @@
+"""Each export's docstring has an example, and the examples run on the CPU."""
+
+import inspect
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import everygpu
+
+MISSING = {
+    "DataParallel",
+    "Replicated",
+    "ShardedBatch",
+    "ShardedOptimizer",
+    "SyncBatchNorm",
+    "TrainStep",
+    "data_parallel",
+    "gather",
+    "parallel_apply",
+    "replicate",
+    "scatter",
+}
+"""Exports without an example: the set can only shrink."""
+
+SLOW = {"tune_workers"}
+"""Examples that measure for seconds; the tests of the function itself call it with less."""
+
+
+def example_of(docstring):
+    """Give the code after the first line that ends in ``::``, or the lines that begin with ``>>>``."""
+    lines = inspect.cleandoc(docstring or "").splitlines()
+    prompts = [line.strip()[4:] for line in lines if line.strip().startswith((">>> ", "... "))]
+    begin = next((i + 1 for i, line in enumerate(lines) if line.endswith("::")), None)
+    if prompts or begin is None:
+        return "\n".join(prompts)
+    block = []
+    for line in lines[begin:]:
+        if line.strip() and not line.startswith("    ") and block:
+            break
+        if line.startswith("    ") or not line.strip():
+            block.append(line)
+    return textwrap.dedent("\n".join(block)).strip()
+
+
+EXAMPLES = {name: example_of(getattr(everygpu, name).__doc__) for name in everygpu.__all__}
+
+
+def test_every_export_has_an_example():
+    assert {name for name, example in EXAMPLES.items() if not example} == MISSING
+
+
+@pytest.mark.parametrize(
+    ("docstring", "example"),
+    [
+        ("Do it.", ""),
+        ("Do it::\n\n        x = 1\n        y = 2\n\n    Args:\n        z: Last.", "x = 1\ny = 2"),
+        ("Do it.\n\n    >>> x = 1\n    1", "x = 1"),
+    ],
+)
+def test_examples_are_found(docstring, example):
+    assert example_of(docstring) == example
+
+
+@pytest.fixture
+def names(tmp_path, monkeypatch):
+    """Give what the examples take for granted: a model on two replicas, its optimizer, data, and a place to save."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    dataset = TensorDataset(torch.randn(6, 4), torch.randint(3, (6,)))
+    loader = DataLoader(dataset, batch_size=2)
+    module = nn.Linear(4, 3)
+    model, criterion = everygpu.DataParallel(module, ["cpu"] * 2), nn.CrossEntropyLoss()
+    optimizer = torch.optim.AdamW(model.parameters())
+    x, y = next(iter(loader))
+
+    def train(x, y):
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+
+    everygpu.save("run/checkpoint", model=model, optimizer=optimizer, step=1)
+    data, num_epochs, step = everygpu.ResumableLoader(loader), 1, 1
+    with everygpu.CheckpointManager("examples") as checkpoints:
+        given = {"torch": torch, "nn": nn, "DataLoader": DataLoader, "everygpu": everygpu, **locals()}
+        yield given
+    given.clear()  # functions of an example refer to it, and it to them
+
+
+@pytest.mark.parametrize("name", sorted(set(everygpu.__all__) - SLOW - MISSING))
+def test_example_runs(name, names):
+    exec(compile(EXAMPLES[name], f"<example of {name}>", "exec"), names)
