@@ -205,3 +205,27 @@ def test_old_names_are_gone():
     found = {name: sum(n in old_names(name) for n in names_in(tree)) for name, tree in TREES.items()}
     found |= {name: sum(n in old_names(name) for n in re.findall(r"`(\w+)", text)) for name, text in DOCS.items()}
     expect("old names", found)
+
+
+REPOSITORY = Path(__file__).parents[1]
+FILES = {path.relative_to(top).as_posix() for top in (ROOT, REPOSITORY / "src") for path in ROOT.rglob("*.py")}
+FILES |= {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "tests").rglob("*.py")}
+
+
+def missing_files(text):
+    """Name the Python files and the folders of code in a text that there are none of."""
+    ends = {"/".join(file.split("/")[i:]) for file in FILES for i in range(file.count("/") + 1)}
+    folders = {end[: match.end()] for end in ends for match in re.finditer("/", end)}
+    named = re.findall(r"(?<![\w/.])[\w/]+\.py\b", text)
+    named_folders = [n for n in re.findall(r"`(\w+(?:/\w+)*/)`", text) if not (REPOSITORY / n).is_dir()]
+    return {n for n in named if n not in ends} | {n for n in named_folders if n not in folders}
+
+
+@pytest.mark.parametrize("page", ["docs/design.md", "CONTRIBUTING.md"])
+def test_files_that_a_page_names_exist(page):
+    assert missing_files((REPOSITORY / page).read_text()) == set()
+
+
+def test_files_that_there_are_none_of_are_found():
+    text = "`tree.py`, `parallel/gather.py` and `step/rules/` exist; `arena.py`, `step/tree.py`, `recording/` don't"
+    assert missing_files(text) == {"arena.py", "step/tree.py", "recording/"}
