@@ -15,7 +15,7 @@ from torch import nn
 
 import everygpu
 from everygpu.bench.report import describe_machine
-from everygpu.parallel.data_parallel import ENGINES
+from everygpu.parallel.engines.table import ENGINES
 
 
 class Net(nn.Module):

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 import everygpu.comm
 import everygpu.step.kernels
-from everygpu import DataParallel
 from everygpu.parallel.cuda_graphs.transfer.backends import fits_kernels
 from everygpu.parallel.engines.thread_state import ThreadState
 from everygpu.parallel.replicas.replica_set import ReplicaSet
@@ -243,7 +242,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> None:
         fused: Have them use kernels, also while backward goes on.
     """
     monkeypatch.setattr("everygpu.step.train_step.can_capture", lambda model, capture: capture is not False)
-    monkeypatch.setattr(sys.modules[DataParallel.__module__], "reach_each_other", lambda devices: True)
+    monkeypatch.setattr("everygpu.parallel.engines.graphs.reach_each_other", lambda devices: True)
     monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.MultiGpuGraph", Tape)
     monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.return_memory", lambda devices: None)
     monkeypatch.setattr("everygpu.parallel.engines.threads.ThreadState", _RecordedThreads)

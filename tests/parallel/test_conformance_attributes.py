@@ -134,7 +134,7 @@ def test_a20_the_wrapper_has_its_own_attributes(devices, copied):
         setattr(module, name, "mine")
     model = copied(everygpu.DataParallel(module, devs))
     model(rows(4, 3, device=devs[0]))
-    assert {"split", "_replicas", "_workers"} <= own
+    assert {"split", "_replicas", "_engine"} <= own
     assert all(getattr(model.module, name) == "mine" for name in own)
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from everygpu import DataParallel, Replicated, data_parallel
 from everygpu.errors import DeviceError, EveryGPUError, ModuleError, OptionError, PlacementError, SplitError
+from everygpu.parallel import forward_lock
 from everygpu.parallel.scatter.split import plan_split
 from tests.parallel.engines.test_threads import in_child
 
@@ -683,10 +684,9 @@ class InterruptedOnce:
 
 
 def test_interrupt_at_the_begin_of_a_forward_leaves_the_wrapper_usable(monkeypatch):
-    wrapping = sys.modules[DataParallel.__module__]  # the package has a function of its name
     model = DataParallel(nn.Linear(3, 2), ["cpu"] * 2)
     x = torch.randn(4, 3)
-    monkeypatch.setattr(wrapping, "_running", InterruptedOnce(wrapping._running))
+    monkeypatch.setattr(forward_lock, "_running", InterruptedOnce(forward_lock._running))
     with pytest.raises(KeyboardInterrupt):
         model(x)
     torch.testing.assert_close(model(x), model.module(x))

@@ -52,7 +52,7 @@ def make_batches(num: int, rows: int = 12) -> list[tuple[Tensor, Tensor]]:
 
 
 def num_recordings(model: everygpu.DataParallel) -> int:
-    recorder = model._recorder
+    recorder = getattr(model._engine, "recorder", None)
     return 0 if recorder is None else len(recorder._capture._recordings)
 
 

@@ -142,7 +142,7 @@ def test_a_graph_that_is_dropped(recording: Devices) -> None:
     launches = []
     for x, _ in make_batches(2 * NUM_STEPS):
         model(x)  # what it returns has been dropped when the next one begins
-        launches.append(model._recorder._use)
+        launches.append(model._engine.recorder._use)
     assert all(a is not b for a, b in itertools.pairwise(launches[-NUM_STEPS:])), "each has been launched"
     output = model(x)
     output.sum().backward()  # of which nobody has seen one yet

@@ -391,7 +391,7 @@ def test_memory_is_free_when_the_model_is_dropped(recording: Devices) -> None:
     gc.collect()
     gc.disable()
     try:
-        recorder = weakref.ref(model._recorder)
+        recorder = weakref.ref(model._engine.recorder)
         module = weakref.ref(model.module)
         value = loss_of(model(x), y)
         del model
@@ -428,7 +428,7 @@ def test_an_output_that_others_were_computed_from(recording: Devices, uses_both:
         train(model, optimizer, losses, num=4 * NUM_STEPS, loss=loss)
         found.append(torch.stack(losses))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
-    recorder = model._recorder
+    recorder = model._engine.recorder
     assert recorder is not None
     assert recorder._capture._num_attempts <= 2
     assert recorder._capture._num_launches > 2 * NUM_STEPS

@@ -105,7 +105,7 @@ def test_parameters_are_those_of_the_step(either_way: Devices, make: Any) -> Non
     used = either_way(3)
     plain, ours = train(make, used, "threads"), train(make, used, "graphs")
     training.compare(ours, plain)
-    assert len(ours[0]._recorder._capture._recordings) == 1
+    assert len(ours[0]._engine.recorder._capture._recordings) == 1
     assert all(type(t) in (Tensor, nn.Parameter) for t in KEPT)
     KEPT.clear()
 
@@ -120,5 +120,5 @@ def test_rows_that_are_written_as_they_are_looked_up(either_way: Devices) -> Non
 
 def test_replicas_are_as_before(either_way: Devices) -> None:
     model, _ = train(Net, either_way(2), "graphs")
-    for replica in model._recorder._modules:
+    for replica in model._engine.recorder._modules:
         assert all(type(p) in (Tensor, nn.Parameter) for p in replica.parameters())

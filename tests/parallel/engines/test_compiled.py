@@ -90,7 +90,7 @@ class TestSameAsThreads:
         net = build(used[0])
         eager = everygpu.DataParallel(copy.deepcopy(net), used, engine="threads")
         ours = everygpu.DataParallel(torch.compile(net, backend="aot_eager"), used)
-        assert isinstance(ours._workers, CompiledReplicas)
+        assert isinstance(ours._engine, CompiledReplicas)
         assert train(ours, x, y) == pytest.approx(train(eager, x, y))
         torch.testing.assert_close(list(ours.parameters()), list(eager.parameters()))
         torch.testing.assert_close(list(ours.buffers()), list(eager.buffers()))
@@ -152,8 +152,8 @@ class TestSameAsThreads:
             assert train(ours, x, y) == pytest.approx(train(eager, x, y), rel=1e-4)
         torch.testing.assert_close(list(ours.parameters()), list(eager.parameters()), rtol=1e-4, atol=1e-5)
         assert apart
-        if used[0].type == "cuda" and ours._recorder is not None:
-            (found,) = ours._recorder._capture._recordings.values()
+        if used[0].type == "cuda" and ours._engine.recorder is not None:
+            (found,) = ours._engine.recorder._capture._recordings.values()
             assert any(slot.is_operand for slot in found.recorded.slots)
 
     def test_python_state_means_what_it_does_eagerly(self, devices, quick):
@@ -218,7 +218,7 @@ class TestSameAsThreads:
         eager = everygpu.DataParallel(build("cpu"), ["cpu"])
         ours = everygpu.DataParallel(build("cpu"), ["cpu"], engine="compile")
         assert train(ours, x, y) == pytest.approx(train(eager, x, y))
-        assert len(ours._workers._compiled) == 1
+        assert len(ours._engine._compiled) == 1
 
 
 class TestWaysBack:
@@ -266,7 +266,7 @@ class TestWaysBack:
         net = torch.compile(build(used[0]), backend="eager") if compiled else build(used[0])
         with caplog.at_level(logging.INFO, "everygpu"):
             model = everygpu.DataParallel(net, used)
-        assert isinstance(model._workers, CompiledReplicas) == compiled
+        assert isinstance(model._engine, CompiledReplicas) == compiled
         said = [r.message for r in caplog.records]
         assert len(said) == (0 if used[0].type == "cpu" else 1)
         assert all(("are compiled" if compiled else "run eagerly") in line for line in said)

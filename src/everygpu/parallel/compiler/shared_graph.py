@@ -17,7 +17,7 @@ from everygpu import tree
 from everygpu.parallel.compiler.inductor_backend import InductorBackend
 from everygpu.parallel.compiler.multi_device_graph import MultiDeviceGraph
 from everygpu.parallel.compiler.split_graph import Backend
-from everygpu.parallel.engines.threads import Call
+from everygpu.parallel.engines.engine import Call
 
 _ALIGNED = 16
 """Elements: compiled code may count on the alignment it has seen."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,28 +25,13 @@ from everygpu.parallel.cuda_graphs.recorder import Capture
 from everygpu.parallel.cuda_graphs.static_batch import StaticBatch
 from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
 from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
+from everygpu.parallel.engines.engine import Outputs, RunOn
 from everygpu.parallel.engines.thread_state import current_stream
-from everygpu.parallel.gather import Joiner
 from everygpu.parallel.replicas.replica_set import Leaves as Twins
 from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.parallel.scatter.split import ScatterSpec
 from everygpu.parallel.switches import defers_linear
 from everygpu.torch_private.autograd import is_transforming
-
-Outputs = tuple[list[Any], Joiner]
-"""What each replica returned, and how that is joined."""
-
-Around = Callable[[list[nn.Module]], AbstractContextManager[Any]]
-"""Gives what replicas are called within."""
-
-
-class RunOn(Protocol):
-    """Runs replicas on a call's arguments."""
-
-    def __call__(
-        self, replicas: ReplicaSet, args: tuple[Any, ...], kwargs: dict[str, Any], /, *, around: Around
-    ) -> Outputs:
-        """Return what they returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,9 @@ from everygpu.parallel.batch_norm.layer import SyncBatchNorm
 from everygpu.parallel.compiler.inductor_backend import compiling_once, inductor
 from everygpu.parallel.compiler.shared_graph import Recorder, backend_of, find_binding
 from everygpu.parallel.compiler.split_graph import WHOLE, SplitPolicy
+from everygpu.parallel.engines.engine import Call, Engine
 from everygpu.parallel.engines.thread_state import current_stream, on_device
-from everygpu.parallel.engines.threads import Call, Outcome, Workers, attempt, take_values
+from everygpu.parallel.engines.threads import Outcome, Workers, attempt, take_values
 
 MAX_SIGNATURES = 8
 """Each combination of shapes costs a compilation for every replica: after this many, replicas run eagerly."""
@@ -30,7 +31,7 @@ Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 logger = logging.getLogger("everygpu")
 
 
-class CompiledReplicas:
+class CompiledReplicas(Engine):
     """Compiled counterparts of the replicas, made at their first call.
 
     Args:
@@ -40,6 +41,8 @@ class CompiledReplicas:
         cuda_graphs: Let torch make CUDA graphs of them.
         cuts: How their graphs are cut.
     """
+
+    is_fixed = True
 
     def __init__(
         self, module: nn.Module, workers: Workers, *, cuda_graphs: bool = True, cuts: SplitPolicy = WHOLE

@@ -16,11 +16,9 @@ from torch import Tensor, nn
 from everygpu import tree
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import OptionError, ReplicaError
+from everygpu.parallel.engines.engine import Call, Engine
 from everygpu.parallel.engines.scheduler import Cancelled, ReplicaScheduler
 from everygpu.parallel.engines.thread_state import ThreadState, current_stream, on_device
-
-Call = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]
-"""A module with its positional and keyword arguments."""
 
 Outcome = tuple[Any, BaseException | None]
 """What a replica returned, or raised."""
@@ -110,7 +108,7 @@ def _settle(future: Future[Any], function: Callable[..., Any], args: tuple[Any, 
         del future, function, args  # the error's traceback holds this frame
 
 
-class Workers:
+class Workers(Engine):
     """One persistent thread per replica after the first, which runs in the caller's.
 
     The threads start at the first call and end with this object.
@@ -158,6 +156,11 @@ class Workers:
                 wait([thread.submit(_nothing) for thread in self._threads])
             raise
         return take_values(outcomes, list(zip(names, devices, calls)))
+
+    def run_alone(self, call: Call, device: torch.device) -> Any:
+        """Call the module as it is: no thread, no state of another's to take on."""
+        module, args, kwargs = call
+        return module(*args, **kwargs)
 
     def close(self) -> None:
         """End the threads."""

@@ -1,0 +1,97 @@
+"""What an engine promises, and what it is made from."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from everygpu.parallel.gather import Joiner
+from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
+from everygpu.parallel.scatter.split import ScatterSpec
+
+Call = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]
+"""A module with its positional and keyword arguments."""
+
+Outputs = tuple[list[Any], Joiner]
+"""What each replica returned, and how that is joined."""
+
+Around = Callable[[list[nn.Module]], AbstractContextManager[Any]]
+"""Gives what replicas are called within."""
+
+
+class RunOn(Protocol):
+    """Runs replicas on a call's arguments."""
+
+    def __call__(
+        self, replicas: ReplicaSet, args: tuple[Any, ...], kwargs: dict[str, Any], /, *, around: Around
+    ) -> Outputs:
+        """Return what they returned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineContext:
+    """What an engine is made from. Its functions hold no reference to the wrapper, which holds the engine."""
+
+    module: Callable[[], nn.Module]
+    """Gives the module to run now."""
+    devices: tuple[torch.device, ...]
+    """One per replica."""
+    spec: Callable[[], ScatterSpec]
+    """Gives how batches are cut from now on."""
+    options: Callable[[], Hashable]
+    """Gives the wrapper's options that a recording depends on."""
+    run: RunOn
+    """Scatters a call, and applies replicas to the shards."""
+    make_replicas: Callable[[Callable[[], Leaves]], ReplicaSet]
+    """Makes replicas whose parameters are leaves."""
+    bucket_bytes: int
+    """Size at which a group of parameters is closed."""
+    makes_graphs: bool
+    """Whether each compiled replica may become a CUDA graph of its own."""
+
+
+class Engine(Protocol):
+    """Runs the replicas of a forward. An engine inherits from this what is the same for most.
+
+    A new one is a module in this folder and a line in ``table``.
+    """
+
+    is_fixed: bool = False
+    """Whether it needs the replicas' tensors at the same addresses in every forward, as CUDA graphs do."""
+    launches: bool = False
+    """Whether calls go through ``launch`` and replicas even on one device."""
+
+    def launch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
+        """Run a whole call in the engine's own way; None to have it scattered and run by ``run``."""
+        return None
+
+    def run(
+        self, calls: Sequence[Call], devices: Sequence[torch.device], positions: Sequence[int] | None = None
+    ) -> list[Any]:
+        """Make one call per replica, and wait for all of them.
+
+        Args:
+            calls: Module, positional and keyword arguments of each replica.
+            devices: One per call.
+            positions: What to call the replicas in errors; counted from 0 when left out.
+        Returns:
+            What each replica returned.
+        Raises:
+            Exception: what a replica raised; its ``__cause__`` names the replica.
+        """
+        ...
+
+    def run_alone(self, call: Call, device: torch.device) -> Any:
+        """Make the call of the only device, with the module itself."""
+        (output,) = self.run([call], [device])
+        return output
+
+    def watch(self, outputs: list[Any]) -> None:
+        """Take note of what the replicas returned from ``run``."""
+        return
+
+    def close(self) -> None:
+        """End the threads, and whatever else the engine keeps running."""

@@ -1,0 +1,78 @@
+"""Record the forward of all replicas as CUDA graphs; what isn't recorded runs by another engine."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from everygpu.devices.p2p import reach_each_other
+from everygpu.parallel.compiler.eval_frame import not_compiled
+from everygpu.parallel.cuda_graphs.recorded_forward import RecordedForward
+from everygpu.parallel.engines.engine import Call, Engine, EngineContext, Outputs
+
+logger = logging.getLogger("everygpu")
+
+
+class RecordedReplicas(Engine):
+    """Launches recorded forwards, on GPUs that reach each other's memory.
+
+    Args:
+        context: What the recordings are made from.
+        eager: Runs what isn't recorded, and what is, while it is recorded.
+    """
+
+    launches = True
+
+    def __init__(self, context: EngineContext, eager: Engine) -> None:
+        self.recorder: RecordedForward | None = None
+        self.is_fixed = eager.is_fixed
+        self._context = context
+        self._eager = eager
+        # Looked at in the first forward: finding out may take a test of the links between GPUs.
+        self._has_looked = False
+
+    @not_compiled
+    def launch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
+        """Launch a recording; None where none serves."""
+        if not self._has_looked:
+            self._has_looked = True
+            self._look()
+        return None if self.recorder is None else self.recorder.run(args, kwargs)
+
+    def run(
+        self, calls: Sequence[Call], devices: Sequence[torch.device], positions: Sequence[int] | None = None
+    ) -> list[Any]:
+        """Make the calls by the other engine."""
+        return self._eager.run(calls, devices, positions)
+
+    def run_alone(self, call: Call, device: torch.device) -> Any:
+        """Make the call by the other engine."""
+        return self._eager.run_alone(call, device)
+
+    def watch(self, outputs: list[Any]) -> None:
+        """Note which outputs the loss is computed from."""
+        if self.recorder is not None:
+            self.recorder.watch(outputs)
+
+    def close(self) -> None:
+        """End the other engine's threads."""
+        self._eager.close()
+
+    def _look(self) -> None:
+        context = self._context
+        if reach_each_other(context.devices):
+            self.recorder = RecordedForward(
+                context.module,
+                context.run,
+                context.make_replicas,
+                context.options,
+                context.spec(),
+                context.bucket_bytes,
+            )
+        else:
+            self.launches = False
+            logger.warning(
+                'DataParallel: engine="graphs": replicas run in threads, as recordings need GPUs that reach each '
+                "other's memory."
+            )

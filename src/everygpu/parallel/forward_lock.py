@@ -1,0 +1,48 @@
+"""One forward at a time: a wrapper's replicas serve one call."""
+
+import os
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+from everygpu.errors import CallError
+
+# Which wrappers' forwards the present call is inside of, in this thread and in the replicas' threads.
+_running: ContextVar[frozenset[object]] = ContextVar("everygpu_running", default=frozenset())
+
+
+class ForwardLock:
+    """Lets one thread at a time run a forward; others wait."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._call: object | None = None
+        self._pid = os.getpid()
+
+    def check(self) -> None:
+        """Refuse a forward within the forward that has the lock.
+
+        Raises:
+            CallError: waiting for the lock would take forever.
+        """
+        if self._call in _running.get() and self._lock.locked():
+            raise CallError("DataParallel: forward can't be called from within its own forward. Call the inner module.")
+
+    def is_forked(self) -> bool:
+        """Tell whether this is a child's copy: a fork copies no threads, and locks as they were."""
+        return self._pid != os.getpid()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function while no other thread does.
+
+        Ctrl-C can come between any two lines: a lock that ``with`` takes is given back all the same, and a mark that
+        stays in ``_running`` is not that of the call which has the lock.
+        """
+        with self._lock:
+            self._call = object()
+            token = _running.set(_running.get() | {self._call})
+            try:
+                return function(*args)
+            finally:
+                _running.reset(token)
