@@ -1,0 +1,95 @@
+"""One promise, one table: an engine is chosen by its name, and a new one takes a line."""
+
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import everygpu
+from everygpu.errors import OptionError
+from everygpu.parallel.engines import table
+from everygpu.parallel.engines.compiled import CompiledReplicas
+from everygpu.parallel.engines.engine import Engine, EngineContext, Outputs
+from everygpu.parallel.engines.graphs import RecordedReplicas
+from everygpu.parallel.engines.threads import Workers
+from everygpu.parallel.gather import Joiner
+
+
+def make_net(*, compiled: bool) -> nn.Module:
+    net = nn.Linear(3, 2)
+    return torch.compile(net, backend="eager") if compiled else net  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("name", "compiled", "kind", "is_fixed", "launches"),
+    [
+        ("auto", False, Workers, False, False),
+        ("auto", True, CompiledReplicas, True, False),
+        ("threads", True, Workers, False, False),
+        ("compile", False, CompiledReplicas, True, False),
+        ("graphs", False, RecordedReplicas, False, True),
+        ("graphs", True, RecordedReplicas, True, True),
+    ],
+)
+def test_engine_of_a_name(name: str, compiled: bool, kind: type, is_fixed: bool, launches: bool) -> None:
+    engine = everygpu.DataParallel(make_net(compiled=compiled), ["cpu"] * 2, engine=name)._engine
+    assert type(engine) is kind
+    assert (engine.is_fixed, engine.launches) == (is_fixed, launches)
+
+
+class InOrder(Engine):
+    """Runs replicas one after another, and whole calls of one row in its own way."""
+
+    launches = True
+
+    def __init__(self, context: EngineContext) -> None:
+        self.context = context
+        self.watched: list[int] = []
+        self.is_closed = False
+
+    def launch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
+        joiner = Joiner(device=self.context.devices[0], dim=self.context.spec().dim)
+        return ([self.context.module()(*args) + 1], joiner) if len(args[0]) == 1 else None
+
+    def run(self, calls: Any, devices: Any, positions: Any = None) -> list[Any]:
+        return [module(*args, **kwargs) for module, args, kwargs in calls]
+
+    def watch(self, outputs: list[Any]) -> None:
+        self.watched.append(len(outputs))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_another_engine_is_a_line_in_the_table(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(table, "_MAKERS", MappingProxyType({"in order": InOrder}))
+    monkeypatch.setattr("everygpu.parallel.options.ENGINES", ("in order",))
+    net = nn.Linear(3, 2)
+    model = everygpu.DataParallel(net, ["cpu"] * count, engine="in order")
+    x = torch.randn(6, 3)
+    torch.testing.assert_close(everygpu.gather(model(x)), net(x))
+    torch.testing.assert_close(model(x[:1]), net(x[:1]) + 1)
+    engine: Any = model._engine
+    assert engine.watched == [count]
+    model.release()
+    assert engine.is_closed
+    assert model._engine is not engine
+
+
+def test_a_name_that_is_not_in_the_table() -> None:
+    with pytest.raises(OptionError, match=r"one of \('auto', 'threads', 'compile', 'graphs'\), got 'fast'"):
+        everygpu.DataParallel(nn.Linear(3, 2), ["cpu"], engine="fast")
+
+
+def test_one_device_without_recordings_is_run_alone(caplog: pytest.LogCaptureFixture) -> None:
+    net = nn.Linear(3, 2)
+    model = everygpu.DataParallel(net, ["cpu"], engine="graphs")
+    x = torch.randn(4, 3)
+    for _ in range(2):
+        torch.testing.assert_close(model(x), net(x))
+    assert model._replicas is None
+    assert [r.message for r in caplog.records if "recordings need GPUs" in r.message] == caplog.messages
+    assert len(caplog.messages) == 1
