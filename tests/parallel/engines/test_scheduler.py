@@ -20,19 +20,19 @@ OTHER = torch.device("meta")
 
 def run(devices: list[torch.device], body: Callable[[ReplicaScheduler, int], Any]) -> list[Any]:
     """Run the body once per replica, each in a thread; return what each returned or raised."""
-    turns = ReplicaScheduler(devices)
+    scheduler = ReplicaScheduler(devices)
     results: list[Any] = [None] * len(devices)
 
     def replica(i: int) -> None:
         try:
-            turns.enter(i)
-            with turns.seat(i):
-                results[i] = body(turns, i)
+            scheduler.enter(i)
+            with scheduler.context(i):
+                results[i] = body(scheduler, i)
         except BaseException as error:
             results[i] = error
-            turns.stop()
+            scheduler.stop()
         finally:
-            turns.leave(i)
+            scheduler.leave(i)
 
     threads = [threading.Thread(target=replica, args=(i,)) for i in range(len(devices))]
     random.Random(0).shuffle(threads)
@@ -46,19 +46,19 @@ def run(devices: list[torch.device], body: Callable[[ReplicaScheduler, int], Any
 
 def test_one_after_another_in_order() -> None:
     seen: list[int] = []
-    run([CPU] * 5, lambda turns, i: (time.sleep(0.005), seen.append(i)))
+    run([CPU] * 5, lambda scheduler, i: (time.sleep(0.005), seen.append(i)))
     assert seen == [0, 1, 2, 3, 4]
 
 
 def test_devices_do_not_wait_for_each_other() -> None:
     both = threading.Barrier(2, timeout=5)
-    results = run([CPU, OTHER], lambda turns, i: both.wait())
+    results = run([CPU, OTHER], lambda scheduler, i: both.wait())
     assert sorted(results) == [0, 1]
 
 
 @pytest.mark.parametrize("devices", [[CPU] * 4, [CPU, OTHER] * 2, [CPU, CPU, OTHER], [CPU]])
 def test_everyone_gets_a_part_of_what_all_brought(devices: list[torch.device]) -> None:
-    def body(turns: ReplicaScheduler, i: int) -> list[Any]:
+    def body(scheduler: ReplicaScheduler, i: int) -> list[Any]:
         return [barrier((i, k), lambda brought, k=k: [(k, brought)] * len(brought)) for k in range(3)]
 
     everyone = range(len(devices))
@@ -72,7 +72,7 @@ def test_everyone_gets_a_part_of_what_all_brought(devices: list[torch.device]) -
 def test_after_a_meeting_they_go_on_in_order() -> None:
     seen: list[Any] = []
 
-    def body(turns: ReplicaScheduler, i: int) -> None:
+    def body(scheduler: ReplicaScheduler, i: int) -> None:
         for k in range(3):
             seen.append((k, i))
             time.sleep(0.002)
@@ -88,7 +88,7 @@ def test_without_others_one_meets_oneself() -> None:
 
 
 def test_a_failure_ends_the_wait() -> None:
-    def body(turns: ReplicaScheduler, i: int) -> None:
+    def body(scheduler: ReplicaScheduler, i: int) -> None:
         if i == 2:
             raise ArithmeticError("broken")
         barrier(i, lambda brought: brought)
@@ -102,12 +102,12 @@ def test_a_failure_in_the_meeting_reaches_one_and_stops_all() -> None:
     def combine(brought: list[Any]) -> list[Any]:
         raise ArithmeticError("broken")
 
-    results = run([CPU] * 3, lambda turns, i: barrier(i, combine))
+    results = run([CPU] * 3, lambda scheduler, i: barrier(i, combine))
     assert sorted(type(r).__name__ for r in results) == ["ArithmeticError", "Cancelled", "Cancelled"]
 
 
 def test_someone_who_does_not_come_is_named() -> None:
-    results = run([CPU] * 3, lambda turns, i: None if i == 1 else barrier(i, lambda brought: brought))
+    results = run([CPU] * 3, lambda scheduler, i: None if i == 1 else barrier(i, lambda brought: brought))
     errors = [r for r in results if isinstance(r, ReplicaError)]
     assert errors
     assert "which replica 1 ended without reaching" in str(errors[0])

@@ -1,4 +1,4 @@
-"""Whose turn it is: replicas on one device run one after another, and all of them may meet half-way."""
+"""Serialise replicas that share a device, and let all replicas of a forward wait for each other at a barrier."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -12,9 +12,9 @@ from everygpu.errors import ReplicaError
 from everygpu.parallel.buckets.copies import Streams
 
 Combine = Callable[[list[Any]], list[Any]]
-"""From what each replica brought, in order, to what each takes away."""
+"""From the value of each replica, in order, to the result of each."""
 
-_replica_context: ContextVar["tuple[ReplicaScheduler, int] | None"] = ContextVar("everygpu_seat", default=None)
+_replica_context: ContextVar["tuple[ReplicaScheduler, int] | None"] = ContextVar("everygpu_replica", default=None)
 
 
 class Cancelled(Exception):  # noqa: N818 - no error: another replica's is
@@ -22,27 +22,27 @@ class Cancelled(Exception):  # noqa: N818 - no error: another replica's is
 
 
 def barrier(value: Any, combine: Combine) -> Any:
-    """Wait until every replica of this forward has come here, and take part in what they make together.
+    """Wait until every replica of this forward has called this, and combine their values.
 
     Args:
-        value: What this replica brings.
+        value: This replica's.
         combine: Called once, in one of the threads.
     Returns:
         This replica's part of the result; outside a forward on several devices, that of ``combine([value])``.
     Raises:
-        ReplicaError: another replica ended without coming here.
+        ReplicaError: another replica ended without reaching the barrier.
     """
-    seat = _replica_context.get()
-    if seat is None:
+    context = _replica_context.get()
+    if context is None:
         return combine([value])[0]
-    turns, index = seat
-    return turns.barrier(index, value, combine)
+    scheduler, index = context
+    return scheduler.barrier(index, value, combine)
 
 
 class ReplicaScheduler:
-    """Lets replicas on the same device through one after another, in order, and nobody after a failure.
+    """Runs replicas on the same device one after another, in order, and cancels the remaining ones after a failure.
 
-    A replica that waits for the others at a meeting passes its turn on; after the meeting they go on in order.
+    A replica that waits at a barrier lets the next one run; after the barrier they go on in order.
     So a seeded run on the CPU, where replicas share one generator, gives the same numbers every time.
 
     Args:
@@ -55,17 +55,17 @@ class ReplicaScheduler:
         self._waiting = {d: [i for i, other in enumerate(devices) if other == d] for d in devices}
         self._ended: set[int] = set()
         self._stopped = False
-        self._brought: dict[int, Any] = {}
+        self._values: dict[int, Any] = {}
         self._results: list[Any] = []
-        self._num_meetings = 0
+        self._num_barriers = 0
         self._streams = Streams(*devices)
 
-    def seat(self, index: int) -> AbstractContextManager[Any]:
-        """Let what runs within find its place, for meetings."""
+    def context(self, index: int) -> AbstractContextManager[Any]:
+        """Let ``barrier`` find this replica, in what runs within."""
         return _ReplicaContext(self, index) if len(self._devices) > 1 else nullcontext()
 
     def enter(self, index: int) -> None:
-        """Wait for one's turn.
+        """Wait until the replicas before this one, on its device, have ended or wait at a barrier.
 
         Raises:
             Cancelled: another replica has failed, and this one has not begun.
@@ -74,13 +74,13 @@ class ReplicaScheduler:
             self._wait_for_turn(index)
 
     def leave(self, index: int) -> None:
-        """Pass the turn on for good."""
+        """End this replica: the next one on its device may run."""
         with self._changed:
             self._ended.add(index)
             self._pass_on(index)
 
     def stop(self) -> None:
-        """Let nobody begin or meet any more."""
+        """Cancel the replicas that have not begun, or wait at a barrier."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -88,24 +88,24 @@ class ReplicaScheduler:
     def barrier(self, index: int, value: Any, combine: Combine) -> Any:
         """See the function ``barrier``."""
         with self._changed:
-            self._brought[index] = value
-            meeting = self._num_meetings
-            if len(self._brought) < len(self._devices):
+            self._values[index] = value
+            passed = self._num_barriers
+            if len(self._values) < len(self._devices):
                 self._pass_on(index)
-                while self._num_meetings == meeting:
+                while self._num_barriers == passed:
                     self._check(index)
                     self._changed.wait()
             else:
-                self._hold(combine)
+                self._combine(combine)
             self._wait_for_turn(index)
             return self._results[index]
 
-    def _hold(self, combine: Combine) -> None:
-        brought = [self._brought[i] for i in range(len(self._devices))]
+    def _combine(self, combine: Combine) -> None:
+        values = [self._values[i] for i in range(len(self._devices))]
         with self._streams.current():
-            self._results = combine(brought)
-        self._brought = {}
-        self._num_meetings += 1
+            self._results = combine(values)
+        self._values = {}
+        self._num_barriers += 1
         for device, waiting in self._waiting.items():
             waiting[:] = [i for i, other in enumerate(self._devices) if other == device]
         self._changed.notify_all()
@@ -133,13 +133,13 @@ class ReplicaScheduler:
 
 
 class _ReplicaContext:
-    """Where in which forward this thread is."""
+    """Which replica of which forward this thread runs."""
 
-    def __init__(self, turns: ReplicaScheduler, index: int) -> None:
-        self._place = (turns, index)
+    def __init__(self, scheduler: ReplicaScheduler, index: int) -> None:
+        self._replica = (scheduler, index)
 
     def __enter__(self) -> None:
-        self._token = _replica_context.set(self._place)
+        self._token = _replica_context.set(self._replica)
 
     def __exit__(self, *_: object) -> None:
         _replica_context.reset(self._token)

@@ -130,7 +130,7 @@ class Workers(Engine):
     ) -> list[Any]:
         """Make the calls side by side and wait for all of them.
 
-        Replicas that share a device share its random generator, so they take turns, in order: a seeded run
+        Replicas that share a device share its random generator, so they run one after another, in order: a seeded run
         gives the same numbers every time.
 
         Args:
@@ -140,9 +140,9 @@ class Workers(Engine):
         """
         _load_linear_algebra(devices)
         state = ThreadState(list(devices))
-        turns = ReplicaScheduler(devices)
+        scheduler = ReplicaScheduler(devices)
         names = positions if positions is not None else range(len(calls))
-        jobs = [_Job(turns, i, *call) for i, call in enumerate(calls)]
+        jobs = [_Job(scheduler, i, call) for i, call in enumerate(calls)]
         futures: list[Future[Any]] = []
         try:
             for worker, job, device in zip(self._started(), jobs[1:], devices[1:]):
@@ -150,15 +150,15 @@ class Workers(Engine):
             outcomes = [attempt(lambda: _run_here(jobs[0], devices[0], alone=len(jobs) == 1))]
             while futures:  # a future of a failed call would hold its exception, and that this frame
                 outcomes.append(attempt(futures.pop(0).result))
-        except BaseException:  # Ctrl-C while waiting: no replica may run on into the next call
-            turns.stop()
+        except BaseException:  # Ctrl-C while waiting: no replica may still run in the next call
+            scheduler.stop()
             with contextlib.suppress(RuntimeError):  # a thread that can't start has nothing to wait for
                 wait([thread.submit(_nothing) for thread in self._threads])
             raise
         return take_values(outcomes, list(zip(names, devices, calls)))
 
     def run_alone(self, call: Call, device: torch.device) -> Any:
-        """Call the module as it is: no thread, no state of another's to take on."""
+        """Call the module as it is: no thread, no thread state to carry over."""
         module, args, kwargs = call
         return module(*args, **kwargs)
 
@@ -196,22 +196,20 @@ def _nothing() -> None:
 class _Job:
     """One replica's call."""
 
-    def __init__(
-        self, turns: ReplicaScheduler, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        self._turns, self._index = turns, index
-        self._module, self._args, self._kwargs = module, args, kwargs
+    def __init__(self, scheduler: ReplicaScheduler, index: int, call: Call) -> None:
+        self._scheduler, self._index = scheduler, index
+        self._module, self._args, self._kwargs = call
 
     def __call__(self) -> Any:
         try:
-            self._turns.enter(self._index)
-            with self._turns.seat(self._index):
+            self._scheduler.enter(self._index)
+            with self._scheduler.context(self._index):
                 return self._module(*self._args, **self._kwargs)
         except BaseException:
-            self._turns.stop()
+            self._scheduler.stop()
             raise
         finally:
-            self._turns.leave(self._index)
+            self._scheduler.leave(self._index)
 
 
 def attempt(function: Callable[[], Any]) -> Outcome:
