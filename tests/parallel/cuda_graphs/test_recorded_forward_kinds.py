@@ -171,7 +171,7 @@ def test_outputs_that_go_backward_one_by_one(recording: Devices) -> None:
             return Outputs(Net.forward(self, x), self.critic(x), x.argmax(1), "two", None)
 
     def scenario(model: everygpu.DataParallel, optimizer: Any, found: list[Tensor]) -> None:
-        for x, y in make_batches(8 * NUM_STEPS):
+        for x, y in make_batches(4 * NUM_STEPS):
             output = model(x)
             optimizer.zero_grad()
             loss_of(output, y).backward()
