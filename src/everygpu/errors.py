@@ -1,17 +1,17 @@
 """Every error that everygpu raises on purpose.
 
     EveryGPUError
-    ├── OptionError (ValueError)              an option has a value outside what it may be
+    ├── OptionError (ValueError)              an option has a value outside its range
     ├── DeviceError (RuntimeError)            a device name is wrong, absent, doubled or refused
-    ├── ModuleError (TypeError)               what was passed as the module can't be replicated
+    ├── ModuleError (TypeError)               the object passed as the module can't be replicated
     ├── PlacementError (RuntimeError)         the module's tensors are spread over several devices
     ├── SplitError (ValueError)               the batch can't be cut into shards
     ├── GatherError (ValueError)              the replicas' outputs can't be joined
-    ├── OptimizerError (TypeError)            what was passed as the optimizer can't be used so
+    ├── OptimizerError (TypeError)            the object passed as the optimizer can't be used so
     ├── CaptureError (RuntimeError)           a step can't be recorded as a CUDA graph
     ├── CallError (RuntimeError)              a call comes where, or asks for what, the object can't do
     ├── CopyError (TypeError)                 an object that can't be copied or pickled was to be
-    ├── LossError (ValueError)                what the loss returned can't be trained on; a RuntimeError, too
+    ├── LossError (ValueError)                the loss returned no single number; a RuntimeError, too
     ├── ReplicaError (RuntimeError)           names the replica an exception came from
     ├── WorkerError (RuntimeError)            a worker process of the loader died
     ├── FeedTimeoutError (TimeoutError)       no batch came in time
@@ -48,7 +48,7 @@ class EveryGPUError(Exception):
 
 
 class OptionError(EveryGPUError, ValueError):
-    """An option has a value outside what it may be."""
+    """An option has a value outside its range."""
 
 
 class DeviceError(EveryGPUError, RuntimeError):
@@ -56,7 +56,7 @@ class DeviceError(EveryGPUError, RuntimeError):
 
 
 class ModuleError(EveryGPUError, TypeError):
-    """What was passed as the module can't be replicated."""
+    """The object passed as the module can't be replicated."""
 
 
 class PlacementError(EveryGPUError, RuntimeError):
@@ -72,7 +72,7 @@ class GatherError(EveryGPUError, ValueError):
 
 
 class OptimizerError(EveryGPUError, TypeError):
-    """What was passed as the optimizer, or one of its gradients, can't be used in this way."""
+    """The object passed as the optimizer, or one of its gradients, can't be used in this way."""
 
 
 class CaptureError(EveryGPUError, RuntimeError):
@@ -88,7 +88,7 @@ class CopyError(EveryGPUError, TypeError):
 
 
 class LossError(EveryGPUError, ValueError, RuntimeError):
-    """What the loss function, or the model in its place, returned is not one number. torch's is a RuntimeError."""
+    """The loss function, or the model in its place, returned no single number. torch raises RuntimeError."""
 
 
 class ReplicaError(EveryGPUError, RuntimeError):

@@ -83,7 +83,7 @@ def read_json(path: Path) -> Any:
     Args:
         path: The file.
     Returns:
-        What is in it: JSON of any type.
+        Its content: JSON of any type.
     Raises:
         OSError: it can't be read, or is no regular file of this user.
         ValueError: it is no JSON, or is too large or too deep.

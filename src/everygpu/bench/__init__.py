@@ -1,1 +1,1 @@
-"""Ourselves beside the other ways to use several GPUs: each row in a process of its own, in one call."""
+"""Benchmarks of everygpu and its peers: each row in a process of its own, all in one call."""

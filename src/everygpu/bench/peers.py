@@ -1,4 +1,4 @@
-"""The ways to train that are compared, each as a function that makes its training step.
+"""The compared ways of training, each as a function that makes its training step.
 
 To add one, write a function from ``Work`` to a step and name it in ``PEERS``.
 """
@@ -20,7 +20,7 @@ Step = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a step is made of."""
+    """The parts of a training step."""
 
     training: Training
     devices: list[torch.device]

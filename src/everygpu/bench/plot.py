@@ -1,4 +1,4 @@
-"""Rows as a picture: samples a second of each way to train, one panel for each model."""
+"""Plot rows: samples per second of each way of training, one panel per model."""
 
 import importlib.util
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a benchmark says: where it ran, and its rows as lines, tables and JSON."""
+"""A benchmark's report: machine and versions, and rows as lines, tables and JSON."""
 
 import json
 import platform
@@ -24,7 +24,7 @@ def describe_machine(commit: str | None = None) -> dict[str, Any]:
     """Hardware, versions, commit and time, for the head of a report.
 
     Args:
-        commit: What is run, where git can't be asked.
+        commit: The commit under test, where git can't be asked.
     """
     cuda = torch.cuda.is_available()
     return {

@@ -1,4 +1,4 @@
-"""How times are taken: rounds of steps, each benchmarked way in a process of its own."""
+"""Measure times in rounds of steps, each row in a process of its own."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What is trained in a benchmark: found by a name, checked, and cut to size."""
+"""Find a benchmark's model by name, check it, and resize its batch."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -15,7 +15,7 @@ from everygpu.parallel.scatter.split import find_rows
 
 
 class Training(NamedTuple):
-    """What the function behind ``--model`` returns; any tuple of the four will do."""
+    """The result of the function behind ``--model``; any tuple of the four will do."""
 
     model: nn.Module
     loss: Callable[..., Tensor] | None

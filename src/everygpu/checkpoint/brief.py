@@ -1,4 +1,4 @@
-"""Values from a file, printed for an error message: bounded, whatever they are."""
+"""Print values from a file for an error message, in bounded length."""
 
 from reprlib import Repr
 from typing import Any

@@ -44,14 +44,14 @@ _SUFFIXES: dict[str, Target] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What was written."""
+    """The checkpoint that was written."""
 
     target: Target
     num_tensors: int
     left_out: tuple[str, ...]
-    """What the source has and the result has not, and why."""
+    """Parts of the source that the result lacks, with the reason."""
     notes: tuple[str, ...]
-    """What was chosen in the source, or could not be read."""
+    """Choices made in the source, and parts that could not be read."""
 
 
 def convert(

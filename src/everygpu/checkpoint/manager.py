@@ -1,4 +1,4 @@
-"""The checkpoints of one run: saved every so often, rotated, and found again."""
+"""The checkpoints of one run: saved at an interval, rotated, and found again."""
 
 import logging
 import math
@@ -27,7 +27,7 @@ from everygpu.checkpoint.run_directory import (
     rotate,
     step_path,
 )
-from everygpu.checkpoint.save import Taken, take, wait_for_devices, with_generators, write_checkpoint
+from everygpu.checkpoint.save import Taken, collect_states, wait_for_devices, with_generators, write_checkpoint
 from everygpu.checkpoint.snapshot import Copying, Snapshot, SnapshotMemory
 from everygpu.checkpoint.states import require_names
 from everygpu.errors import CheckpointError, CheckpointForeignError, OptionError
@@ -122,7 +122,7 @@ class CheckpointManager:
             return None
         self._background.wait()
         model, optimizer, scheduler = (what.pop(name, None) for name in ("model", "optimizer", "scheduler"))
-        taking = partial(take, model, optimizer, scheduler, {**what, "step": step})
+        taking = partial(collect_states, model, optimizer, scheduler, {**what, "step": step})
         path, numbers = step_path(self.directory, step), _finite(metrics or {})
         if self.asynchronous:
             memory = self._spare.pop() if self._spare else SnapshotMemory()

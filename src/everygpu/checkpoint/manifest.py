@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint consists of. It is written last; without it a checkpoint is incomplete.
+"""The manifest: the list of a checkpoint's files. It is written last; without it a checkpoint is incomplete.
 
 It holds the digests of all other files and one of itself, so that no altered byte goes unnoticed.
 """
@@ -38,7 +38,7 @@ _LIBRARIES = ("everygpu", "torch", "safetensors", "numpy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """What the manifest knows of one file."""
+    """The manifest's entry for one file."""
 
     size_bytes: int
     sha256: tuple[str, ...]

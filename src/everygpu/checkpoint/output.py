@@ -1,4 +1,4 @@
-"""Write a model's state in formats that other programs read, beside what is there and then in its place."""
+"""Write a model's state in other programs' formats, beside the old file, which it replaces when complete."""
 
 import os
 import re

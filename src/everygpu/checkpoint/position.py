@@ -1,4 +1,4 @@
-"""Where a run stands in its data, so that a resumed run sees the same samples in the same order.
+"""A run's position in its data, so that a resumed run sees the same samples in the same order.
 
 DataLoader's workers and a Feeder's thread fetch ahead, so the sampler is further than the training; and the order
 of an epoch depends on random states from before its first batch. Hence batches are counted where the training loop

@@ -29,7 +29,7 @@ def require_regular(path: Path) -> os.stat_result:
     """Look at a file before a library opens it by its name.
 
     Returns:
-        What the system says about the file that links lead to.
+        The ``os.stat`` of the file that links lead to.
     Raises:
         OSError: it is missing, or is a directory, a pipe, a device or a socket.
     """

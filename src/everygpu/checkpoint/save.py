@@ -81,7 +81,7 @@ def save(
     if not extras and all(part is None for part in (model, optimizer, scheduler)):
         raise OptionError("save: something to save must be passed, got nothing. Write save(path, model=model).")
     where = as_path(path, "save")
-    taken = with_generators(take(model, optimizer, scheduler, extras))
+    taken = with_generators(collect_states(model, optimizer, scheduler, extras))
     wait_for_devices(taken)
     Background().run(lambda check: write_checkpoint(where, taken, check=check))
     return where
@@ -92,7 +92,7 @@ def with_generators(taken: Taken) -> Taken:
     return replace(taken, state={**taken.state, "rng": encode(take_rng_states(), "rng", {})})
 
 
-def take(
+def collect_states(
     model: object,
     optimizer: object,
     scheduler: object,

@@ -19,7 +19,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What was taken from a run, in memory of its own."""
+    """A run's state, copied to memory of its own."""
 
     taken: Taken
     copied: tuple[torch.cuda.Event, ...]

@@ -72,7 +72,7 @@ def plan_restore(target: object, name: str, kind: Kind, state: Any, fit: Fit) ->
         target: The object to change later.
         name: What it is called in errors.
         kind: How it was saved.
-        state: What was saved, as `take_state` returned it.
+        state: The saved state, as `take_state` returned it.
         fit: How exactly a module must be the one that was saved.
     Returns:
         A call without arguments that changes the target.

@@ -1,4 +1,4 @@
-"""Look for faults in a checkpoint, all of them, without loading it into anything."""
+"""Find all faults of a checkpoint, without loading it into a model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,13 +30,13 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a checkpoint was examined for, and what was found."""
+    """The checks made on a checkpoint, and the faults found."""
 
     format: str
     num_files: int
     size_bytes: int
     means: str
-    """What the content was compared with."""
+    """The reference the content was compared with."""
     faults: tuple[Fault, ...]
 
 

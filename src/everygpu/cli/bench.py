@@ -1,4 +1,4 @@
-"""``everygpu bench``: this machine's GPUs, used in all the ways there are, side by side."""
+"""``everygpu bench``: everygpu and its peers on this machine's GPUs, measured side by side."""
 
 import json
 import os

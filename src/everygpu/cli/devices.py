@@ -1,4 +1,4 @@
-"""``everygpu devices``: which GPUs there are, which torch sees under which name, and which to take."""
+"""``everygpu devices``: the GPUs, torch's name for each, and a choice among them."""
 
 import json
 import os

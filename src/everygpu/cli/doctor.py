@@ -1,4 +1,4 @@
-"""``everygpu doctor``: what keeps the GPUs from being used, or from being fast, and what to do about it."""
+"""``everygpu doctor``: faults that keep GPUs from working or from being fast, each with its remedy."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The options by which ``everygpu run`` and ``everygpu devices`` are told which GPUs will do."""
+"""The options of ``everygpu run`` and ``everygpu devices`` that filter GPUs."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from everygpu.devices.select import Demand, SortKey, check_demand
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
-    """What the options say; as ``select_devices``."""
+    """The values of the options, as ``select_devices`` takes them."""
 
     min_count: int | None = None
     min_free: str | None = None

@@ -1,4 +1,4 @@
-"""Show something again and again, until Ctrl-C."""
+"""Refresh a display until Ctrl-C."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Numbers that options take."""
+"""Types of numeric options."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""A user's script, run until it asks its DataLoader for batches, and given others than it expects."""
+"""Run a user's script until it iterates its DataLoader, to measure that loader or to replace its batches."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Where results are printed, and what happens when they can't be: no traceback, and an exit code that says so."""
+"""Print results. Output that can't be written ends the command with an exit code and no traceback."""
 
 import os
 import re

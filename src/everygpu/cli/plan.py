@@ -1,4 +1,4 @@
-"""Which GPUs ``everygpu run`` gives to a script, decided before torch is loaded."""
+"""Choose the GPUs that ``everygpu run`` gives to a script, before torch is loaded."""
 
 import re
 import time

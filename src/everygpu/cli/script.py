@@ -1,4 +1,4 @@
-"""Be ``python script.py``, or ``python -m module``, in this process."""
+"""Run a script as ``python script.py`` or ``python -m module`` does, in this process."""
 
 import importlib.machinery
 import importlib.util

@@ -1,4 +1,4 @@
-"""Text of others, made harmless: a terminal obeys what names of processes, runs and tensors contain."""
+"""Escape foreign text: names of processes, runs and tensors may contain terminal control sequences."""
 
 import sys
 

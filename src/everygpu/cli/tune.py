@@ -78,7 +78,7 @@ def tune_script(
         sys.exit(observe.run_trial(script, args, which, trial[0], headroom, trial[1]))
     console = Output(stderr=as_json, markup=False, emoji=False, highlight=False)
     found: dict[str, Any] = {}
-    # What the script prints goes where our tables go: the JSON is to be all there is.
+    # The script's output goes to the tables' stream, so that stdout holds the JSON alone.
     with redirect_stdout(sys.stderr if as_json else sys.stdout):
         if batch_size:
             found["batch_size"] = _tune_batch_size(console, script, args, which, headroom)

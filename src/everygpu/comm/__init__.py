@@ -1,4 +1,4 @@
-"""Moving tensors between devices: one interface, the fastest transfer that serves.
+"""Move tensors between devices: one interface, the fastest transfer that works.
 
 Every function is ordered after the work already queued on the devices' current streams. Between GPUs whose
 direct copies don't arrive, everything goes through host memory; else buffers go by NCCL among three GPUs or

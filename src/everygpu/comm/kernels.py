@@ -1,4 +1,4 @@
-"""Kernels that read and write other GPUs' memory: to send parameters, to add gradients up, to copy a few bytes.
+"""Kernels that read and write other GPUs' memory: they send parameters, reduce gradients and copy small tensors.
 
 They find memory by addresses, block by block, so that nothing has to be put side by side first.
 """

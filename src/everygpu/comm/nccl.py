@@ -1,4 +1,4 @@
-"""Collectives over several GPUs of one process: the one place that talks to NCCL.
+"""Collectives over several GPUs of one process: the only module that calls NCCL.
 
 A call launches one kernel per GPU, on the current streams, in one group. NCCL asks that a communicator is used by
 one thread at a time, so calls are serialised.

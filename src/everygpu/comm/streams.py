@@ -1,4 +1,4 @@
-"""Streams of our own, beside those that users compute on."""
+"""Streams for copies, beside the streams of the computation."""
 
 import functools
 import threading

@@ -1,4 +1,4 @@
-"""What ``everygpu doctor`` looks at in the GPUs and their software: functions of facts, which ask nothing."""
+"""The checks of ``everygpu doctor`` on GPUs and their software: pure functions of gathered facts."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence

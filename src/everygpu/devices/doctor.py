@@ -1,4 +1,4 @@
-"""Gather the facts that ``checks`` and ``host_checks`` judge: the part of ``everygpu doctor`` that asks."""
+"""Gather the facts that ``checks`` and ``host_checks`` judge, for ``everygpu doctor``."""
 
 import shutil
 import sys
@@ -18,7 +18,7 @@ _NVIDIA, _DISPLAY = "0x10de", "0x03"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What was found."""
+    """The finding."""
 
     findings: tuple[Finding, ...]
     peers: Outcome | None
@@ -38,7 +38,7 @@ def diagnose(environ: Mapping[str, str], *, test_peers: bool = True, system: Pat
         test_peers: Copy between the GPUs, which takes some seconds and 256 MiB on each.
         system: Where the system's files are.
     Returns:
-        What was found. The test of copies is remembered for later runs.
+        The findings. The result of the copy test is kept for later runs.
     """
     driver, samples, build = nvml.sample_driver(), nvml.sample_devices() or [], describe_torch()
     outcome = _test_peers(build) if test_peers else None

@@ -1,4 +1,4 @@
-"""How fast runs go: each writes a small file for ``everygpu top`` to read, in the user's runtime folder.
+"""Speeds of runs: each run writes a small file in the user's runtime folder, which ``everygpu top`` reads.
 
 Nothing goes over a network. A file is of interest only while its run holds the lock beside it, so that what
 a killed run leaves behind is recognised, and removed by the next reader.

@@ -1,4 +1,4 @@
-"""What ``everygpu doctor`` looks at in the process and the system around it: functions of facts, as ``checks``."""
+"""The checks of ``everygpu doctor`` on the process and its system: pure functions of facts, as in ``checks``."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""What the NVIDIA driver says about each GPU, asked through NVML without making a CUDA context.
+"""The NVIDIA driver's figures for each GPU, read through NVML without making a CUDA context.
 
 The only module that imports ``pynvml``. Where NVML is absent or broken it says so in the log and
 answers None, and callers go on with the numbers torch has.

@@ -1,4 +1,4 @@
-"""Whether copies between two GPUs arrive, found out once per machine.
+"""Test once per machine whether copies between two GPUs arrive.
 
 On some boards (IOMMU, ACS, some drivers) the driver says that one GPU can reach another's memory, and the
 bytes then arrive wrong, or never. A hanging copy can't be stopped, so the test runs in a process of its own.

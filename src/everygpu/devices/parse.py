@@ -1,4 +1,4 @@
-"""Turn what people write for devices into ``torch.device`` objects that exist."""
+"""Parse device names and indices into ``torch.device`` objects that exist."""
 
 import operator
 import re

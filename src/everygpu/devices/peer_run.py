@@ -26,7 +26,7 @@ class PairReport:
 
     verdict: Verdict
     detail: str = ""
-    """What was wrong."""
+    """The fault."""
     gigabytes_per_s: float | None = None
     """10**9 bytes a second; None when not measured."""
 
@@ -55,7 +55,7 @@ class Patience:
 
 @dataclass(slots=True)
 class _Progress:
-    """What the process has said so far."""
+    """The output of the process so far."""
 
     ready: list[int] | None = None
     now: Any = None

@@ -1,4 +1,4 @@
-"""Choose devices by what is free on them, or say device by device why that can't be done."""
+"""Choose devices by free memory and load, or give the reason for each device that doesn't fit."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ SortKey = Literal["free", "total", "index", "utilization"]
 
 
 class Candidate(Protocol):
-    """What a choice is made by: ``DeviceSample`` and ``VisibleDevice`` both have it."""
+    """The properties a choice is made by; ``DeviceSample`` and ``VisibleDevice`` both have them."""
 
     @property
     def label(self) -> str: ...
@@ -196,7 +196,7 @@ def choose(
 
     Args:
         devices: All that exist, whether or not they can be used.
-        demand: What is asked for.
+        demand: Count, limits and names to satisfy.
         refused: Reasons against some devices from elsewhere, by position in ``devices``.
     Returns:
         At most ``demand.count`` devices, sorted as it says; equals keep their order.

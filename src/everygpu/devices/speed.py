@@ -1,4 +1,4 @@
-"""How fast each device is and how much memory it has left, and what share of the work that is worth."""
+"""Measure each device's speed and free memory, and derive its share of the rows."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""Which physical GPU each logical device is.
+"""Match logical devices to physical GPUs.
 
 CUDA numbers the devices that ``CUDA_VISIBLE_DEVICES`` leaves, by default fastest first; NVML and
 nvidia-smi number all of them in PCI order. Where torch can be asked, the two are matched by UUID; before

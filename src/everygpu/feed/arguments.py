@@ -1,4 +1,4 @@
-"""Whether what is passed to the feeding functions is of the types they take, asked before anything is started."""
+"""Check the types of the feeding functions' arguments, before any thread or process starts."""
 
 from collections.abc import Iterable
 from numbers import Real

@@ -1,4 +1,4 @@
-"""A batch on its way from the host to the devices: sent by one thread, put together by another.
+"""A batch on its way from the host to the devices: one thread sends the rows, another assembles the batch.
 
 Sending queues the copies; only what the consumer does decides which streams wait for them, so the second half
 is its part.
@@ -24,7 +24,7 @@ class Parcel:
     """One leaf of a batch."""
 
     tensors: Sequence[Tensor] = ()
-    """What the consumer's streams have to wait for."""
+    """Events that the consumer's streams wait for."""
     unpack: Callable[[], Any]
     """Makes of them what the consumer gets."""
 

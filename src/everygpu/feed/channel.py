@@ -1,4 +1,4 @@
-"""What connects the thread that prepares batches with the one that uses them."""
+"""The channel between the thread that prepares batches and the one that uses them."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Batches from a loader, on their devices before they are asked for."""
+"""Prefetch a loader's batches to their devices."""
 
 import weakref
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Where in the data a run is, and how a loader is brought back there."""
+"""A run's position in its data, and how a loader returns to it."""
 
 import copy
 import itertools

@@ -1,4 +1,4 @@
-"""Everything that trial steps change, put back."""
+"""Restore the model, optimizer and generators after trial steps."""
 
 import copy
 import functools
@@ -79,7 +79,7 @@ def _save_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 
 class _SavedState:
-    """What an optimizer knew: the tensors it had, their values, and everything else."""
+    """An optimizer's state: its tensors, their values, and everything else."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer

@@ -1,4 +1,4 @@
-"""How much of its time a training loop waits for data, and what to do about it."""
+"""Measure the share of time that a training loop waits for data, and name the remedy."""
 
 import logging
 import os
@@ -25,7 +25,7 @@ class StepTime:
     wait_s: float
     """The part of it in which the consumer waited."""
     load_s: float
-    """What the loader took for the batch, beside the consumer's work."""
+    """Seconds the loader needed for the batch, beside the consumer's work."""
     send_s: float
     """What staging the batch and queuing its copies took, likewise."""
 
@@ -41,7 +41,7 @@ class FeedReport:
     wait_s: float
     """The part of a step in which the consumer waited for data."""
     load_s: float
-    """What the loader took for a batch, beside the consumer's work."""
+    """Seconds the loader needs for a batch, beside the consumer's work."""
     send_s: float
     """What staging a batch and queuing its copies took, likewise."""
 

@@ -1,4 +1,4 @@
-"""How many worker processes load data fastest: measured on the user's own DataLoader."""
+"""Measure how many worker processes load data fastest, on the user's own DataLoader."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""Checkpoints that other programs wrote: found out by content, read without executing anything in them."""
+"""Checkpoints of other programs, recognised by content and read without executing anything in them."""
 
 from everygpu.checkpoint.foreign.parts import read_parts
 from everygpu.checkpoint.foreign.read import is_foreign, read_foreign

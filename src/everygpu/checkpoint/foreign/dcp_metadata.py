@@ -75,7 +75,7 @@ def read_entries(path: Path) -> dict[str, Entry]:
     Args:
         path: The file ``.metadata``.
     Returns:
-        What was saved, by its flat name.
+        The saved entries, by flat name.
     Raises:
         CheckpointForeignError: the file asks for more than DCP's own records, or its data is compressed.
         CheckpointDamagedError: it is cut off or altered.

@@ -1,4 +1,4 @@
-"""The two ways a foreign file can fail: it is no file of a kind we read, or it is one and is broken."""
+"""The two faults of a foreign file: its format is not supported, or it is damaged."""
 
 from pathlib import Path
 

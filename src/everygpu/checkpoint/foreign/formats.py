@@ -1,4 +1,4 @@
-"""Tell what is at a path by its first bytes: names of files lie, and several formats share ``.bin``."""
+"""Recognise a file's format by its first bytes: names are unreliable, and several formats share ``.bin``."""
 
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -34,7 +34,7 @@ _OTHERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """What is to be read, and how."""
+    """The files to read, and their format."""
 
     format: Format
     path: Path

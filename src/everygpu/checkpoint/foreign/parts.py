@@ -1,4 +1,4 @@
-"""A foreign checkpoint as parts to restore, each of the kind that its target is: the file does not say."""
+"""Split a foreign checkpoint into parts to restore, each of its target's kind, which the file does not record."""
 
 import logging
 from collections.abc import Mapping

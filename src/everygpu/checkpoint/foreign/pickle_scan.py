@@ -1,4 +1,4 @@
-"""Go through a pickle's instructions without carrying any out, and refuse those that would never end.
+"""Read a pickle's instructions without executing any, and refuse those that would never end.
 
 A pickle that runs nothing can still stop its reader: nine bytes ask for a table of four gigabytes, a hundred bytes
 build a tuple whose hash takes centuries, one number in a call takes all memory. Each instruction is counted here with

@@ -1,4 +1,4 @@
-"""Names under a prefix of the outer module's: Lightning saves a model that it holds as ``model`` that way."""
+"""Strip the prefix of an outer module from names, such as Lightning's ``model.``."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping

@@ -1,4 +1,4 @@
-"""Find the model, the optimizer and the rest in what a training script put into one file."""
+"""Find the model, the optimizer and the rest in a training script's single file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -50,7 +50,7 @@ class Contents:
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Everything else, by name."""
     notes: tuple[str, ...] = ()
-    """What was chosen among several, and what was left out and why."""
+    """Choices among several sections, and sections left out, with the reason."""
     libraries: Mapping[str, str] = field(default_factory=dict)
     """Versions of libraries, where the checkpoint names them."""
     kinds: Mapping[str, Kind] = field(default_factory=dict)
@@ -75,7 +75,7 @@ def sort_document(document: Any, format_name: str, section: str | None = None) -
     """Tell the parts of a document apart.
 
     Args:
-        document: What a file held: a state dict, or a dict with one in it.
+        document: The content of a file: a state dict, or a dict with one in it.
         format_name: In words.
         section: The dotted name of the model's state dict, to overrule the search.
     """

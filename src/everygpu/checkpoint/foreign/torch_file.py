@@ -40,7 +40,7 @@ def read_torch_file(path: Path) -> Any:
     Args:
         path: An existing file.
     Returns:
-        What was saved; tensors on the CPU, backed by the file where its format allows.
+        The saved object; tensors on the CPU, backed by the file where its format allows.
     Raises:
         CheckpointForeignError: it needs more than tensors and plain containers, or is a TorchScript archive.
         CheckpointDamagedError: it is cut off or altered.

@@ -1,4 +1,4 @@
-"""What the verbs share: where to print, and how far they are."""
+"""Consoles and progress bars that the verbs share."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ def open_progress(what: str, total: int | None = None) -> Iterator[Progress]:
     """Show a bar on a terminal's error stream while the block runs, and nothing elsewhere.
 
     Args:
-        what: What is being done.
+        what: Names the work that progresses.
         total: How much there is to do; None where that isn't known.
     """
     console = Console(stderr=True)

@@ -1,4 +1,4 @@
-"""``everygpu checkpoint diff``: what two checkpoints' models have in common, and what not."""
+"""``everygpu checkpoint diff``: the differences between two checkpoints' models."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""``everygpu checkpoint show``: what is in a checkpoint, as a tree of modules or as JSON."""
+"""``everygpu checkpoint show``: a checkpoint's content, as a tree of modules or as JSON."""
 
 import json
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""``everygpu checkpoint verify``: say what is wrong with a checkpoint."""
+"""``everygpu checkpoint verify``: list a checkpoint's faults."""
 
 from pathlib import Path
 
