@@ -20,7 +20,9 @@ class SyncBatchNorm(BatchNorm):
 
     ::
 
-        model = everygpu.DataParallel(everygpu.SyncBatchNorm.convert(model))
+        network = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        model = everygpu.DataParallel(everygpu.SyncBatchNorm.convert(network), ["cpu", "cpu"])
+        loss = criterion(model(x), y)
 
     In training under ``DataParallel`` or ``TrainStep``, this layer is a barrier: all replicas normalise together, so
     outputs, gradients and running statistics are those of one device on the whole batch. In eval mode, on one

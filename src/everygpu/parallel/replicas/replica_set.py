@@ -23,8 +23,9 @@ def replicate(network: nn.Module, devices: Sequence[DeviceLike], detach: bool = 
 
     ::
 
-        first, second = replicate(model, ["cuda:0", "cuda:1"])  # first is model
-        (first(x0).sum() + second(x1).sum().to("cuda:0")).backward()  # both add to model's gradients
+        network = nn.Linear(4, 3)
+        first, second = everygpu.replicate(network, ["cpu", "cpu"])  # first is network
+        (first(x[:1]).sum() + second(x[1:]).sum()).backward()  # both add to network's gradients
 
     Args:
         network: The module. It serves as the first replica, so its buffers and attributes are updated in place. It

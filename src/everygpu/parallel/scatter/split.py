@@ -21,7 +21,8 @@ class Replicated:
 
     ::
 
-        model(x, class_weights=everygpu.Replicated(weights))  # x is split; weights, of shape (classes,), is not
+        batch = {"x": x, "class_weights": everygpu.Replicated(torch.ones(3))}
+        first, second = everygpu.scatter(batch, ["cpu", "cpu"])  # x is split, class_weights is whole in both
 
     Args:
         value: A tensor of any shape, or any nesting of containers with tensors in them.

@@ -54,7 +54,7 @@ class ShardedBatch(Tensor):
     ``DataParallel`` returns one in place of each output tensor::
 
         out = model(x)  # shape (rows, classes), a ShardedBatch
-        loss = F.cross_entropy(out, y)  # computed on the shards; equals the loss of the whole batch
+        loss = nn.functional.cross_entropy(out, y)  # computed on the shards; equals the loss of the whole batch
         out.shards  # one tensor per replica, each on its device
         everygpu.gather(out)  # a plain tensor on out.device
 
