@@ -4,7 +4,8 @@ The rules are made of the class, and the class runs the rules. This module binds
 registers its operators' strategies; importing any module of the package runs it first.
 """
 
-from everygpu.parallel.sharded.batch import Dispatch, ShardedBatch
+from everygpu.parallel.sharded.batch import ShardedBatch
+from everygpu.parallel.sharded.dispatch import Dispatch
 from everygpu.parallel.sharded.fallback import run_joined
 from everygpu.parallel.sharded.functions import function_for
 from everygpu.parallel.sharded.ops import RULES

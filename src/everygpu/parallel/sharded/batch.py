@@ -7,15 +7,15 @@ backward. Operations with a rule run on the parts; all others run on the joined 
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from everygpu.parallel.compiler.eval_frame import not_compiled
+from everygpu.parallel.sharded.dispatch import Args, Dispatch, Kwargs
 from everygpu.parallel.sharded.layout import (
     JoinedValues,
     Memory,
@@ -29,23 +29,6 @@ from everygpu.parallel.sharded.layout import (
 )
 from everygpu.torch_private.modes import without_torch_function
 from everygpu.torch_private.tensors import make_wrapper_subclass, reshape_alias, throw_on_data_ptr
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-Rule = Callable[[Any, Args, Kwargs], Any]
-"""From an operation and its arguments to the result, or NotImplemented to run on the joined tensor instead."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dispatch:
-    """Implementations of functions, above autograd, and of operations, below it."""
-
-    function_for: Callable[[Any], Rule]
-    """From a torch function to the one that is called in its place."""
-    rules: Mapping[Any, Rule]
-    """Operations that run on the parts."""
-    run_joined: Rule
-    """Runs all other operations, and those whose rule returns NotImplemented."""
 
 
 class ShardedBatch(Tensor):

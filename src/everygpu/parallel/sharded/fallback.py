@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everygpu.parallel.sharded.batch import Args, Kwargs, ShardedBatch, joined_values, wrap
+from everygpu.parallel.sharded.batch import ShardedBatch, joined_values, wrap
+from everygpu.parallel.sharded.dispatch import Args, Kwargs
 from everygpu.parallel.sharded.operands import ShardSpec, shared_spec, split_rows
 from everygpu.torch_private.compiler import is_operator
 from everygpu.torch_private.modes import below_python_dispatch, reading_lazy_values

@@ -1,14 +1,14 @@
 """Functions of a ``ShardedBatch`` that never reach ``__torch_dispatch__``: memory, printing, copies, the mean."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from everygpu.errors import GatherError, LossError
-from everygpu.parallel.sharded.batch import Args, Kwargs, ShardedBatch, join, joined_values
+from everygpu.parallel.sharded.batch import ShardedBatch, join, joined_values
+from everygpu.parallel.sharded.dispatch import Args, Kwargs, Rule
 from everygpu.parallel.sharded.layout import JoinedValues, Memory
 from everygpu.parallel.sharded.row_reductions import ROW_REDUCTIONS
 from everygpu.torch_private.autograd import are_transforms_active
@@ -17,10 +17,8 @@ from everygpu.torch_private.modes import without_torch_function
 from everygpu.torch_private.pytree import tree_map_only
 from everygpu.torch_private.tensors import swap_tensors
 
-Function = Callable[[Any, Args, Kwargs], Any]
 
-
-def function_for(func: Any) -> Function:
+def function_for(func: Any) -> Rule:
     """Return the replacement of a function; by default one that calls the function itself."""
     if is_scripted(func):
         return _on_joined  # its fused kernels take pointers
@@ -141,7 +139,7 @@ def _members(names: str) -> list[Any]:
     return [getattr(Tensor, name) for name in names.split() if hasattr(Tensor, name)]
 
 
-FUNCTIONS: dict[Any, Function] = {
+FUNCTIONS: dict[Any, Rule] = {
     **dict.fromkeys(
         _members(
             "numpy data_ptr untyped_storage storage _typed_storage __array__ __dlpack__ share_memory_ is_shared "

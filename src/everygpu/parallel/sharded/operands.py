@@ -1,14 +1,15 @@
 """Building blocks of rules: operands split like the batch, one call per part, results summed or wrapped."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from everygpu import comm
-from everygpu.parallel.sharded.batch import Args, Kwargs, Rule, ShardedBatch, has_parts, joined_values, parts_of, wrap
+from everygpu.parallel.sharded.batch import ShardedBatch, has_parts, joined_values, parts_of, wrap
+from everygpu.parallel.sharded.dispatch import Kwargs
 from everygpu.parallel.sharded.layout import ShardLayout, move, move_to_each, same_rows
 
 Declined = Any
@@ -140,16 +141,6 @@ def _move_unused(parts: Sequence[Tensor], spec: ShardSpec) -> Tensor:
     return move_home(parts[:1], spec.layout)[0]
 
 
-@functools.cache
-def argument_names(func: Any) -> tuple[str, ...]:
-    return tuple(a.name for a in func._schema.arguments)
-
-
-def named(func: Any, args: Args, kwargs: Kwargs) -> Kwargs:
-    """Return an operation's arguments by name."""
-    return {**dict(zip(argument_names(func), args)), **kwargs}
-
-
 def dims_of(dim: Any, ndim: int) -> list[int]:
     """Return the dimensions that a ``dim`` argument names; all, if it is None or empty.
 
@@ -163,27 +154,3 @@ def dims_of(dim: Any, ndim: int) -> list[int]:
         if not -ndim <= d < ndim:
             raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {d})")
     return [d % ndim for d in dims]
-
-
-def rules_for(*families: tuple[Rule, str]) -> dict[Any, Rule]:
-    """Build a table from each named operation to its rule."""
-    return {operation: rule for rule, names in families for operation in operations(names)}
-
-
-def operations(names: str) -> Iterator[Any]:
-    """Yield torch's operations by name, ``add`` or ``add.Tensor``, as far as this torch has them."""
-    for name in names.split():
-        packet, _, overload = name.partition(".")
-        found = getattr(torch.ops.aten, packet, None)
-        for each_overload in [overload] if overload else [] if found is None else found.overloads():
-            operation = getattr(found, each_overload, None)
-            if operation is not None and "name" not in each_overload and _works_on_tensors(operation):
-                yield operation
-
-
-def _works_on_tensors(operation: Any) -> bool:
-    """Tell overloads for tensors, which write nothing or, if named so, their first argument, from all others."""
-    arguments = operation._schema.arguments
-    written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
-    writes = operation.overloadpacket.__name__.endswith("_")
-    return any("Tensor" in str(a.type) for a in arguments) and written == ([0] if writes else [])

@@ -6,7 +6,6 @@ split, which keeps the gradients of hand-written losses off the primary device.
 
 import inspect
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from everygpu.parallel.sharded.batch import Args, Join, Kwargs, ShardedBatch, has_shards, join, parts_of
+from everygpu.parallel.sharded.batch import Join, ShardedBatch, has_shards, join, parts_of
+from everygpu.parallel.sharded.dispatch import Args, Kwargs, Rule
 from everygpu.parallel.sharded.layout import move_to_each
 from everygpu.parallel.sharded.operands import HALF, dims_of, sum_parts
 from everygpu.torch_private.autograd import are_transforms_active
@@ -171,7 +171,7 @@ _COMPOSED = (
     F.multilabel_soft_margin_loss,
 )
 
-ROW_REDUCTIONS: dict[Any, Callable[[Any, Args, Kwargs], Any]] = {
+ROW_REDUCTIONS: dict[Any, Rule] = {
     **dict.fromkeys((torch.sum, torch.mean, Tensor.sum, Tensor.mean), reduce_rows),
     **dict.fromkeys((torch.nanmean, Tensor.nanmean), nan_mean),
     **dict.fromkeys((torch.var_mean, torch.std_mean), var_and_mean),

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everygpu.parallel.sharded.batch import Args, Kwargs, Rule, ShardedBatch, parts_of, wrap
-from everygpu.parallel.sharded.operands import call_on_parts, named, rules_for, shard_rows, shared_spec
+from everygpu.parallel.sharded.batch import ShardedBatch, parts_of, wrap
+from everygpu.parallel.sharded.dispatch import Args, Kwargs, Rule, named, rules_for
+from everygpu.parallel.sharded.operands import call_on_parts, shard_rows, shared_spec
 
 
 def concat(func: Any, args: Args, kwargs: Kwargs) -> Any:

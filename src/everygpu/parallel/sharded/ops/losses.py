@@ -5,16 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everygpu.parallel.sharded.batch import Args, Kwargs, Rule, ShardedBatch, has_parts, parts_of, wrap
+from everygpu.parallel.sharded.batch import ShardedBatch, has_parts, parts_of, wrap
+from everygpu.parallel.sharded.dispatch import Args, Kwargs, Rule, named, rules_for
 from everygpu.parallel.sharded.layout import ShardLayout
 from everygpu.parallel.sharded.operands import (
     HALF,
     ShardSpec,
     call_on_parts,
     constant,
-    named,
     replicate_operand,
-    rules_for,
     shard_operand,
     shard_rows,
     shared_spec,

@@ -4,11 +4,11 @@ from typing import Any
 
 from torch import Tensor
 
-from everygpu.parallel.sharded.batch import Args, Kwargs, Rule, ShardedBatch, has_parts, parts_of, wrap
+from everygpu.parallel.sharded.batch import ShardedBatch, has_parts, parts_of, wrap
+from everygpu.parallel.sharded.dispatch import Args, Kwargs, Rule, rules_for
 from everygpu.parallel.sharded.operands import (
     call_on_parts,
     replicate_operand,
-    rules_for,
     shard_operand,
     shard_rows,
     shared_spec,

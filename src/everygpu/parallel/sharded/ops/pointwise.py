@@ -4,8 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from everygpu.parallel.sharded.batch import Args, Kwargs, Rule, ShardedBatch, has_shards, set_parts
-from everygpu.parallel.sharded.operands import call_on_parts, rules_for, shard_operand, shared_spec, wrap_results
+from everygpu.parallel.sharded.batch import ShardedBatch, has_shards, set_parts
+from everygpu.parallel.sharded.dispatch import Args, Kwargs, Rule, rules_for
+from everygpu.parallel.sharded.operands import call_on_parts, shard_operand, shared_spec, wrap_results
 
 
 def pointwise(func: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -6,15 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everygpu.parallel.sharded.batch import Args, Kwargs, Rule, parts_of, wrap
+from everygpu.parallel.sharded.batch import parts_of, wrap
+from everygpu.parallel.sharded.dispatch import Args, Kwargs, Rule, named, rules_for
 from everygpu.parallel.sharded.operands import (
     HALF,
     call_on_parts,
     constant,
     dims_of,
     move_home,
-    named,
-    rules_for,
     shard_rows,
     shared_spec,
     sum_parts,

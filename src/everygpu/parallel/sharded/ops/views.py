@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from everygpu import comm
-from everygpu.parallel.sharded.batch import Args, Kwargs, Rule, ShardedBatch, has_parts, parts_of, wrap, wrap_view
+from everygpu.parallel.sharded.batch import ShardedBatch, has_parts, parts_of, wrap, wrap_view
+from everygpu.parallel.sharded.dispatch import Args, Kwargs, Rule, named, rules_for
 from everygpu.parallel.sharded.layout import ShardLayout, layout_of
-from everygpu.parallel.sharded.operands import named, rules_for
 
 KEEP = torch.preserve_format
 
