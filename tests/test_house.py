@@ -36,13 +36,7 @@ ALLOWED: dict[str, dict[str, int]] = {
         "parallel/cuda_graphs/capture_lock.py:_STREAM_POOL": 1,  # streams are the process's
     },
     "vague words": {},
-    "old names": {
-        "parallel/compiler/inductor_backend.py": 1,
-        "parallel/compiler/split_graph.py": 1,
-        "parallel/cuda_graphs/transfer/parameter_sync.py": 5,
-        "parallel/engines/table.py": 1,
-        "step/flat_parameters.py": 5,
-    },
+    "old names": {},
 }
 
 

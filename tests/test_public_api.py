@@ -23,9 +23,11 @@ def describe(name: str, value: Any) -> Iterator[str]:
     if not inspect.isclass(value):
         yield f"{name}{signature(value)}"
         return
-    base = next(b for b in value.__mro__[1:] if not b.__module__.startswith("everygpu."))
+    ours = [kind for kind in value.__mro__ if kind.__module__.startswith("everygpu.")]
+    base = next(kind for kind in value.__mro__ if kind not in ours)
     yield f"class {name}({base.__name__})"
-    for key, member in sorted(vars(value).items()):
+    members = {key: member for kind in reversed(ours) for key, member in vars(kind).items()}
+    for key, member in sorted(members.items()):
         if not key.startswith("_") or key in OPERATORS:
             function = getattr(member, "__func__", member)
             yield f"  {name}.{key}{signature(function) if inspect.isfunction(function) else ''}"

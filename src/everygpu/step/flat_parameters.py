@@ -54,13 +54,13 @@ class FlatParameters:
         self.adopt()
         self.twins = [make_twins(params, slots) for slots in self._slots[1:]]
         self._own_uses: list[int] = []
-        self._facts = [_facts(p) for p in params]
+        self._layout_key = [_layout_key(p) for p in params]
         self.begin()
 
     def fits(self, params: Sequence[Tensor]) -> bool:
         """Tell whether these are the parameters it was made for, as they were."""
         return len(params) == len(self.params) and all(
-            p is mine and _facts(p) == facts for p, mine, facts in zip(params, self.params, self._facts)
+            p is mine and _layout_key(p) == facts for p, mine, facts in zip(params, self.params, self._layout_key)
         )
 
     def adopt(self) -> None:
@@ -240,7 +240,7 @@ def _slots(plans: Sequence[BucketPlan], buckets: Sequence[PerDevice], replica: i
     return [view for _, view in sorted(pairs, key=lambda pair: pair[0])]
 
 
-def _facts(p: Tensor) -> tuple[Any, ...]:
+def _layout_key(p: Tensor) -> tuple[Any, ...]:
     return p.shape, p.dtype, getattr(p, "grad_dtype", None), p.device, p.requires_grad, p.stride(), has_hooks(p)
 
 

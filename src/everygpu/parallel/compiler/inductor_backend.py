@@ -34,12 +34,12 @@ class InductorBackend:
 
     Args:
         options: Inductor's, as in ``torch.compile(options=…)``.
-        cuts: How graphs are cut.
+        policy: How graphs are cut.
     """
 
-    def __init__(self, options: Mapping[str, Any], cuts: SplitPolicy = WHOLE) -> None:
+    def __init__(self, options: Mapping[str, Any], policy: SplitPolicy = WHOLE) -> None:
         self._options = dict(options)
-        self._cuts = cuts
+        self._policy = policy
         self._reasons: set[str] = set()
 
     @property
@@ -59,9 +59,9 @@ class InductorBackend:
         # From its cache of whole compilations torch would answer without asking compile_part. Left for later, backward
         # would be compiled by autograd's threads, by one for each GPU.
         with functorch_config().patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
-            cuts, function = self._cuts if torch.is_grad_enabled() else WHOLE, None
-            put_behind = split_off(graph) if cuts.last_product else None
-            if cuts.in_pieces:
+            policy, function = self._policy if torch.is_grad_enabled() else WHOLE, None
+            put_behind = split_off(graph) if policy.defers_linear else None
+            if policy.in_pieces:
                 function = self._compile_pieces(graph, example_inputs, compile_graph)
             if function is None:
                 parts.clear()
@@ -111,23 +111,23 @@ class InductorBackend:
             logger.info("DataParallel: %s: %s", consequence, reason)
 
 
-def inductor(mode: str | None, cuts: SplitPolicy = WHOLE) -> InductorBackend:
+def inductor(mode: str | None, policy: SplitPolicy = WHOLE) -> InductorBackend:
     """Make the backend that ``torch.compile(mode=…)`` would take, compiling once for all GPUs.
 
     Args:
         mode: ``"reduce-overhead"`` for CUDA graphs; None for plain launches, which a CUDA graph can capture.
-        cuts: How graphs are cut.
+        policy: How graphs are cut.
     """
     wrapper = InductorWrapper(mode, None, False)
-    return InductorBackend(wrapper.config, cuts)
+    return InductorBackend(wrapper.config, policy)
 
 
-def compiling_once(backend: Backend, *, cuda_graphs: bool, cuts: SplitPolicy = WHOLE) -> Backend:
+def compiling_once(backend: Backend, *, cuda_graphs: bool, policy: SplitPolicy = WHOLE) -> Backend:
     """Replace torch's own backend by ours with the same options, perhaps without CUDA graphs; others stay."""
     if not isinstance(backend, InductorWrapper):
         return backend
     options = backend.config if cuda_graphs else {**backend.config, "triton.cudagraphs": False}
-    return InductorBackend(options, cuts)
+    return InductorBackend(options, policy)
 
 
 def _keep_saved_tensors() -> None:

@@ -28,8 +28,8 @@ class SplitPolicy:
     in_pieces: bool = False
     """Large ones, so that gradients come piece by piece: work on them can begin before backward is over. Of a whole
     graph autograd gets all gradients at the end."""
-    last_product: bool = False
-    """Before a product that they end with; see ``last_product``."""
+    defers_linear: bool = False
+    """Before a product that they end with; see ``deferred_linear``."""
 
 
 WHOLE = SplitPolicy()

@@ -39,15 +39,15 @@ class CompiledReplicas(Engine):
             options, else for the least overhead.
         workers: Run the replicas where compiling doesn't pay off or fails.
         cuda_graphs: Let torch make CUDA graphs of them.
-        cuts: How their graphs are cut.
+        policy: How their graphs are cut.
     """
 
     is_fixed = True
 
     def __init__(
-        self, module: nn.Module, workers: Workers, *, cuda_graphs: bool = True, cuts: SplitPolicy = WHOLE
+        self, module: nn.Module, workers: Workers, *, cuda_graphs: bool = True, policy: SplitPolicy = WHOLE
     ) -> None:
-        self._compile, self._recorder = _compiler_of(module, cuda_graphs=cuda_graphs, cuts=cuts)
+        self._compile, self._recorder = _compiler_of(module, cuda_graphs=cuda_graphs, policy=policy)
         self._workers = workers
         self._compiled: dict[int, tuple[nn.Module, Callable[..., Any]]] = {}
         self._signatures: set[Any] = set()
@@ -126,16 +126,16 @@ def _can_share(calls: Sequence[Call]) -> bool:
     return len(calls) > 1 and len({_signature(call) for call in calls}) == 1
 
 
-def _compiler_of(module: nn.Module, *, cuda_graphs: bool, cuts: SplitPolicy) -> tuple[Compiler, Recorder]:
+def _compiler_of(module: nn.Module, *, cuda_graphs: bool, policy: SplitPolicy) -> tuple[Compiler, Recorder]:
     if compiled_original(module) is not None:
         context: Any = module.dynamo_ctx
         found, options = backend_of(context), {"dynamic": context._dynamic, "fullgraph": context.fullgraph}
         if found is None:
             return context, Recorder(inductor(None))
-        backend = compiling_once(found, cuda_graphs=cuda_graphs, cuts=cuts)
+        backend = compiling_once(found, cuda_graphs=cuda_graphs, policy=policy)
     else:
         mode = "reduce-overhead" if cuda_graphs and torch.cuda.is_available() else None
-        backend, options = inductor(mode, cuts), {"dynamic": False}
+        backend, options = inductor(mode, policy), {"dynamic": False}
     recorder = Recorder(backend)
     return lambda function: torch.compile(function, backend=recorder, **options), recorder
 

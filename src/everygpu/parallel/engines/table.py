@@ -20,8 +20,8 @@ def _threads(context: EngineContext) -> Workers:
 def _compiled(context: EngineContext, *, is_recorded: bool = False) -> CompiledReplicas:
     # A recording adds gradients up beside its own backward.
     in_pieces = not context.makes_graphs and len(context.devices) > 1
-    cuts = SplitPolicy(in_pieces=in_pieces, last_product=is_recorded)
-    return CompiledReplicas(context.module(), _threads(context), cuda_graphs=context.makes_graphs, cuts=cuts)
+    policy = SplitPolicy(in_pieces=in_pieces, defers_linear=is_recorded)
+    return CompiledReplicas(context.module(), _threads(context), cuda_graphs=context.makes_graphs, policy=policy)
 
 
 def _recorded(context: EngineContext) -> RecordedReplicas:

@@ -32,7 +32,7 @@ class ParameterSync:
     ) -> None:
         self.params = list(params)
         self._devices = list(devices)
-        self._facts = _facts(params)
+        self._layout_key = _layout_key(params)
         comm.connect(devices)
         backwards = self.params[::-1]
         groups = group_tensors(backwards, lambda p: p.dtype, limit_bytes)
@@ -45,7 +45,7 @@ class ParameterSync:
 
     def fits(self, params: Sequence[Tensor]) -> bool:
         """Tell whether these are the parameters it was made for, where they were."""
-        return _facts(params) == self._facts
+        return _layout_key(params) == self._layout_key
 
     def twins(self) -> Leaves:
         """Return each parameter's twins on the devices after the first, by the parameter's ``id``."""
@@ -100,5 +100,5 @@ class ParameterSync:
         return [found[id(p)] for p in self.params]
 
 
-def _facts(params: Sequence[Tensor]) -> list[tuple[int, int, tuple[int, ...]]]:
+def _layout_key(params: Sequence[Tensor]) -> list[tuple[int, int, tuple[int, ...]]]:
     return [(id(p), p.data_ptr(), p.stride()) for p in params]
