@@ -297,7 +297,12 @@ def _install_streams(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         return streams[-1]
 
     monkeypatch.setattr("everygpu.parallel.cuda_graphs.ready_events.kept_stream", new_stream)
-    for module in ("parallel.engines.thread_state", "parallel.cuda_graphs.transfer.backends", "step.early_update"):
+    for module in (
+        "comm.streams",
+        "parallel.engines.thread_state",
+        "parallel.cuda_graphs.transfer.backends",
+        "step.early_update",
+    ):
         monkeypatch.setattr(f"everygpu.{module}.queueing_on", queueing_on)
     current: dict[tuple[int, torch.device], _Stream] = {}
     key = threading.get_ident

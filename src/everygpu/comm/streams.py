@@ -1,8 +1,9 @@
-"""Streams for copies, beside the streams of the computation."""
+"""Streams of our own, beside those that users compute on, and what is queued on which."""
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -36,3 +37,27 @@ def synchronize_streams(devices: Sequence[torch.device]) -> None:
         for other, event in zip(streams, events):
             if other is not stream:
                 stream.wait_event(event)
+
+
+def current_stream(device: torch.device) -> "torch.cuda.Stream | None":
+    """Return what work for a device is queued on now; None for devices without streams."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+@contextmanager
+def queueing_on(device: torch.device, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
+    """Queue what is launched on a device and one of its streams, its current one when left out."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(stream or torch.cuda.current_stream(device)):
+        yield
+
+
+@contextmanager
+def queueing_on_each(devices: Sequence[torch.device], streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
+    """Queue what is launched on several devices, on a stream of each; the first one is current within."""
+    with ExitStack() as stack:
+        for device, stream in reversed(list(zip(devices, streams))):
+            stack.enter_context(queueing_on(device, stream))
+        yield

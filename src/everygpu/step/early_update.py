@@ -9,10 +9,9 @@ from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from everygpu import comm
-from everygpu.comm.streams import synchronize_streams
+from everygpu.comm.streams import queueing_on, synchronize_streams
 from everygpu.parallel.buckets.grad_tables import GradTables
 from everygpu.parallel.cuda_graphs.ready_events import ReadyEvents
-from everygpu.parallel.engines.thread_state import queueing_on
 from everygpu.step.flat_parameters import FlatParameters
 from everygpu.step.fused import FusedUpdate
 from everygpu.step.hyperparameters import HyperparameterTable

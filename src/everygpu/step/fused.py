@@ -5,10 +5,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from everygpu import comm
-from everygpu.comm.streams import synchronize_streams
+from everygpu.comm.streams import queueing_on, synchronize_streams
 from everygpu.devices.p2p import reach_each_other
 from everygpu.parallel.buckets.plan import BLOCK_NUMEL, BlockRange, block_ranges, join_ranges
-from everygpu.parallel.engines.thread_state import queueing_on
 from everygpu.step.device_tables import make_tables
 from everygpu.step.flat_parameters import FlatParameters
 from everygpu.step.hyperparameters import Hyperparameters, HyperparameterTable

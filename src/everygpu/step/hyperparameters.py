@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from everygpu.comm.streams import queueing_on
 from everygpu.parallel.buckets.plan import BlockRange
-from everygpu.parallel.engines.thread_state import queueing_on
 from everygpu.step.device_tables import DeviceTables
 from everygpu.step.rules.rule import UpdateRule
 

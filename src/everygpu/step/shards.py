@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from everygpu import comm
+from everygpu.comm.streams import queueing_on
 from everygpu.parallel.buckets.plan import BucketPlan, Piece, Slot
-from everygpu.parallel.engines.thread_state import queueing_on
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,

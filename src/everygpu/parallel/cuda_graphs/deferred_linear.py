@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from everygpu import tree
+from everygpu.comm.streams import current_stream
 from everygpu.keys import is_compiled
 from everygpu.parallel.compiler.dynamo import inputs_of, value_of
 from everygpu.parallel.cuda_graphs.deferred_tensor import (
@@ -27,7 +28,6 @@ from everygpu.parallel.cuda_graphs.deferred_tensor import (
     check_dropped,
     materialized,
 )
-from everygpu.parallel.engines.thread_state import current_stream
 from everygpu.parallel.switches import defers_linear
 from everygpu.torch_private.autograd import top_saved_tensor_hooks
 

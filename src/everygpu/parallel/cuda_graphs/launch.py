@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from everygpu import comm, tree
+from everygpu.comm.streams import queueing_on
 from everygpu.errors import CallError, CaptureError
 from everygpu.parallel.buckets.copies import Streams
 from everygpu.parallel.buckets.memory import Grads, Use
@@ -16,7 +17,6 @@ from everygpu.parallel.cuda_graphs.deferred_linear import LinearCall
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
 from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
-from everygpu.parallel.engines.thread_state import queueing_on
 from everygpu.parallel.gather import Joiner
 from everygpu.torch_private.autograd import keeps_graph, set_versions
 

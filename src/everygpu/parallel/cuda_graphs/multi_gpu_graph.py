@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 import torch
 
 from everygpu import comm
-from everygpu.comm.streams import kept_stream
+from everygpu.comm.streams import kept_stream, queueing_on
 from everygpu.parallel.cuda_graphs.capture_lock import CAPTURE_LOCK, RECORDING
-from everygpu.parallel.engines.thread_state import queueing_on
 from everygpu.torch_private.cuda import clear_cublas_workspaces, end_route_to_pool, release_pool, route_stream_to_pool
 
 T = TypeVar("T")

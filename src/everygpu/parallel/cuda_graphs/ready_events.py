@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from everygpu.comm.streams import kept_stream
-from everygpu.parallel.engines.thread_state import queueing_on_each
+from everygpu.comm.streams import kept_stream, queueing_on_each
 
 Register = Callable[[Tensor, Callable[[Tensor], None]], RemovableHandle]
 """Registers a hook."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from everygpu import tree
+from everygpu.comm.streams import current_stream
 from everygpu.keys import compiled_original
 from everygpu.parallel.buckets.memory import Grads, Use
 from everygpu.parallel.cuda_graphs.capture_lock import lease_streams
@@ -26,7 +27,6 @@ from everygpu.parallel.cuda_graphs.static_batch import StaticBatch
 from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
 from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
 from everygpu.parallel.engines.engine import Outputs, RunOn
-from everygpu.parallel.engines.thread_state import current_stream
 from everygpu.parallel.replicas.replica_set import Leaves as Twins
 from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.parallel.scatter.split import ScatterSpec

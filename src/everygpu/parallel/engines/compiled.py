@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from everygpu import tree
+from everygpu.comm.streams import current_stream
 from everygpu.keys import compiled_original
 from everygpu.parallel.batch_norm.layer import SyncBatchNorm
 from everygpu.parallel.compiler.inductor_backend import compiling_once, inductor
 from everygpu.parallel.compiler.shared_graph import Recorder, backend_of, find_binding
 from everygpu.parallel.compiler.split_graph import WHOLE, SplitPolicy
 from everygpu.parallel.engines.engine import Call, Engine
-from everygpu.parallel.engines.thread_state import current_stream, on_device
+from everygpu.parallel.engines.thread_state import on_device
 from everygpu.parallel.engines.threads import Outcome, Workers, attempt, take_values
 
 MAX_SIGNATURES = 8

@@ -1,12 +1,13 @@
 """What torch and Python keep per thread, carried from the caller to the replicas' threads."""
 
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
 
+from everygpu.comm.streams import queueing_on
 from everygpu.torch_private.autograd import top_saved_tensor_hooks
 from everygpu.torch_private.modes import DeviceContext, function_modes, pop_function_mode, push_function_mode
 
@@ -99,30 +100,6 @@ def fresh_casts() -> Iterator[None]:
         yield
     finally:
         torch.clear_autocast_cache()
-
-
-def current_stream(device: torch.device) -> "torch.cuda.Stream | None":
-    """Return what work for a device is queued on now; None for devices without streams."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
-@contextmanager
-def queueing_on(device: torch.device, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """Queue what is launched on a device and one of its streams, its current one when left out."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device), torch.cuda.stream(stream or torch.cuda.current_stream(device)):
-        yield
-
-
-@contextmanager
-def queueing_on_each(devices: Sequence[torch.device], streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
-    """Queue what is launched on several devices, on a stream of each; the first one is current within."""
-    with ExitStack() as stack:
-        for device, stream in reversed(list(zip(devices, streams))):
-            stack.enter_context(queueing_on(device, stream))
-        yield
 
 
 @contextmanager

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from everygpu import tree
+from everygpu.comm.streams import current_stream
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import OptionError, ReplicaError
 from everygpu.parallel.engines.engine import Call, Engine
 from everygpu.parallel.engines.scheduler import Cancelled, ReplicaScheduler
-from everygpu.parallel.engines.thread_state import ThreadState, current_stream, on_device
+from everygpu.parallel.engines.thread_state import ThreadState, on_device
 
 Outcome = tuple[Any, BaseException | None]
 """What a replica returned, or raised."""

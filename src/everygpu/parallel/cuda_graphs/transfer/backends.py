@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from everygpu import comm
+from everygpu.comm.streams import queueing_on
 from everygpu.parallel.buckets.grad_tables import GradTables
 from everygpu.parallel.buckets.memory import Grads, fill_views
 from everygpu.parallel.buckets.plan import (
@@ -18,7 +19,6 @@ from everygpu.parallel.buckets.plan import (
     is_laid_out,
     plan_bucket,
 )
-from everygpu.parallel.engines.thread_state import queueing_on
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What there are kernels for."""

@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from everygpu import comm
-from everygpu.comm.streams import synchronize_streams
-from everygpu.parallel.buckets.grouping import group_tensors
+from everygpu.comm.streams import queueing_on, synchronize_streams
 from everygpu.parallel.buckets.memory import Grads
 from everygpu.parallel.buckets.sizes import REPLICA_BYTES
 from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
 from everygpu.parallel.cuda_graphs.transfer.param_group import ParamGroup
-from everygpu.parallel.engines.thread_state import queueing_on
 from everygpu.parallel.replicas.replica_set import Leaves
 
 
