@@ -1,6 +1,8 @@
 """Conformance rows on links between GPUs: found out in a real process, and every transfer goes round them."""
 
+import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +22,7 @@ def lying(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(p2p.VARIABLE, raising=False)
     monkeypatch.setattr(p2p, "MODULE", "tests.devices.lying_gpus")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=f"gpu-{i}"))
