@@ -75,12 +75,14 @@ class Background:
     def check(self) -> None:
         """Raise what the work has raised by now, once; don't wait for it."""
         while self._tasks and self._tasks[0].is_done:
-            error = self._tasks.pop(0).error
+            task = self._tasks.pop(0)
+            # The traceback holds this frame and the task: one that held the error would keep what the work allocated.
+            error, task.error = task.error, None
             try:
                 if error is not None:
                     raise error
             finally:
-                del error  # its traceback holds this frame
+                del error
 
     def _begin(self) -> None:
         # Several only where a signal's handler saves in the middle of a save.
