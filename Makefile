@@ -10,7 +10,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/digits.py
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=loadfile --no-loadscope-reorder
 
 # On a machine with two GPUs or more.
 test-gpu: $(STAMP)

@@ -55,6 +55,20 @@ def _is_foreign(thread: threading.Thread) -> bool:
     return thread.name.startswith(names) or isinstance(thread, threading._DummyThread)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave what torch and the tests themselves consist of out of garbage collections: many tests ask for one."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_collections() -> Iterator[None]:
+    """Leave out, too, what a file of tests has left in torch's caches."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def driver_is_open() -> None:
     """Have the GPUs' driver open its files here, once, and not in the first test that asks for it."""

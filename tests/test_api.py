@@ -10,15 +10,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import everygpu
 
-MISSING = {
-    "DataParallel",
-    "ShardedOptimizer",
-    "TrainStep",
-    "data_parallel",
-    "parallel_apply",
-}
-"""Exports without an example: the set can only shrink."""
-
 SLOW = {"tune_workers"}
 """Examples that measure for seconds; the tests of the function itself call it with less."""
 
@@ -43,7 +34,7 @@ EXAMPLES = {name: example_of(getattr(everygpu, name).__doc__) for name in everyg
 
 
 def test_every_export_has_an_example():
-    assert {name for name, example in EXAMPLES.items() if not example} == MISSING
+    assert {name for name, example in EXAMPLES.items() if not example} == set()
 
 
 @pytest.mark.parametrize(
@@ -83,6 +74,6 @@ def names(tmp_path, monkeypatch):
     given.clear()  # functions of an example refer to it, and it to them
 
 
-@pytest.mark.parametrize("name", sorted(set(everygpu.__all__) - SLOW - MISSING))
+@pytest.mark.parametrize("name", sorted(set(everygpu.__all__) - SLOW))
 def test_example_runs(name, names):
     exec(compile(EXAMPLES[name], f"<example of {name}>", "exec"), names)

@@ -34,7 +34,10 @@ class DataParallel(ModuleWrapper):
 
     Called like the module itself: the batch is cut into shards, replicas run side by side, and the result is
     what the module alone would have given on the whole batch; so are the gradients of its parameters and
-    inputs. The optimizer, the training loop and the checkpoint stay as they are.
+    inputs. The optimizer, the training loop and the checkpoint stay as they are::
+
+        model = everygpu.DataParallel(module)
+        criterion(model(x), y).backward()
 
     Args:
         module: Any ``torch.nn.Module``. It is the first replica itself: its buffers and attributes change as
@@ -264,7 +267,9 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Run a module on several devices once.
+    """Run a module on several devices once::
+
+        output = everygpu.data_parallel(module, x)
 
     Args:
         module: Any ``torch.nn.Module``; see ``DataParallel``.

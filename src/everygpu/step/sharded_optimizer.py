@@ -22,7 +22,7 @@ _OWNER = "_everygpu_sharded"
 class ShardedOptimizer(Optimizer):
     """Spread a stock optimizer's work and state over several devices, 1/N on each.
 
-    Use it in place of the stock optimizer, in an ordinary loop after ``loss.backward()`` or in ``TrainStep``:
+    Use it in place of the stock optimizer, in an ordinary loop after ``loss.backward()`` or in ``TrainStep``::
 
         optimizer = everygpu.ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
 

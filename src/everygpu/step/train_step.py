@@ -47,7 +47,7 @@ class Evaluation(NamedTuple):
 
 
 class TrainStep:
-    """Forward, loss, backward, gradients added up, clipped, and the optimizer's step, on all devices, in one call.
+    """Forward, loss, backward, gradients added up, clipped, and the optimizer's step, on all devices, in one call::
 
         step = everygpu.TrainStep(model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters(), lr=3e-4))
         for x, y in loader:

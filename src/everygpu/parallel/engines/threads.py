@@ -31,7 +31,9 @@ def parallel_apply(
     kwargs_tup: Sequence[Mapping[str, Any]] | None = None,
     devices: Sequence[DeviceLike] | None = None,
 ) -> list[Any]:
-    """Call each module with its inputs, all at once.
+    """Call each module with its inputs, all at once::
+
+        first, second = everygpu.parallel_apply([module, nn.Linear(4, 3)], [x, x])
 
     Args:
         modules: One per call.
