@@ -1,0 +1,238 @@
+"""What becomes of a wrapper in processes, threads and forwards that come, end, or are interrupted."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from everygpu import DataParallel
+from everygpu.errors import EveryGPUError
+from everygpu.parallel import forward_lock
+from tests.parallel.engines.test_threads import in_child
+from tests.parallel.test_data_parallel import build
+
+
+class TestObjectsCome:
+    """Objects made, used and dropped leave nothing; several side by side don't meet."""
+
+    def test_b23_hundred_objects_leave_no_thread_and_no_memory(self, devices):
+        used = devices(3)
+        threads, left = threading.active_count(), []
+        x = torch.ones(6, 3)
+        for _ in range(100):
+            net = build(used[0])
+            model = DataParallel(net, used)
+            model(x).sum().backward()
+            left += [weakref.ref(model), weakref.ref(net), weakref.ref(net.linear.weight)]
+        del net, model
+        deadline = time.monotonic() + 5
+        while (threading.active_count() > threads or any(ref() for ref in left)) and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.01)
+        assert threading.active_count() <= threads
+        assert not [ref for ref in left if ref() is not None]
+
+    def test_dropping_one_needs_no_garbage_collector(self):
+        model = DataParallel(build(), ["cpu"] * 3)
+        with torch.no_grad():
+            model(torch.ones(6, 3))
+        left = weakref.ref(model)
+        gc.disable()
+        try:
+            del model
+            assert left() is None
+        finally:
+            gc.enable()
+
+    def test_b24_two_models(self, devices):
+        used = devices(3)
+        models = [DataParallel(build(used[0], scale=s), used) for s in (1.0, 3.0)]
+        x = torch.randn(6, 3)
+        for _ in range(3):
+            once, thrice = (model(x) for model in models)
+            torch.testing.assert_close(once * 3, thrice)
+
+    def test_b24_one_model_within_another(self):
+        inner = DataParallel(build(), ["cpu"] * 2)
+        x = torch.randn(6, 3)
+        torch.testing.assert_close(DataParallel(nn.Sequential(inner), ["cpu"] * 3)(x), inner.module(x))
+
+    def test_b24_two_threads_calling_one_model(self, devices):
+        used = devices(3)
+        net = build(used[0])
+        model = DataParallel(net, used)
+        batches = [torch.randn(n, 3, device=used[0]) for n in (5, 6, 7, 8)]
+        expected = [net(x) for x in batches]
+        results = [[] for _ in batches]
+
+        def call(i):
+            for _ in range(20):
+                results[i].append(model(batches[i]))
+
+        threads = [threading.Thread(target=call, args=(i,)) for i in range(len(batches))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for mine, right in zip(results, expected):
+            assert len(mine) == 20
+            for got in mine:
+                torch.testing.assert_close(got, right)
+
+    def test_b24_calls_of_one_model_wait_for_each_other(self):
+        inside, overlaps = [], []
+
+        class Slow(nn.Module):
+            def forward(self, x):
+                inside.append(x)
+                time.sleep(0.005)
+                overlaps.append(len(inside) - 1)
+                inside.pop()
+                return x
+
+        model = DataParallel(Slow(), ["cpu"] * 2)
+        threads = [threading.Thread(target=model, args=(torch.ones(2),)) for _ in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert overlaps == [0] * 10
+
+    def test_thread_that_waits_gets_its_turn_after_a_failure(self):
+        model = DataParallel(build(), ["cpu"] * 2)
+        outcomes = []
+
+        def call(x):
+            try:
+                outcomes.append(tuple(model(x).shape))
+            except RuntimeError:
+                outcomes.append("failed")
+
+        threads = [threading.Thread(target=call, args=(torch.ones(4, width),)) for width in (3, 5, 3, 5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(map(str, outcomes)) == ["(4, 2)", "(4, 2)", "failed", "failed"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+class TestFork:
+    """With a module that starts no OpenMP threads: in a forked child those hang, also without us."""
+
+    class Slow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor([3.0]))
+            self.inside, self.leave = threading.Event(), threading.Event()
+
+        def forward(self, x):
+            self.inside.set()
+            self.leave.wait(20)
+            return x * self.weight
+
+    def test_b24_after_use(self):
+        net = self.Slow()
+        net.leave.set()
+        model = DataParallel(net, ["cpu"] * 3)
+        x = torch.ones(6)
+        model(x).sum().backward()
+
+        def train():
+            net.weight.grad = None
+            model(x).sum().backward()
+            return net.weight.grad.item() == 6
+
+        assert in_child(train)
+        assert train()
+
+    def test_b24_while_another_thread_is_in_forward(self):
+        net = self.Slow()
+        inside, leave = net.inside, net.leave
+        model = DataParallel(net, ["cpu"] * 2)
+        x = torch.ones(4)
+        thread = threading.Thread(target=model, args=(x,))
+        thread.start()
+        inside.wait(10)
+        try:
+            fine = in_child(lambda: leave.set() or model(x).equal(x * 3), seconds=3)
+        finally:
+            leave.set()
+            thread.join()
+        assert fine, "the child hung or was wrong"
+
+
+CALL_ITSELF = """
+import torch, everygpu
+from everygpu.errors import EveryGPUError
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return model(x) if {condition} else x
+
+model = everygpu.DataParallel(Net(), ["cpu"] * 3)
+try:
+    model(torch.arange(6.0))
+except EveryGPUError as error:
+    print(error)
+print("works" if everygpu.DataParallel(torch.nn.Identity(), ["cpu"] * 3)(torch.ones(3)).equal(torch.ones(3)) else "")
+"""
+
+
+class TestRecursion:
+    def test_forward_within_its_own_forward_is_an_error(self):
+        class Net(nn.Module):
+            deep = True
+
+            def forward(self, x):
+                return model(x) if self.deep else x
+
+        model = DataParallel(Net(), ["cpu"] * 2)
+        with pytest.raises(EveryGPUError, match="can't be called from within its own forward. Call the inner module"):
+            model(torch.ones(2))
+        model.module.deep = False
+        assert model(torch.ones(2)).tolist() == [1, 1]
+
+    @pytest.mark.parametrize("condition", ["True", "x[0] > 1", "x[0] > 3"], ids=["all", "second", "third"])
+    def test_in_any_replica(self, condition):
+        # In a process of its own: a replica that waits for its own turn waits forever.
+        code = CALL_ITSELF.replace("{condition}", condition)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=10, check=True)
+        assert "from within its own forward" in done.stdout
+        assert "works" in done.stdout
+
+
+class InterruptedOnce:
+    """A context variable after whose first change Ctrl-C comes."""
+
+    def __init__(self, variable):
+        self.get, self.reset, self._set, self._is_due = variable.get, variable.reset, variable.set, True
+
+    def set(self, value):
+        token = self._set(value)
+        if self._is_due:
+            self._is_due = False
+            raise KeyboardInterrupt
+        return token
+
+
+def test_interrupt_at_the_begin_of_a_forward_leaves_the_wrapper_usable(monkeypatch):
+    model = DataParallel(nn.Linear(3, 2), ["cpu"] * 2)
+    x = torch.randn(4, 3)
+    monkeypatch.setattr(forward_lock, "_running", InterruptedOnce(forward_lock._running))
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    torch.testing.assert_close(model(x), model.module(x))
+    outputs = []
+    thread = threading.Thread(target=lambda: outputs.append(model(x)))
+    thread.start()
+    thread.join(10)
+    torch.testing.assert_close(outputs[0], model.module(x))
