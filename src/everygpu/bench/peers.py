@@ -115,9 +115,9 @@ def ours(work: Work, *, compiled: bool = False, **options: Any) -> Step:
     return plain_step(work, net, spread(work, net))
 
 
-def train_step(work: Work, **options: Any) -> Step:
+def train_step(work: Work, engine: str = "auto", **options: Any) -> Step:
     model, loss, optimizer, _ = work.training
-    net = everygpu.DataParallel(model, work.devices, engine="compile" if options.get("compile") else "auto")
+    net = everygpu.DataParallel(model, work.devices, engine="compile" if options.get("compile") else engine)
     step = everygpu.TrainStep(net, loss, optimizer, precision=work.precision, **options)
     inputs, targets = split_batch(spread(work, net))
     return lambda: step(inputs, *targets)
@@ -145,8 +145,10 @@ PEERS = {
     "ours_compiled": Peer(make=lambda work: ours(work, engine="compile")),
     "ours_graphs": Peer(make=lambda work: ours(work, engine="graphs")),
     "ours_graphs_compiled": Peer(make=lambda work: ours(work, compiled=True, engine="graphs")),
+    "ours_processes": Peer(make=lambda work: ours(work, engine="processes")),
     "step": Peer(make=train_step),
     "step_uncaptured": Peer(make=lambda work: train_step(work, capture=False)),
+    "step_processes": Peer(make=lambda work: train_step(work, engine="processes", capture=False)),
     "step_compiled": Peer(make=lambda work: train_step(work, compile=True)),
 }
 WITHOUT_GPUS = ("single", "ddp", "ours", "step")

@@ -20,6 +20,10 @@ def num_storage_uses(x: Tensor) -> int:
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
 
 
+share_fd: Any = torch.UntypedStorage._share_fd_cpu_
+"""Return the file descriptor and the size of host memory that is shared; ``torch.multiprocessing`` sends them by a
+server thread of its own."""
+
 reshape_alias: Any = torch.ops.aten._reshape_alias.default
 """View a tensor as it is, by an operation for which ``ShardedBatch`` has no rule: ``aten.alias`` has one."""
 

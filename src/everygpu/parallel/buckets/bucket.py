@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 from everygpu import comm
 from everygpu.parallel.buckets.copies import Streams, sum_on
 from everygpu.parallel.buckets.memory import Grads, Use, num_uses, same_bytes, version_of
-from everygpu.parallel.buckets.plan import plan_bucket
+from everygpu.parallel.buckets.plan import BucketPlan, plan_bucket
 from everygpu.parallel.buckets.slot_alias import SlotAlias
 
 ALIGNMENT_BYTES = 256
@@ -59,6 +59,11 @@ class Bucket:
         self._trust_versions = trust_versions
         self._uses: list[weakref.ref[Use]] = []
         self._copies: list[_Copy | None] = [None] * len(self.devices)
+
+    @property
+    def plan(self) -> BucketPlan:
+        """How the tensors lie in a copy."""
+        return self._plan
 
     def refresh(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> list[list[Tensor]]:
         """Bring copies up to date.

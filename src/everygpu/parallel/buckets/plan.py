@@ -91,11 +91,27 @@ class BucketPlan:
         Args:
             tensors: By parameter, on the device; zeros take the place of one that is missing or None.
             device: Where the memory is.
+        Returns:
+            Shape (numel,); the memory that tensors are views of, if they lie in it as they would here.
         """
         found = [tensors.get(slot.index) for slot in self.slots]
+        whole = self._whole(found)
+        if whole is not None:
+            return whole
         make = torch.zeros if self.has_gaps or any(t is None for t in found) else torch.empty
         flat = make(self.numel, dtype=self.dtype, device=device)
         fill_views(self.views(flat), found)
+        return flat
+
+    def _whole(self, tensors: Sequence[Tensor | None]) -> Tensor | None:
+        flat = None if tensors[0] is None else tensors[0]._base
+        if flat is None or flat.shape != (self.numel,) or not flat.is_contiguous():
+            return None
+        for slot, t in zip(self.slots, tensors):
+            if t is None or t._base is not flat or t.shape != slot.shape or t.stride() != slot.strides:
+                return None
+            if t.storage_offset() != flat.storage_offset() + slot.start:
+                return None
         return flat
 
     def pieces(self, chunk: int) -> Iterator[Piece]:

@@ -10,6 +10,7 @@ from everygpu.parallel.compiler.split_graph import SplitPolicy
 from everygpu.parallel.engines.compiled import CompiledReplicas
 from everygpu.parallel.engines.engine import Engine, EngineContext
 from everygpu.parallel.engines.graphs import RecordedReplicas
+from everygpu.parallel.engines.processes.engine import ProcessReplicas
 from everygpu.parallel.engines.threads import Workers
 
 
@@ -29,11 +30,16 @@ def _recorded(context: EngineContext) -> RecordedReplicas:
     return RecordedReplicas(context, _compiled(context, is_recorded=True) if is_compiled else _threads(context))
 
 
+def _in_processes(context: EngineContext) -> ProcessReplicas:
+    return ProcessReplicas(context.devices)
+
+
 _MAKERS: Mapping[str, Callable[[EngineContext], Engine]] = MappingProxyType(
     {
         "threads": _threads,
         "compile": _compiled,
         "graphs": _recorded,
+        "processes": _in_processes,
     }
 )
 

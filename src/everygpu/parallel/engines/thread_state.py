@@ -1,8 +1,9 @@
 """What torch and Python keep per thread, carried from the caller to the replicas' threads."""
 
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,38 @@ from everygpu.torch_private.modes import DeviceContext, function_modes, pop_func
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Modes:
+    """A thread's grad and inference mode, and its autocast; another thread, or process, can enter them."""
+
+    records_grads: bool
+    is_inference: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    """Kinds of devices it is on for."""
+    caches_casts: bool
+
+    @classmethod
+    def now(cls, devices: Sequence[torch.device]) -> "Modes":
+        """Return the calling thread's, as far as they matter on these devices."""
+        kinds = dict.fromkeys(["cpu", *(d.type for d in devices)])
+        return cls(
+            records_grads=torch.is_grad_enabled(),
+            is_inference=torch.is_inference_mode_enabled(),
+            autocast=tuple((k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)),
+            caches_casts=torch.is_autocast_cache_enabled(),
+        )
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self.is_inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self.records_grads))
+            for kind, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.caches_casts))
+            yield
+
+
 class ThreadState:
     """The calling thread's state: grad and inference mode, autocast, function modes, saved-tensor hooks,
     context variables and current streams.
@@ -23,12 +56,8 @@ class ThreadState:
     """
 
     def __init__(self, devices: list[torch.device]) -> None:
-        kinds = dict.fromkeys(["cpu", *(d.type for d in devices)])
-        self._grad = torch.is_grad_enabled()
-        self._inference = torch.is_inference_mode_enabled()
-        self._autocast = [(k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
-        self._autocast_cache = torch.is_autocast_cache_enabled()
-        self._modes = function_modes()
+        self._modes = Modes.now(devices)
+        self._function_modes = function_modes()
         self._saved_tensors_hooks = top_saved_tensor_hooks()
         self._streams = {d: torch.cuda.current_stream(d) for d in devices if d.type == "cuda"}
 
@@ -48,14 +77,10 @@ class ThreadState:
     @contextmanager
     def _restored(self, device: torch.device) -> Iterator[None]:
         with ExitStack() as stack:
-            if self._inference:
-                stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.set_grad_enabled(self._grad))
-            for kind, dtype in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self._autocast_cache))
+            stack.enter_context(self._modes.entered())
             if self._saved_tensors_hooks is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saved_tensors_hooks))
-            for mode in self._modes:
+            for mode in self._function_modes:
                 stack.enter_context(_pushed(_for_device(mode, device)))
             yield
 

@@ -1,0 +1,7 @@
+"""Run a helper: ``python -m everygpu.parallel.engines.processes SOCKET FLAGS``, as ``HelperProcess`` does."""
+
+import sys
+
+from everygpu.parallel.engines.processes.helper import main
+
+main(sys.argv[1:])

@@ -1,0 +1,138 @@
+"""The engine: the first replica in this process, each other one in a helper."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from everygpu.comm import ipc
+from everygpu.comm.streams import current_stream
+from everygpu.parallel.cuda_graphs.guards import is_observed
+from everygpu.parallel.engines.engine import Call, Engine
+from everygpu.parallel.engines.processes.helper_process import HelperProcess
+from everygpu.parallel.engines.processes.module_sender import ModuleSender
+from everygpu.parallel.engines.processes.packing import CannotTravelError
+from everygpu.parallel.engines.processes.remote_call import RemoteCall
+from everygpu.parallel.engines.thread_state import on_device
+from everygpu.parallel.engines.threads import Outcome, Workers, attempt, take_values
+from everygpu.torch_private.autograd import is_transforming
+
+logger = logging.getLogger("everygpu")
+
+
+class ProcessReplicas(Engine):
+    """Runs each replica after the first in a helper process of its own, which works on this process's memory.
+
+    The helpers start at the first call, or by ``start``, and end with this object, or with this process.
+
+    Args:
+        devices: One per replica.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = list(devices)
+        self._threads = Workers(len(self._devices) - 1)
+        self._helpers: dict[int, HelperProcess] = {}
+        self._senders: dict[int, ModuleSender] = {}
+        self.reason = unsupported_reason(self._devices)
+        """Why replicas run in threads after all, if they do."""
+        self._has_told = False
+
+    def start(self) -> None:
+        """Start the helpers, without waiting for them."""
+        for position, device in enumerate(self._devices):
+            if position and position not in self._helpers:
+                self._helpers[position] = HelperProcess(device, position)
+
+    def is_ready(self) -> bool:
+        """Tell, without waiting, whether all helpers have started."""
+        return len(self._helpers) == len(self._devices) - 1 and all(h.is_ready() for h in self._helpers.values())
+
+    def run(
+        self, calls: Sequence[Call], devices: Sequence[torch.device], positions: Sequence[int] | None = None
+    ) -> list[Any]:
+        """Make the calls side by side and wait for all of them; see ``Engine``."""
+        names = list(range(len(calls))) if positions is None else list(positions)
+        if self.reason is None and not (is_observed() or is_transforming()):
+            outcomes = self._attempt(calls, devices, names)
+            if outcomes is not None:
+                return take_values(outcomes, list(zip(names, devices, calls)))
+        if self.reason is not None and not self._has_told:
+            self._has_told = True
+            logger.warning("DataParallel: replicas run in threads, not in processes: %s.", self.reason)
+        return self._threads.run(calls, devices, positions)
+
+    def run_alone(self, call: Call, device: torch.device) -> Any:
+        """Call the module as it is."""
+        return self._threads.run_alone(call, device)
+
+    def close(self) -> None:
+        """End the helpers and the threads."""
+        self._threads.close()
+        self._end_helpers()
+
+    def _attempt(
+        self, calls: Sequence[Call], devices: Sequence[torch.device], names: Sequence[int]
+    ) -> list[Outcome] | None:
+        """Make the calls; None where they can't be sent, and nothing has happened."""
+        try:
+            remote = {i: self._prepare(names[i], call) for i, call in enumerate(calls) if names[i]}
+            for sent in remote.values():
+                sent.send()
+        except CannotTravelError as error:
+            self._give_up(str(error))
+            return None
+        except BaseException:
+            self._end_helpers()
+            raise
+        local = [_local(call, device) for call, device in zip(calls, devices)]
+        try:
+            outcomes = [attempt(remote[i].receive if i in remote else make) for i, make in enumerate(local)]
+        except BaseException:  # Ctrl-C while waiting: what helpers answer then is of no use any more
+            self._end_helpers()
+            raise
+        for i, (_, raised) in enumerate(outcomes):
+            if isinstance(raised, CannotTravelError):
+                self._give_up(f"what forward returns has {raised}")
+                outcomes[i] = attempt(local[i])
+        return outcomes
+
+    def _give_up(self, reason: str) -> None:
+        self.reason = reason
+        self._end_helpers()
+
+    def _prepare(self, position: int, call: Call) -> RemoteCall:
+        module, args, kwargs = call
+        self.start()
+        helper = self._helpers[position]
+        helper.wait_until_ready()
+        sender = self._senders.get(position)
+        if sender is None or sender.module is not module:
+            sender = self._senders[position] = ModuleSender(module, helper.exporter)
+        return RemoteCall(helper, sender, args, kwargs)
+
+    def _end_helpers(self) -> None:
+        for helper in self._helpers.values():
+            helper.close()
+        self._helpers, self._senders = {}, {}
+
+
+def unsupported_reason(devices: Sequence[torch.device]) -> str | None:
+    """Say why replicas can't be in processes on these devices, if so."""
+    if len({d.type for d in devices}) > 1:
+        return "the devices are of several kinds"
+    if devices[0].type not in ("cuda", "cpu"):
+        return f"devices of type {devices[0].type} can't be shared between processes"
+    return ipc.unsupported_reason(devices[0].type)
+
+
+def _local(call: Call, device: torch.device) -> Callable[[], Any]:
+    def run() -> Any:
+        module, args, kwargs = call
+        if device.type == "cpu":
+            return module(*args, **kwargs)
+        with on_device(device, current_stream(device)):
+            return module(*args, **kwargs)
+
+    return run

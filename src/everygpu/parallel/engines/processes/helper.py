@@ -1,0 +1,189 @@
+"""A helper process: one device's replica, with an interpreter of its own."""
+
+import functools
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor
+
+from everygpu.comm.ipc import Flags
+from everygpu.comm.streams import current_stream
+from everygpu.parallel.engines.processes.connection import Connection
+from everygpu.parallel.engines.processes.generators import cuda_state, set_generators
+from everygpu.parallel.engines.processes.gradients import GradientSender
+from everygpu.parallel.engines.processes.messages import (
+    Backward,
+    BackwardDone,
+    Failed,
+    Forward,
+    Housekeeping,
+    Ready,
+    Returned,
+    Start,
+    Stop,
+)
+from everygpu.parallel.engines.processes.module_receiver import ModuleReceiver
+from everygpu.parallel.engines.processes.packing import CannotTravelError, describe_all, pack, unpack
+from everygpu.parallel.engines.processes.settings import apply_settings
+from everygpu.parallel.engines.processes.shared_tensors import Exporter, Importer
+from everygpu.parallel.engines.thread_state import fresh_casts, on_device
+
+MAIN_FLAG, HELPER_FLAG = 0, 64
+"""Which of the flags each process's stream writes; each has a cache line of its own."""
+
+
+class Helper:
+    """Serves one main process.
+
+    Args:
+        connection: To the main process.
+        flags: The main process's.
+        device: Where the replica is.
+    """
+
+    def __init__(self, connection: Connection, flags: Flags, device: torch.device) -> None:
+        self._connection = connection
+        self._flags = flags
+        self._device = device
+        self._stream = current_stream(device)
+        self._exporter = Exporter(device)
+        self._importer = Importer(device)
+        self._num_writes = 0
+        self._host_seed: int | None = None
+        # The graphs of calls, by number: outputs and inputs that take gradients.
+        self._graphs: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        self._module = ModuleReceiver(self._importer, lambda index: self._gradients.note(index))
+        self._gradients = GradientSender(self._module, self._exporter, self._say)
+
+    def serve(self) -> None:
+        """Answer until the main process says stop, or ends."""
+        self._connection.send(Ready())
+        while not isinstance(message := self._connection.receive(), Stop):
+            answer: Returned | BackwardDone | Failed
+            try:
+                self._keep_house(message.keeping)
+                answer = self._forward(message) if isinstance(message, Forward) else self._backward(message)
+            except BaseException as error:  # noqa: BLE001 - raised again in the main process
+                answer = _failure(message.call, error)
+            del message  # while this waits, it holds no activations
+            self._connection.send(answer)
+            del answer
+
+    def _keep_house(self, keeping: Housekeeping) -> None:
+        if self._stream is not None:
+            self._flags.wait(MAIN_FLAG, keeping.ready, self._stream)
+        self._exporter.take_back(keeping.given_back)
+        for call in keeping.dropped:
+            self._graphs.pop(call, None)
+
+    def _say(self, make: Any) -> None:
+        """Send what a function makes of the flag that this process's stream writes now."""
+        self._connection.send(make(self._written()))
+
+    def _written(self) -> int:
+        """Have the stream write the flag, after what is queued now."""
+        self._num_writes += 1
+        if self._stream is not None:
+            self._flags.write(HELPER_FLAG, self._num_writes, self._stream)
+        return self._num_writes
+
+    def _forward(self, message: Forward) -> Returned:
+        if message.settings is not None:
+            apply_settings(message.settings)
+        module = self._module.apply(message.update)
+        if message.update.buckets is not None:
+            self._gradients.arrange(message.update.buckets)
+        set_generators(self._device, message.generators, before=self._host_seed)
+        self._host_seed = message.generators[1]
+        tensors = [self._importer.open(shared) for shared in message.arguments.tensors]
+        for t, needs_grad in zip(tensors, message.needs_grad):
+            t.requires_grad_(needs_grad)
+        args, kwargs = unpack(message.arguments, tensors, self._module.find)
+        versions = [t._version for t in tensors]
+        with message.modes.entered(), fresh_casts(), on_device(self._device, self._stream, shared=False):
+            output = module(*args, **kwargs)
+        packed, shared = pack(output, self._exporter, {}, lends=True, prepare=self._own)
+        if any(t.requires_grad for t in shared):
+            inputs = [t for t, needs in zip(tensors, message.needs_grad) if needs]
+            self._graphs[message.call] = [t for t in shared if t.requires_grad], inputs
+        return Returned(
+            call=message.call,
+            ready=self._written(),
+            outputs=packed,
+            needs_grad=[t.requires_grad for t in shared],
+            written=[i for i, t in enumerate(tensors) if t._version != versions[i]],
+            generators=cuda_state(self._device),
+        )
+
+    def _own(self, t: Tensor) -> Tensor:
+        """Copy an output that is an input, a parameter or a buffer: the main process has that memory already."""
+        if t.layout != torch.strided or t.device != self._device:
+            return t
+        root = t if t._base is None else t._base
+        return t.clone() if root.is_leaf and self._importer.owns(t) else t.resolve_conj().resolve_neg()
+
+    def _backward(self, message: Backward) -> BackwardDone:
+        outputs, inputs = self._graphs[message.call]
+        if not message.keeps_graph:
+            del self._graphs[message.call]
+        pairs = [(t, self._importer.open(g)) for t, g in zip(outputs, message.grads) if g is not None]
+        for t in inputs:
+            t.grad = None
+        with self._gradients.collecting(message.call):
+            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs], retain_graph=message.keeps_graph)
+        found = [t.grad for t in inputs]
+        for t in inputs:
+            t.grad = None
+        return BackwardDone(
+            call=message.call,
+            ready=self._written(),
+            inputs=describe_all(found, self._exporter, lends=True),
+            touched=self._gradients.take_touched(),
+        )
+
+
+def _failure(call: int, error: BaseException) -> Failed:
+    is_refused = isinstance(error, CannotTravelError)
+    trace = "".join(traceback.format_exception(error))
+    try:
+        data = cloudpickle.dumps(error.with_traceback(None))
+    except Exception:  # noqa: BLE001 - what can't be pickled is told in words
+        data = cloudpickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    return Failed(call=call, error=data, trace=trace, is_refused=is_refused)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when it is another's child, whatever it is doing."""
+    while os.getppid() == parent:
+        time.sleep(0.2)
+    os._exit(1)
+
+
+def main(args: Sequence[str]) -> None:
+    """Serve the main process that has started this one.
+
+    Args:
+        args: The file descriptors of the socket and of the flags.
+    """
+    socket_fd, flags_fd = map(int, args)
+    connection = Connection(socket.socket(fileno=socket_fd))
+    start: Start = connection.receive()
+    threading.Thread(target=functools.partial(_end_with, start.parent), daemon=True).start()
+    sys.path[:] = start.search_path
+    device = torch.device(start.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)  # makes the context
+    try:
+        Helper(connection, Flags(flags_fd), device).serve()
+    except EOFError:
+        os._exit(1)  # the main process has ended
+    os._exit(0)  # nothing is left to do, and Python would take a second for it

@@ -1,0 +1,159 @@
+"""What the main process and a helper say to each other."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from everygpu.parallel.buckets.plan import BucketPlan
+from everygpu.parallel.engines.processes.settings import Settings
+from everygpu.parallel.engines.processes.shared_tensors import SharedTensor
+from everygpu.parallel.engines.thread_state import Modes
+
+Members = tuple[list[int], BucketPlan]
+"""Parameters of a bucket, and how their gradients lie in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The first message to a helper."""
+
+    device: str
+    search_path: list[str]
+    """``sys.path``, for the modules that classes are defined in."""
+    parent: int
+    """The main process's id: a helper ends when it is another's child."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """Any Python value, with the tensors in it apart."""
+
+    data: bytes
+    tensors: list[SharedTensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterUpdate:
+    """A parameter or buffer that has moved, or is new."""
+
+    index: int
+    tensor: SharedTensor
+    grad: SharedTensor | None
+    """Where its gradients are added up, if the main process keeps that memory."""
+    requires_grad: bool
+    is_parameter: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleUpdate:
+    """What has changed in a module since the last call."""
+
+    structure: Packed | None
+    """Classes, children and the places of tensors, if the tree is new."""
+    attributes: Packed | None
+    """Plain attributes of modules whose attributes have changed."""
+    tensors: list[ParameterUpdate]
+    written: list[int]
+    """Parameters and buffers whose values have changed in place."""
+    buckets: list[Members] | None
+    """Parameters whose gradients travel together, if the tree is new."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Housekeeping:
+    """What goes along with every message to a helper."""
+
+    given_back: list[int]
+    """Tickets of tensors that the main process needs no more."""
+    dropped: list[int]
+    """Calls whose graphs are gone."""
+    ready: int
+    """The main process's flag after which the memory may be read, and what was given back be written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    """Call the module."""
+
+    call: int
+    keeping: Housekeeping
+    update: ModuleUpdate
+    globals: Packed | None
+    settings: Settings | None
+    """Torch's, if they have changed."""
+    modes: Modes
+    generators: Any
+    """The states of random generators."""
+    arguments: Packed
+    needs_grad: list[bool]
+    """For each tensor of the arguments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backward:
+    """Run a call's backward."""
+
+    call: int
+    keeping: Housekeeping
+    grads: list[SharedTensor | None]
+    """For each output that takes gradients."""
+    keeps_graph: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """End."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A helper has started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returned:
+    """What the module has returned."""
+
+    call: int
+    ready: int
+    """The helper's flag after which the tensors may be read."""
+    outputs: Packed
+    needs_grad: list[bool]
+    """For each tensor of the outputs."""
+    written: list[int]
+    """Which tensors of the arguments the call has written to."""
+    generators: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketDone:
+    """Gradients of a bucket, side by side as its plan says."""
+
+    call: int
+    ready: int
+    bucket: int
+    flat: SharedTensor
+    present: list[bool]
+    """Which parameters of the bucket have a gradient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardDone:
+    """A backward is over; buckets that weren't named have no gradient."""
+
+    call: int
+    ready: int
+    inputs: list[SharedTensor | None]
+    """Gradients of the arguments that need them."""
+    touched: list[int]
+    """Parameters whose gradients were added to in the main process's memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """A call has raised."""
+
+    call: int
+    error: bytes
+    trace: str
+    is_refused: bool = False
+    """The call can't be made by a helper; nothing has happened."""

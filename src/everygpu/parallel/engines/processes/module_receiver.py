@@ -1,0 +1,106 @@
+"""A helper's copy of a replica of the main process, on the same memory."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from everygpu.parallel.engines.processes.messages import ModuleUpdate, Packed, ParameterUpdate
+from everygpu.parallel.engines.processes.packing import unpack
+from everygpu.parallel.engines.processes.shared_tensors import Importer
+from everygpu.parallel.replicas.attributes import TABLES, Watch
+
+
+class ModuleReceiver:
+    """Builds the module from what the main process says, and keeps it up to date.
+
+    Args:
+        importer: Opens the main process's tensors.
+        on_grad: Called with a parameter's index when its gradient is complete in a backward.
+    """
+
+    def __init__(self, importer: Importer, on_grad: Callable[[int], None]) -> None:
+        self._importer = importer
+        self._on_grad = on_grad
+        self.modules: list[nn.Module] = []
+        self.tensors: dict[int, Tensor] = {}
+        self.grads: dict[int, Tensor] = {}
+        """Where the main process has gradients added up."""
+        self._places: list[tuple[dict[str, Any], str, int | None]] = []
+        self._source: dict[int, tuple[Packed, list[Tensor]]] = {}
+        self._watch = Watch([])
+        self._stale: set[int] = set()
+
+    def apply(self, update: ModuleUpdate) -> nn.Module:
+        """Take in what has changed; return the root."""
+        if update.structure is not None:
+            self._build(update.structure)
+        if update.written:
+            increment_version([self.tensors[i] for i in update.written])
+        for moved in update.tensors:
+            self._place(moved)
+        if update.tensors:
+            for table, key, index in self._places:
+                table[key] = None if index is None else self.tensors[index]
+            self._stale.update(self._source)  # attributes may refer to tensors that have moved
+        if update.attributes is not None:
+            tensors = [self._importer.open(shared) for shared in update.attributes.tensors]
+            source = (update.attributes, tensors)
+            told = {index: source for index, *_ in self._unpack(*source)}
+            self._source |= told
+            self._stale |= told.keys()
+        # What forward has changed here is undone, as in every replica.
+        self._stale.update(i for i in self._watch.changed() if i in self._source)
+        self._restore()
+        return self.modules[0]
+
+    def find(self, kind: str, index: int) -> Any:
+        """Return what both processes have, by its name."""
+        return self.modules[index] if kind == "module" else self.tensors[index]
+
+    def _build(self, structure: Packed) -> None:
+        rows = self._unpack(structure, [])
+        self.modules = [object.__new__(kind) for kind, *_ in rows]
+        self.tensors, self.grads, self._source, self._places = {}, {}, {}, []
+        for module, (_, children, *tables) in zip(self.modules, rows):
+            found: dict[str, dict[str, Any]] = {name: {} for name in TABLES}
+            found["_modules"] = {k: None if i is None else self.modules[i] for k, i in children.items()}
+            for name, table in zip(("_parameters", "_buffers"), tables):
+                found[name] = dict.fromkeys(table)
+                self._places += [(found[name], key, index) for key, index in table.items()]
+            vars(module).update(found)
+        self._watch = Watch(self.modules)
+        self._stale = set()
+
+    def _place(self, moved: ParameterUpdate) -> None:
+        memory = self._importer.open(moved.tensor)
+        index = moved.index
+        t = nn.Parameter(memory, moved.requires_grad) if moved.is_parameter else memory
+        if moved.requires_grad:
+            t.requires_grad_()
+            t.register_post_accumulate_grad_hook(lambda _: self._on_grad(index))  # type: ignore[no-untyped-call]
+        self.tensors[index] = t
+        self.grads.pop(index, None)
+        if moved.grad is not None:
+            self.grads[index] = self._importer.open(moved.grad)
+
+    def _restore(self) -> None:
+        by_source: dict[int, tuple[Packed, list[Tensor]]] = {}
+        for index in self._stale:
+            source = self._source[index]
+            by_source[id(source)] = source
+        for source in by_source.values():
+            for index, kind, attributes in self._unpack(*source):
+                if index in self._stale and self._source[index] is source:
+                    module = self.modules[index]
+                    tables = {name: vars(module)[name] for name in TABLES}
+                    vars(module).clear()
+                    vars(module).update(tables | attributes)
+                    if type(module) is not kind:
+                        object.__setattr__(module, "__class__", kind)
+        self._watch.accept(self._stale)
+        self._stale.clear()
+
+    def _unpack(self, packed: Packed, tensors: list[Tensor]) -> Any:
+        return unpack(packed, tensors, self.find)

@@ -1,0 +1,183 @@
+"""What a helper needs to know of a replica: all of it once, then what changes."""
+
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from everygpu.parallel.buckets.memory import version_of
+from everygpu.parallel.engines.processes.messages import Members, ModuleUpdate, Packed, ParameterUpdate
+from everygpu.parallel.engines.processes.packing import CannotTravelError, Names, pack
+from everygpu.parallel.engines.processes.shared_tensors import Exporter
+from everygpu.parallel.replicas.attributes import TABLES, Watch
+
+
+class ModuleSender:
+    """Finds what has changed in a replica of this process since the helper was told last.
+
+    Args:
+        module: The replica. It is a new one when the arrangement of its modules and tensors changes.
+        exporter: Describes its tensors to the helper.
+    """
+
+    def __init__(self, module: nn.Module, exporter: Exporter) -> None:
+        self.module = module
+        self._exporter = exporter
+        self._modules = list(module.modules())
+        self._watch = Watch(self._modules)
+        self._places: list[tuple[dict[str, Any], str]] = [
+            (t, key) for m in self._modules for t in (m._parameters, m._buffers) for key in t
+        ]
+        self._order = _order([table[key] for table, key in self._places])
+        self._objects = _open_objects(self._modules)
+        self._object_values: list[Any] = []
+        self._sent: dict[int, tuple[int, int | None, int]] = {}
+        self._last: tuple[list[int], bytes] | None = None
+        self._is_told = False
+        self.buckets = members_of_buckets(self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """Return the replica's parameters and buffers now, each once."""
+        found: dict[int, Any] = {}
+        for (table, key), index in zip(self._places, self._order):
+            if index is not None:
+                found.setdefault(index, table[key])
+        return list(found.values())
+
+    def update(self, tensors: Sequence[Tensor]) -> tuple[ModuleUpdate, list[Tensor]]:
+        """Say what has changed, and take it as told.
+
+        Args:
+            tensors: As ``tensors`` returns them.
+        Returns:
+            The message, and tensors to be kept until the helper has read it.
+        Raises:
+            CannotTravelError: an attribute can't be sent; the message names it.
+        """
+        names: dict[int, tuple[str, int]] = {id(m): ("module", i) for i, m in enumerate(self._modules)}
+        names.update((id(t), ("parameter", i)) for i, t in enumerate(tensors))
+        structure = None if self._is_told else self._structure(names)
+        attributes, kept = self._attributes(names)
+        moved, written = self._moved_and_written(tensors)
+        buckets = None if self._is_told else self.buckets
+        self._is_told = True
+        update = ModuleUpdate(
+            structure=structure, attributes=attributes, tensors=moved, written=written, buckets=buckets
+        )
+        return update, kept
+
+    @contextmanager
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Have the replica use other tensors, as ``tensors`` returned them at some time."""
+        before = [table[key] for table, key in self._places]
+        try:
+            for (table, key), index in zip(self._places, self._order):
+                table[key] = None if index is None else tensors[index]
+            yield
+        finally:
+            for (table, key), t in zip(self._places, before):
+                table[key] = t
+
+    def _structure(self, names: Names) -> Packed:
+        index = {id(m): i for i, m in enumerate(self._modules)}
+        order = iter(self._order)
+        rows = []
+        for m in self._modules:
+            children = {k: None if c is None else index[id(c)] for k, c in m._modules.items()}
+            tables = [{key: next(order) for key in table} for table in (m._parameters, m._buffers)]
+            rows.append((type(m), children, *tables))
+        packed, _ = self._pack(rows, names, range(len(self._modules)))
+        return packed
+
+    def _attributes(self, names: Names) -> tuple[Packed | None, list[Tensor]]:
+        values = [_identity(v) for o in self._objects for v in vars(o).values()]
+        changed = self._watch.changed()
+        if not self._is_told or values != self._object_values:
+            changed = list(range(len(self._modules)))
+            self._object_values = values
+        if not changed:
+            return None, []
+        packed, kept = self._pack([(i, *_attributes(self._modules[i])) for i in changed], names, changed)
+        if not packed.tensors and self._last == (changed, packed.data):
+            return None, []
+        self._last = (changed, packed.data)
+        return packed, kept
+
+    def _pack(self, value: Any, names: Names, which: Sequence[int]) -> tuple[Packed, list[Tensor]]:
+        try:
+            return pack(value, self._exporter, names)
+        except CannotTravelError as error:
+            raise CannotTravelError(self._name_culprit(names, which) or str(error)) from error
+
+    def _name_culprit(self, names: Names, which: Sequence[int]) -> str | None:
+        """Find the attribute that can't be sent."""
+        paths = {id(m): name for name, m in self.module.named_modules()}
+        for m in (self._modules[i] for i in which):
+            for key, value in _attributes(m)[1].items():
+                try:
+                    pack(value, self._exporter, names)
+                except CannotTravelError as error:
+                    path = ".".join(filter(None, (paths[id(m)], key)))
+                    return f"attribute {path} of type {type(value).__name__} can't be sent ({error})"
+        return None
+
+    def _moved_and_written(self, tensors: Sequence[Tensor]) -> tuple[list[ParameterUpdate], list[int]]:
+        moved, written = [], []
+        for i, t in enumerate(tensors):
+            grad = t.grad if t.is_leaf else None
+            now = (t.data_ptr(), None if grad is None else grad.data_ptr(), version_of(t))
+            before = self._sent.get(i)
+            self._sent[i] = now
+            if before is None or before[:2] != now[:2]:
+                moved.append(self._describe(i, t, grad))
+            elif before[2] != now[2]:
+                written.append(i)
+        return moved, written
+
+    def _describe(self, index: int, t: Tensor, grad: Tensor | None) -> ParameterUpdate:
+        plain = t.detach().as_subclass(Tensor)
+        reason = self._exporter.why_not_shared(plain)
+        if reason is not None:
+            raise CannotTravelError(f"a parameter or buffer is {reason}")
+        return ParameterUpdate(
+            index=index,
+            tensor=self._exporter.describe(plain),
+            grad=None if grad is None else self._exporter.describe(grad),
+            requires_grad=t.requires_grad,
+            is_parameter=isinstance(t, nn.Parameter),
+        )
+
+
+def members_of_buckets(tensors: Sequence[Tensor]) -> list[Members]:
+    """Return which tensors' gradients travel together, and how: those that one node connects to the originals."""
+    groups: dict[Any, list[int]] = {}
+    for i, t in enumerate(tensors):
+        if t.grad_fn is not None:
+            groups.setdefault(t.grad_fn, []).append(i)
+    return [(sorted(members, key=lambda i: tensors[i].output_nr), node.bucket.plan) for node, members in groups.items()]
+
+
+def _attributes(module: nn.Module) -> tuple[type, dict[str, Any]]:
+    return type(module), {k: v for k, v in vars(module).items() if k not in TABLES}
+
+
+def _order(contents: Sequence[Tensor | None]) -> list[int | None]:
+    index: dict[int, int] = {}
+    return [None if t is None else index.setdefault(id(t), len(index)) for t in contents]
+
+
+def _open_objects(modules: Sequence[nn.Module]) -> list[Any]:
+    """List objects among the attributes that forward may read attributes of, such as a configuration."""
+    values = (v for m in modules for k, v in vars(m).items() if k not in TABLES)
+    return list({id(v): v for v in values if _is_open(v)}.values())
+
+
+def _is_open(value: Any) -> bool:
+    is_known = isinstance(value, (type, types.ModuleType, types.FunctionType, Tensor, nn.Module, dict, list, set))
+    return not is_known and hasattr(value, "__dict__") and not type(value).__module__.startswith("torch.")
+
+
+def _identity(value: Any) -> Any:
+    return (type(value), value) if isinstance(value, (int, float, str, bool)) else id(value)

@@ -1,0 +1,119 @@
+"""Python values on their way to another process: pickled by value, the tensors in them shared."""
+
+import io
+import pickle
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+from torch import Tensor, nn
+
+from everygpu.parallel.engines.processes.messages import Packed
+from everygpu.parallel.engines.processes.shared_tensors import Exporter, SharedTensor
+
+Names = Mapping[int, tuple[str, int]]
+"""From ``id`` of an object that both processes have to its name: ("module", 3)."""
+
+
+class CannotTravelError(Exception):
+    """A value can't be sent to another process; the message says why."""
+
+
+def pack(
+    value: Any,
+    exporter: Exporter,
+    names: Names,
+    *,
+    lends: bool = False,
+    prepare: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Packed, list[Tensor]]:
+    """Make a message of a value.
+
+    Args:
+        value: Any.
+        exporter: Describes its tensors.
+        names: Objects that are sent by name.
+        lends: Keep the tensors until they are given back.
+        prepare: Makes of each tensor the one that is shared.
+    Returns:
+        The message; and the tensors that it tells of, to be kept until the other process has read them.
+    Raises:
+        CannotTravelError: something in the value can't be pickled, or a tensor can't be shared.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file, exporter, names, prepare)
+    try:
+        pickler.dump(value)
+    except CannotTravelError:
+        raise
+    except Exception as error:
+        raise CannotTravelError(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
+    shared = [exporter.describe(t, lends=lends) for t in pickler.tensors]
+    return Packed(data=file.getvalue(), tensors=shared), pickler.tensors
+
+
+def unpack(packed: Packed, tensors: Sequence[Tensor], find: Callable[[str, int], Any]) -> Any:
+    """Make the value of a message.
+
+    Args:
+        packed: The message.
+        tensors: One for each that it tells of.
+        find: Returns what has a name.
+    """
+    return _Unpickler(io.BytesIO(packed.data), tensors, find).load()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(
+        self, file: io.BytesIO, exporter: Exporter, names: Names, prepare: Callable[[Tensor], Tensor] | None
+    ) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+        self._exporter = exporter
+        self._names = names
+        self._prepare = prepare
+        # With the tensor itself, as an id is used again once its object is gone.
+        self._seen: dict[int, tuple[int, Tensor]] = {}
+
+    def persistent_id(self, value: Any) -> Any:
+        is_tensor = isinstance(value, Tensor)
+        if not is_tensor and not isinstance(value, nn.Module):
+            return None
+        name = self._names.get(id(value))
+        if name is not None or not is_tensor:
+            return name
+        return self._shared(value)
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is weakref.ref and value() is not None:  # as a recurrent layer has of its weights
+            return weakref.ref, (value(),)
+        return super().reducer_override(value)
+
+    def _shared(self, value: Tensor) -> tuple[str, int] | None:
+        if id(value) not in self._seen:
+            prepared = value if self._prepare is None else self._prepare(value)
+            reason = self._exporter.why_not_shared(prepared)
+            if reason is not None:
+                if not prepared.is_cpu:
+                    raise CannotTravelError(reason)
+                return None  # pickled by value
+            self._seen[id(value)] = (len(self.tensors), value)
+            self.tensors.append(prepared)
+        return "tensor", self._seen[id(value)][0]
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor], find: Callable[[str, int], Any]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+        self._find = find
+
+    def persistent_load(self, name: Any) -> Any:
+        kind, index = name
+        return self._tensors[index] if kind == "tensor" else self._find(kind, index)
+
+
+def describe_all(tensors: Sequence[Tensor | None], exporter: Exporter, *, lends: bool) -> list[SharedTensor | None]:
+    """Describe tensors, where there are any."""
+    return [None if t is None else exporter.describe(t, lends=lends) for t in tensors]

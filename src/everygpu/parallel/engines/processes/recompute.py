@@ -1,0 +1,56 @@
+"""A replica's call made once more in this process, for gradients that are differentiated again."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everygpu import tree
+from everygpu.comm.streams import current_stream
+from everygpu.parallel.engines.processes.generators import cuda_state, set_cuda_state
+from everygpu.parallel.engines.processes.module_sender import ModuleSender
+from everygpu.parallel.engines.thread_state import Modes, on_device
+
+
+class Recomputation:
+    """Gradients with a graph of their own, as ``create_graph=True`` asks for: a helper's graph stays in the helper.
+
+    Args:
+        sender: Knows the replica, whose attributes are as they are now.
+        tensors: Its parameters and buffers at the time of the call.
+        call: Positional and keyword arguments.
+        modes: Of the call.
+        state: Of the GPU's random generator before the call; None on the CPU.
+        grads: Of the outputs that take gradients, in order.
+    """
+
+    def __init__(
+        self,
+        sender: ModuleSender,
+        tensors: Sequence[Tensor],
+        call: tuple[tuple[Any, ...], Mapping[str, Any]],
+        modes: Modes,
+        state: bytes | None,
+        grads: Sequence[Tensor | None],
+    ) -> None:
+        device = tensors[0].device
+        before = cuda_state(device)
+        if state is not None:
+            set_cuda_state(device, state)
+        try:
+            with modes.entered(), on_device(device, current_stream(device)), sender.with_tensors(tensors):
+                output = sender.module(*call[0], **call[1])
+        finally:
+            if before is not None:
+                set_cuda_state(device, before)
+        outputs = [t for _, t in tree.leaves(output, "out") if isinstance(t, Tensor) and t.requires_grad]
+        pairs = [(t, g) for t, g in zip(dict.fromkeys(outputs), grads) if g is not None]
+        inputs = [t for _, t in tree.leaves(call, "args") if isinstance(t, Tensor) and t.requires_grad]
+        sources = [*inputs, *(t for t in tensors if t.requires_grad)]
+        found = torch.autograd.grad(
+            [t for t, _ in pairs], sources, [g for _, g in pairs], create_graph=True, allow_unused=True
+        )
+        by_id = {id(t): g for t, g in zip(sources, found)}
+        self.inputs = [by_id[id(t)] for t in dict.fromkeys(inputs)]
+        self.parameters = [by_id.get(id(t)) for t in tensors]

@@ -1,0 +1,235 @@
+"""One call of a replica in a helper, as a part of this process's autograd graph."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from everygpu.parallel.engines.processes.generators import read_generators, set_cuda_state
+from everygpu.parallel.engines.processes.helper_process import HelperProcess
+from everygpu.parallel.engines.processes.messages import (
+    Backward,
+    BackwardDone,
+    BucketDone,
+    Forward,
+    Returned,
+)
+from everygpu.parallel.engines.processes.module_sender import ModuleSender
+from everygpu.parallel.engines.processes.packing import describe_all, pack, unpack
+from everygpu.parallel.engines.processes.recompute import Recomputation
+from everygpu.parallel.engines.thread_state import Modes
+from everygpu.torch_private.autograd import keeps_graph
+
+_NUMBERS = itertools.count(1)
+
+
+class RemoteCall:
+    """A call that a helper makes.
+
+    Args:
+        helper: Makes it.
+        sender: Knows the replica.
+        args: Positional arguments, on the helper's device.
+        kwargs: Keyword arguments.
+    """
+
+    def __init__(
+        self, helper: HelperProcess, sender: ModuleSender, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        self.number = next(_NUMBERS)
+        self.helper = helper
+        self._sender = sender
+        self._call = (args, kwargs)
+        self._modes = Modes.now([helper.device])
+        # Held as long as the graph: this memory is in use.
+        self.tensors = sender.tensors()
+        self.inputs: list[Tensor] = []
+        self._buckets: dict[int, BucketDone] = {}
+        self._done: BackwardDone | None = None
+        self._recomputed: Recomputation | None = None
+        self._grads: list[Tensor | None] = []
+        self._keeps_graph = False
+        self.has_graph = False
+
+    def send(self) -> None:
+        """Have the helper begin.
+
+        Raises:
+            CannotTravelError: the module, or an argument, can't be sent; the helper has been told nothing.
+        """
+        helper = self.helper
+        arguments, self.inputs = pack(self._call, helper.exporter, {})
+        update, self._kept = self._sender.update(self.tensors)
+        self._generators = read_generators(helper.device, helper.position)
+        helper.send(
+            Forward(
+                call=self.number,
+                keeping=helper.keep_house(),
+                update=update,
+                globals=None,
+                settings=helper.changed_settings(),
+                modes=self._modes,
+                generators=self._generators,
+                arguments=arguments,
+                needs_grad=[t.requires_grad and self._modes.records_grads for t in self.inputs],
+            )
+        )
+
+    def receive(self) -> Any:
+        """Wait for what the replica has returned; it is connected to the replica's parameters and the arguments."""
+        returned = self._returned()
+        self.helper.wait_for(returned.ready)
+        self._kept = []
+        if returned.generators is not None:
+            set_cuda_state(self.helper.device, returned.generators)
+        increment_version([self.inputs[i] for i in returned.written])
+        found = [self.helper.importer.open(shared) for shared in returned.outputs.tensors]
+        self.has_graph = any(returned.needs_grad)
+        if self.has_graph:
+            found = self._connect(found, returned.needs_grad)
+        return unpack(returned.outputs, found, _nothing)
+
+    def _connect(self, outputs: list[Tensor], needs_grad: Sequence[bool]) -> list[Tensor]:
+        fresh = [t for t, needs in zip(outputs, needs_grad) if needs]
+        connected = iter(_Outputs.apply(self, fresh, *self._anchors()))  # type: ignore[no-untyped-call]
+        return [next(connected) if needs else t for t, needs in zip(outputs, needs_grad)]
+
+    def _anchors(self) -> list[Tensor]:
+        """Return what the outputs depend on: a tensor for each bucket, and one for the arguments.
+
+        Autograd runs the last first: what forward used last gets its gradients first.
+        """
+        device = self.helper.device
+        anchors = [torch.empty(0, device=device, requires_grad=True)]
+        needed = [t for t in self.inputs if t.requires_grad]
+        if needed:
+            anchors.append(_Inputs.apply(self, *needed))  # type: ignore[no-untyped-call]
+        for k, (members, _) in enumerate(self._sender.buckets):
+            anchors.append(_Parameters.apply(self, k, *(self.tensors[i] for i in members)))  # type: ignore[no-untyped-call]
+        return anchors
+
+    def begin_backward(self, grads: Sequence[Tensor | None]) -> None:
+        """Have the helper run the backward; without buckets, wait for its end."""
+        self._buckets, self._done, self._recomputed = {}, None, None
+        if torch.is_grad_enabled():
+            self._recomputed = self._recompute(grads)
+            return
+        helper = self.helper
+        self._grads = [None if g is None else _dense(g) for g in grads]
+        shared = describe_all(self._grads, helper.exporter, lends=False)
+        helper.in_backward = self
+        self._keeps_graph = keeps_graph()
+        keeping = helper.keep_house()
+        helper.send(Backward(call=self.number, keeping=keeping, grads=shared, keeps_graph=self._keeps_graph))
+        if not self._sender.buckets:
+            self._end_backward()
+
+    def grads_of_inputs(self) -> Sequence[Tensor | None]:
+        """Return the gradients of the arguments that need them."""
+        if self._recomputed is not None:
+            return self._recomputed.inputs
+        done = self._end_backward()
+        return [None if g is None else self.helper.importer.open(g) for g in done.inputs]
+
+    def grads_of_bucket(self, bucket: int) -> list[Tensor | None]:
+        """Wait for the gradients of a bucket's parameters."""
+        members, plan = self._sender.buckets[bucket]
+        if self._recomputed is not None:
+            return [self._recomputed.parameters[i] for i in members]
+        while bucket not in self._buckets and self._done is None:
+            self._read()
+        found = self._buckets.get(bucket)
+        if found is None:
+            return [None] * len(members)
+        self.helper.wait_for(found.ready)
+        flat = self.helper.importer.open(found.flat)
+        return [slot.view(flat) if is_there else None for slot, is_there in zip(plan.slots, found.present)]
+
+    def take(self, message: Any) -> None:
+        """Take note of what the helper says of the backward."""
+        if isinstance(message, BucketDone):
+            self._buckets[message.bucket] = message
+        elif isinstance(message, BackwardDone):
+            self._done = message
+            self.helper.wait_for(message.ready)
+            increment_version([g for i in message.touched if (g := self.tensors[i].grad) is not None])
+            self._grads = []
+            if not self._keeps_graph:
+                self.tensors = []
+
+    def _end_backward(self) -> BackwardDone:
+        while self._done is None:
+            self._read()
+        return self._done
+
+    def _read(self) -> None:
+        message = self.helper.receive()
+        call = self.helper.in_backward
+        if call is not None and message.call == call.number:
+            call.take(message)
+
+    def _returned(self) -> Returned:
+        while True:
+            message = self.helper.receive()
+            if isinstance(message, Returned) and message.call == self.number:
+                return message
+            call = self.helper.in_backward  # one whose end nothing has waited for
+            if call is not None and message.call == call.number:
+                call.take(message)
+
+    def _recompute(self, grads: Sequence[Tensor | None]) -> Recomputation:
+        state = self._generators[0]
+        before = state if isinstance(state, bytes) else None
+        return Recomputation(self._sender, self.tensors, self._call, self._modes, before, grads)
+
+    def __del__(self) -> None:
+        if self.has_graph:
+            self.helper.dropped.append(self.number)
+
+
+def _dense(grad: Tensor) -> Tensor:
+    """Return a gradient in memory of its own: what was expanded has several elements in one place."""
+    return grad.resolve_conj().resolve_neg().contiguous()
+
+
+def _nothing(kind: str, index: int) -> nn.Module:
+    raise KeyError(kind, index)
+
+
+class _Outputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: RemoteCall, outputs: list[Tensor], *anchors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        ctx.num_anchors = len(anchors)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        ctx.call.begin_backward(grads)
+        return (None, None, *(torch.empty(0, device=ctx.call.helper.device) for _ in range(ctx.num_anchors)))
+
+
+class _Inputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: RemoteCall, *inputs: Tensor) -> Tensor:
+        ctx.call = call
+        return torch.empty(0, device=call.helper.device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
+        return (None, *ctx.call.grads_of_inputs())
+
+
+class _Parameters(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: RemoteCall, bucket: int, *parameters: Tensor) -> Tensor:
+        ctx.call, ctx.bucket = call, bucket
+        return torch.empty(0, device=call.helper.device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
+        return (None, None, *ctx.call.grads_of_bucket(ctx.bucket))

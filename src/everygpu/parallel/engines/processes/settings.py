@@ -1,0 +1,53 @@
+"""Torch's settings for the whole process, read in one process and applied in another."""
+
+from typing import Any
+
+import torch
+
+_PATHS = (
+    "cuda.matmul.fp32_precision",
+    "cudnn.conv.fp32_precision",
+    "cudnn.rnn.fp32_precision",
+    "cudnn.enabled",
+    "cudnn.benchmark",
+    "cudnn.deterministic",
+    "cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "cuda.matmul.allow_fp16_reduced_precision_reduction",
+)
+_SDP_BACKENDS = ("flash", "mem_efficient", "math", "cudnn")
+
+Settings = tuple[Any, ...]
+
+
+def read_settings() -> Settings:
+    """Return torch's settings now: default dtype, precisions, determinism and kernels of attention."""
+    return (
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_num_threads(),
+        *(_resolve(path) for path in _PATHS),
+        *(getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _SDP_BACKENDS),
+    )
+
+
+def apply_settings(wanted: Settings) -> None:
+    """Set what differs."""
+    dtype, is_deterministic, warns_only, num_threads, *others = wanted
+    torch.set_default_dtype(dtype)
+    torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)
+    if torch.get_num_threads() != num_threads:
+        torch.set_num_threads(num_threads)
+    for path, value in zip(_PATHS, others):
+        if _resolve(path) != value:
+            owner, _, name = path.rpartition(".")
+            setattr(_resolve(owner), name, value)
+    for name, value in zip(_SDP_BACKENDS, others[len(_PATHS) :]):
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(value)
+
+
+def _resolve(path: str) -> Any:
+    found: Any = torch.backends
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
