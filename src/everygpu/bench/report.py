@@ -2,16 +2,15 @@
 
 import json
 import platform
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from everygpu import __version__
+from everygpu.bench.checkout import find_commit
 from everygpu.bench.peers import PEERS
 
 Row = Mapping[str, Any]
@@ -24,12 +23,12 @@ def describe_machine(commit: str | None = None) -> dict[str, Any]:
     """Hardware, versions, commit and time, for the head of a report.
 
     Args:
-        commit: The commit under test, where git can't be asked.
+        commit: The commit under test, where git can't be asked; the version stands for it where neither tells.
     """
     cuda = torch.cuda.is_available()
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": commit or _commit(),
+        "commit": commit or find_commit() or __version__,
         "everygpu": __version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -38,19 +37,6 @@ def describe_machine(commit: str | None = None) -> dict[str, Any]:
         "cpu_threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
     }
-
-
-def _commit() -> str | None:
-    """Ask git, if this is our checkout: an installed package may lie inside of another project's."""
-    package = Path(__file__).parents[1]
-    root = package.parents[1]
-    if package != root / "src" / "everygpu":
-        return None
-    try:
-        command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def add_efficiency(rows: Iterable[Row]) -> list[dict[str, Any]]:
@@ -110,7 +96,7 @@ def write_markdown(machine: Mapping[str, Any], rows: Sequence[Row]) -> str:
         f"# Ways to train, {machine['date']}",
         "",
         f"Hardware: {hardware}; {machine['cpu_threads']} CPU threads. Software: {', '.join(versions)}, "
-        f"{machine['system']}. Commit: {machine['commit'] or 'unknown'}.",
+        f"{machine['system']}. Commit: {machine['commit']}.",
         "",
         "Times are medians of rounds, with least and most in brackets; efficiency is samples a second over those of "
         "the best single GPU times the number of GPUs; memory is of the GPU with the most, and with the least.",
