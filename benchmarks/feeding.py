@@ -21,6 +21,7 @@ import torch
 
 import everygpu
 from everygpu import tree
+from everygpu.bench.batches import list_batches
 from everygpu.bench.report import describe_machine
 from everygpu.bench.training import count_rows, find_training, repeat_rows, split_batch
 from everygpu.feed.batch_size import resize
@@ -32,9 +33,8 @@ PREFETCH = 2
 class Loader:
     """Hands out the same few batches again and again, as a DataLoader that is never too slow."""
 
-    def __init__(self, batch: Any, num_copies: int) -> None:
-        num_rows = count_rows(batch)
-        self.batches = [resize(batch, num_rows, 0) for _ in range(num_copies)]
+    def __init__(self, batches: list[Any], num_copies: int) -> None:
+        self.batches = [resize(batch, count_rows(batch), 0) for _ in range(num_copies) for batch in batches]
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.cycle(self.batches)
@@ -58,12 +58,17 @@ def time_steps(step: Callable[[], Any], devices: list[torch.device], num_steps: 
     return 1e3 * (time.perf_counter() - begin) / num_steps
 
 
+def mib(batch: Any) -> float:
+    """MiB of a batch's tensors."""
+    return sum(x.nbytes for _, x in tree.leaves(batch, "") if isinstance(x, torch.Tensor)) / 2**20
+
+
 def compare(name: str, devices: list[torch.device], options: argparse.Namespace) -> dict[str, Any]:
     """Measure both in turns; the ratio is the median over rounds."""
     torch.manual_seed(0)
     model, loss, optimizer, batch = find_training(name)
-    batch = batch if options.rows is None else resize(batch, options.rows, 0)
-    whole = repeat_rows(batch, len(devices))
+    batches = list_batches(batch if options.rows is None else resize(batch, options.rows, 0))
+    whole = [repeat_rows(batch, len(devices)) for batch in batches]
     net = everygpu.DataParallel(model, devices, engine="compile" if options.compile else "auto")
     train = everygpu.TrainStep(net, loss, optimizer, precision="bf16", compile=options.compile)
 
@@ -71,10 +76,10 @@ def compare(name: str, devices: list[torch.device], options: argparse.Namespace)
         inputs, targets = split_batch(batch)
         train(inputs, *targets)
 
-    (there,) = everygpu.Feeder([whole], net)
+    there = itertools.cycle(list(everygpu.Feeder(whole, net)))
     with everygpu.Feeder(Loader(whole, options.batches), net, prefetch=PREFETCH, publish=False) as feeder:
         feed = iter(feeder)
-        ways = {"there": lambda: learn(there), "fed": lambda: learn(next(feed))}
+        ways = {"there": lambda: learn(next(there)), "fed": lambda: learn(next(feed))}
         times: dict[str, list[float]] = {way: [] for way in ways}
         for number in range(options.rounds + 1):
             for way in ways if number % 2 else reversed(ways):
@@ -85,8 +90,8 @@ def compare(name: str, devices: list[torch.device], options: argparse.Namespace)
     return {
         "model": name,
         "num_devices": len(devices),
-        "rows_per_device": count_rows(batch),
-        "batch_mib": sum(x.nbytes for _, x in tree.leaves(whole, "") if isinstance(x, torch.Tensor)) / 2**20,
+        "rows_per_device": statistics.mean(count_rows(batch) for batch in batches),
+        "batch_mib": statistics.mean(mib(batch) for batch in whole),
         "there_ms": statistics.median(there_ms),
         "fed_ms": statistics.median(fed_ms),
         "ratio": statistics.median(ratios),

@@ -5,6 +5,8 @@ import time
 import torch
 from torch import nn
 
+from everygpu.bench import Batches
+
 NUMBER = 3
 
 
@@ -54,6 +56,30 @@ def positional():
     return model, None, sgd(model), (torch.randn(4, 3), torch.randn(4, 2))
 
 
+NUM_ROWS = (6, 4, 2)
+
+
+class InOrder(nn.Module):
+    """A loss that is an error unless the batches come in their order, again and again."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_calls = 0
+
+    def forward(self, output, target):
+        rows = NUM_ROWS[self.num_calls % len(NUM_ROWS)]
+        assert len(target) % rows == 0
+        assert target[0].item() == rows
+        self.num_calls += 1
+        return nn.functional.mse_loss(output, target.expand_as(output))
+
+
+def several():
+    model = net()
+    batches = [(torch.randn(n, 3), torch.full((n, 1), float(n))) for n in NUM_ROWS]
+    return model, InOrder(), sgd(model), Batches(batches)
+
+
 def talkative():
     print("a line without an end", end="")
     return classifier()
@@ -100,3 +126,11 @@ def no_rows():
 
 def unequal_rows():
     return *classifier()[:3], (torch.ones(3, 3), torch.ones(4))
+
+
+def no_batches():
+    return *classifier()[:3], Batches([])
+
+
+def one_without_rows():
+    return *classifier()[:3], Batches([classifier()[3], "a batch"])

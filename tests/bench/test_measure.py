@@ -1,44 +1,8 @@
 """One row, measured."""
 
-import time
-from multiprocessing import resource_tracker
-
 import pytest
-import torch
 
-from everygpu.bench.measure import Conditions, measure_row
-
-OWN = "tests.bench.own:"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def tracker():
-    """Have the process that multiprocessing starts once, and keeps."""
-    resource_tracker.ensure_running()
-
-
-@pytest.fixture(autouse=True)
-def same_settings():
-    """Put back what a process that measures sets for itself."""
-    precision, benchmark = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
-    yield
-    torch.set_float32_matmul_precision(precision)
-    torch.backends.cudnn.benchmark = benchmark
-
-
-def measure(peer, name=f"{OWN}classifier", **changed):
-    conditions = {
-        "model": name,
-        "peer": peer,
-        "device_type": "cpu",
-        "num_devices": 2,
-        "rows": None,
-        "precision": "fp32",
-        "num_rounds": 3,
-        "num_steps": 2,
-        "started_s": time.time() - 100,
-    }
-    return measure_row(Conditions(**{**conditions, **changed}))
+from tests.bench.rows import OWN, measure
 
 
 # DDP's: tests/cli/test_bench.py.

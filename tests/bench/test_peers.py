@@ -22,7 +22,10 @@ def train(peer, name, devices):
     return [p.detach().cpu() for p in work.training.model.parameters()]
 
 
-@pytest.mark.parametrize("name", [f"{OWN}classifier", f"{OWN}keywords", f"{OWN}positional"])
+NAMES = ["classifier", "keywords", "positional", "several"]
+
+
+@pytest.mark.parametrize("name", [OWN + name for name in NAMES])
 @pytest.mark.parametrize("peer", ["ours", "step"])
 def test_several_devices_train_as_one_does(peer, name, devices):
     # Its own rows again for each device: the mean gradient is that of one.

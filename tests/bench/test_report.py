@@ -90,6 +90,11 @@ def test_this_machine():
     assert describe_machine(commit="abc")["commit"] == "abc"
 
 
+def test_several_batches_are_told():
+    text = report.write_markdown(MACHINE, add_efficiency([row("step", 2, 9.0, rows_per_device=4.5, num_batches=40)]))
+    assert "## gpt2, 4.5 rows for each GPU, 40 batches in turn, bf16\n" in text
+
+
 @pytest.fixture(scope="module")
 def draw(tmp_path_factory):
     """Matplotlib keeps the files of its fonts open, from the first drawing on."""

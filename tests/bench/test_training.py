@@ -26,7 +26,7 @@ def test_a_model_with_everything_to_train_it(name):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("gpt3", "one of gpt2, gpt2-xl, resnet50, resnet18, tiny, or module:function, got 'gpt3'"),
+        ("gpt3", "one of gpt2, gpt2-xl, .*, tiny, or module:function, got 'gpt3'"),
         ("train.py", "For a function bench"),
         (":f", "got ':f'"),
         ("tests.bench.own:", "got 'tests.bench.own:'"),
@@ -42,6 +42,8 @@ def test_a_model_with_everything_to_train_it(name):
         (f"{OWN}no_optimizer", "must return a torch.optim.Optimizer third, got a float"),
         (f"{OWN}foreign_optimizer", "an optimizer over the model's parameters, got one over others"),
         (f"{OWN}no_rows", "must return a batch with rows fourth, got a str"),
+        (f"{OWN}no_batches", "one batch or more in Batches, got none"),
+        (f"{OWN}one_without_rows", "must return a batch with rows fourth, got a str"),
         (f"{OWN}unequal_rows", "batch fourth, with rows on axis 0: .* got 3 in .* and 4 in"),
     ],
 )

@@ -11,6 +11,8 @@ from click.testing import CliRunner
 
 from everygpu.bench import timing
 from everygpu.bench.measure import Conditions, measure_row
+from everygpu.bench.peers import PEERS
+from everygpu.bench.workloads import MODELS
 from everygpu.child import python_command
 from everygpu.cli import main
 from everygpu.cli.bench import find_devices
@@ -97,6 +99,11 @@ def test_a_wrong_model_ends_it_with_one_message():
     assert done.exit_code == 2
     assert done.stderr.startswith("Error: tests.bench.own:three() must return a tuple")
     assert "ours" not in done.stdout
+
+
+def test_help_names_all_models_and_rows():
+    words = set(re.findall(r"[\w-]+", invoke("--help").stdout))
+    assert {*MODELS, *PEERS, "Batches"} <= words
 
 
 @pytest.fixture

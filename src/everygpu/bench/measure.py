@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from everygpu.bench.batches import list_batches
 from everygpu.bench.peers import PEERS, Peer, Step, Work
 from everygpu.bench.timing import time_rounds
 from everygpu.bench.training import count_rows, find_training
@@ -36,7 +37,7 @@ class Conditions:
     precision: str
     num_rounds: int
     num_steps: int
-    """In each round."""
+    """In each round, rounded up to whole cycles through the model's batches."""
     started_s: float
     """``time.time()`` when the process was asked for: the start-up is counted from there."""
 
@@ -53,8 +54,9 @@ def measure_row(conditions: Conditions) -> Outcome:
     """Measure one row.
 
     Returns:
-        ``ms`` (the median step), ``ms_min``, ``ms_max``, ``steps_per_s``, ``samples_per_s``, ``rows_per_device``,
-        ``num_devices``, ``peak_gib`` (one per GPU), ``startup_s``; or ``error`` or ``refused`` with a message.
+        ``ms`` (the median step), ``ms_min``, ``ms_max``, ``steps_per_s``, ``samples_per_s``, ``rows_per_device``
+        (the mean over the batches), ``num_batches``, ``num_steps`` (in each round), ``num_devices``,
+        ``peak_gib`` (one per GPU), ``startup_s``; or ``error`` or ``refused`` with a message.
     Raises:
         Exception: what the model, or the way to train it, raises by itself.
     """
@@ -78,7 +80,7 @@ def _measure_here(conditions: Conditions, peer: Peer) -> Outcome:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
-    figures = _measure(peer.make(work), wait, conditions, count_rows(work.training.batch))
+    figures = _measure(peer.make(work), wait, conditions, work)
     return figures | {"peak_gib": [_peak_gib(d) for d in devices if d.type == "cuda"]}
 
 
@@ -132,8 +134,7 @@ def _measure_rank(rank: int, conditions: Conditions, meeting: str, results: Any)
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    step = PEERS[conditions.peer].make(work)
-    figures = _measure(step, wait, conditions, count_rows(work.training.batch))
+    figures = _measure(PEERS[conditions.peer].make(work), wait, conditions, work)
     peaks: list[Any] = [None] * conditions.num_devices
     dist.all_gather_object(peaks, _peak_gib(device) if device.type == "cuda" else None)
     if rank == 0:
@@ -153,17 +154,25 @@ def _prepare(conditions: Conditions, devices: list[torch.device]) -> Work:
     return Work(training=training, devices=devices, precision=conditions.precision)
 
 
-def _measure(step: Step, wait: Any, conditions: Conditions, num_rows: int) -> Outcome:
-    """Time rounds of steps; the start-up ends with the third step."""
+def _measure(step: Step, wait: Any, conditions: Conditions, work: Work) -> Outcome:
+    """Time rounds of steps; the start-up ends with the third step.
+
+    Every batch is trained on once before anything is timed, and all rounds train on the same ones: otherwise the spread
+    would be that of the batches.
+    """
+    rows = [count_rows(batch) for batch in list_batches(work.training.batch)]
     for _ in range(3):
         step()
     wait()
     startup = time.time() - conditions.started_s
-    times = time_rounds(step, wait, conditions.num_rounds, conditions.num_steps)
+    num_steps = -(-conditions.num_steps // len(rows)) * len(rows)
+    times = time_rounds(step, wait, conditions.num_rounds, num_steps, max(5, len(rows)))
     return times | {
         "steps_per_s": 1e3 / times["ms"],
-        "samples_per_s": 1e3 * num_rows * conditions.num_used / times["ms"],
-        "rows_per_device": num_rows,
+        "samples_per_s": 1e3 * sum(rows) / len(rows) * conditions.num_used / times["ms"],
+        "rows_per_device": rows[0] if len(set(rows)) == 1 else sum(rows) / len(rows),
+        "num_batches": len(rows),
+        "num_steps": num_steps,
         "num_devices": conditions.num_used,
         "startup_s": startup,
     }

@@ -3,19 +3,32 @@
 To add one, write a function from ``Work`` to a step and name it in ``PEERS``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
 from torch import nn
 
 import everygpu
+from everygpu import tree
+from everygpu.bench.batches import list_batches
 from everygpu.bench.training import Training, compute_loss, move_batch, repeat_rows, split_batch
 from everygpu.errors import BenchmarkError
 
-Step = Callable[[], Any]
-"""Queues one step."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Queues one training step when called, each on the next batch; the first comes after the last."""
+
+    run: Callable[[Any], Any]
+    """Called with a batch."""
+    batches: Iterator[Any]
+    """Endless."""
+
+    def __call__(self) -> Any:
+        return self.run(next(self.batches))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,26 +49,26 @@ class Work:
         """Move the model to the first device."""
         return self.training.model.to(self.home)
 
-    def place_batch(self, num_devices: int) -> Any:
-        """Make the batch of some devices, on the first one."""
-        return repeat_rows(move_batch(self.training.batch, self.home), num_devices)
+    def place_batches(self, num_devices: int) -> list[Any]:
+        """Make the batches of some devices, on the first one."""
+        return [repeat_rows(move_batch(batch, self.home), num_devices) for batch in list_batches(self.training.batch)]
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.home.type, torch.bfloat16, enabled=self.precision == "bf16")
 
 
-def plain_step(work: Work, net: Callable[..., Any], batch: Any, *, keep_grads: bool = False) -> Step:
+def plain_step(work: Work, net: Callable[..., Any], batches: Sequence[Any], *, keep_grads: bool = False) -> Step:
     """The loop that every PyTorch script has.
 
     Args:
         work: The model's loss and optimizer.
         net: The model, however it is wrapped.
-        batch: What every step trains on.
+        batches: What the steps train on, in turn.
         keep_grads: Zero the gradients in place, so that their addresses stay.
     """
     optimizer = work.training.optimizer
 
-    def step() -> Any:
+    def step(batch: Any) -> Any:
         optimizer.zero_grad(set_to_none=not keep_grads)
         with work.autocast():
             loss = compute_loss(net, work.training.loss, batch)
@@ -63,21 +76,24 @@ def plain_step(work: Work, net: Callable[..., Any], batch: Any, *, keep_grads: b
         optimizer.step()
         return loss
 
-    return step
+    return Step(run=step, batches=cycle(batches))
 
 
 def single(work: Work, *, compiled: bool = False) -> Step:
     net = work.place_model()
-    return plain_step(work, torch.compile(net) if compiled else net, work.place_batch(1))
+    return plain_step(work, torch.compile(net) if compiled else net, work.place_batches(1))
 
 
 def single_graph(work: Work) -> Step:
     """The whole step captured: what one GPU can do without waiting for Python."""
+    _need_one_shape(work)
     _need_gpu(work, "a CUDA graph")
     for group in work.training.optimizer.param_groups:
         if "capturable" in group:
             group["capturable"] = True
-    step = plain_step(work, work.place_model(), work.place_batch(1), keep_grads=True)
+    batches = work.place_batches(1)
+    static = batches[0] if len(batches) == 1 else tree.map_leaves(_clone, batches[0])
+    step = plain_step(work, work.place_model(), [static], keep_grads=True)
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -87,26 +103,41 @@ def single_graph(work: Work) -> Step:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+
+    def replay(batch: Any) -> None:
+        if batch is not static:
+            _copy_into(static, batch)
+        graph.replay()
+
+    return Step(run=replay, batches=cycle(batches))
+
+
+def _clone(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _copy_into(static: Any, batch: Any) -> None:
+    for (_, target), (_, source) in zip(tree.leaves(static, ""), tree.leaves(batch, "")):
+        if isinstance(target, torch.Tensor):
+            target.copy_(source)
 
 
 def data_parallel(work: Work) -> Step:
     _need_gpu(work, "torch.nn.DataParallel")
     net = nn.DataParallel(work.place_model(), [d.index for d in work.devices])
-    return plain_step(work, net, work.place_batch(len(work.devices)))
+    return plain_step(work, net, work.place_batches(len(work.devices)))
 
 
 def distributed(work: Work, *, compiled: bool = False) -> Step:
     """What each process of DistributedDataParallel does, on its own device; see ``ddp.py``."""
     ids = [work.home] if work.home.type == "cuda" else None
     net = nn.parallel.DistributedDataParallel(work.place_model(), ids, gradient_as_bucket_view=True)
-    return plain_step(work, torch.compile(net) if compiled else net, work.place_batch(1))
+    return plain_step(work, torch.compile(net) if compiled else net, work.place_batches(1))
 
 
-def spread(work: Work, net: everygpu.DataParallel) -> Any:
+def spread(work: Work, net: everygpu.DataParallel) -> list[Any]:
     """Put each device's rows on it already, as in DistributedDataParallel's rows."""
-    (batch,) = everygpu.Feeder([work.place_batch(len(work.devices))], net)
-    return batch
+    return list(everygpu.Feeder(work.place_batches(len(work.devices)), net))
 
 
 def ours(work: Work, *, compiled: bool = False, **options: Any) -> Step:
@@ -119,8 +150,12 @@ def train_step(work: Work, engine: str = "auto", **options: Any) -> Step:
     model, loss, optimizer, _ = work.training
     net = everygpu.DataParallel(model, work.devices, engine="compile" if options.get("compile") else engine)
     step = everygpu.TrainStep(net, loss, optimizer, precision=work.precision, **options)
-    inputs, targets = split_batch(spread(work, net))
-    return lambda: step(inputs, *targets)
+
+    def run(batch: Any) -> Any:
+        inputs, targets = split_batch(batch)
+        return step(inputs, *targets)
+
+    return Step(run=run, batches=cycle(spread(work, net)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,3 +193,19 @@ WITHOUT_GPUS = ("single", "ddp", "ours", "step")
 def _need_gpu(work: Work, what: str) -> None:
     if work.home.type != "cuda":
         raise BenchmarkError(f"bench: {what} needs a GPU, got {work.home}. Leave this row out.")
+
+
+def _need_one_shape(work: Work) -> None:
+    """Refuse batches that differ: a CUDA graph reads memory of the sizes that it was captured with."""
+    shapes = {_describe_shapes(batch) for batch in list_batches(work.training.batch)}
+    if len(shapes) > 1:
+        raise BenchmarkError(
+            f"bench: a CUDA graph of a whole step needs batches of one shape, got {len(shapes)} different ones. "
+            f"Leave this row out, or pad the batches to one length."
+        )
+
+
+def _describe_shapes(batch: Any) -> str:
+    """Write what a captured step can't change: shapes and types of tensors, and everything else."""
+    leaves = tree.leaves(batch, "batch")
+    return repr([(path, (x.shape, x.dtype) if isinstance(x, torch.Tensor) else x) for path, x in leaves])

@@ -103,11 +103,16 @@ def write_markdown(machine: Mapping[str, Any], rows: Sequence[Row]) -> str:
     ]
     for model in dict.fromkeys(row["model"] for row in rows):
         its = [row for row in rows if row["model"] == model]
-        size = next((f", {row['rows_per_device']} rows for each GPU" for row in its if "ms" in row), "")
+        size = next((_describe_size(row) for row in its if "ms" in row), "")
         lines += ["", f"## {model}{size}, {its[0]['precision']}", "", _line(COLUMNS), _line(["---"] * len(COLUMNS))]
         lines += [_line(fill_columns(row)) for row in its if "ms" in row]
         lines += ["", *(f"* {row['peer']}: {_last_line(row['error'])}" for row in its if "error" in row)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _describe_size(row: Row) -> str:
+    count = row.get("num_batches", 1)
+    return f", {row['rows_per_device']:g} rows for each GPU" + (f", {count} batches in turn" if count > 1 else "")
 
 
 def write_json(machine: Mapping[str, Any], rows: Sequence[Row]) -> str:

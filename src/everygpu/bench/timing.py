@@ -15,18 +15,21 @@ from typing import Any
 _KEPT_LETTERS = 2000
 
 
-def time_rounds(step: Callable[[], Any], wait: Callable[[], None], rounds: int, steps: int) -> dict[str, float]:
-    """Time rounds of steps, after five steps that don't count.
+def time_rounds(
+    step: Callable[[], Any], wait: Callable[[], None], rounds: int, steps: int, warmup: int = 5
+) -> dict[str, float]:
+    """Time rounds of steps, after some that don't count.
 
     Args:
         step: Queues one step.
         wait: Waits until all devices are done.
         rounds: How many times to measure.
         steps: How many steps a round has.
+        warmup: How many steps come before.
     Returns:
         Milliseconds of a step: median, least and most over the rounds.
     """
-    for _ in range(5):
+    for _ in range(warmup):
         step()
     wait()
     times = []

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from everygpu import tree
+from everygpu.bench.batches import Batches, list_batches
 from everygpu.bench.workloads import MODELS
 from everygpu.errors import OptionError, SplitError
 from everygpu.feed.batch_size import resize
@@ -25,7 +26,8 @@ class Training(NamedTuple):
     """Over the model's parameters."""
     batch: Any
     """What one GPU trains on, as a DataLoader gives it: a tuple or list is the model's input, then the targets;
-    anything else is the input alone. An input that is a dict becomes keyword arguments. Rows are on axis 0."""
+    anything else is the input alone. An input that is a dict becomes keyword arguments. Rows are on axis 0.
+    ``Batches`` of them: steps cycle through these."""
 
 
 def find_training(name: str) -> Training:
@@ -83,7 +85,12 @@ def _check(made: Any, what: str) -> Training:
     optimized = {id(p) for group in training.optimizer.param_groups for p in group["params"]}
     if optimized.isdisjoint(id(p) for p in training.model.parameters()):
         raise OptionError(f"{what} must return an optimizer over the model's parameters, got one over others.")
-    _check_batch(training.batch, what)
+    if isinstance(training.batch, Batches) and not training.batch.items:
+        raise OptionError(
+            f"{what} must return one batch or more in Batches, got none. Return for instance some of a loader."
+        )
+    for batch in list_batches(training.batch):
+        _check_batch(batch, what)
     return training
 
 
@@ -95,7 +102,7 @@ def _check_batch(batch: Any, what: str) -> None:
     if not num_rows:
         raise OptionError(
             f"{what} must return a batch with rows fourth, got a {type(batch).__qualname__} without any. "
-            f"Return for instance next(iter(loader))."
+            f"Return for instance next(iter(loader)), or everygpu.bench.Batches of several."
         )
 
 

@@ -41,7 +41,12 @@ _ON_CPU = (
     "--rounds", "num_rounds", type=click.IntRange(min=3), default=3, show_default=True, help="Rounds that are timed."
 )
 @click.option(
-    "--steps", "num_steps", type=click.IntRange(min=1), default=20, show_default=True, help="Steps in each round."
+    "--steps",
+    "num_steps",
+    type=click.IntRange(min=1),
+    default=20,
+    show_default=True,
+    help="Steps in each round, rounded up to whole cycles through the batches.",
 )
 @click.option(
     "--timeout",
@@ -78,7 +83,9 @@ def compare_ways(
     in a process of its own.
 
     Models: gpt2, gpt2-xl, resnet50, resnet18, tiny; or MODULE:FUNCTION of your own: a function without arguments that
-    returns (model, loss, optimizer, batch), the batch as your DataLoader gives it to one GPU.
+    returns (model, loss, optimizer, batch), the batch as your DataLoader gives it to one GPU. Instead of one batch it
+    may return everygpu.bench.Batches([...]), which all rows cycle through in this order: each once before anything is
+    timed, then whole cycles in every round.
     """
     if apart is not None:
         _measure_apart(apart)
