@@ -1,7 +1,10 @@
 """One row, measured."""
 
+from types import SimpleNamespace
+
 import pytest
 
+import everygpu
 from tests.bench.rows import OWN, measure
 
 
@@ -14,6 +17,15 @@ def test_figures_of_a_row(peer, num_devices):
     assert (row["num_devices"], row["rows_per_device"], row["peak_gib"]) == (num_devices, 6, [])
     assert row["samples_per_s"] == pytest.approx(6 * num_devices * row["steps_per_s"])
     assert 100 < row["startup_s"] < 200
+
+
+def test_the_engine_that_ran_is_told(monkeypatch):
+    stats = everygpu.TrainStep.stats
+    monkeypatch.setattr(everygpu.DataParallel, "engine_in_use", property(lambda net: "threads"), raising=False)
+    monkeypatch.setattr(
+        everygpu.TrainStep, "stats", lambda step: SimpleNamespace(loss=stats(step).loss, engine="graphs")
+    )
+    assert [measure(peer)["engine"] for peer in ("single", "ours", "step")] == ["", "threads", "graphs"]
 
 
 def test_rows_as_asked_for():

@@ -15,6 +15,7 @@ def row(peer, num_devices, samples, model="gpt2", **more):
     ms = 1e3 * 16 * num_devices / samples
     return {
         "model": model, "peer": peer, "precision": "bf16", "num_devices": num_devices, "rows_per_device": 16,
+        "engine": "graphs" if peer == "step" else "",
         "ms": ms, "ms_min": ms * 0.9, "ms_max": ms * 1.2, "steps_per_s": 1e3 / ms, "samples_per_s": samples,
         "peak_gib": [3.0, 2.5][:num_devices], "startup_s": 4.25, **more,
     }  # fmt: skip
@@ -33,7 +34,7 @@ def test_efficiency_is_against_the_best_single_gpu():
 def test_no_single_gpu_no_efficiency():
     (only,) = add_efficiency(ROWS[2:3])
     assert only["efficiency"] is None
-    assert fill_columns(only)[5] == "-"
+    assert fill_columns(only)[6] == "-"
 
 
 def test_a_failed_single_gpu_is_no_measure():
@@ -49,14 +50,16 @@ def test_each_model_has_a_measure_of_its_own():
 def test_cells():
     cells = fill_columns(add_efficiency(ROWS)[2])
     assert cells == (
-        "ddp", "2", "160.00 (144.00 to 192.00)", "6.25", "200", "80.0%", "3.00 (2.50)", "4.2 s"
+        "ddp", "-", "2", "160.00 (144.00 to 192.00)", "6.25", "200", "80.0%", "3.00 (2.50)", "4.2 s"
     )  # fmt: skip
     assert len(cells) == len(COLUMNS)
+    assert fill_columns(ROWS[3])[:3] == ("step", "graphs", "2")
 
 
 def test_lines_say_what_came():
     assert "160.00 (144.00 to 192.00) ms" in describe_row(ROWS[2])
     assert describe_row(ROWS[2]).endswith("200 samples/s  peak 3.00 (2.50) GiB  start-up 4.2 s")
+    assert describe_row(ROWS[3]).endswith("  engine graphs")
     assert "peak" not in describe_row(row("single", 1, 5.0, peak_gib=[]))
     assert describe_row(FAILED).split() == ["dp", "ValueError:", "mine"]
 
@@ -74,7 +77,7 @@ def test_markdown_has_a_table_for_each_model_and_names_where_it_ran():
     assert "torch 2.11, cuda 13.0" in text
     assert "Commit: abc1234." in text
     assert "## gpt2, 16 rows for each GPU, bf16\n" in text
-    assert "| ddp | 2 | 160.00 (144.00 to 192.00) | 6.25 | 200 | 80.0% | 3.00 (2.50) | 4.2 s |\n" in text
+    assert "| ddp | - | 2 | 160.00 (144.00 to 192.00) | 6.25 | 200 | 80.0% | 3.00 (2.50) | 4.2 s |\n" in text
     assert "* dp: ValueError: mine\n" in text
     assert text.count(f"| {' | '.join(COLUMNS)} |") == 2
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from everygpu.bench.batches import list_batches
-from everygpu.bench.peers import PEERS, Peer, Step, Work
+from everygpu.bench.peers import PEERS, Peer, Step, Work, engine_in_use
 from everygpu.bench.timing import time_rounds
 from everygpu.bench.training import count_rows, find_training
 from everygpu.errors import BenchmarkError, EveryGPUError, OptionError
@@ -55,8 +55,9 @@ def measure_row(conditions: Conditions) -> Outcome:
 
     Returns:
         ``ms`` (the median step), ``ms_min``, ``ms_max``, ``steps_per_s``, ``samples_per_s``, ``rows_per_device``
-        (the mean over the batches), ``num_batches``, ``num_steps`` (in each round), ``num_devices``,
-        ``peak_gib`` (one per GPU), ``startup_s``; or ``error`` or ``refused`` with a message.
+        (the mean over the batches), ``num_batches``, ``num_steps`` (in each round), ``num_devices``, ``engine``
+        (``""`` where there is none), ``peak_gib`` (one per GPU), ``startup_s``; or ``error`` or ``refused`` with a
+        message.
     Raises:
         Exception: what the model, or the way to train it, raises by itself.
     """
@@ -174,6 +175,7 @@ def _measure(step: Step, wait: Any, conditions: Conditions, work: Work) -> Outco
         "num_batches": len(rows),
         "num_steps": num_steps,
         "num_devices": conditions.num_used,
+        "engine": engine_in_use(step.net),
         "startup_s": startup,
     }
 

@@ -26,6 +26,8 @@ class Step:
     """Called with a batch."""
     batches: Iterator[Any]
     """Endless."""
+    net: Any = None
+    """What trains; it may tell by which engine."""
 
     def __call__(self) -> Any:
         return self.run(next(self.batches))
@@ -76,7 +78,7 @@ def plain_step(work: Work, net: Callable[..., Any], batches: Sequence[Any], *, k
         optimizer.step()
         return loss
 
-    return Step(run=step, batches=cycle(batches))
+    return Step(run=step, batches=cycle(batches), net=net)
 
 
 def single(work: Work, *, compiled: bool = False) -> Step:
@@ -155,7 +157,14 @@ def train_step(work: Work, engine: str = "auto", **options: Any) -> Step:
         inputs, targets = split_batch(batch)
         return step(inputs, *targets)
 
-    return Step(run=run, batches=cycle(spread(work, net)))
+    return Step(run=run, batches=cycle(spread(work, net)), net=step)
+
+
+def engine_in_use(net: Any) -> str:
+    """Name the engine that ran last: ``"threads"``, ``"graphs"``, …; ``""`` for what has none, or doesn't tell."""
+    if isinstance(net, everygpu.TrainStep):
+        return str(getattr(net.stats(), "engine", ""))
+    return str(getattr(net, "engine_in_use", "")) if isinstance(net, everygpu.DataParallel) else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,10 @@ from everygpu.bench.peers import PEERS
 Row = Mapping[str, Any]
 """``model``, ``peer``, and what ``measure_row`` returns."""
 
-COLUMNS = ("row", "devices", "ms a step (spread)", "steps/s", "samples/s", "efficiency", "peak GiB (least)", "start-up")
+COLUMNS = (
+    "row", "engine", "devices", "ms a step (spread)", "steps/s", "samples/s", "efficiency", "peak GiB (least)",
+    "start-up",
+)  # fmt: skip
 
 
 def describe_machine(commit: str | None = None) -> dict[str, Any]:
@@ -67,9 +70,10 @@ def describe_row(row: Row) -> str:
     head = f"{row['peer']:<16}"
     if "error" in row:
         return f"{head} {_last_line(row['error'])}"
-    _, _, times, _, samples, _, memory, startup = fill_columns(row)
+    _, engine, _, times, _, samples, _, memory, startup = fill_columns(row)
     peak = f"  peak {memory} GiB" if row["peak_gib"] else ""
-    return f"{head} {times:>32} ms  {samples:>10} samples/s{peak}  start-up {startup}"
+    ran = f"  engine {engine}" if row.get("engine") else ""
+    return f"{head} {times:>32} ms  {samples:>10} samples/s{peak}  start-up {startup}{ran}"
 
 
 def fill_columns(row: Row) -> tuple[str, ...]:
@@ -77,6 +81,7 @@ def fill_columns(row: Row) -> tuple[str, ...]:
     efficiency, peaks = row.get("efficiency"), row["peak_gib"]
     return (
         row["peer"],
+        row.get("engine") or "-",
         str(row["num_devices"]),
         f"{row['ms']:.2f} ({row['ms_min']:.2f} to {row['ms_max']:.2f})",
         f"{row['steps_per_s']:.2f}",
@@ -99,7 +104,8 @@ def write_markdown(machine: Mapping[str, Any], rows: Sequence[Row]) -> str:
         f"{machine['system']}. Commit: {machine['commit']}.",
         "",
         "Times are medians of rounds, with least and most in brackets; efficiency is samples a second over those of "
-        "the best single GPU times the number of GPUs; memory is of the GPU with the most, and with the least.",
+        "the best single GPU times the number of GPUs; memory is of the GPU with the most, and with the least; "
+        "the engine is the one of everygpu that ran.",
     ]
     for model in dict.fromkeys(row["model"] for row in rows):
         its = [row for row in rows if row["model"] == model]
