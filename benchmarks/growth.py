@@ -20,7 +20,8 @@ import torch
 import everygpu
 from everygpu.bench.report import describe_machine
 from everygpu.bench.timing import time_rounds
-from everygpu.bench.workloads import GPT, cross_entropy
+from everygpu.bench.workloads.gpt import GPT
+from everygpu.bench.workloads.losses import cross_entropy
 
 VOCABULARY = 8192
 HEAD_WIDTH = 32

@@ -57,6 +57,12 @@ def test_each_is_trained_on_before_rounds_begin(monkeypatch):
     assert row["rows_per_device"] == 10.5
 
 
+def test_rows_as_asked_for():
+    assert measure("single", f"{OWN}small_bert", rows=2)["rows_per_device"] == 2
+    row = measure("single", f"{OWN}small_bert", rows=9)
+    assert row["samples_per_s"] == pytest.approx(9 * row["steps_per_s"])
+
+
 def test_one_graph_takes_one_shape():
     work = Work(training=find_training(f"{OWN}several"), devices=[torch.device("cpu")], precision="fp32")
     with pytest.raises(BenchmarkError, match="needs batches of one shape, got 3 different ones. Leave this row out"):

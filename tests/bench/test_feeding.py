@@ -8,7 +8,7 @@ import torch
 from tests.scripts import run_script
 
 
-@pytest.mark.parametrize("model", ["tiny", "tests.bench.own:keywords"])
+@pytest.mark.parametrize("model", ["tiny", "tests.bench.own:keywords", "tests.bench.own:small_bert"])
 def test_on_replicas(model, tmp_path, capsys):
     result = tmp_path / "rows.json"
     options = ["--models", model, "--rounds", 2, "--steps", 2, "--rows", 3]

@@ -22,7 +22,7 @@ def train(peer, name, devices):
     return [p.detach().cpu() for p in work.training.model.parameters()]
 
 
-NAMES = ["classifier", "keywords", "positional", "several"]
+NAMES = ["classifier", "keywords", "positional", "several", "small_bert", "small_moe"]
 
 
 @pytest.mark.parametrize("name", [OWN + name for name in NAMES])

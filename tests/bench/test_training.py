@@ -74,8 +74,9 @@ def test_images_need_torchvision(monkeypatch):
         return plain(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(BenchmarkError, match="resnet50 needs torchvision"):
-        find_training("resnet50")
+    for name in ("resnet50", "efficientnet", "vit"):
+        with pytest.raises(BenchmarkError, match="needs torchvision"):
+            find_training(name)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])

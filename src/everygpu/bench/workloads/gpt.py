@@ -1,16 +1,12 @@
-"""The models that `everygpu bench` brings along, with their losses, optimizers and batches.
+"""GPT-2, large and small."""
 
-Each function returns what ``--model module:function`` asks of a user's own.
-"""
-
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from everygpu.errors import BenchmarkError
+from everygpu.bench.workloads.losses import cross_entropy, random_text
 
 
 class Block(nn.Module):
@@ -66,44 +62,12 @@ def gpt2_xl() -> tuple[Any, ...]:
     return _language_model(model, rows=4, length=1024, vocabulary=50304)
 
 
-def resnet50() -> tuple[Any, ...]:
-    """256 × 3 × 224 × 224, channels last, SGD with momentum."""
-    return _image_classifier("resnet50", rows=256, size=224, num_classes=1000)
-
-
-def resnet18() -> tuple[Any, ...]:
-    """128 × 3 × 32 × 32, channels last, SGD with momentum."""
-    return _image_classifier("resnet18", rows=128, size=32, num_classes=10)
-
-
 def tiny() -> tuple[Any, ...]:
     """A GPT of two small blocks, 8 × 32 tokens, AdamW: to see everything run, also on the CPU."""
     model = GPT(vocabulary=64, width=32, num_blocks=2, num_heads=2, length=32)
     return _language_model(model, rows=8, length=32, vocabulary=64)
 
 
-MODELS: dict[str, Callable[[], tuple[Any, ...]]] = {
-    "gpt2": gpt2, "gpt2-xl": gpt2_xl, "resnet50": resnet50, "resnet18": resnet18, "tiny": tiny
-}  # fmt: skip
-
-
-def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
-    """Classify rows, or every token of them."""
-    return F.cross_entropy(output.flatten(0, -2), target.flatten())
-
-
 def _language_model(model: GPT, rows: int, length: int, vocabulary: int) -> tuple[Any, ...]:
-    ids = torch.randint(0, vocabulary, (rows, length + 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    return model, cross_entropy, optimizer, (ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
-
-
-def _image_classifier(name: str, rows: int, size: int, num_classes: int) -> tuple[Any, ...]:
-    try:
-        from torchvision import models
-    except ImportError as error:
-        raise BenchmarkError(f"bench: {name} needs torchvision, got none. pip install torchvision") from error
-    model = getattr(models, name)(num_classes=num_classes).to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
-    images = torch.randn(rows, 3, size, size).to(memory_format=torch.channels_last)
-    return model, cross_entropy, optimizer, (images, torch.randint(0, num_classes, (rows,)))
+    return model, cross_entropy, optimizer, random_text(rows, length, vocabulary)
