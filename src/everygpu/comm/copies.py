@@ -13,6 +13,9 @@ from everygpu.comm.streams import kept_stream
 SMALL_BYTES = 2**20
 """Up to here a kernel that writes to the other GPU is done before a copy would begin."""
 
+LONG_BYTES = 2**22
+"""From here on a copy takes longer than Python does to queue it on a stream of its own."""
+
 # Facts about the process: which GPUs' kernels have written to which other GPUs. A recording may launch these, but
 # load no new ones; in a graph of the user's own, perhaps none was loaded.
 _linked: set[tuple[torch.device, torch.device]] = set()
@@ -137,8 +140,11 @@ def broadcast(source: Tensor, targets: Sequence[Tensor]) -> None:
 
 @contextmanager
 def _beside(source: Tensor, index: int) -> Iterator[None]:
-    """In a CUDA graph, queue a copy on a stream beside the GPU's next work; readers of the target wait for it."""
-    if not (source.is_cuda and _is_capturing()):
+    """Queue a copy on a stream beside the GPU's next work, if it is long; readers of the target wait for it.
+
+    In a CUDA graph a stream more costs nothing.
+    """
+    if not source.is_cuda or (source.nbytes < LONG_BYTES and not _is_capturing()):
         yield
         return
     stream = kept_stream(source.device, f"broadcast {index}")
@@ -146,6 +152,29 @@ def _beside(source: Tensor, index: int) -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     source.record_stream(stream)
+
+
+def copy_beside(x: Tensor, device: torch.device) -> tuple[Tensor, "torch.cuda.Event | None"]:
+    """Copy a tensor to a device beside what is queued there.
+
+    Returns:
+        The copy, for ``received``, and when it is there; None where that needs no waiting.
+    """
+    if device.type != "cuda" or x.device == device:
+        return x, None
+    stream = kept_stream(device, "copies of gradients")
+    with torch.cuda.stream(stream):
+        copied = copy(x, device)
+        return copied, stream.record_event()
+
+
+def received(copied: Tensor, event: "torch.cuda.Event | None") -> Tensor:
+    """Return what ``copy_beside`` has copied, when the device's current stream may read it."""
+    if event is not None:
+        stream = torch.cuda.current_stream(copied.device)
+        stream.wait_event(event)
+        copied.record_stream(stream)
+    return copied
 
 
 def reduce(sources: Sequence[Tensor], device: torch.device) -> Tensor:

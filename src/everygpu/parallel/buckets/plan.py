@@ -91,19 +91,15 @@ class BucketPlan:
         Args:
             tensors: By parameter, on the device; zeros take the place of one that is missing or None.
             device: Where the memory is.
-        Returns:
-            Shape (numel,); the memory that tensors are views of, if they lie in it as they would here.
         """
         found = [tensors.get(slot.index) for slot in self.slots]
-        whole = self._whole(found)
-        if whole is not None:
-            return whole
         make = torch.zeros if self.has_gaps or any(t is None for t in found) else torch.empty
         flat = make(self.numel, dtype=self.dtype, device=device)
         fill_views(self.views(flat), found)
         return flat
 
-    def _whole(self, tensors: Sequence[Tensor | None]) -> Tensor | None:
+    def whole(self, tensors: Sequence[Tensor | None]) -> Tensor | None:
+        """Return the memory that tensors, by slot, are side by side in as the plan says; None if they aren't."""
         flat = None if tensors[0] is None else tensors[0]._base
         if flat is None or flat.shape != (self.numel,) or not flat.is_contiguous():
             return None

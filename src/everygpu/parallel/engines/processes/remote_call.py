@@ -52,6 +52,7 @@ class RemoteCall:
         self._recomputed: Recomputation | None = None
         self._grads: list[Tensor | None] = []
         self._keeps_graph = False
+        self._num_used = 0
         self.has_graph = False
 
     def send(self) -> None:
@@ -113,7 +114,7 @@ class RemoteCall:
 
     def begin_backward(self, grads: Sequence[Tensor | None]) -> None:
         """Have the helper run the backward; without buckets, wait for its end."""
-        self._buckets, self._done, self._recomputed = {}, None, None
+        self._buckets, self._done, self._recomputed, self._num_used = {}, None, None, 0
         if torch.is_grad_enabled():
             self._recomputed = self._recompute(grads)
             return
@@ -142,6 +143,9 @@ class RemoteCall:
         while bucket not in self._buckets and self._done is None:
             self._read()
         found = self._buckets.get(bucket)
+        self._num_used += 1
+        if self._num_used == len(self._sender.buckets):
+            self._end_backward()  # the replica's memory may be written again
         if found is None:
             return [None] * len(members)
         self.helper.wait_for(found.ready)
