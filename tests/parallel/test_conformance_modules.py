@@ -315,6 +315,39 @@ def test_a06_attributes_set_on_another_replica_do_not_come_back(devices):
     assert model(x).tolist() == [0, 0, 0, 0], "the last replica is a copy of the module as it is now"
 
 
+class Counting(nn.Module):
+    """Counts its calls in every plain way, and scales by the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 2)
+        self.calls, self.log, self.seen, self.stats = 0, [], {0}, {"calls": 0}
+        self.kept = {"last": torch.zeros(1), "own": self.lin}
+
+    def forward(self, x):
+        self.calls += 1
+        self.log.append(self.calls)
+        self.seen.add(self.calls)
+        self.stats["calls"] += 1
+        self.fresh = f"call {self.calls}"
+        self.kept["last"] = x.detach()
+        return self.lin(x) * len(self.log) / (self.calls + self.stats["calls"])
+
+
+@pytest.mark.parametrize("split", [[1.0, 3.0, 1.0], [0.0, 1.0, 1.0]])
+def test_a06_attributes_of_the_first_replica_that_ran(devices, split):
+    """A last batch may have too few rows for the first device, and yet its counters count."""
+    devs = devices(3)
+    model, bare = pair(Counting, devs, split=split[: len(devs)])
+    log = model.log
+    for num_rows in (1, 6, 1, 1, 2):
+        assert_same(model, bare, rows(num_rows, 3, device=devs[0]))
+        for name in ("calls", "log", "seen", "stats", "fresh"):
+            assert getattr(model.module, name) == getattr(bare, name), name
+    assert model.module.log is log
+    assert model.module.kept["own"] is model.module.lin, "what belongs to a replica stays there"
+
+
 def test_a06_a_new_attribute_reaches_the_replicas(devices):
     devs = devices(3)
 

@@ -224,6 +224,7 @@ class DataParallel(ModuleWrapper):
         positions = [s.position for s in shards]
         if positions[0] != 0:  # a split that gives the first device no rows
             replicas.take_buffers(positions[0])
+            replicas.take_attributes(positions[0])
         if self.buffers_rule == "mean":
             replicas.average_buffers(positions, [1 if s.rows is None else s.rows for s in shards])
 

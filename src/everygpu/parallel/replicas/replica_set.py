@@ -14,6 +14,7 @@ from everygpu.parallel.buckets.sizes import REPLICA_BYTES
 from everygpu.parallel.replicas.attributes import ReplicaModule, Watch
 from everygpu.parallel.replicas.module_tree import ModuleTree, has_hooks, is_dense
 from everygpu.parallel.replicas.placement import check_module, place_module
+from everygpu.parallel.replicas.plain_attributes import take_plain_attributes
 
 Leaves = Mapping[int, Sequence[Tensor]]
 
@@ -114,6 +115,10 @@ class ReplicaSet:
                     mine, other = table[key], theirs[name]
                     if mine.shape == other.shape and mine.dtype is other.dtype and mine.layout is other.layout:
                         mine.data.copy_(comm.copy(other, mine.device))
+
+    def take_attributes(self, position: int) -> None:
+        """Set the plain attributes that the first replica that ran has changed in the module, which did not run."""
+        take_plain_attributes(self._tree.modules, self._replicas[position - 1].modules)
 
     def average_buffers(self, positions: Sequence[int], weights: Sequence[int]) -> None:
         """Set the module's float buffers to their weighted average over the replicas that ran.
