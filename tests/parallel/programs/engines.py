@@ -1,0 +1,108 @@
+"""Which programs run by which engine on which devices: a new engine is a line in ``SETUPS``."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import everygpu
+from everygpu.parallel.cuda_graphs.recorder import NUM_WARM_UPS
+from tests import tape
+from tests.parallel.cuda_graphs.forwards import num_recordings
+from tests.parallel.programs.program import NUM_STEPS, Program, draw_program, steady
+from tests.parallel.programs.run import differences, run_program
+
+NUM_PROGRAMS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """An engine, and the devices to run it on."""
+
+    engine: str
+    device: str = "cpu"
+    num_steps: int = NUM_STEPS
+    records: bool = False
+    """Whether the engine makes CUDA graphs, of steady programs; they are acted out for CPU replicas."""
+    marks: tuple[pytest.MarkDecorator, ...] = ()
+
+    def draw(self, seed: int) -> Program:
+        """Return the program of a seed, as it is for this engine."""
+        return steady(draw_program(seed)) if self.records else draw_program(seed)
+
+    def devices(self, num_replicas: int) -> list[torch.device]:
+        """Return one device per replica."""
+        if self.device == "cpu":
+            return [torch.device("cpu")] * num_replicas
+        return [torch.device("cuda", i) for i in range(min(num_replicas, torch.cuda.device_count()))]
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Run programs within."""
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if self.records and self.device == "cpu":
+                tape.install(monkeypatch, fused=False)
+            yield
+
+
+SETUPS = {
+    "threads": Setup(engine="threads"),
+    "graphs": Setup(engine="graphs", num_steps=NUM_WARM_UPS + 4, records=True),
+    "threads-gpu": Setup(engine="threads", device="cuda", marks=(pytest.mark.gpu,)),
+    "graphs-gpu": Setup(
+        engine="graphs", device="cuda", num_steps=NUM_WARM_UPS + 4, records=True, marks=(pytest.mark.gpu,)
+    ),
+}
+"""By the name that a test and the command line have for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one program."""
+
+    lines: list[str]
+    """What differs from one device, or how it failed."""
+    num_recordings: int
+
+
+def check(setup: Setup, program: Program) -> Outcome:
+    """Run a program on one device and by an engine; within ``setup.prepared()``."""
+    devices, models = setup.devices(program.num_replicas), []
+    split = program.split if isinstance(program.split, str) else program.split[: len(devices)]
+    options: dict[str, Any] = program.options | {"split": split}
+
+    def wrap(module: torch.nn.Module) -> torch.nn.Module:
+        models.append(everygpu.DataParallel(module, devices, engine=setup.engine, **options))
+        return models[-1]
+
+    theirs = run_program(program, lambda module: module, devices[0], setup.num_steps)
+    try:
+        ours = run_program(program, wrap, devices[0], setup.num_steps)
+    except Exception:
+        return Outcome(lines=traceback.format_exc().splitlines(), num_recordings=0)
+    return Outcome(lines=differences(ours, theirs, program.dtype), num_recordings=sum(map(num_recordings, models)))
+
+
+def report(name: str, program: Program, lines: list[str]) -> str:
+    """Say what failed, and how to run it alone."""
+    shown = "\n".join(f"    {line}" for line in lines[:6] + lines[6:][-6:])
+    return (
+        f"{program.describe()}\n  engine     {name}: {len(lines)} lines of what is wrong\n{shown}\n"
+        f"  again      python -m tests.parallel.programs {program.seed} --setup {name}\n"
+    )
+
+
+def check_seeds(name: str, seeds: range) -> tuple[list[str], int]:
+    """Check the programs of some seeds; return reports on those that failed, and the number of recordings."""
+    setup, reports, recorded = SETUPS[name], [], 0
+    with setup.prepared():
+        for program in map(setup.draw, seeds):
+            outcome = check(setup, program)
+            recorded += outcome.num_recordings
+            if outcome.lines:
+                reports.append(report(name, program, outcome.lines))
+    return reports, recorded

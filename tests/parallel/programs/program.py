@@ -1,0 +1,189 @@
+"""Random programs: what they consist of, drawn from a seed, and a description to read."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tests.parallel.programs.blocks import BLOCKS, FOR_SEQUENCES
+from tests.parallel.programs.network import ANSWERS, CALLS, IN_MODEL, STEMS
+
+NUM_STEPS = 5
+
+KINDS = ("classifier",) * 7 + ("adversarial pair", "carried state")
+LOSSES = ("mse", "smooth l1", "cross entropy", "bce", *IN_MODEL)
+LOOPS = (
+    "plain",
+    "plain",
+    "two forwards",
+    "evaluation before backward",
+    "two backwards",
+    "gradient penalty",
+    "penalised parameter gradients",
+    "gradients by autograd.grad",
+    "input gradients",
+    "averaged teacher",
+)
+EVENTS = (
+    "clipped gradients",
+    "gradients read",
+    "gradients changed",
+    "scheduled rate",
+    "frozen midway",
+    "block added midway",
+    "resumed midway",
+    "state dict put back",
+    "attributes scheduled",
+    "evaluated",
+    "copy evaluated",
+    "swapped weights evaluated",
+    "tensor hooks",
+    "accumulation hooks",
+    "forward hooks",
+    "weights edited",
+)
+OPTIMIZERS = ("sgd", "adam", "adamw", "two optimizers")
+CELLS = ("RNN", "GRU", "LSTM")
+PENALTIES = frozenset({"gradient penalty", "penalised parameter gradients"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A model and its training, as code that runs on one device and on many."""
+
+    seed: int
+    kind: str
+    stem: str
+    blocks: tuple[str, ...]
+    call: str
+    answer: str
+    loss: str
+    loop: str
+    events: frozenset[str]
+    optimizer: str
+    cell: str
+    rows: tuple[int, ...]
+    """Of each step's batches."""
+    lengths: tuple[int, ...]
+    num_parts: int
+    """Batches whose gradients are added up before an update."""
+    keeps_grads: bool
+    """``zero_grad(set_to_none=False)``."""
+    autocast: bool
+    counts: bool
+    """The model counts its training steps in Python, and computes with the count."""
+    num_replicas: int
+    split: Any
+    gather: str
+
+    @property
+    def features(self) -> frozenset[str]:
+        """Name everything it consists of."""
+        flags = {"gradient accumulation": self.num_parts > 1, "zeroed gradients": self.keeps_grads}
+        flags |= {"counted steps": self.counts and self.kind == "classifier", "autocast": self.autocast}
+        flags |= {"fewer rows than devices": min(self.rows) < self.num_replicas}
+        flags |= {"rows that change": len(set(self.rows)) > 1, self.cell: self.kind == "carried state"}
+        flags |= {"lengths that change": len(set(self.lengths)) > 1}
+        if self.kind == "classifier":
+            flags |= dict.fromkeys((self.stem, self.call, f"{self.answer} output", self.loss, self.loop), True)
+        named = {self.kind, self.optimizer, *self.blocks, *self.events, f"split {self.split}", f"{self.gather} outputs"}
+        return frozenset(named | {name for name, is_on in flags.items() if is_on})
+
+    @property
+    def has_length(self) -> bool:
+        """Tell whether batches are sequences."""
+        return _has_length(self.kind, self.stem)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """float64, in which replicas differ from one device by the order of additions; autocast takes float32."""
+        return torch.float32 if self.autocast else torch.float64
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Give the wrapper's options; running means of all rows are the mean of the replicas'."""
+        buffers = "mean" if "running mean" in self.blocks else "first"
+        return {"split": self.split, "gather": self.gather, "buffers": buffers}
+
+    def describe(self) -> str:
+        """Return what it is, in lines to read."""
+        model = {
+            "classifier": f"{self.stem} -> {' -> '.join(self.blocks) or 'no blocks'}; "
+            f"{'counts its steps, ' if self.counts else ''}called with {self.call}, returns {self.answer}",
+            "adversarial pair": f"generator and critic of {', '.join(self.blocks) or 'no blocks'}",
+            "carried state": f"{self.cell} -> {' -> '.join(self.blocks) or 'no blocks'}",
+        }[self.kind]
+        loop = f"{self.loss}; {self.loop}" if self.kind == "classifier" else "mse"
+        return "\n".join(
+            (
+                f"program {self.seed}: {self.kind}",
+                f"  model      {model}",
+                f"  loss       {loop}",
+                f"  optimizer  {self.optimizer}, {self.num_parts} batches an update, "
+                f"{'zeroed' if self.keeps_grads else 'no'} gradients before",
+                f"  events     {', '.join(sorted(self.events)) or 'none'}",
+                f"  rows       {self.rows}, lengths {self.lengths}, {'autocast' if self.autocast else self.dtype}",
+                f"  wrapper    {self.num_replicas} replicas, {self.options}",
+            )
+        )
+
+
+def steady(program: Program) -> Program:
+    """Return a program without what keeps its steps from being recorded: other shapes, hooks, counters in Python."""
+    blocks = tuple(name for name in program.blocks if name not in ("counter", "hooked"))
+    events = frozenset(name for name in program.events if "hooks" not in name)
+    loop = "plain" if program.loop in PENALTIES or program.loop == "input gradients" else program.loop
+    rows, lengths = (program.rows[0],) * NUM_STEPS, (program.lengths[0],) * NUM_STEPS
+    return replace(program, rows=rows, lengths=lengths, counts=False, blocks=blocks, events=events, loop=loop)
+
+
+def _has_length(kind: str, stem: str) -> bool:
+    return kind == "carried state" or (kind == "classifier" and stem in ("sequence", "tokens"))
+
+
+def draw_program(seed: int) -> Program:
+    """Draw the program of a seed: the same one every time, and in every version of Python."""
+    draw = random.Random(seed)
+    kind, stem = draw.choice(KINDS), draw.choice(sorted(STEMS))
+    loss, loop, autocast = draw.choice(LOSSES), draw.choice(LOOPS), draw.random() < 0.08
+    names = [name for name in BLOCKS if _has_length(kind, stem) or name not in FOR_SEQUENCES]
+    blocks = _allowed_blocks(draw.choices(names, k=draw.randint(0, 3)), kind=kind, loop=loop)
+    events = frozenset(draw.sample(EVENTS, k=draw.randint(0, 4)))
+    num_replicas = draw.choice((2, 2, 3))
+    varies = draw.random() < 0.5 and kind != "carried state"
+    lowest = 2 if "synchronised norm" in blocks else 1
+    usual = draw.randint(3, 8)
+    rows = tuple(draw.choice((usual, draw.randint(lowest, 9), lowest)) if varies else usual for _ in range(NUM_STEPS))
+    return Program(
+        seed=seed,
+        kind=kind,
+        stem=stem,
+        blocks=blocks,
+        call=draw.choice(sorted(CALLS)),
+        answer=draw.choice(sorted(ANSWERS)),
+        loss=loss,
+        loop=loop,
+        events=events,
+        optimizer="sgd" if autocast else draw.choice(OPTIMIZERS),
+        cell=draw.choice(CELLS),
+        rows=rows,
+        lengths=tuple(draw.randint(2, 4) for _ in range(NUM_STEPS)) if draw.random() < 0.5 else (3,) * NUM_STEPS,
+        num_parts=draw.choice((1, 1, 2, 3)),
+        counts=draw.random() < 0.4,
+        keeps_grads=draw.random() < 0.3,
+        autocast=autocast,
+        num_replicas=num_replicas,
+        split=draw.choice(("chunk", "even", [1.0, 2.0, 1.0][:num_replicas])),
+        gather="joined" if draw.random() < 0.2 and loss not in IN_MODEL else "sharded",
+    )
+
+
+def _allowed_blocks(names: Sequence[str], *, kind: str, loop: str) -> tuple[str, ...]:
+    """Replace blocks that torch itself refuses in such a program."""
+    found = list(names)
+    # torch: "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad()".
+    if loop in PENALTIES or loop == "gradients by autograd.grad" or kind != "classifier":
+        found = ["checkpoint" if name == "reentrant checkpoint" else name for name in found]
+    return tuple(found)

@@ -1,0 +1,162 @@
+"""Run a program on one device or on many, and compare what can be seen of it."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map
+
+import everygpu
+from tests.parallel.programs.events import AFTER_BACKWARD, AFTER_STEP, BEFORE
+from tests.parallel.programs.loops import LOOPS, scaled
+from tests.parallel.programs.network import Carrying, Critic, Generator, Net
+from tests.parallel.programs.program import NUM_STEPS, PENALTIES, Program
+from tests.parallel.programs.training import Training, Wrap, make_batch
+
+TOLERANCES = {torch.float64: {"rtol": 1e-9, "atol": 1e-9}, torch.float32: {"rtol": 3e-2, "atol": 3e-2}}
+"""In float64 only the order of additions differs; autocast rounds each replica's gradients to 8 bits."""
+
+Observed = dict[str, Any]
+
+
+def run_program(program: Program, wrap: Wrap, device: torch.device, num_steps: int = NUM_STEPS) -> Observed:
+    """Run a program.
+
+    Args:
+        program: What to run.
+        wrap: Gives the model that the program trains, of its module.
+        device: Where its batches are, and its module.
+        num_steps: How many updates it makes.
+    Returns:
+        Everything observable, by name.
+    """
+    torch.manual_seed(program.seed)
+    with _second_derivatives() if program.loop in PENALTIES else contextlib.nullcontext():
+        return RUNS[program.kind](program, wrap, device, num_steps)
+
+
+@contextlib.contextmanager
+def _second_derivatives() -> Iterator[None]:
+    """Leave out kernels without any: fused attention, and cuDNN's recurrent layers."""
+    with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
+        yield
+
+
+def _run_classifier(program: Program, wrap: Wrap, device: torch.device, num_steps: int) -> Observed:
+    def make() -> nn.Module:
+        return Net(program.stem, program.blocks, program.answer, program.loss, counts=program.counts)
+
+    t = Training(program, wrap, make, device)
+    for step in range(num_steps):
+        _happen(BEFORE, t, step)
+        t.zero_grad()
+        for part in range(program.num_parts):
+            t.watch(LOOPS[program.loop](t, make_batch(program, device, step, part)))
+        _finish(t, step)
+    return _observe(t, model=t.model, teacher=t.teacher)
+
+
+def _run_carried_state(program: Program, wrap: Wrap, device: torch.device, num_steps: int) -> Observed:
+    t = Training(program, wrap, lambda: Carrying(program.cell, program.blocks), device)
+    state = None
+    for step in range(num_steps):
+        _happen(BEFORE, t, step)
+        t.zero_grad()
+        for part in range(program.num_parts):
+            batch = make_batch(program, device, step, part)
+            with t.cast():
+                out, state = t.model(batch["x"], state)
+                loss = F.mse_loss(out, batch["y"])
+            scaled(t, loss).backward()
+            state = tree_map(Tensor.detach, state)
+            t.watch(loss)
+        _finish(t, step)
+    return _observe(t, model=t.model) | {"state": tree_map(torch.clone, state)}
+
+
+def _run_adversarial_pair(program: Program, wrap: Wrap, device: torch.device, num_steps: int) -> Observed:
+    t = Training(program, wrap, lambda: Generator(program.blocks), device)
+    critic = wrap(Critic(program.blocks).to(device, program.dtype))
+    critics = torch.optim.SGD(critic.parameters(), lr=0.05)
+    for step in range(num_steps):
+        _happen(BEFORE, t, step)
+        batch = make_batch(program, device, step, 0)
+        with t.cast():
+            made = t.model(batch["noise"])
+            right, wrong = critic(batch["real"]), critic(made.detach())
+            loss = F.softplus(-right).mean() + F.softplus(wrong).mean()
+        critics.zero_grad()
+        loss.backward()
+        critics.step()
+        t.watch(loss)
+        t.zero_grad()
+        with t.cast():
+            loss = F.softplus(-critic(made)).mean()
+        loss.backward()
+        t.watch(loss)
+        _finish(t, step)
+    return _observe(t, model=t.model, critic=critic)
+
+
+RUNS: dict[str, Callable[[Program, Wrap, torch.device, int], Observed]] = {
+    "classifier": _run_classifier,
+    "carried state": _run_carried_state,
+    "adversarial pair": _run_adversarial_pair,
+}
+
+
+def _happen(events: Mapping[str, Callable[[Training, int], None]], t: Training, step: int) -> None:
+    for name, event in events.items():
+        if name in t.program.events:
+            event(t, step)
+
+
+def _finish(t: Training, step: int) -> None:
+    _happen(AFTER_BACKWARD, t, step)
+    t.update()
+    _happen(AFTER_STEP, t, step)
+
+
+def _observe(t: Training, **models: nn.Module | None) -> Observed:
+    observed: Observed = {"seen": t.seen}
+    for name, model in models.items():
+        if model is not None:
+            module = model.module if isinstance(model, everygpu.DataParallel) else model
+            observed |= {f"{name}'s {key}": value for key, value in _parts(module).items()}
+    return observed
+
+
+def _parts(module: nn.Module) -> Observed:
+    plain = (bool, int, float, str, list)
+    attributes = {
+        f"{path}.{name}": value
+        for path, child in module.named_modules()
+        for name, value in vars(child).items()
+        if isinstance(value, plain) and "flat_weight" not in name
+    }
+    return {
+        "parameters": {name: p.detach().clone() for name, p in module.named_parameters()},
+        "gradients": {name: p.grad for name, p in module.named_parameters()},
+        "buffers": {name: b.clone() for name, b in module.named_buffers()},
+        "attributes": attributes,
+    }
+
+
+def differences(ours: Any, theirs: Any, dtype: torch.dtype, path: str = "") -> list[str]:
+    """List where two observations differ, in the order in which they were made."""
+    if isinstance(theirs, Tensor) and isinstance(ours, Tensor):
+        try:
+            torch.testing.assert_close(ours.detach(), theirs.detach(), equal_nan=True, **TOLERANCES[dtype])
+        except AssertionError as error:
+            return [f"{path}: {' '.join(str(error).split())}"]
+        return []
+    if isinstance(theirs, dict) and isinstance(ours, dict) and ours.keys() == theirs.keys():
+        return [line for key in theirs for line in differences(ours[key], theirs[key], dtype, f"{path}/{key}")]
+    if isinstance(theirs, (list, tuple)) and type(ours) is type(theirs) and len(ours) == len(theirs):
+        pairs = enumerate(zip(ours, theirs))
+        return [line for i, (a, b) in pairs for line in differences(a, b, dtype, f"{path}[{i}]")]
+    return [] if ours == theirs else [f"{path}: {ours!r} instead of {theirs!r}"]

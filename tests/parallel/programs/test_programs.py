@@ -1,0 +1,76 @@
+"""200 random training programs give by every engine what they give on one device."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.parallel.programs import program as drawing
+from tests.parallel.programs.blocks import BLOCKS
+from tests.parallel.programs.engines import NUM_PROGRAMS, SETUPS, check_seeds
+from tests.parallel.programs.loops import LOOPS
+from tests.parallel.programs.network import CALLS, STEMS
+from tests.parallel.programs.program import CELLS, EVENTS, KINDS, LOSSES, OPTIMIZERS, draw_program
+from tests.parallel.programs.run import differences, run_program
+
+CPU = torch.device("cpu")
+GROUP = 20
+GROUPS = [range(first, first + GROUP) for first in range(0, NUM_PROGRAMS, GROUP)]
+
+
+@pytest.mark.parametrize("seeds", GROUPS, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
+@pytest.mark.parametrize("setup", [pytest.param(name, marks=setup.marks) for name, setup in SETUPS.items()])
+def test_programs(setup: str, seeds: range) -> None:
+    if SETUPS[setup].device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two or more CUDA devices")
+    reports, num_recordings = check_seeds(setup, seeds)
+    if reports:
+        pytest.fail("\n".join(reports), pytrace=False)
+    assert bool(num_recordings) is SETUPS[setup].records
+
+
+def test_every_feature_is_drawn() -> None:
+    found = Counter(itertools.chain.from_iterable(draw_program(seed).features for seed in range(NUM_PROGRAMS)))
+    flags = {"autocast", "counted steps", "gradient accumulation", "zeroed gradients", "fewer rows than devices"}
+    named = {*BLOCKS, *LOOPS, *EVENTS, *CALLS, *STEMS, *CELLS, *KINDS, *LOSSES, *OPTIMIZERS, *flags}
+    assert {name: found[name] for name in sorted(named) if found[name] < 4} == {}
+    assert set(drawing.LOOPS) == set(LOOPS)
+
+
+def spoil_outputs(module: nn.Module) -> None:
+    module.head.register_forward_hook(lambda m, args, out: out * (1 + 1e-6))
+
+
+def spoil_gradients(module: nn.Module) -> None:
+    module.head.bias.register_hook(lambda grad: grad * (1 + 1e-6))
+
+
+def spoil_weights(module: nn.Module) -> None:
+    def lose_an_update(m: nn.Module, args: tuple[Tensor, ...]) -> None:
+        m.bias.data.add_(1e-6)
+
+    module.head.register_forward_pre_hook(lose_an_update)
+
+
+@pytest.mark.parametrize("spoil", [spoil_outputs, spoil_gradients, spoil_weights])
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_wrong_is_seen(spoil: Callable[[nn.Module], None], seed: int) -> None:
+    program = draw_program(seed)
+
+    def wrap(module: nn.Module) -> nn.Module:
+        spoil(module)
+        return module
+
+    runs = [run_program(program, way, CPU) for way in (wrap, lambda module: module)]
+    assert program.autocast or differences(*runs, program.dtype)
+
+
+def test_a_failure_says_how_to_run_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everygpu.DataParallel.forward", lambda self, *args, **kwargs: 1 / 0)
+    (report,), _ = check_seeds("threads", range(7, 8))
+    assert draw_program(7).describe() in report
+    assert "ZeroDivisionError" in report
+    assert "python -m tests.parallel.programs 7 --setup threads" in report
