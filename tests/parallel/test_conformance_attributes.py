@@ -11,6 +11,8 @@ from torch import nn
 import everygpu
 from tests.parallel.oracle import Mlp, assert_same, assert_same_grads, pair, rows, score
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 
 class Encoder(nn.Module):
     """Has methods and attributes people reach for from outside."""

@@ -2,12 +2,15 @@
 
 import functools
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import everygpu
 from tests.parallel.oracle import TOLERANCE, assert_same, assert_same_grads, pair, rows, score
+
+pytestmark = pytest.mark.usefixtures("engine")
 
 
 class Complex(nn.Module):

@@ -20,6 +20,8 @@ from everygpu.errors import (
 )
 from tests.parallel.oracle import assert_same, pair, rows
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 
 class GradReducer(nn.Module):
     """Needs all of its arguments."""

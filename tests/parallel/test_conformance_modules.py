@@ -12,6 +12,8 @@ from torch.nn.utils import parametrizations
 import everygpu
 from tests.parallel.oracle import Mlp, assert_same, assert_same_grads, pair, rows, run, score
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 
 class Seeing(Mlp):
     """Calls a function with each replica that runs."""

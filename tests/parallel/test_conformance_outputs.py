@@ -16,6 +16,8 @@ import everygpu
 from everygpu.errors import GatherError
 from tests.parallel.oracle import assert_same, assert_same_grads, pair, rows
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 
 class Return(nn.Module):
     """Returns what a function makes of the rows."""

@@ -14,6 +14,8 @@ import everygpu
 from everygpu import tree
 from tests.parallel.models import CASES, Case, convolutional
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 Devices = Callable[[int], list[torch.device]]
 PROPERTY = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 sizes = st.integers(0, 40)

@@ -10,6 +10,8 @@ from torch import nn
 import everygpu
 from everygpu import comm
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 
 class Net(nn.Module):
     def __init__(self):

@@ -16,6 +16,8 @@ import everygpu
 from everygpu import tree
 from everygpu.errors import SplitError
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 ROWS = 7
 
 
