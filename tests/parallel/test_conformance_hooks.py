@@ -6,9 +6,12 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import everygpu
-from tests.parallel.oracle import Mlp, assert_same, pair, rows
+from tests.parallel.oracle import TOLERANCE, Mlp, assert_same, pair, rows
+
+pytestmark = pytest.mark.usefixtures("engine")
 
 
 class Hooked(nn.Module):
@@ -298,3 +301,27 @@ def test_a27_patched_forward_runs_on_its_replica(devices, patch, late):
     for i in range(per_replica):
         seen = owners[i::per_replica]
         assert len({id(owner) for owner in seen}) == len(devs), "each replica runs on itself"
+
+
+class Checkpointed(Mlp):
+    def __init__(self, use_reentrant) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        return checkpoint(self.second, self.first(x), use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a26_hooks_on_parameters_in_checkpoints(devices, use_reentrant):
+    """A reentrant checkpoint runs a backward of its own for each replica; the others have one for all."""
+    devs = devices(3)
+    model, bare = pair(lambda: Checkpointed(use_reentrant), devs)
+    seen, accumulated = [], []
+    model.module.second.weight.register_hook(lambda grad: seen.append(grad.clone()))
+    model.module.second.weight.register_post_accumulate_grad_hook(lambda p: accumulated.append(p.grad.clone()))
+    assert_same(model, bare, rows(7, 3, device=devs[0]))
+    whole = bare.second.weight.grad
+    assert len(seen) == len(accumulated) == (len(devs) if use_reentrant else 1)
+    torch.testing.assert_close(sum(seen), whole, **TOLERANCE)
+    torch.testing.assert_close(accumulated[-1], whole, **TOLERANCE)
