@@ -113,7 +113,7 @@ class RunningMean(nn.Module):
 
 
 class Tempered(nn.Module):
-    """Computes with attributes that the loop changes: a number, a flag, a list."""
+    """Computes with attributes that the loop changes, a number, a flag and a list; one layer takes no part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,10 +121,12 @@ class Tempered(nn.Module):
         self.mode = "sum"
         self.gains = [1.0, 0.5]
         self.lin = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = torch.tanh(self.lin(x) / self.temperature)
-        return x * self.gains[0] + out if self.mode == "sum" else x * out * self.gains[-1]
+        if self.mode == "sum":
+            return x * self.gains[0] + torch.tanh(self.lin(x) / self.temperature)
+        return x * torch.tanh(self.other(x)) * self.gains[-1]
 
 
 class Hooked(nn.Module):

@@ -79,8 +79,8 @@ def check(setup: Setup, program: Program) -> Outcome:
         models.append(everygpu.DataParallel(module, devices, engine=setup.engine, **options))
         return models[-1]
 
-    theirs = run_program(program, lambda module: module, devices[0], setup.num_steps)
     try:
+        theirs = run_program(program, lambda module: module, devices[0], setup.num_steps)
         ours = run_program(program, wrap, devices[0], setup.num_steps)
     except Exception:
         return Outcome(lines=traceback.format_exc().splitlines(), num_recordings=0)

@@ -3,9 +3,11 @@
 import copy
 import io
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils._pytree import tree_leaves
 
 from tests.parallel.programs.blocks import WIDTH, Tempered
@@ -102,6 +104,39 @@ def remove_hooks(t: Training) -> None:
         t.hooks.pop().remove()
 
 
+def hook_backwards(t: Training, step: int) -> None:
+    if step == 1:
+        t.hooks.append(t.model.head.register_full_backward_hook(halve_input_grads))
+    if step == 4:
+        remove_hooks(t)
+
+
+def halve_input_grads(module: nn.Module, grad_input: tuple[Any, ...], grad_output: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(None if g is None else g / 2 for g in grad_input)
+
+
+def flatten_weights(t: Training, step: int) -> None:
+    """Have all parameters share one storage, as natural-gradient code and model merging do."""
+    if step in (1, 2):
+        vector = parameters_to_vector(t.model.parameters())
+        vector_to_parameters(vector * 0.9, t.model.parameters())
+
+
+def copy_model(t: Training, step: int) -> None:
+    """Go on with a copy."""
+    if step == 2:
+        t.model = copy.deepcopy(t.model)
+        t.make_optimizers()
+
+
+def replace_head(t: Training, step: int) -> None:
+    """Put another layer in the head's place, as fine-tuning does."""
+    if step == 2:
+        old = t.model.head
+        t.model.head = nn.Linear(old.in_features, old.out_features).to(t.device, t.program.dtype)
+        t.optimizers[-1].add_param_group({"params": list(t.model.head.parameters())})
+
+
 def edit_weights(t: Training, step: int) -> None:
     """Write parameters as constraints and averages do: in place, through ``.data``, and by other memory."""
     first, *_, last = t.model.parameters()
@@ -121,7 +156,11 @@ BEFORE: dict[str, Event] = {
     "tensor hooks": hook_tensors,
     "accumulation hooks": hook_accumulation,
     "forward hooks": hook_forwards,
+    "backward hooks": hook_backwards,
     "weights edited": edit_weights,
+    "weights in one vector": flatten_weights,
+    "copied midway": copy_model,
+    "head replaced midway": replace_head,
 }
 """Before a step."""
 
@@ -141,10 +180,18 @@ def change_grads(t: Training, step: int) -> None:
             p.grad.mul_(0.8).add_(0.001)
 
 
+def replace_grads(t: Training, step: int) -> None:
+    """Put other tensors in place of gradients, which ``zero_grad(set_to_none=False)`` writes then."""
+    for p in t.model.parameters():
+        if p.grad is not None:
+            p.grad = p.grad * 0.5
+
+
 AFTER_BACKWARD: dict[str, Event] = {
     "clipped gradients": clip,
     "gradients read": read_grads,
     "gradients changed": change_grads,
+    "gradients replaced": replace_grads,
 }
 
 
@@ -175,6 +222,16 @@ def evaluate_swapped(t: Training, step: int) -> None:
         p.data = data
 
 
+def average(t: Training, step: int) -> None:
+    """Average the last weights by torch's own tool, and evaluate with them."""
+    if step == 3:
+        t.average = torch.optim.swa_utils.AveragedModel(t.model)
+    if step >= 3 and t.average is not None and not hasattr(t.model, "extra"):
+        t.average.update_parameters(t.model)
+        with torch.no_grad(), t.cast():
+            show(t, t.average.module.eval(), step)
+
+
 def show(t: Training, model: nn.Module, step: int) -> None:
     """Note what a model says of other rows."""
     batch = make_batch(t.program, t.device, step, 7)
@@ -193,4 +250,5 @@ AFTER_STEP: dict[str, Event] = {
     "evaluated": evaluate,
     "copy evaluated": evaluate_copy,
     "swapped weights evaluated": evaluate_swapped,
+    "averaged by swa_utils": average,
 }

@@ -42,7 +42,13 @@ EVENTS = (
     "tensor hooks",
     "accumulation hooks",
     "forward hooks",
+    "backward hooks",
     "weights edited",
+    "weights in one vector",
+    "gradients replaced",
+    "copied midway",
+    "head replaced midway",
+    "averaged by swa_utils",
 )
 OPTIMIZERS = ("sgd", "adam", "adamw", "two optimizers")
 CELLS = ("RNN", "GRU", "LSTM")
@@ -77,11 +83,13 @@ class Program:
     num_replicas: int
     split: Any
     gather: str
+    bucket_cap_mb: float | None
 
     @property
     def features(self) -> frozenset[str]:
         """Name everything it consists of."""
         flags = {"gradient accumulation": self.num_parts > 1, "zeroed gradients": self.keeps_grads}
+        flags |= {"small buckets": self.bucket_cap_mb is not None}
         flags |= {"counted steps": self.counts and self.kind == "classifier", "autocast": self.autocast}
         flags |= {"fewer rows than devices": min(self.rows) < self.num_replicas}
         flags |= {"rows that change": len(set(self.rows)) > 1, self.cell: self.kind == "carried state"}
@@ -105,7 +113,7 @@ class Program:
     def options(self) -> dict[str, Any]:
         """Give the wrapper's options; running means of all rows are the mean of the replicas'."""
         buffers = "mean" if "running mean" in self.blocks else "first"
-        return {"split": self.split, "gather": self.gather, "buffers": buffers}
+        return {"split": self.split, "gather": self.gather, "buffers": buffers, "bucket_cap_mb": self.bucket_cap_mb}
 
     def describe(self) -> str:
         """Return what it is, in lines to read."""
@@ -150,7 +158,7 @@ def draw_program(seed: int) -> Program:
     loss, loop, autocast = draw.choice(LOSSES), draw.choice(LOOPS), draw.random() < 0.08
     names = [name for name in BLOCKS if _has_length(kind, stem) or name not in FOR_SEQUENCES]
     blocks = _allowed_blocks(draw.choices(names, k=draw.randint(0, 3)), kind=kind, loop=loop)
-    events = frozenset(draw.sample(EVENTS, k=draw.randint(0, 4)))
+    events = frozenset(draw.sample(EVENTS, k=draw.randint(0, 5)))
     num_replicas = draw.choice((2, 2, 3))
     varies = draw.random() < 0.5 and kind != "carried state"
     lowest = 2 if "synchronised norm" in blocks else 1
@@ -177,10 +185,13 @@ def draw_program(seed: int) -> Program:
         num_replicas=num_replicas,
         split=draw.choice(("chunk", "even", [1.0, 2.0, 1.0][:num_replicas])),
         gather="joined" if draw.random() < 0.2 and loss not in IN_MODEL else "sharded",
+        bucket_cap_mb=draw.choice((None, None, 0.0005)),
     )
 
 
 def _allowed_events(events: frozenset[str], blocks: Sequence[str]) -> frozenset[str]:
+    if "frozen midway" in events:  # torch warns of backward hooks where no input takes a gradient
+        events = events - {"backward hooks"}
     # There, hooks on parameters see one replica's gradient at a time: docs/differences.md.
     return events - {"tensor hooks", "accumulation hooks"} if "reentrant checkpoint" in blocks else events
 

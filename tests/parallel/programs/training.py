@@ -63,6 +63,7 @@ class Training:
         self.make = lambda: wrap(make().to(device, program.dtype))
         self.model = self.make()
         self.teacher: nn.Module | None = None
+        self.average: torch.optim.swa_utils.AveragedModel | None = None
         self.hooks: list[Any] = []
         self.seen: list[Any] = []
         self.make_optimizers()
