@@ -10,9 +10,20 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import everygpu
-from tests.parallel.oracle import Mlp, assert_same, assert_same_grads, pair, rows, run, score
+from tests.parallel.oracle import TOLERANCE, Mlp, assert_same, assert_same_grads, pair, rows, run, score
 
 pytestmark = pytest.mark.usefixtures("engine")
+
+
+def test_a03_rows_of_a_table_that_forward_shortens(devices):
+    """The replicas shorten the rows that they look up; those of the first replica stay so."""
+    devs = devices(2)
+    model, bare = pair(lambda: nn.Embedding(8, 3, max_norm=0.1), devs)
+    index = torch.arange(8, device=devs[0])
+    torch.testing.assert_close(model(index), bare(index), **TOLERANCE)
+    first = len(index.chunk(len(devs))[0])
+    torch.testing.assert_close(model.module.weight[:first], bare.weight[:first], **TOLERANCE)
+    assert (model.module.weight[first:].norm(dim=1) > 0.1).all()
 
 
 class Seeing(Mlp):
