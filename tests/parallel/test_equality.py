@@ -102,6 +102,7 @@ class TestEqualToOneDevice:
         expected = [p.grad for p in bare.parameters()]
         torch.testing.assert_close(dense(p.grad for p in model.parameters()), dense(expected))
 
+    @pytest.mark.every_engine
     def test_a_training_run(self, case: Case, devices: Devices) -> None:
         (bare, x, _), (model, y, _) = both(case, 11, devices(3))
         ours = torch.optim.SGD(model.parameters(), lr=0.01)
