@@ -80,6 +80,8 @@ class Program:
     autocast: bool
     counts: bool
     """The model counts its training steps in Python, and computes with the count."""
+    wraps_stem: bool
+    """Only the stem is wrapped: what comes after it runs on its output as it is."""
     num_replicas: int
     split: Any
     gather: str
@@ -89,7 +91,7 @@ class Program:
     def features(self) -> frozenset[str]:
         """Name everything it consists of."""
         flags = {"gradient accumulation": self.num_parts > 1, "zeroed gradients": self.keeps_grads}
-        flags |= {"small buckets": self.bucket_cap_mb is not None}
+        flags |= {"wrapped stem": self.wraps_stem, "small buckets": self.bucket_cap_mb is not None}
         flags |= {"counted steps": self.counts and self.kind == "classifier", "autocast": self.autocast}
         flags |= {"fewer rows than devices": min(self.rows) < self.num_replicas}
         flags |= {"rows that change": len(set(self.rows)) > 1, self.cell: self.kind == "carried state"}
@@ -133,7 +135,8 @@ class Program:
                 f"{'zeroed' if self.keeps_grads else 'no'} gradients before",
                 f"  events     {', '.join(sorted(self.events)) or 'none'}",
                 f"  rows       {self.rows}, lengths {self.lengths}, {'autocast' if self.autocast else self.dtype}",
-                f"  wrapper    {self.num_replicas} replicas, {self.options}",
+                f"  wrapper    of the {'stem' if self.wraps_stem else 'model'}, {self.num_replicas} replicas, "
+                f"{self.options}",
             )
         )
 
@@ -158,6 +161,8 @@ def draw_program(seed: int) -> Program:
     loss, loop, autocast = draw.choice(LOSSES), draw.choice(LOOPS), draw.random() < 0.08
     names = [name for name in BLOCKS if _has_length(kind, stem) or name not in FOR_SEQUENCES]
     blocks = _allowed_blocks(draw.choices(names, k=draw.randint(0, 3)), kind=kind, loop=loop)
+    # Statistics of a few rows make of bfloat16's rounding more than a tolerance can allow.
+    autocast = autocast and "synchronised norm" not in blocks
     events = frozenset(draw.sample(EVENTS, k=draw.randint(0, 5)))
     num_replicas = draw.choice((2, 2, 3))
     varies = draw.random() < 0.5 and kind != "carried state"
@@ -180,6 +185,7 @@ def draw_program(seed: int) -> Program:
         lengths=tuple(draw.randint(2, 4) for _ in range(NUM_STEPS)) if draw.random() < 0.5 else (3,) * NUM_STEPS,
         num_parts=draw.choice((1, 1, 2, 3)),
         counts=draw.random() < 0.4,
+        wraps_stem=draw.random() < 0.15 and kind == "classifier",
         keeps_grads=draw.random() < 0.3,
         autocast=autocast,
         num_replicas=num_replicas,

@@ -50,7 +50,11 @@ def _run_classifier(program: Program, wrap: Wrap, device: torch.device, num_step
     def make() -> nn.Module:
         return Net(program.stem, program.blocks, program.answer, program.loss, counts=program.counts)
 
-    t = Training(program, wrap, make, device)
+    def wrap_stem(module: Any) -> nn.Module:
+        module.stem = wrap(module.stem)
+        return module
+
+    t = Training(program, wrap_stem if program.wraps_stem else wrap, make, device)
     for step in range(num_steps):
         _happen(BEFORE, t, step)
         t.zero_grad()
@@ -133,17 +137,22 @@ def _observe(t: Training, **models: nn.Module | None) -> Observed:
 def _parts(module: nn.Module) -> Observed:
     plain = (bool, int, float, str, list)
     attributes = {
-        f"{path}.{name}": value
+        f"{_inner(path)}.{name}": value
         for path, child in module.named_modules()
+        if not isinstance(child, everygpu.DataParallel)
         for name, value in vars(child).items()
         if isinstance(value, plain) and "flat_weight" not in name
     }
     return {
-        "parameters": {name: p.detach().clone() for name, p in module.named_parameters()},
-        "gradients": {name: p.grad for name, p in module.named_parameters()},
-        "buffers": {name: b.clone() for name, b in module.named_buffers()},
+        "parameters": {_inner(name): p.detach().clone() for name, p in module.named_parameters()},
+        "gradients": {_inner(name): p.grad for name, p in module.named_parameters()},
+        "buffers": {_inner(name): b.clone() for name, b in module.named_buffers()},
         "attributes": attributes,
     }
+
+
+def _inner(path: str) -> str:
+    return path.replace("stem.module", "stem")
 
 
 def differences(ours: Any, theirs: Any, dtype: torch.dtype, path: str = "") -> list[str]:
