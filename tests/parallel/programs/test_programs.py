@@ -19,11 +19,14 @@ from tests.parallel.programs.run import differences, run_program
 
 CPU = torch.device("cpu")
 GROUP = 20
-GROUPS = [range(first, first + GROUP) for first in range(0, NUM_PROGRAMS, GROUP)]
+CASES = [
+    pytest.param(name, range(first, first + GROUP), marks=setup.marks, id=f"{name}-{first}-{first + GROUP - 1}")
+    for name, setup in SETUPS.items()
+    for first in range(0, setup.num_programs, GROUP)
+]
 
 
-@pytest.mark.parametrize("seeds", GROUPS, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
-@pytest.mark.parametrize("setup", [pytest.param(name, marks=setup.marks) for name, setup in SETUPS.items()])
+@pytest.mark.parametrize(("setup", "seeds"), CASES)
 def test_programs(setup: str, seeds: range) -> None:
     if SETUPS[setup].device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two or more CUDA devices")
