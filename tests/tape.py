@@ -249,6 +249,8 @@ def install(monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> None:
     # Writes that torch doesn't count are looked for on the CPU; on GPUs that would take too long.
     monkeypatch.setattr(sys.modules[ReplicaSet.__module__], "trusts_versions", lambda devices: True)
     monkeypatch.setattr("everygpu.step.flat_parameters.FlatParameters._differs", lambda flat_params, bucket: False)
+    # oneDNN's LSTM returns what its backward needs only while gradients are recorded.
+    monkeypatch.setattr("torch.backends.mkldnn.enabled", False)
     queue = _install_streams(monkeypatch)
     if fused:
         kernels = torch_kernels.Kernels(queue)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from everygpu.parallel.replicas.attributes import ReplicaModule, Watch
+from everygpu.parallel.replicas.attributes import ReplicaModule
+from everygpu.parallel.replicas.watch import Watch
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "x y")
@@ -55,103 +56,6 @@ class Pairing:
 
 def replica_of(net):
     return Pairing(net).replica.root
-
-
-class TestWatch:
-    def test_first_look_finds_everything_and_the_second_nothing(self):
-        net = Net()
-        watch = Watch(list(net.modules()))
-        assert watch.changed() == [0, 1]
-        assert watch.changed() == []
-
-    @pytest.mark.parametrize(
-        "change",
-        [
-            lambda net: setattr(net, "number", 4),
-            lambda net: setattr(net, "number", 3.0),
-            lambda net: setattr(net, "new", None),
-            lambda net: delattr(net, "number"),
-            lambda net: net.flags.update(on=False),
-            lambda net: net.flags.pop("on"),
-            lambda net: net.flags.update(new=1),
-            lambda net: net.flags.update(new=torch.ones(2)),
-            lambda net: net.names.append("c"),
-            lambda net: net.names.reverse(),
-            lambda net: net.names.__setitem__(0, torch.ones(2)),
-            lambda net: net.marks.add(3),
-            lambda net: setattr(net, "training", False),
-            lambda net: setattr(net, "forward", lambda x: x),
-            lambda net: net.register_forward_hook(lambda *_: None),
-            lambda net: net.register_forward_pre_hook(lambda *_: None),
-            lambda net: net.register_full_backward_hook(lambda *_: None),
-            lambda net: net.__dict__.update(number=5),
-            lambda net: net.__dict__.update(other=net.__dict__.pop("number")),
-            lambda net: setattr(net, "tensor", torch.ones(2)),
-        ],
-    )
-    def test_change_of_a_plain_attribute(self, change):
-        net = Net()
-        watch = Watch(list(net.modules()))
-        watch.changed()
-        change(net)
-        assert watch.changed() == [0]
-
-    @pytest.mark.parametrize(
-        "change",
-        [
-            lambda net: net.flags.__setitem__("size", 4.0),
-            lambda net: net.flags.__setitem__("on", 1),
-            lambda net: net.names.__setitem__(0, type("Name", (str,), {})("a")),
-            lambda net: net.flags.__setitem__("on", net.flags.pop("on")),
-        ],
-        ids=["float for int", "int for bool", "subclass", "order of keys"],
-    )
-    def test_change_to_something_equal(self, change):
-        """``==`` doesn't see it, a forward does: ``range(net.flags["size"])``, ``next(iter(net.flags))``."""
-        net = Net()
-        watch = Watch(list(net.modules()))
-        watch.changed()
-        change(net)
-        assert watch.changed() == [0]
-
-    def test_change_in_a_child_is_the_childs(self):
-        net = Net()
-        watch = Watch(list(net.modules()))
-        watch.changed()
-        net.inner.note = "new"
-        assert watch.changed() == [1]
-        net.eval()
-        assert watch.changed() == [0, 1]
-
-    def test_change_that_is_put_back_before_anyone_looks(self):
-        net = Net()
-        watch = Watch(list(net.modules()))
-        watch.changed()
-        net.eval().train()
-        assert watch.changed() == []
-
-    @pytest.mark.parametrize(
-        "value",
-        [torch.ones(1), [[1]], {"a": {"b": 1}}, ([1],), [nn.Linear(1, 1)], [object()]],
-    )
-    def test_what_can_change_unseen_is_always_stale(self, value):
-        net = Net()
-        net.hidden = value
-        watch = Watch(list(net.modules()))
-        watch.changed()
-        assert watch.changed() == [0]
-
-    def test_hooks_of_state_dicts_are_no_part_of_a_forward(self):
-        """weight_norm has one, and would be translated at every forward and never recorded."""
-        net = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
-        net.register_state_dict_post_hook(lambda *_: None)
-        net.register_state_dict_pre_hook(lambda *_: None)
-        net.register_load_state_dict_post_hook(lambda *_: None)
-        watch = Watch(list(net.modules()))
-        watch.changed()
-        assert watch.changed() == []
-        net.register_state_dict_pre_hook(lambda *_: None)
-        assert watch.changed() == [0]
 
 
 class TestFollowing:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from everygpu.parallel.buckets.memory import version_of
-from everygpu.parallel.replicas.attributes import Watch
 from everygpu.parallel.replicas.module_tree import ModuleTree, has_hooks, is_dense
+from everygpu.parallel.replicas.watch import Watch
 from everygpu.torch_private.autograd import top_saved_tensor_hooks
 from everygpu.torch_private.modes import DeviceContext, function_modes, num_dispatch_modes
 
@@ -35,10 +35,12 @@ class ModuleGuards:
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self._roots = list(roots)
         self._layouts = [ModuleTree(root) for root in roots]
-        self._watches = [Watch(layout.modules) for layout in self._layouts]
+        self._tensors = [t for layout in self._layouts for t in layout.tensors]
+        # An LSTM has a list of its parameters: what they are is compared here.
+        known: list[nn.Module | Tensor] = [*self._tensors, *(m for layout in self._layouts for m in layout.modules)]
+        self._watches = [Watch(layout.modules, known) for layout in self._layouts]
         for watch in self._watches:
             watch.changed()
-        self._tensors = [t for layout in self._layouts for t in layout.tensors]
         self._dense = [t for t in self._tensors if is_dense(t)]
         self._fixed = [t for t in self._tensors if isinstance(t, nn.Parameter) and not t.requires_grad]
         attributes = (v for layout in self._layouts for m in layout.modules for v in vars(m).values())
@@ -57,10 +59,11 @@ class ModuleGuards:
     def find_volatile(self) -> str | None:
         """Name a module whose attributes can't be compared with what they were."""
         for root, layout, watch in zip(self._roots, self._layouts, self._watches):
-            for m in (layout.modules[i] for i in watch.volatile()):
+            for i, attribute in watch.volatile().items():
+                m = layout.modules[i]
                 name = next((n for n, other in root.named_modules() if other is m), "")
                 which = f"{type(m).__name__} {name!r}" if name else type(m).__name__
-                return f"{which} has attributes that may change unseen, such as a list of tensors"
+                return f"{which} has an attribute that may change unseen, such as a list of tensors: {attribute}"
         return None
 
     def _guard_key(self) -> tuple[list[Any], ...]:

@@ -2,8 +2,8 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
 from everygpu.parallel.engines.engine import Outputs, RunOn
 from everygpu.parallel.replicas.replica_set import Leaves as Twins
 from everygpu.parallel.replicas.replica_set import ReplicaSet
+from everygpu.parallel.replicas.substitution import in_place_of
 from everygpu.parallel.scatter.split import ScatterSpec
 from everygpu.parallel.switches import defers_linear
 from everygpu.torch_private.autograd import is_transforming
@@ -194,7 +195,7 @@ class RecordedForward:
         assert self._replicas is not None  # noqa: S101 - ``prepare`` has made them
         args, kwargs, _ = batch.read()
         at_home = {id(p): t for b, row in zip(self.sync.groups, leaves) for p, t in zip(b.originals, row[0])}
-        with _in_place_of(self._module(), at_home):
+        with in_place_of(self._module(), at_home):
             return self._run_replicas(self._replicas, args, kwargs)
 
     def _run_replicas(self, replicas: ReplicaSet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs:
@@ -241,22 +242,6 @@ class RecordedForward:
         """Have the next recording's backward begin at these outputs."""
         self._used = used
         self._num_patterns += 1
-
-
-@contextmanager
-def _in_place_of(module: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None]:
-    """Have a module and those below it use other tensors for their parameters, by these' ``id``."""
-    tables = [
-        (m._parameters, name, p) for m in module.modules() for name, p in m._parameters.items() if id(p) in others
-    ]
-    for table, name, p in tables:
-        table[name] = others[id(p)]  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for table, name, p in tables:
-            if table.get(name) is others[id(p)]:
-                table[name] = p
 
 
 def _tensors(outputs: list[Any]) -> list[Tensor]:

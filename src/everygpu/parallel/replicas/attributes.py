@@ -5,11 +5,9 @@ are updated from the original's, so it behaves as a copy made at that moment wou
 """
 
 import copy
-import itertools
 import operator
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,22 +16,8 @@ from torch import Tensor, nn
 from everygpu import comm, tree
 from everygpu.keys import compiled_original
 from everygpu.parallel.replicas.callables import open_callable, rebind_function
-
-TABLES = ("_parameters", "_buffers", "_modules")
-"""The tables of a module's tensors and children; filled by the replica's owner, not copied."""
-
-STATE_DICT_HOOKS = (
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-"""No forward reads these; torch's weight_norm has such a hook, and so have many libraries' layers."""
-
-_INERT_TYPES = frozenset(
-    {int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, type}
-)
-"""Values that can't refer to the module tree."""
+from everygpu.parallel.replicas.contents import is_constant
+from everygpu.parallel.replicas.watch import TABLES, Watch
 
 
 class ReplicaModule:
@@ -110,7 +94,7 @@ class _AttributeRemapper:
 
     def remap(self, value: Any) -> Any:
         """Map an attribute: containers are copied, so that replicas don't write into each other's."""
-        if type(value) in _INERT_TYPES:
+        if is_constant(value):
             return value
         if isinstance(value, Tensor) and id(value) not in self._tensors:
             return self._copy_tensor(value)
@@ -161,135 +145,6 @@ class _AttributeRemapper:
         if x.device.type == "cpu" and self._device.type != "cpu":
             return x
         return comm.copy(x, self._device, fresh=not x.requires_grad)
-
-
-class Watch:
-    """Finds the modules whose plain attributes have changed since the last call."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
-        self._records: list[_Record | None] = [None] * len(modules)
-        self._summary: _Summary | None = None
-
-    def changed(self) -> list[int]:
-        """Return the indices of the modules that have changed since the last call, and record their state."""
-        if self._summary is not None and self._summary.is_current(self._modules):
-            found = self._summary.volatile
-        else:
-            found = [i for i, m in enumerate(self._modules) if not _is_current(self._records[i], m)]
-        self.accept(found)
-        if self._summary is None:
-            self._summary = _Summary([r for r in self._records if r is not None])
-        return found
-
-    def volatile(self) -> list[int]:
-        """Return the indices of the modules that count as changed at every call."""
-        return [i for i, r in enumerate(self._records) if r is not None and r.volatile]
-
-    def accept(self, indices: Iterable[int]) -> None:
-        """Record the present state of these modules."""
-        for i in indices:
-            before, now = self._records[i], _record(self._modules[i])
-            self._records[i] = now
-            if before is None or not before.volatile or not now.volatile:
-                self._summary = None
-
-
-class _Summary:
-    """All records concatenated, so that one comparison tells whether any module has changed: usually none has."""
-
-    def __init__(self, records: "Sequence[_Record]") -> None:
-        self.volatile = [i for i, r in enumerate(records) if r.volatile]
-        self._steady = [i for i, r in enumerate(records) if not r.volatile]
-        steady = [records[i] for i in self._steady]
-        self._kinds = [r.kind for r in steady]
-        self._names = list(itertools.chain.from_iterable(r.names for r in steady))
-        self._values = list(itertools.chain.from_iterable(r.values for r in steady))
-        self._empty = list(itertools.chain.from_iterable(r.empty for r in steady))
-        self._filled = list(itertools.chain.from_iterable(r.filled for r in steady))
-
-    def is_current(self, modules: Sequence[nn.Module]) -> bool:
-        """Tell whether all but the volatile modules are as recorded."""
-        steady = [modules[i] for i in self._steady]
-        tables = list(map(vars, steady))
-        values = list(itertools.chain.from_iterable(table.values() for table in tables))
-        return (
-            len(values) == len(self._values)
-            and all(map(operator.is_, values, self._values))
-            and list(itertools.chain.from_iterable(tables)) == self._names
-            and list(map(type, steady)) == self._kinds
-            and not any(self._empty)
-            and all(_same_items(now, before) for now, before in self._filled)
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Record:
-    """A module's plain attributes at the last call."""
-
-    kind: type
-    names: list[str]
-    values: list[Any]
-    empty: list[Any]
-    """Containers that were empty, as most of a module's hooks are."""
-    filled: list[tuple[Any, Any]]
-    """Other containers, each with a copy."""
-    volatile: bool
-    """Whether a value's changes can't be detected: such modules are updated every time."""
-
-
-def _record(module: nn.Module) -> _Record:
-    attributes = vars(module)
-    plain = {k: v for k, v in attributes.items() if k not in TABLES}
-    mutable = [v for v in plain.values() if isinstance(v, (dict, list, set))]
-    return _Record(
-        kind=type(module),
-        names=list(attributes),
-        values=list(attributes.values()),
-        empty=[v for v in mutable if not v],
-        filled=[(v, copy.copy(v)) for v in mutable if v],
-        volatile=any(_is_volatile(v) for k, v in plain.items() if k not in STATE_DICT_HOOKS),
-    )
-
-
-def _is_volatile(value: Any) -> bool:
-    if isinstance(value, (dict, list, set, frozenset, tuple)):
-        return not _is_inert(value)
-    return isinstance(value, Tensor) or _refers_to_tensors(value, set())
-
-
-def _is_inert(container: Any) -> bool:
-    items = [*container.keys(), *container.values()] if isinstance(container, dict) else container
-    return set(map(type, items)) <= _INERT_TYPES
-
-
-def _refers_to_tensors(value: Any, seen: set[int]) -> bool:
-    opened = open_callable(value) if id(value) not in seen else None
-    if opened is None:
-        return False
-    seen.add(id(value))
-    return any(isinstance(part, Tensor) or _refers_to_tensors(part, seen) for part in opened.children)
-
-
-def _is_current(record: "_Record | None", module: nn.Module) -> bool:
-    if record is None or record.volatile or record.kind is not type(module):
-        return False
-    attributes = vars(module)
-    values = attributes.values()
-    if len(values) != len(record.values) or not all(map(operator.is_, values, record.values)):
-        return False
-    if any(record.empty) or list(attributes) != record.names:
-        return False
-    return all(_same_items(now, before) for now, before in record.filled)
-
-
-def _same_items(now: Any, before: Any) -> bool:
-    """Compare by identity and in order: equal values of other types, or in another order, are a change."""
-    if isinstance(now, set):
-        return bool(now == before)
-    keys_agree = not isinstance(now, dict) or (len(now) == len(before) and all(map(operator.is_, now, before)))
-    items, old = (now.values(), before.values()) if isinstance(now, dict) else (now, before)
-    return keys_agree and len(items) == len(old) and all(map(operator.is_, items, old))
 
 
 def _blank_copy(original: nn.Module) -> nn.Module:

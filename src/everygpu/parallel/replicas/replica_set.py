@@ -11,10 +11,11 @@ from everygpu.parallel.buckets.bucket import Bucket
 from everygpu.parallel.buckets.copies import broadcast_tensor
 from everygpu.parallel.buckets.grouping import group_by_storage
 from everygpu.parallel.buckets.sizes import REPLICA_BYTES
-from everygpu.parallel.replicas.attributes import ReplicaModule, Watch
+from everygpu.parallel.replicas.attributes import ReplicaModule
 from everygpu.parallel.replicas.module_tree import ModuleTree, has_hooks, is_dense
 from everygpu.parallel.replicas.placement import check_module, place_module
 from everygpu.parallel.replicas.plain_attributes import take_plain_attributes
+from everygpu.parallel.replicas.watch import Watch
 
 Leaves = Mapping[int, Sequence[Tensor]]
 
