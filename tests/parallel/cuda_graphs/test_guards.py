@@ -1,0 +1,103 @@
+"""What a recording was made from is compared in every step; what can't be compared is named."""
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from everygpu.parallel.cuda_graphs.guards import ModuleGuards
+
+
+class Kind(enum.Enum):
+    FIRST = 1
+
+
+class Settings:
+    """An object of a class of the user's."""
+
+    def __init__(self) -> None:
+        self.scale = 1
+        self.layers = {"first": [1, 2]}
+
+
+@dataclass
+class Recorder:
+    """As transformers has them: what a model may return besides."""
+
+    kind: type
+    index: int = 0
+    names: list[str] = field(default_factory=list)
+
+
+class Model(nn.Module):
+    """With attributes of the kinds that models of transformers have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 3))
+        self.classes = {"hidden_states": nn.Linear, "attentions": [nn.Conv1d, Recorder(nn.LSTM)]}
+        self.plan = {"body": (["x"], ["y"]), "kinds": [Kind.FIRST, torch.float32]}
+        self.settings = Settings()
+        self.weights = [self.body[0].weight]
+        self.register_buffer("positions", torch.ones(2))
+        self.original_positions = self.positions
+
+
+def test_models_of_these_kinds_can_be_recorded() -> None:
+    model = Model()
+    guards = ModuleGuards([model])
+    assert guards.find_volatile() is None
+    assert guards.is_current([model])
+    assert guards.is_current([model])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.classes.update(hidden_states=nn.Conv1d),
+        lambda m: m.classes["attentions"].__setitem__(0, nn.Linear),
+        lambda m: setattr(m.classes["attentions"][1], "index", 1),
+        lambda m: m.classes["attentions"][1].names.append("new"),
+        lambda m: m.plan["body"][1].append("z"),
+        lambda m: m.plan["kinds"].reverse(),
+        lambda m: setattr(m.settings, "scale", 2),
+        lambda m: setattr(m, "settings", Settings()),
+        lambda m: m.weights.append(m.weights[0]),
+        lambda m: m.weights.__setitem__(0, m.body[0].bias),
+        lambda m: setattr(m, "original_positions", torch.ones(2)),
+        lambda m: setattr(m, "positions", torch.ones(2)),
+        lambda m: m.body[1]._flat_weights.reverse(),
+        lambda m: m.body[1]._all_weights[0].reverse(),
+        lambda m: setattr(m.body[1], "weight_hh_l0", nn.Parameter(torch.ones(12, 3))),
+        lambda m: m.body[1]._parameters.update(weight_hh_l0=nn.Parameter(torch.ones(12, 3))),
+        lambda m: setattr(m.body[1].weight_hh_l0, "data", torch.ones(12, 3)),
+        lambda m: m.body[1]._apply(lambda t: t.double()),
+        lambda m: m.body[0].weight.requires_grad_(False),
+    ],
+)
+def test_a_change_is_noticed(change: Any) -> None:
+    model = Model()
+    guards = ModuleGuards([model])
+    change(model)
+    assert not guards.is_current([model])
+
+
+def test_a_list_that_keeps_a_replaced_parameter_may_change_unseen() -> None:
+    model = Model()
+    model.body[0].weight = nn.Parameter(torch.ones(2, 2))
+    assert ModuleGuards([model]).find_volatile() == (
+        "Model has an attribute that may change unseen, such as a list of tensors: weights"
+    )
+
+
+def test_a_loss_may_hold_tensors_of_the_model() -> None:
+    model, loss = Model(), nn.MSELoss()
+    loss.regularized = [model.body[0].weight, weakly := [model.body]]
+    guards = ModuleGuards([model, loss])
+    assert guards.find_volatile() is None
+    assert guards.is_current([model, loss])
+    weakly.clear()
+    assert not guards.is_current([model, loss])

@@ -1,0 +1,68 @@
+"""``engine="graphs"``: recurrent layers are recorded, and train as on one device."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import everygpu
+from tests.parallel.cuda_graphs.forwards import NUM_STEPS, Devices, num_recordings
+from tests.parallel.cuda_graphs.recurrent import MODELS, loss_of, make_tokens, train_one_device
+
+# On GPUs a replica's weights lie in another order than cuDNN's.
+pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights")
+
+
+def train(model: everygpu.DataParallel, num: int) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    losses = []
+    for x, y in make_tokens(num):
+        loss = loss_of(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().cpu())
+    return losses
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_is_as_on_one_device(recording: Devices, name: str) -> None:
+    used = recording(2)
+    alone, net = MODELS[name]().to(used[0]), MODELS[name]().to(used[0])
+    model = everygpu.DataParallel(net, used, engine="graphs")
+    expected = train_one_device(alone, used[0], 2 * NUM_STEPS)
+    losses = train(model, 2 * NUM_STEPS)
+    assert num_recordings(model) == 1
+    capture: Any = model._engine.recorder._capture
+    assert capture._num_launches > NUM_STEPS
+    torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4)
+    for ours, theirs in zip(net.parameters(), alone.parameters()):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
+
+
+def test_layers_compute_with_their_own_weights_between_launches(recording: Devices) -> None:
+    used = recording(2)
+    net = MODELS["LSTM"]().to(used[0])
+    model = everygpu.DataParallel(net, used, engine="graphs")
+    train(model, NUM_STEPS)
+    assert num_recordings(model) == 1
+    assert all(a is b for a, b in zip(net.cells._flat_weights, net.cells.parameters()))
+    (x, _), *_ = make_tokens(1)
+    net.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), net(x.to(used[0])), rtol=1e-4, atol=1e-5)
+
+
+def test_a_weight_that_is_replaced(recording: Devices) -> None:
+    used = recording(2)
+    nets = []
+    for engine in ("threads", "graphs"):
+        net = MODELS["GRU"]().to(used[0])
+        model = everygpu.DataParallel(net, used, engine=engine)
+        train(model, NUM_STEPS)
+        torch.manual_seed(1)
+        net.cells.weight_ih_l0 = torch.nn.Parameter(torch.randn(24, 8).to(used[0]))
+        losses = train(model, NUM_STEPS)
+        assert num_recordings(model) == (engine == "graphs")
+        nets.append((losses, list(net.parameters())))
+    torch.testing.assert_close(nets[1], nets[0], rtol=1e-3, atol=1e-4)

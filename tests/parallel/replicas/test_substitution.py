@@ -1,0 +1,115 @@
+"""Other tensors in place of a module's parameters, wherever its attributes lead to these."""
+
+import functools
+import types
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from everygpu.parallel.replicas.substitution import in_place_of
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+
+def stand_ins(net):
+    return {id(p): p.detach().clone().requires_grad_() for p in net.parameters()}
+
+
+@pytest.mark.parametrize(
+    ("make", "find"),
+    [
+        (lambda t: [t], lambda v: v[0]),
+        (lambda t: [[1, t]], lambda v: v[0][1]),
+        (lambda t: (1, {"t": t}), lambda v: v[1]["t"]),
+        (lambda t: {t}, lambda v: next(iter(v))),
+        (lambda t: weakref.ref(t), lambda v: v()),
+        (lambda t: [weakref.ref(t), None], lambda v: v[0]()),
+        (lambda t: lambda: t, lambda v: v()),
+        (lambda t: functools.partial(lambda x: x, t), lambda v: v()),
+        (lambda t: [types.MethodType(lambda self: self, t)], lambda v: v[0]()),
+    ],
+)
+def test_wherever_an_attribute_leads_to_a_parameter(make, find):
+    net = Net()
+    net.held = held = make(net.inner.weight)
+    original, others = net.inner.weight, stand_ins(net)
+    with in_place_of(net, others):
+        assert net.inner.weight is others[id(original)]
+        assert find(net.held) is others[id(original)]
+    assert net.inner.weight is original
+    assert net.held is held
+    assert find(held) is original
+
+
+def test_what_leads_to_no_parameter_is_left_alone():
+    net = Net()
+    net.plain, net.module, net.tensors = {"a": [1, (2,)]}, [net.inner], [torch.ones(1), net.inner.bias]
+    held = vars(net).copy()
+    others = stand_ins(net)
+    del others[id(net.inner.bias)]
+    with in_place_of(net, others):
+        assert all(vars(net)[k] is v for k, v in held.items())
+        assert net.inner.bias is net.tensors[1]
+
+
+def test_containers_within_themselves_and_shared_ones():
+    net = Net()
+    net.loop = loop = [net.inner.weight]
+    loop.append(loop)
+    net.first = net.second = [net.inner.bias]
+    others = stand_ins(net)
+    with in_place_of(net, others):
+        assert net.loop[0] is net.inner.weight
+        assert net.first is net.second
+        assert net.first[0] is net.inner.bias
+    assert net.loop is loop
+
+
+def test_what_was_set_meanwhile_stays():
+    net = Net()
+    net.held = [net.inner.weight]
+    new = nn.Parameter(torch.ones(2, 2))
+    with in_place_of(net, stand_ins(net)):
+        net.held, net.inner.weight = "new", new
+    assert net.held == "new"
+    assert net.inner.weight is new
+
+
+def test_values_come_back_after_an_error():
+    net = nn.LSTM(2, 3)
+    before = {**vars(net), **net._parameters}
+    with pytest.raises(KeyError), in_place_of(net, stand_ins(net)):
+        raise KeyError
+    assert {**vars(net), **net._parameters} == before
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True),
+        lambda: nn.GRU(3, 4, bias=False),
+        lambda: nn.RNN(3, 4, nonlinearity="relu"),
+    ],
+    ids=["LSTM", "GRU", "RNN"],
+)
+def test_recurrent_layers_compute_with_the_others(make):
+    net = make()
+    weights, others, x = net._flat_weights, stand_ins(net), torch.randn(5, 2, 3)
+    expected = net(x)[0]
+    with in_place_of(net, others):
+        assert not net._weights_have_changed()  # else it would move their memory
+        output = net(x)[0]
+        assert net._flat_weights is not weights
+    torch.testing.assert_close(output, expected)
+    output.sum().backward()
+    assert all(t.grad is not None for t in others.values())
+    assert all(p.grad is None for p in net.parameters())
+    assert net._flat_weights is weights
+    assert all(a is b for a, b in zip(weights, net.parameters()))
+    assert not net._weights_have_changed()

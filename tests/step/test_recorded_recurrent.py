@@ -1,0 +1,33 @@
+"""Steps of recurrent layers are recorded, and train as on one device."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import everygpu
+from tests.parallel.cuda_graphs.recurrent import MODELS, loss_of, make_tokens, train_one_device
+from tests.step.scenarios import Devices
+from tests.step.test_capture import num_recordings
+
+# Where parameters are one after another, they lie in another order than cuDNN's.
+pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights")
+NUM_STEPS = 12
+
+
+@pytest.mark.parametrize("capture", ["auto", True])
+@pytest.mark.parametrize("name", MODELS)
+def test_training_is_as_on_one_device(recording: Devices, name: str, capture: Any) -> None:
+    used = recording(2)
+    alone, net = MODELS[name]().to(used[0]), MODELS[name]().to(used[0])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+    step = everygpu.TrainStep(everygpu.DataParallel(net, used), loss_of, optimizer, capture=capture)
+    losses = [step(x, y).cpu() for x, y in make_tokens(NUM_STEPS)]
+    expected = train_one_device(alone, used[0], NUM_STEPS)
+    assert num_recordings(step) == 1
+    assert step._capture is not None
+    assert step._capture._num_launches > NUM_STEPS // 2
+    torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4)
+    for ours, theirs in zip(net.parameters(), alone.parameters()):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
+    assert all(a is b for a, b in zip(net.cells._flat_weights, net.cells.parameters()))
