@@ -64,6 +64,8 @@ def test_models_of_these_kinds_can_be_recorded() -> None:
         lambda m: m.plan["body"][1].append("z"),
         lambda m: m.plan["kinds"].reverse(),
         lambda m: setattr(m.settings, "scale", 2),
+        lambda m: m.settings.layers.update(second=[]),
+        lambda m: m.settings.layers["first"].append(3),
         lambda m: setattr(m, "settings", Settings()),
         lambda m: m.weights.append(m.weights[0]),
         lambda m: m.weights.__setitem__(0, m.body[0].bias),

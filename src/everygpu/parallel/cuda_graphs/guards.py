@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from everygpu.parallel.buckets.memory import version_of
+from everygpu.parallel.replicas.contents import Contents, Search, contents_of
 from everygpu.parallel.replicas.module_tree import ModuleTree, has_hooks, is_dense
 from everygpu.parallel.replicas.watch import Watch
 from everygpu.torch_private.autograd import top_saved_tensor_hooks
@@ -45,6 +46,7 @@ class ModuleGuards:
         self._fixed = [t for t in self._tensors if isinstance(t, nn.Parameter) and not t.requires_grad]
         attributes = (v for layout in self._layouts for m in layout.modules for v in vars(m).values())
         self._objects = list({id(v): v for v in attributes if _is_open(v)}.values())
+        self._contents = _contents_of_objects(self._objects, known)
         self._key = self._guard_key()
 
     def is_current(self, roots: Sequence[nn.Module]) -> bool:
@@ -53,6 +55,7 @@ class ModuleGuards:
             and all(map(operator.is_, roots, self._roots))
             and all(layout.is_same() for layout in self._layouts)
             and not sum(len(watch.changed()) for watch in self._watches)
+            and self._contents.is_same()
             and self._guard_key() == self._key
         )
 
@@ -88,6 +91,15 @@ def _is_open(value: Any) -> bool:
     return (
         not is_known and hasattr(value, "__dict__") and not type(value).__module__.startswith(("torch.", "everygpu."))
     )
+
+
+def _contents_of_objects(objects: Sequence[Any], known: Sequence[nn.Module | Tensor]) -> Contents:
+    """Record containers within objects' attributes, such as a configuration's dicts."""
+    search = Search({id(x): x for x in known})
+    for value in objects:
+        for name, held in vars(value).items():
+            search.add(name, held)
+    return contents_of(search.containers, search.functions)
 
 
 def torch_settings() -> tuple[Any, ...]:
