@@ -151,9 +151,11 @@ def of_transformers() -> Models:
 
     def make(name: str) -> Case:
         suffix, options = CONFIGURATIONS[name]
-        special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 1}
-        words = {} if name in ("ViT", "CLIP") else {"vocab_size": VOCABULARY, **special}
+        words = {} if name in ("ViT", "CLIP") else {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 1}
+        if suffix == "ForConditionalGeneration":
+            words |= {"pad_token_id": 0, "decoder_start_token_id": 1}
         config = getattr(transformers, f"{name}Config")(**{**words, **options})
+        config.use_cache = False  # else outputs have a cache for generation, which no recording returns
         ids = tokens()
         inputs: dict[str, Any] = {"input_ids": ids, "labels": ids.clone()}
         if name == "ViT":
