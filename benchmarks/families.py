@@ -189,8 +189,9 @@ def check_guards(case: Case) -> str:
 
 def check_recorded(case: Case, steps: int, *, whole: bool) -> str:
     """Train with everygpu; say whether steps were recorded, or why not."""
-    log = logging.handlers.BufferingHandler(capacity=1000)
-    logging.getLogger("everygpu").addHandler(log)
+    log, logger = logging.handlers.BufferingHandler(capacity=1000), logging.getLogger("everygpu")
+    logger.addHandler(log)
+    logger.setLevel(logging.INFO)
     try:
         model = everygpu.DataParallel(case.net, **({} if whole else {"engine": "graphs"}))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -208,7 +209,8 @@ def check_recorded(case: Case, steps: int, *, whole: bool) -> str:
         reasons = [m for r in log.buffer if "CUDA graphs" in (m := r.getMessage()) or "recordings" in m]
         return f"{num} of {steps} recorded" if num else "; ".join(reasons) or "not recorded, no reason given"
     finally:
-        logging.getLogger("everygpu").removeHandler(log)
+        logger.removeHandler(log)
+        logger.setLevel(logging.NOTSET)
 
 
 def check(make: Make, steps: int) -> Iterator[str]:
@@ -231,7 +233,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    logging.getLogger("everygpu").setLevel(logging.INFO)
     print(json.dumps(describe_machine()))
     if not torch.cuda.is_available():
         print("no GPUs: nothing is recorded, only the guards are checked")
