@@ -134,7 +134,6 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPTNeoX": ("ForCausalLM", DECODER),
     "Llama": ("ForCausalLM", GROUPED),
     "Qwen2": ("ForCausalLM", GROUPED),
-    "Phi3": ("ForCausalLM", {**GROUPED, "pad_token_id": 0}),
     "Mistral": ("ForCausalLM", GROUPED),
     "Mixtral": ("ForCausalLM", {**GROUPED, "num_local_experts": 4}),
     "Mamba": ("ForCausalLM", {"hidden_size": WIDTH, "num_hidden_layers": 2}),

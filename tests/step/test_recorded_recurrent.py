@@ -20,7 +20,7 @@ NUM_STEPS = 12
 def test_training_is_as_on_one_device(recording: Devices, name: str, capture: Any) -> None:
     used = recording(2)
     alone, net = MODELS[name]().to(used[0]), MODELS[name]().to(used[0])
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     step = everygpu.TrainStep(everygpu.DataParallel(net, used), loss_of, optimizer, capture=capture)
     losses = [step(x, y).cpu() for x, y in make_tokens(NUM_STEPS)]
     expected = train_one_device(alone, used[0], NUM_STEPS)

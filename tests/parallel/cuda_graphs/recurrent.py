@@ -46,7 +46,7 @@ def loss_of(scores: Tensor, following: Tensor) -> Tensor:
 
 def train_one_device(net: nn.Module, device: torch.device, num: int) -> list[Tensor]:
     """Train without everygpu, for what others are compared with."""
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for x, y in make_tokens(num):
         loss = loss_of(net(x.to(device)), y)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights")
 
 
 def train(model: everygpu.DataParallel, num: int) -> list[torch.Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for x, y in make_tokens(num):
         loss = loss_of(model(x), y)

@@ -83,6 +83,35 @@ class TestFollowing:
         pairing.net.number = 9
         assert not hasattr(pairing.update(), "only_here")
 
+    def test_nested_containers_are_the_originals_again_at_the_next_update(self):
+        pairing = Pairing(Net())
+        net, replica = pairing.net, pairing.replica.root
+        net.held = {"a": [1, [net.inner]], "b": ({},)}
+        pairing.update()
+        replica.held["a"][1].append(2)
+        replica.held["b"][0]["new"] = 3
+        net.held["a"].append(4)
+        held = pairing.update().held
+        assert held == {"a": [1, [replica.inner], 4], "b": ({},)}
+        kept = held["a"]
+        assert pairing.update().held["a"] is kept  # nothing has changed: nothing is copied
+        replica.held["a"][1].append(2)
+        assert pairing.update().held["a"][1] == [replica.inner]
+
+    def test_hook_whose_closure_changes(self):
+        net = Net()
+        net.other = nn.Linear(2, 2)
+        used = net.inner
+
+        def hook(*_):
+            return used
+
+        net.register_forward_hook(hook)
+        pairing = Pairing(net)
+        assert next(iter(pairing.replica.root._forward_hooks.values()))() is pairing.replica.root.inner
+        used = net.other
+        assert next(iter(pairing.update()._forward_hooks.values()))() is pairing.replica.root.other
+
     def test_follows_changes_it_missed(self):
         pairing = Pairing(Net())
         pairing.net.inner.note = 8
