@@ -33,8 +33,7 @@ class Case(NamedTuple):
 
     net: nn.Module
     inputs: tuple[Any, ...] | dict[str, Any]
-    targets: tuple[Tensor, ...] = ()
-    """Without them the model returns its loss."""
+    targets: tuple[Tensor, ...] = ()  # without them the model returns its loss
 
 
 Make = Callable[[], Case]
