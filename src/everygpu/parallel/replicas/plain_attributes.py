@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from everygpu.parallel.replicas.attributes import TABLES
+from everygpu.parallel.replicas.watch import TABLES
 
 _PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
 

@@ -73,7 +73,8 @@ class Watch:
         return _Record(
             kind=type(module),
             names=list(attributes),
-            values=list(attributes.values()),
+            # Kept values would be kept memory: a replica's tensors are others at every call.
+            values=[] if is_volatile else list(attributes.values()),
             contents=contents_of(*([], []) if is_volatile else ([*search.containers, *hooks], search.functions)),
             unseen=search.unseen,
         )

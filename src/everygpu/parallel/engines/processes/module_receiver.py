@@ -9,7 +9,7 @@ from torch.autograd.graph import increment_version
 from everygpu.parallel.engines.processes.messages import ModuleUpdate, Packed, ParameterUpdate
 from everygpu.parallel.engines.processes.packing import unpack
 from everygpu.parallel.engines.processes.shared_tensors import Importer
-from everygpu.parallel.replicas.attributes import TABLES, Watch
+from everygpu.parallel.replicas.watch import TABLES, Watch
 
 
 class ModuleReceiver:
@@ -44,6 +44,7 @@ class ModuleReceiver:
             for table, key, index in self._places:
                 table[key] = None if index is None else self.tensors[index]
             self._stale.update(self._source)  # attributes may refer to tensors that have moved
+            self._watch = Watch(self.modules, self.tensors.values())
         if update.attributes is not None:
             tensors = [self._importer.open(shared) for shared in update.attributes.tensors]
             source = (update.attributes, tensors)
@@ -70,7 +71,6 @@ class ModuleReceiver:
                 found[name] = dict.fromkeys(table)
                 self._places += [(found[name], key, index) for key, index in table.items()]
             vars(module).update(found)
-        self._watch = Watch(self.modules)
         self._stale = set()
 
     def _place(self, moved: ParameterUpdate) -> None:

@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from everygpu.parallel.buckets.bucket import Bucket
 from everygpu.parallel.buckets.memory import version_of
 from everygpu.parallel.engines.processes.messages import Members, ModuleUpdate, Packed, ParameterUpdate
 from everygpu.parallel.engines.processes.packing import CannotTravelError, Names, pack
 from everygpu.parallel.engines.processes.shared_tensors import Exporter
-from everygpu.parallel.replicas.attributes import TABLES, Watch
+from everygpu.parallel.replicas.watch import TABLES, Watch
 
 
 class ModuleSender:
@@ -36,7 +37,11 @@ class ModuleSender:
         self._sent: dict[int, tuple[int, int | None, int]] = {}
         self._last: tuple[list[int], bytes] | None = None
         self._is_told = False
-        self.buckets = members_of_buckets(self.tensors())
+        self.buckets: list[Members] = []
+        self.owners: list[Bucket] = []
+        for members, bucket in members_of_buckets(self.tensors()):
+            self.buckets.append((members, bucket.plan))
+            self.owners.append(bucket)
 
     def tensors(self) -> list[Tensor]:
         """Return the replica's parameters and buffers now, each once."""
@@ -150,13 +155,13 @@ class ModuleSender:
         )
 
 
-def members_of_buckets(tensors: Sequence[Tensor]) -> list[Members]:
+def members_of_buckets(tensors: Sequence[Tensor]) -> list[tuple[list[int], Bucket]]:
     """Return which tensors' gradients travel together, and how: those that one node connects to the originals."""
     groups: dict[Any, list[int]] = {}
     for i, t in enumerate(tensors):
         if t.grad_fn is not None:
             groups.setdefault(t.grad_fn, []).append(i)
-    return [(sorted(members, key=lambda i: tensors[i].output_nr), node.bucket.plan) for node, members in groups.items()]
+    return [(sorted(members, key=lambda i: tensors[i].output_nr), node.bucket) for node, members in groups.items()]
 
 
 def _attributes(module: nn.Module) -> tuple[type, dict[str, Any]]:

@@ -150,6 +150,8 @@ class RemoteCall:
             return [None] * len(members)
         self.helper.wait_for(found.ready)
         flat = self.helper.importer.open(found.flat)
+        if all(found.present):
+            self._sender.owners[bucket].send_ahead(flat)
         return [slot.view(flat) if is_there else None for slot, is_there in zip(plan.slots, found.present)]
 
     def take(self, message: Any) -> None:
