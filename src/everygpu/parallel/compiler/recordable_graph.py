@@ -1,0 +1,195 @@
+"""What a forward's trace may contain for a CUDA graph of it to repeat the call: kernels on tensors that stay in place.
+
+Each function returns None, or a reason in one line.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from traceback import FrameSummary
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everygpu.parallel.compiler.dynamo import inputs_of, is_written, value_of
+from everygpu.torch_private.dynamo import is_from_before, is_higher_order, modified_variables
+
+_TORCH = str(Path(torch.__file__).parent)
+_OPERATORS = {"aten", "prims", "prim"}
+_HIGHER_ORDER = {"tag_activation_checkpoint", "autograd_function_apply", "flex_attention"}
+_STATEMENTS = {"_set_grad_enabled", "_enter_autocast", "_exit_autocast"}
+"""What returns nothing, and changes what the same trace changes back."""
+_MOVES_TENSORS = {"set_", "resize_", "resize_as_", "register_hook", "detach_", "swap_tensors"}
+_CONSTANTS = {"tensor", "as_tensor", "scalar_tensor", "full", "zeros", "ones", "arange", "linspace"}
+"""What makes the same values in each call, so that a copy of them may be recorded."""
+
+
+def source_of(node: Any) -> str:
+    """Return where an input of a graph comes from, as Python over ``L``, the call's arguments, and ``G``, globals."""
+    return name_of(node.meta["grapharg"].source)
+
+
+def name_of(source: Any) -> str:
+    name = getattr(source, "name", "")  # a method in torch 2.10 and older
+    return str(name() if callable(name) else name)
+
+
+def is_argument(name: str) -> bool:
+    return name.startswith(("L['args']", "L['kwargs']"))
+
+
+def reason_in_python(trace: Any) -> str | None:
+    """Name a write to Python's state, which a recording doesn't repeat, or a number that the host draws.
+
+    Args:
+        trace: As ``torch_private.dynamo.current_trace`` returns it.
+    """
+    if trace.random_calls:
+        return "forward draws a random number on the host, which a recording keeps"
+    effects = trace.side_effects
+    for variable in modified_variables(effects):
+        if is_from_before(variable):
+            stacks = getattr(effects, "mutation_user_stacks", {}).get(variable, [])
+            where = in_line(stacks[-1] if stacks else [])
+            return f"forward writes to {_written_name(effects, variable)}{where}, which a recording doesn't repeat"
+    if effects.tensor_hooks:
+        return "forward adds a hook to a tensor, which a recording doesn't repeat"
+    return None
+
+
+def _written_name(effects: Any, variable: Any) -> str:
+    name = name_of(variable.source) if variable.source is not None else variable.python_type_name()
+    name = _plain(name)
+    written = effects.store_attr_mutations.get(variable, {})
+    attributes = "/".join(str(key) for key in written if key != "cell_contents")
+    return f"{name}.{attributes}" if attributes else name
+
+
+def _plain(source: str) -> str:
+    """Write a source as a person would: ``module.layer.weight``."""
+    name = re.sub(r"\.?__dict__\['(\w+)'\]", r".\1", source)
+    name = re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", name)
+    return re.sub(r"[LG]\['(?:__import_)?(.+?)'\]", r"\1", name)
+
+
+def code_reason(codes: Iterable[CodeType]) -> str | None:
+    """Name a function of a trace that reads the process's environment: Dynamo has no guard on that."""
+    for code in codes:
+        if {"environ", "getenv"} & set(code.co_names) and not code.co_filename.startswith(_TORCH):
+            frame = FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)
+            return f"forward reads an environment variable{in_line([frame])}, which may change unseen"
+    return None
+
+
+def reason_in_graph(graph: Any) -> str | None:
+    """Name what a CUDA graph can't repeat among a trace's operations: code that can't be seen, values that are read
+    back, writes to an argument, work on the host.
+
+    Args:
+        graph: One of Dynamo's graphs, whose parameters are inputs.
+    """
+    written = (n for n in inputs_of(graph) if is_written(n) and is_argument(source_of(n)))
+    if (node := next(written, None)) is not None:
+        return f"forward writes to its argument {_plain(source_of(node))}: a recording writes to a copy"
+    home = _home_of(graph)
+    checks: list[Callable[[Any], str | None]] = [_value_reason, _call_reason]
+    if home != "cpu":
+        checks.append(_host_reason)
+    for node in _calls(graph):
+        for check in checks:
+            if (reason := check(node)) is not None:
+                return f"forward {reason}{in_line(_frames(node.stack_trace))}"
+    return _mode_reason(graph) or (None if _has_kernels(graph) else "forward runs no operation on tensors")
+
+
+def _has_kernels(graph: Any) -> bool:
+    return sum(_label(node) not in _STATEMENTS for node in _calls(graph)) > 1  # one is the prover's
+
+
+def _calls(graph: nn.Module) -> Iterator[Any]:
+    """Yield all calls of a graph, and those of graphs in it, such as of checkpointed functions."""
+    for node in graph.graph.nodes:  # type: ignore[union-attr]
+        if node.op.startswith("call_"):
+            yield node
+        elif node.op == "get_attr" and isinstance(part := getattr(graph, node.target, None), torch.fx.GraphModule):
+            yield from _calls(part)
+
+
+def _label(node: Any) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def _call_reason(node: Any) -> str | None:
+    label = _label(node)
+    if is_higher_order(node.target):
+        return None if label in _HIGHER_ORDER else f"calls the higher-order operator {label}, which may need the host"
+    if label in _MOVES_TENSORS:
+        return f"calls {label} on a tensor, which a recording doesn't repeat"
+    home = getattr(node.target, "__module__", None) or "torch"
+    if home.startswith(("torch._ops.", "torch.ops.")):
+        is_known = home.split(".")[2] in _OPERATORS
+        return None if is_known else f"calls the custom operator {node.target}, whose code can't be seen"
+    if home.split(".")[0] not in ("torch", "_operator", "math", "builtins"):
+        return f"calls {home}.{label}, whose code can't be seen"
+    if label not in _STATEMENTS and value_of(node) is None:
+        return f"calls {label}, which returns no tensor"
+    return None
+
+
+def _value_reason(node: Any) -> str | None:
+    for value in _leaves(value_of(node)):
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return f"reads a number back from a tensor by {_label(node)}"
+        if isinstance(value, Tensor) and not all(type(size) is int for size in value.shape):
+            return f"makes a shape that depends on values by {_label(node)}"
+    return None
+
+
+def _host_reason(node: Any) -> str | None:
+    on_host = any(isinstance(v, Tensor) and v.device.type == "cpu" for v in _leaves(value_of(node)))
+    return f"works on the CPU by {_label(node)}" if on_host and _label(node) not in _CONSTANTS else None
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _home_of(graph: Any) -> str:
+    """Return the type of device that a graph works on: that of its first input beside the CPU."""
+    values = [value_of(node) for node in inputs_of(graph)]
+    kinds = [value.device.type for value in values if isinstance(value, Tensor)]
+    return next((kind for kind in kinds if kind != "cpu"), "cpu")
+
+
+def _mode_reason(graph: Any) -> str | None:
+    """Name a mode that is other after a call than before."""
+    labels = [(_label(node), node) for node in graph.graph.nodes if node.op == "call_function"]
+    grad = [node.args[0] for label, node in labels if label == "_set_grad_enabled"]
+    if grad and grad[-1] != torch.is_grad_enabled():
+        return "forward leaves grad mode other than it was"
+    entered, left = (sum(label == name for label, _ in labels) for name in ("_enter_autocast", "_exit_autocast"))
+    return None if entered == left else "forward leaves autocast other than it was"
+
+
+def _frames(stack_trace: str | None) -> list[FrameSummary]:
+    found = re.findall(r'File "(.+?)", line (\d+), in (\S+)', stack_trace or "")
+    return [FrameSummary(file, int(line), name) for file, line, name in found]
+
+
+def innermost(stack: Iterable[FrameSummary]) -> FrameSummary | None:
+    """Return the user's innermost frame of a stack: torch's own modules are called by it."""
+    frames = list(stack)
+    users = [frame for frame in frames if not frame.filename.startswith(_TORCH)]
+    return next(reversed(users or frames), None)
+
+
+def in_line(stack: Iterable[FrameSummary]) -> str:
+    """Say where the user's code is, `` in model.py:12``; nothing where a stack is empty."""
+    frame = innermost(stack)
+    return f" in {Path(frame.filename).name}:{frame.lineno}" if frame else ""

@@ -1,0 +1,285 @@
+"""Proof that a module's forward may be recorded: Dynamo traces a call as one graph, and guards all that it read."""
+
+import builtins
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType, MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everygpu.parallel.compiler.dynamo import inputs_of
+from everygpu.parallel.compiler.recordable_graph import (
+    code_reason,
+    in_line,
+    innermost,
+    is_argument,
+    reason_in_graph,
+    reason_in_python,
+    source_of,
+)
+from everygpu.parallel.cuda_graphs.guards import find_hooks, is_observed, torch_settings
+from everygpu.torch_private.dynamo import (
+    cache_entries,
+    current_trace,
+    eager_answers,
+    is_compiled_module,
+    scoped_config,
+    traced_code,
+    traced_objects,
+)
+
+_LONGEST = 240
+_SETTINGS: Mapping[str, Any] = MappingProxyType(
+    {
+        # What a trace may ignore or postpone is part of what a call does.
+        "reorderable_logging_functions": set(),
+        "ignore_logging_functions": set(),
+        "replay_side_effects": True,
+        "suppress_errors": False,
+        # NumPy's calls would be traced as torch's; the call itself runs them on the host.
+        "trace_numpy": False,
+        "capture_scalar_outputs": False,
+        "capture_dynamic_output_shape_ops": False,
+        "allow_rnn": False,
+        # Guards that Dynamo leaves out for speed.
+        "guard_nn_modules": True,
+        "skip_nnmodule_hook_guards": False,
+        "skip_tensor_guards_with_matching_dict_tags": False,
+        "skip_guards_on_constant_func_defaults": False,
+        "assume_dunder_attributes_remain_unchanged": False,
+        "use_recursive_dict_tags_for_guards": False,
+        "inline_inbuilt_nn_modules": True,
+    }
+)
+
+
+class _TracedError(Exception):
+    """Raised in place of a traced call: it is not to run."""
+
+
+@dataclass(slots=True)
+class _Findings:
+    """What the backend finds in a trace; it is reached by the globals of the traced function, as backends are kept."""
+
+    reason: str | None = None
+    sources: list[str] = field(default_factory=list)
+    methods: list[tuple[type, str, Any]] = field(default_factory=list)
+    num_subtractions: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Proof:
+    code: CodeType
+    """The traced function's, which Dynamo keeps the guards with."""
+    probe: Tensor
+    look_up: Callable[[dict[str, Any]], tuple[Tensor, ...]]
+    tensors: tuple[Tensor, ...]
+    """All that forward reads beside its arguments: a recording reads these, at their addresses."""
+    methods: list[tuple[type, str, Any]]
+    """Classes' functions that the trace has gone through: Dynamo takes classes to stay as they are."""
+    settings: tuple[Any, ...]
+
+
+class WholeGraph:
+    """Tell whether a call of a module may be recorded as a CUDA graph, and whether another call is the same.
+
+    A recording repeats kernels. It repeats the call if forward reads nothing that changes unseen, and changes nothing
+    but tensors. ``torch.compile(fullgraph=True)`` traces just such functions: its guards are on everything that the
+    trace has read, be it an attribute, a global, a closure or a container, and its trace has every write to Python's
+    state. Here it traces with a backend that runs nothing. ``torch.compiler.is_compiling()`` is False in the trace, as
+    in the call that is recorded. The caller's own compiled functions and Dynamo's settings stay as they are.
+
+    One proof is kept, that of the last call of ``prove``: each recording has its own ``WholeGraph``. Not seen are:
+    the values and addresses of tensors (``p.data = other``), hooks of autograd's on tensors, dispatch modes, and what
+    functions do that are marked ``torch.compiler.allow_in_graph`` and are traced by running them.
+
+    ``prove`` holds Dynamo's lock, so threads prove one after the other. ``holds`` may run in several threads, and
+    beside a ``prove`` of another object; not beside one of the same object.
+
+    ::
+
+        graph = WholeGraph(model)
+        if (reason := graph.prove((x,), {})) is None:
+            ...  # record model(x)
+        graph.holds((y,), {})  # whether the recording serves model(y), whose shape is that of x
+
+    Args:
+        module: What is called. Any device; nothing is run on it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._proof: _Proof | None = None
+
+    def prove(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+        """Trace one call, in seconds, without running it.
+
+        Args:
+            args: The call's positional arguments: tensors of any shape, guarded by shape, stride, dtype and device;
+                numbers and strings are guarded by value.
+            kwargs: The call's keyword arguments.
+        Returns:
+            None if the call may be recorded; else the reason, in one line.
+        """
+        self._proof = None
+        try:
+            proof = _prove(self._module, tuple(args), dict(kwargs))
+        except Exception as error:  # a compiler's errors have no class in common
+            return _shorten(_explain(error))
+        if isinstance(proof, str):
+            return _shorten(proof)
+        self._proof = proof
+        return None
+
+    def holds(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Check the guards for another call, in microseconds, without tracing; False without a proof.
+
+        Args:
+            args: As for ``prove``.
+            kwargs: As for ``prove``.
+        """
+        proof = self._proof
+        # Read anew: guards on an object that is gone fail by taking the entry away, as torch._dynamo.reset() does.
+        entry = next(iter(cache_entries(proof.code)), None) if proof is not None else None
+        if proof is None or entry is None:
+            return False
+        values = {"module": self._module, "probe": proof.probe, "args": tuple(args), "kwargs": dict(kwargs)}
+        return (
+            entry.guard_manager.check(values)
+            and all(map(operator.is_, proof.look_up(values), proof.tensors))
+            and all(_method(owner, name) is function for owner, name, function in proof.methods)
+            and torch_settings() == proof.settings
+        )
+
+
+def _traced_call(module: nn.Module, probe: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # The subtraction makes a graph of each call: without one, Dynamo would have the call run.
+    return module(*args, **kwargs), probe - 1
+
+
+def _traced_probe(module: nn.Module, probe: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return probe + 1 if torch.compiler.is_compiling() else probe - 1
+
+
+def _prove(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Proof | str:
+    if any(is_compiled_module(m) for m in module.modules()):
+        return "the module has been compiled by torch.compile already"
+    if is_observed():
+        return "a mode, hook or anomaly detection observes every operation, which a recording would bypass"
+    if (reason := find_hooks([])) is not None:
+        return reason
+    probe = torch.zeros((), device="cpu")
+    values: dict[str, Any] = {"module": module, "probe": probe, "args": args, "kwargs": kwargs}
+    with ExitStack() as stack:
+        stack.enter_context(eager_answers())
+        stack.enter_context(scoped_config(_SETTINGS))
+        stack.enter_context(_without_marks([*module.parameters(), *module.buffers()]))
+        # Where torch.compile is switched off, a function that it is given runs: this one does no harm.
+        _, found = _trace(_traced_probe, values)
+        if found is None or found.num_subtractions != 1:
+            return "torch.compile is switched off, or this torch can't trace what runs eagerly"
+        function, found = _trace(_traced_call, values)
+    if found is None:
+        return "torch.compile has left the call out"
+    if found.reason is not None:
+        return found.reason
+    look_up = _make_look_up(found.sources, function.__globals__)
+    return _Proof(
+        code=function.__code__,
+        probe=probe,
+        look_up=look_up,
+        tensors=look_up(values),
+        methods=found.methods,
+        settings=torch_settings(),
+    )
+
+
+@contextmanager
+def _without_marks(tensors: list[Tensor]) -> Iterator[None]:
+    """Take away the attributes that Dynamo leaves on a module's tensors."""
+    before = [set(vars(tensor)) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, names in zip(tensors, before):
+            for name in set(vars(tensor)) - names:
+                if name.startswith("_dynamo_"):
+                    delattr(tensor, name)
+
+
+def _trace(function: Callable[..., Any], values: dict[str, Any]) -> tuple[FunctionType, _Findings | None]:
+    """Trace a function of this file; return the copy of it that has the guards, and None if it ran."""
+    found = _Findings()
+    # A copy has guards, limits of recompilation and globals of its own.
+    scope = {"__builtins__": builtins, "__name__": __name__, "torch": torch, "found": found}
+    copy = FunctionType(function.__code__.replace(), scope, function.__name__)  # type: ignore[attr-defined]
+    try:
+        torch.compile(copy, backend=_inspect, fullgraph=True, dynamic=False)(**values)
+    except _TracedError:
+        return copy, found
+    except Exception:
+        if found.reason is None:
+            raise
+        return copy, found
+    return copy, None
+
+
+def _inspect(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
+    """Serve as the backend: look at a trace, and have nothing run."""
+    trace = current_trace()
+    found: _Findings = trace.root_tx.f_globals["found"]
+    found.num_subtractions = sum(getattr(n.target, "__name__", "") == "sub" for n in graph.graph.nodes)
+    found.sources = [name for name in map(source_of, inputs_of(graph)) if not is_argument(name) and "probe" not in name]
+    found.reason = reason_in_python(trace)
+    if found.reason is not None:
+        raise _TracedError  # before what Dynamo would run ahead of the graph: drawing random numbers
+    if trace.root_tx.f_code.co_name == _traced_call.__name__:
+        codes = traced_code(trace)
+        found.reason = code_reason(codes) or reason_in_graph(graph)
+        found.methods = list(_methods({type(value) for value in traced_objects(trace)}, codes))
+    return _stop
+
+
+def _stop(*_: Any) -> Any:
+    raise _TracedError
+
+
+def _methods(classes: Iterable[type], codes: Iterable[CodeType]) -> Iterator[tuple[type, str, Any]]:
+    """Yield the functions of classes whose code was traced."""
+    traced = set(map(id, codes))
+    for owner in classes:
+        for name in dir(owner):
+            function = _method(owner, name)
+            if id(getattr(getattr(function, "fget", function), "__code__", None)) in traced:
+                yield owner, name, function
+
+
+def _method(owner: type, name: str) -> Any:
+    value = getattr(owner, name, None)
+    return getattr(value, "__func__", value)  # a class method is bound anew by each look
+
+
+def _make_look_up(sources: list[str], scope: dict[str, Any]) -> Callable[[dict[str, Any]], tuple[Tensor, ...]]:
+    """Make the function that looks up tensors where Dynamo has found them; they are Python, as guards are."""
+    items = "".join(f"{source}, " for source in sources)
+    look_up: Callable[[dict[str, Any]], tuple[Tensor, ...]] = eval(f"lambda L: ({items})", {"G": scope})  # noqa: S307
+    return look_up
+
+
+def _explain(error: Exception) -> str:
+    """Say in one line why Dynamo has refused a call, and where."""
+    stack = getattr(error, "real_stack", None) or []
+    message = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    if not stack:
+        return f"this torch can't trace the call: {type(error).__name__}: {message}"
+    frame = innermost(stack)
+    line = f" ({frame.line.strip()})" if frame and frame.line else ""
+    return f"Dynamo can't trace forward{in_line(stack)}{line}: {message}"
+
+
+def _shorten(reason: str) -> str:
+    return reason if len(reason) <= _LONGEST else f"{reason[: _LONGEST - 3]}..."

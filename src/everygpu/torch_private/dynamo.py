@@ -1,0 +1,95 @@
+"""torch's compiler as a prover: what Dynamo has found out about a function, and its guards, without running anything.
+
+``torch.compile`` calls a backend with a graph only. What a trace writes beside the graph, whose code it went through
+and the guards it made have no public name. Importing the compiler takes seconds, so it is imported where it is used.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+_EAGER_ANSWERS = ("is_compiling", "is_dynamo_compiling", "is_exporting", "_is_in_optimized_module")
+
+
+def current_trace() -> Any:
+    """Return what Dynamo keeps of the function that it calls a backend for: an ``OutputGraph``, with ``side_effects``,
+    ``random_calls`` and ``root_tx``, whose ``f_globals`` are the function's.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return InstructionTranslator.current_tx().output
+
+
+def is_from_before(variable: Any) -> bool:
+    """Tell whether a variable of a trace stands for an object that was there before the traced call."""
+    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+
+    return isinstance(variable.mutation_type, (AttributeMutationExisting, ValueMutationExisting))
+
+
+def modified_variables(side_effects: Any) -> list[Any]:
+    """Return the variables of a trace that it writes to, those it has made itself among them."""
+    modified: list[Any] = side_effects._get_modified_vars()
+    return modified
+
+
+def traced_objects(trace: Any) -> list[Any]:
+    """Return the objects that a trace has met: modules, and whatever else has attributes or contents."""
+    variables = trace.side_effects.id_to_variable.values()
+    return [variable.value for variable in variables if hasattr(variable, "value")]
+
+
+def traced_code(trace: Any) -> list[CodeType]:
+    """Return the code of all functions that a trace went through."""
+    codes: list[CodeType] = trace.tracing_context.traced_code
+    return codes
+
+
+def cache_entries(code: CodeType) -> list[Any]:
+    """Return what Dynamo has compiled for a function's code: each with its guards as ``guard_manager``."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    return list(_debug_get_cache_entry_list(code))
+
+
+@contextlib.contextmanager
+def scoped_config(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Trace with settings of Dynamo's, in this thread; those that this torch doesn't have are left out."""
+    import torch._dynamo.config as config
+
+    known = {name: value for name, value in settings.items() if hasattr(config, name)}
+    with config.patch(**known):  # type: ignore[attr-defined]
+        yield
+
+
+@contextlib.contextmanager
+def eager_answers() -> Iterator[None]:
+    """Trace what runs eagerly: ``torch.compiler.is_compiling()`` is False in it, as in the call that is recorded.
+
+    Dynamo's lock is held meanwhile, so no other thread traces with these answers.
+    """
+    from torch._dynamo.convert_frame import compile_lock
+    from torch._dynamo.variables.torch import tracing_state_functions
+
+    with compile_lock:
+        answers = tracing_state_functions()
+        changed = {f: answer for f, answer in answers.items() if answer and f.__name__ in _EAGER_ANSWERS}
+        answers.update(dict.fromkeys(changed, False))
+        try:
+            yield
+        finally:
+            answers.update(changed)
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Tell whether a module is compiled: made by ``torch.compile``, or by its own ``compile()``."""
+    return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+
+
+def is_higher_order(func: Any) -> bool:
+    """Tell whether a node of a graph calls a function with graphs of its own, such as ``torch.cond``."""
+    return isinstance(func, torch._ops.HigherOrderOperator)
