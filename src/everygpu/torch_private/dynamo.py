@@ -40,7 +40,7 @@ def modified_variables(side_effects: Any) -> list[Any]:
 def traced_objects(trace: Any) -> list[Any]:
     """Return the objects that a trace has met: modules, and whatever else has attributes or contents."""
     variables = trace.side_effects.id_to_variable.values()
-    return [variable.value for variable in variables if hasattr(variable, "value")]
+    return [vars(variable)["value"] for variable in variables if "value" in vars(variable)]
 
 
 def traced_code(trace: Any) -> list[CodeType]:
@@ -56,13 +56,18 @@ def cache_entries(code: CodeType) -> list[Any]:
     return list(_debug_get_cache_entry_list(code))
 
 
+def drop_code(code: CodeType) -> None:
+    """Free what Dynamo has compiled for a function's code, guards and all; it keeps both alive for good otherwise."""
+    torch._C._dynamo.eval_frame.reset_code(code)
+
+
 @contextlib.contextmanager
 def scoped_config(settings: Mapping[str, Any]) -> Iterator[None]:
     """Trace with settings of Dynamo's, in this thread; those that this torch doesn't have are left out."""
     import torch._dynamo.config as config
 
     known = {name: value for name, value in settings.items() if hasattr(config, name)}
-    with config.patch(**known):  # type: ignore[attr-defined]
+    with config.patch(**known):
         yield
 
 

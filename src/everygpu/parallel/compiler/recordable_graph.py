@@ -3,6 +3,7 @@
 Each function returns None, or a reason in one line.
 """
 
+import dis
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -17,6 +18,9 @@ from everygpu.parallel.compiler.dynamo import inputs_of, is_written, value_of
 from everygpu.torch_private.dynamo import is_from_before, is_higher_order, modified_variables
 
 _TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parents[2])
+PROBE = "L['probe']"
+"""The tensor that the prover adds to the call."""
 _OPERATORS = {"aten", "prims", "prim"}
 _HIGHER_ORDER = {"tag_activation_checkpoint", "autograd_function_apply", "flex_attention"}
 _STATEMENTS = {"_set_grad_enabled", "_enter_autocast", "_exit_autocast"}
@@ -75,11 +79,15 @@ def _plain(source: str) -> str:
 
 
 def code_reason(codes: Iterable[CodeType]) -> str | None:
-    """Name a function of a trace that reads the process's environment: Dynamo has no guard on that."""
+    """Name a function of a trace that reads what Dynamo has no guard on: the environment, an object's address."""
     for code in codes:
-        if {"environ", "getenv"} & set(code.co_names) and not code.co_filename.startswith(_TORCH):
-            frame = FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)
-            return f"forward reads an environment variable{in_line([frame])}, which may change unseen"
+        if code.co_filename.startswith(_TORCH):
+            continue
+        where = in_line([FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)])
+        if {"environ", "getenv"} & set(code.co_names):
+            return f"forward reads an environment variable{where}, which may change unseen"
+        if any(i.argval == "id" and i.opname == "LOAD_GLOBAL" for i in dis.get_instructions(code)):
+            return f"forward calls id(){where}, which Dynamo doesn't guard"
     return None
 
 
@@ -96,6 +104,9 @@ def reason_in_graph(graph: Any) -> str | None:
     home = _home_of(graph)
     checks: list[Callable[[Any], str | None]] = [_value_reason, _call_reason]
     if home != "cpu":
+        on_host = (source_of(n) for n in inputs_of(graph) if _is_on_host(n) and source_of(n) != PROBE)
+        if (source := next(on_host, None)) is not None:
+            return f"forward reads {_plain(source)} on the CPU, whose values a recording keeps"
         checks.append(_host_reason)
     for node in _calls(graph):
         for check in checks:
@@ -148,8 +159,13 @@ def _value_reason(node: Any) -> str | None:
 
 
 def _host_reason(node: Any) -> str | None:
-    on_host = any(isinstance(v, Tensor) and v.device.type == "cpu" for v in _leaves(value_of(node)))
-    return f"works on the CPU by {_label(node)}" if on_host and _label(node) not in _CONSTANTS else None
+    is_probed = any(getattr(arg, "op", "") == "placeholder" and source_of(arg) == PROBE for arg in node.args)
+    is_recorded = is_probed or not _is_on_host(node) or _label(node) in _CONSTANTS
+    return None if is_recorded else f"works on the CPU by {_label(node)}"
+
+
+def _is_on_host(node: Any) -> bool:
+    return any(isinstance(v, Tensor) and v.device.type == "cpu" for v in _leaves(value_of(node)))
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -184,7 +200,7 @@ def _frames(stack_trace: str | None) -> list[FrameSummary]:
 
 def innermost(stack: Iterable[FrameSummary]) -> FrameSummary | None:
     """Return the user's innermost frame of a stack: torch's own modules are called by it."""
-    frames = list(stack)
+    frames = [frame for frame in stack if not frame.filename.startswith(_OURS)]
     users = [frame for frame in frames if not frame.filename.startswith(_TORCH)]
     return next(reversed(users or frames), None)
 

@@ -2,16 +2,21 @@
 
 import builtins
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from types import CodeType, FunctionType, MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from everygpu import tree
 from everygpu.parallel.compiler.dynamo import inputs_of
+from everygpu.parallel.compiler.forward_inputs import class_reader, tensor_reader
 from everygpu.parallel.compiler.recordable_graph import (
     code_reason,
     in_line,
@@ -25,6 +30,7 @@ from everygpu.parallel.cuda_graphs.guards import find_hooks, is_observed, torch_
 from everygpu.torch_private.dynamo import (
     cache_entries,
     current_trace,
+    drop_code,
     eager_answers,
     is_compiled_module,
     scoped_config,
@@ -67,20 +73,22 @@ class _Findings:
 
     reason: str | None = None
     sources: list[str] = field(default_factory=list)
-    methods: list[tuple[type, str, Any]] = field(default_factory=list)
+    classes: set[type] = field(default_factory=set)
+    codes: list[CodeType] = field(default_factory=list)
     num_subtractions: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, for weak references
 class _Proof:
     code: CodeType
     """The traced function's, which Dynamo keeps the guards with."""
     probe: Tensor
-    look_up: Callable[[dict[str, Any]], tuple[Tensor, ...]]
+    read_tensors: Callable[[dict[str, Any]], tuple[Tensor, ...]]
     tensors: tuple[Tensor, ...]
     """All that forward reads beside its arguments: a recording reads these, at their addresses."""
-    methods: list[tuple[type, str, Any]]
-    """Classes' functions that the trace has gone through: Dynamo takes classes to stay as they are."""
+    read_classes: Callable[[], tuple[Any, ...]]
+    """See ``class_reader``."""
+    classes: tuple[Any, ...]
     settings: tuple[Any, ...]
 
 
@@ -128,11 +136,12 @@ class WholeGraph:
         self._proof = None
         try:
             proof = _prove(self._module, tuple(args), dict(kwargs))
-        except Exception as error:  # a compiler's errors have no class in common
+        except Exception as error:  # noqa: BLE001: a compiler's errors have no class in common
             return _shorten(_explain(error))
         if isinstance(proof, str):
             return _shorten(proof)
         self._proof = proof
+        weakref.finalize(proof, drop_code, proof.code).atexit = False
         return None
 
     def holds(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -150,8 +159,8 @@ class WholeGraph:
         values = {"module": self._module, "probe": proof.probe, "args": tuple(args), "kwargs": dict(kwargs)}
         return (
             entry.guard_manager.check(values)
-            and all(map(operator.is_, proof.look_up(values), proof.tensors))
-            and all(_method(owner, name) is function for owner, name, function in proof.methods)
+            and all(map(operator.is_, proof.read_tensors(values), proof.tensors))
+            and proof.read_classes() == proof.classes
             and torch_settings() == proof.settings
         )
 
@@ -172,30 +181,48 @@ def _prove(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return "a mode, hook or anomaly detection observes every operation, which a recording would bypass"
     if (reason := find_hooks([])) is not None:
         return reason
+    if any(is_lazy(tensor) for tensor in chain(module.parameters(), module.buffers())):
+        return "the module has parameters without a shape: its first call makes them"
     probe = torch.zeros((), device="cpu")
     values: dict[str, Any] = {"module": module, "probe": probe, "args": args, "kwargs": kwargs}
+    values |= dict(zip(("args", "kwargs"), _as_aliases((args, kwargs))))
     with ExitStack() as stack:
         stack.enter_context(eager_answers())
         stack.enter_context(scoped_config(_SETTINGS))
         stack.enter_context(_without_marks([*module.parameters(), *module.buffers()]))
         # Where torch.compile is switched off, a function that it is given runs: this one does no harm.
-        _, found = _trace(_traced_probe, values)
+        function, found = _trace(_traced_probe, values)
+        drop_code(function.__code__)
         if found is None or found.num_subtractions != 1:
             return "torch.compile is switched off, or this torch can't trace what runs eagerly"
         function, found = _trace(_traced_call, values)
-    if found is None:
-        return "torch.compile has left the call out"
-    if found.reason is not None:
-        return found.reason
-    look_up = _make_look_up(found.sources, function.__globals__)
+    if found is None or found.reason is not None:
+        drop_code(function.__code__)
+        return "torch.compile has left the call out" if found is None else str(found.reason)
+    read_tensors = tensor_reader(found.sources, function.__globals__)
+    read_classes = class_reader(found.classes, found.codes)
     return _Proof(
         code=function.__code__,
         probe=probe,
-        look_up=look_up,
-        tensors=look_up(values),
-        methods=found.methods,
+        read_tensors=read_tensors,
+        tensors=read_tensors(values),
+        read_classes=read_classes,
+        classes=read_classes(),
         settings=torch_settings(),
     )
+
+
+def _as_aliases(arguments: Any) -> Any:
+    """Give each tensor without gradient another object: Dynamo may look one up that is a global or an attribute, too,
+    as either, and guards that the two are the same by halves. Different objects are guarded to stay different.
+    """
+    aliases: dict[int, Tensor] = {}
+
+    def alias(value: Any) -> Any:
+        is_plain = type(value) is Tensor and not value.requires_grad
+        return aliases.setdefault(id(value), value.detach()) if is_plain else value
+
+    return tree.map_leaves(alias, arguments)
 
 
 @contextmanager
@@ -216,7 +243,7 @@ def _trace(function: Callable[..., Any], values: dict[str, Any]) -> tuple[Functi
     found = _Findings()
     # A copy has guards, limits of recompilation and globals of its own.
     scope = {"__builtins__": builtins, "__name__": __name__, "torch": torch, "found": found}
-    copy = FunctionType(function.__code__.replace(), scope, function.__name__)  # type: ignore[attr-defined]
+    copy = FunctionType(function.__code__.replace(), scope, function.__name__)
     try:
         torch.compile(copy, backend=_inspect, fullgraph=True, dynamic=False)(**values)
     except _TracedError:
@@ -225,6 +252,8 @@ def _trace(function: Callable[..., Any], values: dict[str, Any]) -> tuple[Functi
         if found.reason is None:
             raise
         return copy, found
+    finally:
+        del scope["found"]  # its code has the guards, which have the globals: a circle that garbage collection misses
     return copy, None
 
 
@@ -238,9 +267,9 @@ def _inspect(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
     if found.reason is not None:
         raise _TracedError  # before what Dynamo would run ahead of the graph: drawing random numbers
     if trace.root_tx.f_code.co_name == _traced_call.__name__:
-        codes = traced_code(trace)
-        found.reason = code_reason(codes) or reason_in_graph(graph)
-        found.methods = list(_methods({type(value) for value in traced_objects(trace)}, codes))
+        found.codes = list(traced_code(trace))
+        found.classes = {type(value) for value in traced_objects(trace)}
+        found.reason = code_reason(found.codes) or reason_in_graph(graph)
     return _stop
 
 
@@ -248,31 +277,10 @@ def _stop(*_: Any) -> Any:
     raise _TracedError
 
 
-def _methods(classes: Iterable[type], codes: Iterable[CodeType]) -> Iterator[tuple[type, str, Any]]:
-    """Yield the functions of classes whose code was traced."""
-    traced = set(map(id, codes))
-    for owner in classes:
-        for name in dir(owner):
-            function = _method(owner, name)
-            if id(getattr(getattr(function, "fget", function), "__code__", None)) in traced:
-                yield owner, name, function
-
-
-def _method(owner: type, name: str) -> Any:
-    value = getattr(owner, name, None)
-    return getattr(value, "__func__", value)  # a class method is bound anew by each look
-
-
-def _make_look_up(sources: list[str], scope: dict[str, Any]) -> Callable[[dict[str, Any]], tuple[Tensor, ...]]:
-    """Make the function that looks up tensors where Dynamo has found them; they are Python, as guards are."""
-    items = "".join(f"{source}, " for source in sources)
-    look_up: Callable[[dict[str, Any]], tuple[Tensor, ...]] = eval(f"lambda L: ({items})", {"G": scope})  # noqa: S307
-    return look_up
-
-
 def _explain(error: Exception) -> str:
     """Say in one line why Dynamo has refused a call, and where."""
     stack = getattr(error, "real_stack", None) or []
+    error = getattr(error, "inner_exception", error)  # of a backend
     message = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     if not stack:
         return f"this torch can't trace the call: {type(error).__name__}: {message}"
