@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import everygpu
 from everygpu import torch_private
-from everygpu.torch_private import autograd, compiler, cuda, data, modes, modules, pytree, tensors
+from everygpu.torch_private import autograd, compiler, cuda, data, dynamo, modes, modules, pytree, tensors
 from tests.private_names import private_names
 
 # Importing torch's compiler warns of torch.jit.
@@ -444,6 +444,48 @@ def test_graphs_are_compiled_by_inductor(monkeypatch):
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda *args, **kwargs: kwargs)
     patches = {"inner_compile": compile_fx_inner, "config_patches": {}}
     assert compiler.compile_fx(None, [], **patches) == patches
+
+
+# dynamo
+
+
+def test_a_trace_shows_what_a_function_writes_and_reads():
+    found, kept = {}, []
+
+    def backend(graph, inputs):
+        trace = dynamo.current_trace()
+        effects = trace.side_effects
+        written = [v.source.name for v in dynamo.modified_variables(effects) if dynamo.is_from_before(v)]
+        found.update(written=written, objects=dynamo.traced_objects(trace), code=dynamo.traced_code(trace))
+        found["rest"] = trace.random_calls, effects.tensor_hooks, effects.store_attr_mutations, trace.root_tx.f_globals
+        return graph.forward
+
+    def function(layer, x):
+        kept.append(1)
+        return layer(x) if not torch.compiler.is_compiling() else x
+
+    layer, x = nn.Linear(2, 2), torch.ones(2)
+    with dynamo.eager_answers(), dynamo.scoped_config({"trace_numpy": False, "no such setting": 1}):
+        torch.compile(function, backend=backend)(layer, x)
+    assert len(found["written"]) == 1
+    assert any(value is layer for value in found["objects"])
+    assert {function.__code__, nn.Linear.forward.__code__} <= set(found["code"])
+    assert found["rest"] == ([], {}, {}, globals())
+    (entry,) = dynamo.cache_entries(function.__code__)
+    assert not entry.guard_manager.check({"layer": layer, "x": x})  # ``kept`` is longer now
+    dynamo.drop_code(function.__code__)
+    assert dynamo.cache_entries(function.__code__) == []
+    assert torch.compile(lambda x: x + torch.compiler.is_compiling(), backend="eager")(torch.zeros(())) == 1
+
+
+def test_compiled_modules_and_operators_of_a_higher_order_are_told():
+    layer = nn.Linear(2, 2)
+    assert not dynamo.is_compiled_module(layer)
+    assert dynamo.is_compiled_module(torch.compile(layer))
+    layer.compile()
+    assert dynamo.is_compiled_module(layer)
+    assert dynamo.is_higher_order(torch.ops.higher_order.cond)
+    assert not dynamo.is_higher_order(torch.ops.aten.add.Tensor)
 
 
 def test_only_private_names_are_listed():

@@ -136,7 +136,7 @@ class WholeGraph:
         self._proof = None
         try:
             proof = _prove(self._module, tuple(args), dict(kwargs))
-        except Exception as error:  # noqa: BLE001: a compiler's errors have no class in common
+        except Exception as error:  # noqa: BLE001 - a compiler's errors have no class in common
             return _shorten(_explain(error))
         if isinstance(proof, str):
             return _shorten(proof)

@@ -1,0 +1,322 @@
+"""Which forwards may be recorded by Dynamo's proof, which may not, and that a proof runs and changes nothing."""
+
+import logging
+import os
+import random
+import time
+import warnings  # noqa: F401 - named in the code of forwards
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from everygpu.parallel.compiler.whole_graph import WholeGraph
+
+# Importing torch's compiler warns of torch.jit; what forward does here is warned of, too.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+
+calls = 0
+seen: list[int] = []
+generator = random.Random(0)
+
+
+class Calls(nn.Module):
+    """A module whose forward is a function of the module and a tensor."""
+
+    def __init__(self, function=None):
+        super().__init__()
+        self.lin, self.norm, self.drop = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.1)
+        self.layers = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+        self.register_buffer("buf", torch.zeros(4))
+        self.calls, self.items, self.table, self.scale, self.function = 0, [], {}, 1.5, function
+
+    def forward(self, x, **kwargs):
+        return self.function(self, x, **kwargs)
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8, num_heads: int = 2):
+        super().__init__()
+        self.attention_norm, self.norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down, self.drop = nn.Linear(width, 16), nn.Linear(16, width), nn.Dropout(0.1)
+        self.num_heads = num_heads
+
+    def forward(self, x):
+        b, t, d = x.shape
+        qkv = self.qkv(self.attention_norm(x)).view(b, t, 3, self.num_heads, d // self.num_heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def writes_buffer(self, x):
+    self.buf.add_(1)
+    return self.lin(x)
+
+
+def autocasts(self, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        return self.lin(x)
+
+
+def runs_eagerly(self, x):
+    if torch.compiler.is_compiling():
+        seen.append(1)
+    return self.lin(x)
+
+
+PROVEN = {
+    "batch norm": lambda self, x: self.norm(self.lin(x)),
+    "dropout": lambda self, x: self.drop(x),
+    "dict": lambda self, x: {"logits": self.lin(x), "loss": self.lin(x).sum()},
+    "dataclass": lambda self, x: Output(logits=self.lin(x)),
+    "checkpoint": lambda self, x: checkpoint(self.lin, x, use_reentrant=False),
+    "branch on training": lambda self, x: self.lin(x) if self.training else x * 2,
+    "containers": lambda self, x: sum(layer(x) for layer in self.layers.values()),
+    "attributes": lambda self, x: self.lin(x) * self.scale * len(self.items) + self.table.get("bias", 0),
+    "function of autograd": lambda self, x: Double.apply(self.lin(x)),
+    "tensor of a constant": lambda self, x: self.lin(x) * torch.tensor(self.scale),
+    "buffer": writes_buffer,
+    "modes": autocasts,
+    "asks for the compiler": runs_eagerly,
+}  # fmt: skip
+
+
+def prove(module, *args, **kwargs):
+    """Return the reason, and check that nothing has run or changed."""
+    attributes = [{**vars(m)} for m in module.modules()]
+    tensors = [*module.parameters(), *module.buffers()]
+    values, names = [t.clone() for t in tensors], [set(vars(t)) for t in tensors]
+    torch_rng, host_rng, numpy_rng = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
+    before = seen.copy(), calls, torch.is_grad_enabled(), torch.get_default_dtype(), generator.getstate()
+    whole_graph = WholeGraph(module)
+    reason = whole_graph.prove(args, kwargs)
+    assert all(a.equal(b) for a, b in zip(values, tensors))
+    assert [set(vars(t)) for t in tensors] == names
+    assert [vars(m) for m in module.modules()] == attributes
+    assert torch.get_rng_state().equal(torch_rng)
+    assert (np.random.get_state()[1] == numpy_rng).all()
+    assert random.getstate() == host_rng
+    assert before == (seen, calls, torch.is_grad_enabled(), torch.get_default_dtype(), generator.getstate())
+    assert whole_graph.holds(args, kwargs) is (reason is None)
+    return reason
+
+
+@pytest.mark.parametrize("name", PROVEN)
+def test_a_forward_of_tensors_alone_is_proven(name):
+    assert prove(Calls(PROVEN[name]), torch.ones(3, 4)) is None
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), (3, 4)),
+        (nn.Sequential(*(Block() for _ in range(3))), (2, 5, 8)),
+        (nn.TransformerEncoderLayer(8, 2, 16), (2, 5, 8)),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()), (2, 3, 8, 8)),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), (3, 4)),
+    ],
+)
+def test_common_modules_are_proven(module, shape):
+    for training in (True, False):
+        assert prove(module.train(training), torch.rand(shape)) is None
+    with torch.no_grad():
+        assert prove(module, torch.rand(shape)) is None
+
+
+# Each with one line of code for forward to be, and what the reason has to say.
+
+
+def writes_global(self, x):
+    global calls
+    calls += 1
+    return self.lin(x)
+
+
+def make_counter():
+    n = 0
+
+    def writes_closure(self, x):
+        nonlocal n
+        n += 1
+        return self.lin(x)
+
+    return writes_closure
+
+
+def effect(statement):
+    """Make a forward that has a statement before its operation."""
+    namespace = dict(globals())
+    exec(f"def forward(self, x):\n    {statement}\n    return self.lin(x)", namespace)
+    return namespace["forward"]
+
+
+@torch.library.custom_op("everygpu_tests::opaque", mutates_args=())
+def opaque(x: Tensor) -> Tensor:
+    return x + 1
+
+
+opaque.register_fake(torch.empty_like)
+
+
+@torch.compiler.disable
+def left_alone(x):
+    return x + 1
+
+
+logger = logging.getLogger(__name__)
+REFUSED = {
+    "attribute": (effect("self.calls += 1"), "writes to module.calls in"),
+    "attribute of a child": (effect("self.lin.scale = 2"), "writes to module.lin.scale in"),
+    "tensor kept": (effect("self.kept = x + 1"), "writes to module.kept"),
+    "training mode": (effect("self.train(False)"), "writes to module.training"),
+    "class": (effect("type(self).calls = 1"), "writes to type(module).calls"),
+    "global": (writes_global, "calls in test_whole_graph.py:"),
+    "global list": (effect("seen.append(1)"), "seen"),
+    "closure": (make_counter(), "__closure__"),
+    "list": (effect("self.items.append(x)"), "writes to module.items"),
+    "dict": (effect("self.table['a'] = 1"), "writes to module.table"),
+    "buffer bound anew": (effect("self.buf = self.buf + 1"), "_buffers"),
+    "gradient": (effect("self.lin.weight.grad = None"), "writes to module.lin.weight.grad"),
+    "parameter's data": (effect("self.lin.weight.data = self.lin.weight * 2"), "calls set_"),
+    "argument": (effect("x.mul_(2)"), "writes to its argument args[0]"),
+    "hook on an argument": (effect("x.register_hook(print)"), "hook"),
+    "host's random number": (lambda self, x: self.lin(x) * random.random(), "Dynamo can't trace"),
+    "generator's number": (lambda self, x: self.lin(x) * generator.random(), "draws a random number on the host"),
+    "NumPy": (lambda self, x: self.lin(x) * np.sqrt(2.0), "numpy"),
+    "NumPy's random number": (lambda self, x: self.lin(x) * np.random.rand(), "numpy"),
+    "clock": (lambda self, x: self.lin(x) * time.time(), "Dynamo can't trace"),
+    "environment": (lambda self, x: self.lin(x) * len(os.environ.get("HOME", "")), "environment variable"),
+    "address": (lambda self, x: self.lin(x) * (id(x) % 7), "calls id()"),
+    "print": (effect("print(1)"), "Dynamo can't trace"),
+    "log": (effect("logger.debug('x')"), "logging.Logger"),
+    "warning": (effect("warnings.warn('x')"), "Dynamo can't trace"),
+    "item": (lambda self, x: self.lin(x) * x.sum().item(), "reads a number back from a tensor by item"),
+    "float": (lambda self, x: self.lin(x) * float(x.sum()), "reads a number back"),
+    "branch": (lambda self, x: self.lin(x) if x.sum() > 0 else x, "Data-dependent branching"),
+    "mask": (lambda self, x: x[x > 0], "makes a shape that depends on values"),
+    "version": (lambda self, x: self.lin(x) * (x._version % 7), "reads a number back"),
+    "grad mode": (effect("torch.set_grad_enabled(False)"), "leaves grad mode"),
+    "default dtype": (effect("torch.set_default_dtype(torch.float64)"), "calls set_default_dtype"),
+    "seed": (effect("torch.manual_seed(0)"), "Dynamo can't trace"),
+    "custom operator": (lambda self, x: opaque(x), "the custom operator everygpu_tests.opaque"),
+    "disabled": (lambda self, x: left_alone(x), "disable"),
+    "only eagerly": (effect("self.calls += not torch.compiler.is_compiling()"), "writes to module.calls"),
+    "effect in a checkpoint": (lambda self, x: checkpoint(lambda y: self.items.append(1) or y, x), "side effect"),
+    "no operation": (lambda self, x: x, "runs no operation"),
+    "wrong shape": (lambda self, x: self.lin(x[:, :2]), "Dynamo can't trace"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_recording_would_not_repeat_is_the_reason(name):
+    function, said = REFUSED[name]
+    reason = prove(Calls(function), torch.ones(3, 4))
+    assert reason is not None
+    assert said in reason
+    assert "\n" not in reason
+    assert len(reason) <= 240
+
+
+def test_a_reason_says_where_it_is():
+    line = writes_global.__code__.co_firstlineno + 2
+    assert f"in test_whole_graph.py:{line}" in prove(Calls(writes_global), torch.ones(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: nn.Sequential(nn.LSTM(4, 4)), "RNN, GRU, or LSTM"),
+        (lambda: nn.LazyLinear(4), "parameters without a shape"),
+        (lambda: torch.jit.script(nn.Linear(4, 4)), "torch.jit"),
+        (lambda: torch.compile(nn.Linear(4, 4)), "compiled by torch.compile already"),
+        (lambda: nn.Sequential(torch.compile(nn.Linear(4, 4))), "compiled by torch.compile already"),
+    ],
+)
+def test_modules_that_dynamo_does_not_trace_are_refused(make, said):
+    module = make()
+    assert said in WholeGraph(module).prove((torch.ones(3, 4),), {})
+
+
+def test_a_module_with_its_own_compile_is_refused():
+    layer = nn.Linear(4, 4)
+    layer.compile()
+    assert "already" in WholeGraph(nn.Sequential(layer)).prove((torch.ones(3, 4),), {})
+
+
+def test_hooks_are_part_of_forward():
+    module, kept = nn.Linear(4, 4), []
+    handle = module.register_forward_hook(lambda module, args, output: output * 2)
+    assert prove(module, torch.ones(3, 4)) is None
+    handle.remove()
+    module.register_forward_hook(lambda module, args, output: kept.append(1))
+    assert "writes to" in prove(module, torch.ones(3, 4))
+    assert kept == []
+
+
+HOST = {
+    "random": (lambda self, x: self.lin(x) + torch.randn(4, device="cpu").to(x.device), "works on the CPU by randn"),
+    "attribute": (lambda self, x: self.lin(x) * self.weight, "reads module.weight on the CPU"),
+    "read back": (lambda self, x: self.lin(x).cpu(), "works on the CPU by cpu"),
+    "constant": (lambda self, x: self.lin(x) * torch.tensor(2.0), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOST)
+def test_work_on_the_host_is_found_beside_another_device(name):
+    function, said = HOST[name]
+    module = Calls(function).to("meta")
+    module.weight = torch.ones(())
+    reason = WholeGraph(module).prove((torch.ones(3, 4, device="meta"),), {})
+    assert (reason is None) if said is None else said in reason
+
+
+@pytest.mark.parametrize("switch", ["stance", "configuration"])
+def test_nothing_runs_where_torch_compile_is_switched_off(switch):
+    module = Calls(effect("self.items.append(1)"))
+    from torch._dynamo import config
+
+    with torch.compiler.set_stance("force_eager") if switch == "stance" else config.patch(disable=True):
+        assert "torch" in WholeGraph(module).prove((torch.ones(3, 4),), {})
+    assert module.items == []
+
+
+def test_a_torch_without_what_is_needed_is_a_reason(monkeypatch):
+    def fail(*args):
+        raise ImportError("cannot import name 'compile_lock'")
+
+    monkeypatch.setattr("everygpu.parallel.compiler.whole_graph.eager_answers", fail)
+    reason = WholeGraph(nn.Linear(4, 4)).prove((torch.ones(3, 4),), {})
+    assert reason == "this torch can't trace the call: ImportError: cannot import name 'compile_lock'"
+
+
+def test_observers_and_hooks_on_all_modules_are_reasons():
+    x, module = torch.ones(3, 4), nn.Linear(4, 4)
+    with torch.autograd.set_detect_anomaly(True):
+        assert "observes" in WholeGraph(module).prove((x,), {})
+    handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
+    try:
+        assert "all modules" in WholeGraph(module).prove((x,), {})
+    finally:
+        handle.remove()

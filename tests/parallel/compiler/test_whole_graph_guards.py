@@ -1,0 +1,336 @@
+"""When a proof holds for another call: what forward has read is as it was. And what a proof leaves behind: nothing."""
+
+import gc
+import threading
+import types
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from everygpu.parallel.compiler.whole_graph import WholeGraph
+from everygpu.torch_private.dynamo import cache_entries
+
+# Importing torch's compiler warns of torch.jit.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+
+
+class Config:
+    base = 1.0
+
+    def __init__(self):
+        self.scale, self.inner = 1.0, types.SimpleNamespace(power=1.0)
+
+    def apply(self, x):
+        return x * self.scale * self.base
+
+    @property
+    def double(self):
+        return self.scale * 2
+
+    @classmethod
+    def shift(cls, x):
+        return x + 1
+
+
+class OtherConfig(Config):
+    pass
+
+
+def make_scale():
+    factor = 1.0
+
+    def scale(x):
+        return x * factor
+
+    def set_factor(value):
+        nonlocal factor
+        factor = value
+
+    return scale, set_factor
+
+
+def shifted(x, by=1.0, *, times=2.0):
+    return (x + by) * times
+
+
+factor, factors, table, bias, activation = 2.0, [1.0], {"a": 1.0}, torch.ones(4), torch.relu
+
+
+class Net(nn.Module):
+    gain = 1.5
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.norm, self.drop = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.1)
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.register_buffer("buf", torch.ones(4))
+        self.scale, self.config, self.weights, self.table = 2.0, Config(), [1.0, [2.0]], {"k": 3.0}
+        self.tensor, self.tensors, self.dtype, self.flag = torch.ones(4), [torch.ones(4)], torch.float32, None
+        self.closure, self.set_factor = make_scale()
+
+    def helper(self, x):
+        return x * self.gain
+
+    def forward(self, x, k=1.0):
+        x = self.drop(self.norm(self.lin(x))) * self.scale * k
+        x = Config.shift(self.config.apply(x) * self.config.inner.power * self.config.double)
+        x = x * self.weights[0] * self.weights[1][0] * self.table["k"] + self.buf + self.tensor + self.tensors[0]
+        for layer in self.layers:
+            x = layer(x)
+        x = shifted(self.helper(self.closure(x))) * factor * sum(factors) * table["a"] + bias
+        if self.flag is not None or hasattr(self, "extra"):
+            x = x + 1
+        return F.gelu(activation(x)).to(self.dtype)
+
+
+@pytest.fixture
+def proven(monkeypatch):
+    """A module, its proof, and a call; modules' and classes' attributes are set by ``monkeypatch``."""
+    module, x = Net(), torch.rand(3, 4)
+    whole_graph = WholeGraph(module)
+    assert whole_graph.prove((x,), {}) is None
+    assert whole_graph.holds((x,), {})
+    return module, whole_graph, x
+
+
+def sets(path, value):
+    """Return a change of an attribute, by the path from the module or a name in this file."""
+
+    def change(module, monkeypatch):
+        first, *others, last = path.split(".")
+        owner = module if first == "module" else globals()[first]
+        for name in others:
+            owner = getattr(owner, name)
+        monkeypatch.setattr(owner, last, value, raising=False)
+
+    return change
+
+
+def sets_global(name, value):
+    return lambda module, monkeypatch: monkeypatch.setitem(globals(), name, value)
+
+
+CHANGES = {
+    "eval": lambda m, _: m.eval(),
+    "eval of a child": lambda m, _: m.norm.eval(),
+    "number": sets("module.scale", 3.0),
+    "integer": sets("module.scale", 2),
+    "dtype": sets("module.dtype", torch.float64),
+    "None": sets("module.flag", 1),
+    "new attribute": sets("module.extra", 1),
+    "rate of dropout": sets("module.drop.p", 0.5),
+    "momentum": sets("module.norm.momentum", 0.5),
+    "list": lambda m, _: m.weights.__setitem__(0, 9.0),
+    "inner list": lambda m, _: m.weights[1].__setitem__(0, 9.0),
+    "dict": lambda m, _: m.table.update(k=9.0),
+    "configuration": sets("module.config.scale", 9.0),
+    "configuration's namespace": sets("module.config.inner.power", 9.0),
+    "configuration's class": sets("module.config.__class__", OtherConfig),
+    "configuration's method": sets("module.config.apply", lambda x: x),
+    "global": sets_global("factor", 3.0),
+    "global list": lambda m, patch: patch.setitem(globals(), "factors", [1.0, 2.0]),
+    "global dict": lambda m, patch: patch.setitem(table, "a", 2.0),
+    "global tensor": sets_global("bias", torch.ones(4)),
+    "global function": sets_global("activation", torch.tanh),
+    "closure": lambda m, _: m.set_factor(5.0),
+    "default": lambda m, patch: patch.setattr(shifted, "__defaults__", (5.0,)),
+    "keyword default": lambda m, patch: patch.setitem(shifted.__kwdefaults__, "times", 5.0),
+    "code": lambda m, patch: patch.setattr(shifted, "__code__", (lambda x, by=1.0, *, times=2.0: x).__code__),
+    "torch's function": lambda m, patch: patch.setattr(F, "gelu", F.relu),
+    "hook": lambda m, _: m.lin.register_forward_hook(lambda *args: None),
+    "hook before": lambda m, _: m.register_forward_pre_hook(lambda *args: None),
+    "hook on the module": lambda m, _: m.register_forward_hook(lambda *args: None),
+    "hook of backward": lambda m, _: m.lin.register_full_backward_hook(lambda *args: None),
+    "parameter": lambda m, _: setattr(m.lin, "weight", nn.Parameter(torch.ones(4, 4))),
+    "parameter's dtype": lambda m, _: m.lin.double(),
+    "requires_grad": lambda m, _: m.lin.weight.requires_grad_(False),
+    "buffer": sets("module.buf", torch.ones(4)),
+    "tensor": sets("module.tensor", torch.ones(4)),
+    "tensor in a list": lambda m, _: m.tensors.__setitem__(0, torch.ones(4)),
+    "child": lambda m, _: setattr(m, "lin", nn.Linear(4, 4)),
+    "one layer more": lambda m, _: m.layers.append(nn.Linear(4, 4)),
+    "one layer fewer": lambda m, _: m.layers.__delitem__(0),
+    "forward of a child": lambda m, _: setattr(m.lin, "forward", lambda x: x),
+    "class attribute": sets("Net.gain", 9.0),
+    "class attribute of a child class": sets("Config.base", 9.0),
+    "method": sets("Net.helper", lambda self, x: x),
+    "method of torch": lambda m, patch: patch.setattr(nn.Linear, "forward", lambda self, x: x),
+    "method's code": lambda m, patch: patch.setattr(Net.helper, "__code__", (lambda self, x: x).__code__),
+    "method of another class": sets("Config.apply", lambda self, x: x),
+    "property": sets("Config.double", property(lambda self: 3.0)),
+    "class method": lambda m, patch: patch.setattr(Config, "shift", classmethod(lambda cls, x: x)),
+    "another attribute of a class": sets("Net.new", 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_what_forward_has_read_ends_the_proof(name, proven, monkeypatch):
+    module, whole_graph, x = proven
+    CHANGES[name](module, monkeypatch)
+    assert not whole_graph.holds((x,), {})
+
+
+SAME = {
+    "nothing": lambda m: None,
+    "the same number": lambda m: setattr(m, "scale", 2.0),
+    "an equal configuration": lambda m: setattr(m, "config", Config()),
+    "values": lambda m: m.lin.weight.data.zero_(),
+    # What comes is not seen: a recording compares addresses, and looks for hooks on tensors, itself.
+    "data": lambda m: setattr(m.lin.weight, "data", torch.ones(4, 4)),
+    "hook on a parameter": lambda m: m.lin.weight.register_hook(lambda grad: grad),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_proof_holds_where_forward_reads_the_same(name, proven):
+    module, whole_graph, x = proven
+    SAME[name](module)
+    assert whole_graph.holds((x,), {})
+
+
+MODES = {
+    "no_grad": torch.no_grad,
+    "inference mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "default device": lambda: torch.device("meta"),
+    "saved tensors' hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+    "anomaly": lambda: torch.autograd.set_detect_anomaly(True),
+    "attention": lambda: nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_modes_end_the_proof_while_they_last(name, proven):
+    _, whole_graph, x = proven
+    with MODES[name]():
+        assert not whole_graph.holds((x,), {})
+    assert whole_graph.holds((x,), {})
+
+
+def test_hooks_on_all_modules_end_the_proof_while_they_last(proven):
+    _, whole_graph, x = proven
+    handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
+    assert not whole_graph.holds((x,), {})
+    handle.remove()
+    assert whole_graph.holds((x,), {})
+
+
+def test_arguments_are_guarded_by_shape_and_by_value(proven):
+    _, whole_graph, x = proven
+    assert whole_graph.holds((torch.rand(6, 4)[3:],), {})
+    others = [torch.rand(4, 4), torch.rand(3, 4).double(), torch.rand(4, 3).t(), torch.rand(3, 4, requires_grad=True)]
+    for args in [*((other,) for other in others), (x, 2.0), (x.numpy(),), (nn.Parameter(x),), ()]:
+        assert not whole_graph.holds(args, {})
+    assert whole_graph.prove((x,), {"k": 2.0}) is None
+    assert whole_graph.holds((x,), {"k": 2.0})
+    for kwargs in ({"k": 3.0}, {"k": 2}, {"k": torch.ones(())}, {}, {"j": 2.0}):
+        assert not whole_graph.holds((x,), kwargs)
+
+
+def test_an_argument_that_is_an_attribute_as_well_is_not_recorded(proven):
+    module, whole_graph, _ = proven
+    x = module.tensor.expand(3, 4).clone()
+    module.tensor = x
+    assert whole_graph.prove((x,), {}) is None
+    assert not whole_graph.holds((x,), {})
+    assert whole_graph.holds((x.clone(),), {})
+
+
+def test_one_tensor_given_twice_stays_one():
+    whole_graph, x = WholeGraph(nn.Bilinear(4, 4, 2)), torch.rand(3, 4)
+    assert whole_graph.prove((x, x), {}) is None
+    assert whole_graph.holds((x, x), {})
+    assert not whole_graph.holds((x, x.clone()), {})
+
+
+def test_a_miss_traces_nothing(proven, monkeypatch):
+    module, whole_graph, x = proven
+    monkeypatch.setattr("everygpu.parallel.compiler.whole_graph._inspect", None)
+    module.eval()
+    assert not whole_graph.holds((x,), {})
+    module.train()
+    assert whole_graph.holds((x,), {})
+
+
+def test_without_a_proof_nothing_holds():
+    whole_graph, x = WholeGraph(nn.LSTM(4, 4)), torch.ones(3, 4)
+    assert not whole_graph.holds((x,), {})
+    assert whole_graph.prove((x,), {}) is not None
+    assert not whole_graph.holds((x,), {})
+
+
+def test_many_shapes_are_proven_without_reaching_a_limit():
+    graphs = [WholeGraph(nn.Linear(4, 4)) for _ in range(12)]
+    for rows, graph in enumerate(graphs, 2):
+        assert graph.prove((torch.rand(rows, 4),), {}) is None
+    one = graphs[0]
+    for rows in range(2, 14):
+        assert one.prove((torch.rand(rows, 4),), {}) is None
+    assert [graph.holds((torch.rand(13, 4),), {}) for graph in graphs] == [True] + [False] * 10 + [True]
+
+
+def test_dropping_it_frees_the_module_and_the_guards():
+    module, x = nn.Sequential(nn.Linear(4, 4)), torch.rand(3, 4)
+    whole_graph = WholeGraph(module)
+    assert whole_graph.prove((x,), {}) is None
+    first = weakref.ref(whole_graph._proof.code)
+    assert whole_graph.prove((x,), {}) is None
+    gc.collect()
+    kept = [weakref.ref(o) for o in (module, module[0].weight, whole_graph._proof.code, x)]
+    assert first() is None
+    del module, whole_graph, x
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 4
+
+
+def test_a_reset_of_the_compiler_ends_the_proof(proven):
+    _, whole_graph, x = proven
+    torch.compiler.reset()
+    assert not whole_graph.holds((x,), {})
+    assert whole_graph.prove((x,), {}) is None
+    assert whole_graph.holds((x,), {})
+
+
+def test_the_callers_own_compiled_functions_stay_as_they_are():
+    from torch._dynamo import config
+
+    module, compiled = nn.Sequential(nn.Linear(4, 4)), []
+    settings = config.get_config_copy()
+
+    def backend(graph, inputs):
+        compiled.append(len(graph.graph.nodes))
+        return graph.forward
+
+    forward, x = torch.compile(module, backend=backend), torch.rand(3, 4)
+    forward(x)
+    code = nn.Sequential.forward.__code__
+    entries = len(cache_entries(code))
+    whole_graph = WholeGraph(module)
+    assert whole_graph.prove((x,), {}) is None
+    assert whole_graph.prove((torch.rand(5, 4),), {}) is None
+    assert len(cache_entries(code)) == entries
+    forward(x)
+    assert len(compiled) == 1
+    answers = torch.compile(lambda x: x + torch.compiler.is_compiling(), backend=backend, fullgraph=True)
+    assert answers(torch.zeros(())) == 1
+    after = config.get_config_copy()
+    assert {name for name, value in settings.items() if after[name] != value} == set()
+
+
+def test_threads_prove_and_ask_beside_each_other():
+    modules = [nn.Sequential(nn.Linear(4, n), nn.ReLU()) for n in range(1, 5)]
+    graphs, found, x = [WholeGraph(m) for m in modules], {}, torch.rand(3, 4)
+
+    def work(i):
+        reasons = [graphs[i].prove((x,), {}) for _ in range(2)]
+        found[i] = reasons, [graphs[i].holds((x,), {}) for _ in range(50)], graphs[i].holds((x[:2],), {})
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {i: ([None, None], [True] * 50, False) for i in range(4)}
