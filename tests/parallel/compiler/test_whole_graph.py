@@ -185,6 +185,17 @@ def left_alone(x):
     return x + 1
 
 
+@torch.compiler.allow_in_graph
+def in_graph(x):
+    return x + 1
+
+
+def hooks_result(self, x):
+    y = self.lin(x)
+    y.register_hook(lambda grad: grad * 2)
+    return y
+
+
 logger = logging.getLogger(__name__)
 REFUSED = {
     "attribute": (effect("self.calls += 1"), "writes to module.calls in"),
@@ -221,11 +232,12 @@ REFUSED = {
     "default dtype": (effect("torch.set_default_dtype(torch.float64)"), "calls set_default_dtype"),
     "seed": (effect("torch.manual_seed(0)"), "Dynamo can't trace"),
     "custom operator": (lambda self, x: opaque(x), "the custom operator everygpu_tests.opaque"),
+    "function put into the graph": (lambda self, x: in_graph(x), "in_graph, whose code can't be seen"),
+    "hook on a result": (hooks_result, "register_hook"),
     "disabled": (lambda self, x: left_alone(x), "disable"),
     "only eagerly": (effect("self.calls += not torch.compiler.is_compiling()"), "writes to module.calls"),
     "effect in a checkpoint": (lambda self, x: checkpoint(lambda y: self.items.append(1) or y, x), "side effect"),
     "no operation": (lambda self, x: x, "runs no operation"),
-    "wrong shape": (lambda self, x: self.lin(x[:, :2]), "Dynamo can't trace"),
 }  # fmt: skip
 
 
@@ -239,9 +251,49 @@ def test_what_a_recording_would_not_repeat_is_the_reason(name):
     assert len(reason) <= 240
 
 
-def test_a_reason_says_where_it_is():
-    line = writes_global.__code__.co_firstlineno + 2
-    assert f"in test_whole_graph.py:{line}" in prove(Calls(writes_global), torch.ones(3, 4))
+def wrong_shape(self, x):
+    return self.lin(x[:, :2])  # found in torch's own file
+
+
+@pytest.mark.parametrize(("function", "line"), [(writes_global, 2), (wrong_shape, 1), (hooks_result, 2)])
+def test_a_reason_says_where_it_is(function, line):
+    line += function.__code__.co_firstlineno
+    assert f" in test_whole_graph.py:{line}" in prove(Calls(function), torch.ones(3, 4))
+
+
+def test_a_reason_is_short():
+    reason = prove(Calls(effect(f"self.{'long' * 100} = 1")), torch.ones(3, 4))
+    assert len(reason) == 240
+    assert reason.endswith("...")
+
+
+LOOSE = {
+    "log": {"ignore_logging_functions": {logging.Logger.debug}},
+    "print": {"reorderable_logging_functions": {print}, "suppress_errors": True},
+    "NumPy": {"trace_numpy": True},
+    "attribute": {"replay_side_effects": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOSE)
+def test_the_callers_settings_of_the_compiler_loosen_nothing(name):
+    from torch._dynamo import config
+
+    function, said = REFUSED[name]
+    with config.patch(**LOOSE[name]):
+        assert said in prove(Calls(function), torch.ones(3, 4))
+
+
+def test_settings_of_the_compiler_that_leave_out_guards_are_not_heeded():
+    from torch._dynamo import config
+
+    module, x = Calls(PROVEN["branch on training"]), torch.ones(3, 4)
+    whole_graph = WholeGraph(module)
+    with config.patch(guard_nn_modules=False, skip_guards_on_constant_func_defaults=True):
+        assert whole_graph.prove((x,), {}) is None
+    assert whole_graph.holds((x,), {})
+    module.eval()
+    assert not whole_graph.holds((x,), {})
 
 
 @pytest.mark.parametrize(

@@ -101,9 +101,10 @@ class WholeGraph:
     state. Here it traces with a backend that runs nothing. ``torch.compiler.is_compiling()`` is False in the trace, as
     in the call that is recorded. The caller's own compiled functions and Dynamo's settings stay as they are.
 
-    One proof is kept, that of the last call of ``prove``: each recording has its own ``WholeGraph``. Not seen are:
-    the values and addresses of tensors (``p.data = other``), hooks of autograd's on tensors, dispatch modes, and what
-    functions do that are marked ``torch.compiler.allow_in_graph`` and are traced by running them.
+    One proof is kept, that of the last call of ``prove``: each recording has its own ``WholeGraph``. Not seen are
+    the values and addresses of tensors (``p.data = other``) and autograd's hooks on tensors. Functions that are marked
+    ``torch.compiler.allow_in_graph`` are refused, but are run on fake tensors to be traced. A module that is compiled,
+    or has a compiled module below it, is refused; a compiled function is traced as the Python that it was made of.
 
     ``prove`` holds Dynamo's lock, so threads prove one after the other. ``holds`` may run in several threads, and
     beside a ``prove`` of another object; not beside one of the same object.
@@ -124,7 +125,8 @@ class WholeGraph:
         self._proof: _Proof | None = None
 
     def prove(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-        """Trace one call, in seconds, without running it.
+        """Trace one call, in seconds, without running it; not while a thread captures a CUDA graph, as Dynamo reads
+        the state of the GPU's random numbers.
 
         Args:
             args: The call's positional arguments: tensors of any shape, guarded by shape, stride, dtype and device;
