@@ -363,6 +363,11 @@ def test_a_torch_without_what_is_needed_is_a_reason(monkeypatch):
     assert reason == "this torch can't trace the call: ImportError: cannot import name 'compile_lock'"
 
 
+def test_a_torch_that_is_newer_than_those_tried_is_a_reason(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.14.0")
+    assert "for torch 2.14.0" in WholeGraph(nn.Linear(4, 4)).prove((torch.ones(3, 4),), {})
+
+
 def test_observers_and_hooks_on_all_modules_are_reasons():
     x, module = torch.ones(3, 4), nn.Linear(4, 4)
     with torch.autograd.set_detect_anomaly(True):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from everygpu import tree
+from everygpu.parallel import switches
 from everygpu.parallel.compiler.dynamo import inputs_of
 from everygpu.parallel.compiler.forward_inputs import class_reader, tensor_reader
 from everygpu.parallel.compiler.recordable_graph import (
@@ -177,6 +178,8 @@ def _traced_probe(module: nn.Module, probe: Tensor, args: tuple[Any, ...], kwarg
 
 
 def _prove(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Proof | str:
+    if not switches.proves_forwards():
+        return f"proofs by Dynamo are switched off for torch {torch.__version__}"
     if any(is_compiled_module(m) for m in module.modules()):
         return "the module has been compiled by torch.compile already"
     if is_observed():
