@@ -4,6 +4,7 @@ A test that fails with a new version of torch says what that has changed; see ``
 """
 
 import ast
+import functools
 import textwrap
 import threading
 from pathlib import Path
@@ -460,12 +461,18 @@ def test_a_trace_shows_what_a_function_writes_and_reads():
         found["rest"] = trace.random_calls, effects.tensor_hooks, effects.store_attr_mutations, trace.root_tx.f_globals
         return graph.forward
 
+    cached = functools.lru_cache(lambda: 1)  # as Dynamo warns of
+
     def function(layer, x):
-        kept.append(1)
+        kept.append(cached())
         return layer(x) if not torch.compiler.is_compiling() else x
 
     layer, x = nn.Linear(2, 2), torch.ones(2)
-    with dynamo.eager_answers(), dynamo.scoped_config({"trace_numpy": False, "no such setting": 1}):
+    with (
+        dynamo.eager_answers(),
+        dynamo.without_warnings(),
+        dynamo.scoped_config({"trace_numpy": False, "no such setting": 1}),
+    ):
         torch.compile(function, backend=backend)(layer, x)
     assert len(found["written"]) == 1
     assert any(value is layer for value in found["objects"])

@@ -90,6 +90,24 @@ def eager_answers() -> Iterator[None]:
             answers.update(changed)
 
 
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Trace without Dynamo's advice to callers of ``torch.compile``, which it gives once; for them it is kept.
+
+    Dynamo's lock is held meanwhile; ``warnings.catch_warnings`` would change the filters of all threads.
+    """
+    import torch._dynamo.utils as utils
+    from torch._dynamo.convert_frame import compile_lock
+
+    with compile_lock:
+        warn_once = utils.warn_once
+        utils.warn_once = lambda *args, **kwargs: None
+        try:
+            yield
+        finally:
+            utils.warn_once = warn_once
+
+
 def is_compiled_module(module: nn.Module) -> bool:
     """Tell whether a module is compiled: made by ``torch.compile``, or by its own ``compile()``."""
     return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None

@@ -1,10 +1,11 @@
 """Which forwards may be recorded by Dynamo's proof, which may not, and that a proof runs and changes nothing."""
 
+import functools
 import logging
 import os
 import random
 import time
-import warnings  # noqa: F401 - named in the code of forwards
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -265,6 +266,20 @@ def test_a_reason_is_short():
     reason = prove(Calls(effect(f"self.{'long' * 100} = 1")), torch.ones(3, 4))
     assert len(reason) == 240
     assert reason.endswith("...")
+
+
+@functools.lru_cache
+def cached():
+    return 2.0
+
+
+def test_a_proof_warns_of_nothing():
+    functions = [lambda self, x: self.lin(x) * cached(), lambda self, x: self.lin(x) * random.gauss(0, 1)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        reasons = [WholeGraph(Calls(function)).prove((torch.ones(3, 4),), {}) for function in functions]
+    assert [reason is None for reason in reasons] == [True, False]
+    assert [w.message for w in caught if w.category is not DeprecationWarning] == []
 
 
 LOOSE = {

@@ -37,6 +37,7 @@ from everygpu.torch_private.dynamo import (
     scoped_config,
     traced_code,
     traced_objects,
+    without_warnings,
 )
 
 _LONGEST = 240
@@ -59,7 +60,6 @@ _SETTINGS: Mapping[str, Any] = MappingProxyType(
         "skip_guards_on_constant_func_defaults": False,
         "assume_dunder_attributes_remain_unchanged": False,
         "use_recursive_dict_tags_for_guards": False,
-        "inline_inbuilt_nn_modules": True,
     }
 )
 
@@ -193,6 +193,7 @@ def _prove(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     values |= dict(zip(("args", "kwargs"), _as_aliases((args, kwargs))))
     with ExitStack() as stack:
         stack.enter_context(eager_answers())
+        stack.enter_context(without_warnings())
         stack.enter_context(scoped_config(_SETTINGS))
         stack.enter_context(_without_marks([*module.parameters(), *module.buffers()]))
         # Where torch.compile is switched off, a function that it is given runs: this one does no harm.
