@@ -14,7 +14,6 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from everygpu.errors import DeviceError
 
@@ -23,13 +22,6 @@ _WAIT_UNTIL_AT_LEAST = 0
 _HANDLE_BYTES = 64
 _FLAG = ctypes.c_int32
 _ALL_DONE = 2**31 - 1
-
-_TYPE_STRINGS = {
-    torch.float32: "<f4", torch.float64: "<f8", torch.float16: "<f2", torch.int64: "<i8", torch.int32: "<i4",
-    torch.int16: "<i2", torch.int8: "|i1", torch.uint8: "|u1", torch.bool: "|b1", torch.complex64: "<c8",
-    torch.complex128: "<c16",
-}  # fmt: skip
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Allocation(NamedTuple):
@@ -141,34 +133,17 @@ class _Memory:
         self.owner = owner
 
 
-def tensor_at(
-    address: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    owner: object,
-) -> Tensor:
-    """Make a tensor on memory at an address.
+def storage_at(address: int, num_bytes: int, device: torch.device, owner: object) -> torch.UntypedStorage:
+    """Make a storage of memory at an address.
 
     Args:
-        address: Of its first element.
-        shape: With at least one element.
-        strides: In elements.
-        dtype: Any with 1, 2, 4 or 8 bytes, or complex128.
+        address: Where it begins.
+        num_bytes: 1 or more.
         device: Where the memory is.
-        owner: Kept as long as the tensor's storage is.
+        owner: Kept as long as the storage is.
     """
-    stored = dtype if dtype in _TYPE_STRINGS else _SAME_SIZE[dtype.itemsize]
-    interface = {
-        "data": (address, False),
-        "shape": shape,
-        "strides": tuple(s * dtype.itemsize for s in strides),
-        "typestr": _TYPE_STRINGS[stored],
-        "version": 3,
-    }
-    found = torch.as_tensor(_Memory(interface, owner), device=device)
-    return found if stored is dtype else found.view(dtype)
+    interface = {"data": (address, False), "shape": (num_bytes,), "typestr": "|u1", "version": 3}
+    return torch.as_tensor(_Memory(interface, owner), device=device).untyped_storage()
 
 
 class Flags:

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from everygpu.parallel.engines.processes.messages import ModuleUpdate, Packed, ParameterUpdate
 from everygpu.parallel.engines.processes.packing import unpack
-from everygpu.parallel.engines.processes.shared_tensors import Importer
+from everygpu.parallel.engines.processes.shared_tensors import Importer, SharedStorage
 from everygpu.parallel.replicas.watch import TABLES, Watch
 
 
@@ -38,8 +39,9 @@ class ModuleReceiver:
             self._build(update.structure)
         if update.written:
             increment_version([self.tensors[i] for i in update.written])
+        storages: dict[SharedStorage, torch.UntypedStorage] = {}
         for moved in update.tensors:
-            self._place(moved)
+            self._place(moved, storages)
         if update.tensors:
             for table, key, index in self._places:
                 table[key] = None if index is None else self.tensors[index]
@@ -73,8 +75,8 @@ class ModuleReceiver:
             vars(module).update(found)
         self._stale = set()
 
-    def _place(self, moved: ParameterUpdate) -> None:
-        memory = self._importer.open(moved.tensor)
+    def _place(self, moved: ParameterUpdate, storages: dict[SharedStorage, torch.UntypedStorage]) -> None:
+        memory = self._importer.open(moved.tensor, storages)
         index = moved.index
         t = nn.Parameter(memory, moved.requires_grad) if moved.is_parameter else memory
         if moved.requires_grad:
@@ -83,7 +85,7 @@ class ModuleReceiver:
         self.tensors[index] = t
         self.grads.pop(index, None)
         if moved.grad is not None:
-            self.grads[index] = self._importer.open(moved.grad)
+            self.grads[index] = self._importer.open(moved.grad, storages)
 
     def _restore(self) -> None:
         by_source: dict[int, tuple[Packed, list[Tensor]]] = {}

@@ -3,7 +3,7 @@
 import itertools
 import os
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +12,23 @@ from everygpu.comm import ipc
 from everygpu.torch_private.tensors import share_fd
 
 
-class SharedTensor(NamedTuple):
-    """Where a tensor of the other process is."""
+class SharedStorage(NamedTuple):
+    """Where memory of the other process is."""
 
     allocation: int
     handle: Any
-    """How to open the allocation; None where the tensor is empty."""
+    """How to open the allocation; None where there is no memory."""
     offset: int
-    """In bytes."""
+    """Where it begins in the allocation, in bytes."""
+    num_bytes: int
+
+
+class SharedTensor(NamedTuple):
+    """Where a tensor of the other process is."""
+
+    storage: SharedStorage
+    offset: int
+    """In elements."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
@@ -52,8 +61,8 @@ class Exporter:
         if lends:
             ticket = next(self._tickets)
             self._lent[ticket] = t
-        allocation, handle, offset = self._locate_cuda(t) if t.is_cuda else _locate_cpu(t)
-        return SharedTensor(allocation, handle, offset, tuple(t.shape), t.stride(), t.dtype, ticket)
+        storage = self._share_cuda(t.untyped_storage()) if t.is_cuda else _share_cpu(t.untyped_storage())
+        return SharedTensor(storage, int(t.storage_offset()), tuple(t.shape), t.stride(), t.dtype, ticket)
 
     def take_back(self, tickets: list[int]) -> None:
         """Forget tensors that were lent."""
@@ -70,24 +79,22 @@ class Exporter:
             return f"a tensor on {t.device}, where only those on {self._device} can be shared"
         return None
 
-    def _locate_cuda(self, t: Tensor) -> tuple[int, Any, int]:
-        if not t.numel():
-            return 0, None, 0
-        found = ipc.range_at(t.data_ptr())
-        offset = t.data_ptr() - found.start
+    def _share_cuda(self, storage: torch.UntypedStorage) -> SharedStorage:
+        if not storage.nbytes():
+            return SharedStorage(0, None, 0, 0)
+        found = ipc.range_at(storage.data_ptr())
         if found.id not in self._known:
             self._known[found.id] = ipc.share(found, self._device)
-        return found.id, self._known[found.id], offset
+        return SharedStorage(found.id, self._known[found.id], storage.data_ptr() - found.start, storage.nbytes())
 
 
-def _locate_cpu(t: Tensor) -> tuple[int, Any, int]:
-    storage = t.untyped_storage()
+def _share_cpu(storage: torch.UntypedStorage) -> SharedStorage:
     if not storage.nbytes():
-        return 0, None, 0
+        return SharedStorage(0, None, 0, 0)
     if not storage.is_shared():
         storage.share_memory_()
     fd, num_bytes = share_fd(storage)
-    return 0, (f"/proc/{os.getpid()}/fd/{fd}", num_bytes), int(t.storage_offset()) * t.element_size()
+    return SharedStorage(0, f"/proc/{os.getpid()}/fd/{fd}", 0, num_bytes)
 
 
 class Importer:
@@ -103,18 +110,20 @@ class Importer:
         self._open: dict[int, ipc.Mapping] = {}
         self._done: deque[int] = deque()
 
-    def open(self, shared: SharedTensor) -> Tensor:
-        """Make a tensor on the other process's memory."""
-        if shared.handle is None:
-            self._done.append(shared.ticket)
-            return torch.empty_strided(shared.shape, shared.strides, dtype=shared.dtype, device=self._device)
-        if self._device.type == "cpu":
-            return self._open_cpu(shared)
-        mapping = self._mapping(shared)
-        owner = _Loan(mapping, shared.ticket, self._done)
-        return ipc.tensor_at(
-            mapping.start + shared.offset, shared.shape, shared.strides, shared.dtype, self._device, owner
-        )
+    def open(self, shared: SharedTensor, storages: "dict[SharedStorage, torch.UntypedStorage] | None" = None) -> Tensor:
+        """Make a tensor on the other process's memory.
+
+        Args:
+            shared: Where it is.
+            storages: Those that are open: tensors that share one there do so here.
+        """
+        storage = None if storages is None else storages.get(shared.storage)
+        if storage is None:
+            storage = self._open_storage(shared.storage, shared.ticket)
+            if storages is not None:
+                storages[shared.storage] = storage
+        empty = torch.empty(0, dtype=shared.dtype, device=self._device)
+        return empty.set_(cast(Any, storage), shared.offset, shared.shape, shared.strides)
 
     def take_done(self) -> list[int]:
         """Return the tickets of tensors that are gone since the last call."""
@@ -134,14 +143,18 @@ class Importer:
         """Unmap the memory, each allocation when no tensor is on it any more."""
         self._open.clear()
 
-    def _open_cpu(self, shared: SharedTensor) -> Tensor:
-        path, num_bytes = shared.handle
-        storage: Any = torch.UntypedStorage.from_file(path, True, num_bytes)
-        self._done.append(shared.ticket)
-        start = shared.offset // shared.dtype.itemsize
-        return torch.empty(0, dtype=shared.dtype).set_(storage, start, shared.shape, shared.strides)
+    def _open_storage(self, shared: SharedStorage, ticket: int) -> torch.UntypedStorage:
+        if shared.handle is None:
+            self._done.append(ticket)
+            return torch.empty(0, dtype=torch.uint8, device=self._device).untyped_storage()
+        if self._device.type == "cpu":
+            self._done.append(ticket)
+            return cast(torch.UntypedStorage, torch.UntypedStorage.from_file(shared.handle, True, shared.num_bytes))
+        mapping = self._mapping(shared)
+        owner = _Loan(mapping, ticket, self._done)
+        return ipc.storage_at(mapping.start + shared.offset, shared.num_bytes, self._device, owner)
 
-    def _mapping(self, shared: SharedTensor) -> ipc.Mapping:
+    def _mapping(self, shared: SharedStorage) -> ipc.Mapping:
         found = self._open.get(shared.allocation)
         if found is None:
             found = self._open[shared.allocation] = ipc.Mapping(shared.handle, self._device)
