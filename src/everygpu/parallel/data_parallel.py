@@ -1,9 +1,8 @@
 """The drop-in layer: one module, every device."""
 
 import itertools
-import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -14,7 +13,7 @@ from everygpu.devices.parse import DeviceLike
 from everygpu.parallel.buckets.sizes import replica_bucket_bytes
 from everygpu.parallel.compiler.eval_frame import not_compiled
 from everygpu.parallel.engines.engine import Around, Engine, EngineContext
-from everygpu.parallel.engines.table import make_engine, why_auto
+from everygpu.parallel.engines.table import make_engine
 from everygpu.parallel.engines.thread_state import fresh_casts
 from everygpu.parallel.forward_lock import ForwardLock
 from everygpu.parallel.gather import Joiner, gather_outputs
@@ -25,8 +24,6 @@ from everygpu.parallel.scatter.reuse import note_writes
 from everygpu.parallel.scatter.scatter import Shard, move_tree, scatter_call
 from everygpu.parallel.scatter.split import ScatterSpec, Split, default_split, settle_split
 from everygpu.parallel.wrapper import ModuleWrapper
-
-logger = logging.getLogger("everygpu")
 
 
 class DataParallel(ModuleWrapper):
@@ -53,8 +50,11 @@ class DataParallel(ModuleWrapper):
             ``everygpu run --split`` says, else ``"chunk"``.
         gather: ``"sharded"``: outputs are ``ShardedBatch``es, whose rows stay on their devices until code
             needs the whole; ``"joined"``: plain tensors on ``output_device``.
-        engine: ``"threads"``: replicas run eagerly, each in a thread; ``"compile"``: they are compiled, and
-            launched from one thread; ``"auto"``: compiled if ``module`` went through ``torch.compile``;
+        engine: ``"auto"``: the fastest that is safe, looked for in the first steps: ``"compile"`` if ``module`` went
+            through ``torch.compile``; ``"graphs"`` where Dynamo proves that a recording does the same; else
+            ``"processes"``; see ``engine_in_use``. ``"threads"``: replicas run eagerly, each in a thread;
+            ``"compile"``: they are compiled, and launched from one thread; ``"processes"``: they run eagerly, each
+            after the first in a helper process, whose prints and other effects stay there;
             ``"graphs"``: on GPUs, after a few forwards on batches of one shape, forward and backward are each
             recorded as a CUDA graph over all devices, and launched by one call from then on, until anything changes
             that they were made from. Python code in the module, such as a print or a global variable, is then not
@@ -109,8 +109,6 @@ class DataParallel(ModuleWrapper):
         self.module = module
         place_module(module, self.device_ids[0], "DataParallel", strict=strict_device)
         self.split = settle_split(split, self.device_ids)
-        if engine == "auto" and len(self.device_ids) > 1 and self.device_ids[0].type != "cpu":
-            logger.info('DataParallel: engine="auto": %s', why_auto(module))
         self._prepare()
 
     def _prepare(self) -> None:
@@ -245,6 +243,15 @@ class DataParallel(ModuleWrapper):
             self._prepare()
         return self._lock.run(function, *args)
 
+    @property
+    def engine_in_use(self) -> str:
+        """The engine that replicas run by now: ``"threads"``, ``"processes"``, ``"graphs"`` or ``"compile"``."""
+        return self._engine.in_use
+
+    def give_up_recording(self, reason: str) -> None:
+        """Have another engine run what ``TrainStep`` won't record."""
+        self._engine.give_up_recording(reason)
+
     def make_graphs(self, is_wanted: bool) -> None:
         """Let compiled replicas make CUDA graphs, or not: one of a whole step can't have others in it."""
         if is_wanted is not self._makes_graphs and self._engine.is_fixed:
@@ -258,38 +265,3 @@ class DataParallel(ModuleWrapper):
 
     def extra_repr(self) -> str:
         return f"device_ids={[str(d) for d in self.device_ids]}, split={self.split!r}"
-
-
-def data_parallel(
-    module: nn.Module,
-    inputs: Any,
-    device_ids: Sequence[DeviceLike] | None = None,
-    output_device: DeviceLike | None = None,
-    dim: int = 0,
-    module_kwargs: Mapping[str, Any] | None = None,
-) -> Any:
-    """Run a module on several devices once::
-
-        output = everygpu.data_parallel(module, x)
-
-    Args:
-        module: Any ``torch.nn.Module``; see ``DataParallel``.
-        inputs: Positional arguments: a tuple, or a single value.
-        device_ids: As for ``DataParallel``.
-        output_device: As for ``DataParallel``.
-        dim: Where the rows of the batch are.
-        module_kwargs: Keyword arguments.
-    Returns:
-        What the module returns for the whole batch.
-    Raises:
-        EveryGPUError: as ``DataParallel`` does.
-    Source:
-        ``torch.nn.parallel.data_parallel``. Replicas are made for this one call: in a loop, keep a
-        ``DataParallel``.
-    """
-    model = DataParallel(module, device_ids, output_device, dim)
-    args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
-    try:
-        return model(*args, **(module_kwargs or {}))
-    finally:
-        model._engine.close()

@@ -71,6 +71,8 @@ def can_capture(model: DataParallel, capture: Any) -> bool:
 
 def make_strategy(model: DataParallel, optimizer: Any, *, captures: bool) -> UpdateStrategy:
     """Choose where gradients are and what applies them, by optimizer and devices."""
+    if not captures:
+        model.give_up_recording("TrainStep was made with capture=False")
     if isinstance(optimizer, ShardedOptimizer):
         return ShardedUpdate(model, optimizer, fixed=captures)
     if not isinstance(optimizer, Optimizer):

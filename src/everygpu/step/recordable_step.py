@@ -1,5 +1,6 @@
 """A training step as a recording sees it."""
 
+import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
@@ -7,13 +8,18 @@ from torch import Tensor, nn
 from everygpu.errors import OptimizerError
 from everygpu.parallel.cuda_graphs.guards import referents, values_of
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
+from everygpu.parallel.cuda_graphs.recorder import PATIENCE, Capture
 from everygpu.parallel.cuda_graphs.static_batch import Batch, StaticBatch
+from everygpu.parallel.scatter.split import ScatterSpec
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.sharded_update import ShardedUpdate
 from everygpu.step.stats import Mark
+from everygpu.step.update_strategy import UpdateStrategy
 
 if TYPE_CHECKING:
     from everygpu.step.train_step import TrainStep
+
+logger = logging.getLogger("everygpu")
 
 
 class _Recorded(NamedTuple):
@@ -89,8 +95,9 @@ class RecordableStep:
         overlapped, self._overlaps = self._overlaps, False
         return overlapped and self._updates_at_once()
 
-    def give_up(self) -> None:
+    def give_up(self, reason: str) -> None:
         self._step.model.make_graphs(True)
+        self._step.model.give_up_recording(reason)
 
     def begin(self, recorded: _Recorded) -> bool:
         if not self._strategy.is_ready():
@@ -117,3 +124,22 @@ class RecordableStep:
     def _updates_at_once(self) -> bool:
         step = self._step
         return step.accumulate == 1 and step._scale is None
+
+
+def make_capture(step: "TrainStep", strategy: UpdateStrategy, *, must: bool) -> Capture[Tensor] | None:
+    """Return what records a step's work; None where that can't be recorded.
+
+    Args:
+        step: The step, as far as it is made.
+        strategy: Its own.
+        must: Raise where a step can't be recorded.
+    """
+    model = step.model
+    if not isinstance(strategy, ShardedUpdate):
+        logger.info("TrainStep: steps run without CUDA graphs: the optimizer can't be spread.")
+        model.give_up_recording("the optimizer can't be spread")
+        return None
+    model.make_graphs(False)
+    route = ScatterSpec(devices=tuple(model.device_ids), dim=model.dim, split=model.split)
+    patience = None if must else PATIENCE
+    return Capture(RecordableStep(step, strategy), "TrainStep", route, must=must, patience=patience)

@@ -32,6 +32,8 @@ class StepStats:
     """Updates so far, those skipped included."""
     num_skipped: int
     """Updates left out because a gradient was not finite, under float16."""
+    engine: str = ""
+    """What ran the last step: ``"graphs"`` if it was launched as recorded, else ``DataParallel.engine_in_use``."""
     phase_s: dict[str, float] = field(default_factory=dict)
     """Seconds of the last step by phase, on the first device: forward with the loss, backward, reduce (gradients
     added up), update (clipping, optimizer, parameters handed out). Where one kernel does both, update has it all."""

@@ -12,10 +12,8 @@ from torch.optim import Optimizer
 from everygpu import comm, tree
 from everygpu.errors import CopyError
 from everygpu.keys import unwrap
-from everygpu.parallel.cuda_graphs.recorder import Capture
 from everygpu.parallel.cuda_graphs.static_batch import Batch
 from everygpu.parallel.engines.thread_state import fresh_casts
-from everygpu.parallel.scatter.split import ScatterSpec
 from everygpu.parallel.sharded.batch import ShardedBatch
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.loss import as_batch, as_number, loss_in
@@ -28,11 +26,9 @@ from everygpu.step.options import (
     wrap_model,
 )
 from everygpu.step.partial_grads import refusing_partial_grads
-from everygpu.step.recordable_step import RecordableStep
-from everygpu.step.sharded_update import ShardedUpdate
+from everygpu.step.recordable_step import make_capture
 from everygpu.step.stats import StepStats, Stopwatch
 from everygpu.step.update import LossScale, clip, multiply, total_norm
-from everygpu.step.update_strategy import UpdateStrategy
 
 logger = logging.getLogger("everygpu")
 
@@ -106,12 +102,12 @@ class TrainStep:
         self._home = self.model.device_ids[0]
         self._dtype = PRECISIONS[precision]
         self._scale = LossScale(self._home) if precision == "fp16" else None
-        self._num_batches = 0
-        self._num_steps = 0
+        self._num_batches = self._num_steps = 0
+        self._was_launched = False
         self._num_skipped = torch.zeros((), dtype=torch.float32, device=self._home)
         self._last_loss = self._last_norm = torch.full((), float("nan"), dtype=torch.float32, device=self._home)
         self._stopwatch = Stopwatch(self._home)
-        self._capture = _make_capture(self, self._strategy, must=capture is True) if captures else None
+        self._capture = make_capture(self, self._strategy, must=capture is True) if captures else None
 
     def __call__(self, inputs: Any, *targets: Any, **kwargs: Any) -> Tensor:
         """Train on one batch.
@@ -133,6 +129,7 @@ class TrainStep:
         try:
             num_steps = self._num_steps
             loss = None if self._capture is None else self._capture.run(batch)
+            self._was_launched = loss is not None
             if loss is None:
                 self._strategy.prepare()
                 if self._num_batches == 0:
@@ -182,6 +179,7 @@ class TrainStep:
             grad_norm=self._last_norm.item(),
             num_steps=self._num_steps,
             num_skipped=int(self._num_skipped.item()),
+            engine="graphs" if self._was_launched else self.model.engine_in_use,
             phase_s=self._stopwatch.read(),
         )
 
@@ -275,16 +273,6 @@ class TrainStep:
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._dtype is None else torch.autocast(self._home.type, self._dtype)
-
-
-def _make_capture(step: TrainStep, strategy: UpdateStrategy, *, must: bool) -> Capture[Tensor] | None:
-    if not isinstance(strategy, ShardedUpdate):
-        logger.info("TrainStep: steps run without CUDA graphs: the optimizer can't be spread.")
-        return None
-    model = step.model
-    model.make_graphs(False)
-    route = ScatterSpec(devices=tuple(model.device_ids), dim=model.dim, split=model.split)
-    return Capture(RecordableStep(step, strategy), "TrainStep", route, must=must)
 
 
 @contextmanager

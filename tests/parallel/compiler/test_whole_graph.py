@@ -311,10 +311,19 @@ def test_settings_of_the_compiler_that_leave_out_guards_are_not_heeded():
     assert not whole_graph.holds((x,), {})
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_proven(kind):
+    module, x = kind(4, 4, 2), torch.ones(5, 3, 4)
+    whole_graph = WholeGraph(module)
+    assert whole_graph.prove((x,), {}) is None
+    assert whole_graph.holds((x,), {})
+    module.dropout = 0.5
+    assert not whole_graph.holds((x,), {})
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: nn.Sequential(nn.LSTM(4, 4)), "RNN, GRU, or LSTM"),
         (lambda: nn.LazyLinear(4), "parameters without a shape"),
         (lambda: torch.jit.script(nn.Linear(4, 4)), "torch.jit"),
         (lambda: torch.compile(nn.Linear(4, 4)), "compiled by torch.compile already"),

@@ -275,6 +275,7 @@ def test_tensors_that_are_not_compared_elsewhere_are_always_stale(make):
         deque([torch.ones(1)]),
     ],
     ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_what_can_change_unseen_is_always_stale(value):
     net = Net()

@@ -52,7 +52,7 @@ _SETTINGS: Mapping[str, Any] = MappingProxyType(
         "trace_numpy": False,
         "capture_scalar_outputs": False,
         "capture_dynamic_output_shape_ops": False,
-        "allow_rnn": False,
+        "allow_rnn": True,
         # Guards that Dynamo leaves out for speed.
         "guard_nn_modules": True,
         "skip_nnmodule_hook_guards": False,

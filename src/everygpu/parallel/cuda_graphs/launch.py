@@ -14,6 +14,7 @@ from everygpu.errors import CallError, CaptureError
 from everygpu.parallel.buckets.copies import Streams
 from everygpu.parallel.buckets.memory import Grads, Use
 from everygpu.parallel.cuda_graphs.deferred_linear import LinearCall
+from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
 from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
@@ -60,6 +61,8 @@ class RecordedPass:
     """What backward may have saved, and Python may write between launches."""
     versions: list[int]
     """How often they had been written when they were recorded."""
+    proof: ForwardProof | None
+    """That a launch does what the forward would do; None where the caller has said so."""
 
 
 class Owner(Protocol):

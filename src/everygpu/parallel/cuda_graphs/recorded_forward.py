@@ -13,16 +13,18 @@ from torch import Tensor, nn
 
 from everygpu import tree
 from everygpu.comm.streams import current_stream
+from everygpu.errors import CaptureError
 from everygpu.keys import compiled_original
 from everygpu.parallel.buckets.memory import Grads, Use
 from everygpu.parallel.cuda_graphs.capture_lock import lease_streams
 from everygpu.parallel.cuda_graphs.deferred_linear import DeferredLinears
 from everygpu.parallel.cuda_graphs.deferred_tensor import refusals_heeded
+from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof
 from everygpu.parallel.cuda_graphs.launch import Launch, Leaves, RecordedPass, reached, slots_of
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph, on_recording_streams
 from everygpu.parallel.cuda_graphs.record_backward import go_backward
-from everygpu.parallel.cuda_graphs.recordable import check_graph, check_outputs, find_unsupported_tensor
-from everygpu.parallel.cuda_graphs.recorder import Capture
+from everygpu.parallel.cuda_graphs.recordable import check_graph, check_outputs, find_frozen, find_unsupported_tensor
+from everygpu.parallel.cuda_graphs.recorder import PATIENCE, Capture
 from everygpu.parallel.cuda_graphs.static_batch import StaticBatch
 from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
 from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
@@ -58,6 +60,7 @@ class RecordedForward:
         options: Gives what a recording depends on besides.
         route: How batches are cut.
         bucket_bytes: Size at which a group of parameters is closed.
+        proves: Record only what Dynamo proves to be the same in a recording.
     """
 
     def __init__(
@@ -68,7 +71,11 @@ class RecordedForward:
         options: Callable[[], Hashable],
         route: ScatterSpec,
         bucket_bytes: int,
+        *,
+        proves: bool = False,
     ) -> None:
+        self._route = route
+        self._proves = proves
         self._module = module
         self._run = run
         self._make_replicas = make_replicas
@@ -89,8 +96,18 @@ class RecordedForward:
         self._me = weakref.proxy(self)
         self._streams = lease_streams(self)
         self._capture: Capture[Outputs] = Capture(
-            self._me, "DataParallel", route, level=logging.WARNING, streams=self._streams
+            self._me,
+            "DataParallel",
+            route,
+            level=logging.DEBUG if proves else logging.WARNING,
+            streams=self._streams,
+            patience=PATIENCE if proves else None,
         )
+
+    @property
+    def reason(self) -> str | None:
+        """Why no forward will be recorded any more, if so."""
+        return self._capture.reason
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
         """Run a call by its recording, making one if it is time to; None where it has to run eagerly."""
@@ -121,7 +138,8 @@ class RecordedForward:
         return self._options(), self._num_patterns, tuple(map(current_stream, self._devices))
 
     def unsupported_reason(self) -> str | None:
-        return find_unsupported_tensor(self._module())
+        module = self._module()
+        return find_unsupported_tensor(module) or (find_frozen(module) if self._proves else None)
 
     def prepare(self) -> _Prepared:
         # Replicas accept another parameter that fits in place of one; ParameterSync is for the very tensors.
@@ -134,6 +152,9 @@ class RecordedForward:
         return _Prepared(leaves=[b.leaves() for b in sync.groups], sums=sync.make_reducers())
 
     def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: _Prepared) -> RecordedPass:
+        proof = ForwardProof(self._module(), batch.read(), self._route) if self._proves else None
+        if proof is not None and proof.reason is not None:
+            raise CaptureError(proof.reason)
         outputs, joiner = graph.record(lambda: self._forward(batch, prepared.leaves))
         check_outputs(outputs)
         slots = slots_of(outputs)
@@ -158,6 +179,7 @@ class RecordedForward:
             reached=reached(grads),
             watched=watched,
             versions=[t._version for t in watched],
+            proof=proof,
         )
 
     def try_otherwise(self) -> bool:
@@ -165,11 +187,14 @@ class RecordedForward:
         has_deferred, self._has_deferred, self._may_defer = self._has_deferred, False, False
         return has_deferred
 
-    def give_up(self) -> None:
+    def give_up(self, reason: str) -> None:
         self._replicas, self._modules, self._sync, self._use = None, [], None, None
 
     def begin(self, recorded: RecordedPass) -> bool:
-        return True
+        if recorded.proof is None or recorded.proof.holds():
+            return True
+        self._capture.forget()
+        return False
 
     def finish(self, recorded: RecordedPass) -> Outputs:
         launch = Launch(self, recorded)

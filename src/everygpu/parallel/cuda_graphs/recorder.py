@@ -31,6 +31,10 @@ MAX_ATTEMPTS = 12
 LONG = 100
 """Launches after which attempts are counted anew."""
 
+PATIENCE = 24
+"""Steps that may run without a recording, beyond those that are launched, before recording is given up: batches are of
+many shapes."""
+
 logger = logging.getLogger("everygpu")
 
 Result = TypeVar("Result")
@@ -58,8 +62,8 @@ class Recordable(Protocol[Made]):
     def try_otherwise(self) -> bool:
         """After a failure, switch to another way of recording; False when none is left."""
 
-    def give_up(self) -> None:
-        """Release what recordings need: steps run eagerly from now on."""
+    def give_up(self, reason: str) -> None:
+        """Release what recordings need: steps run eagerly from now on, for a reason."""
 
     def begin(self, recorded: Any) -> bool:
         """Prepare for a launch; False when this step has to run eagerly."""
@@ -93,6 +97,7 @@ class Capture(Generic[Result]):
         must: Raise where a step can't be recorded, and record also where hooks would no longer be called.
         level: Of the log line that says why steps run eagerly.
         streams: Which stream of each GPU steps are recorded on.
+        patience: See ``PATIENCE``; None to record for good the kinds of batches that came first.
     """
 
     def __init__(
@@ -104,7 +109,12 @@ class Capture(Generic[Result]):
         must: bool = False,
         level: int = logging.INFO,
         streams: str = RECORDING,
+        patience: int | None = None,
     ) -> None:
+        self.reason: str | None = None
+        """Why no step will be recorded any more, if so."""
+        self._patience = patience
+        self._num_missed = 0
         self._step = step
         self._name = name
         self._route = route
@@ -118,7 +128,6 @@ class Capture(Generic[Result]):
         self._num_attempts = 0
         self._num_launches = 0
         self._num_failures = 0
-        self._given_up = False
 
     def run(self, batch: Batch) -> Result | None:
         """Run a step by its recording, making one if it is time to.
@@ -128,7 +137,7 @@ class Capture(Generic[Result]):
         Raises:
             CaptureError: the step can't be recorded, though it must.
         """
-        if self._given_up or is_capturing() or (is_observed() and not self._must) or not self._passes_guards():
+        if self.reason is not None or is_capturing() or (is_observed() and not self._must) or not self._passes_guards():
             return None
         try:
             key = describe_batch(batch, self._route)
@@ -140,6 +149,9 @@ class Capture(Generic[Result]):
         recording = self._recordings.get(key)
         if recording is None:
             self._count(key)
+            if self._patience is not None and self._num_missed > self._patience:
+                self._give_up("batches are of many shapes, of which few have come often")
+                return None
             if self._counts[key] <= NUM_WARM_UPS or len(self._recordings) >= MAX_RECORDINGS:
                 return None
             with CAPTURE_LOCK.taken() as is_ours:
@@ -150,6 +162,7 @@ class Capture(Generic[Result]):
         recording.batch.write(batch)
         recording.graph.replay()
         self._num_launches += 1
+        self._num_missed = max(0, self._num_missed - 2)
         recording.batch.write_back(batch, recording.written)
         if self._num_launches % LONG == 0:
             self._num_attempts = 0
@@ -163,6 +176,7 @@ class Capture(Generic[Result]):
         return had_some
 
     def _count(self, key: Any) -> None:
+        self._num_missed += 1
         self._counts[key] = self._counts.pop(key, 0) + 1  # moved to the end, as the last seen
         if len(self._counts) > MAX_COUNTED:
             del self._counts[next(iter(self._counts))]
@@ -221,7 +235,8 @@ class Capture(Generic[Result]):
             written = [now != then for now, then in zip(held.versions(), before)]
             return _Recording(batch=held, graph=graph, recorded=recorded, written=written)
         except Exception as error:  # noqa: BLE001 - whatever it is, the step runs eagerly
-            failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            kind = "" if isinstance(error, CaptureError) else f"{type(error).__name__}: "
+            failure = f"{kind}{(str(error).splitlines() or [''])[0]}"
         if graph.has_replaced_generators:
             self._recordings.clear()
         # Once more, without the graph of autograd that the exception held.
@@ -229,9 +244,9 @@ class Capture(Generic[Result]):
         return failure
 
     def _give_up(self, reason: str) -> None:
-        self._given_up = True
+        self.reason = reason
         self.forget()
-        self._step.give_up()
+        self._step.give_up(reason)
         if self._must:
             raise CaptureError(
                 f"{self._name}: the step must be recordable under capture=True, but {reason}. "

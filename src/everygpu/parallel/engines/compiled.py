@@ -71,6 +71,10 @@ class CompiledReplicas(Engine):
             [tree.map_leaves(_leave_graph_memory, value) for value in values] if self._recorder.may_capture else values
         )
 
+    @property
+    def in_use(self) -> str:
+        return "threads" if self._given_up else "compile"
+
     def close(self) -> None:
         """End the threads."""
         self._workers.close()

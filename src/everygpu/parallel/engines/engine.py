@@ -64,6 +64,15 @@ class Engine(Protocol):
     launches: bool = False
     """Whether calls go through ``launch`` and replicas even on one device."""
 
+    @property
+    def in_use(self) -> str:
+        """The name of the engine that runs now: this one's, or that of another which it leaves forwards to."""
+        ...
+
+    def give_up_recording(self, reason: str) -> None:
+        """Take note that the caller makes no recordings, either, and why: another engine may be faster then."""
+        return
+
     def launch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
         """Run a whole call in the engine's own way; None to have it scattered and run by ``run``."""
         return None

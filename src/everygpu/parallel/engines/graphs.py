@@ -20,15 +20,21 @@ class RecordedReplicas(Engine):
     Args:
         context: What the recordings are made from.
         eager: Runs what isn't recorded, and what is, while it is recorded.
+        proves: Record only forwards of which Dynamo proves that a recording does the same, and only while most batches
+            are of a few shapes; ``reason`` says why not.
     """
 
     launches = True
 
-    def __init__(self, context: EngineContext, eager: Engine) -> None:
+    def __init__(self, context: EngineContext, eager: Engine, *, proves: bool = False) -> None:
         self.recorder: RecordedForward | None = None
         self.is_fixed = eager.is_fixed
+        self.reason: str | None = None
+        """Why there will be no recordings, with ``proves``."""
+        self._proves = proves
         self._context = context
         self._eager = eager
+        self._was_launched = False
         # Looked at in the first forward: finding out may take a test of the links between GPUs.
         self._has_looked = False
 
@@ -38,7 +44,15 @@ class RecordedReplicas(Engine):
         if not self._has_looked:
             self._has_looked = True
             self._look()
-        return None if self.recorder is None else self.recorder.run(args, kwargs)
+        outputs = None if self.recorder is None else self.recorder.run(args, kwargs)
+        self._was_launched = outputs is not None
+        if self._proves and self.recorder is not None:
+            self.reason = self.recorder.reason
+        return outputs
+
+    @property
+    def in_use(self) -> str:
+        return "graphs" if self._was_launched else self._eager.in_use
 
     def run(
         self, calls: Sequence[Call], devices: Sequence[torch.device], positions: Sequence[int] | None = None
@@ -69,7 +83,10 @@ class RecordedReplicas(Engine):
                 context.options,
                 context.spec(),
                 context.bucket_bytes,
+                proves=self._proves,
             )
+        elif self._proves:
+            self.reason = "recordings need GPUs that reach each other's memory"
         else:
             self.launches = False
             logger.warning(

@@ -3,10 +3,9 @@
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from torch import nn
-
 from everygpu.keys import compiled_original
 from everygpu.parallel.compiler.split_graph import SplitPolicy
+from everygpu.parallel.engines.auto import AutoReplicas
 from everygpu.parallel.engines.compiled import CompiledReplicas
 from everygpu.parallel.engines.engine import Engine, EngineContext
 from everygpu.parallel.engines.graphs import RecordedReplicas
@@ -26,7 +25,7 @@ def _compiled(context: EngineContext, *, is_recorded: bool = False) -> CompiledR
 
 
 def _recorded(context: EngineContext) -> RecordedReplicas:
-    is_compiled = choose_engine("auto", context.module()) == "compile"
+    is_compiled = compiled_original(context.module()) is not None
     return RecordedReplicas(context, _compiled(context, is_recorded=True) if is_compiled else _threads(context))
 
 
@@ -36,6 +35,7 @@ def _in_processes(context: EngineContext) -> ProcessReplicas:
 
 _MAKERS: Mapping[str, Callable[[EngineContext], Engine]] = MappingProxyType(
     {
+        "auto": AutoReplicas,
         "threads": _threads,
         "compile": _compiled,
         "graphs": _recorded,
@@ -43,30 +43,22 @@ _MAKERS: Mapping[str, Callable[[EngineContext], Engine]] = MappingProxyType(
     }
 )
 
-ENGINES = ("auto", *_MAKERS)
+ENGINES = tuple(_MAKERS)
 
 
-def choose_engine(name: str, module: nn.Module) -> str:
-    """Return the name of the engine to make: with "auto", replicas are compiled if the module is."""
+def choose_engine(name: str, context: EngineContext) -> str:
+    """Return the name of the engine to make.
+
+    With "auto", replicas are compiled if the module is; else, on several GPUs, the engine is looked for in the first
+    steps. On one device, or on the CPU, there is nothing to gain.
+    """
     if name != "auto":
         return name
-    return "threads" if compiled_original(module) is None else "compile"
+    if compiled_original(context.module()) is not None:
+        return "compile"
+    return "auto" if len(context.devices) > 1 and context.devices[0].type == "cuda" else "threads"
 
 
 def make_engine(name: str, context: EngineContext) -> Engine:
     """Make the engine of a name, or the one that "auto" chooses."""
-    return _MAKERS[choose_engine(name, context.module())](context)
-
-
-_AUTO = MappingProxyType(
-    {
-        "threads": "replicas run eagerly, each in a thread, as the module didn't go through torch.compile. With "
-        'engine="compile" one thread launches them all; with engine="graphs", or everygpu.TrainStep, no Python at all',
-        "compile": "replicas are compiled, as the module went through torch.compile, and launched from one thread",
-    }
-)
-
-
-def why_auto(module: nn.Module) -> str:
-    """Say which engine "auto" chooses, and why."""
-    return _AUTO[choose_engine("auto", module)]
+    return _MAKERS[choose_engine(name, context)](context)

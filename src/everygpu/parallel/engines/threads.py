@@ -125,6 +125,10 @@ class Workers(Engine):
         self._threads: list[ReplicaThread] = []
         self._pid = 0
 
+    @property
+    def in_use(self) -> str:
+        return "threads"
+
     def run(
         self,
         calls: Sequence[Call],

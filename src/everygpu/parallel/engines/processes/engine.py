@@ -37,7 +37,12 @@ class ProcessReplicas(Engine):
         self._senders: dict[int, ModuleSender] = {}
         self.reason = unsupported_reason(self._devices)
         """Why replicas run in threads after all, if they do."""
-        self._has_told = False
+        self.has_told = False
+        """Whether the reason has been logged."""
+
+    @property
+    def in_use(self) -> str:
+        return "processes" if self.reason is None else "threads"
 
     def start(self) -> None:
         """Start the helpers, without waiting for them."""
@@ -58,8 +63,8 @@ class ProcessReplicas(Engine):
             outcomes = self._attempt(calls, devices, names)
             if outcomes is not None:
                 return take_values(outcomes, list(zip(names, devices, calls)))
-        if self.reason is not None and not self._has_told:
-            self._has_told = True
+        if self.reason is not None and not self.has_told:
+            self.has_told = True
             logger.warning("DataParallel: replicas run in threads, not in processes: %s.", self.reason)
         return self._threads.run(calls, devices, positions)
 

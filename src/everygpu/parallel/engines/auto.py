@@ -1,0 +1,158 @@
+"""The default engine: threads at first, then the fastest that is safe for the module."""
+
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from everygpu.errors import WorkerError
+from everygpu.parallel.cuda_graphs.multi_gpu_graph import is_capturing
+from everygpu.parallel.engines.engine import Call, Engine, EngineContext, Outputs
+from everygpu.parallel.engines.graphs import RecordedReplicas
+from everygpu.parallel.engines.processes.engine import ProcessReplicas
+from everygpu.parallel.engines.threads import Workers
+
+logger = logging.getLogger("everygpu")
+
+
+NUM_PERIODS = 20
+"""Steps whose median counts; as many before them are left out, in which memory is allocated and kernels are chosen."""
+
+
+class Periods:
+    """How long steps take by each engine, from forward to forward: no GPU is waited for."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, deque[float]] = {}
+        self._num_noted: dict[str, int] = {}
+        self._last: tuple[str, float] | None = None
+
+    def note(self, engine: str) -> None:
+        """Note that a forward begins; those without gradients are no steps."""
+        if not torch.is_grad_enabled():
+            self._last = None
+            return
+        now = time.perf_counter()
+        if self._last is not None and self._last[0] == engine:
+            self._seconds.setdefault(engine, deque(maxlen=NUM_PERIODS)).append(now - self._last[1])
+            self._num_noted[engine] = self._num_noted.get(engine, 0) + 1
+        self._last = engine, now
+
+    def median_ms(self, engine: str) -> float | None:
+        """Return the median of the last steps, in milliseconds; None until there are enough."""
+        if self._num_noted.get(engine, 0) < 2 * NUM_PERIODS:
+            return None
+        return statistics.median(self._seconds[engine]) * 1000
+
+
+class AutoReplicas(Engine):
+    """Runs replicas in threads, so that the first step waits for nothing, and looks for a faster way meanwhile.
+
+    Forwards on batches of one shape are recorded as CUDA graphs where Dynamo proves that they read nothing unguarded
+    and change nothing but tensors. Where they can't be recorded, helper processes are started in the background, and
+    replicas run in them once they are ready. Where there can be none either, one line at WARNING says why.
+
+    Args:
+        context: What the engines are made from.
+    """
+
+    def __init__(self, context: EngineContext) -> None:
+        self._devices = list(context.devices)
+        self._threads = Workers(len(self._devices) - 1)
+        self._recorded: RecordedReplicas | None = RecordedReplicas(context, self._threads, proves=True)
+        self._processes: ProcessReplicas | None = None
+        self._why_not_recorded = ""
+        self._periods = Periods()
+        self._has_told = False
+
+    @property
+    def in_use(self) -> str:
+        """The name of the engine that the last forward ran by."""
+        if self._recorded is not None:
+            return self._recorded.in_use
+        return "processes" if self._has_helpers() else "threads"
+
+    def launch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
+        """Launch a recording; None where none serves."""
+        if self._recorded is None:
+            return None
+        outputs = self._recorded.launch(args, kwargs)
+        reason = self._recorded.reason
+        if outputs is None and reason is not None:
+            self.give_up_recording(reason)
+        return outputs
+
+    def run(
+        self, calls: Sequence[Call], devices: Sequence[torch.device], positions: Sequence[int] | None = None
+    ) -> list[Any]:
+        """Make the calls in helpers, if these are ready, else in threads; in threads also while they are recorded."""
+        if self._processes is None or is_capturing() or not self._has_helpers():
+            self._tell()
+            self._periods.note("threads")
+            return self._threads.run(calls, devices, positions)
+        self._periods.note("processes")
+        self._compare()
+        return self._processes.run(calls, devices, positions)
+
+    def watch(self, outputs: list[Any]) -> None:
+        """Note which outputs the loss is computed from."""
+        if self._recorded is not None:
+            self._recorded.watch(outputs)
+
+    def give_up_recording(self, reason: str) -> None:
+        """Start helper processes: there will be no recordings.
+
+        Args:
+            reason: Why.
+        """
+        if self._processes is None:
+            self._recorded = None
+            self._why_not_recorded = reason
+            self._processes = ProcessReplicas(self._devices)
+            self._processes.start()
+
+    def close(self) -> None:
+        """End threads and helpers."""
+        self._threads.close()
+        if self._processes is not None:
+            self._processes.close()
+
+    def _has_helpers(self) -> bool:
+        """Tell, without waiting, whether replicas can run in helpers."""
+        processes = self._processes
+        if processes is None or processes.reason is not None:
+            return False
+        try:
+            is_ready = processes.is_ready()
+        except WorkerError as error:
+            processes.reason = str(error)
+            return False
+        if is_ready and not self._has_told:
+            self._has_told = True
+            logger.info(
+                'DataParallel: engine="auto": replicas run in processes from now on, as forward isn\'t recorded: %s.',
+                self._why_not_recorded,
+            )
+        return is_ready
+
+    def _compare(self) -> None:
+        """Go back to threads where these are faster: their steps take no messages."""
+        threads, processes = self._periods.median_ms("threads"), self._periods.median_ms("processes")
+        if self._processes is not None and threads is not None and processes is not None and threads < processes:
+            self._processes.reason = f"steps took {processes:.1f} ms in processes and {threads:.1f} ms in threads"
+            self._processes.close()
+
+    def _tell(self) -> None:
+        """Say once that replicas stay in threads."""
+        if self._processes is not None and self._processes.reason is not None and not self._processes.has_told:
+            self._processes.has_told = True
+            logger.warning(
+                "DataParallel: replicas run in threads, slower than DistributedDataParallel. Not recorded: %s. Not in "
+                "processes: %s. Change what the reasons name, or pass engine='threads' to accept it.",
+                self._why_not_recorded,
+                self._processes.reason,
+            )
