@@ -274,7 +274,6 @@ def test_tensors_that_are_not_compared_elsewhere_are_always_stale(make):
         weakref.ref(ALIVE),
         deque([torch.ones(1)]),
     ],
-    ids=repr,
     ids=lambda value: type(value).__name__,
 )
 def test_what_can_change_unseen_is_always_stale(value):

@@ -90,13 +90,12 @@ class AutoReplicas(Engine):
         self, calls: Sequence[Call], devices: Sequence[torch.device], positions: Sequence[int] | None = None
     ) -> list[Any]:
         """Make the calls in helpers, if these are ready, else in threads; in threads also while they are recorded."""
-        if self._processes is None or is_capturing() or not self._has_helpers():
-            self._tell()
-            self._periods.note("threads")
-            return self._threads.run(calls, devices, positions)
-        self._periods.note("processes")
-        self._compare()
-        return self._processes.run(calls, devices, positions)
+        if not is_capturing() and self._has_helpers() and self._processes is not None:
+            self._periods.note("processes")
+            return self._processes.run(calls, devices, positions)
+        self._tell()
+        self._periods.note("threads")
+        return self._threads.run(calls, devices, positions)
 
     def watch(self, outputs: list[Any]) -> None:
         """Note which outputs the loss is computed from."""
@@ -124,7 +123,10 @@ class AutoReplicas(Engine):
     def _has_helpers(self) -> bool:
         """Tell, without waiting, whether replicas can run in helpers."""
         processes = self._processes
-        if processes is None or processes.reason is not None:
+        if processes is None or processes.reason is not None or self._periods.median_ms("threads") is None:
+            return False
+        self._compare(processes)
+        if processes.reason is not None:
             return False
         try:
             is_ready = processes.is_ready()
@@ -139,12 +141,12 @@ class AutoReplicas(Engine):
             )
         return is_ready
 
-    def _compare(self) -> None:
+    def _compare(self, processes: ProcessReplicas) -> None:
         """Go back to threads where these are faster: their steps take no messages."""
-        threads, processes = self._periods.median_ms("threads"), self._periods.median_ms("processes")
-        if self._processes is not None and threads is not None and processes is not None and threads < processes:
-            self._processes.reason = f"steps took {processes:.1f} ms in processes and {threads:.1f} ms in threads"
-            self._processes.close()
+        before, now = self._periods.median_ms("threads"), self._periods.median_ms("processes")
+        if before is not None and now is not None and before < now:
+            processes.reason = f"steps took {now:.1f} ms there, and {before:.1f} ms in threads"
+            processes.close()
 
     def _tell(self) -> None:
         """Say once that replicas stay in threads."""
