@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from everygpu.parallel.buckets.memory import version_of
-from everygpu.parallel.replicas.contents import Contents, Search, contents_of
+from everygpu.parallel.replicas.contents import Contents, Search, contents_of, identity_of, is_open
 from everygpu.parallel.replicas.module_tree import ModuleTree, has_hooks, is_dense
 from everygpu.parallel.replicas.watch import Watch
 from everygpu.torch_private.autograd import top_saved_tensor_hooks
@@ -45,7 +45,7 @@ class ModuleGuards:
         self._dense = [t for t in self._tensors if is_dense(t)]
         self._fixed = [t for t in self._tensors if isinstance(t, nn.Parameter) and not t.requires_grad]
         attributes = (v for layout in self._layouts for m in layout.modules for v in vars(m).values())
-        self._objects = list({id(v): v for v in attributes if _is_open(v)}.values())
+        self._objects = list({id(v): v for v in attributes if is_open(v)}.values())
         self._contents = _contents_of_objects(self._objects, known)
         self._key = self._guard_key()
 
@@ -83,14 +83,6 @@ class ModuleGuards:
             [version_of(t) for t in self._fixed],
             [_identity_of(v) for o in self._objects for v in vars(o).values()],
         )
-
-
-def _is_open(value: Any) -> bool:
-    """Tell whether a module's attribute is an object that forward may read attributes of, such as a configuration."""
-    is_known = isinstance(value, (type, types.ModuleType, types.FunctionType, Tensor, nn.Module, dict, list, set))
-    return (
-        not is_known and hasattr(value, "__dict__") and not type(value).__module__.startswith(("torch.", "everygpu."))
-    )
 
 
 def _contents_of_objects(objects: Sequence[Any], known: Sequence[nn.Module | Tensor]) -> Contents:
@@ -198,12 +190,10 @@ def _attributes(value: Any) -> list[Any]:
 
 
 def _identity_of(value: Any) -> Any:
-    if isinstance(value, (int, float, str, bool)):
-        return type(value), value
     if type(value) is Tensor and is_dense(value):
         # What is on the host goes into a recording as a number.
         return id(value), value.data_ptr(), version_of(value) if value.device.type == "cpu" else 0
-    return id(value)
+    return identity_of(value)
 
 
 def _contents(cell: Any) -> Any:

@@ -18,6 +18,7 @@ from everygpu.comm.ipc import Flags
 from everygpu.comm.streams import current_stream
 from everygpu.parallel.engines.processes.connection import Connection
 from everygpu.parallel.engines.processes.generators import cuda_state, set_generators
+from everygpu.parallel.engines.processes.globals_receiver import GlobalsReceiver
 from everygpu.parallel.engines.processes.gradients import GradientSender
 from everygpu.parallel.engines.processes.messages import (
     Backward,
@@ -25,6 +26,7 @@ from everygpu.parallel.engines.processes.messages import (
     Failed,
     Forward,
     Housekeeping,
+    Packed,
     Ready,
     Returned,
     Start,
@@ -61,6 +63,7 @@ class Helper:
         # The graphs of calls, by number: outputs and inputs that take gradients.
         self._graphs: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         self._module = ModuleReceiver(self._importer, lambda index: self._gradients.note(index))
+        self._globals = GlobalsReceiver(self._open, self._module.find)
         self._gradients = GradientSender(self._module, self._exporter, self._say)
 
     def serve(self) -> None:
@@ -99,11 +102,12 @@ class Helper:
         if message.settings is not None:
             apply_settings(message.settings)
         module = self._module.apply(message.update)
+        self._globals.apply(message.globals, self._module.modules, is_renewed=self._module.is_renewed)
         if message.update.buckets is not None:
             self._gradients.arrange(message.update.buckets)
         set_generators(self._device, message.generators, before=self._host_seed)
         self._host_seed = message.generators[1]
-        tensors = [self._importer.open(shared) for shared in message.arguments.tensors]
+        tensors = self._open(message.arguments)
         for t, needs_grad in zip(tensors, message.needs_grad):
             t.requires_grad_(needs_grad)
         args, kwargs = unpack(message.arguments, tensors, self._module.find)
@@ -122,6 +126,9 @@ class Helper:
             written=[i for i, t in enumerate(tensors) if t._version != versions[i]],
             generators=cuda_state(self._device),
         )
+
+    def _open(self, packed: Packed) -> list[Tensor]:
+        return [self._importer.open(shared) for shared in packed.tensors]
 
     def _own(self, t: Tensor) -> Tensor:
         """Copy an output that is an input, a parameter or a buffer: the main process has that memory already."""

@@ -78,6 +78,7 @@ class Forward:
     keeping: Housekeeping
     update: ModuleUpdate
     globals: Packed | None
+    """Variables outside the module that have changed, as ``GlobalsSender`` packs them."""
     settings: Settings | None
     """Torch's, if they have changed."""
     modes: Modes

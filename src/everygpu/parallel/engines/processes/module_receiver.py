@@ -31,6 +31,8 @@ class ModuleReceiver:
         self._places: list[tuple[dict[str, Any], str, int | None]] = []
         self._source: dict[int, tuple[Packed, list[Tensor]]] = {}
         self._watch = Watch([])
+        self.is_renewed = False
+        """Attributes were unpickled in the last update."""
         self._stale: set[int] = set()
 
     def apply(self, update: ModuleUpdate) -> nn.Module:
@@ -88,6 +90,7 @@ class ModuleReceiver:
             self.grads[index] = self._importer.open(moved.grad, storages)
 
     def _restore(self) -> None:
+        self.is_renewed = bool(self._stale)
         by_source: dict[int, tuple[Packed, list[Tensor]]] = {}
         for index in self._stale:
             source = self._source[index]

@@ -1,7 +1,6 @@
 """What a helper needs to know of a replica: all of it once, then what changes."""
 
-import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,9 +8,11 @@ from torch import Tensor, nn
 
 from everygpu.parallel.buckets.bucket import Bucket
 from everygpu.parallel.buckets.memory import version_of
+from everygpu.parallel.engines.processes.globals_sender import GlobalsSender
 from everygpu.parallel.engines.processes.messages import Members, ModuleUpdate, Packed, ParameterUpdate
 from everygpu.parallel.engines.processes.packing import CannotTravelError, Names, pack
 from everygpu.parallel.engines.processes.shared_tensors import Exporter
+from everygpu.parallel.replicas.contents import CONTAINERS, DeepContents, is_open
 from everygpu.parallel.replicas.watch import TABLES, Watch
 
 
@@ -32,8 +33,8 @@ class ModuleSender:
             (t, key) for m in self._modules for t in (m._parameters, m._buffers) for key in t
         ]
         self._order = _order([table[key] for table, key in self._places])
-        self._objects = _open_objects(self._modules)
-        self._object_values: list[Any] = []
+        self._globals = GlobalsSender(self._modules, exporter)
+        self._contents: DeepContents | None = None
         self._sent: dict[int, tuple[int, int | None, int]] = {}
         self._last: tuple[list[int], bytes] | None = None
         self._is_told = False
@@ -61,8 +62,7 @@ class ModuleSender:
         Raises:
             CannotTravelError: an attribute can't be sent; the message names it.
         """
-        names: dict[int, tuple[str, int]] = {id(m): ("module", i) for i, m in enumerate(self._modules)}
-        names.update((id(t), ("parameter", i)) for i, t in enumerate(tensors))
+        names = self._names(tensors)
         structure = None if self._is_told else self._structure(names)
         attributes, kept = self._attributes(names)
         moved, written = self._moved_and_written(tensors)
@@ -72,6 +72,15 @@ class ModuleSender:
             structure=structure, attributes=attributes, tensors=moved, written=written, buckets=buckets
         )
         return update, kept
+
+    def update_globals(self, tensors: Sequence[Tensor]) -> tuple[Packed | None, list[Tensor]]:
+        """Say what has changed in variables that forward reads outside the module; as ``update``."""
+        return self._globals.update(lambda: self._names(tensors))
+
+    def _names(self, tensors: Sequence[Tensor]) -> Names:
+        names: dict[int, tuple[str, int]] = {id(m): ("module", i) for i, m in enumerate(self._modules)}
+        names.update((id(t), ("parameter", i)) for i, t in enumerate(tensors))
+        return names
 
     @contextmanager
     def with_tensors(self, tensors: Sequence[Tensor]) -> Iterator[None]:
@@ -97,13 +106,12 @@ class ModuleSender:
         return packed
 
     def _attributes(self, names: Names) -> tuple[Packed | None, list[Tensor]]:
-        values = [_identity(v) for o in self._objects for v in vars(o).values()]
         changed = self._watch.changed()
-        if not self._is_told or values != self._object_values:
+        if self._contents is None or not self._contents.is_same():
             changed = list(range(len(self._modules)))
-            self._object_values = values
         if not changed:
             return None, []
+        self._contents = DeepContents(_held(self._modules, self._watch.volatile()), dict.fromkeys(names))
         packed, kept = self._pack([(i, *_attributes(self._modules[i])) for i in changed], names, changed)
         if not packed.tensors and self._last == (changed, packed.data):
             return None, []
@@ -173,16 +181,13 @@ def _order(contents: Sequence[Tensor | None]) -> list[int | None]:
     return [None if t is None else index.setdefault(id(t), len(index)) for t in contents]
 
 
-def _open_objects(modules: Sequence[nn.Module]) -> list[Any]:
-    """List objects among the attributes that forward may read attributes of, such as a configuration."""
-    values = (v for m in modules for k, v in vars(m).items() if k not in TABLES)
-    return list({id(v): v for v in values if _is_open(v)}.values())
+def _held(modules: Sequence[nn.Module], volatile: Collection[int]) -> Iterator[Any]:
+    """List attributes that may hold what ``Watch`` leaves to others, such as a configuration; it sees the empty ones.
 
-
-def _is_open(value: Any) -> bool:
-    is_known = isinstance(value, (type, types.ModuleType, types.FunctionType, Tensor, nn.Module, dict, list, set))
-    return not is_known and hasattr(value, "__dict__") and not type(value).__module__.startswith("torch.")
-
-
-def _identity(value: Any) -> Any:
-    return (type(value), value) if isinstance(value, (int, float, str, bool)) else id(value)
+    Of modules that are told of at every call only objects are listed: kept tensors would be kept memory.
+    """
+    for i, m in enumerate(modules):
+        for name, value in vars(m).items():
+            is_listed = is_open(value) if i in volatile else not (isinstance(value, CONTAINERS) and not value)
+            if name not in TABLES and is_listed:
+                yield value

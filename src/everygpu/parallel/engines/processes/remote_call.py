@@ -64,13 +64,15 @@ class RemoteCall:
         helper = self.helper
         arguments, self.inputs = pack(self._call, helper.exporter, {})
         update, self._kept = self._sender.update(self.tensors)
+        told, kept = self._sender.update_globals(self.tensors)
+        self._kept += kept
         self._generators = read_generators(helper.device, helper.position)
         helper.send(
             Forward(
                 call=self.number,
                 keeping=helper.keep_house(),
                 update=update,
-                globals=None,
+                globals=told,
                 settings=helper.changed_settings(),
                 modes=self._modes,
                 generators=self._generators,

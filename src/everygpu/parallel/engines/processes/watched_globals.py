@@ -1,0 +1,171 @@
+"""Which variables outside a module tree have changed: one comparison at every call."""
+
+import contextvars
+import functools
+import itertools
+import logging
+import operator
+import sys
+import threading
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from everygpu.parallel.engines.processes.used_globals import MISSING, Path, UsedGlobals, Variable
+from everygpu.parallel.replicas.contents import DeepContents, is_constant
+
+_CODE = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.MemberDescriptorType,
+    types.GetSetDescriptorType,
+    property,
+    staticmethod,
+    classmethod,
+    functools.cached_property,
+    functools._lru_cache_wrapper,
+)
+_OWN = (
+    type(threading.Lock()),
+    type(threading.RLock()),
+    threading.local,
+    threading.Event,
+    threading.Condition,
+    contextvars.ContextVar,
+    logging.Logger,
+)
+_NUMBERS = frozenset({int, float, bool, str, type(None)})
+
+_chain = itertools.chain.from_iterable
+_contents = operator.attrgetter("cell_contents")
+
+
+class WatchedGlobals:
+    """Compares variables with what they were.
+
+    Args:
+        modules: All of the tree.
+        known: By ``id``, what is compared elsewhere.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], known: Mapping[int, Any]) -> None:
+        self._modules = modules
+        self._known = {**known, **{id(m): None for m in modules}}
+        self.values: dict[Path, Any] = {}
+        self._search()
+
+    def is_same(self) -> bool:
+        """Tell whether no variable has changed that doesn't change unseen."""
+        return self._values.is_same() and all(deep.is_same() for deep in self._deep.values())
+
+    def opaque(self) -> list[Variable]:
+        """Return variables with values that may change unseen."""
+        return [self.variables[path] for path, deep in self._deep.items() if deep.is_opaque]
+
+    def changed(self) -> list[Variable]:
+        """Return what has changed since the last call, and record it; a deleted variable's value is MISSING."""
+        found = [v for path, v in self.variables.items() if self._has_changed(path, v)]
+        before, known = self.values, self.variables
+        if any(_may_have_code(x) for v in found for x in (v.read(), before[v.path])) or not self._values.has_classes():
+            self._search()
+            found += [v for path, v in self.variables.items() if path not in known and v.read() is not MISSING]
+        else:
+            self._record({v.path for v in found})
+        return found
+
+    def _search(self) -> None:
+        self.used = UsedGlobals(self._modules)
+        self.variables = self.used.variables
+        self.values = {}
+        self._deep: dict[Path, DeepContents] = {}
+        self._record(self.variables)
+
+    def _record(self, paths: Any) -> None:
+        for path in paths:
+            value = self.values[path] = self.variables[path].read()
+            self._deep.pop(path, None)
+            if not (value is MISSING or is_constant(value) or is_code(value) or stays_apart(value)):
+                self._deep[path] = DeepContents([value], self._known)
+        self._values = _Values(list(self.variables.values()), list(self.used.classes.values()))
+
+    def _has_changed(self, path: Path, variable: Variable) -> bool:
+        now, before = variable.read(), self.values[path]
+        if now is not before:
+            return not (is_constant(now) and type(now) is type(before) and now == before)
+        deep = self._deep.get(path)
+        return deep is not None and not deep.is_same()
+
+
+class _Values:
+    """The values of variables, read by few calls."""
+
+    def __init__(self, variables: Sequence[Variable], classes: Sequence[type]) -> None:
+        tables: dict[int, tuple[Any, list[str]]] = {}
+        self._missing: list[tuple[Any, str]] = []
+        for v in variables:
+            if v.path[0] not in ("global", "class"):
+                continue
+            table = vars(v.owner) if isinstance(v.owner, type) else v.owner
+            if v.path[-1] in table:
+                tables.setdefault(id(v.owner), (table, []))[1].append(v.path[-1])
+            else:
+                self._missing.append((table, v.path[-1]))
+        # A getter of one name returns no tuple.
+        self._tables = [table for table, _ in tables.values()]
+        self._getters = [operator.itemgetter(*names, names[0]) for _, names in tables.values()]
+        self._cells = [v.owner for v in variables if v.path[0] == "cell" and v.read() is not MISSING]
+        self._empty = [v for v in variables if v.path[0] == "cell" and v.read() is MISSING]
+        self._functions = [(v.owner, operator.attrgetter(v.path[-1])) for v in variables if v.path[0] == "defaults"]
+        self._classes = [vars(c) for c in classes]
+        self._class_sizes = list(map(len, self._classes))
+        self._values = self._read()
+
+    def is_same(self) -> bool:
+        """Tell whether all are the identical objects."""
+        try:
+            now = self._read()
+        except (KeyError, ValueError):
+            return False
+        return (
+            all(map(operator.is_, now, self._values))
+            and self.has_classes()
+            and not any(key in table for table, key in self._missing)
+            and all(v.read() is MISSING for v in self._empty)
+        )
+
+    def has_classes(self) -> bool:
+        """Tell whether classes have as many attributes as they had."""
+        return list(map(len, self._classes)) == self._class_sizes
+
+    def _read(self) -> list[Any]:
+        return [
+            *_chain(getter(table) for getter, table in zip(self._getters, self._tables)),
+            *map(_contents, self._cells),
+            *(get(f) for f, get in self._functions),
+        ]
+
+
+def is_code(value: Any) -> bool:
+    """Tell whether a value is code or a name for it, which has no state but what is found as variables."""
+    if isinstance(value, _CODE) or (callable(value) and type(value).__module__.startswith("torch.")):
+        return True
+    name, module = getattr(value, "__name__", None), getattr(value, "__module__", None)
+    if not (callable(value) and isinstance(name, str) and isinstance(module, str)) or module not in sys.modules:
+        return False
+    return bool(vars(sys.modules[module]).get(name) is value)
+
+
+def stays_apart(value: Any) -> bool:
+    """Tell whether each process has a value of its own, as of a lock."""
+    return isinstance(value, _OWN)
+
+
+def _may_have_code(value: Any, depth: int = 8) -> bool:
+    if isinstance(value, (dict, list, tuple, set, frozenset)) and depth:
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        return any(_may_have_code(part, depth - 1) for part in parts if type(part) not in _NUMBERS)
+    is_kind = isinstance(value, (type, types.ModuleType))
+    return value is not MISSING and (is_kind or not (is_constant(value) or isinstance(value, Tensor)))
