@@ -26,10 +26,11 @@ class Pair:
         self.sender = GlobalsSender(list(model.modules()), Exporter(CPU))
         importer = Importer(CPU)
         self.receiver = GlobalsReceiver(lambda p: [importer.open(t) for t in p.tensors], lambda *name: model)
-        self.sender.update(dict)
+        self.told = set()
+        self.send()
 
     def send(self):
-        return self.sender.update(dict)[0]
+        return self.sender.update(dict, self.told)[0]
 
     def receive(self, packed):
         self.receiver.apply(packed, list(self.model.modules()), is_renewed=False)
@@ -107,7 +108,7 @@ IN_PLACE = {
 }
 
 
-@pytest.mark.parametrize("change, undo", IN_PLACE.values(), ids=IN_PLACE)
+@pytest.mark.parametrize(("change", "undo"), IN_PLACE.values(), ids=IN_PLACE)
 def test_a_change_in_place_is_sent(change, undo):
     pair = Pair(Outside())
     change(2.0)

@@ -34,14 +34,14 @@ class GlobalsSender:
         self._modules = modules
         self._exporter = exporter
         self._watch: WatchedGlobals | None = None
-        self._told: set[Path] = set()
         self._data: dict[Path, bytes] = {}
 
-    def update(self, names: Callable[[], Names]) -> tuple[Packed | None, list[Tensor]]:
+    def update(self, names: Callable[[], Names], told: set[Path]) -> tuple[Packed | None, list[Tensor]]:
         """Say what has changed, and take it as told.
 
         Args:
             names: Returns what both processes have, by ``id``.
+            told: Variables that the helper has been sent, for this replica or another; more are added.
         Returns:
             The message; and tensors to be kept until the helper has read it.
         Raises:
@@ -49,18 +49,18 @@ class GlobalsSender:
         """
         if self._watch is None:
             self._watch = WatchedGlobals(self._modules, {})
-            changed = [v for v in self._watch.variables.values() if not _travels(v)]
-            self._told.update(path for path, v in self._watch.variables.items() if _travels(v))
+            changed = [v for path, v in self._watch.variables.items() if path in told or not _travels(v)]
+            told.update(self._watch.variables.keys() - {v.path for v in changed})
         else:
             changed = [] if self._watch.is_same() else self._watch.changed()
             changed += [v for v in self._watch.opaque() if self._is_other(v, names())]
-        rows = [row for v in changed if (row := self._row(v)) is not None]
+        rows = [row for v in changed if (row := self._row(v, told)) is not None]
         return self._pack(rows, names()) if rows else (None, [])
 
-    def _row(self, variable: Variable) -> Row | None:
+    def _row(self, variable: Variable, told: set[Path]) -> Row | None:
         value, path = variable.read(), variable.path
-        is_told = path in self._told
-        self._told.add(path)
+        is_told = path in told
+        told.add(path)
         if stays_apart(value) or (not is_told and self._is_alike(variable, value)):
             return None
         if is_told and is_code(value):

@@ -25,6 +25,7 @@ from everygpu.parallel.engines.processes.messages import Failed, Housekeeping, R
 from everygpu.parallel.engines.processes.packing import CannotTravelError
 from everygpu.parallel.engines.processes.settings import Settings, read_settings
 from everygpu.parallel.engines.processes.shared_tensors import Exporter, Importer
+from everygpu.parallel.engines.processes.used_globals import Path
 
 END_S = 5.0
 """A helper that hasn't ended by then is killed."""
@@ -58,6 +59,8 @@ class HelperProcess:
         self.importer = Importer(device)
         self.dropped: list[int] = []
         """Calls whose graphs are gone, to be told with the next message."""
+        self.told: set[Path] = set()
+        """Variables outside modules whose values it has been sent, as ``GlobalsSender`` does."""
         self.in_backward: Any = None
         """The call whose backward was begun last."""
         self._flags = Flags()

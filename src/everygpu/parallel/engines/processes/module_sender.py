@@ -12,6 +12,7 @@ from everygpu.parallel.engines.processes.globals_sender import GlobalsSender
 from everygpu.parallel.engines.processes.messages import Members, ModuleUpdate, Packed, ParameterUpdate
 from everygpu.parallel.engines.processes.packing import CannotTravelError, Names, pack
 from everygpu.parallel.engines.processes.shared_tensors import Exporter
+from everygpu.parallel.engines.processes.used_globals import Path
 from everygpu.parallel.replicas.contents import CONTAINERS, DeepContents, is_open
 from everygpu.parallel.replicas.watch import TABLES, Watch
 
@@ -73,9 +74,9 @@ class ModuleSender:
         )
         return update, kept
 
-    def update_globals(self, tensors: Sequence[Tensor]) -> tuple[Packed | None, list[Tensor]]:
-        """Say what has changed in variables that forward reads outside the module; as ``update``."""
-        return self._globals.update(lambda: self._names(tensors))
+    def update_globals(self, tensors: Sequence[Tensor], told: set[Path]) -> tuple[Packed | None, list[Tensor]]:
+        """Say what has changed in variables that forward reads outside the module; see ``GlobalsSender.update``."""
+        return self._globals.update(lambda: self._names(tensors), told)
 
     def _names(self, tensors: Sequence[Tensor]) -> Names:
         names: dict[int, tuple[str, int]] = {id(m): ("module", i) for i, m in enumerate(self._modules)}

@@ -64,7 +64,7 @@ class RemoteCall:
         helper = self.helper
         arguments, self.inputs = pack(self._call, helper.exporter, {})
         update, self._kept = self._sender.update(self.tensors)
-        told, kept = self._sender.update_globals(self.tensors)
+        told, kept = self._sender.update_globals(self.tensors, helper.told)
         self._kept += kept
         self._generators = read_generators(helper.device, helper.position)
         helper.send(
