@@ -1,5 +1,9 @@
 """Variables that forward reads outside the module have the same values in helper processes."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -69,3 +73,9 @@ def test_a_list_in_a_closure(model):
     finally:
         outside_model.activate.calls.clear()
     assert call(model) == 2.0
+
+
+def test_what_main_defines_follows():
+    script = Path(__file__).with_name("main_script.py")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert done.stdout == "all follow\n", done.stderr
