@@ -1,4 +1,4 @@
-"""Run a helper: ``python -m everygpu.parallel.engines.processes SOCKET FLAGS``, as ``HelperProcess`` does."""
+"""Run a helper: ``python -m everygpu.parallel.engines.processes ...``, as ``HelperChild`` does."""
 
 import sys
 

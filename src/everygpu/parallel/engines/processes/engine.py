@@ -1,6 +1,7 @@
 """The engine: the first replica in this process, each other one in a helper."""
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from everygpu.comm import ipc
 from everygpu.comm.streams import current_stream
 from everygpu.parallel.cuda_graphs.guards import is_observed
 from everygpu.parallel.engines.engine import Call, Engine
-from everygpu.parallel.engines.processes.helper_process import HelperProcess
+from everygpu.parallel.engines.processes.helper_process import CannotStartError, HelperProcess
 from everygpu.parallel.engines.processes.module_sender import ModuleSender
 from everygpu.parallel.engines.processes.packing import CannotTravelError
 from everygpu.parallel.engines.processes.remote_call import RemoteCall
@@ -45,8 +46,15 @@ class ProcessReplicas(Engine):
         return "processes" if self.reason is None else "threads"
 
     def start(self) -> None:
-        """Start the helpers, without waiting for them."""
+        """Start the helpers, without waiting for them, and new ones for those that are lost.
+
+        Raises:
+            CannotStartError: the system starts no further process.
+        """
         for position, device in enumerate(self._devices):
+            if position and position in self._helpers and self._helpers[position].is_lost:
+                self._senders.pop(position, None)
+                self._helpers.pop(position).close()
             if position and position not in self._helpers:
                 self._helpers[position] = HelperProcess(device, position)
 
@@ -82,10 +90,11 @@ class ProcessReplicas(Engine):
     ) -> list[Outcome] | None:
         """Make the calls; None where they can't be sent, and nothing has happened."""
         try:
+            self.start()
             remote = {i: self._prepare(names[i], call) for i, call in enumerate(calls) if names[i]}
             for sent in remote.values():
                 sent.send()
-        except CannotTravelError as error:
+        except (CannotTravelError, CannotStartError) as error:
             self._give_up(str(error))
             return None
         except BaseException:
@@ -109,7 +118,6 @@ class ProcessReplicas(Engine):
 
     def _prepare(self, position: int, call: Call) -> RemoteCall:
         module, args, kwargs = call
-        self.start()
         helper = self._helpers[position]
         helper.wait_until_ready()
         sender = self._senders.get(position)
@@ -118,13 +126,17 @@ class ProcessReplicas(Engine):
         return RemoteCall(helper, sender, args, kwargs)
 
     def _end_helpers(self) -> None:
-        for helper in self._helpers.values():
+        helpers, self._helpers, self._senders = list(self._helpers.values()), {}, {}
+        for helper in helpers:
+            helper.hang_up()
+        for helper in helpers:
             helper.close()
-        self._helpers, self._senders = {}, {}
 
 
 def unsupported_reason(devices: Sequence[torch.device]) -> str | None:
     """Say why replicas can't be in processes on these devices, if so."""
+    if getattr(sys, "frozen", False):
+        return "a program that is one file with its interpreter starts itself, where a helper should start"
     if len({d.type for d in devices}) > 1:
         return "the devices are of several kinds"
     if devices[0].type not in ("cuda", "cpu"):

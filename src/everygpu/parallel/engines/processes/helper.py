@@ -1,11 +1,11 @@
 """A helper process: one device's replica, with an interpreter of its own."""
 
-import functools
+import contextlib
+import io
 import os
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from everygpu.comm.ipc import Flags
 from everygpu.comm.streams import current_stream
 from everygpu.parallel.engines.processes.connection import Connection
+from everygpu.parallel.engines.processes.ends import follow
 from everygpu.parallel.engines.processes.generators import cuda_state, set_generators
 from everygpu.parallel.engines.processes.globals_receiver import GlobalsReceiver
 from everygpu.parallel.engines.processes.gradients import GradientSender
@@ -29,8 +30,6 @@ from everygpu.parallel.engines.processes.messages import (
     Packed,
     Ready,
     Returned,
-    Start,
-    Stop,
 )
 from everygpu.parallel.engines.processes.module_receiver import ModuleReceiver
 from everygpu.parallel.engines.processes.packing import CannotTravelError, describe_all, pack, unpack
@@ -67,9 +66,14 @@ class Helper:
         self._gradients = GradientSender(self._module, self._exporter, self._say)
 
     def serve(self) -> None:
-        """Answer until the main process says stop, or ends."""
+        """Answer until the main process hangs up, or ends.
+
+        Raises:
+            EOFError: it has.
+        """
         self._connection.send(Ready())
-        while not isinstance(message := self._connection.receive(), Stop):
+        while True:
+            message = self._connection.receive()
             answer: Returned | BackwardDone | Failed
             try:
                 self._keep_house(message.keeping)
@@ -167,30 +171,35 @@ def _failure(call: int, error: BaseException) -> Failed:
     return Failed(call=call, error=data, trace=trace, is_refused=is_refused)
 
 
-def _end_with(parent: int) -> None:
-    """End this process when it is another's child, whatever it is doing."""
-    while os.getppid() == parent:
-        time.sleep(0.2)
-    os._exit(1)
-
-
 def main(args: Sequence[str]) -> None:
     """Serve the main process that has started this one.
 
     Args:
-        args: The file descriptors of the socket and of the flags.
+        args: The file descriptors of the socket, of the flags and of the main process's standard error; the main
+            process's id; and the replica's device.
     """
-    socket_fd, flags_fd = map(int, args)
-    connection = Connection(socket.socket(fileno=socket_fd))
-    start: Start = connection.receive()
-    threading.Thread(target=functools.partial(_end_with, start.parent), daemon=True).start()
-    sys.path[:] = start.search_path
-    device = torch.device(start.device)
+    socket_fd, flags_fd, stderr_fd, parent = map(int, args[:4])
+    for fd in (socket_fd, flags_fd):
+        os.set_inheritable(fd, False)
+    end = socket.socket(fileno=socket_fd)
+    watch = threading.Thread(target=follow, args=(parent, end), daemon=True)
+    watch.start()
+    device = torch.device(args[4])
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)  # makes the context
-    try:
-        Helper(connection, Flags(flags_fd), device).serve()
-    except EOFError:
-        os._exit(1)  # the main process has ended
-    os._exit(0)  # nothing is left to do, and Python would take a second for it
+    helper = Helper(Connection(end), Flags(flags_fd), device)
+    _write_to(stderr_fd)
+    with contextlib.suppress(EOFError):
+        helper.serve()
+    watch.join()  # it ends this process
+
+
+def _write_to(stderr_fd: int) -> None:
+    """Write to the main process's standard error from now on, and to its standard output line by line."""
+    sys.stderr.flush()
+    os.write(stderr_fd, os.pread(2, os.fstat(2).st_size, 0))  # what was said at the start
+    os.dup2(stderr_fd, 2)
+    os.close(stderr_fd)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)

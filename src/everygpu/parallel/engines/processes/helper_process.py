@@ -1,36 +1,28 @@
 """A helper process as the main process sees it."""
 
-import contextlib
-import logging
-import os
-import select
-import signal
-import socket
-import subprocess
-import sys
-import threading
+import time
 import weakref
 from typing import Any
 
 import cloudpickle
 import torch
 
-from everygpu.child import python_command
-from everygpu.comm.ipc import Flags
 from everygpu.comm.streams import current_stream
 from everygpu.errors import WorkerError
-from everygpu.parallel.engines.processes.connection import Connection
+from everygpu.parallel.engines.processes.child import HelperChild
 from everygpu.parallel.engines.processes.helper import HELPER_FLAG, MAIN_FLAG
-from everygpu.parallel.engines.processes.messages import Failed, Housekeeping, Ready, Start, Stop
+from everygpu.parallel.engines.processes.messages import Failed, Housekeeping, Ready
 from everygpu.parallel.engines.processes.packing import CannotTravelError
 from everygpu.parallel.engines.processes.settings import Settings, read_settings
 from everygpu.parallel.engines.processes.shared_tensors import Exporter, Importer
 from everygpu.parallel.engines.processes.used_globals import Path
 
-END_S = 5.0
-"""A helper that hasn't ended by then is killed."""
+START_S = 60.0
+"""A helper that hasn't started by then is given up."""
 
-logger = logging.getLogger("everygpu")
+
+class CannotStartError(Exception):
+    """A helper can't be started here; the message says why."""
 
 
 class HelperTracebackError(Exception):
@@ -50,11 +42,14 @@ class HelperProcess:
     Args:
         device: Where its replica is.
         position: Of the replica.
+    Raises:
+        CannotStartError: the system starts no further process.
     """
 
     def __init__(self, device: torch.device, position: int) -> None:
         self.device = device
         self.position = position
+        self._name = f"replica {position} on {device}"
         self.exporter = Exporter(device)
         self.importer = Importer(device)
         self.dropped: list[int] = []
@@ -63,19 +58,26 @@ class HelperProcess:
         """Variables outside modules whose values it has been sent, as ``GlobalsSender`` does."""
         self.in_backward: Any = None
         """The call whose backward was begun last."""
-        self._flags = Flags()
         self._num_writes = 0
         self._settings: Settings | None = None
         self._is_ready = False
-        self._process, self._connection = _start(self._flags)
-        self._watch = _watch(self._process, self._flags, f"the helper of replica {position} on {device}")
-        self._finalizer = weakref.finalize(self, _end, os.getpid(), self._process, self._connection, self._watch)
-        start = Start(device=str(device), search_path=[p or os.getcwd() for p in sys.path], parent=os.getpid())
-        self._connection.send(start)
+        self._is_closed = False
+        self._deadline = time.monotonic() + START_S
+        try:
+            self._child = HelperChild(f"the helper of {self._name}", device)
+        except (OSError, RuntimeError) as error:
+            raise CannotStartError(f"no helper process can be started: {error}") from error
+        self._connection, self._flags = self._child.connection, self._child.flags
+        self._finalizer = weakref.finalize(self, self._child.end)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has ended, or can't be spoken with any more."""
+        return self._connection.is_broken
 
     def is_ready(self) -> bool:
         """Tell, without waiting, whether it has started."""
-        if not self._is_ready and select.select([self._connection], [], [], 0)[0]:
+        if not self._is_ready and self._connection.has_message(0):
             self.wait_until_ready()
         return self._is_ready
 
@@ -84,9 +86,13 @@ class HelperProcess:
 
         Raises:
             WorkerError: it has ended.
+            CannotStartError: it takes too long.
         """
         while not self._is_ready:
+            if not self._connection.has_message(self._deadline - time.monotonic()):
+                raise CannotStartError(f"the helper of {self._name} didn't start within {START_S:.0f} s")
             self._is_ready = isinstance(self.receive(), Ready)
+            self._child.note_start()
 
     def keep_house(self) -> Housekeeping:
         """Return what goes along with a message; what is queued on the current stream is done before it is read."""
@@ -140,74 +146,29 @@ class HelperProcess:
             raise CannotTravelError(str(raised))
         raise raised from HelperTracebackError(message.trace)
 
-    def is_alive(self) -> bool:
-        """Tell whether the process runs."""
-        return self._process.poll() is None
+    def hang_up(self) -> None:
+        """Have the helper end, without waiting for it."""
+        self._is_closed = True
+        self._child.hang_up()
 
     def close(self) -> None:
         """End the helper."""
+        self._is_closed = True
         self._finalizer()
         self.importer.close()
 
     def _ended(self) -> WorkerError:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)
-        how = describe_end(self._process.poll())
+        what = f"DataParallel: the helper process of {self._name} must"
+        if self._is_closed:
+            return WorkerError(
+                f"{what} run from forward to backward, got a backward after it was ended, as release() and Ctrl-C do. "
+                f"Run forward again."
+            )
+        how = self._child.describe_end()
+        if not self._is_ready:
+            return WorkerError(f"{what} start, but {how}\nPass engine='threads' if it can't.")
         return WorkerError(
-            f"DataParallel: the helper process of replica {self.position} on {self.device} must run as long as the "
-            f"model, but {how}. What this step has computed is lost; parameters are as they were before it. Look for "
-            f"an out-of-memory killer, or pass engine='threads'."
+            f"{what} run as long as the model, but {how}. What this step has computed is lost; parameters are as they "
+            f"were before it, gradients may lack its share. Call zero_grad() and run the step again: a new helper "
+            f"starts. If that ends, too, look for an out-of-memory killer in `dmesg`, or pass engine='threads'."
         )
-
-
-def describe_end(code: int | None) -> str:
-    """Say how a process has ended."""
-    if code is None:
-        return "it doesn't answer"
-    if code < 0:
-        return f"it was ended by {signal.Signals(-code).name}"
-    return f"it ended with exit status {code}"
-
-
-def _start(flags: Flags) -> tuple["subprocess.Popen[bytes]", Connection]:
-    mine, its = socket.socketpair()
-    command = python_command("everygpu.parallel.engines.processes", str(its.fileno()), str(flags.fd))
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")}
-    with its:
-        # In a session of its own, so that Ctrl-C reaches the main process alone.
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            pass_fds=(its.fileno(), flags.fd),
-            env=environment,
-            start_new_session=True,
-        )
-    return process, Connection(mine)
-
-
-def _watch(process: "subprocess.Popen[bytes]", flags: Flags, name: str) -> threading.Event:
-    """Let this process's streams go on if a helper dies, and say so; set what is returned to end a helper in peace."""
-    is_wanted = threading.Event()
-
-    def wait() -> None:
-        code = process.wait()
-        flags.release(HELPER_FLAG)
-        if not is_wanted.is_set():
-            logger.error("DataParallel: %s: %s.", name, describe_end(code))
-
-    threading.Thread(target=wait, name="everygpu-helper-watch", daemon=True).start()
-    return is_wanted
-
-
-def _end(pid: int, process: "subprocess.Popen[bytes]", connection: Connection, is_wanted: threading.Event) -> None:
-    if pid != os.getpid():  # a fork's copy
-        return
-    is_wanted.set()
-    with contextlib.suppress(EOFError):
-        connection.send(Stop())
-    connection.close()
-    try:
-        process.wait(END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

@@ -13,17 +13,6 @@ Members = tuple[list[int], BucketPlan]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """The first message to a helper."""
-
-    device: str
-    search_path: list[str]
-    """``sys.path``, for the modules that classes are defined in."""
-    parent: int
-    """The main process's id: a helper ends when it is another's child."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
     """Any Python value, with the tensors in it apart."""
 
@@ -98,11 +87,6 @@ class Backward:
     grads: list[SharedTensor | None]
     """For each output that takes gradients."""
     keeps_graph: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
-    """End."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,8 @@
-"""Torch's settings for the whole process, read in one process and applied in another."""
+"""Settings for the whole process, torch's and Python's, read in one process and applied in another."""
 
+import contextlib
+import os
+import sys
 from typing import Any
 
 import torch
@@ -20,8 +23,15 @@ Settings = tuple[Any, ...]
 
 
 def read_settings() -> Settings:
-    """Return torch's settings now: default dtype, precisions, determinism and kernels of attention."""
+    """Return the settings now.
+
+    They are the directory and where modules are looked for; and torch's default dtype, precisions, determinism and
+    kernels of attention.
+    """
+    directory = _directory()
     return (
+        directory,
+        [entry or directory for entry in sys.path],
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -33,7 +43,11 @@ def read_settings() -> Settings:
 
 def apply_settings(wanted: Settings) -> None:
     """Set what differs."""
-    dtype, is_deterministic, warns_only, num_threads, *others = wanted
+    directory, search_path, dtype, is_deterministic, warns_only, num_threads, *others = wanted
+    if directory != _directory():
+        with contextlib.suppress(OSError):  # it was removed
+            os.chdir(directory)
+    sys.path[:] = search_path
     torch.set_default_dtype(dtype)
     torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)
     if torch.get_num_threads() != num_threads:
@@ -44,6 +58,13 @@ def apply_settings(wanted: Settings) -> None:
             setattr(_resolve(owner), name, value)
     for name, value in zip(_SDP_BACKENDS, others[len(_PATHS) :]):
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(value)
+
+
+def _directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
 
 
 def _resolve(path: str) -> Any:
