@@ -13,7 +13,7 @@ from everygpu.parallel.engines.processes.child import HelperChild
 from everygpu.parallel.engines.processes.helper import HELPER_FLAG, MAIN_FLAG
 from everygpu.parallel.engines.processes.messages import Failed, Housekeeping, Ready
 from everygpu.parallel.engines.processes.packing import CannotTravelError
-from everygpu.parallel.engines.processes.settings import Settings, read_settings
+from everygpu.parallel.engines.processes.settings import Settings, read_settings, with_imported
 from everygpu.parallel.engines.processes.shared_tensors import Exporter, Importer
 from everygpu.parallel.engines.processes.used_globals import Path
 
@@ -104,12 +104,12 @@ class HelperProcess:
         return Housekeeping(given_back=self.importer.take_done(), dropped=dropped, ready=self._num_writes)
 
     def changed_settings(self) -> Settings | None:
-        """Return torch's settings, if they have changed since the last call."""
+        """Return the settings, if they have changed since the last call."""
         now = read_settings()
         if now == self._settings:
             return None
         self._settings = now
-        return now
+        return with_imported(now)
 
     def wait_for(self, ready: int) -> None:
         """Have the current stream wait until the helper's has written its flag."""

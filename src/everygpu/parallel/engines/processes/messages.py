@@ -69,7 +69,7 @@ class Forward:
     globals: Packed | None
     """Variables outside the module that have changed, as ``GlobalsSender`` packs them."""
     settings: Settings | None
-    """Torch's, if they have changed."""
+    """Of torch and Python, if they have changed."""
     modes: Modes
     generators: Any
     """The states of random generators."""

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import torch
@@ -41,6 +42,15 @@ def read_settings() -> Settings:
     )
 
 
+def with_imported(settings: Settings) -> Settings:
+    """Add where modules have been imported from that wouldn't be found any more.
+
+    An empty entry of ``sys.path`` is the working directory, which may have changed since; or an entry was removed.
+    """
+    directory, search_path, *others = settings
+    return directory, [*search_path, *sorted(_places_of_modules() - set(search_path))], *others
+
+
 def apply_settings(wanted: Settings) -> None:
     """Set what differs."""
     directory, search_path, dtype, is_deterministic, warns_only, num_threads, *others = wanted
@@ -58,6 +68,17 @@ def apply_settings(wanted: Settings) -> None:
             setattr(_resolve(owner), name, value)
     for name, value in zip(_SDP_BACKENDS, others[len(_PATHS) :]):
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(value)
+
+
+def _places_of_modules() -> set[str]:
+    specs = [getattr(m, "__dict__", {}).get("__spec__") for m in list(sys.modules.values())]
+    found = set()
+    for spec in specs:
+        if isinstance(spec, ModuleSpec) and "." not in spec.name:
+            for file in spec.submodule_search_locations or [spec.origin or ""]:
+                if os.path.basename(file).split(".")[0] == spec.name:
+                    found.add(os.path.dirname(file))
+    return {place for place in found if os.path.isdir(place)}
 
 
 def _directory() -> str:
