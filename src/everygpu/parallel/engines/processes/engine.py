@@ -23,7 +23,7 @@ logger = logging.getLogger("everygpu")
 
 
 class ProcessReplicas(Engine):
-    """Runs each replica after the first in a helper process of its own, which works on this process's memory.
+    """Runs each replica after a call's first in a helper process of its own, which works on this process's memory.
 
     The helpers start at the first call, or by ``start``, and end with this object, or with this process.
 
@@ -91,7 +91,8 @@ class ProcessReplicas(Engine):
         """Make the calls; None where they can't be sent, and nothing has happened."""
         try:
             self.start()
-            remote = {i: self._prepare(names[i], call) for i, call in enumerate(calls) if names[i]}
+            # The first here, whichever it is: the module takes over its buffers and attributes.
+            remote = {i: self._prepare(names[i], call) for i, call in enumerate(calls) if i}
             for sent in remote.values():
                 sent.send()
         except (CannotTravelError, CannotStartError) as error:

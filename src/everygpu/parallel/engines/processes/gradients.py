@@ -1,11 +1,11 @@
 """Gradients of a helper's replica on their way to the main process, bucket by bucket while backward goes on."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from everygpu.parallel.engines.processes.messages import BucketDone, Members
-from everygpu.parallel.engines.processes.module_receiver import ModuleReceiver
+from everygpu.parallel.engines.processes.messages import BucketDone
+from everygpu.parallel.engines.processes.module_receiver import Binding
 from everygpu.parallel.engines.processes.shared_tensors import Exporter
 
 
@@ -13,34 +13,34 @@ class GradientSender:
     """Sends each bucket as soon as all of its gradients are there, and the others when backward is over.
 
     Args:
-        module: The replica.
         exporter: Lends the buckets' memory.
         say: Sends what a function makes of a flag.
     """
 
-    def __init__(self, module: ModuleReceiver, exporter: Exporter, say: Callable[[Any], None]) -> None:
-        self._module = module
+    def __init__(self, exporter: Exporter, say: Callable[[Any], None]) -> None:
         self._exporter = exporter
         self._say = say
-        self._buckets: Sequence[Members] = ()
+        self._binding = Binding(tensors={}, grads={}, buckets=())
         self._bucket_of: dict[int, int] = {}
         self._waiting: list[int] = []
         self._call: int | None = None
         self._touched: set[int] = set()
 
-    def arrange(self, buckets: Sequence[Members]) -> None:
-        """Take on the arrangement of a new module."""
-        self._buckets = buckets
-        self._bucket_of = {i: k for k, (members, _) in enumerate(buckets) for i in members}
-
     @contextmanager
-    def collecting(self, call: int) -> Iterator[None]:
-        """Send what a backward within computes."""
-        for index, t in self._module.tensors.items():
+    def collecting(self, call: int, binding: Binding) -> Iterator[None]:
+        """Send what a backward within computes.
+
+        Args:
+            call: That the backward is of.
+            binding: Of its forward.
+        """
+        self._binding = binding
+        for index, t in binding.tensors.items():
             if t.requires_grad:
-                t.grad = self._module.grads.get(index)
+                t.grad = binding.grads.get(index)
         self._touched = set()
-        self._waiting = [len(members) for members, _ in self._buckets]
+        self._bucket_of = {i: k for k, (members, _) in enumerate(binding.buckets) for i in members}
+        self._waiting = [len(members) for members, _ in binding.buckets]
         self._call = call
         try:
             yield
@@ -49,7 +49,7 @@ class GradientSender:
                     self._send(bucket)
         finally:
             self._call = None
-            for t in self._module.tensors.values():
+            for t in binding.tensors.values():
                 t.grad = None
 
     def note(self, index: int) -> None:
@@ -63,17 +63,17 @@ class GradientSender:
 
     def take_touched(self) -> list[int]:
         """Return the parameters that have got a gradient in the main process's memory."""
-        return sorted(i for i in self._touched if i in self._module.grads)
+        return sorted(i for i in self._touched if i in self._binding.grads)
 
     def _send(self, bucket: int) -> None:
-        members, plan = self._buckets[bucket]
-        grads = [self._module.tensors[i].grad for i in members]
+        members, plan = self._binding.buckets[bucket]
+        grads = [self._binding.tensors[i].grad for i in members]
         first = next((g for g in grads if g is not None), None)
         if first is None:
             return
         flat = plan.flatten(dict(enumerate(grads)), first.device)
         for i in members:
-            self._module.tensors[i].grad = None
+            self._binding.tensors[i].grad = None
         call, lent = self._call, self._exporter.describe(flat, lends=True)
         present = [g is not None for g in grads]
         self._say(lambda ready: BucketDone(call=call or 0, ready=ready, bucket=bucket, flat=lent, present=present))

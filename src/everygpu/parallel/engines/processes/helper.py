@@ -8,7 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -31,7 +31,7 @@ from everygpu.parallel.engines.processes.messages import (
     Ready,
     Returned,
 )
-from everygpu.parallel.engines.processes.module_receiver import ModuleReceiver
+from everygpu.parallel.engines.processes.module_receiver import Binding, ModuleReceiver
 from everygpu.parallel.engines.processes.packing import CannotTravelError, describe_all, pack, unpack
 from everygpu.parallel.engines.processes.settings import apply_settings
 from everygpu.parallel.engines.processes.shared_tensors import Exporter, Importer
@@ -39,6 +39,16 @@ from everygpu.parallel.engines.thread_state import fresh_casts, on_device
 
 MAIN_FLAG, HELPER_FLAG = 0, 64
 """Which of the flags each process's stream writes; each has a cache line of its own."""
+
+
+class Graph(NamedTuple):
+    """A call that may be asked for its backward."""
+
+    outputs: list[Tensor]
+    """Those that take gradients."""
+    inputs: list[Tensor]
+    """Those that take gradients."""
+    binding: Binding
 
 
 class Helper:
@@ -59,11 +69,10 @@ class Helper:
         self._importer = Importer(device)
         self._num_writes = 0
         self._host_seed: int | None = None
-        # The graphs of calls, by number: outputs and inputs that take gradients.
-        self._graphs: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        self._graphs: dict[int, Graph] = {}  # by the number of the call
         self._module = ModuleReceiver(self._importer, lambda index: self._gradients.note(index))
         self._globals = GlobalsReceiver(self._open, self._module.find)
-        self._gradients = GradientSender(self._module, self._exporter, self._say)
+        self._gradients = GradientSender(self._exporter, self._say)
 
     def serve(self) -> None:
         """Answer until the main process hangs up, or ends.
@@ -107,8 +116,6 @@ class Helper:
             apply_settings(message.settings)
         module = self._module.apply(message.update)
         self._globals.apply(message.globals, self._module.modules, is_renewed=self._module.is_renewed)
-        if message.update.buckets is not None:
-            self._gradients.arrange(message.update.buckets)
         set_generators(self._device, message.generators, before=self._host_seed)
         self._host_seed = message.generators[1]
         tensors = self._open(message.arguments)
@@ -121,7 +128,8 @@ class Helper:
         packed, shared = pack(output, self._exporter, {}, lends=True, prepare=self._own)
         if any(t.requires_grad for t in shared):
             inputs = [t for t, needs in zip(tensors, message.needs_grad) if needs]
-            self._graphs[message.call] = [t for t in shared if t.requires_grad], inputs
+            outputs = [t for t in shared if t.requires_grad]
+            self._graphs[message.call] = Graph(outputs, inputs, self._module.binding)
         return Returned(
             call=message.call,
             ready=self._written(),
@@ -142,13 +150,13 @@ class Helper:
         return t.clone() if root.is_leaf and self._importer.owns(t) else t.resolve_conj().resolve_neg()
 
     def _backward(self, message: Backward) -> BackwardDone:
-        outputs, inputs = self._graphs[message.call]
+        outputs, inputs, binding = self._graphs[message.call]
         if not message.keeps_graph:
             del self._graphs[message.call]
         pairs = [(t, self._importer.open(g)) for t, g in zip(outputs, message.grads) if g is not None]
         for t in inputs:
             t.grad = None
-        with self._gradients.collecting(message.call):
+        with self._gradients.collecting(message.call, binding):
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs], retain_graph=message.keeps_graph)
         found = [t.grad for t in inputs]
         for t in inputs:

@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import cloudpickle
 import torch
@@ -51,13 +51,13 @@ class HelperProcess:
         self.position = position
         self._name = f"replica {position} on {device}"
         self.exporter = Exporter(device)
-        self.importer = Importer(device)
+        self.importer = Importer(device, copies_host_memory=True)
         self.dropped: list[int] = []
         """Calls whose graphs are gone, to be told with the next message."""
         self.told: set[Path] = set()
         """Variables outside modules whose values it has been sent, as ``GlobalsSender`` does."""
-        self.in_backward: Any = None
-        """The call whose backward was begun last."""
+        self.calls: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        """Calls that messages may be about, by number."""
         self._num_writes = 0
         self._settings: Settings | None = None
         self._is_ready = False
@@ -133,14 +133,14 @@ class HelperProcess:
 
         Raises:
             WorkerError: the helper has ended.
-            Exception: what the helper says has been raised there; its ``__cause__`` has the traceback.
         """
         try:
-            message = self._connection.receive()
+            return self._connection.receive()
         except EOFError as error:
             raise self._ended() from error
-        if not isinstance(message, Failed):
-            return message
+
+    def raise_failure(self, message: Failed) -> NoReturn:
+        """Raise what has been raised in the helper; its ``__cause__`` has the traceback."""
         raised: BaseException = cloudpickle.loads(message.error)
         if message.is_refused:
             raise CannotTravelError(str(raised))

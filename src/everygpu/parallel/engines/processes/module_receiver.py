@@ -1,16 +1,28 @@
 """A helper's copy of a replica of the main process, on the same memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from everygpu.parallel.engines.processes.messages import ModuleUpdate, Packed, ParameterUpdate
+from everygpu.parallel.engines.processes.messages import Members, ModuleUpdate, Packed, ParameterUpdate
 from everygpu.parallel.engines.processes.packing import unpack
 from everygpu.parallel.engines.processes.shared_tensors import Importer, SharedStorage
 from everygpu.parallel.replicas.watch import TABLES, Watch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """The tensors that a replica computes with, at one time: a graph belongs to those of its forward."""
+
+    tensors: Mapping[int, Tensor]
+    """Parameters and buffers."""
+    grads: Mapping[int, Tensor]
+    """Where the main process has gradients added up."""
+    buckets: Sequence[Members]
 
 
 class ModuleReceiver:
@@ -25,9 +37,7 @@ class ModuleReceiver:
         self._importer = importer
         self._on_grad = on_grad
         self.modules: list[nn.Module] = []
-        self.tensors: dict[int, Tensor] = {}
-        self.grads: dict[int, Tensor] = {}
-        """Where the main process has gradients added up."""
+        self.binding = Binding(tensors={}, grads={}, buckets=())
         self._places: list[tuple[dict[str, Any], str, int | None]] = []
         self._source: dict[int, tuple[Packed, list[Tensor]]] = {}
         self._watch = Watch([])
@@ -38,17 +48,11 @@ class ModuleReceiver:
     def apply(self, update: ModuleUpdate) -> nn.Module:
         """Take in what has changed; return the root."""
         if update.structure is not None:
-            self._build(update.structure)
+            self._build(update.structure, update.buckets or ())
         if update.written:
-            increment_version([self.tensors[i] for i in update.written])
-        storages: dict[SharedStorage, torch.UntypedStorage] = {}
-        for moved in update.tensors:
-            self._place(moved, storages)
+            increment_version([self.binding.tensors[i] for i in update.written])
         if update.tensors:
-            for table, key, index in self._places:
-                table[key] = None if index is None else self.tensors[index]
-            self._stale.update(self._source)  # attributes may refer to tensors that have moved
-            self._watch = Watch(self.modules, self.tensors.values())
+            self._place(update.tensors)
         if update.attributes is not None:
             tensors = [self._importer.open(shared) for shared in update.attributes.tensors]
             source = (update.attributes, tensors)
@@ -62,12 +66,13 @@ class ModuleReceiver:
 
     def find(self, kind: str, index: int) -> Any:
         """Return what both processes have, by its name."""
-        return self.modules[index] if kind == "module" else self.tensors[index]
+        return self.modules[index] if kind == "module" else self.binding.tensors[index]
 
-    def _build(self, structure: Packed) -> None:
+    def _build(self, structure: Packed, buckets: Sequence[Members]) -> None:
         rows = self._unpack(structure, [])
         self.modules = [object.__new__(kind) for kind, *_ in rows]
-        self.tensors, self.grads, self._source, self._places = {}, {}, {}, []
+        self.binding = Binding(tensors={}, grads={}, buckets=buckets)
+        self._source, self._places = {}, []
         for module, (_, children, *tables) in zip(self.modules, rows):
             found: dict[str, dict[str, Any]] = {name: {} for name in TABLES}
             found["_modules"] = {k: None if i is None else self.modules[i] for k, i in children.items()}
@@ -77,17 +82,28 @@ class ModuleReceiver:
             vars(module).update(found)
         self._stale = set()
 
-    def _place(self, moved: ParameterUpdate, storages: dict[SharedStorage, torch.UntypedStorage]) -> None:
-        memory = self._importer.open(moved.tensor, storages)
-        index = moved.index
-        t = nn.Parameter(memory, moved.requires_grad) if moved.is_parameter else memory
-        if moved.requires_grad:
+    def _place(self, moved: Sequence[ParameterUpdate]) -> None:
+        tensors, grads = dict(self.binding.tensors), dict(self.binding.grads)
+        storages: dict[SharedStorage, torch.UntypedStorage] = {}
+        for update in moved:
+            tensors[update.index] = self._open(update, storages)
+            grads.pop(update.index, None)
+            if update.grad is not None:
+                grads[update.index] = self._importer.open(update.grad, storages)
+        self.binding = replace(self.binding, tensors=tensors, grads=grads)
+        for table, key, index in self._places:
+            table[key] = None if index is None else tensors[index]
+        self._stale.update(self._source)  # attributes may refer to tensors that have moved
+        self._watch = Watch(self.modules, tensors.values())
+
+    def _open(self, update: ParameterUpdate, storages: dict[SharedStorage, torch.UntypedStorage]) -> Tensor:
+        memory = self._importer.open(update.tensor, storages)
+        t = nn.Parameter(memory, update.requires_grad) if update.is_parameter else memory
+        if update.requires_grad:
             t.requires_grad_()
+            index = update.index
             t.register_post_accumulate_grad_hook(lambda _: self._on_grad(index))  # type: ignore[no-untyped-call]
-        self.tensors[index] = t
-        self.grads.pop(index, None)
-        if moved.grad is not None:
-            self.grads[index] = self._importer.open(moved.grad, storages)
+        return t
 
     def _restore(self) -> None:
         self.is_renewed = bool(self._stale)

@@ -146,6 +146,8 @@ class ModuleSender:
             self._sent[i] = now
             if before is None or before[:2] != now[:2]:
                 moved.append(self._describe(i, t, grad))
+                # On the CPU, what is shared for the first time moves.
+                self._sent[i] = (t.data_ptr(), None if grad is None else grad.data_ptr(), now[2])
             elif before[2] != now[2]:
                 written.append(i)
         return moved, written

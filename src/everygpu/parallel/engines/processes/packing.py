@@ -1,5 +1,6 @@
 """Python values on their way to another process: pickled by value, the tensors in them shared."""
 
+import functools
 import io
 import pickle
 import weakref
@@ -7,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
+import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from everygpu.parallel.engines.processes.messages import Packed
 from everygpu.parallel.engines.processes.shared_tensors import Exporter, SharedTensor
@@ -88,6 +91,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
         if type(value) is weakref.ref and value() is not None:  # as a recurrent layer has of its weights
             return weakref.ref, (value(),)
+        if isinstance(value, type) and value.__module__ == parametrize.__name__ and "__getstate__" in vars(value):
+            names = tuple(k for k, v in vars(value).items() if isinstance(v, property))
+            return _parametrized, (value.__base__, names)
         return super().reducer_override(value)
 
     def _shared(self, value: Tensor) -> tuple[str, int] | None:
@@ -101,6 +107,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._seen[id(value)] = (len(self.tensors), value)
             self.tensors.append(prepared)
         return "tensor", self._seen[id(value)][0]
+
+
+@functools.cache
+def _parametrized(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """Make the class that torch gives to a module with parametrizations: torch's own refers to the module."""
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    for name in names:
+        module.register_parameter(name, nn.Parameter(torch.empty(())))
+        parametrize.register_parametrization(module, name, nn.Identity(), unsafe=True)
+    return type(module)
 
 
 class _Unpickler(pickle.Unpickler):

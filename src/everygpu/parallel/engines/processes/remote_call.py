@@ -14,6 +14,7 @@ from everygpu.parallel.engines.processes.messages import (
     Backward,
     BackwardDone,
     BucketDone,
+    Failed,
     Forward,
     Returned,
 )
@@ -48,7 +49,10 @@ class RemoteCall:
         self.tensors = sender.tensors()
         self.inputs: list[Tensor] = []
         self._buckets: dict[int, BucketDone] = {}
+        self._returned: Returned | None = None
         self._done: BackwardDone | None = None
+        self._is_running = False
+        self._failure: Failed | None = None
         self._recomputed: Recomputation | None = None
         self._grads: list[Tensor | None] = []
         self._keeps_graph = False
@@ -67,6 +71,7 @@ class RemoteCall:
         told, kept = self._sender.update_globals(self.tensors, helper.told)
         self._kept += kept
         self._generators = read_generators(helper.device, helper.position)
+        helper.calls[self.number] = self
         helper.send(
             Forward(
                 call=self.number,
@@ -83,7 +88,9 @@ class RemoteCall:
 
     def receive(self) -> Any:
         """Wait for what the replica has returned; it is connected to the replica's parameters and the arguments."""
-        returned = self._returned()
+        while self._returned is None:
+            self._read()
+        returned = self._returned
         self.helper.wait_for(returned.ready)
         self._kept = []
         if returned.generators is not None:
@@ -116,6 +123,8 @@ class RemoteCall:
 
     def begin_backward(self, grads: Sequence[Tensor | None]) -> None:
         """Have the helper run the backward; without buckets, wait for its end."""
+        if self._is_running:  # for a backward that has failed in this process
+            self._end_backward()
         self._buckets, self._done, self._recomputed, self._num_used = {}, None, None, 0
         if torch.is_grad_enabled():
             self._recomputed = self._recompute(grads)
@@ -123,7 +132,7 @@ class RemoteCall:
         helper = self.helper
         self._grads = [None if g is None else _dense(g) for g in grads]
         shared = describe_all(self._grads, helper.exporter, lends=False)
-        helper.in_backward = self
+        self._is_running = True
         self._keeps_graph = keeps_graph()
         keeping = helper.keep_house()
         helper.send(Backward(call=self.number, keeping=keeping, grads=shared, keeps_graph=self._keeps_graph))
@@ -157,16 +166,20 @@ class RemoteCall:
         return [slot.view(flat) if is_there else None for slot, is_there in zip(plan.slots, found.present)]
 
     def take(self, message: Any) -> None:
-        """Take note of what the helper says of the backward."""
-        if isinstance(message, BucketDone):
+        """Take note of what the helper says of this call."""
+        if isinstance(message, Returned):
+            self._returned = message
+        elif isinstance(message, BucketDone):
             self._buckets[message.bucket] = message
         elif isinstance(message, BackwardDone):
-            self._done = message
+            self._done, self._is_running = message, False
             self.helper.wait_for(message.ready)
             increment_version([g for i in message.touched if (g := self.tensors[i].grad) is not None])
             self._grads = []
             if not self._keeps_graph:
                 self.tensors = []
+        else:
+            self._failure, self._is_running = message, False
 
     def _end_backward(self) -> BackwardDone:
         while self._done is None:
@@ -174,19 +187,14 @@ class RemoteCall:
         return self._done
 
     def _read(self) -> None:
+        """Read a message, of this call or another: forwards and backwards may be under way at the same time."""
         message = self.helper.receive()
-        call = self.helper.in_backward
-        if call is not None and message.call == call.number:
+        call = self.helper.calls.get(message.call)  # None where nothing waits for its backward any more
+        if call is not None:
             call.take(message)
-
-    def _returned(self) -> Returned:
-        while True:
-            message = self.helper.receive()
-            if isinstance(message, Returned) and message.call == self.number:
-                return message
-            call = self.helper.in_backward  # one whose end nothing has waited for
-            if call is not None and message.call == call.number:
-                call.take(message)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            self.helper.raise_failure(failure)
 
     def _recompute(self, grads: Sequence[Tensor | None]) -> Recomputation:
         state = self._generators[0]

@@ -102,10 +102,12 @@ class Importer:
 
     Args:
         device: Where the memory is.
+        copies_host_memory: Copy tensors on the CPU: one that is mapped here can't be shared once more.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, copies_host_memory: bool = False) -> None:
         self._device = device
+        self._copies_host_memory = copies_host_memory
         # All stay open, as opening and closing one waits for the GPU.
         self._open: dict[int, ipc.Mapping] = {}
         self._done: deque[int] = deque()
@@ -149,7 +151,8 @@ class Importer:
             return torch.empty(0, dtype=torch.uint8, device=self._device).untyped_storage()
         if self._device.type == "cpu":
             self._done.append(ticket)
-            return cast(torch.UntypedStorage, torch.UntypedStorage.from_file(shared.handle, True, shared.num_bytes))
+            storage = cast(torch.UntypedStorage, torch.UntypedStorage.from_file(shared.handle, True, shared.num_bytes))
+            return storage.clone() if self._copies_host_memory else storage  # type: ignore[no-untyped-call]
         mapping = self._mapping(shared)
         owner = _Loan(mapping, ticket, self._done)
         return ipc.storage_at(mapping.start + shared.offset, shared.num_bytes, self._device, owner)
