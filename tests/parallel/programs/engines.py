@@ -3,7 +3,7 @@
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import everygpu
 from everygpu.parallel.cuda_graphs.recorder import NUM_WARM_UPS
 from tests import tape
 from tests.parallel.cuda_graphs.forwards import num_recordings
+from tests.parallel.engines.processes.pool import HelperPool
 from tests.parallel.programs.program import NUM_STEPS, Program, draw_program, steady
 from tests.parallel.programs.run import differences, run_program
 
@@ -59,6 +60,7 @@ SETUPS = {
     "threads": Setup(engine="threads"),
     # Fewer: acting recordings out takes three times as long as running programs.
     "graphs": Setup(engine="graphs", num_steps=NUM_WARM_UPS + 4, num_programs=NUM_PROGRAMS // 2, records=True),
+    "processes": Setup(engine="processes", num_programs=20),
     "threads-gpu": Setup(engine="threads", device="cuda", marks=ON_GPUS),
     "graphs-gpu": Setup(engine="graphs", device="cuda", num_steps=NUM_WARM_UPS + 4, records=True, marks=ON_GPUS),
 }
@@ -104,9 +106,10 @@ def report(name: str, program: Program, lines: list[str]) -> str:
 def check_seeds(name: str, seeds: range) -> tuple[list[str], int]:
     """Check the programs of some seeds; return reports on those that failed, and the number of recordings."""
     setup, reports, recorded = SETUPS[name], [], 0
-    with setup.prepared():
+    with setup.prepared(), closing(HelperPool()) as helpers:
         for program in map(setup.draw, seeds):
-            outcome = check(setup, program)
+            with helpers.serving():
+                outcome = check(setup, program)
             recorded += outcome.num_recordings
             if outcome.lines:
                 reports.append(report(name, program, outcome.lines))

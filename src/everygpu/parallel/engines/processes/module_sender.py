@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from everygpu.parallel.batch_norm.layer import SyncBatchNorm
 from everygpu.parallel.buckets.bucket import Bucket
 from everygpu.parallel.buckets.memory import version_of
 from everygpu.parallel.engines.processes.globals_sender import GlobalsSender
@@ -23,11 +24,16 @@ class ModuleSender:
     Args:
         module: The replica. It is a new one when the arrangement of its modules and tensors changes.
         exporter: Describes its tensors to the helper.
+    Raises:
+        CannotTravelError: a layer computes with what the other replicas compute.
     """
 
     def __init__(self, module: nn.Module, exporter: Exporter) -> None:
         self.module = module
         self._exporter = exporter
+        for name, m in module.named_modules():
+            if isinstance(m, SyncBatchNorm):
+                raise CannotTravelError(f"the layer {name or 'SyncBatchNorm'} normalizes over all replicas' batches")
         self._modules = list(module.modules())
         self._watch = Watch(self._modules)
         self._places: list[tuple[dict[str, Any], str]] = [
