@@ -87,6 +87,12 @@ class Bucket:
         width = len(originals)
         return [outputs[i * width : (i + 1) * width] for i in range(len(slots))]
 
+    def send(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> list[list[Tensor]]:
+        """Bring copies up to date without connecting them to the originals; arguments and result as for ``refresh``."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._transfer(originals, replicas)
+        return [copy.slots for i in replicas if (copy := self._copies[i]) is not None]
+
     def sum_grads(self, grads: Sequence[Grads]) -> list[Tensor | None]:
         """Add the replicas' gradients, through one flat buffer each.
 

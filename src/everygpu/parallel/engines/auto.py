@@ -61,8 +61,8 @@ class AutoReplicas(Engine):
     """
 
     def __init__(self, context: EngineContext) -> None:
-        self._devices = list(context.devices)
-        self._threads = Workers(len(self._devices) - 1)
+        self._context = context
+        self._threads = Workers(len(context.devices) - 1)
         self._recorded: RecordedReplicas | None = RecordedReplicas(context, self._threads, proves=True)
         self._processes: ProcessReplicas | None = None
         self._why_not_recorded = ""
@@ -79,7 +79,7 @@ class AutoReplicas(Engine):
     def launch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
         """Launch a recording; None where none serves."""
         if self._recorded is None:
-            return None
+            return self._processes.launch(args, kwargs) if self._processes is not None and self._goes_out() else None
         outputs = self._recorded.launch(args, kwargs)
         reason = self._recorded.reason
         if outputs is None and reason is not None:
@@ -90,7 +90,7 @@ class AutoReplicas(Engine):
         self, calls: Sequence[Call], devices: Sequence[torch.device], positions: Sequence[int] | None = None
     ) -> list[Any]:
         """Make the calls in helpers, if these are ready, else in threads; in threads also while they are recorded."""
-        if not is_capturing() and self._has_helpers() and self._processes is not None:
+        if self._processes is not None and self._goes_out():
             self._periods.note("processes")
             return self._processes.run(calls, devices, positions)
         self._tell()
@@ -111,7 +111,7 @@ class AutoReplicas(Engine):
         if self._processes is None:
             self._recorded = None
             self._why_not_recorded = reason
-            self._processes = ProcessReplicas(self._devices)
+            self._processes = ProcessReplicas(self._context)
             self._processes.start()
 
     def close(self) -> None:
@@ -140,6 +140,10 @@ class AutoReplicas(Engine):
                 self._why_not_recorded,
             )
         return is_ready
+
+    def _goes_out(self) -> bool:
+        """Tell whether the next forward runs in helpers."""
+        return not is_capturing() and self._has_helpers()
 
     def _compare(self, processes: ProcessReplicas) -> None:
         """Go back to threads where these are faster: their steps take no messages."""

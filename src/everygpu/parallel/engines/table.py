@@ -30,7 +30,7 @@ def _recorded(context: EngineContext) -> RecordedReplicas:
 
 
 def _in_processes(context: EngineContext) -> ProcessReplicas:
-    return ProcessReplicas(context.devices)
+    return ProcessReplicas(context)
 
 
 _MAKERS: Mapping[str, Callable[[EngineContext], Engine]] = MappingProxyType(

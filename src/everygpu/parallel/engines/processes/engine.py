@@ -2,15 +2,19 @@
 
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
 from everygpu.comm import ipc
 from everygpu.comm.streams import current_stream
 from everygpu.parallel.cuda_graphs.guards import is_observed
-from everygpu.parallel.engines.engine import Call, Engine
+from everygpu.parallel.engines.engine import Call, Engine, EngineContext, Outputs
+from everygpu.parallel.engines.processes.direct import DirectCalls, DirectParameters, is_direct
 from everygpu.parallel.engines.processes.helper_process import CannotStartError, HelperProcess
 from everygpu.parallel.engines.processes.module_sender import ModuleSender
 from everygpu.parallel.engines.processes.packing import CannotTravelError
@@ -22,17 +26,27 @@ from everygpu.torch_private.autograd import is_transforming
 logger = logging.getLogger("everygpu")
 
 
+class NotDirectError(Exception):
+    """A call needs its parameters to be connected one by one."""
+
+
 class ProcessReplicas(Engine):
     """Runs each replica after a call's first in a helper process of its own, which works on this process's memory.
 
     The helpers start at the first call, or by ``start``, and end with this object, or with this process.
 
     Args:
-        devices: One per replica.
+        context: What it is made from.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices = list(devices)
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
+        self._devices = list(context.devices)
+        # Parameters are connected bucket by bucket until a call comes that needs more.
+        self._may_be_direct = True
+        self._parameters: DirectParameters | None = None
+        self._direct: DirectCalls | None = None
+        self._open: list[weakref.ref[RemoteCall]] = []
         self._threads = Workers(len(self._devices) - 1)
         self._helpers: dict[int, HelperProcess] = {}
         self._senders: dict[int, ModuleSender] = {}
@@ -62,15 +76,47 @@ class ProcessReplicas(Engine):
         """Tell, without waiting, whether all helpers have started."""
         return len(self._helpers) == len(self._devices) - 1 and all(h.is_ready() for h in self._helpers.values())
 
+    def launch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
+        """Run a call whose parameters are connected bucket by bucket; None where they have to be one by one.
+
+        So they are once a forward comes before the backward of the one before: the copies may be needed as they were.
+        """
+        self._open = [ref for ref in self._open if (call := ref()) is not None and call.awaits_backward]
+        module = self._context.module()
+        if self._open or not self._can_be_direct(module):
+            self._may_be_direct, self._parameters = False, None
+            return None
+        if self.reason is not None or is_observed() or is_transforming():
+            return None
+        if self._parameters is None or not self._parameters.fits(module):
+            make = self._context.make_replicas
+            self._parameters = DirectParameters(module, self._devices, make, self._context.bucket_bytes)
+        self._direct = self._parameters.begin()
+        try:
+            return self._context.run(self._parameters.replicas, args, kwargs, around=nullcontext)
+        except NotDirectError:
+            return None
+        finally:
+            self._direct = None
+
+    def _can_be_direct(self, module: nn.Module) -> bool:
+        if self._parameters is None and self._may_be_direct:
+            self._may_be_direct = is_direct(module)
+        return self._may_be_direct
+
     def run(
         self, calls: Sequence[Call], devices: Sequence[torch.device], positions: Sequence[int] | None = None
     ) -> list[Any]:
         """Make the calls side by side and wait for all of them; see ``Engine``."""
         names = list(range(len(calls))) if positions is None else list(positions)
+        if self._direct is not None and names[0]:
+            raise NotDirectError
         if self.reason is None and not (is_observed() or is_transforming()):
             outcomes = self._attempt(calls, devices, names)
             if outcomes is not None:
                 return take_values(outcomes, list(zip(names, devices, calls)))
+        if self._direct is not None:
+            raise NotDirectError
         if self.reason is not None and not self.has_told:
             self.has_told = True
             logger.warning("DataParallel: replicas run in threads, not in processes: %s.", self.reason)
@@ -110,6 +156,8 @@ class ProcessReplicas(Engine):
         for i, (_, raised) in enumerate(outcomes):
             if isinstance(raised, CannotTravelError):
                 self._give_up(f"what forward returns has {raised}")
+                if self._direct is not None:
+                    return None
                 outcomes[i] = attempt(local[i])
         return outcomes
 
@@ -123,8 +171,12 @@ class ProcessReplicas(Engine):
         helper.wait_until_ready()
         sender = self._senders.get(position)
         if sender is None or sender.module is not module:
-            sender = self._senders[position] = ModuleSender(module, helper.exporter)
-        return RemoteCall(helper, sender, args, kwargs)
+            direct = [] if self._direct is None else self._direct.parameters.twins(position)
+            sender = self._senders[position] = ModuleSender(module, helper.exporter, direct)
+        remote = RemoteCall(helper, sender, args, kwargs, self._direct)
+        if self._direct is not None:
+            self._open.append(weakref.ref(remote))
+        return remote
 
     def _end_helpers(self) -> None:
         helpers, self._helpers, self._senders = list(self._helpers.values()), {}, {}

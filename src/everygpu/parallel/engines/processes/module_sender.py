@@ -24,11 +24,14 @@ class ModuleSender:
     Args:
         module: The replica. It is a new one when the arrangement of its modules and tensors changes.
         exporter: Describes its tensors to the helper.
+        direct: The tensors of each bucket, and the bucket, where these aren't connected one by one.
     Raises:
         CannotTravelError: a layer computes with what the other replicas compute.
     """
 
-    def __init__(self, module: nn.Module, exporter: Exporter) -> None:
+    def __init__(
+        self, module: nn.Module, exporter: Exporter, direct: Sequence[tuple[list[Tensor], Bucket]] = ()
+    ) -> None:
         self.module = module
         self._exporter = exporter
         for name, m in module.named_modules():
@@ -47,7 +50,10 @@ class ModuleSender:
         self._is_told = False
         self.buckets: list[Members] = []
         self.owners: list[Bucket] = []
-        for members, bucket in members_of_buckets(self.tensors()):
+        tensors = self.tensors()
+        index = {id(t): i for i, t in enumerate(tensors)}
+        found = [([index[id(t)] for t in members], bucket) for members, bucket in direct]
+        for members, bucket in found or members_of_buckets(tensors):
             self.buckets.append((members, bucket.plan))
             self.owners.append(bucket)
 

@@ -2,12 +2,14 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from everygpu import comm
 from everygpu.parallel.engines.processes.generators import read_generators, set_cuda_state
 from everygpu.parallel.engines.processes.helper_process import HelperProcess
 from everygpu.parallel.engines.processes.messages import (
@@ -24,7 +26,22 @@ from everygpu.parallel.engines.processes.recompute import Recomputation
 from everygpu.parallel.engines.thread_state import Modes
 from everygpu.torch_private.autograd import keeps_graph
 
+if TYPE_CHECKING:
+    from everygpu.parallel.engines.processes.direct import DirectCalls
+
 _NUMBERS = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrived:
+    """A bucket's gradients on the primary device, or on their way there."""
+
+    copied: "tuple[Tensor, torch.cuda.Event | None] | None" = None
+    """Side by side, for ``comm.received``."""
+    present: Sequence[bool] = ()
+    """Which parameters have a gradient."""
+    grads: Sequence[Tensor | None] = ()
+    """One by one, where they are to be differentiated again."""
 
 
 class RemoteCall:
@@ -35,11 +52,19 @@ class RemoteCall:
         sender: Knows the replica.
         args: Positional arguments, on the helper's device.
         kwargs: Keyword arguments.
+        direct: What connects the parameters bucket by bucket; None where each one is connected.
     """
 
     def __init__(
-        self, helper: HelperProcess, sender: ModuleSender, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        helper: HelperProcess,
+        sender: ModuleSender,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        direct: "DirectCalls | None" = None,
     ) -> None:
+        self._direct = direct
+        self._arrived: dict[int, Arrived] = {}
         self.number = next(_NUMBERS)
         self.helper = helper
         self._sender = sender
@@ -117,6 +142,9 @@ class RemoteCall:
         needed = [t for t in self.inputs if t.requires_grad]
         if needed:
             anchors.append(_Inputs.apply(self, *needed))  # type: ignore[no-untyped-call]
+        if self._direct is not None:
+            self._direct.calls.append(self)
+            return anchors + [_Arrival.apply(self, k, t) for k, t in enumerate(self._direct.anchors)]  # type: ignore[no-untyped-call]
         for k, (members, _) in enumerate(self._sender.buckets):
             anchors.append(_Parameters.apply(self, k, *(self.tensors[i] for i in members)))  # type: ignore[no-untyped-call]
         return anchors
@@ -146,11 +174,40 @@ class RemoteCall:
         done = self._end_backward()
         return [None if g is None else self.helper.importer.open(g) for g in done.inputs]
 
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a backward may still come."""
+        return self.has_graph and (self._done is None or self._keeps_graph)
+
     def grads_of_bucket(self, bucket: int) -> list[Tensor | None]:
         """Wait for the gradients of a bucket's parameters."""
         members, plan = self._sender.buckets[bucket]
         if self._recomputed is not None:
             return [self._recomputed.parameters[i] for i in members]
+        found = self._flat_of_bucket(bucket)
+        if found is None:
+            return [None] * len(members)
+        flat, present = found
+        if all(present):
+            self._sender.owners[bucket].send_ahead(flat)
+        return [slot.view(flat) if is_there else None for slot, is_there in zip(plan.slots, present)]
+
+    def send_bucket(self, bucket: int, device: torch.device) -> None:
+        """Wait for the gradients of a bucket, and begin to copy them to a device."""
+        members, _ = self._sender.buckets[bucket]
+        if self._recomputed is not None:
+            grads = [self._recomputed.parameters[i] for i in members]
+            self._arrived[bucket] = Arrived(grads=[None if g is None else comm.copy(g, device) for g in grads])
+            return
+        found = self._flat_of_bucket(bucket)
+        if found is not None:
+            self._arrived[bucket] = Arrived(copied=comm.copy_beside(found[0], device), present=found[1])
+
+    def take_arrived(self, bucket: int) -> "Arrived | None":
+        """Return what ``send_bucket`` has sent; None where there are no gradients."""
+        return self._arrived.pop(bucket, None)
+
+    def _flat_of_bucket(self, bucket: int) -> tuple[Tensor, Sequence[bool]] | None:
         while bucket not in self._buckets and self._done is None:
             self._read()
         found = self._buckets.get(bucket)
@@ -158,12 +215,9 @@ class RemoteCall:
         if self._num_used == len(self._sender.buckets):
             self._end_backward()  # the replica's memory may be written again
         if found is None:
-            return [None] * len(members)
+            return None
         self.helper.wait_for(found.ready)
-        flat = self.helper.importer.open(found.flat)
-        if all(found.present):
-            self._sender.owners[bucket].send_ahead(flat)
-        return [slot.view(flat) if is_there else None for slot, is_there in zip(plan.slots, found.present)]
+        return self.helper.importer.open(found.flat), found.present
 
     def take(self, message: Any) -> None:
         """Take note of what the helper says of this call."""
@@ -199,7 +253,8 @@ class RemoteCall:
     def _recompute(self, grads: Sequence[Tensor | None]) -> Recomputation:
         state = self._generators[0]
         before = state if isinstance(state, bytes) else None
-        return Recomputation(self._sender, self.tensors, self._call, self._modes, before, grads)
+        tensors = self.tensors if self._direct is None else self._direct.connected(self.tensors)
+        return Recomputation(self._sender, tensors, self._call, self._modes, before, grads)
 
     def __del__(self) -> None:
         if self.has_graph:
@@ -227,6 +282,18 @@ class _Outputs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         ctx.call.begin_backward(grads)
         return (None, None, *(torch.empty(0, device=ctx.call.helper.device) for _ in range(ctx.num_anchors)))
+
+
+class _Arrival(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: RemoteCall, bucket: int, anchor: Tensor) -> Tensor:
+        ctx.call, ctx.bucket, ctx.device = call, bucket, anchor.device
+        return torch.empty(0, device=call.helper.device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
+        ctx.call.send_bucket(ctx.bucket, ctx.device)
+        return None, None, torch.empty(0, device=ctx.device)
 
 
 class _Inputs(torch.autograd.Function):

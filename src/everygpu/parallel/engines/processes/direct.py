@@ -1,0 +1,168 @@
+"""Trained parameters that are connected to their copies bucket by bucket, where that is enough.
+
+Replicas in threads are connected parameter by parameter. In helpers only a bucket's gradients matter as a whole: one
+node of autograd for each bucket takes the place of two for each parameter and replica.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everygpu import comm
+from everygpu.parallel.buckets.bucket import Bucket
+from everygpu.parallel.buckets.copies import sum_on
+from everygpu.parallel.buckets.grouping import group_by_storage
+from everygpu.parallel.buckets.memory import version_of
+from everygpu.parallel.buckets.plan import BucketPlan
+from everygpu.parallel.buckets.slot_alias import make_twins
+from everygpu.parallel.engines.processes.remote_call import RemoteCall
+from everygpu.parallel.replicas.module_tree import ModuleTree, has_hooks, is_dense
+from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
+
+
+def is_direct(module: nn.Module) -> bool:
+    """Tell whether all trained parameters can be connected so: they are dense, and no hook is to see each gradient."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    tensors = [*trained, *module.buffers()]
+    return bool(trained) and all(map(is_dense, tensors)) and not any(has_hooks(t) for t in tensors)
+
+
+class DirectParameters:
+    """A module's trained parameters, and the copies that helpers compute with.
+
+    Args:
+        module: One for which ``is_direct`` holds.
+        devices: One per replica.
+        make_replicas: Makes replicas whose trained parameters are the copies.
+        bucket_bytes: Size at which a bucket is closed.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device],
+        make_replicas: Callable[[Callable[[], Leaves]], ReplicaSet],
+        bucket_bytes: int,
+    ) -> None:
+        self._module = module
+        self._tree = ModuleTree(module)
+        self._needs_grad = [t.requires_grad for t in self._tree.tensors]
+        trained: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
+        self._device, others = devices[0], list(devices[1:])
+        self._buckets: list[tuple[Bucket, list[Tensor]]] = []
+        self._twins: list[list[list[Tensor]]] = []  # by bucket and replica
+        for members, together in group_by_storage(trained, range(len(trained)), bucket_bytes):
+            params = [trained[i] for i in members]
+            bucket = Bucket(params, self._device, others, keep_storage=together, fixed=True)
+            rows = bucket.send(params, range(len(others)))
+            self._buckets.append((bucket, params))
+            self._twins.append([make_twins(params, slots) for slots in rows])
+        self.replicas = make_replicas(self._leaves)
+
+    def fits(self, module: nn.Module) -> bool:
+        """Tell whether the module has the tensors it had, as they were."""
+        tensors = self._tree.tensors
+        return (
+            module is self._module
+            and self._tree.is_same()
+            and all(map(operator.is_, [t.requires_grad for t in tensors], self._needs_grad))
+            and not any(map(has_hooks, tensors))
+            and all(meta.fits(t) for meta, t in zip(self._tree.metas, tensors))
+        )
+
+    def begin(self) -> "DirectCalls":
+        """Send the parameters, and connect a call of all replicas to them."""
+        self.replicas.forget()  # frozen parameters, too, as they may have been written through ``.data``
+        for bucket, params in self._buckets:
+            bucket.send(params, range(len(bucket.devices)))
+        calls = DirectCalls(self, [bucket.plan for bucket, _ in self._buckets])
+        if torch.is_grad_enabled():
+            for k, (_, params) in enumerate(self._buckets):
+                calls.anchors.append(_Parameters.apply(calls, k, self._device, *params))  # type: ignore[no-untyped-call]
+        return calls
+
+    def twins(self, position: int) -> list[tuple[list[Tensor], Bucket]]:
+        """Return a replica's copies, by bucket."""
+        return [(rows[position - 1], bucket) for rows, (bucket, _) in zip(self._twins, self._buckets)]
+
+    def versions(self) -> dict[int, int]:
+        """Return how often each original has been written, by ``id``."""
+        return {id(p): version_of(p) for _, params in self._buckets for p in params}
+
+    def originals(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Return the originals that are behind copies, by the copies' ``id``."""
+        ids = set(map(id, tensors))
+        pairs = (
+            (twin, p)
+            for (_, params), rows in zip(self._buckets, self._twins)
+            for row in rows
+            for twin, p in zip(row, params)
+        )
+        return {id(twin): p for twin, p in pairs if id(twin) in ids}
+
+    def _leaves(self) -> Leaves:
+        return {
+            id(p): [row[i] for row in rows]
+            for (_, params), rows in zip(self._buckets, self._twins)
+            for i, p in enumerate(params)
+        }
+
+
+class DirectCalls:
+    """One forward of all helpers, as far as parameters are concerned.
+
+    Args:
+        parameters: Those it is connected to.
+        plans: How each bucket's gradients lie side by side.
+    """
+
+    def __init__(self, parameters: DirectParameters, plans: Sequence[BucketPlan]) -> None:
+        self.parameters = parameters
+        self.plans = plans
+        self.anchors: list[Tensor] = []
+        """For each bucket what outputs are connected to; none while autograd is off."""
+        self.calls: list[RemoteCall] = []
+        """Those whose outputs take gradients."""
+        self._versions = parameters.versions()
+
+    def sum_bucket(self, bucket: int, device: torch.device) -> Sequence[Tensor | None]:
+        """Add up what the helpers have sent ahead of a bucket's gradients."""
+        plan = self.plans[bucket]
+        found = [arrived for call in self.calls if (arrived := call.take_arrived(bucket)) is not None]
+        if torch.is_grad_enabled():
+            columns = [[g for g in column if g is not None] for column in zip(*(arrived.grads for arrived in found))]
+            return [sum_on(column, device) if column else None for column in columns] or [None] * len(plan.slots)
+        flats = [comm.received(*arrived.copied) for arrived in found if arrived.copied is not None]
+        if not flats:
+            return [None] * len(plan.slots)
+        present = map(any, zip(*(arrived.present for arrived in found)))
+        total = comm.reduce(flats, device)
+        return [slot.view(total) if is_there else None for slot, is_there in zip(plan.slots, present)]
+
+    def connected(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors of a replica, with copies that are connected to the originals in place of those that aren't.
+
+        Raises:
+            RuntimeError: the originals have been written since the call.
+        """
+        originals = self.parameters.originals(tensors)
+        if any(version_of(p) != self._versions[id(p)] for p in originals.values()):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                "create_graph=True after the optimizer's step."
+            )
+        return [t if id(t) not in originals else comm.copy(originals[id(t)], t.device) for t in tensors]
+
+
+class _Parameters(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, calls: DirectCalls, bucket: int, device: torch.device, *parameters: Tensor) -> Tensor:
+        ctx.calls, ctx.bucket, ctx.device = calls, bucket, device
+        return torch.empty(0, device=device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
+        return (None, None, None, *ctx.calls.sum_bucket(ctx.bucket, ctx.device))
