@@ -3,7 +3,6 @@
 import itertools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -11,32 +10,6 @@ from torch import Tensor, nn
 
 Table = dict[str, Any]
 """A module's ``_parameters`` or ``_buffers``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Meta:
-    """The properties of a tensor that its copies depend on; when one changes, the copies are made anew."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    stride: tuple[int, ...]
-    offset: int
-    device: torch.device
-    requires_grad: bool
-    is_parameter: bool
-    has_hooks: bool
-
-    def fits(self, t: Tensor) -> bool:
-        """Tell whether copies made for these properties fit ``t``."""
-        return (
-            t.dtype is self.dtype
-            and t.shape == self.shape
-            and t.requires_grad is self.requires_grad
-            and t.device == self.device
-            and isinstance(t, nn.Parameter) is self.is_parameter
-            and has_hooks(t) is self.has_hooks
-            and (t.layout != torch.strided or (t.stride() == self.stride and t.storage_offset() == self.offset))
-        )
 
 
 class ModuleTree:
@@ -54,7 +27,7 @@ class ModuleTree:
         self._contents = _flatten(_tensor_tables(self.modules))
         self.tensors = _unique(self._contents.values)
         self.order = _indices(self._contents.values, self.tensors)
-        self.metas = [_meta(t) for t in self.tensors]
+        self._metas = _metas(self.tensors)
 
     def is_same(self) -> bool:
         """Tell whether the tree holds the identical modules and tensors, whatever their properties."""
@@ -70,7 +43,11 @@ class ModuleTree:
             if not _has_same_keys(contents, self._contents) or _indices(contents.values, tensors) != self.order:
                 return False
             self._contents, self.tensors = contents, tensors
-        return all(meta.fits(t) for meta, t in zip(self.metas, self.tensors))
+        return self.is_alike()
+
+    def is_alike(self) -> bool:
+        """Tell whether the tensors have the properties that their copies depend on."""
+        return _metas(self.tensors) == self._metas
 
     def _has_same_children(self) -> bool:
         return _is_same(_flatten(_children(self.modules)), self._children)
@@ -131,14 +108,16 @@ def _indices(contents: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> li
     return [None if t is None else index[id(t)] for t in contents]
 
 
-def _meta(t: Tensor) -> Meta:
-    return Meta(
-        shape=t.shape,
-        dtype=t.dtype,
-        stride=t.stride() if t.layout == torch.strided else (),
-        offset=int(t.storage_offset()) if t.layout == torch.strided else 0,
-        device=t.device,
-        requires_grad=t.requires_grad,
-        is_parameter=isinstance(t, nn.Parameter),
-        has_hooks=has_hooks(t),
+def _metas(tensors: Sequence[Tensor]) -> tuple[list[Any], ...]:
+    """Return the properties of tensors that their copies depend on, one list for each: it runs in every step."""
+    strided = [t for t in tensors if t.layout == torch.strided]
+    return (
+        [t.dtype for t in tensors],
+        [t.shape for t in tensors],
+        [t.requires_grad for t in tensors],
+        [t.device for t in tensors],
+        [isinstance(t, nn.Parameter) for t in tensors],
+        [has_hooks(t) for t in tensors],
+        [t.stride() for t in strided],
+        [t.storage_offset() for t in strided],
     )

@@ -4,7 +4,6 @@ Replicas in threads are connected parameter by parameter. In helpers only a buck
 node of autograd for each bucket takes the place of two for each parameter and replica.
 """
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,7 +48,6 @@ class DirectParameters:
     ) -> None:
         self._module = module
         self._tree = ModuleTree(module)
-        self._needs_grad = [t.requires_grad for t in self._tree.tensors]
         trained: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
         self._device, others = devices[0], list(devices[1:])
         self._buckets: list[tuple[Bucket, list[Tensor]]] = []
@@ -64,14 +62,7 @@ class DirectParameters:
 
     def fits(self, module: nn.Module) -> bool:
         """Tell whether the module has the tensors it had, as they were."""
-        tensors = self._tree.tensors
-        return (
-            module is self._module
-            and self._tree.is_same()
-            and all(map(operator.is_, [t.requires_grad for t in tensors], self._needs_grad))
-            and not any(map(has_hooks, tensors))
-            and all(meta.fits(t) for meta, t in zip(self._tree.metas, tensors))
-        )
+        return module is self._module and self._tree.is_same() and self._tree.is_alike()
 
     def begin(self) -> "DirectCalls":
         """Send the parameters, and connect a call of all replicas to them."""
