@@ -117,6 +117,10 @@ class RecordedForward:
             return None
         return self._capture.run((args, kwargs, ()))
 
+    def forget(self) -> bool:
+        """Drop all recordings, with their memory; tell whether there were any."""
+        return self._capture.forget()
+
     def watch(self, outputs: list[Any]) -> None:
         """Note which outputs of an eager call are used: a recording's backward will begin at these.
 

@@ -67,14 +67,13 @@ class AutoReplicas(Engine):
         self._processes: ProcessReplicas | None = None
         self._why_not_recorded = ""
         self._periods = Periods()
+        self._last_used = "threads"
         self._has_told = False
 
     @property
     def in_use(self) -> str:
         """The name of the engine that the last forward ran by."""
-        if self._recorded is not None:
-            return self._recorded.in_use
-        return "processes" if self._has_helpers() else "threads"
+        return self._last_used if self._recorded is None else self._recorded.in_use
 
     def launch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
         """Launch a recording; None where none serves."""
@@ -92,9 +91,17 @@ class AutoReplicas(Engine):
         """Make the calls in helpers, if these are ready, else in threads; in threads also while they are recorded."""
         if self._processes is not None and self._goes_out():
             self._periods.note("processes")
+            self._last_used = "processes"
             return self._processes.run(calls, devices, positions)
         self._tell()
         self._periods.note("threads")
+        self._last_used = "threads"
+        try:
+            return self._threads.run(calls, devices, positions)
+        except torch.OutOfMemoryError:
+            # Recordings hold the memory of a step each; they can be made again.
+            if self._recorded is None or not self._recorded.forget():
+                raise
         return self._threads.run(calls, devices, positions)
 
     def watch(self, outputs: list[Any]) -> None:

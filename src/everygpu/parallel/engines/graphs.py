@@ -69,6 +69,10 @@ class RecordedReplicas(Engine):
         if self.recorder is not None:
             self.recorder.watch(outputs)
 
+    def forget(self) -> bool:
+        """Drop all recordings, with their memory; tell whether there were any."""
+        return self.recorder is not None and self.recorder.forget()
+
     def close(self) -> None:
         """End the other engine's threads."""
         self._eager.close()
