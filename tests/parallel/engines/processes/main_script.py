@@ -5,7 +5,7 @@ from torch import nn
 
 import everygpu
 
-X = torch.ones(4, 3)
+X = torch.tensor([[1.0], [1.0], [2.0], [2.0]]).expand(4, 3)
 FACTOR = 1.0
 ITEMS = [1.0]
 OPTIONS = {"gain": 1.0}
@@ -30,11 +30,12 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(3, 3)
-        self.calls = 0
+        self.mark = None
         self.activate = lambda x: x * FACTOR  # with a namespace of its own whenever attributes are unpickled
 
     def forward(self, x):
-        self.calls += 1
+        if x[0, 0] == 2:
+            self.mark = object()  # in the helper alone, which then unpickles what it was sent at first
         x = self.linear(self.activate(shift(x))) * self.gain * ITEMS[-1]
         return x + LATER if "LATER" in globals() else x
 
