@@ -47,6 +47,7 @@ class Outside(Base):
         self.linear = nn.Linear(3, 3, bias=False)
         with torch.no_grad():
             self.linear.weight.copy_(torch.eye(3))
+        self.options = types.SimpleNamespace(inner=types.SimpleNamespace(gain=1.0), gains=[[1.0]])
 
     @property
     def depth(self):
@@ -59,6 +60,7 @@ class Outside(Base):
         x = self.scale(self.linear(x)) * self.depth * WEIGHTS["w"]
         x = x * config_module.SCALE * config_module.TABLE["nested"][0] * OPTIONS.gain * OPTIONS.inner.gain
         x = choose(activate(shift(x))) * MASK
+        x = x * self.options.inner.gain * self.options.gains[0][-1]
         if "LATER" in globals():
             x = x * LATER  # noqa: F821 - defined by a test
         return x * getattr(config_module, "ABSENT", 1.0)

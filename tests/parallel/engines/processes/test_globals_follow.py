@@ -75,6 +75,17 @@ def test_a_list_in_a_closure(model):
     assert call(model) == 2.0
 
 
+def test_a_configuration_in_an_attribute_is_compared_at_every_depth(model):
+    options = model.module.options
+    options.inner.gain = 3.0
+    assert call(model) == 6.0
+    options.gains[0].append(5.0)
+    assert call(model) == 30.0
+    del options.gains[0][1:]
+    options.inner.gain = 1.0
+    assert call(model) == 2.0
+
+
 def test_what_main_defines_follows():
     script = Path(__file__).with_name("main_script.py")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)

@@ -18,6 +18,9 @@ from everygpu.parallel.replicas.watch import TABLES
 MISSING = object()
 """The value of a variable that isn't defined."""
 
+CACHED: Any = type(functools.cache(len))
+"""The type of functions with a cache."""
+
 Path = tuple[Any, ...]
 
 _CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context", "jvp", "vmap"})
@@ -267,7 +270,7 @@ def _parts(value: Any) -> Collection[Any]:
         return (value.func,)
     if isinstance(value, (staticmethod, classmethod)):
         return (value.__func__,)
-    if isinstance(value, functools._lru_cache_wrapper):
+    if isinstance(value, CACHED):
         return (value.__wrapped__,)
     return ()
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from everygpu.parallel.engines.processes.used_globals import MISSING, Path, UsedGlobals, Variable
+from everygpu.parallel.engines.processes.used_globals import CACHED, MISSING, Path, UsedGlobals, Variable
 from everygpu.parallel.replicas.contents import DeepContents, is_constant
 
 _CODE = (
@@ -26,7 +26,7 @@ _CODE = (
     staticmethod,
     classmethod,
     functools.cached_property,
-    functools._lru_cache_wrapper,
+    CACHED,
 )
 _OWN = (
     type(threading.Lock()),
