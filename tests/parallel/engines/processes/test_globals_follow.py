@@ -37,7 +37,15 @@ def test_values_from_before_the_helper_started(model):
     assert call(model) == 2.0
 
 
+def define_anew(patch):
+    """Define a function once more in its module, as ``importlib.reload`` does."""
+    patch.setattr(config_module, "shift", config_module.shift)
+    exec("def shift(x):\n    return x * 7 + OFFSET", vars(config_module))
+    patch.setattr(outside_model, "shift", config_module.shift)
+
+
 CHANGES = {
+    "function defined anew": define_anew,
     "float": lambda m: m.setattr(outside_model, "FACTOR", 3.0),
     "list": lambda m: outside_model.ITEMS.append(5.0) or m.setattr(outside_model, "ITEMS", [5.0]),
     "dict": lambda m: m.setitem(outside_model.WEIGHTS, "w", 3.0),

@@ -1,5 +1,8 @@
 """Variables that forward reads outside the module are found, and their changes are sent."""
 
+import functools
+import importlib
+import sys
 import types
 
 import pytest
@@ -8,7 +11,7 @@ from torch import nn
 
 from everygpu.parallel.engines.processes.globals_receiver import GlobalsReceiver
 from everygpu.parallel.engines.processes.globals_sender import GlobalsSender
-from everygpu.parallel.engines.processes.packing import CannotTravelError
+from everygpu.parallel.engines.processes.packing import CannotTravelError, unpack
 from everygpu.parallel.engines.processes.shared_tensors import Exporter, Importer
 from everygpu.parallel.engines.processes.used_globals import UsedGlobals
 from tests.parallel.engines.processes import config_module, outside_model
@@ -152,3 +155,46 @@ def test_equal_values_are_not_sent_again(monkeypatch):
 def test_torch_is_not_looked_into():
     layer = nn.TransformerEncoderLayer(8, 2)
     assert not UsedGlobals(list(layer.modules())).variables
+
+
+def told_at_first(model):
+    """Return the names of what a helper is told of a model that it has imported itself."""
+    sender = GlobalsSender(list(model.modules()), Exporter(CPU))
+    packed, tensors = sender.update(dict, set())
+    return {path[1:] for path, *_ in unpack(packed, tensors, None)}
+
+
+def test_code_as_it_is_imported_is_not_sent():
+    told = told_at_first(Outside())
+    assert (HERE, "FACTOR") in told
+    assert not told & {(HERE, "choose"), (HERE, "activate"), (HERE, "Base"), (HERE, "Outside", "scale")}
+
+
+def test_a_wrapper_that_was_put_in_place_is_sent(monkeypatch):
+    choose = outside_model.choose
+    monkeypatch.setattr(outside_model, "choose", functools.wraps(choose)(lambda x: choose(x)))
+    assert (HERE, "choose") in told_at_first(Outside())
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "some_library.py").write_text(
+        "from torch import nn\nSTATE = [open]\ndef act(x): return x * STATE[0]\n"
+        "class Layer(nn.Module):\n    def forward(self, x): return act(x) * len(STATE)\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+    yield importlib.import_module("some_library")
+    del sys.modules["some_library"]
+
+
+def test_patches_of_a_library_are_found_and_its_own_state_is_not(library, monkeypatch):
+    pair = Pair(library.Layer())
+    library.STATE.append(1)
+    monkeypatch.setattr(library, "act", lambda x: x + 1)
+    packed = pair.send()
+    assert [path for path, *_ in unpack(packed, [], None)] == [("global", "some_library", "act")]
+    monkeypatch.setattr(library.Layer, "forward", lambda self, x: x)
+    packed = pair.send()
+    assert [path for path, *_ in unpack(packed, [], None)] == [("class", "some_library", "Layer", "forward")]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from everygpu.parallel.engines.processes.messages import Packed
 from everygpu.parallel.engines.processes.packing import CannotTravelError, Names, pack
 from everygpu.parallel.engines.processes.shared_tensors import Exporter
-from everygpu.parallel.engines.processes.used_globals import MISSING, Path, Variable, is_of_library
+from everygpu.parallel.engines.processes.used_globals import MISSING, Path, Variable, origin_of
 from everygpu.parallel.engines.processes.watched_globals import WatchedGlobals, is_code, stays_apart
 from everygpu.parallel.replicas.contents import is_constant
 
@@ -76,7 +76,7 @@ class GlobalsSender:
             return is_code(value) or isinstance(value, type)
         if kind == "defaults":
             return all(map(is_constant, value.values() if isinstance(value, dict) else value))
-        if is_of_library(variable.path[1]) and not (is_code(value) or is_constant(value)):
+        if origin_of(variable.path[1]) == "library" and not (is_code(value) or is_constant(value)):
             return True
         return _is_defined_here(variable.path, value)
 
@@ -142,9 +142,7 @@ def _by_value(path: Path, value: Any) -> Any:
         return type(value)(_by_value(path, value.__func__))
     if isinstance(value, property):
         return property(*(f and _by_value(path, f) for f in (value.fget, value.fset, value.fdel)))
-    if not isinstance(value, types.FunctionType) or _find(value.__module__, value.__qualname__) is not value:
-        return value
-    if (value.__module__, value.__qualname__) != (path[1], ".".join(path[2:])):
+    if not isinstance(value, types.FunctionType) or origin_of(value.__module__) != "user":
         return value
     copied = types.FunctionType(
         value.__code__, value.__globals__, value.__name__, value.__defaults__, value.__closure__

@@ -219,23 +219,18 @@ class UsedGlobals:
             self.variables[path] = Variable(path, owner, where)
 
     def _origin(self, module: str) -> str:
-        """Return "user", "library" for site-packages, or "others" for what isn't looked into."""
         if module not in self._origins:
-            self._origins[module] = _origin(module)
+            self._origins[module] = origin_of(module)
         return self._origins[module]
 
 
-def _origin(module: str) -> str:
+def origin_of(module: str) -> str:
+    """Return "user", "library" for site-packages, or "others" for torch, the standard library and this package."""
     top = module.partition(".")[0]
     if top in sys.stdlib_module_names or top in _OF_OTHERS or top == "":
         return "others"
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return "library" if any(f"{s}-packages" in file for s in ("site", "dist")) else "user"
-
-
-def is_of_library(module: str) -> bool:
-    """Tell whether a module is installed in site-packages."""
-    return _origin(module) == "library"
 
 
 def cell_contents(cell: types.CellType) -> Any:

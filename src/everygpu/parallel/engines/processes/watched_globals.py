@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from everygpu.parallel.engines.processes.used_globals import CACHED, MISSING, Path, UsedGlobals, Variable
+from everygpu.parallel.engines.processes.used_globals import CACHED, MISSING, Path, UsedGlobals, Variable, origin_of
 from everygpu.parallel.replicas.contents import DeepContents, is_constant
 
 _CODE = (
@@ -87,7 +87,8 @@ class WatchedGlobals:
         for path in paths:
             value = self.values[path] = self.variables[path].read()
             self._deep.pop(path, None)
-            if not (value is MISSING or is_constant(value) or is_code(value) or stays_apart(value)):
+            may_hold = not (value is MISSING or is_constant(value) or is_code(value) or stays_apart(value))
+            if may_hold and not (path[0] in ("global", "class") and origin_of(path[1]) == "library"):
                 self._deep[path] = DeepContents([value], self._known)
         self._values = _Values(list(self.variables.values()), list(self.used.classes.values()))
 
