@@ -3,6 +3,7 @@
 import functools
 import types
 
+import numpy
 import torch
 from torch import nn
 
@@ -48,6 +49,7 @@ class Outside(Base):
         with torch.no_grad():
             self.linear.weight.copy_(torch.eye(3))
         self.options = types.SimpleNamespace(inner=types.SimpleNamespace(gain=1.0), gains=[[1.0]])
+        self.array = numpy.ones(1)
 
     @property
     def depth(self):
@@ -60,7 +62,7 @@ class Outside(Base):
         x = self.scale(self.linear(x)) * self.depth * WEIGHTS["w"]
         x = x * config_module.SCALE * config_module.TABLE["nested"][0] * OPTIONS.gain * OPTIONS.inner.gain
         x = choose(activate(shift(x))) * MASK
-        x = x * self.options.inner.gain * self.options.gains[0][-1]
+        x = x * self.options.inner.gain * self.options.gains[0][-1] * self.array[0].item()
         if "LATER" in globals():
             x = x * LATER  # noqa: F821 - defined by a test
         return x * getattr(config_module, "ABSENT", 1.0)

@@ -94,6 +94,13 @@ def test_a_configuration_in_an_attribute_is_compared_at_every_depth(model):
     assert call(model) == 2.0
 
 
+def test_an_array_in_an_attribute_is_compared_byte_by_byte(model):
+    model.module.array[0] = 3.0
+    assert call(model) == 6.0
+    model.module.array[0] = 1.0
+    assert call(model) == 2.0
+
+
 def test_what_main_defines_follows():
     script = Path(__file__).with_name("main_script.py")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)

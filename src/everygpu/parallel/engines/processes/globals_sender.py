@@ -142,7 +142,7 @@ def _by_value(path: Path, value: Any) -> Any:
         return type(value)(_by_value(path, value.__func__))
     if isinstance(value, property):
         return property(*(f and _by_value(path, f) for f in (value.fget, value.fset, value.fdel)))
-    if not isinstance(value, types.FunctionType) or origin_of(value.__module__) != "user":
+    if not isinstance(value, types.FunctionType) or origin_of(value.__module__ or "") != "user":
         return value
     copied = types.FunctionType(
         value.__code__, value.__globals__, value.__name__, value.__defaults__, value.__closure__

@@ -1,6 +1,7 @@
 """What a helper needs to know of a replica: all of it once, then what changes."""
 
-from collections.abc import Collection, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +15,7 @@ from everygpu.parallel.engines.processes.messages import Members, ModuleUpdate, 
 from everygpu.parallel.engines.processes.packing import CannotTravelError, Names, pack
 from everygpu.parallel.engines.processes.shared_tensors import Exporter
 from everygpu.parallel.engines.processes.used_globals import Path
-from everygpu.parallel.replicas.contents import CONTAINERS, DeepContents, is_open
+from everygpu.parallel.replicas.contents import CONTAINERS, DeepContents, is_constant, is_open
 from everygpu.parallel.replicas.watch import TABLES, Watch
 
 
@@ -45,6 +46,7 @@ class ModuleSender:
         self._order = _order([table[key] for table, key in self._places])
         self._globals = GlobalsSender(self._modules, exporter)
         self._contents: DeepContents | None = None
+        self._opaque: list[int] = []
         self._sent: dict[int, tuple[int, int | None, int]] = {}
         self._last: tuple[list[int], bytes] | None = None
         self._is_told = False
@@ -122,9 +124,13 @@ class ModuleSender:
         changed = self._watch.changed()
         if self._contents is None or not self._contents.is_same():
             changed = list(range(len(self._modules)))
+        if changed:
+            held = [list(_held(m, i in self._watch.volatile())) for i, m in enumerate(self._modules)]
+            self._contents = DeepContents(itertools.chain(*held), dict.fromkeys(names))
+            self._opaque = [i for i, values in enumerate(held) if DeepContents(values, dict.fromkeys(names)).is_opaque]
+        changed = sorted({*changed, *self._opaque})
         if not changed:
             return None, []
-        self._contents = DeepContents(_held(self._modules, self._watch.volatile()), dict.fromkeys(names))
         packed, kept = self._pack([(i, *_attributes(self._modules[i])) for i in changed], names, changed)
         if not packed.tensors and self._last == (changed, packed.data):
             return None, []
@@ -196,13 +202,12 @@ def _order(contents: Sequence[Tensor | None]) -> list[int | None]:
     return [None if t is None else index.setdefault(id(t), len(index)) for t in contents]
 
 
-def _held(modules: Sequence[nn.Module], volatile: Collection[int]) -> Iterator[Any]:
+def _held(module: nn.Module, is_volatile: bool) -> Iterator[Any]:
     """List attributes that may hold what ``Watch`` leaves to others, such as a configuration; it sees the empty ones.
 
-    Of modules that are told of at every call only objects are listed: kept tensors would be kept memory.
+    Of a module that is told of at every call only objects are listed: kept tensors would be kept memory.
     """
-    for i, m in enumerate(modules):
-        for name, value in vars(m).items():
-            is_listed = is_open(value) if i in volatile else not (isinstance(value, CONTAINERS) and not value)
-            if name not in TABLES and is_listed:
-                yield value
+    for name, value in vars(module).items():
+        is_listed = is_open(value) if is_volatile else not (isinstance(value, CONTAINERS) and not value)
+        if name not in TABLES and is_listed and not is_constant(value):
+            yield value
