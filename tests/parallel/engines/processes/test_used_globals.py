@@ -11,6 +11,7 @@ from torch import nn
 
 from everygpu.parallel.engines.processes.globals_receiver import GlobalsReceiver
 from everygpu.parallel.engines.processes.globals_sender import GlobalsSender
+from everygpu.parallel.engines.processes.module_sender import ModuleSender
 from everygpu.parallel.engines.processes.packing import CannotTravelError, unpack
 from everygpu.parallel.engines.processes.shared_tensors import Exporter, Importer
 from everygpu.parallel.engines.processes.used_globals import UsedGlobals
@@ -19,6 +20,7 @@ from tests.parallel.engines.processes.outside_model import Base, Outside
 
 HERE = outside_model.__name__
 CPU = torch.device("cpu")
+GENERATOR = (x for x in ())
 
 
 class Pair:
@@ -198,3 +200,13 @@ def test_patches_of_a_library_are_found_and_its_own_state_is_not(library, monkey
     monkeypatch.setattr(library.Layer, "forward", lambda self, x: x)
     packed = pair.send()
     assert [path for path, *_ in unpack(packed, [], None)] == [("class", "some_library", "Layer", "forward")]
+
+
+def test_a_variable_that_a_local_class_takes_along_is_named():
+    class Local(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + len(GENERATOR)
+
+    sender = ModuleSender(Local(2, 2), Exporter(CPU))
+    with pytest.raises(CannotTravelError, match=rf"global variable {__name__}.GENERATOR of type generator"):
+        sender.update(sender.tensors())

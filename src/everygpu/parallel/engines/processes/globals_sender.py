@@ -87,19 +87,25 @@ class GlobalsSender:
         self._data[variable.path] = packed.data
         return before != packed.data
 
+    def find_culprit(self, names: Names) -> str | None:
+        """Name a variable that can't be sent, where code that travels by value takes it along."""
+        used = [(v.path, v.read()) for v in WatchedGlobals(self._modules, {}).variables.values()]
+        return self._culprit([(path, True, x) for path, x in used if not is_code(x) and x is not MISSING], names)
+
     def _pack(self, rows: Sequence[Row], names: Names) -> tuple[Packed, list[Tensor]]:
         try:
             return pack(rows, self._exporter, names)
         except CannotTravelError as error:
-            for row in rows:
-                try:
-                    pack(row, self._exporter, names)
-                except CannotTravelError as reason:
-                    name = self._watch and str(self._watch.variables.get(row[0], row[0]))
-                    raise CannotTravelError(
-                        f"{name} of type {type(row[2]).__name__}, which forward reads, can't be sent ({reason})"
-                    ) from error
-            raise
+            raise CannotTravelError(self._culprit(rows, names) or str(error)) from error
+
+    def _culprit(self, rows: Sequence[Row], names: Names) -> str | None:
+        for path, _, value in rows:
+            try:
+                pack(value, self._exporter, names)
+            except CannotTravelError as error:
+                name = Variable(path, None, "forward")
+                return f"{name} of type {type(value).__name__}, which forward reads, can't be sent ({error})"
+        return None
 
 
 def _travels(variable: Variable) -> bool:

@@ -141,7 +141,8 @@ class ModuleSender:
         try:
             return pack(value, self._exporter, names)
         except CannotTravelError as error:
-            raise CannotTravelError(self._name_culprit(names, which) or str(error)) from error
+            culprit = self._name_culprit(names, which) or self._globals.find_culprit(names)
+            raise CannotTravelError(culprit or str(error)) from error
 
     def _name_culprit(self, names: Names, which: Sequence[int]) -> str | None:
         """Find the attribute that can't be sent."""
