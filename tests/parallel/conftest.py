@@ -3,13 +3,15 @@
 """
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import pytest
 
 from everygpu.parallel.engines import table
 from everygpu.parallel.engines.engine import Engine, EngineContext
+from tests.parallel.engines.processes.pool import HelperPool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +26,7 @@ class TestedEngine:
     marks: tuple[pytest.MarkDecorator, ...] = ()
 
 
-ENGINES = (TestedEngine(name="threads"),)
+ENGINES = (TestedEngine(name="threads"), TestedEngine(name="processes", is_slow=True))
 """A new engine is a line here."""
 
 
@@ -48,8 +50,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("engine", params, indirect=True)
 
 
+@pytest.fixture(scope="session")
+def helpers() -> Iterator[HelperPool]:
+    """Helper processes that tests share."""
+    with closing(HelperPool()) as pool:
+        yield pool
+
+
 @pytest.fixture
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, helpers: HelperPool) -> Iterator[str]:
     """Have ``engine="auto"`` choose one engine for all modules that aren't compiled; return its name.
 
     Tests so say nothing of engines, and one that passes ``engine=...`` gets that.
@@ -63,4 +72,5 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     # By its name: the package has a function that is called so, too.
     module = importlib.import_module("everygpu.parallel.data_parallel")
     monkeypatch.setattr(module, "make_engine", make_engine)
-    return tested
+    with helpers.serving():
+        yield tested

@@ -17,7 +17,9 @@ from everygpu.parallel.replicas.watch import Watch
 from everygpu.torch_private.autograd import top_saved_tensor_hooks
 from everygpu.torch_private.modes import DeviceContext, function_modes, num_dispatch_modes
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""A module's tables of hooks that its calls run."""
+
 _GLOBAL_HOOKS = (
     "_global_forward_hooks",
     "_global_forward_pre_hooks",
@@ -135,6 +137,11 @@ def is_observed() -> bool:
     )
 
 
+def has_global_hooks() -> bool:
+    """Tell whether there are hooks on all modules."""
+    return any(vars(torch_module)[table] for table in _GLOBAL_HOOKS)
+
+
 def find_hooks(roots: Sequence[nn.Module]) -> str | None:
     """Say where there is Python code that a launch wouldn't run."""
     return next((f"{what}, which a recording wouldn't call" for what, _ in hooks_of(roots)), None)
@@ -147,7 +154,7 @@ def hooks_of(roots: Sequence[nn.Module]) -> Iterator[tuple[str, list[Any]]]:
         yield "there are hooks on all modules", found
     for root in roots:
         for name, m in root.named_modules():
-            found = [hook for table in _HOOKS for hook in (getattr(m, table, None) or {}).values()]
+            found = [hook for table in HOOKS for hook in (getattr(m, table, None) or {}).values()]
             if found:
                 yield f"module {name or type(m).__name__!r} has hooks", found
         for name, p in root.named_parameters():

@@ -12,7 +12,7 @@ from torch import nn
 
 from everygpu.comm import ipc
 from everygpu.comm.streams import current_stream
-from everygpu.parallel.cuda_graphs.guards import is_observed
+from everygpu.parallel.cuda_graphs.guards import has_global_hooks, is_observed
 from everygpu.parallel.engines.engine import Call, Engine, EngineContext, Outputs
 from everygpu.parallel.engines.processes.direct import DirectCalls, DirectParameters, is_direct
 from everygpu.parallel.engines.processes.helper_process import CannotStartError, HelperProcess
@@ -111,7 +111,7 @@ class ProcessReplicas(Engine):
         names = list(range(len(calls))) if positions is None else list(positions)
         if self._direct is not None and names[0]:
             raise NotDirectError
-        if self.reason is None and not (is_observed() or is_transforming()):
+        if self.reason is None and not (is_observed() or is_transforming() or has_global_hooks()):
             outcomes = self._attempt(calls, devices, names)
             if outcomes is not None:
                 return take_values(outcomes, list(zip(names, devices, calls)))

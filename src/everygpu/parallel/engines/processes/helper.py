@@ -122,7 +122,8 @@ class Helper:
         for t, needs_grad in zip(tensors, message.needs_grad):
             t.requires_grad_(needs_grad)
         args, kwargs = unpack(message.arguments, tensors, self._module.find)
-        versions = [t._version for t in tensors]
+        ours = self._module.binding.tensors
+        before = [t._version for t in tensors], {i: t._version for i, t in ours.items()}
         with message.modes.entered(), fresh_casts(), on_device(self._device, self._stream, shared=False):
             output = module(*args, **kwargs)
         packed, shared = pack(output, self._exporter, {}, lends=True, prepare=self._own)
@@ -135,7 +136,8 @@ class Helper:
             ready=self._written(),
             outputs=packed,
             needs_grad=[t.requires_grad for t in shared],
-            written=[i for i, t in enumerate(tensors) if t._version != versions[i]],
+            written=[i for i, t in enumerate(tensors) if t._version != before[0][i]],
+            changed=[i for i, t in ours.items() if t._version != before[1][i]],
             generators=cuda_state(self._device),
         )
 

@@ -106,6 +106,8 @@ class Returned:
     """For each tensor of the outputs."""
     written: list[int]
     """Which tensors of the arguments the call has written to."""
+    changed: list[int]
+    """Which buffers it has written to."""
     generators: Any
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from everygpu.parallel.batch_norm.layer import SyncBatchNorm
 from everygpu.parallel.buckets.bucket import Bucket
 from everygpu.parallel.buckets.memory import version_of
+from everygpu.parallel.cuda_graphs.guards import HOOKS
 from everygpu.parallel.engines.processes.globals_sender import GlobalsSender
 from everygpu.parallel.engines.processes.messages import Members, ModuleUpdate, Packed, ParameterUpdate
 from everygpu.parallel.engines.processes.packing import CannotTravelError, Names, pack
@@ -50,6 +51,8 @@ class ModuleSender:
         self._sent: dict[int, tuple[int, int | None, int]] = {}
         self._last: tuple[list[int], bytes] | None = None
         self._is_told = False
+        self.changing: set[int] | None = None
+        """Buffers that forward writes to; None before the first has returned."""
         self.buckets: list[Members] = []
         self.owners: list[Bucket] = []
         tensors = self.tensors()
@@ -101,6 +104,7 @@ class ModuleSender:
     def with_tensors(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Have the replica use other tensors, as ``tensors`` returned them at some time."""
         before = [table[key] for table, key in self._places]
+        attributes = [dict(vars(m)) for m in self._modules]
         try:
             for (table, key), index in zip(self._places, self._order):
                 table[key] = None if index is None else tensors[index]
@@ -108,6 +112,9 @@ class ModuleSender:
         finally:
             for (table, key), t in zip(self._places, before):
                 table[key] = t
+            for m, values in zip(self._modules, attributes):
+                vars(m).clear()
+                vars(m).update(values)
 
     def _structure(self, names: Names) -> Packed:
         index = {id(m): i for i, m in enumerate(self._modules)}
@@ -131,11 +138,19 @@ class ModuleSender:
         changed = sorted({*changed, *self._opaque})
         if not changed:
             return None, []
+        self._check_hooks(changed)
         packed, kept = self._pack([(i, *_attributes(self._modules[i])) for i in changed], names, changed)
         if not packed.tensors and self._last == (changed, packed.data):
             return None, []
         self._last = (changed, packed.data)
         return packed, kept
+
+    def _check_hooks(self, which: Sequence[int]) -> None:
+        for m in (self._modules[i] for i in which):
+            for hook in (hook for table in HOOKS for hook in getattr(m, table, {}).values()):
+                if not getattr(hook, "__module__", "").startswith("torch."):
+                    name = next(name for name, other in self.module.named_modules() if other is m)
+                    raise CannotTravelError(f"module {name or type(m).__name__!r} has hooks, which run in this process")
 
     def _pack(self, value: Any, names: Names, which: Sequence[int]) -> tuple[Packed, list[Tensor]]:
         try:

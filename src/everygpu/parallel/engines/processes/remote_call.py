@@ -24,6 +24,7 @@ from everygpu.parallel.engines.processes.module_sender import ModuleSender
 from everygpu.parallel.engines.processes.packing import describe_all, pack, unpack
 from everygpu.parallel.engines.processes.recompute import Recomputation
 from everygpu.parallel.engines.thread_state import Modes
+from everygpu.parallel.replicas.module_tree import is_dense
 from everygpu.torch_private.autograd import keeps_graph
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class RemoteCall:
         told, kept = self._sender.update_globals(self.tensors, helper.told)
         self._kept += kept
         self._generators = read_generators(helper.device, helper.position)
+        self._before = self._copy_buffers() if self._modes.records_grads else {}
         helper.calls[self.number] = self
         helper.send(
             Forward(
@@ -118,6 +120,7 @@ class RemoteCall:
         returned = self._returned
         self.helper.wait_for(returned.ready)
         self._kept = []
+        self._sender.changing = {*(self._sender.changing or ()), *returned.changed}
         if returned.generators is not None:
             set_cuda_state(self.helper.device, returned.generators)
         increment_version([self.inputs[i] for i in returned.written])
@@ -253,8 +256,20 @@ class RemoteCall:
     def _recompute(self, grads: Sequence[Tensor | None]) -> Recomputation:
         state = self._generators[0]
         before = state if isinstance(state, bytes) else None
-        tensors = self.tensors if self._direct is None else self._direct.connected(self.tensors)
+        tensors = [self._before.get(i, t) for i, t in enumerate(self.tensors)]
+        tensors = tensors if self._direct is None else self._direct.connected(tensors)
         return Recomputation(self._sender, tensors, self._call, self._modes, before, grads)
+
+    def _copy_buffers(self) -> dict[int, Tensor]:
+        """Copy what forward writes to, at once where it is side by side: a recomputation begins with the same values."""
+        which = range(len(self.tensors)) if self._sender.changing is None else self._sender.changing
+        found = {i: t for i in which if not (t := self.tensors[i]).requires_grad and is_dense(t)}
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in found.values()}
+        copies = {address: storage.clone() for address, storage in storages.items()}
+        return {
+            i: t.new_empty(0).set_(copies[t.untyped_storage().data_ptr()], t.storage_offset(), t.shape, t.stride())
+            for i, t in found.items()
+        }
 
     def __del__(self) -> None:
         if self.has_graph:
