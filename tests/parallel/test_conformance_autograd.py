@@ -99,6 +99,7 @@ def test_a03_parameters_that_no_replica_uses_have_no_gradient(devices):
     assert run.param_grads["low.0.weight"] is None
 
 
+@pytest.mark.engines("threads")  # a helper's saved tensors don't see versions here
 def test_a03_in_place_change_of_what_only_another_replica_saved(devices):
     """Replica 0 does not use ``high``: the replicas' own copies have to notice."""
     devs = devices(2)

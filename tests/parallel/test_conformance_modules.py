@@ -38,6 +38,7 @@ class Seeing(Mlp):
         return super().forward(x)
 
 
+@pytest.mark.engines("threads")  # replicas write to one dictionary
 def test_a03_replicas_persist_in_place(devices):
     devs = devices(3)
     seen = []

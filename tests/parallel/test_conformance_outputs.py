@@ -166,6 +166,7 @@ class Plain:
     """An object that is no container."""
 
 
+@pytest.mark.engines("threads")  # replicas return one object
 def test_a12_unknown_objects_come_back_as_they_are(devices):
     thing = Plain()
     assert returned(lambda x: thing, devices(2)) is thing

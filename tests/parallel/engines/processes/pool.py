@@ -1,6 +1,7 @@
 """Helpers that one engine after another uses: starting one takes seconds, which is most of a test's time."""
 
 import importlib
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,6 +57,12 @@ class PooledHelper(HelperProcess):
     """A helper that goes back to its pool when an engine closes it."""
 
     pool: HelperPool
+
+    def __init__(self, device: torch.device, position: int) -> None:
+        before = set(threading.enumerate())
+        super().__init__(device, position)
+        for thread in set(threading.enumerate()) - before:
+            thread.name = "pooled-helper"
 
     def close(self) -> None:
         self.pool.take_back(self)

@@ -126,12 +126,15 @@ class DirectCalls:
         if torch.is_grad_enabled():
             columns = [[g for g in column if g is not None] for column in zip(*(arrived.grads for arrived in found))]
             return [sum_on(column, device) if column else None for column in columns] or [None] * len(plan.slots)
+        grads: list[Tensor | None] = [None] * len(plan.slots)
         flats = [comm.received(*arrived.copied) for arrived in found if arrived.copied is not None]
-        if not flats:
-            return [None] * len(plan.slots)
-        present = map(any, zip(*(arrived.present for arrived in found)))
-        total = comm.reduce(flats, device)
-        return [slot.view(total) if is_there else None for slot, is_there in zip(plan.slots, present)]
+        if flats:
+            total, present = comm.reduce(flats, device), map(any, zip(*(a.present for a in found if a.copied)))
+            grads = [slot.view(total) if is_there else None for slot, is_there in zip(plan.slots, present)]
+        for k, sparse in ((k, g) for arrived in found for k, g in arrived.sparse.items()):
+            before = grads[k]
+            grads[k] = sparse if before is None else sum_on([before, sparse], device)
+        return grads
 
     def connected(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return tensors of a replica, with copies that are connected to the originals in place of those that aren't.

@@ -22,6 +22,7 @@ from everygpu.parallel.engines.processes.remote_call import RemoteCall
 from everygpu.parallel.engines.thread_state import on_device
 from everygpu.parallel.engines.threads import Outcome, Workers, attempt, take_values
 from everygpu.torch_private.autograd import is_transforming
+from everygpu.torch_private.modes import DeviceContext, function_modes
 
 logger = logging.getLogger("everygpu")
 
@@ -86,7 +87,7 @@ class ProcessReplicas(Engine):
         if self._open or not self._can_be_direct(module):
             self._may_be_direct, self._parameters = False, None
             return None
-        if self.reason is not None or is_observed() or is_transforming():
+        if self.reason is not None or _is_of_this_process(self._devices[0]):
             return None
         if self._parameters is None or not self._parameters.fits(module):
             make = self._context.make_replicas
@@ -111,7 +112,7 @@ class ProcessReplicas(Engine):
         names = list(range(len(calls))) if positions is None else list(positions)
         if self._direct is not None and names[0]:
             raise NotDirectError
-        if self.reason is None and not (is_observed() or is_transforming() or has_global_hooks()):
+        if self.reason is None and not _is_of_this_process(self._devices[0]):
             outcomes = self._attempt(calls, devices, names)
             if outcomes is not None:
                 return take_values(outcomes, list(zip(names, devices, calls)))
@@ -195,6 +196,12 @@ def unsupported_reason(devices: Sequence[torch.device]) -> str | None:
     if devices[0].type not in ("cuda", "cpu"):
         return f"devices of type {devices[0].type} can't be shared between processes"
     return ipc.unsupported_reason(devices[0].type)
+
+
+def _is_of_this_process(device: torch.device) -> bool:
+    """Tell whether something that a helper doesn't know is at work around a call."""
+    others = any(isinstance(m, DeviceContext) and m.device.type != device.type for m in function_modes())
+    return others or is_observed() or is_transforming() or has_global_hooks()
 
 
 def _local(call: Call, device: torch.device) -> Callable[[], Any]:

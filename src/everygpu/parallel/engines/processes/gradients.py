@@ -4,8 +4,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from everygpu.parallel.engines.processes.messages import BucketDone
+import torch
+from torch import Tensor
+
+from everygpu.parallel.engines.processes.messages import BucketDone, SparseGrad
 from everygpu.parallel.engines.processes.module_receiver import Binding
+from everygpu.parallel.engines.processes.packing import CannotTravelError
 from everygpu.parallel.engines.processes.shared_tensors import Exporter
 
 
@@ -13,11 +17,13 @@ class GradientSender:
     """Sends each bucket as soon as all of its gradients are there, and the others when backward is over.
 
     Args:
+        device: The helper's.
         exporter: Lends the buckets' memory.
         say: Sends what a function makes of a flag.
     """
 
-    def __init__(self, exporter: Exporter, say: Callable[[Any], None]) -> None:
+    def __init__(self, device: torch.device, exporter: Exporter, say: Callable[[Any], None]) -> None:
+        self._device = device
         self._exporter = exporter
         self._say = say
         self._binding = Binding(tensors={}, grads={}, buckets=())
@@ -53,10 +59,16 @@ class GradientSender:
                 t.grad = None
 
     def note(self, index: int) -> None:
-        """Take note of a gradient that is complete."""
+        """Take note of a gradient that is complete.
+
+        Raises:
+            CannotTravelError: no backward of the main process is under way, but one within forward.
+        """
+        if self._call is None:
+            raise CannotTravelError("forward runs a backward of its own to the parameters")
         self._touched.add(index)
         bucket = self._bucket_of.get(index)
-        if self._call is not None and bucket is not None:
+        if bucket is not None:
             self._waiting[bucket] -= 1
             if not self._waiting[bucket]:
                 self._send(bucket)
@@ -68,12 +80,23 @@ class GradientSender:
     def _send(self, bucket: int) -> None:
         members, plan = self._binding.buckets[bucket]
         grads = [self._binding.tensors[i].grad for i in members]
-        first = next((g for g in grads if g is not None), None)
-        if first is None:
+        if all(g is None for g in grads):
             return
-        flat = plan.flatten(dict(enumerate(grads)), first.device)
         for i in members:
             self._binding.tensors[i].grad = None
-        call, lent = self._call, self._exporter.describe(flat, lends=True)
-        present = [g is not None for g in grads]
-        self._say(lambda ready: BucketDone(call=call or 0, ready=ready, bucket=bucket, flat=lent, present=present))
+        dense = {k: g for k, g in enumerate(grads) if g is not None and g.layout == torch.strided}
+        sparse = {k: self._describe(g) for k, g in enumerate(grads) if g is not None and k not in dense}
+        call, lent = self._call, None
+        if dense:
+            lent = self._exporter.describe(plan.flatten(dense, self._device), lends=True)
+        present = [k in dense for k in range(len(grads))]
+        self._say(
+            lambda ready: BucketDone(
+                call=call or 0, ready=ready, bucket=bucket, flat=lent, present=present, sparse=sparse
+            )
+        )
+
+    def _describe(self, grad: Tensor) -> SparseGrad:
+        grad = grad.coalesce()
+        indices, values = (self._exporter.describe(t, lends=True) for t in (grad.indices(), grad.values()))
+        return SparseGrad(indices=indices, values=values, shape=tuple(grad.shape))

@@ -72,7 +72,7 @@ class Helper:
         self._graphs: dict[int, Graph] = {}  # by the number of the call
         self._module = ModuleReceiver(self._importer, lambda index: self._gradients.note(index))
         self._globals = GlobalsReceiver(self._open, self._module.find)
-        self._gradients = GradientSender(self._exporter, self._say)
+        self._gradients = GradientSender(device, self._exporter, self._say)
 
     def serve(self) -> None:
         """Answer until the main process hangs up, or ends.

@@ -1,5 +1,6 @@
 """A helper process as the main process sees it."""
 
+import itertools
 import time
 import weakref
 from typing import Any, NoReturn
@@ -58,6 +59,7 @@ class HelperProcess:
         """Variables outside modules whose values it has been sent, as ``GlobalsSender`` does."""
         self.calls: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         """Calls that messages may be about, by number."""
+        self.numbers = itertools.count(1)
         self._num_writes = 0
         self._settings: Settings | None = None
         self._is_ready = False

@@ -30,6 +30,8 @@ class ParameterUpdate:
     """Where its gradients are added up, if the main process keeps that memory."""
     requires_grad: bool
     is_parameter: bool
+    kind: Packed | None
+    """Its class and attributes, if it has its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +120,21 @@ class BucketDone:
     call: int
     ready: int
     bucket: int
-    flat: SharedTensor
+    flat: SharedTensor | None
+    """None where no gradient is dense."""
     present: list[bool]
-    """Which parameters of the bucket have a gradient."""
+    """Which parameters of the bucket have a dense gradient."""
+    sparse: dict[int, "SparseGrad"]
+    """The other gradients, by the parameter's place in the bucket."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseGrad:
+    """A gradient in coordinate format, coalesced."""
+
+    indices: SharedTensor
+    values: SharedTensor
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

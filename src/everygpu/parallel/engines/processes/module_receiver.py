@@ -73,6 +73,7 @@ class ModuleReceiver:
         self.modules = [object.__new__(kind) for kind, *_ in rows]
         self.binding = Binding(tensors={}, grads={}, buckets=buckets)
         self._source, self._places = {}, []
+        self._watch = Watch(self.modules)
         for module, (_, children, *tables) in zip(self.modules, rows):
             found: dict[str, dict[str, Any]] = {name: {} for name in TABLES}
             found["_modules"] = {k: None if i is None else self.modules[i] for k, i in children.items()}
@@ -99,6 +100,10 @@ class ModuleReceiver:
     def _open(self, update: ParameterUpdate, storages: dict[SharedStorage, torch.UntypedStorage]) -> Tensor:
         memory = self._importer.open(update.tensor, storages)
         t = nn.Parameter(memory, update.requires_grad) if update.is_parameter else memory
+        if update.kind is not None:
+            kind, attributes = self._unpack(update.kind, [])
+            t.__class__ = kind
+            vars(t).update(attributes)
         if update.requires_grad:
             t.requires_grad_()
             index = update.index

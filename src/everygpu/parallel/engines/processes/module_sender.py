@@ -83,7 +83,7 @@ class ModuleSender:
         names = self._names(tensors)
         structure = None if self._is_told else self._structure(names)
         attributes, kept = self._attributes(names)
-        moved, written = self._moved_and_written(tensors)
+        moved, written = self._moved_and_written(tensors, names)
         buckets = None if self._is_told else self.buckets
         self._is_told = True
         update = ModuleUpdate(
@@ -171,7 +171,7 @@ class ModuleSender:
                     return f"attribute {path} of type {type(value).__name__} can't be sent ({error})"
         return None
 
-    def _moved_and_written(self, tensors: Sequence[Tensor]) -> tuple[list[ParameterUpdate], list[int]]:
+    def _moved_and_written(self, tensors: Sequence[Tensor], names: Names) -> tuple[list[ParameterUpdate], list[int]]:
         moved, written = [], []
         for i, t in enumerate(tensors):
             grad = t.grad if t.is_leaf else None
@@ -179,14 +179,14 @@ class ModuleSender:
             before = self._sent.get(i)
             self._sent[i] = now
             if before is None or before[:2] != now[:2]:
-                moved.append(self._describe(i, t, grad))
+                moved.append(self._describe(i, t, grad, names))
                 # On the CPU, what is shared for the first time moves.
                 self._sent[i] = (t.data_ptr(), None if grad is None else grad.data_ptr(), now[2])
             elif before[2] != now[2]:
                 written.append(i)
         return moved, written
 
-    def _describe(self, index: int, t: Tensor, grad: Tensor | None) -> ParameterUpdate:
+    def _describe(self, index: int, t: Tensor, grad: Tensor | None, names: Names) -> ParameterUpdate:
         plain = t.detach().as_subclass(Tensor)
         reason = self._exporter.why_not_shared(plain)
         if reason is not None:
@@ -197,6 +197,7 @@ class ModuleSender:
             grad=None if grad is None else self._exporter.describe(grad),
             requires_grad=t.requires_grad,
             is_parameter=isinstance(t, nn.Parameter),
+            kind=self._pack((type(t), vars(t)), names, ())[0] if _is_own_kind(t) else None,
         )
 
 
@@ -211,6 +212,10 @@ def members_of_buckets(tensors: Sequence[Tensor]) -> list[tuple[list[int], Bucke
 
 def _attributes(module: nn.Module) -> tuple[type, dict[str, Any]]:
     return type(module), {k: v for k, v in vars(module).items() if k not in TABLES}
+
+
+def _is_own_kind(t: Tensor) -> bool:
+    return type(t) not in (Tensor, nn.Parameter) or bool(vars(t))
 
 
 def _order(contents: Sequence[Tensor | None]) -> list[int | None]:

@@ -1,8 +1,7 @@
 """One call of a replica in a helper, as a part of this process's autograd graph."""
 
-import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +18,10 @@ from everygpu.parallel.engines.processes.messages import (
     Failed,
     Forward,
     Returned,
+    SparseGrad,
 )
 from everygpu.parallel.engines.processes.module_sender import ModuleSender
+from everygpu.parallel.engines.processes.nodes import ArrivalNode, InputsNode, OutputsNode, ParametersNode
 from everygpu.parallel.engines.processes.packing import describe_all, pack, unpack
 from everygpu.parallel.engines.processes.recompute import Recomputation
 from everygpu.parallel.engines.thread_state import Modes
@@ -29,8 +30,6 @@ from everygpu.torch_private.autograd import keeps_graph
 
 if TYPE_CHECKING:
     from everygpu.parallel.engines.processes.direct import DirectCalls
-
-_NUMBERS = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +40,8 @@ class Arrived:
     """Side by side, for ``comm.received``."""
     present: Sequence[bool] = ()
     """Which parameters have a gradient."""
+    sparse: Mapping[int, Tensor] = field(default_factory=dict)
+    """Sparse gradients, by the parameter's place in the bucket."""
     grads: Sequence[Tensor | None] = ()
     """One by one, where they are to be differentiated again."""
 
@@ -66,7 +67,7 @@ class RemoteCall:
     ) -> None:
         self._direct = direct
         self._arrived: dict[int, Arrived] = {}
-        self.number = next(_NUMBERS)
+        self.number = next(helper.numbers)
         self.helper = helper
         self._sender = sender
         self._call = (args, kwargs)
@@ -132,7 +133,7 @@ class RemoteCall:
 
     def _connect(self, outputs: list[Tensor], needs_grad: Sequence[bool]) -> list[Tensor]:
         fresh = [t for t, needs in zip(outputs, needs_grad) if needs]
-        connected = iter(_Outputs.apply(self, fresh, *self._anchors()))  # type: ignore[no-untyped-call]
+        connected = iter(OutputsNode.apply(self, fresh, *self._anchors()))  # type: ignore[no-untyped-call]
         return [next(connected) if needs else t for t, needs in zip(outputs, needs_grad)]
 
     def _anchors(self) -> list[Tensor]:
@@ -144,12 +145,12 @@ class RemoteCall:
         anchors = [torch.empty(0, device=device, requires_grad=True)]
         needed = [t for t in self.inputs if t.requires_grad]
         if needed:
-            anchors.append(_Inputs.apply(self, *needed))  # type: ignore[no-untyped-call]
+            anchors.append(InputsNode.apply(self, *needed))  # type: ignore[no-untyped-call]
         if self._direct is not None:
             self._direct.calls.append(self)
-            return anchors + [_Arrival.apply(self, k, t) for k, t in enumerate(self._direct.anchors)]  # type: ignore[no-untyped-call]
+            return anchors + [ArrivalNode.apply(self, k, t) for k, t in enumerate(self._direct.anchors)]  # type: ignore[no-untyped-call]
         for k, (members, _) in enumerate(self._sender.buckets):
-            anchors.append(_Parameters.apply(self, k, *(self.tensors[i] for i in members)))  # type: ignore[no-untyped-call]
+            anchors.append(ParametersNode.apply(self, k, *(self.tensors[i] for i in members)))  # type: ignore[no-untyped-call]
         return anchors
 
     def begin_backward(self, grads: Sequence[Tensor | None]) -> None:
@@ -187,13 +188,18 @@ class RemoteCall:
         members, plan = self._sender.buckets[bucket]
         if self._recomputed is not None:
             return [self._recomputed.parameters[i] for i in members]
-        found = self._flat_of_bucket(bucket)
+        grads: list[Tensor | None] = [None] * len(members)
+        found = self._wait_for_bucket(bucket)
         if found is None:
-            return [None] * len(members)
-        flat, present = found
-        if all(present):
-            self._sender.owners[bucket].send_ahead(flat)
-        return [slot.view(flat) if is_there else None for slot, is_there in zip(plan.slots, present)]
+            return grads
+        if found.flat is not None:
+            flat = self.helper.importer.open(found.flat)
+            if all(found.present):
+                self._sender.owners[bucket].send_ahead(flat)
+            grads = [slot.view(flat) if is_there else None for slot, is_there in zip(plan.slots, found.present)]
+        for k, sparse in found.sparse.items():
+            grads[k] = self._open_sparse(sparse)
+        return grads
 
     def send_bucket(self, bucket: int, device: torch.device) -> None:
         """Wait for the gradients of a bucket, and begin to copy them to a device."""
@@ -202,15 +208,20 @@ class RemoteCall:
             grads = [self._recomputed.parameters[i] for i in members]
             self._arrived[bucket] = Arrived(grads=[None if g is None else comm.copy(g, device) for g in grads])
             return
-        found = self._flat_of_bucket(bucket)
+        found = self._wait_for_bucket(bucket)
         if found is not None:
-            self._arrived[bucket] = Arrived(copied=comm.copy_beside(found[0], device), present=found[1])
+            flat = None if found.flat is None else self.helper.importer.open(found.flat)
+            self._arrived[bucket] = Arrived(
+                copied=None if flat is None else comm.copy_beside(flat, device),
+                present=found.present,
+                sparse={k: comm.copy(self._open_sparse(g), device) for k, g in found.sparse.items()},
+            )
 
     def take_arrived(self, bucket: int) -> "Arrived | None":
         """Return what ``send_bucket`` has sent; None where there are no gradients."""
         return self._arrived.pop(bucket, None)
 
-    def _flat_of_bucket(self, bucket: int) -> tuple[Tensor, Sequence[bool]] | None:
+    def _wait_for_bucket(self, bucket: int) -> BucketDone | None:
         while bucket not in self._buckets and self._done is None:
             self._read()
         found = self._buckets.get(bucket)
@@ -220,7 +231,11 @@ class RemoteCall:
         if found is None:
             return None
         self.helper.wait_for(found.ready)
-        return self.helper.importer.open(found.flat), found.present
+        return found
+
+    def _open_sparse(self, grad: SparseGrad) -> Tensor:
+        indices, values = map(self.helper.importer.open, (grad.indices, grad.values))
+        return torch.sparse_coo_tensor(indices, values, grad.shape, is_coalesced=True, check_invariants=False)
 
     def take(self, message: Any) -> None:
         """Take note of what the helper says of this call."""
@@ -261,11 +276,11 @@ class RemoteCall:
         return Recomputation(self._sender, tensors, self._call, self._modes, before, grads)
 
     def _copy_buffers(self) -> dict[int, Tensor]:
-        """Copy what forward writes to, at once where it is side by side: a recomputation begins with the same values."""
+        """Copy what forward writes to, at once where it is side by side, for a recomputation to begin with."""
         which = range(len(self.tensors)) if self._sender.changing is None else self._sender.changing
         found = {i: t for i in which if not (t := self.tensors[i]).requires_grad and is_dense(t)}
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in found.values()}
-        copies = {address: storage.clone() for address, storage in storages.items()}
+        copies = {address: storage.clone() for address, storage in storages.items()}  # type: ignore[no-untyped-call]
         return {
             i: t.new_empty(0).set_(copies[t.untyped_storage().data_ptr()], t.storage_offset(), t.shape, t.stride())
             for i, t in found.items()
@@ -283,51 +298,3 @@ def _dense(grad: Tensor) -> Tensor:
 
 def _nothing(kind: str, index: int) -> nn.Module:
     raise KeyError(kind, index)
-
-
-class _Outputs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: RemoteCall, outputs: list[Tensor], *anchors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.call = call
-        ctx.num_anchors = len(anchors)
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        ctx.call.begin_backward(grads)
-        return (None, None, *(torch.empty(0, device=ctx.call.helper.device) for _ in range(ctx.num_anchors)))
-
-
-class _Arrival(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: RemoteCall, bucket: int, anchor: Tensor) -> Tensor:
-        ctx.call, ctx.bucket, ctx.device = call, bucket, anchor.device
-        return torch.empty(0, device=call.helper.device)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
-        ctx.call.send_bucket(ctx.bucket, ctx.device)
-        return None, None, torch.empty(0, device=ctx.device)
-
-
-class _Inputs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: RemoteCall, *inputs: Tensor) -> Tensor:
-        ctx.call = call
-        return torch.empty(0, device=call.helper.device)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
-        return (None, *ctx.call.grads_of_inputs())
-
-
-class _Parameters(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: RemoteCall, bucket: int, *parameters: Tensor) -> Tensor:
-        ctx.call, ctx.bucket = call, bucket
-        return torch.empty(0, device=call.helper.device)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
-        return (None, None, *ctx.call.grads_of_bucket(ctx.bucket))
