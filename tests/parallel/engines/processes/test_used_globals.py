@@ -12,7 +12,7 @@ from torch import nn
 from everygpu.parallel.engines.processes.globals_receiver import GlobalsReceiver
 from everygpu.parallel.engines.processes.globals_sender import GlobalsSender
 from everygpu.parallel.engines.processes.module_sender import ModuleSender
-from everygpu.parallel.engines.processes.packing import CannotTravelError, unpack
+from everygpu.parallel.engines.processes.packing import CannotTravelError, pack, unpack
 from everygpu.parallel.engines.processes.shared_tensors import Exporter, Importer
 from everygpu.parallel.engines.processes.used_globals import UsedGlobals
 from tests.parallel.engines.processes import config_module, outside_model
@@ -210,3 +210,17 @@ def test_a_variable_that_a_local_class_takes_along_is_named():
     sender = ModuleSender(Local(2, 2), Exporter(CPU))
     with pytest.raises(CannotTravelError, match=rf"global variable {__name__}.GENERATOR of type generator"):
         sender.update(sender.tensors())
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        (("global", "no_such_module", "x"), "module no_such_module can't be imported"),
+        (("class", HERE, "NoSuchClass", "x"), "isn't found"),
+        (("cell", "class", HERE, "Outside", "no_such_method", "x"), "isn't found"),
+    ],
+)
+def test_what_is_not_there_in_the_other_process_is_refused(path, reason):
+    packed, _ = pack([(path, True, 1.0)], Exporter(CPU), {})
+    with pytest.raises(CannotTravelError, match=reason):
+        Pair(Outside()).receive(packed)

@@ -76,12 +76,19 @@ def _write_global(found: UsedGlobals, module: str, name: str, value: Any) -> boo
     spaces = list(found.namespaces.get(module, ()))
     if module != "__main__":  # this process has another
         if not spaces and module not in sys.modules:
-            importlib.import_module(module)
+            _import(module)
         if module in sys.modules:
             spaces.append(vars(sys.modules[module]))
     for space in spaces:
         write_global(space, name, value)
     return bool(spaces)
+
+
+def _import(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        raise CannotTravelError(f"module {module} can't be imported in the other process ({error})") from error
 
 
 def _write_class(kind: Any, name: str, value: Any) -> bool:
