@@ -64,10 +64,15 @@ class HelperChild:
         """Tell whether it runs."""
         return self._process.poll() is None
 
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for its end; tell whether it has come."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return not self.is_alive()
+
     def describe_end(self) -> str:
         """Say how it has ended, with its last words if it hadn't started yet."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)
+        self.ends_within(END_S)
         how = describe_end(self._process.poll())
         return how if self._has_started else how + self._last_words()
 

@@ -56,6 +56,10 @@ class Connection:
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(max(0.0, timeout_s) * 1000))
 
+    def give_up(self) -> None:
+        """Send and receive no more."""
+        self.is_broken = True
+
     def hang_up(self) -> None:
         """Tell the other process that there are no more messages to it."""
         self._shut(socket.SHUT_WR)

@@ -1,12 +1,15 @@
 """A helper process as the main process sees it."""
 
 import itertools
+import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import cloudpickle
 import torch
+from torch import Tensor
 
 from everygpu.comm.streams import current_stream
 from everygpu.errors import WorkerError
@@ -15,11 +18,13 @@ from everygpu.parallel.engines.processes.helper import HELPER_FLAG, MAIN_FLAG
 from everygpu.parallel.engines.processes.messages import Failed, Housekeeping, Ready
 from everygpu.parallel.engines.processes.packing import CannotTravelError
 from everygpu.parallel.engines.processes.settings import Settings, read_settings, with_imported
-from everygpu.parallel.engines.processes.shared_tensors import Exporter, Importer
+from everygpu.parallel.engines.processes.shared_tensors import Exporter, Importer, SharedTensor
 from everygpu.parallel.engines.processes.used_globals import Path
 
 START_S = 60.0
 """A helper that hasn't started by then is given up."""
+
+_SOON_S = 1.0
 
 
 class CannotStartError(Exception):
@@ -60,6 +65,9 @@ class HelperProcess:
         self.calls: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         """Calls that messages may be about, by number."""
         self.numbers = itertools.count(1)
+        self._sending = threading.Lock()
+        self._turn = threading.Condition()
+        self._reader: int | None = None  # the thread that waits for the next message
         self._num_writes = 0
         self._settings: Settings | None = None
         self._is_ready = False
@@ -126,9 +134,52 @@ class HelperProcess:
             WorkerError: the helper has ended.
         """
         try:
-            self._connection.send(message)
+            with self._sending:  # a backward and a forward may be under way in two threads
+                self._connection.send(message)
         except EOFError as error:
             raise self._ended() from error
+
+    def open(self, shared: SharedTensor) -> Tensor:
+        """Make a tensor on memory that the helper has lent.
+
+        Raises:
+            WorkerError: the helper has ended, and its memory with it.
+        """
+        try:
+            return self.importer.open(shared)
+        except (RuntimeError, OSError) as error:
+            if not self._child.ends_within(_SOON_S):
+                raise
+            self._connection.give_up()
+            raise self._ended() from error
+
+    def read_until(self, is_done: Callable[[], bool]) -> None:
+        """Read messages, each for its call, until one thread's call has what it waits for.
+
+        One thread reads at a time, for all others.
+
+        Args:
+            is_done: Tells whether the calling thread's call has it.
+        Raises:
+            WorkerError: the helper has ended.
+        """
+        me = threading.get_ident()
+        while True:
+            try:
+                with self._turn:
+                    self._turn.wait_for(lambda: self._reader is None or is_done())
+                    if is_done():
+                        return
+                    self._reader = me
+                message = self.receive()
+                call = self.calls.get(message.call)  # None where nothing waits for its backward any more
+                if call is not None:
+                    call.take(message)
+            finally:
+                with self._turn:
+                    if self._reader == me:
+                        self._reader = None
+                        self._turn.notify_all()
 
     def receive(self) -> Any:
         """Wait for a message.

@@ -1,6 +1,6 @@
 """One call of a replica in a helper, as a part of this process's autograd graph."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -116,16 +116,14 @@ class RemoteCall:
 
     def receive(self) -> Any:
         """Wait for what the replica has returned; it is connected to the replica's parameters and the arguments."""
-        while self._returned is None:
-            self._read()
-        returned = self._returned
+        returned: Returned = self._await(lambda: self._returned)
         self.helper.wait_for(returned.ready)
         self._kept = []
         self._sender.changing = {*(self._sender.changing or ()), *returned.changed}
         if returned.generators is not None:
             set_cuda_state(self.helper.device, returned.generators)
         increment_version([self.inputs[i] for i in returned.written])
-        found = [self.helper.importer.open(shared) for shared in returned.outputs.tensors]
+        found = [self.helper.open(shared) for shared in returned.outputs.tensors]
         self.has_graph = any(returned.needs_grad)
         if self.has_graph:
             found = self._connect(found, returned.needs_grad)
@@ -176,7 +174,7 @@ class RemoteCall:
         if self._recomputed is not None:
             return self._recomputed.inputs
         done = self._end_backward()
-        return [None if g is None else self.helper.importer.open(g) for g in done.inputs]
+        return [None if g is None else self.helper.open(g) for g in done.inputs]
 
     @property
     def awaits_backward(self) -> bool:
@@ -193,7 +191,7 @@ class RemoteCall:
         if found is None:
             return grads
         if found.flat is not None:
-            flat = self.helper.importer.open(found.flat)
+            flat = self.helper.open(found.flat)
             if all(found.present):
                 self._sender.owners[bucket].send_ahead(flat)
             grads = [slot.view(flat) if is_there else None for slot, is_there in zip(plan.slots, found.present)]
@@ -210,7 +208,7 @@ class RemoteCall:
             return
         found = self._wait_for_bucket(bucket)
         if found is not None:
-            flat = None if found.flat is None else self.helper.importer.open(found.flat)
+            flat = None if found.flat is None else self.helper.open(found.flat)
             self._arrived[bucket] = Arrived(
                 copied=None if flat is None else comm.copy_beside(flat, device),
                 present=found.present,
@@ -222,8 +220,7 @@ class RemoteCall:
         return self._arrived.pop(bucket, None)
 
     def _wait_for_bucket(self, bucket: int) -> BucketDone | None:
-        while bucket not in self._buckets and self._done is None:
-            self._read()
+        self._await(lambda: self._buckets.get(bucket) or self._done)
         found = self._buckets.get(bucket)
         self._num_used += 1
         if self._num_used == len(self._sender.buckets):
@@ -234,7 +231,7 @@ class RemoteCall:
         return found
 
     def _open_sparse(self, grad: SparseGrad) -> Tensor:
-        indices, values = map(self.helper.importer.open, (grad.indices, grad.values))
+        indices, values = map(self.helper.open, (grad.indices, grad.values))
         return torch.sparse_coo_tensor(indices, values, grad.shape, is_coalesced=True, check_invariants=False)
 
     def take(self, message: Any) -> None:
@@ -254,19 +251,16 @@ class RemoteCall:
             self._failure, self._is_running = message, False
 
     def _end_backward(self) -> BackwardDone:
-        while self._done is None:
-            self._read()
-        return self._done
+        done: BackwardDone = self._await(lambda: self._done)
+        return done
 
-    def _read(self) -> None:
-        """Read a message, of this call or another: forwards and backwards may be under way at the same time."""
-        message = self.helper.receive()
-        call = self.helper.calls.get(message.call)  # None where nothing waits for its backward any more
-        if call is not None:
-            call.take(message)
+    def _await(self, find: Callable[[], Any]) -> Any:
+        """Read messages until there is what a function finds, and return that."""
+        self.helper.read_until(lambda: self._failure is not None or find() is not None)
         failure, self._failure = self._failure, None
         if failure is not None:
             self.helper.raise_failure(failure)
+        return find()
 
     def _recompute(self, grads: Sequence[Tensor | None]) -> Recomputation:
         state = self._generators[0]
