@@ -13,7 +13,7 @@
     ├── CopyError (TypeError)                 an object that can't be copied or pickled was to be
     ├── LossError (ValueError)                the loss returned no single number; a RuntimeError, too
     ├── ReplicaError (RuntimeError)           names the replica an exception came from
-    ├── WorkerError (RuntimeError)            a worker process of the loader died
+    ├── WorkerError (RuntimeError)            a process of the loader, or of a replica, died
     ├── FeedTimeoutError (TimeoutError)       no batch came in time
     ├── BenchmarkError (RuntimeError)         a way of training can't be measured on this machine
     └── CheckpointError (RuntimeError)
@@ -96,7 +96,16 @@ class ReplicaError(EveryGPUError, RuntimeError):
 
 
 class WorkerError(EveryGPUError, RuntimeError):
-    """A worker process of the loader died: killed, or ended by a crash of its own."""
+    """A worker process of the loader, or a helper process of a replica, died: killed, or by a crash of its own.
+
+    The message names the signal or exit status. After a helper's death under ``engine="processes"`` parameters are as
+    they were before the step, and the next one has a new helper::
+
+        try:
+            criterion(model(x), y).backward()
+        except everygpu.errors.WorkerError:
+            optimizer.zero_grad()  # a share of the gradients may be missing
+    """
 
 
 class FeedTimeoutError(EveryGPUError, TimeoutError):

@@ -6,8 +6,10 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ import everygpu
 from everygpu.errors import WorkerError
 from everygpu.parallel.engines.processes import child, helper_process
 from everygpu.parallel.engines.processes.child import HelperChild
+from everygpu.parallel.engines.processes.connection import connected
 from everygpu.parallel.engines.processes.ends import describe_end
 
 SHARED = Path("/dev/shm")
@@ -36,13 +39,21 @@ class Mortal(nn.Module):
         self.main = main
         self.dies_in = ""
         self.by = 0
+        self.interrupts = False
 
     def forward(self, x: Tensor) -> Tensor:
         self.die("forward")
         y = self.linear(x)
         if y.requires_grad:
             y.register_hook(lambda _: self.die("backward"))
+            y.register_hook(self.interrupt)
         return y
+
+    def interrupt(self, _: Tensor) -> None:
+        if os.getpid() != self.main and self.interrupts:
+            time.sleep(0.1)
+            os.kill(self.main, signal.SIGINT)
+            time.sleep(0.1)
 
     def die(self, where: str) -> None:
         if os.getpid() != self.main and where == self.dies_in:
@@ -85,16 +96,12 @@ def step(model: everygpu.DataParallel) -> list[Tensor]:
     return [y.detach(), *(p.grad for p in model.parameters())]
 
 
-def check_death(model: everygpu.DataParallel, where: str, by: signal.Signals, log: pytest.LogCaptureFixture) -> None:
+def check_death(model: everygpu.DataParallel, where: str, by: signal.Signals) -> None:
     """Have the helper die; see the error, and the step after it."""
     wanted = step(model)
     before = [p.detach().clone() for p in model.parameters()]
     (pid,) = helpers_of(os.getpid())
     model.module.dies_in, model.module.by = where, by
-    log.clear()
-    if where == "idle":
-        os.kill(pid, by)
-        wait_for(lambda: by.name in log.text)  # it is said at once
     start = time.monotonic()
     with pytest.raises(WorkerError, match=rf"ended by {by.name}\. What this step .* a new helper starts"):
         step(model)
@@ -106,15 +113,61 @@ def check_death(model: everygpu.DataParallel, where: str, by: signal.Signals, lo
     assert len(helpers_of(os.getpid())) == 1
 
 
-def test_a_death_names_its_signal_and_the_next_step_has_a_new_helper(caplog):
+def check_loans(model: everygpu.DataParallel) -> None:
+    """Take gradients of inputs alone: those of parameters, which the helper computes all the same, are given back."""
+    model(X)
+    (pid,) = helpers_of(os.getpid())
+    num_files = []
+    for _ in range(12):
+        x = X.clone().requires_grad_()
+        torch.autograd.grad(model(x).sum(), x)
+        num_files.append(len(list(Path(f"/proc/{pid}/fd").iterdir())))  # memory that is lent has one each
+    assert num_files[-1] <= num_files[3]
+
+
+def check_interrupt(model: everygpu.DataParallel) -> None:
+    """Send Ctrl-C to the main process while it waits for the helper's gradients."""
+    wanted = step(model)
+    model.module.interrupts = True
+    with pytest.raises(KeyboardInterrupt):
+        step(model)
+    model.module.interrupts = False
+    torch.testing.assert_close(step(model), wanted)
+
+
+def check_threads(model: everygpu.DataParallel) -> None:
+    """Have three threads use the model at once."""
+    wanted, wrong = step(model), []
+    weights = list(model.parameters())
+
+    def use(index: int) -> None:
+        for _ in range(60):
+            with torch.set_grad_enabled(index > 0):
+                y = model(X)
+            found = [y.detach(), *(torch.autograd.grad(y.sum(), weights) if index else [])]
+            wrong.extend(1 for a, b in zip(found, wanted) if not torch.allclose(a, b))
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(use, range(3), timeout=60))
+    assert not wrong
+
+
+def test_loans_interrupts_threads_and_deaths(caplog):
     model = everygpu.DataParallel(Mortal(os.getpid()), ["cpu"] * 2, engine="processes")
-    check_death(model, "forward", signal.SIGKILL, caplog)
-    check_death(model, "backward", signal.SIGSEGV, caplog)
-    check_death(model, "idle", signal.SIGTERM, caplog)
+    check_loans(model)
+    check_interrupt(model)
+    check_threads(model)
+    check_death(model, "forward", signal.SIGKILL)
+    check_death(model, "backward", signal.SIGSEGV)
     y = model(X)
     (pid,) = helpers_of(os.getpid())
+    caplog.clear()
+    os.kill(pid, signal.SIGTERM)
+    wait_for(lambda: "SIGTERM" in caplog.text)  # it is said at once
+    with pytest.raises(WorkerError, match="SIGTERM"):
+        model(X)
+    assert not helpers_of(os.getpid())
     model.release()
-    assert not is_there(pid)
     with pytest.raises(WorkerError, match=r"run from forward to backward, .* Run forward again"):
         y.sum().backward()
 
@@ -228,6 +281,22 @@ def test_helpers_end_with_a_main_process_that_is_killed_whose_forks_live_on():
     wait_for(lambda: not is_there(helper))
     os.kill(worker, signal.SIGKILL)
     assert not [*SHARED.glob(f"torch_{main.pid}_*"), *SHARED.glob(f"torch_{helper}_*")]
+
+
+def test_a_connection_that_is_interrupted_within_a_message_is_given_up():
+    with connected() as (mine, its):
+        its.send(bytes(5))  # a part of a message
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            mine.receive()
+        timer.join()
+        assert its.recv(1) == b""  # it is told
+        with pytest.raises(EOFError, match="given up"):
+            mine.receive()
+        with pytest.raises(EOFError, match="given up"):
+            mine.send("more")
+        mine.close()
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:

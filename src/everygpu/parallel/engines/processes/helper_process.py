@@ -15,7 +15,7 @@ from everygpu.comm.streams import current_stream
 from everygpu.errors import WorkerError
 from everygpu.parallel.engines.processes.child import HelperChild
 from everygpu.parallel.engines.processes.helper import HELPER_FLAG, MAIN_FLAG
-from everygpu.parallel.engines.processes.messages import Failed, Housekeeping, Ready
+from everygpu.parallel.engines.processes.messages import Failed, Housekeeping, Ready, lent_with
 from everygpu.parallel.engines.processes.packing import CannotTravelError
 from everygpu.parallel.engines.processes.settings import Settings, read_settings, with_imported
 from everygpu.parallel.engines.processes.shared_tensors import Exporter, Importer, SharedTensor
@@ -173,7 +173,9 @@ class HelperProcess:
                     self._reader = me
                 message = self.receive()
                 call = self.calls.get(message.call)  # None where nothing waits for its backward any more
-                if call is not None:
+                if call is None:
+                    self.importer.decline(lent_with(message))
+                else:
                     call.take(message)
             finally:
                 with self._turn:

@@ -158,3 +158,12 @@ class Failed:
     trace: str
     is_refused: bool = False
     """The call can't be made by a helper; nothing has happened."""
+
+
+def lent_with(message: Any) -> list[SharedTensor]:
+    """Return what the helper lends with a message."""
+    if isinstance(message, Returned):
+        return message.outputs.tensors
+    if isinstance(message, BucketDone):
+        return [message.flat]
+    return [g for g in message.inputs if g is not None] if isinstance(message, BackwardDone) else []

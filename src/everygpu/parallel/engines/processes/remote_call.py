@@ -155,6 +155,7 @@ class RemoteCall:
         """Have the helper run the backward; without buckets, wait for its end."""
         if self._is_running:  # for a backward that has failed in this process
             self._end_backward()
+        self._decline_buckets()
         self._buckets, self._done, self._recomputed, self._num_used = {}, None, None, 0
         if torch.is_grad_enabled():
             self._recomputed = self._recompute(grads)
@@ -221,7 +222,7 @@ class RemoteCall:
 
     def _wait_for_bucket(self, bucket: int) -> BucketDone | None:
         self._await(lambda: self._buckets.get(bucket) or self._done)
-        found = self._buckets.get(bucket)
+        found = self._buckets.pop(bucket, None)
         self._num_used += 1
         if self._num_used == len(self._sender.buckets):
             self._end_backward()  # the replica's memory may be written again
@@ -280,7 +281,12 @@ class RemoteCall:
             for i, t in found.items()
         }
 
+    def _decline_buckets(self) -> None:
+        """Give back what a backward that has failed in this process didn't come to."""
+        self.helper.importer.decline(found.flat for found in self._buckets.values())
+
     def __del__(self) -> None:
+        self._decline_buckets()
         if self.has_graph:
             self.helper.dropped.append(self.number)
 

@@ -3,6 +3,7 @@
 import itertools
 import os
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -126,6 +127,10 @@ class Importer:
                 storages[shared.storage] = storage
         empty = torch.empty(0, dtype=shared.dtype, device=self._device)
         return empty.set_(cast(Any, storage), shared.offset, shared.shape, shared.strides)
+
+    def decline(self, lent: Iterable[SharedTensor]) -> None:
+        """Give back what isn't opened."""
+        self._done.extend(shared.ticket for shared in lent)
 
     def take_done(self) -> list[int]:
         """Return the tickets of tensors that are gone since the last call."""
