@@ -142,12 +142,20 @@ def kill_main(arguments: list[str], chance: random.Random) -> tuple[float, str]:
         main.kill()
         main.wait()
     start = time.perf_counter()
-    while (left := [p for p in helpers if Path(f"/proc/{p}").exists()]) and time.perf_counter() - start < _LONGEST_S:
+    while (left := [p for p in helpers if _runs(p)]) and time.perf_counter() - start < _LONGEST_S:
         time.sleep(0.005)
     seconds = time.perf_counter() - start
     wrong = [] if line and helpers else ["it never trained"]
     wrong += [f"process {p}" for p in left]
     return seconds, ", ".join([*wrong, *_left_in_memory([main.pid, *helpers])])
+
+
+def _runs(pid: int) -> bool:
+    """Tell whether a process runs: one without a parent stays until the system takes note of its end."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def _left_in_memory(pids: list[int]) -> list[str]:
