@@ -165,5 +165,6 @@ def lent_with(message: Any) -> list[SharedTensor]:
     if isinstance(message, Returned):
         return message.outputs.tensors
     if isinstance(message, BucketDone):
-        return [message.flat]
+        sparse = [part for grad in message.sparse.values() for part in (grad.indices, grad.values)]
+        return sparse if message.flat is None else [message.flat, *sparse]
     return [g for g in message.inputs if g is not None] if isinstance(message, BackwardDone) else []

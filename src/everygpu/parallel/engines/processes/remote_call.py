@@ -19,6 +19,7 @@ from everygpu.parallel.engines.processes.messages import (
     Forward,
     Returned,
     SparseGrad,
+    lent_with,
 )
 from everygpu.parallel.engines.processes.module_sender import ModuleSender
 from everygpu.parallel.engines.processes.nodes import ArrivalNode, InputsNode, OutputsNode, ParametersNode
@@ -283,7 +284,8 @@ class RemoteCall:
 
     def _decline_buckets(self) -> None:
         """Give back what a backward that has failed in this process didn't come to."""
-        self.helper.importer.decline(found.flat for found in self._buckets.values())
+        for found in self._buckets.values():
+            self.helper.importer.decline(lent_with(found))
 
     def __del__(self) -> None:
         self._decline_buckets()
