@@ -20,6 +20,7 @@ class HelperPool:
     def __init__(self) -> None:
         self._free: dict[tuple[str, int], list[PooledHelper]] = defaultdict(list)
         self._started: list[PooledHelper] = []
+        self._returns: list[weakref.finalize[..., PooledHelper]] = []
 
     def make_helper(self, device: torch.device, position: int) -> "PooledHelper":
         """Return a free helper, or start one. It is free again when an engine and its graphs have dropped it."""
@@ -32,16 +33,21 @@ class HelperPool:
             helper = PooledHelper(device, position)
             self._started.append(helper)
         lent = copy.copy(helper)
-        weakref.finalize(lent, free.append, helper).atexit = False
+        self._returns.append(weakref.finalize(lent, free.append, helper))
+        self._returns[-1].atexit = False
         return lent
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Have engines take helpers from here within."""
+        """Have engines take helpers from here within; afterwards all are free."""
         module = importlib.import_module("everygpu.parallel.engines.processes.engine")
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr(module, "HelperProcess", self.make_helper)
-            yield
+            try:
+                yield
+            finally:
+                while self._returns:
+                    self._returns.pop()()
 
     def close(self) -> None:
         """End all helpers."""

@@ -65,6 +65,7 @@ class HelperProcess:
         self.calls: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         """Calls that messages may be about, by number."""
         self.numbers = itertools.count(1)
+        """Of calls."""
         self._sending = threading.Lock()
         self._turn = threading.Condition()
         self._reader: int | None = None  # the thread that waits for the next message

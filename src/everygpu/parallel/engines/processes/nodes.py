@@ -1,5 +1,7 @@
 """The nodes of autograd that stand for a helper's call."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -7,6 +9,20 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from everygpu.parallel.engines.processes.remote_call import RemoteCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrived:
+    """A bucket's gradients on the primary device, or on their way there."""
+
+    copied: "tuple[Tensor, torch.cuda.Event | None] | None" = None
+    """Side by side, for ``comm.received``."""
+    present: Sequence[bool] = ()
+    """Which parameters have a gradient."""
+    sparse: Mapping[int, Tensor] = field(default_factory=dict)
+    """Sparse gradients, by the parameter's place in the bucket."""
+    grads: Sequence[Tensor | None] = ()
+    """One by one, where they are to be differentiated again."""
 
 
 class OutputsNode(torch.autograd.Function):

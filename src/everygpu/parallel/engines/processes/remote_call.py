@@ -1,7 +1,6 @@
 """One call of a replica in a helper, as a part of this process's autograd graph."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,7 @@ from everygpu.parallel.engines.processes.messages import (
     lent_with,
 )
 from everygpu.parallel.engines.processes.module_sender import ModuleSender
-from everygpu.parallel.engines.processes.nodes import ArrivalNode, InputsNode, OutputsNode, ParametersNode
+from everygpu.parallel.engines.processes.nodes import ArrivalNode, Arrived, InputsNode, OutputsNode, ParametersNode
 from everygpu.parallel.engines.processes.packing import describe_all, pack, unpack
 from everygpu.parallel.engines.processes.recompute import Recomputation
 from everygpu.parallel.engines.thread_state import Modes
@@ -31,20 +30,6 @@ from everygpu.torch_private.autograd import keeps_graph
 
 if TYPE_CHECKING:
     from everygpu.parallel.engines.processes.direct import DirectCalls
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrived:
-    """A bucket's gradients on the primary device, or on their way there."""
-
-    copied: "tuple[Tensor, torch.cuda.Event | None] | None" = None
-    """Side by side, for ``comm.received``."""
-    present: Sequence[bool] = ()
-    """Which parameters have a gradient."""
-    sparse: Mapping[int, Tensor] = field(default_factory=dict)
-    """Sparse gradients, by the parameter's place in the bucket."""
-    grads: Sequence[Tensor | None] = ()
-    """One by one, where they are to be differentiated again."""
 
 
 class RemoteCall:
