@@ -11,6 +11,7 @@ import functools
 import mmap
 import os
 import sys
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -155,6 +156,7 @@ class Flags:
 
     def __init__(self, fd: int | None = None) -> None:
         self.fd = os.memfd_create("everygpu-flags") if fd is None else fd
+        self._close_fd = weakref.finalize(self, os.close, self.fd)
         os.ftruncate(self.fd, mmap.PAGESIZE)
         self._map = mmap.mmap(self.fd, mmap.PAGESIZE)
         self._values = (_FLAG * (mmap.PAGESIZE // ctypes.sizeof(_FLAG))).from_buffer(self._map)
@@ -190,7 +192,7 @@ class Flags:
             self._is_registered = False
             with contextlib.suppress(RuntimeError):
                 _runtime().cudaHostUnregister(self._address)
-        os.close(self.fd)
+        self._close_fd()
 
     def _register(self) -> None:
         if not self._is_registered:
