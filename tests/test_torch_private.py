@@ -4,7 +4,6 @@ A test that fails with a new version of torch says what that has changed; see ``
 """
 
 import ast
-import functools
 import os
 import textwrap
 import threading
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import everygpu
 from everygpu import torch_private
-from everygpu.torch_private import autograd, compiler, cuda, data, dynamo, modes, modules, pytree, tensors
+from everygpu.torch_private import autograd, compiler, cuda, data, modes, modules, pytree, tensors
 from tests.private_names import private_names
 
 # Importing torch's compiler warns of torch.jit.
@@ -35,7 +34,7 @@ def public_names(path):
 
 
 def test_every_name_has_a_test():
-    source = Path(__file__).read_text()
+    source = "".join(path.read_text() for path in Path(__file__).parent.glob("test_torch_private*.py"))
     for path in FILES:
         assert [n for n in public_names(path) if f"{path.stem}.{n}" not in source] == []
 
@@ -455,51 +454,6 @@ def test_graphs_are_compiled_by_inductor(monkeypatch):
 
 
 # dynamo
-
-
-def test_a_trace_shows_what_a_function_writes_and_reads():
-    found, kept = {}, []
-
-    def backend(graph, inputs):
-        trace = dynamo.current_trace()
-        effects = trace.side_effects
-        written = [v.source.name for v in dynamo.modified_variables(effects) if dynamo.is_from_before(v)]
-        found.update(written=written, objects=dynamo.traced_objects(trace), code=dynamo.traced_code(trace))
-        found["rest"] = trace.random_calls, effects.tensor_hooks, effects.store_attr_mutations, trace.root_tx.f_globals
-        return graph.forward
-
-    cached = functools.lru_cache(lambda: 1)  # as Dynamo warns of
-
-    def function(layer, x):
-        kept.append(cached())
-        return layer(x) if not torch.compiler.is_compiling() else x
-
-    layer, x = nn.Linear(2, 2), torch.ones(2)
-    with (
-        dynamo.eager_answers(),
-        dynamo.without_warnings(),
-        dynamo.scoped_config({"trace_numpy": False, "no such setting": 1}),
-    ):
-        torch.compile(function, backend=backend)(layer, x)
-    assert len(found["written"]) == 1
-    assert any(value is layer for value in found["objects"])
-    assert {function.__code__, nn.Linear.forward.__code__} <= set(found["code"])
-    assert found["rest"] == ([], {}, {}, globals())
-    (entry,) = dynamo.cache_entries(function.__code__)
-    assert not entry.guard_manager.check({"layer": layer, "x": x})  # ``kept`` is longer now
-    dynamo.drop_code(function.__code__)
-    assert dynamo.cache_entries(function.__code__) == []
-    assert torch.compile(lambda x: x + torch.compiler.is_compiling(), backend="eager")(torch.zeros(())) == 1
-
-
-def test_compiled_modules_and_operators_of_a_higher_order_are_told():
-    layer = nn.Linear(2, 2)
-    assert not dynamo.is_compiled_module(layer)
-    assert dynamo.is_compiled_module(torch.compile(layer))
-    layer.compile()
-    assert dynamo.is_compiled_module(layer)
-    assert dynamo.is_higher_order(torch.ops.higher_order.cond)
-    assert not dynamo.is_higher_order(torch.ops.aten.add.Tensor)
 
 
 def test_only_private_names_are_listed():

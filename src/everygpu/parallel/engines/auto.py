@@ -14,6 +14,8 @@ from everygpu.parallel.cuda_graphs.multi_gpu_graph import is_capturing
 from everygpu.parallel.engines.engine import Call, Engine, EngineContext, Outputs
 from everygpu.parallel.engines.graphs import RecordedReplicas
 from everygpu.parallel.engines.processes.engine import ProcessReplicas
+from everygpu.parallel.engines.processes.helper_process import CannotStartError
+from everygpu.parallel.engines.processes.side_effects import SideEffects
 from everygpu.parallel.engines.threads import Workers
 
 logger = logging.getLogger("everygpu")
@@ -21,6 +23,10 @@ logger = logging.getLogger("everygpu")
 
 NUM_PERIODS = 20
 """Steps whose median counts; as many before them are left out, in which memory is allocated and kernels are chosen."""
+
+
+NUM_WATCHED = 3
+"""Forwards in which side effects are looked for."""
 
 
 class Periods:
@@ -66,6 +72,8 @@ class AutoReplicas(Engine):
         self._recorded: RecordedReplicas | None = RecordedReplicas(context, self._threads, proves=True)
         self._processes: ProcessReplicas | None = None
         self._why_not_recorded = ""
+        self._effects = SideEffects(context.module())
+        self._num_watched = 0
         self._periods = Periods()
         self._last_used = "threads"
         self._has_told = False
@@ -97,7 +105,7 @@ class AutoReplicas(Engine):
         self._periods.note("threads")
         self._last_used = "threads"
         try:
-            return self._threads.run(calls, devices, positions)
+            return self._run_watched(calls, devices, positions)
         except torch.OutOfMemoryError:
             # Recordings hold the memory of a step each; they can be made again.
             if self._recorded is None or not self._recorded.forget():
@@ -110,7 +118,7 @@ class AutoReplicas(Engine):
             self._recorded.watch(outputs)
 
     def give_up_recording(self, reason: str) -> None:
-        """Start helper processes: there will be no recordings.
+        """Look for side effects in the next forwards, and start helper processes then: there will be no recordings.
 
         Args:
             reason: Why.
@@ -119,7 +127,7 @@ class AutoReplicas(Engine):
             self._recorded = None
             self._why_not_recorded = reason
             self._processes = ProcessReplicas(self._context)
-            self._processes.start()
+            self._effects = SideEffects(self._context.module())
 
     def close(self) -> None:
         """End threads and helpers."""
@@ -137,7 +145,7 @@ class AutoReplicas(Engine):
             return False
         try:
             is_ready = processes.is_ready()
-        except WorkerError as error:
+        except (WorkerError, CannotStartError) as error:
             processes.reason = str(error)
             return False
         if is_ready and not self._has_told:
@@ -147,6 +155,24 @@ class AutoReplicas(Engine):
                 self._why_not_recorded,
             )
         return is_ready
+
+    def _run_watched(
+        self, calls: Sequence[Call], devices: Sequence[torch.device], positions: Sequence[int] | None
+    ) -> list[Any]:
+        """Run in threads; start helpers after a few forwards that change nothing of which a helper has a copy."""
+        processes = self._processes
+        if processes is None or processes.reason is not None or self._num_watched == NUM_WATCHED:
+            return self._threads.run(calls, devices, positions)
+        self._effects.begin()
+        outputs = self._threads.run(calls, devices, positions)
+        processes.reason = self._effects.end()
+        self._num_watched += 1
+        if processes.reason is None and self._num_watched == NUM_WATCHED:
+            try:
+                processes.start()
+            except CannotStartError as error:
+                processes.reason = str(error)
+        return outputs
 
     def _goes_out(self) -> bool:
         """Tell whether the next forward runs in helpers."""

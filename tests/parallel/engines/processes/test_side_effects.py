@@ -144,7 +144,6 @@ def test_hooks_are_effects(add, reason):
     net = Net()
     add(net)
     assert reason in look(net)
-    assert "engine='processes'" in look(net)
 
 
 def test_hooks_of_torch_are_none():

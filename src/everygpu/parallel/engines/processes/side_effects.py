@@ -50,7 +50,7 @@ class SideEffects:
         """
         hooked = next((what for what, hooks in hooks_of([self._module]) if not all(map(_is_ours, hooks))), None)
         if hooked is not None:
-            return f"{hooked}, which would run in other processes; pass engine='processes' to allow that"
+            return f"{hooked}, which would run in other processes"
         if self._watch is None:
             return None
         used = self._watch.used

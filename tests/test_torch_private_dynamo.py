@@ -1,0 +1,57 @@
+"""What the private names of torch's compiler must do that proofs of recordings stand on."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from everygpu.torch_private import dynamo
+
+# Importing torch's compiler warns of torch.jit.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def test_a_trace_shows_what_a_function_writes_and_reads():
+    found, kept = {}, []
+
+    def backend(graph, inputs):
+        trace = dynamo.current_trace()
+        effects = trace.side_effects
+        written = [v.source.name for v in dynamo.modified_variables(effects) if dynamo.is_from_before(v)]
+        found.update(written=written, objects=dynamo.traced_objects(trace), code=dynamo.traced_code(trace))
+        found["rest"] = trace.random_calls, effects.tensor_hooks, effects.store_attr_mutations, trace.root_tx.f_globals
+        return graph.forward
+
+    cached = functools.lru_cache(lambda: 1)  # as Dynamo warns of
+
+    def function(layer, x):
+        kept.append(cached())
+        return layer(x) if not torch.compiler.is_compiling() else x
+
+    layer, x = nn.Linear(2, 2), torch.ones(2)
+    with (
+        dynamo.eager_answers(),
+        dynamo.without_warnings(),
+        dynamo.scoped_config({"trace_numpy": False, "no such setting": 1}),
+    ):
+        torch.compile(function, backend=backend)(layer, x)
+    assert len(found["written"]) == 1
+    assert any(value is layer for value in found["objects"])
+    assert {function.__code__, nn.Linear.forward.__code__} <= set(found["code"])
+    assert found["rest"] == ([], {}, {}, globals())
+    (entry,) = dynamo.cache_entries(function.__code__)
+    assert not entry.guard_manager.check({"layer": layer, "x": x})  # ``kept`` is longer now
+    dynamo.drop_code(function.__code__)
+    assert dynamo.cache_entries(function.__code__) == []
+    assert torch.compile(lambda x: x + torch.compiler.is_compiling(), backend="eager")(torch.zeros(())) == 1
+
+
+def test_compiled_modules_and_operators_of_a_higher_order_are_told():
+    layer = nn.Linear(2, 2)
+    assert not dynamo.is_compiled_module(layer)
+    assert dynamo.is_compiled_module(torch.compile(layer))
+    layer.compile()
+    assert dynamo.is_compiled_module(layer)
+    assert dynamo.is_higher_order(torch.ops.higher_order.cond)
+    assert not dynamo.is_higher_order(torch.ops.aten.add.Tensor)
