@@ -36,6 +36,7 @@ class Numbered(Net):
 
 def test_values_that_never_come_back_take_no_memory(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.MAX_COUNTED", 20)
+    monkeypatch.setattr("everygpu.step.recordable_step.PATIENCE", 100)
     used = recording(2)
     net = Numbered().to(used[0])
     step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net))

@@ -25,7 +25,7 @@ class HelperPool:
     def make_helper(self, device: torch.device, position: int) -> "PooledHelper":
         """Return a free helper, or start one. It is free again when an engine and its graphs have dropped it."""
         free = self._free[str(device), position]
-        while free and not free[-1].is_alive():
+        while free and free[-1].is_lost:
             free.pop()
         if free:
             helper = free.pop()
@@ -66,9 +66,13 @@ class PooledHelper(HelperProcess):
         for thread in set(threading.enumerate()) - before:
             thread.name = "pooled-helper"
 
+    def hang_up(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
     def end(self) -> None:
         """End the helper."""
+        super().hang_up()
         super().close()

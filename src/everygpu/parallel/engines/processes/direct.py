@@ -4,6 +4,7 @@ Replicas in threads are connected parameter by parameter. In helpers only a buck
 node of autograd for each bucket takes the place of two for each parameter and replica.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -115,14 +116,15 @@ class DirectCalls:
         self.plans = plans
         self.anchors: list[Tensor] = []
         """For each bucket what outputs are connected to; none while autograd is off."""
-        self.calls: list[RemoteCall] = []
-        """Those whose outputs take gradients."""
+        self.calls: list[weakref.ref[RemoteCall]] = []
+        """Those whose outputs take gradients: they live as long as these."""
         self._versions = parameters.versions()
 
     def sum_bucket(self, bucket: int, device: torch.device) -> Sequence[Tensor | None]:
         """Add up what the helpers have sent ahead of a bucket's gradients."""
         plan = self.plans[bucket]
-        found = [arrived for call in self.calls if (arrived := call.take_arrived(bucket)) is not None]
+        calls = [call for ref in self.calls if (call := ref()) is not None]
+        found = [arrived for call in calls if (arrived := call.take_arrived(bucket)) is not None]
         if torch.is_grad_enabled():
             columns = [[g for g in column if g is not None] for column in zip(*(arrived.grads for arrived in found))]
             return [sum_on(column, device) if column else None for column in columns] or [None] * len(plan.slots)

@@ -36,35 +36,39 @@ class GlobalsSender:
         self._watch: WatchedGlobals | None = None
         self._data: dict[Path, bytes] = {}
 
-    def update(self, names: Callable[[], Names], told: set[Path]) -> tuple[Packed | None, list[Tensor]]:
+    def update(self, names: Callable[[], Names], told: dict[Path, bool]) -> tuple[Packed | None, list[Tensor]]:
         """Say what has changed, and take it as told.
 
         Args:
             names: Returns what both processes have, by ``id``.
-            told: Variables that the helper has been sent, for this replica or another; more are added.
+            told: Variables that the helper knows of, by this replica or another, and whether it has been sent them;
+                more are added.
         Returns:
             The message; and tensors to be kept until the helper has read it.
         Raises:
             CannotTravelError: a value can't be sent; the message names the variable.
         """
+        is_first = self._watch is None
         if self._watch is None:
             self._watch = WatchedGlobals(self._modules, {})
-            changed = [v for path, v in self._watch.variables.items() if path in told or not _travels(v)]
-            told.update(self._watch.variables.keys() - {v.path for v in changed})
+            changed = [v for path, v in self._watch.variables.items() if told.get(path) or not _travels(v)]
+            for path in self._watch.variables.keys() - {v.path for v in changed}:
+                told.setdefault(path, False)
         else:
             changed = [] if self._watch.is_same() else self._watch.changed()
             changed += [v for v in self._watch.opaque() if self._is_other(v, names())]
-        rows = [row for v in changed if (row := self._row(v, told)) is not None]
+        rows = [row for v in changed if (row := self._row(v, told, is_first=is_first)) is not None]
         return self._pack(rows, names()) if rows else (None, [])
 
-    def _row(self, variable: Variable, told: set[Path]) -> Row | None:
+    def _row(self, variable: Variable, told: dict[Path, bool], *, is_first: bool) -> Row | None:
         value, path = variable.read(), variable.path
-        is_told = path in told
-        told.add(path)
+        is_told = told.get(path, False) if is_first else path in told
+        told.setdefault(path, False)
         if stays_apart(value) or (not is_told and self._is_alike(variable, value)):
             return None
         if is_told and is_code(value):
             value = _by_value(path, value)
+        told[path] = True
         return path, value is not MISSING, None if value is MISSING else value
 
     def _is_alike(self, variable: Variable, value: Any) -> bool:

@@ -176,6 +176,7 @@ def _failure(call: int, error: BaseException) -> Failed:
     trace = "".join(traceback.format_exception(error))
     try:
         data = cloudpickle.dumps(error.with_traceback(None))
+        cloudpickle.loads(data)  # some classes of exceptions are made of more than their message
     except Exception:  # noqa: BLE001 - what can't be pickled is told in words
         data = cloudpickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
     return Failed(call=call, error=data, trace=trace, is_refused=is_refused)

@@ -60,8 +60,8 @@ class HelperProcess:
         self.importer = Importer(device, copies_host_memory=True)
         self.dropped: list[int] = []
         """Calls whose graphs are gone, to be told with the next message."""
-        self.told: set[Path] = set()
-        """Variables outside modules whose values it has been sent, as ``GlobalsSender`` does."""
+        self.told: dict[Path, bool] = {}
+        """Variables outside modules that it knows of, and whether ``GlobalsSender`` has sent it their values."""
         self.calls: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         """Calls that messages may be about, by number."""
         self.numbers = itertools.count(1)

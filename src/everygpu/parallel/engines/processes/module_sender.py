@@ -91,7 +91,7 @@ class ModuleSender:
         )
         return update, kept
 
-    def update_globals(self, tensors: Sequence[Tensor], told: set[Path]) -> tuple[Packed | None, list[Tensor]]:
+    def update_globals(self, tensors: Sequence[Tensor], told: dict[Path, bool]) -> tuple[Packed | None, list[Tensor]]:
         """Say what has changed in variables that forward reads outside the module; see ``GlobalsSender.update``."""
         return self._globals.update(lambda: self._names(tensors), told)
 

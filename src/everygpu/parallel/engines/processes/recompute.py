@@ -52,5 +52,17 @@ class Recomputation:
             [t for t, _ in pairs], sources, [g for _, g in pairs], create_graph=True, allow_unused=True
         )
         by_id = {id(t): g for t, g in zip(sources, found)}
-        self.inputs = [by_id[id(t)] for t in dict.fromkeys(inputs)]
-        self.parameters = [by_id.get(id(t)) for t in tensors]
+        self._inputs = [by_id[id(t)] for t in dict.fromkeys(inputs)]
+        self._parameters = {i: by_id.get(id(t)) for i, t in enumerate(tensors)}
+
+    # What is taken is held no longer: its graph leads back to the call.
+
+    def take_inputs(self) -> list[Tensor | None]:
+        """Return the gradients of the arguments that need them."""
+        found: list[Tensor | None] = list(self._inputs)
+        self._inputs = []
+        return found
+
+    def take(self, indices: Sequence[int]) -> list[Tensor | None]:
+        """Return the gradients of some of the tensors."""
+        return [self._parameters.pop(i, None) for i in indices]

@@ -1,5 +1,6 @@
 """One call of a replica in a helper, as a part of this process's autograd graph."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +132,7 @@ class RemoteCall:
         if needed:
             anchors.append(InputsNode.apply(self, *needed))  # type: ignore[no-untyped-call]
         if self._direct is not None:
-            self._direct.calls.append(self)
+            self._direct.calls.append(weakref.ref(self))
             return anchors + [ArrivalNode.apply(self, k, t) for k, t in enumerate(self._direct.anchors)]  # type: ignore[no-untyped-call]
         for k, (members, _) in enumerate(self._sender.buckets):
             anchors.append(ParametersNode.apply(self, k, *(self.tensors[i] for i in members)))  # type: ignore[no-untyped-call]
@@ -159,7 +160,7 @@ class RemoteCall:
     def grads_of_inputs(self) -> Sequence[Tensor | None]:
         """Return the gradients of the arguments that need them."""
         if self._recomputed is not None:
-            return self._recomputed.inputs
+            return self._recomputed.take_inputs()
         done = self._end_backward()
         return [None if g is None else self.helper.open(g) for g in done.inputs]
 
@@ -172,7 +173,7 @@ class RemoteCall:
         """Wait for the gradients of a bucket's parameters."""
         members, plan = self._sender.buckets[bucket]
         if self._recomputed is not None:
-            return [self._recomputed.parameters[i] for i in members]
+            return self._recomputed.take(members)
         grads: list[Tensor | None] = [None] * len(members)
         found = self._wait_for_bucket(bucket)
         if found is None:
@@ -190,7 +191,7 @@ class RemoteCall:
         """Wait for the gradients of a bucket, and begin to copy them to a device."""
         members, _ = self._sender.buckets[bucket]
         if self._recomputed is not None:
-            grads = [self._recomputed.parameters[i] for i in members]
+            grads = self._recomputed.take(members)
             self._arrived[bucket] = Arrived(grads=[None if g is None else comm.copy(g, device) for g in grads])
             return
         found = self._wait_for_bucket(bucket)
