@@ -52,7 +52,7 @@ class DataParallel(ModuleWrapper):
             needs the whole; ``"joined"``: plain tensors on ``output_device``.
         engine: ``"auto"``: the fastest that is safe, looked for in the first steps: ``"compile"`` if ``module`` went
             through ``torch.compile``; ``"graphs"`` where Dynamo proves that a recording does the same; else
-            ``"processes"``; see ``engine_in_use``. ``"threads"``: replicas run eagerly, each in a thread;
+            ``"threads"``; see ``engine_in_use``. ``"threads"``: replicas run eagerly, each in a thread;
             ``"compile"``: they are compiled, and launched from one thread; ``"processes"``: they run eagerly, each
             after the first in a helper process, whose prints and other effects stay there;
             ``"graphs"``: on GPUs, after a few forwards on batches of one shape, forward and backward are each

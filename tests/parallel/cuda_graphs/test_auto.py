@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import everygpu
+from everygpu.parallel import switches
 from everygpu.parallel.engines import auto, table
 from everygpu.parallel.engines.threads import Workers
 from tests.parallel.cuda_graphs.forwards import Devices
@@ -68,6 +69,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeProcesses]]:
     monkeypatch.setattr(FakeProcesses, "made", [], raising=False)
     monkeypatch.setattr(auto, "ProcessReplicas", FakeProcesses)
     monkeypatch.setattr(auto, "NUM_PERIODS", 4)
+    monkeypatch.setattr(switches, "TRIES_PROCESSES", True)
     yield FakeProcesses.made
     for helpers in FakeProcesses.made:
         helpers.close()
@@ -155,6 +157,16 @@ def test_one_line_says_why_replicas_stay_in_threads(
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "attribute lock can't be sent" in record.message
     assert "Not recorded: recordings need GPUs" in record.message
+
+
+def test_processes_are_not_tried_unless_switched_on(
+    made: list[FakeProcesses], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(switches, "TRIES_PROCESSES", False)
+    assert set(train(everygpu.DataParallel(Net(), ["cpu"] * 2), 20)) == {"threads"}
+    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert "pass engine='processes'" in record.message
+    assert not made[0].has_started
 
 
 @pytest.mark.parametrize("is_faster", [True, False])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from everygpu.errors import WorkerError
+from everygpu.parallel import switches
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import is_capturing
 from everygpu.parallel.engines.engine import Call, Engine, EngineContext, Outputs
 from everygpu.parallel.engines.graphs import RecordedReplicas
@@ -128,6 +129,8 @@ class AutoReplicas(Engine):
             self._why_not_recorded = reason
             self._processes = ProcessReplicas(self._context)
             self._effects = SideEffects(self._context.module())
+            if not switches.TRIES_PROCESSES:
+                self._processes.reason = "by default they aren't tried yet: pass engine='processes' to do so"
 
     def close(self) -> None:
         """End threads and helpers."""

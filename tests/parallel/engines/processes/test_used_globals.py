@@ -31,7 +31,7 @@ class Pair:
         self.sender = GlobalsSender(list(model.modules()), Exporter(CPU))
         importer = Importer(CPU)
         self.receiver = GlobalsReceiver(lambda p: [importer.open(t) for t in p.tensors], lambda *name: model)
-        self.told = set()
+        self.told = {}
         self.send()
 
     def send(self):
@@ -162,7 +162,7 @@ def test_torch_is_not_looked_into():
 def told_at_first(model):
     """Return the names of what a helper is told of a model that it has imported itself."""
     sender = GlobalsSender(list(model.modules()), Exporter(CPU))
-    packed, tensors = sender.update(dict, set())
+    packed, tensors = sender.update(dict, {})
     return {path[1:] for path, *_ in unpack(packed, tensors, None)}
 
 
