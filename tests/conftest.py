@@ -63,9 +63,9 @@ def _is_foreign(thread: threading.Thread) -> bool:
 
 
 def _num_open_files() -> int:
-    """Count open files, without the three of each helper that tests share."""
+    """Count open files, without the four of each helper that tests share."""
     num_helpers = sum(thread.name == "pooled-helper" for thread in threading.enumerate())
-    return len(list(OPEN_FILES.iterdir())) - 3 * num_helpers if OPEN_FILES.is_dir() else 0
+    return len(list(OPEN_FILES.iterdir())) - 4 * num_helpers if OPEN_FILES.is_dir() else 0
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -7,6 +7,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 import pytest
 import torch
@@ -59,10 +60,13 @@ class HelperPool:
 class PooledHelper(HelperProcess):
     """A helper that an engine doesn't end."""
 
+    pids: ClassVar[set[int]] = set()
+
     def __init__(self, device: torch.device, position: int) -> None:
         before = set(threading.enumerate())
         super().__init__(device, position)
         self.wait_until_ready()
+        self.pids.add(self._child._process.pid)
         for thread in set(threading.enumerate()) - before:
             thread.name = "pooled-helper"
 

@@ -22,6 +22,7 @@ from everygpu.parallel.engines.processes import child, helper_process
 from everygpu.parallel.engines.processes.child import HelperChild
 from everygpu.parallel.engines.processes.connection import connected
 from everygpu.parallel.engines.processes.ends import describe_end
+from tests.parallel.engines.processes.pool import PooledHelper
 
 SHARED = Path("/dev/shm")
 CPU = torch.device("cpu")
@@ -62,7 +63,7 @@ class Mortal(nn.Module):
 
 
 def helpers_of(pid: int) -> list[int]:
-    """The processes that a process has started as helpers; or those that exist with such an id as their parent."""
+    """The processes that a process has started as helpers, but for those that tests share."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -70,7 +71,7 @@ def helpers_of(pid: int) -> list[int]:
             command = path.joinpath("cmdline").read_text()
         except OSError:
             continue
-        if parent == pid and "engines.processes" in command:
+        if parent == pid and "engines.processes" in command and int(path.name) not in PooledHelper.pids:
             found.append(int(path.name))
     return found
 
