@@ -141,6 +141,21 @@ def test_a_smaller_last_batch_leaves_recordings(recording: Devices, made: list[F
     assert not made
 
 
+def test_gradients_that_are_differentiated_again_are_not_recorded(
+    recording: Devices, made: list[FakeProcesses], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="everygpu")
+    used = recording(2)
+    net = Net().to(used[0])
+    model = everygpu.DataParallel(net, used)
+    for _ in range(8):
+        loss = model(torch.randn(6, 4, device=used[0])).square().mean()
+        grads = torch.autograd.grad(loss, list(net.parameters()), create_graph=True)
+        torch.stack([g.square().sum() for g in grads]).sum().backward()
+    assert model.engine_in_use != "graphs"
+    assert model._engine._why_not_recorded.startswith("gradients are differentiated again")
+
+
 def test_a_frozen_parameter_is_not_recorded(recording: Devices, made: list[FakeProcesses]) -> None:
     used = recording(2)
     net = Net().to(used[0])

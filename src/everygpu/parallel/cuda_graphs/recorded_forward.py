@@ -74,8 +74,7 @@ class RecordedForward:
         *,
         proves: bool = False,
     ) -> None:
-        self._route = route
-        self._proves = proves
+        self._route, self._proves = route, proves
         self._module = module
         self._run = run
         self._make_replicas = make_replicas
@@ -92,6 +91,7 @@ class RecordedForward:
         # Which outputs the last backward began at, and how often that has changed.
         self._used: set[int] = set()
         self._num_patterns = 0
+        self._differentiated_again: set[int] = set()  # outputs, by create_graph=True
         # Nothing that this holds refers back to it: when a model is dropped, its memory is free at once.
         self._me = weakref.proxy(self)
         self._streams = lease_streams(self)
@@ -128,9 +128,16 @@ class RecordedForward:
         """
         if torch.is_grad_enabled() and not self._num_patterns:
             self._used = used = set()
+            again = self._differentiated_again
+
+            def note(i: int) -> None:
+                used.add(i)
+                if torch.is_grad_enabled():
+                    again.add(i)
+
             for i, t in enumerate(_tensors(outputs)):
                 if t.requires_grad and not t.is_leaf:  # a leaf is the user's own, and no recording returns one
-                    t.register_hook(lambda _, i=i: used.add(i))  # type: ignore[no-untyped-call]
+                    t.register_hook(lambda _, i=i: note(i))  # type: ignore[no-untyped-call]
 
     # ``Recordable``, for ``Capture``.
 
@@ -156,6 +163,8 @@ class RecordedForward:
         return _Prepared(leaves=[b.leaves() for b in sync.groups], sums=sync.make_reducers())
 
     def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: _Prepared) -> RecordedPass:
+        if self._proves and self._differentiated_again:
+            raise CaptureError("gradients are differentiated again (create_graph=True), which a recording can't do")
         proof = ForwardProof(self._module(), batch.read(), self._route) if self._proves else None
         if proof is not None and proof.reason is not None:
             raise CaptureError(proof.reason)
