@@ -59,7 +59,7 @@ ON_GPUS = (pytest.mark.gpu, pytest.mark.timeout(300))
 SETUPS = {
     "threads": Setup(engine="threads"),
     # Fewer: acting recordings out takes three times as long as running programs.
-    "graphs": Setup(engine="graphs", num_steps=NUM_WARM_UPS + 4, num_programs=NUM_PROGRAMS // 2, records=True),
+    "graphs": Setup(engine="graphs", num_steps=NUM_WARM_UPS + 4, num_programs=NUM_PROGRAMS // 5, records=True),
     "processes": Setup(engine="processes", num_programs=20),
     "threads-gpu": Setup(engine="threads", device="cuda", marks=ON_GPUS),
     "graphs-gpu": Setup(engine="graphs", device="cuda", num_steps=NUM_WARM_UPS + 4, records=True, marks=ON_GPUS),
