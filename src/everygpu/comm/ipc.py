@@ -178,10 +178,6 @@ class Flags:
             code = _driver().cuStreamWaitValue32_v2(stream.cuda_stream, address, value, _WAIT_UNTIL_AT_LEAST)
         _check(code, "wait for a flag")
 
-    def read(self, index: int) -> int:
-        """Return a flag's value now."""
-        return int(self._values[index])
-
     def release(self, index: int) -> None:
         """Let all that waits for a flag go on: what should have written it has ended."""
         self._values[index] = _ALL_DONE

@@ -9,6 +9,21 @@ from torch.nn import functional as F
 from everygpu.bench.workloads.losses import cross_entropy, random_text
 
 
+def causal_attention(qkv: Tensor, num_heads: int) -> Tensor:
+    """Attend to the tokens before.
+
+    Args:
+        qkv: Queries, keys and values side by side, of shape (rows, length, 3 × width).
+        num_heads: Divides the width.
+    Returns:
+        Shape (rows, length, width).
+    """
+    rows, length, _ = qkv.shape
+    q, k, v = qkv.view(rows, length, 3, num_heads, -1).permute(2, 0, 3, 1, 4)
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return mixed.transpose(1, 2).reshape(rows, length, -1)
+
+
 class Block(nn.Module):
     """A pre-norm transformer block, as in GPT-2."""
 
@@ -20,11 +35,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        heads = self.qkv(self.norm1(x)).view(rows, length, 3, self.num_heads, width // self.num_heads)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
+        x = x + self.out(causal_attention(self.qkv(self.norm1(x)), self.num_heads))
         changed: Tensor = x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
         return changed
 

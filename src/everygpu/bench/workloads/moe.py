@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from everygpu.bench.workloads.gpt import causal_attention
 from everygpu.bench.workloads.losses import cross_entropy, random_text
 
 
@@ -55,11 +56,7 @@ class Block(nn.Module):
         self.experts = MixtureOfExperts(width, hidden, num_experts)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        heads = self.qkv(self.norm1(x)).view(rows, length, 3, self.num_heads, width // self.num_heads)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
+        x = x + self.out(causal_attention(self.qkv(self.norm1(x)), self.num_heads))
         changed: Tensor = x + self.experts(self.norm2(x))
         return changed
 

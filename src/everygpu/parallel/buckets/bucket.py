@@ -78,17 +78,15 @@ class Bucket:
             For each of ``replicas``, its tensors; connected to ``originals``, also while autograd is off:
             activation checkpointing runs a replica again later, when it is on.
         """
-        # Outside inference mode, or buffers made in it could never be written by a training step.
-        with torch.inference_mode(False), torch.no_grad():
-            self._transfer(originals, replicas)
-            slots = [copy.slots for i in replicas if (copy := self._copies[i]) is not None]
-            with torch.set_grad_enabled(self._requires_grad):
-                _, *outputs = _Broadcast.apply(self, replicas, slots, *originals)  # type: ignore[no-untyped-call]
+        slots = self.send(originals, replicas)
+        with torch.inference_mode(False), torch.set_grad_enabled(self._requires_grad):
+            _, *outputs = _Broadcast.apply(self, replicas, slots, *originals)  # type: ignore[no-untyped-call]
         width = len(originals)
         return [outputs[i * width : (i + 1) * width] for i in range(len(slots))]
 
     def send(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> list[list[Tensor]]:
         """Bring copies up to date without connecting them to the originals; arguments and result as for ``refresh``."""
+        # Outside inference mode, or buffers made in it could never be written by a training step.
         with torch.inference_mode(False), torch.no_grad():
             self._transfer(originals, replicas)
         return [copy.slots for i in replicas if (copy := self._copies[i]) is not None]

@@ -21,10 +21,8 @@ from everygpu.parallel.engines.threads import Workers
 
 logger = logging.getLogger("everygpu")
 
-
 NUM_PERIODS = 20
 """Steps whose median counts; as many before them are left out, in which memory is allocated and kernels are chosen."""
-
 
 NUM_WATCHED = 3
 """Forwards in which side effects are looked for."""
@@ -60,8 +58,9 @@ class AutoReplicas(Engine):
     """Runs replicas in threads, so that the first step waits for nothing, and looks for a faster way meanwhile.
 
     Forwards on batches of one shape are recorded as CUDA graphs where Dynamo proves that they read nothing unguarded
-    and change nothing but tensors. Where they can't be recorded, helper processes are started in the background, and
-    replicas run in them once they are ready. Where there can be none either, one line at WARNING says why.
+    and change nothing but tensors. Where they can't be recorded, helper processes are started in the background, if
+    ``switches.TRIES_PROCESSES``, and replicas run in them once they are ready. Where there can be none either, one line
+    at WARNING says why.
 
     Args:
         context: What the engines are made from.
@@ -73,7 +72,7 @@ class AutoReplicas(Engine):
         self._recorded: RecordedReplicas | None = RecordedReplicas(context, self._threads, proves=True)
         self._processes: ProcessReplicas | None = None
         self._why_not_recorded = ""
-        self._effects = SideEffects(context.module())
+        self._effects: SideEffects | None = None
         self._num_watched = 0
         self._periods = Periods()
         self._last_used = "threads"
@@ -163,12 +162,12 @@ class AutoReplicas(Engine):
         self, calls: Sequence[Call], devices: Sequence[torch.device], positions: Sequence[int] | None
     ) -> list[Any]:
         """Run in threads; start helpers after a few forwards that change nothing of which a helper has a copy."""
-        processes = self._processes
-        if processes is None or processes.reason is not None or self._num_watched == NUM_WATCHED:
+        processes, effects = self._processes, self._effects
+        if processes is None or effects is None or processes.reason is not None or self._num_watched == NUM_WATCHED:
             return self._threads.run(calls, devices, positions)
-        self._effects.begin()
+        effects.begin()
         outputs = self._threads.run(calls, devices, positions)
-        processes.reason = self._effects.end()
+        processes.reason = effects.end()
         self._num_watched += 1
         if processes.reason is None and self._num_watched == NUM_WATCHED:
             try:

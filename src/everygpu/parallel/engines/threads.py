@@ -154,7 +154,7 @@ class Workers(Engine):
         try:
             for worker, job, device in zip(self._started(), jobs[1:], devices[1:]):
                 futures.append(worker.submit(state.run, state.snapshot(), device, job))
-            outcomes = [attempt(lambda: _run_here(jobs[0], devices[0], alone=len(jobs) == 1))]
+            outcomes = [attempt(lambda: run_here(jobs[0], devices[0], alone=len(jobs) == 1))]
             while futures:  # a future of a failed call would hold its exception, and that this frame
                 outcomes.append(attempt(futures.pop(0).result))
         except BaseException:  # Ctrl-C while waiting: no replica may still run in the next call
@@ -229,7 +229,8 @@ def attempt(function: Callable[[], Any]) -> Outcome:
         del function  # the traceback holds this frame, and a future's method the exception
 
 
-def _run_here(job: _Job, device: torch.device, *, alone: bool) -> Any:
+def run_here(job: Callable[[], Any], device: torch.device, *, alone: bool = False) -> Any:
+    """Make a replica's call in this thread, with its device current, unless it is the only one."""
     if device.type == "cpu" or alone:
         return job()
     with on_device(device, current_stream(device)):

@@ -3,15 +3,15 @@
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from everygpu.comm import ipc
-from everygpu.comm.streams import current_stream
 from everygpu.parallel.cuda_graphs.guards import has_global_hooks, is_observed
 from everygpu.parallel.engines.engine import Call, Engine, EngineContext, Outputs
 from everygpu.parallel.engines.processes.direct import DirectCalls, DirectParameters, is_direct
@@ -19,8 +19,7 @@ from everygpu.parallel.engines.processes.helper_process import CannotStartError,
 from everygpu.parallel.engines.processes.module_sender import ModuleSender
 from everygpu.parallel.engines.processes.packing import CannotTravelError
 from everygpu.parallel.engines.processes.remote_call import RemoteCall
-from everygpu.parallel.engines.thread_state import on_device
-from everygpu.parallel.engines.threads import Outcome, Workers, attempt, take_values
+from everygpu.parallel.engines.threads import Outcome, Workers, attempt, run_here, take_values
 from everygpu.torch_private.autograd import is_transforming
 from everygpu.torch_private.modes import DeviceContext, function_modes
 
@@ -148,7 +147,10 @@ class ProcessReplicas(Engine):
         except BaseException:
             self._end_helpers()
             raise
-        local = [_local(call, device) for call, device in zip(calls, devices)]
+        local = [
+            partial(run_here, partial(module, *args, **kwargs), device)
+            for (module, args, kwargs), device in zip(calls, devices)
+        ]
         try:
             outcomes = [attempt(remote[i].receive if i in remote else make) for i, make in enumerate(local)]
         except BaseException:  # Ctrl-C while waiting: what helpers answer then is of no use any more
@@ -202,14 +204,3 @@ def _is_of_this_process(device: torch.device) -> bool:
     """Tell whether something that a helper doesn't know is at work around a call."""
     others = any(isinstance(m, DeviceContext) and m.device.type != device.type for m in function_modes())
     return others or is_observed() or is_transforming() or has_global_hooks()
-
-
-def _local(call: Call, device: torch.device) -> Callable[[], Any]:
-    def run() -> Any:
-        module, args, kwargs = call
-        if device.type == "cpu":
-            return module(*args, **kwargs)
-        with on_device(device, current_stream(device)):
-            return module(*args, **kwargs)
-
-    return run
