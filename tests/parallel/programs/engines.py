@@ -62,6 +62,7 @@ SETUPS = {
     "graphs": Setup(engine="graphs", num_steps=NUM_WARM_UPS + 4, num_programs=NUM_PROGRAMS // 5, records=True),
     "processes": Setup(engine="processes", num_programs=20),
     "threads-gpu": Setup(engine="threads", device="cuda", marks=ON_GPUS),
+    "processes-gpu": Setup(engine="processes", device="cuda", num_programs=40, marks=ON_GPUS),
     "graphs-gpu": Setup(engine="graphs", device="cuda", num_steps=NUM_WARM_UPS + 4, records=True, marks=ON_GPUS),
 }
 """By the name that a test and the command line have for it."""

@@ -80,7 +80,7 @@ class RemoteCall:
             CannotTravelError: the module, or an argument, can't be sent; the helper has been told nothing.
         """
         helper = self.helper
-        arguments, self.inputs = pack(self._call, helper.exporter, {})
+        arguments, self.inputs = pack(self._call, helper.exporter, {}, prepare=helper.exporter.own)
         update, self._kept = self._sender.update(self.tensors)
         told, kept = self._sender.update_globals(self.tensors, helper.told)
         self._kept += kept
@@ -148,7 +148,7 @@ class RemoteCall:
             self._recomputed = self._recompute(grads)
             return
         helper = self.helper
-        self._grads = [None if g is None else _dense(g) for g in grads]
+        self._grads = [None if g is None else helper.exporter.own(_dense(g)) for g in grads]
         shared = describe_all(self._grads, helper.exporter, lends=False)
         self._is_running = True
         self._keeps_graph = keeps_graph()

@@ -80,6 +80,12 @@ class Exporter:
             return f"a tensor on {t.device}, where only those on {self._device} can be shared"
         return None
 
+    def own(self, t: Tensor) -> Tensor:
+        """Return a tensor, or a copy where its memory is a third process's: CUDA shares only a process's own."""
+        if not t.is_cuda or self.why_not_shared(t) is not None or not t.untyped_storage().nbytes():
+            return t
+        return t if ipc.range_at(t.untyped_storage().data_ptr()).num_bytes else t.clone()
+
     def _share_cuda(self, storage: torch.UntypedStorage) -> SharedStorage:
         if not storage.nbytes():
             return SharedStorage(0, None, 0, 0)
