@@ -47,6 +47,8 @@ class Tape:
     def __init__(self, devices: Sequence[torch.device], streams: str = "") -> None:
         self._moments: list[Callable[[], object]] = []
         self._memories: dict[int, _Memory] = {}
+        # Let go since the recording: other recordings use it between launches.
+        self._free: list[_Memory] = []
 
     def record(self, function: Callable[[], T]) -> T:
         random = torch.get_rng_state()
@@ -68,7 +70,12 @@ class Tape:
         assert not gone, (
             f"{len(gone)} tensors that the recording uses are freed, of {[m.num_bytes for m in gone]} bytes"
         )
+        for memory in self._memories.values():
+            if memory.is_let_go():
+                self._free.append(memory)
         with torch.no_grad():
+            for memory in self._free:
+                memory.spoil()
             for moment in list(self._moments):
                 moment()
 

@@ -36,7 +36,6 @@ class Numbered(Net):
 
 def test_values_that_never_come_back_take_no_memory(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.MAX_COUNTED", 20)
-    monkeypatch.setattr("everygpu.step.recordable_step.PATIENCE", 100)
     used = recording(2)
     net = Numbered().to(used[0])
     step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net))
@@ -153,3 +152,23 @@ def test_outputs_that_are_joined(recording: Devices) -> None:
         found.append(torch.stack([step(X, Y) for _ in range(NUM_BEFORE)]))
         assert not capture or num_recordings(step) == 1
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+def test_kinds_of_batches_in_turn_are_all_recorded(recording: Devices) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        for _ in range(6):
+            losses += [step(X[:rows], Y[:rows]) for rows in (4, 5, 6, 7, 9, 12)]
+        assert step._capture is None or num_recordings(step) == 6
+
+    check(recording, scenario)
+
+
+def test_no_more_kinds_than_may_be_are_recorded(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.MAX_RECORDINGS", 3)
+
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        for _ in range(5):
+            losses += [step(X[:rows], Y[:rows]) for rows in (4, 5, 6, 7)]
+        assert step._capture is None or num_recordings(step) == 3
+
+    check(recording, scenario)

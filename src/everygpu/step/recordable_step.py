@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from everygpu.errors import OptimizerError
 from everygpu.parallel.cuda_graphs.guards import referents, values_of
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
-from everygpu.parallel.cuda_graphs.recorder import PATIENCE, Capture
+from everygpu.parallel.cuda_graphs.recorder import Capture
 from everygpu.parallel.cuda_graphs.static_batch import Batch, StaticBatch
 from everygpu.parallel.scatter.split import ScatterSpec
 from everygpu.step.early_update import EarlyUpdate
@@ -141,5 +141,4 @@ def make_capture(step: "TrainStep", strategy: UpdateStrategy, *, must: bool) -> 
         return None
     model.make_graphs(False)
     route = ScatterSpec(devices=tuple(model.device_ids), dim=model.dim, split=model.split)
-    patience = None if must else PATIENCE
-    return Capture(RecordableStep(step, strategy), "TrainStep", route, must=must, patience=patience)
+    return Capture(RecordableStep(step, strategy), "TrainStep", route, must=must, gives_up=not must)

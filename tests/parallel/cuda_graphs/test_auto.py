@@ -10,6 +10,7 @@ from torch import nn
 
 import everygpu
 from everygpu.parallel import switches
+from everygpu.parallel.cuda_graphs.recorder import WINDOW
 from everygpu.parallel.engines import auto, table
 from everygpu.parallel.engines.threads import Workers
 from tests.parallel.cuda_graphs.forwards import Devices
@@ -123,14 +124,41 @@ def test_what_changes_python_state_goes_to_processes(
     assert caplog.text.count("replicas run in processes from now on") == 1
 
 
-def test_batches_of_many_shapes_go_to_processes(
+def test_batches_of_a_few_shapes_are_all_recorded(recording: Devices, made: list[FakeProcesses]) -> None:
+    used = recording(2)
+    alone, net = Net().to(used[0]), Net().to(used[0])
+    net.load_state_dict(alone.state_dict())
+    num_kinds, num_steps = 8, 48
+    model = everygpu.DataParallel(net, used)
+    engines = train(model, num_steps, rows=lambda i: 2 + i % num_kinds)
+    train(everygpu.DataParallel(alone, [used[0]]), num_steps, rows=lambda i: 2 + i % num_kinds)
+    assert engines[-num_kinds:] == ["graphs"] * num_kinds
+    for ours, theirs in zip(net.parameters(), alone.parameters()):
+        torch.testing.assert_close(ours, theirs)
+    assert not made
+
+
+def test_batches_whose_shapes_never_come_again_go_to_processes(
     recording: Devices, made: list[FakeProcesses], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="everygpu")
     used = recording(2)
-    engines = train(everygpu.DataParallel(Net().to(used[0]), used), 2 * PATIENCE, rows=lambda i: 2 + i % 40)
+    engines = train(everygpu.DataParallel(Net().to(used[0]), used), WINDOW + PATIENCE, rows=lambda i: 2 + i)
     assert "processes" in engines
-    assert "batches are of many shapes" in caplog.text
+    assert "hardly any had the shapes of one before" in caplog.text
+
+
+def test_weights_that_move_before_a_recording(recording: Devices, made: list[FakeProcesses]) -> None:
+    """As those of recurrent layers, which may be laid out anew in each forward that isn't recorded."""
+    used = recording(2)
+    net = Net().to(used[0])
+    model = everygpu.DataParallel(net, used)
+    engines = []
+    for _ in range(20):
+        if model.engine_in_use != "graphs":
+            net.a.weight.data = net.a.weight.data.clone()
+        engines += train(model, 1)
+    assert engines[-10:] == ["graphs"] * 10
 
 
 def test_a_smaller_last_batch_leaves_recordings(recording: Devices, made: list[FakeProcesses]) -> None:

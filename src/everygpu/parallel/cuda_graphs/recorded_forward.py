@@ -24,7 +24,7 @@ from everygpu.parallel.cuda_graphs.launch import Launch, Leaves, RecordedPass, r
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph, on_recording_streams
 from everygpu.parallel.cuda_graphs.record_backward import go_backward
 from everygpu.parallel.cuda_graphs.recordable import check_graph, check_outputs, find_frozen, find_unsupported_tensor
-from everygpu.parallel.cuda_graphs.recorder import PATIENCE, Capture
+from everygpu.parallel.cuda_graphs.recorder import Capture
 from everygpu.parallel.cuda_graphs.static_batch import StaticBatch
 from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
 from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
@@ -101,7 +101,7 @@ class RecordedForward:
             route,
             level=logging.DEBUG if proves else logging.WARNING,
             streams=self._streams,
-            patience=PATIENCE if proves else None,
+            gives_up=proves,
         )
 
     @property

@@ -5,6 +5,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 from torch import nn
 
 from everygpu.devices import spread_seeds
@@ -19,21 +20,28 @@ from everygpu.parallel.scatter.split import ScatterSpec
 NUM_WARM_UPS = 3
 """Eager steps before one with a batch of that kind is recorded: libraries choose their algorithms meanwhile."""
 
-MAX_RECORDINGS = 4
-"""Kinds of batches that are kept recorded at a time: each has the memory of a step."""
+MAX_RECORDINGS = 128
+"""Kinds of batches that are kept recorded at a time. They share the memory of a step: each further one has its batch,
+its results and what CUDA needs for a graph."""
+
+MIN_FREE = 0.1
+"""Part of a GPU's memory that has to be free for a further kind of batch to be recorded."""
 
 MAX_COUNTED = 1000
 """Kinds of batches that are counted at a time: a number among the inputs may make each a kind of its own."""
 
 MAX_ATTEMPTS = 12
-"""Recordings until one has been launched ``LONG`` times: a model that changes all the time isn't worth more."""
+"""Times that recordings are begun anew until one has been launched ``LONG`` times: a model that changes all the time
+isn't worth more."""
 
 LONG = 100
 """Launches after which attempts are counted anew."""
 
-PATIENCE = 24
-"""Steps that may run without a recording, beyond those that are launched, before recording is given up: batches are of
-many shapes."""
+WINDOW = 100
+"""Steps after which it is asked whether their batches were of kinds that had come before."""
+
+MAX_NEW = 0.9
+"""Part of them that may be of kinds that hadn't; if more are, recording is given up: hardly any comes again."""
 
 logger = logging.getLogger("everygpu")
 
@@ -97,7 +105,7 @@ class Capture(Generic[Result]):
         must: Raise where a step can't be recorded, and record also where hooks would no longer be called.
         level: Of the log line that says why steps run eagerly.
         streams: Which stream of each GPU steps are recorded on.
-        patience: See ``PATIENCE``; None to record for good the kinds of batches that came first.
+        gives_up: Give up where hardly any kind of batch comes again, as ``MAX_NEW`` says.
     """
 
     def __init__(
@@ -109,12 +117,12 @@ class Capture(Generic[Result]):
         must: bool = False,
         level: int = logging.INFO,
         streams: str = RECORDING,
-        patience: int | None = None,
+        gives_up: bool = True,
     ) -> None:
         self.reason: str | None = None
         """Why no step will be recorded any more, if so."""
-        self._patience = patience
-        self._num_missed = 0
+        self._gives_up = gives_up
+        self._num_seen = self._num_new = 0  # batches in this window
         self._step = step
         self._name = name
         self._route = route
@@ -147,12 +155,12 @@ class Capture(Generic[Result]):
         except SplitError:  # the step itself says so
             return None
         recording = self._recordings.get(key)
+        if not self._come_again(key):
+            self._give_up(f"of {WINDOW} batches hardly any had the shapes of one before")
+            return None
         if recording is None:
             self._count(key)
-            if self._patience is not None and self._num_missed > self._patience:
-                self._give_up("batches are of many shapes, of which few have come often")
-                return None
-            if self._counts[key] <= NUM_WARM_UPS or len(self._recordings) >= MAX_RECORDINGS:
+            if self._counts[key] <= NUM_WARM_UPS or not self._has_room():
                 return None
             with CAPTURE_LOCK.taken() as is_ours:
                 recording = self._record(key, batch) if is_ours else None
@@ -162,7 +170,6 @@ class Capture(Generic[Result]):
         recording.batch.write(batch)
         recording.graph.replay()
         self._num_launches += 1
-        self._num_missed = max(0, self._num_missed - 2)
         recording.batch.write_back(batch, recording.written)
         if self._num_launches % LONG == 0:
             self._num_attempts = 0
@@ -175,8 +182,23 @@ class Capture(Generic[Result]):
         self._counts.clear()
         return had_some
 
+    def _come_again(self, key: Any) -> bool:
+        """Note a batch's kind; tell whether batches of a kind come again, as far as is known."""
+        self._num_seen += 1
+        self._num_new += key not in self._counts and key not in self._recordings
+        if self._num_seen < WINDOW:
+            return True
+        num_new, self._num_seen, self._num_new = self._num_new, 0, 0
+        return num_new <= MAX_NEW * WINDOW or not self._gives_up
+
+    def _has_room(self) -> bool:
+        """Tell whether a further kind of batch may be recorded; the first one always may."""
+        gpus = [d for d in self._route.devices if d.type == "cuda"]
+        if self._recordings and any(free < MIN_FREE * total for free, total in map(torch.cuda.mem_get_info, gpus)):
+            return False
+        return len(self._recordings) < MAX_RECORDINGS
+
     def _count(self, key: Any) -> None:
-        self._num_missed += 1
         self._counts[key] = self._counts.pop(key, 0) + 1  # moved to the end, as the last seen
         if len(self._counts) > MAX_COUNTED:
             del self._counts[next(iter(self._counts))]
@@ -185,7 +207,10 @@ class Capture(Generic[Result]):
         """Tell whether recordings are still valid, and drop them if not."""
         key = (self._step.state(), *torch_settings())
         roots = self._step.roots()
-        guards = self._guards if self._guards is not None and self._guards.is_current(roots) else None
+        guards = self._guards
+        # Before there is a recording, addresses don't matter: a recurrent layer may move its weights in each forward.
+        if guards is not None and not guards.is_current(roots, addresses=bool(self._recordings)):
+            guards = None
         if guards is not None and key == self._guard_key:
             self._num_failures = 0
             return True
@@ -203,11 +228,14 @@ class Capture(Generic[Result]):
         return False
 
     def _record(self, key: Any, batch: Batch) -> _Recording | None:
-        self._num_attempts += 1
+        self._num_attempts += not self._recordings
         if self._num_attempts > MAX_ATTEMPTS:
-            self._give_up(f"{MAX_ATTEMPTS} recordings were made, and none served for long")
+            self._give_up(f"recordings were made {MAX_ATTEMPTS} times, and none served for long")
             return None
-        generators = HostGenerators(self._step.roots())
+        roots = self._step.roots()
+        if not self._recordings:
+            self._guards = ModuleGuards(roots)  # with the addresses of now
+        generators = HostGenerators(roots)
         before = generators.states()
         held = StaticBatch(batch, self._route)
         held.write(batch)
@@ -228,7 +256,9 @@ class Capture(Generic[Result]):
 
     def _attempt(self, held: StaticBatch) -> _Recording | str:
         """Record, or say why not."""
-        graph = MultiGpuGraph(self._route.devices, streams=self._streams)
+        others = next(iter(self._recordings.values()), None)
+        # They are launched in turn, and nothing has to stay in their memory in between.
+        graph = MultiGpuGraph(self._route.devices, streams=self._streams) if others is None else others.graph.next()
         try:
             prepared, before = self._step.prepare(), held.versions()
             recorded = self._step.record(graph, held, prepared)
