@@ -131,12 +131,6 @@ def test_a_leaf_that_grad_is_asked_for_raises():
         torch.autograd.grad(y, x)
 
 
-def test_version_counters_can_be_set():
-    x = torch.ones(1)
-    autograd.set_versions([x], [7])
-    assert x._version == 7
-
-
 def test_transformations_are_told():
     seen = []
 

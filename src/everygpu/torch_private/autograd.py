@@ -1,6 +1,6 @@
 """The autograd engine: the backward that is running, saved tensors and version counters."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -44,11 +44,6 @@ def will_execute(node: Node) -> bool:
         RuntimeError: the node is a leaf's, and the backward is ``torch.autograd.grad``.
     """
     return torch._C._will_engine_execute_node(node)
-
-
-def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Set version counters; ``torch.autograd._unsafe_preserve_version_counter`` is as private, and only sets back."""
-    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def is_transforming() -> bool:

@@ -1,6 +1,5 @@
 """Who records now, and on which streams."""
 
-import gc
 import threading
 from collections.abc import Callable
 from unittest.mock import MagicMock
@@ -10,12 +9,8 @@ import torch
 
 from everygpu.comm import streams
 from everygpu.parallel.cuda_graphs import multi_gpu_graph
-from everygpu.parallel.cuda_graphs.capture_lock import NUM_STREAMS, RECORDING, CaptureLock, StreamPool, lease_streams
+from everygpu.parallel.cuda_graphs.capture_lock import CaptureLock
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
-
-
-class Owner:
-    """Anybody."""
 
 
 def in_a_thread(function: Callable[[], object]) -> None:
@@ -85,24 +80,6 @@ def test_nothing_that_is_put_off_is_forgotten() -> None:
     for thread in threads:
         thread.join()
     assert len(calls) == 2000
-
-
-def test_lanes_are_shared_only_where_there_are_too_few() -> None:
-    lanes = StreamPool(3)
-    owners = [Owner() for _ in range(4)]
-    assert [lanes.take(owner) for owner in owners] == [0, 1, 2, 0]
-    del owners[1]
-    gc.collect()
-    last = Owner()
-    assert lanes.take(last) == 1
-
-
-def test_models_record_on_streams_of_their_own() -> None:
-    gc.collect()
-    owners = [Owner() for _ in range(NUM_STREAMS)]
-    found = {lease_streams(owner) for owner in owners}
-    assert len(found) == NUM_STREAMS
-    assert RECORDING not in found  # where steps are recorded that never run as they are
 
 
 class State:

@@ -164,6 +164,40 @@ def test_backward_twice(recording: Devices) -> None:
     check(recording, scenario)
 
 
+class Drawing(nn.Module):
+    """Its outputs depend on random numbers, and on buffers that each forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 16))
+        self.norm, self.dropout, self.last = nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 5)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = self.dropout(self.norm(self.first(x))) * self.scale.clone()
+        self.scale.add_(0.5)
+        output: Tensor = self.last(scaled)
+        return output
+
+
+def test_a_second_backward_is_of_the_same_forward(recording: Devices) -> None:
+    torch.manual_seed(0)
+    used = recording(2)
+    used = used[:1] if used[0].type == "cpu" else used  # replicas on the CPU draw from one generator, in any order
+    model = everygpu.DataParallel(Drawing().to(used[0]), used, engine="graphs")
+    params = list(model.parameters())
+    for x, y in make_batches(NUM_STEPS):
+        loss = loss_of(model(x), y)
+        first = torch.autograd.grad(loss, params, retain_graph=True)
+        state, buffers = torch.get_rng_state(), [b.clone() for b in model.buffers()]
+        second = torch.autograd.grad(loss, params)
+        assert all(map(torch.equal, buffers, model.buffers()))
+        assert torch.equal(state, torch.get_rng_state())
+        for a, b in zip(first, second):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    assert num_recordings(model) == 1
+
+
 def test_parameters_written_before_the_backward(recording: Devices) -> None:
     used = recording(2)
     model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")

@@ -4,14 +4,12 @@ import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import everygpu
-from everygpu.parallel.cuda_graphs import recorded_forward, recorder
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import is_capturing
 from everygpu.parallel.cuda_graphs.recorder import NUM_WARM_UPS
 from tests import tape
@@ -186,33 +184,6 @@ def test_who_cannot_record_now_records_later(recording: Devices) -> None:
     assert (num_recordings(first), num_recordings(second)) == (1, 0)
     run(second, 1)
     assert num_recordings(second) == 1
-
-
-def test_a_backward_runs_where_it_was_recorded(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
-    used = recording(2)
-    recorded, run = [], []
-    make, enter = recorder.MultiGpuGraph, recorded_forward.on_recording_streams
-
-    def make_graph(devices: Any, streams: str) -> Any:
-        recorded.append(streams)
-        return make(devices, streams=streams)
-
-    def on_recording_streams(devices: Any, streams: str) -> Any:
-        run.append(streams)
-        return enter(devices, streams)
-
-    monkeypatch.setattr(recorder, "MultiGpuGraph", make_graph)
-    monkeypatch.setattr(recorded_forward, "on_recording_streams", on_recording_streams)
-    models = [everygpu.DataParallel(Net().to(used[0]), used, engine="graphs") for _ in range(2)]
-    for model in models:
-        for x, y in make_batches(NUM_STEPS):
-            value = loss_of(model(x), y)
-            model.module.calls.add_(1)
-            value.backward()
-    num = len(run) // 2
-    assert num > 0
-    assert run == [recorded[0]] * num + [recorded[1]] * num
-    assert recorded[0] != recorded[1]
 
 
 def test_other_streams(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
-"""One capture at a time in a process, and streams of its own for each model."""
+"""One capture at a time in a process."""
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -53,45 +52,5 @@ class CaptureLock:
                 self._lock.release()
 
 
-class StreamPool:
-    """Stream indices that owners lease for as long as they live, each its own where there are enough.
-
-    Args:
-        num: How many there are.
-    """
-
-    def __init__(self, num: int) -> None:
-        self._choosing = threading.RLock()
-        self._owners: list[weakref.WeakSet[object]] = [weakref.WeakSet() for _ in range(num)]
-
-    def take(self, owner: object) -> int:
-        """Return the least-used stream index, the lowest of these."""
-        with self._choosing:
-            sizes = list(map(len, self._owners))
-            index = sizes.index(min(sizes))
-            self._owners[index].add(owner)
-            return index
-
-
-RECORDING = "recording"
-"""Names the stream of each GPU for recordings whose work never runs eagerly."""
-
-NUM_STREAMS = 8
-"""How many models have streams of their own at a time; torch has 32 for each GPU, for all purposes."""
-
 CAPTURE_LOCK = CaptureLock()
 """Of the process, as CUDA's rules on capturing are."""
-
-_STREAM_POOL = StreamPool(NUM_STREAMS)
-
-
-def lease_streams(owner: object) -> str:
-    """Name the stream of each GPU on which an owner's work is recorded that may also run eagerly.
-
-    Autograd runs nodes where they were recorded, at any time. On a stream that another thread records on meanwhile,
-    that would become part of the recording.
-
-    Args:
-        owner: Has them to itself until it is gone, where fewer than ``NUM_STREAMS`` others live.
-    """
-    return f"{RECORDING} {_STREAM_POOL.take(owner)}"

@@ -1,7 +1,6 @@
 """One launch of a recorded forward: what it returns, and how it goes backward."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -16,10 +15,14 @@ from everygpu.parallel.buckets.memory import Grads, Use
 from everygpu.parallel.cuda_graphs.deferred_linear import LinearCall
 from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
+from everygpu.parallel.cuda_graphs.rewind import Rewind
+from everygpu.parallel.cuda_graphs.static_batch import StaticBatch
 from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
 from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
+from everygpu.parallel.engines.thread_state import Modes
 from everygpu.parallel.gather import Joiner
-from everygpu.torch_private.autograd import keeps_graph, set_versions
+from everygpu.parallel.replicas.replica_set import ReplicaSet
+from everygpu.torch_private.autograd import keeps_graph
 
 Leaves = list[list[list[Tensor]]]
 """For each bundle and device, what gradients are taken of."""
@@ -29,11 +32,16 @@ class Slot(NamedTuple):
     """A tensor that a recording returns, or an operand of a product that its launches compute and return."""
 
     tensor: Tensor
-    """It has the value of the last launch, and is connected to the leaves."""
+    """It has the value of the last launch."""
     output: int
     """Which of the tensors in the outputs it is for."""
     is_operand: bool
     """The launch reads it in the recording's own memory."""
+    requires_grad: bool
+
+    def detached(self) -> "Slot":
+        """Return it without the graph."""
+        return self._replace(tensor=self.tensor.detach())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +66,14 @@ class RecordedPass:
     reached: list[bool]
     """For each parameter whether it gets a gradient, on any device."""
     watched: list[Tensor]
-    """What backward may have saved, and Python may write between launches."""
-    versions: list[int]
-    """How often they had been written when they were recorded."""
+    """What backward reads, and Python may write between launches."""
+    batch: StaticBatch
+    """Where a launch finds its batch."""
+    replicas: ReplicaSet
+    rewind: Rewind
+    """What goes back to before a launch."""
+    has_deferred: bool
+    """Whether products were left out."""
     proof: ForwardProof | None
     """That a launch does what the forward would do; None where the caller has said so."""
 
@@ -74,22 +87,35 @@ class Owner(Protocol):
     def note_pattern(self, used: set[int]) -> None:
         """Have the next recording's backward begin at these outputs."""
 
-    def on_recording_streams(self) -> AbstractContextManager[None]:
-        """Queue what is launched within on the streams of the recording; see the function."""
+    def run_again(self, recorded: RecordedPass, generators: Sequence[Any]) -> list[Slot]:
+        """Run the forward of a recording eagerly, from what a launch started from; its outputs have their graph.
+
+        Raises:
+            CaptureError: the module has changed since.
+        """
 
 
 class Launch:
     """A forward that was launched, and how it goes backward.
 
+    A recording goes backward once, from the outputs that were used in the steps before it. For anything else the
+    forward runs again, from what the launch started from: its graph isn't kept, or each recording would need the memory
+    of a step for itself.
+
     Args:
         owner: Has launched it.
         recorded: What was launched.
+        generators: The random generators' states before.
     """
 
-    def __init__(self, owner: Owner, recorded: RecordedPass) -> None:
+    def __init__(self, owner: Owner, recorded: RecordedPass, generators: Sequence[Any]) -> None:
         self.recorded = recorded
         self.use = Use()
         self._owner = owner
+        self._generators = generators
+        self._modes = Modes.now([slot.tensor.device for slot in recorded.slots])
+        self._has_replayed = False
+        self._again: list[Slot] | None = None
         self._versions = [t._version for t in recorded.watched]
         """How often what is watched had been written at the launch."""
         self._spent: set[int] = set()
@@ -124,46 +150,51 @@ class Launch:
 
     def _go_backward(self, given: dict[int, Tensor]) -> list[Tensor | None]:
         recorded = self.recorded
-        written = [t._version for t in recorded.watched]
-        if recorded.backward is None or tuple(given) != recorded.used or written != self._versions:
-            return self._run_eagerly(given, written)
+        if [t._version for t in recorded.watched] != self._versions:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                "parameter, a buffer or an input of the DataParallel module, between its forward and this backward."
+            )
+        if tuple(given) != recorded.used:
+            self._owner.note_pattern({recorded.slots[i].output for i in given})
+        if recorded.backward is None or tuple(given) != recorded.used or self._has_replayed:
+            return self._run_eagerly(given)
+        self._has_replayed = True
         for seed, grad in zip(recorded.seeds, given.values()):
             comm.fill(seed, grad)
         recorded.sync.make_room()
         recorded.backward.replay()
         return recorded.sync.totals(recorded.reached)
 
-    def _run_eagerly(self, given: dict[int, Tensor], written: list[int]) -> list[Tensor | None]:
-        """Go backward through the graph that the recording was made with: its memory has this launch's values.
-
-        Autograd sees as written what was written since the launch, not since the recording.
-        """
+    def _run_eagerly(self, given: dict[int, Tensor]) -> list[Tensor | None]:
+        """Go backward through the graph of a forward that is run again."""
         recorded = self.recorded
-        if tuple(given) != recorded.used:
-            self._owner.note_pattern({recorded.slots[i].output for i in given})
-        outputs = [recorded.slots[i].tensor for i in given]
-        recorded.sync.make_room()  # on the user's stream, whose memory it will be
-        counted = zip(recorded.versions, written, self._versions)
-        as_seen = [then + now - launched for then, now, launched in counted]
-        with _versions_set(recorded.watched, as_seen, written), self._owner.on_recording_streams():
-            grads = find_grads(outputs, list(given.values()), recorded.leaves)
-            recorded.sync.add(grads)
+        if self._again is None:
+            with self._modes.entered():
+                self._again = self._owner.run_again(recorded, self._generators)
+            self._versions = [t._version for t in recorded.watched]
+        outputs = [self._again[i].tensor for i in given]
+        recorded.sync.make_room()
+        grads = find_grads(outputs, list(given.values()), recorded.leaves, keeps_graph=True)
+        recorded.sync.add(grads)
         return recorded.sync.totals(reached(grads))
 
 
-def find_grads(outputs: list[Tensor], seeds: Sequence[Tensor], leaves: Leaves) -> list[list[Grads]]:
+def find_grads(
+    outputs: list[Tensor], seeds: Sequence[Tensor], leaves: Leaves, *, keeps_graph: bool
+) -> list[list[Grads]]:
     """Return the gradients of a recording's leaves, for each bundle and device.
 
     Args:
         outputs: Of all replicas, as recorded.
         seeds: Their gradients.
         leaves: Of the recording.
+        keeps_graph: Whether another backward may follow.
     Raises:
         CaptureError: a gradient is sparse.
     """
     flat = [t for row in leaves for tensors in row for t in tensors]
-    # The graph stays, for backwards that can't be launched.
-    each = iter(torch.autograd.grad(outputs, flat, seeds, retain_graph=True, allow_unused=True))
+    each = iter(torch.autograd.grad(outputs, flat, seeds, retain_graph=keeps_graph, allow_unused=True))
     grads: list[list[Grads]] = [[[next(each) for _ in tensors] for tensors in row] for row in leaves]
     if any(g is not None and g.layout != torch.strided for row in grads for gs in row for g in gs):
         raise CaptureError("DataParallel: gradients must be dense, got a sparse one. Pass engine='threads'.")
@@ -181,7 +212,7 @@ def slots_of(outputs: list[Any]) -> list[Slot]:
     leaves = [x for _, x in tree.leaves(outputs, "out") if isinstance(x, (Tensor, LinearCall))]
     for i, x in enumerate(leaves):
         tensors = x.operands if isinstance(x, LinearCall) else [x]
-        found += [Slot(t, i, isinstance(x, LinearCall)) for t in tensors]
+        found += [Slot(t, i, isinstance(x, LinearCall), t.requires_grad) for t in tensors]
     return found
 
 
@@ -198,15 +229,6 @@ def _renewed(leaf: Any, fresh: Iterator[Tensor]) -> Any:
     return next(fresh) if isinstance(leaf, Tensor) else leaf
 
 
-@contextmanager
-def _versions_set(tensors: list[Tensor], versions: list[int], afterwards: list[int]) -> Iterator[None]:
-    set_versions(tensors, versions)
-    try:
-        yield
-    finally:
-        set_versions(tensors, afterwards)
-
-
 class _LaunchNode(torch.autograd.Function):
     """Connects what a launch returns to the parameters."""
 
@@ -219,7 +241,7 @@ class _LaunchNode(torch.autograd.Function):
         anchor = torch.empty(0, device=devices[0])
         slots = launch.recorded.slots
         found = [slot.tensor.detach() if slot.is_operand else slot.tensor.detach().clone() for slot in slots]
-        ctx.mark_non_differentiable(*(t for t, slot in zip(found, slots) if not slot.tensor.requires_grad))
+        ctx.mark_non_differentiable(*(t for t, slot in zip(found, slots) if not slot.requires_grad))
         return anchor, *found
 
     @staticmethod

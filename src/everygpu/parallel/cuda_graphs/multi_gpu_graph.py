@@ -11,10 +11,13 @@ import torch
 
 from everygpu import comm
 from everygpu.comm.streams import kept_stream, queueing_on
-from everygpu.parallel.cuda_graphs.capture_lock import CAPTURE_LOCK, RECORDING
+from everygpu.parallel.cuda_graphs.capture_lock import CAPTURE_LOCK
 from everygpu.torch_private.cuda import clear_cublas_workspaces, end_route_to_pool, release_pool, route_stream_to_pool
 
 T = TypeVar("T")
+
+_STREAM = "recording"
+"""Names the stream of each GPU that work is recorded on."""
 
 
 def is_capturing() -> bool:
@@ -32,15 +35,13 @@ class MultiGpuGraph:
     Args:
         devices: CUDA devices, each once.
         pool: The memory of another graph, to share; see ``next``.
-        streams: Which stream of each GPU it is recorded on.
     Source:
         "CUDA Graphs" in NVIDIA's CUDA C++ Programming Guide, on capturing across streams; ``torch.cuda.graph``, which
         records one device.
     """
 
-    def __init__(self, devices: Sequence[torch.device], pool: Any = None, streams: str = RECORDING) -> None:
+    def __init__(self, devices: Sequence[torch.device], pool: Any = None) -> None:
         self._devices = list(devices)
-        self._streams = streams
         self._graph = torch.cuda.CUDAGraph()
         self._pool: Any = torch.cuda.graph_pool_handle() if pool is None else pool
         self._random: list[_RandomState] = []
@@ -61,10 +62,10 @@ class MultiGpuGraph:
             Exception: the function's, or CUDA's where something can't be recorded. Memory is returned, and random
                 generators are as before; see ``has_replaced_generators``.
         """
-        self._random = [_RandomState(d, self._streams) for d in self._devices[1:]]
+        self._random = [_RandomState(d) for d in self._devices[1:]]
         comm.connect(self._devices)
         return_memory(self._devices)
-        with on_recording_streams(self._devices, self._streams):
+        with on_recording_streams(self._devices):
             self._begin()
             try:
                 result = function()
@@ -83,7 +84,7 @@ class MultiGpuGraph:
 
         Tensors that the second reads must be referenced while it is recorded.
         """
-        return MultiGpuGraph(self._devices, self._pool, self._streams)
+        return MultiGpuGraph(self._devices, self._pool)
 
     def replay(self) -> None:
         """Queue the work: after what is queued on the devices' current streams, and before what will be."""
@@ -161,14 +162,13 @@ class _RandomState:
 
     Args:
         device: A CUDA device.
-        streams: Which of its streams serves.
     """
 
-    def __init__(self, device: torch.device, streams: str) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._generator = torch.cuda.default_generators[device.index]
         self._before = -1
         self._graph = torch.cuda.CUDAGraph()
-        with queueing_on(device, kept_stream(device, streams)):
+        with queueing_on(device, kept_stream(device, _STREAM)):
             x = torch.empty(1, device=device)
             torch.cuda.synchronize(device)
             self._graph.capture_begin(capture_error_mode="thread_local")
@@ -188,14 +188,14 @@ class _RandomState:
 
 
 @contextlib.contextmanager
-def on_recording_streams(devices: Sequence[torch.device], streams: str) -> Iterator[None]:
+def on_recording_streams(devices: Sequence[torch.device]) -> Iterator[None]:
     """Queue what is launched within on the streams that work is recorded on, in turn with what is around it.
 
     Autograd runs a node on the stream that its forward was on: going backward through what was recorded, it would not
     wait for gradients that are still to come on other streams, of devices after the first. And when it begins to
     record, torch queues there what resets its random generators' memory.
     """
-    pairs = [(torch.cuda.current_stream(d), kept_stream(d, streams)) for d in devices if d.type == "cuda"]
+    pairs = [(torch.cuda.current_stream(d), kept_stream(d, _STREAM)) for d in devices if d.type == "cuda"]
     for around, within in pairs:
         within.wait_stream(around)
     with contextlib.ExitStack() as stack:

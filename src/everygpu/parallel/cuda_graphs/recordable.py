@@ -1,5 +1,7 @@
 """Which outputs, with which autograd graph, a recorded forward can return anew at each launch."""
 
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -74,6 +76,26 @@ def check_graph(outputs: list[Tensor], params: list[Tensor]) -> None:
             raise CaptureError(
                 "DataParallel: gradients must be dense, got an embedding with sparse=True. Pass sparse=False."
             )
+
+
+def find_saved(outputs: list[Tensor]) -> set[int]:
+    """Return where the memory is that the graph behind outputs has saved for its backward."""
+    return {t.untyped_storage().data_ptr() for node in _nodes(outputs) for t in _saved_by(node)}
+
+
+def _saved_by(node: Node) -> Iterator[Tensor]:
+    for name in _names_of_saved(type(node)):
+        try:
+            found = getattr(node, name)
+        except (RuntimeError, AttributeError):  # written since: its backward says so itself
+            continue
+        values = found if isinstance(found, (tuple, list)) else [found]
+        yield from (t for t in values if isinstance(t, Tensor) and is_dense(t))
+
+
+@functools.cache
+def _names_of_saved(kind: type[Node]) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_saved_") or name == "saved_tensors"]
 
 
 def _nodes(outputs: list[Tensor]) -> set[Node]:

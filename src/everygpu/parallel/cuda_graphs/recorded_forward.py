@@ -3,9 +3,7 @@
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,24 +12,28 @@ from torch import Tensor, nn
 from everygpu import tree
 from everygpu.comm.streams import current_stream
 from everygpu.errors import CaptureError
-from everygpu.keys import compiled_original
 from everygpu.parallel.buckets.memory import Grads, Use
-from everygpu.parallel.cuda_graphs.capture_lock import lease_streams
-from everygpu.parallel.cuda_graphs.deferred_linear import DeferredLinears
-from everygpu.parallel.cuda_graphs.deferred_tensor import refusals_heeded
+from everygpu.parallel.cuda_graphs.deferred_linear import LinearCall
 from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof
-from everygpu.parallel.cuda_graphs.launch import Launch, Leaves, RecordedPass, reached, slots_of
-from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph, on_recording_streams
+from everygpu.parallel.cuda_graphs.launch import Launch, Leaves, RecordedPass, Slot, reached, slots_of
+from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.record_backward import go_backward
-from everygpu.parallel.cuda_graphs.recordable import check_graph, check_outputs, find_frozen, find_unsupported_tensor
+from everygpu.parallel.cuda_graphs.recordable import (
+    check_graph,
+    check_outputs,
+    find_frozen,
+    find_saved,
+    find_unsupported_tensor,
+)
 from everygpu.parallel.cuda_graphs.recorder import Capture
+from everygpu.parallel.cuda_graphs.replica_call import ReplicaCall
+from everygpu.parallel.cuda_graphs.rewind import Rewind
 from everygpu.parallel.cuda_graphs.static_batch import StaticBatch
 from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
 from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
 from everygpu.parallel.engines.engine import Outputs, RunOn
 from everygpu.parallel.replicas.replica_set import Leaves as Twins
 from everygpu.parallel.replicas.replica_set import ReplicaSet
-from everygpu.parallel.replicas.substitution import in_place_of
 from everygpu.parallel.scatter.split import ScatterSpec
 from everygpu.parallel.switches import defers_linear
 from everygpu.torch_private.autograd import is_transforming
@@ -44,6 +46,7 @@ class _Prepared:
     leaves: Leaves
     sums: list[GradReducer]
     """For each bundle."""
+    rewind: Rewind
 
 
 class RecordedForward:
@@ -76,7 +79,6 @@ class RecordedForward:
     ) -> None:
         self._route, self._proves = route, proves
         self._module = module
-        self._run = run
         self._make_replicas = make_replicas
         self._options = options
         self._devices = route.devices
@@ -85,22 +87,20 @@ class RecordedForward:
         self._modules: list[nn.Module] = []
         self._sync: ParameterSync | None = None
         self._use: weakref.ref[Use] | None = None
-        # Whether recordings may leave the last products out, and whether the last one did.
+        self._call = ReplicaCall(module, run)
         self._may_defer = defers_linear()
-        self._has_deferred = False
         # Which outputs the last backward began at, and how often that has changed.
         self._used: set[int] = set()
         self._num_patterns = 0
         self._differentiated_again: set[int] = set()  # outputs, by create_graph=True
+        self._generators: list[Any] = []  # their states before a launch
         # Nothing that this holds refers back to it: when a model is dropped, its memory is free at once.
         self._me = weakref.proxy(self)
-        self._streams = lease_streams(self)
         self._capture: Capture[Outputs] = Capture(
             self._me,
             "DataParallel",
             route,
             level=logging.DEBUG if proves else logging.WARNING,
-            streams=self._streams,
             gives_up=proves,
         )
 
@@ -160,7 +160,8 @@ class RecordedForward:
         self._replicas.forget()  # frozen parameters are sent now, and no more
         self._modules = self._replicas.refresh(range(len(self._devices)))
         sync = self.sync
-        return _Prepared(leaves=[b.leaves() for b in sync.groups], sums=sync.make_reducers())
+        rewind = Rewind(self._module(), self._devices)
+        return _Prepared(leaves=[b.leaves() for b in sync.groups], sums=sync.make_reducers(), rewind=rewind)
 
     def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: _Prepared) -> RecordedPass:
         if self._proves and self._differentiated_again:
@@ -168,21 +169,23 @@ class RecordedForward:
         proof = ForwardProof(self._module(), batch.read(), self._route) if self._proves else None
         if proof is not None and proof.reason is not None:
             raise CaptureError(proof.reason)
-        outputs, joiner = graph.record(lambda: self._forward(batch, prepared.leaves))
+        outputs, joiner = graph.record(lambda: self._forward(batch, prepared))
         check_outputs(outputs)
         slots = slots_of(outputs)
         # From all of them: what a recorded backward doesn't begin at may be used after a launch.
         check_graph([slot.tensor for slot in slots], self.sync.params)
-        used = tuple(i for i, slot in enumerate(slots) if slot.output in self._used and slot.tensor.requires_grad)
+        saved = find_saved([slot.tensor for slot in slots])
+        used = tuple(i for i, slot in enumerate(slots) if slot.output in self._used and slot.requires_grad)
         begun = [slots[i].tensor for i in used]
         seeds = [torch.zeros_like(t) for t in begun]
         backward, grads = self._record_backward(graph, prepared, begun, seeds) if used else (None, [])
         kept = {id(t): t for m in self._modules for t in (*m.parameters(), *m.buffers())}
-        watched = [t for t in (*kept.values(), *batch.tensors()) if not t.is_inference()]
+        read = [t for t in (*kept.values(), *batch.tensors()) if t.untyped_storage().data_ptr() in saved]
+        assert self._replicas is not None  # noqa: S101 - ``prepare`` has made them
         return RecordedPass(
-            outputs=outputs,
+            outputs=tree.map_leaves(_without_graph, outputs),
             joiner=joiner,
-            slots=slots,
+            slots=[slot.detached() for slot in slots],
             used=used,
             seeds=seeds,
             leaves=prepared.leaves,
@@ -190,27 +193,31 @@ class RecordedForward:
             sync=self.sync,
             backward=backward,
             reached=reached(grads),
-            watched=watched,
-            versions=[t._version for t in watched],
+            watched=[t for t in read if not t.is_inference()],
+            batch=batch,
+            replicas=self._replicas,
+            rewind=prepared.rewind,
+            has_deferred=self._call.has_deferred,
             proof=proof,
         )
 
     def try_otherwise(self) -> bool:
         """Record the last products too; False where the last attempt has done so."""
-        has_deferred, self._has_deferred, self._may_defer = self._has_deferred, False, False
+        has_deferred, self._call.has_deferred, self._may_defer = self._call.has_deferred, False, False
         return has_deferred
 
     def give_up(self, reason: str) -> None:
         self._replicas, self._modules, self._sync, self._use = None, [], None, None
 
     def begin(self, recorded: RecordedPass) -> bool:
-        if recorded.proof is None or recorded.proof.holds():
-            return True
-        self._capture.forget()
-        return False
+        if recorded.proof is not None and not recorded.proof.holds():
+            self._capture.forget()
+            return False
+        self._generators = recorded.rewind.generators()
+        return True
 
     def finish(self, recorded: RecordedPass) -> Outputs:
-        launch = Launch(self, recorded)
+        launch = Launch(self, recorded, self._generators)
         self._use = weakref.ref(launch.use)
         return launch.run(self._devices), recorded.joiner
 
@@ -229,31 +236,29 @@ class RecordedForward:
         assert self._sync is not None  # noqa: S101 - ``prepare`` has made it
         return self._sync
 
-    def _forward(self, batch: StaticBatch, leaves: Leaves) -> Outputs:
+    def _forward(self, batch: StaticBatch, prepared: _Prepared) -> Outputs:
+        """Send the parameters and run the replicas."""
         assert self._replicas is not None  # noqa: S101 - ``prepare`` has made them
-        args, kwargs, _ = batch.read()
-        at_home = {id(p): t for b, row in zip(self.sync.groups, leaves) for p, t in zip(b.originals, row[0])}
-        with in_place_of(self._module(), at_home):
-            return self._run_replicas(self._replicas, args, kwargs)
-
-    def _run_replicas(self, replicas: ReplicaSet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs:
-        """Send the parameters and run the replicas, without the last products where these may be left out."""
+        prepared.rewind.keep_buffers()
         self.sync.send()
-        self._has_deferred = False
-        if not self._may_defer:
-            return self._run(replicas, args, kwargs, around=nullcontext)
-        deferred = DeferredLinears()
-        try:
-            with refusals_heeded():
-                outputs, joiner = self._run(replicas, args, kwargs, around=partial(self._deferring, deferred))
-        finally:
-            self._has_deferred = deferred.were_any
-        outputs = deferred.take(outputs)
-        deferred.check()
-        return outputs, joiner
+        return self._call.run(self._replicas, batch, self.sync, prepared.leaves, may_defer=self._may_defer)
 
-    def _deferring(self, deferred: DeferredLinears, replicas: Sequence[nn.Module]) -> AbstractContextManager[None]:
-        return deferred.watched(replicas, are_compiled=compiled_original(self._module()) is not None)
+    def run_again(self, recorded: RecordedPass, generators: Sequence[Any]) -> list[Slot]:
+        """Run the forward of a recording eagerly, from what a launch started from; see ``Owner``."""
+        replicas = recorded.replicas
+        if replicas.module is not self._module():
+            raise CaptureError(
+                "DataParallel: going backward in a way that isn't recorded takes the module that ran forward, got "
+                "another one since. Pass engine='threads'."
+            )
+        with recorded.rewind.rewound(generators):
+            replicas.forget()
+            outputs, _ = self._call.run(
+                replicas, recorded.batch, recorded.sync, recorded.leaves, may_defer=recorded.has_deferred
+            )
+        replicas.forget()
+        replicas.refresh(range(len(self._devices)))
+        return slots_of(outputs)
 
     def _record_backward(
         self, graph: MultiGpuGraph, prepared: _Prepared, outputs: list[Tensor], seeds: list[Tensor]
@@ -268,10 +273,6 @@ class RecordedForward:
             total.write_tables()
         return backward, grads
 
-    def on_recording_streams(self) -> AbstractContextManager[None]:
-        """Queue what is launched within on the streams of the recording; see the function."""
-        return on_recording_streams(self._devices, self._streams)
-
     def is_latest(self, use: Use) -> bool:
         """Tell whether nothing was launched since."""
         return self._use is not None and self._use() is use
@@ -280,6 +281,12 @@ class RecordedForward:
         """Have the next recording's backward begin at these outputs."""
         self._used = used
         self._num_patterns += 1
+
+
+def _without_graph(leaf: Any) -> Any:
+    if isinstance(leaf, LinearCall):
+        return LinearCall([t.detach() for t in leaf.operands])
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _tensors(outputs: list[Any]) -> list[Tensor]:

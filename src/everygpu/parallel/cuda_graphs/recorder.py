@@ -10,7 +10,7 @@ from torch import nn
 
 from everygpu.devices import spread_seeds
 from everygpu.errors import CaptureError, SplitError
-from everygpu.parallel.cuda_graphs.capture_lock import CAPTURE_LOCK, RECORDING
+from everygpu.parallel.cuda_graphs.capture_lock import CAPTURE_LOCK
 from everygpu.parallel.cuda_graphs.guards import ModuleGuards, find_hooks, is_observed, torch_settings
 from everygpu.parallel.cuda_graphs.host_rng import HostGenerators, is_same_state
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph, is_capturing, return_memory
@@ -104,7 +104,6 @@ class Capture(Generic[Result]):
         route: How batches are cut.
         must: Raise where a step can't be recorded, and record also where hooks would no longer be called.
         level: Of the log line that says why steps run eagerly.
-        streams: Which stream of each GPU steps are recorded on.
         gives_up: Give up where hardly any kind of batch comes again, as ``MAX_NEW`` says.
     """
 
@@ -116,7 +115,6 @@ class Capture(Generic[Result]):
         *,
         must: bool = False,
         level: int = logging.INFO,
-        streams: str = RECORDING,
         gives_up: bool = True,
     ) -> None:
         self.reason: str | None = None
@@ -128,7 +126,6 @@ class Capture(Generic[Result]):
         self._route = route
         self._must = must
         self._level = level
-        self._streams = streams
         self._recordings: dict[Any, _Recording] = {}
         self._counts: dict[Any, int] = {}
         self._guard_key: Any = None
@@ -164,9 +161,9 @@ class Capture(Generic[Result]):
                 return None
             with CAPTURE_LOCK.taken() as is_ours:
                 recording = self._record(key, batch) if is_ours else None
+        spread_seeds(self._route.devices)
         if recording is None or not self._step.begin(recording.recorded):
             return None
-        spread_seeds(self._route.devices)
         recording.batch.write(batch)
         recording.graph.replay()
         self._num_launches += 1
@@ -258,7 +255,7 @@ class Capture(Generic[Result]):
         """Record, or say why not."""
         others = next(iter(self._recordings.values()), None)
         # They are launched in turn, and nothing has to stay in their memory in between.
-        graph = MultiGpuGraph(self._route.devices, streams=self._streams) if others is None else others.graph.next()
+        graph = MultiGpuGraph(self._route.devices) if others is None else others.graph.next()
         try:
             prepared, before = self._step.prepare(), held.versions()
             recorded = self._step.record(graph, held, prepared)

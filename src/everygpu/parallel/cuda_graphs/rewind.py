@@ -1,0 +1,75 @@
+"""What a forward starts from: a module's buffers and the random generators, to go back to."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everygpu.torch_private.tensors import foreach_copy_
+
+
+class Rewind:
+    """Copies of a module's buffers from before a launch, and the state of the generators then.
+
+    Args:
+        module: The first replica; the others' buffers are copies of its.
+        devices: One per replica.
+    """
+
+    def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
+        self._devices = list(dict.fromkeys(devices))
+        kinds: dict[torch.dtype, list[Tensor]] = {}
+        for t in module.buffers():
+            # .data, as a graph of before or after may need them, whose values will be there again.
+            kinds.setdefault(t.dtype, []).append(t.data)
+        self._buffers = [(same, [t.clone() for t in same]) for same in kinds.values()]
+
+    @torch.no_grad()
+    def keep_buffers(self) -> None:
+        """Copy the buffers; called as the first part of a recording."""
+        for buffers, copies in self._buffers:
+            foreach_copy_(copies, buffers)
+
+    def generators(self) -> list[Any]:
+        """Return the state of each device's generator."""
+        return [_read_generator(d) for d in self._devices]
+
+    @contextmanager
+    def rewound(self, generators: Sequence[Any]) -> Iterator[None]:
+        """Run within from what the launch started from; afterwards everything is as before.
+
+        Args:
+            generators: The states at the launch.
+        """
+        now = self.generators()
+        values = [[t.clone() for t in buffers] for buffers, _ in self._buffers]
+        self._set([copies for _, copies in self._buffers], generators)
+        try:
+            yield
+        finally:
+            self._set(values, now)
+
+    @torch.no_grad()
+    def _set(self, values: Sequence[list[Tensor]], generators: Sequence[Any]) -> None:
+        for (buffers, _), sources in zip(self._buffers, values):
+            foreach_copy_(buffers, sources)
+        for device, state in zip(self._devices, generators):
+            _write_generator(device, state)
+
+
+def _read_generator(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return torch.get_rng_state()
+    generator = torch.cuda.default_generators[device.index]
+    return generator.initial_seed(), generator.get_offset()
+
+
+def _write_generator(device: torch.device, state: Any) -> None:
+    if device.type != "cuda":
+        torch.set_rng_state(state)
+        return
+    generator, (seed, offset) = torch.cuda.default_generators[device.index], state
+    generator.manual_seed(seed)
+    generator.set_offset(offset)
