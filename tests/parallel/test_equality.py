@@ -14,7 +14,11 @@ import everygpu
 from everygpu import tree
 from tests.parallel.models import CASES, Case, convolutional
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = [
+    pytest.mark.usefixtures("engine"),
+    # torch 2.11 says so of any sparse tensor, also of those whose checks are left out explicitly.
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
+]
 
 Devices = Callable[[int], list[torch.device]]
 PROPERTY = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

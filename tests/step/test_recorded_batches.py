@@ -172,3 +172,21 @@ def test_no_more_kinds_than_may_be_are_recorded(recording: Devices, monkeypatch:
         assert step._capture is None or num_recordings(step) == 3
 
     check(recording, scenario)
+
+
+class Moving(Net):
+    """Moves its weights in forward, as a recurrent layer's ``flatten_parameters`` does on GPUs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for p in (self.first.weight, self.last.weight, self.last.bias):
+            p.data = p.data.clone()
+        return super().forward(x)
+
+
+def test_weights_that_forward_moves(recording: Devices) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        for _ in range(6):
+            losses += [step(X[:rows], Y[:rows]) for rows in (4, 5, 12)]
+        assert step._capture is None or num_recordings(step) == 3
+
+    check(recording, scenario, make=Moving)

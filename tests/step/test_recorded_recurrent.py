@@ -31,3 +31,15 @@ def test_training_is_as_on_one_device(recording: Devices, name: str, capture: An
     for ours, theirs in zip(net.parameters(), alone.parameters()):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
     assert all(a is b for a, b in zip(net.cells._flat_weights, net.cells.parameters()))
+
+
+def test_batches_of_several_lengths(recording: Devices) -> None:
+    used, lengths = recording(2), (6, 4, 8)
+    alone, net = MODELS["LSTM"]().to(used[0]), MODELS["LSTM"]().to(used[0])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    step = everygpu.TrainStep(everygpu.DataParallel(net, used), loss_of, optimizer)
+    losses = [step(x, y).cpu() for x, y in make_tokens(3 * NUM_STEPS, lengths=lengths)]
+    assert num_recordings(step) == len(lengths)
+    torch.testing.assert_close(losses, train_one_device(alone, used[0], 3 * NUM_STEPS, lengths), rtol=1e-3, atol=1e-4)
+    for ours, theirs in zip(net.parameters(), alone.parameters()):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)

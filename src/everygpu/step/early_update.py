@@ -111,6 +111,7 @@ class EarlyUpdate:
     def write_tables(self) -> None:
         """After the recording, before its first launch: tell the kernels where the gradients are."""
         self._sources.write()
+        self._sources.forget()
 
     def _members(self) -> list[list[list[Tensor]]]:
         """Return for each bucket and replica the tensors that are updated."""

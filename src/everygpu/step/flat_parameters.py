@@ -12,7 +12,7 @@ from everygpu import comm
 from everygpu.parallel.buckets.memory import num_uses, same_bytes
 from everygpu.parallel.buckets.plan import BucketPlan, plan_buckets
 from everygpu.parallel.buckets.sizes import update_bucket_bytes
-from everygpu.parallel.buckets.slot_alias import make_twins
+from everygpu.parallel.buckets.slot_alias import make_twins, put_back
 from everygpu.parallel.replicas.module_tree import has_hooks
 from everygpu.step.parameter_checks import check_grad_dtypes, check_memory, check_place
 
@@ -70,11 +70,13 @@ class FlatParameters:
                 if p.data_ptr() != slot.data_ptr():
                     slot.copy_(p)
                     p.data = slot
-        # What moves a parameter in forward moves its twins, too.
-        for twins, slots in zip(self.twins, self._slots[1:]):
-            for twin, slot in zip(twins, slots):
-                twin.data = slot
+        self.put_back()  # what moves a parameter in forward moves its twins, too
         self._send(range(len(self.plans)))
+
+    def put_back(self) -> None:
+        """Have parameters and twins be in their places, whatever a forward that was recorded has done with them."""
+        for tensors, slots in zip([self.params, *self.twins], self._slots):
+            put_back(tensors, slots)
 
     def count_own_uses(self) -> None:
         """Count the present uses of the parameters' memory as the step's own."""

@@ -70,7 +70,10 @@ class RecordableStep:
         return self._strategy.early_update(self._expected, overlaps=self._overlaps) if self._updates_at_once() else None
 
     def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: EarlyUpdate | None) -> _Recorded:
-        return graph.record(lambda: self._run(batch.read(), prepared))
+        try:
+            return graph.record(lambda: self._run(batch.read(), prepared))
+        finally:
+            self._strategy.put_back()
 
     def _run(self, batch: Batch, update: EarlyUpdate | None) -> _Recorded:
         step, before = self._step, self._strategy.grad_versions()

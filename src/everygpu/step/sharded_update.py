@@ -112,6 +112,10 @@ class ShardedUpdate:
 
     # How a step is recorded.
 
+    def put_back(self) -> None:
+        """Have the parameters be where a recording finds them, though its forward has moved them."""
+        self._flat_params.put_back()
+
     def recorded_state(self) -> Hashable:
         """Return which addresses and arrangements a recording depends on."""
         return self._num_arrangements, self._whole_update() is not None

@@ -1,6 +1,6 @@
 """Models with recurrent layers, whose weights are in a list besides."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ class LanguageModel(nn.Module):
         self.head = nn.Linear(width, NUM_TOKENS)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        self.cells.flatten_parameters()  # nothing on the CPU; on GPUs it moves the weights
         scores: Tensor = self.head(self.cells(self.embedding(tokens))[0])
         return scores
 
@@ -33,10 +34,11 @@ MODELS: dict[str, Callable[[], LanguageModel]] = {
 }
 
 
-def make_tokens(num: int, rows: int = 6) -> list[tuple[Tensor, Tensor]]:
-    """Make batches, as many rows for each replica, with the token after each."""
+def make_tokens(num: int, rows: int = 6, lengths: Sequence[int] = (6,)) -> list[tuple[Tensor, Tensor]]:
+    """Make batches, as many rows for each replica, of these lengths in turn, with the token after each."""
     generator = torch.Generator().manual_seed(1)
-    drawn = [torch.randint(0, NUM_TOKENS, (rows, 6), generator=generator) for _ in range(num)]
+    each = [lengths[i % len(lengths)] for i in range(num)]
+    drawn = [torch.randint(0, NUM_TOKENS, (rows, length), generator=generator) for length in each]
     return [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in drawn]
 
 
@@ -44,11 +46,11 @@ def loss_of(scores: Tensor, following: Tensor) -> Tensor:
     return F.cross_entropy(scores.flatten(0, 1), following.to(scores.device).flatten())
 
 
-def train_one_device(net: nn.Module, device: torch.device, num: int) -> list[Tensor]:
+def train_one_device(net: nn.Module, device: torch.device, num: int, lengths: Sequence[int] = (6,)) -> list[Tensor]:
     """Train without everygpu, for what others are compared with."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     losses = []
-    for x, y in make_tokens(num):
+    for x, y in make_tokens(num, lengths=lengths):
         loss = loss_of(net(x.to(device)), y)
         optimizer.zero_grad()
         loss.backward()

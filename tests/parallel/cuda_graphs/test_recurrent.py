@@ -1,5 +1,6 @@
 """``engine="graphs"``: recurrent layers are recorded, and train as on one device."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ from tests.parallel.cuda_graphs.recurrent import MODELS, loss_of, make_tokens, t
 pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights")
 
 
-def train(model: everygpu.DataParallel, num: int) -> list[torch.Tensor]:
+def train(model: everygpu.DataParallel, num: int, lengths: Sequence[int] = (6,)) -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
-    for x, y in make_tokens(num):
+    for x, y in make_tokens(num, lengths=lengths):
         loss = loss_of(model(x), y)
         optimizer.zero_grad()
         loss.backward()
@@ -38,6 +39,29 @@ def test_training_is_as_on_one_device(recording: Devices, name: str) -> None:
     torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4)
     for ours, theirs in zip(net.parameters(), alone.parameters()):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
+
+
+def test_batches_of_several_lengths(recording: Devices) -> None:
+    used, lengths = recording(2), (6, 4, 8)
+    alone, net = MODELS["LSTM"]().to(used[0]), MODELS["LSTM"]().to(used[0])
+    model = everygpu.DataParallel(net, used, engine="graphs")
+    num = len(lengths) * NUM_STEPS
+    expected = train_one_device(alone, used[0], num, lengths)
+    torch.testing.assert_close(train(model, num, lengths), expected, rtol=1e-3, atol=1e-4)
+    assert num_recordings(model) == len(lengths)
+
+
+def test_by_default(recording: Devices) -> None:
+    """Before a recording, weights move in each forward; the proof leaves that out."""
+    used = recording(2)
+    if used[0].type == "cpu":
+        pytest.skip("replicas on the CPU aren't recorded by default")
+    alone, net = MODELS["LSTM"]().to(used[0]), MODELS["LSTM"]().to(used[0])
+    model = everygpu.DataParallel(net, used)
+    losses = train(model, 2 * NUM_STEPS)
+    assert model.engine_in_use == "graphs"
+    torch.testing.assert_close(losses, train_one_device(alone, used[0], 2 * NUM_STEPS), rtol=1e-3, atol=1e-4)
+    assert torch.backends.cudnn.enabled
 
 
 def test_layers_compute_with_their_own_weights_between_launches(recording: Devices) -> None:

@@ -58,3 +58,7 @@ class GradTables:
             rows = [[block_addresses(plan, rank, grads, missing) for plan in self._plans] for grads in self._grads]
             table.copy_(torch.stack([torch.cat(row) for row in rows]))
         self._are_written = True
+
+    def forget(self) -> None:
+        """Let go of the gradients, where a recording keeps their memory; after ``write``."""
+        self._grads = [{} for _ in self._sources]

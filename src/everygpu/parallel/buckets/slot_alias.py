@@ -1,6 +1,6 @@
 """Tensors that stand in for others, on other memory."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
@@ -37,3 +37,10 @@ def make_twins(originals: Iterable[Tensor], slots: Iterable[Tensor]) -> list[Ten
         slots: The twins' memory, each with a version counter of its own.
     """
     return [SlotAlias(t).on(slot).requires_grad_() for t, slot in zip(originals, slots)]
+
+
+def put_back(tensors: Sequence[Tensor], slots: Sequence[Tensor]) -> None:
+    """Have tensors be in their slots again, without a copy, where ``t.data = …`` has moved them."""
+    for t, slot in zip(tensors, slots):
+        if t.data_ptr() != slot.data_ptr():
+            t.data = slot

@@ -3,8 +3,8 @@
 import builtins
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 from types import CodeType, FunctionType, MappingProxyType
@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from everygpu import tree
 from everygpu.parallel import switches
-from everygpu.parallel.compiler.dynamo import inputs_of
+from everygpu.parallel.compiler.dynamo import inputs_of, without_flattening, without_marks
 from everygpu.parallel.compiler.forward_inputs import class_reader, tensor_reader
 from everygpu.parallel.compiler.recordable_graph import (
     code_reason,
@@ -195,7 +195,8 @@ def _prove(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         stack.enter_context(eager_answers())
         stack.enter_context(without_warnings())
         stack.enter_context(scoped_config(_SETTINGS))
-        stack.enter_context(_without_marks([*module.parameters(), *module.buffers()]))
+        stack.enter_context(without_marks([*module.parameters(), *module.buffers()]))
+        stack.enter_context(without_flattening(module))
         # Where torch.compile is switched off, a function that it is given runs: this one does no harm.
         function, found = _trace(_traced_probe, values)
         drop_code(function.__code__)
@@ -229,19 +230,6 @@ def _as_aliases(arguments: Any) -> Any:
         return aliases.setdefault(id(value), value.detach()) if is_plain else value
 
     return tree.map_leaves(alias, arguments)
-
-
-@contextmanager
-def _without_marks(tensors: list[Tensor]) -> Iterator[None]:
-    """Take away the attributes that Dynamo leaves on a module's tensors."""
-    before = [set(vars(tensor)) for tensor in tensors]
-    try:
-        yield
-    finally:
-        for tensor, names in zip(tensors, before):
-            for name in set(vars(tensor)) - names:
-                if name.startswith("_dynamo_"):
-                    delattr(tensor, name)
 
 
 def _trace(function: Callable[..., Any], values: dict[str, Any]) -> tuple[FunctionType, _Findings | None]:

@@ -69,6 +69,10 @@ class ModuleGuards:
             and (not addresses or self._find_addresses() == self._addresses)
         )
 
+    def note_addresses(self) -> None:
+        """Compare with the tensors' addresses of now from now on."""
+        self._addresses = self._find_addresses()
+
     def _find_addresses(self) -> list[int]:
         return [t.data_ptr() for t in self._dense]
 

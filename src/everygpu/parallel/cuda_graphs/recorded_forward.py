@@ -271,6 +271,7 @@ class RecordedForward:
             graph.has_replaced_generators |= backward.has_replaced_generators
         for total in sums:
             total.write_tables()
+            total.forget()
         return backward, grads
 
     def is_latest(self, use: Use) -> bool:

@@ -229,10 +229,7 @@ class Capture(Generic[Result]):
         if self._num_attempts > MAX_ATTEMPTS:
             self._give_up(f"recordings were made {MAX_ATTEMPTS} times, and none served for long")
             return None
-        roots = self._step.roots()
-        if not self._recordings:
-            self._guards = ModuleGuards(roots)  # with the addresses of now
-        generators = HostGenerators(roots)
+        generators = HostGenerators(self._step.roots())
         before = generators.states()
         held = StaticBatch(batch, self._route)
         held.write(batch)
@@ -248,6 +245,8 @@ class Capture(Generic[Result]):
         if isinstance(found, str):
             self._give_up(found)
             return None
+        if self._guards is not None and not self._recordings:
+            self._guards.note_addresses()
         self._recordings[key] = found
         return found
 

@@ -46,6 +46,8 @@ class ReplicaCall:
         args, kwargs, _ = batch.read()
         at_home = {id(p): t for b, row in zip(sync.groups, leaves) for p, t in zip(b.originals, row[0])}
         self.has_deferred = False
+        for group, row in zip(sync.groups, leaves):
+            group.put_back(row)
         with in_place_of(self._module(), at_home):
             if not may_defer:
                 return self._run(replicas, args, kwargs, around=nullcontext)

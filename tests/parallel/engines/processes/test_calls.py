@@ -4,10 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import everygpu
 from everygpu.errors import ReplicaError
 from tests.parallel.engines.processes.failing import Net
+from tests.parallel.engines.processes.pool import HelperPool
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +53,29 @@ def test_graphs_without_a_backward_are_dropped(model: everygpu.DataParallel) -> 
     helper = model._engine._helpers[1]
     assert len(helper.calls) <= 1
     assert len(helper.dropped) <= 1
+
+
+class Moving(nn.Sequential):
+    """Moves its weights in forward, as a recurrent layer's ``flatten_parameters`` does on GPUs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for p in self.parameters():
+            p.data = p.data.clone()
+        output: Tensor = super().forward(x)
+        return output
+
+
+def test_weights_that_forward_moves(helpers: HelperPool) -> None:
+    x, found = torch.randn(6, 4), []
+    for engine in ("threads", "processes"):
+        torch.manual_seed(0)
+        wrapped = everygpu.DataParallel(Moving(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)), ["cpu"] * 2, engine=engine)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        with helpers.serving():
+            for _ in range(4):
+                optimizer.zero_grad()
+                wrapped(x).square().mean().backward()
+                optimizer.step()
+        assert wrapped.engine_in_use == engine
+        found.append([p.detach().clone() for p in wrapped.parameters()])
+    torch.testing.assert_close(*found)

@@ -42,6 +42,9 @@ class GradReducer(Protocol):
     def write_tables(self) -> None:
         """After the recording, before its first launch: do what couldn't be part of it."""
 
+    def forget(self) -> None:
+        """Let go of the gradients: the recording keeps their memory, which others may share."""
+
 
 class TransferBackend(Protocol):
     """Moves a group between its originals and their twins."""
@@ -164,6 +167,9 @@ class _KernelGradReducer:
     def write_tables(self) -> None:
         self._sources.write()
 
+    def forget(self) -> None:
+        self._sources.forget()
+
 
 class CopyBackend:
     """Copies flat memory, cut into as many chunks as there are devices.
@@ -239,3 +245,6 @@ class _CopyGradReducer:
 
     def write_tables(self) -> None:
         """Nothing was left to be done."""
+
+    def forget(self) -> None:
+        self._grads = []

@@ -8,7 +8,7 @@ from torch import Tensor
 from everygpu import comm
 from everygpu.parallel.buckets.memory import Grads, fill_views
 from everygpu.parallel.buckets.plan import plan_bucket
-from everygpu.parallel.buckets.slot_alias import make_twins
+from everygpu.parallel.buckets.slot_alias import make_twins, put_back
 from everygpu.parallel.cuda_graphs.transfer.backends import (
     CopyBackend,
     GradReducer,
@@ -36,7 +36,8 @@ class ParamGroup:
         self._plan = plan_bucket(originals, range(len(originals)), len(devices))
         flats = [self._plan.make_flat(d) for d in devices[1:]]
         # .data gives each a version counter of its own.
-        self.twins = [make_twins(originals, [v.data for v in views]) for views in map(self._plan.views, flats)]
+        self._slots = [[v.data for v in views] for views in map(self._plan.views, flats)]
+        self.twins = [make_twins(originals, slots) for slots in self._slots]
         self._backend: TransferBackend = (
             KernelBackend(originals, flats, devices, rooms, index)
             if can_use_kernels(originals, self._plan, devices)
@@ -51,6 +52,15 @@ class ParamGroup:
         autograd accumulates the parameters' gradients on streams that are none of the recording's.
         """
         return [make_twins(self.originals, [t.detach() for t in self.originals]), *self.twins]
+
+    def put_back(self, leaves: Sequence[Sequence[Tensor]]) -> None:
+        """Have leaves be where they were made: a forward may move them, as that of a recurrent layer.
+
+        Args:
+            leaves: What ``leaves`` returned.
+        """
+        for tensors, slots in zip(leaves, [[t.data for t in self.originals], *self._slots]):
+            put_back(tensors, slots)
 
     @property
     def uses_kernels(self) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from everygpu.parallel.buckets.slot_alias import put_back
 from everygpu.parallel.engines.processes.messages import Members, ModuleUpdate, Packed, ParameterUpdate
 from everygpu.parallel.engines.processes.packing import unpack
 from everygpu.parallel.engines.processes.shared_tensors import Importer, SharedStorage
@@ -44,6 +45,8 @@ class ModuleReceiver:
         self.is_renewed = False
         """Attributes were unpickled in the last update."""
         self._stale: set[int] = set()
+        # The main process's memory, and the tensors that are on it unless a forward has moved them.
+        self._slots: dict[int, Tensor] = {}
 
     def apply(self, update: ModuleUpdate) -> nn.Module:
         """Take in what has changed; return the root."""
@@ -62,6 +65,7 @@ class ModuleReceiver:
         # What forward has changed here is undone, as in every replica.
         self._stale.update(i for i in self._watch.changed() if i in self._source)
         self._restore()
+        put_back(list(self.binding.tensors.values()), [self._slots[i] for i in self.binding.tensors])
         return self.modules[0]
 
     def find(self, kind: str, index: int) -> Any:
@@ -72,7 +76,7 @@ class ModuleReceiver:
         rows = self._unpack(structure, [])
         self.modules = [object.__new__(kind) for kind, *_ in rows]
         self.binding = Binding(tensors={}, grads={}, buckets=buckets)
-        self._source, self._places = {}, []
+        self._source, self._places, self._slots = {}, [], {}
         self._watch = Watch(self.modules)
         for module, (_, children, *tables) in zip(self.modules, rows):
             found: dict[str, dict[str, Any]] = {name: {} for name in TABLES}
@@ -88,6 +92,7 @@ class ModuleReceiver:
         storages: dict[SharedStorage, torch.UntypedStorage] = {}
         for update in moved:
             tensors[update.index] = self._open(update, storages)
+            self._slots[update.index] = tensors[update.index].data
             grads.pop(update.index, None)
             if update.grad is not None:
                 grads[update.index] = self._importer.open(update.grad, storages)
