@@ -21,6 +21,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 torch.manual_seed(0)  # for what modules make while they are imported
 # One process for each core, by each of the processes that run tests, would be too many; and these graphs are small.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Nor are vector instructions what is tested: to see which of them its C++ compiler knows takes that seconds.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 OPEN_FILES = Path("/proc/self/fd")
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from everygpu.parallel import switches
-from everygpu.parallel.compiler import split_graph
+from everygpu.parallel.compiler import inductor_backend, split_graph
 from everygpu.parallel.compiler.inductor_backend import inductor
 from everygpu.parallel.compiler.split_graph import SplitPolicy
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300), pytest.mark.usefixtures("quick")]
 
 
 class Tied(nn.Module):
@@ -32,6 +32,16 @@ class Tied(nn.Module):
         for block in self.blocks:
             h = h + block(h)
         return self.head(h)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace, cut and differentiate as ever, without generating C++: it takes a second for each piece."""
+    from functorch.compile import make_boxed_func
+
+    monkeypatch.setattr(
+        inductor_backend, "compile_fx_inner", lambda graph, inputs, **options: make_boxed_func(graph.forward)
+    )
 
 
 class TestPieces:
