@@ -1,17 +1,21 @@
 """Fixtures shared by all tests: the devices to run on, and a check that no test leaves anything behind."""
 
 import gc
+import logging
 import os
 import random
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.parallel.engines.processes.pool import HelperPool
 
 # The same examples every time, so that a checkout passes or fails for good. To look for new ones:
 # `HYPOTHESIS_PROFILE=explore make test`, with other examples at each run.
@@ -23,6 +27,9 @@ torch.manual_seed(0)  # for what modules make while they are imported
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Nor are vector instructions what is tested: to see which of them its C++ compiler knows takes that seconds.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
+# pytest captures what loggers write that don't propagate: torch would write down each step of each compilation.
+logging.getLogger("torch.__trace").propagate = True
 
 OPEN_FILES = Path("/proc/self/fd")
 
@@ -47,7 +54,7 @@ def _wait_for_threads(before: set[threading.Thread]) -> set[threading.Thread]:
     deadline = time.monotonic() + 2
     while (extra := set(threading.enumerate()) - before) and time.monotonic() < deadline:
         gc.collect()
-        time.sleep(0.01)
+        time.sleep(0.001)
     return {thread for thread in extra if not _is_foreign(thread)}
 
 
@@ -82,6 +89,13 @@ def short_collections() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def helpers() -> Iterator[HelperPool]:
+    """Helper processes that tests share."""
+    with closing(HelperPool()) as pool:
+        yield pool
 
 
 @pytest.fixture(autouse=True, scope="session")

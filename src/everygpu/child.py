@@ -3,10 +3,17 @@
 import sys
 from pathlib import Path
 
-# Before anything is imported. Where the interpreter puts the working directory, there is an empty name; it puts none
+# What the import of a package makes stays: to look for garbage among it takes an eighth of the start. The path is set
+# before anything is imported. Where the interpreter puts the working directory, there is an empty name; it puts none
 # under PYTHONSAFEPATH.
 _CODE = """import sys
 sys.path[:not sys.path[0]] = [{root!r}]
+import gc
+import importlib
+gc.disable()
+importlib.import_module({package!r})
+gc.freeze()
+gc.enable()
 import runpy
 runpy.run_module({module!r}, run_name="__main__")
 """
@@ -23,4 +30,9 @@ def python_command(module: str, *args: str) -> list[str]:
         one, would be run; ``python -P -m``, which Python 3.10 lacks, and which the scripts run there would inherit.
     """
     root = str(Path(__file__).parents[1])
-    return [sys.executable or "python", "-c", _CODE.format(root=root, module=module), *args]
+    return [
+        sys.executable or "python",
+        "-c",
+        _CODE.format(root=root, package=module.rpartition(".")[0] or module, module=module),
+        *args,
+    ]

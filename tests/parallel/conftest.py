@@ -4,7 +4,6 @@
 
 import importlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 
 import pytest
@@ -50,11 +49,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("engine", params, indirect=True)
 
 
-@pytest.fixture(scope="session")
-def helpers() -> Iterator[HelperPool]:
-    """Helper processes that tests share."""
-    with closing(HelperPool()) as pool:
-        yield pool
+@pytest.fixture
+def quick_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Don't have the compiler measure for its log how long guards take: it empties the processor's caches first."""
+    monkeypatch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
 
 
 @pytest.fixture

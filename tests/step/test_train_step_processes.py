@@ -1,7 +1,6 @@
 """TrainStep whose replicas are in helper processes trains as it does on one device."""
 
 from collections.abc import Iterator
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -12,13 +11,6 @@ import everygpu
 from tests.parallel.engines.processes.pool import HelperPool
 
 BATCHES = [(torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 3, (6,))) for _ in range(4)]
-
-
-@pytest.fixture(scope="module")
-def helpers() -> Iterator[HelperPool]:
-    with closing(HelperPool()) as pool:
-        pool.make_helper(torch.device("cpu"), 1)
-        yield pool
 
 
 @pytest.fixture(autouse=True)

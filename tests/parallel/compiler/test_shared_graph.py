@@ -13,7 +13,11 @@ from torch._dynamo import lookup_backend
 from everygpu import tree
 from everygpu.parallel.compiler.shared_graph import InputBinding, Recorder, Run, backend_of, find_binding
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("quick_guards"),
+]
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", ["a", "b"])

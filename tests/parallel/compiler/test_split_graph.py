@@ -12,7 +12,11 @@ from everygpu.parallel.compiler import inductor_backend, split_graph
 from everygpu.parallel.compiler.inductor_backend import inductor
 from everygpu.parallel.compiler.split_graph import SplitPolicy
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300), pytest.mark.usefixtures("quick")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("quick", "quick_guards"),
+]
 
 
 class Tied(nn.Module):

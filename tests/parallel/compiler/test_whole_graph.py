@@ -18,7 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from everygpu.parallel.compiler.whole_graph import WholeGraph
 
 # Importing torch's compiler warns of torch.jit; what forward does here is warned of, too.
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("quick_guards"),
+]
 
 calls = 0
 seen: list[int] = []

@@ -14,7 +14,11 @@ from everygpu.parallel.compiler.whole_graph import WholeGraph
 from everygpu.torch_private.dynamo import cache_entries
 
 # Importing torch's compiler warns of torch.jit.
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("quick_guards"),
+]
 
 
 class Config:

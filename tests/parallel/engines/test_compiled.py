@@ -18,7 +18,11 @@ from everygpu.parallel.engines import compiled
 from everygpu.parallel.engines.compiled import MAX_SIGNATURES, CompiledReplicas
 
 # torch's own modules warn about themselves when its compiler is imported.
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("quick_guards"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,10 +104,10 @@ def report(name: str, program: Program, lines: list[str]) -> str:
     )
 
 
-def check_seeds(name: str, seeds: range) -> tuple[list[str], int]:
+def check_seeds(name: str, seeds: range, helpers: HelperPool) -> tuple[list[str], int]:
     """Check the programs of some seeds; return reports on those that failed, and the number of recordings."""
     setup, reports, recorded = SETUPS[name], [], 0
-    with setup.prepared(), closing(HelperPool()) as helpers:
+    with setup.prepared():
         for program in map(setup.draw, seeds):
             with helpers.serving():
                 outcome = check(setup, program)

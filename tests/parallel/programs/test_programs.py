@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.parallel.engines.processes.pool import HelperPool
 from tests.parallel.programs import program as drawing
 from tests.parallel.programs.blocks import BLOCKS
 from tests.parallel.programs.engines import NUM_PROGRAMS, SETUPS, check_seeds
@@ -27,10 +28,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("setup", "seeds"), CASES)
-def test_programs(setup: str, seeds: range) -> None:
+def test_programs(setup: str, seeds: range, helpers: HelperPool) -> None:
     if SETUPS[setup].device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two or more CUDA devices")
-    reports, num_recordings = check_seeds(setup, seeds)
+    reports, num_recordings = check_seeds(setup, seeds, helpers)
     if reports:
         pytest.fail("\n".join(reports), pytrace=False)
     assert bool(num_recordings) is SETUPS[setup].records
@@ -79,9 +80,9 @@ def test_what_is_wrong_is_seen(spoil: Callable[[nn.Module], None], seed: int) ->
     assert differences(*runs, program.dtype)
 
 
-def test_a_failure_says_how_to_run_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_says_how_to_run_it_alone(monkeypatch: pytest.MonkeyPatch, helpers: HelperPool) -> None:
     monkeypatch.setattr("everygpu.DataParallel.forward", lambda self, *args, **kwargs: 1 / 0)
-    (report,), _ = check_seeds("threads", range(7, 8))
+    (report,), _ = check_seeds("threads", range(7, 8), helpers)
     assert draw_program(7).describe() in report
     assert "ZeroDivisionError" in report
     assert "python -m tests.parallel.programs 7 --setup threads" in report

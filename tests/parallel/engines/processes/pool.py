@@ -19,13 +19,13 @@ class HelperPool:
     """Keeps helpers that engines need no more for the next engines. A helper takes in a new module at any call."""
 
     def __init__(self) -> None:
-        self._free: dict[tuple[str, int], list[PooledHelper]] = defaultdict(list)
+        self._free: dict[str, list[PooledHelper]] = defaultdict(list)
         self._started: list[PooledHelper] = []
         self._returns: list[weakref.finalize[..., PooledHelper]] = []
 
     def make_helper(self, device: torch.device, position: int) -> "PooledHelper":
         """Return a free helper, or start one. It is free again when an engine and its graphs have dropped it."""
-        free = self._free[str(device), position]
+        free = self._free[str(device)]
         while free and free[-1].is_lost:
             free.pop()
         if free:
@@ -34,6 +34,7 @@ class HelperPool:
             helper = PooledHelper(device, position)
             self._started.append(helper)
         lent = copy.copy(helper)
+        lent.serve_at(position)
         self._returns.append(weakref.finalize(lent, free.append, helper))
         self._returns[-1].atexit = False
         return lent
@@ -69,6 +70,10 @@ class PooledHelper(HelperProcess):
         self.pids.add(self._child._process.pid)
         for thread in set(threading.enumerate()) - before:
             thread.name = "pooled-helper"
+
+    def serve_at(self, position: int) -> None:
+        """Become the helper of another replica on the device."""
+        self.position, self._name = position, f"replica {position} on {self.device}"
 
     def hang_up(self) -> None:
         pass

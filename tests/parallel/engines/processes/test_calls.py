@@ -13,11 +13,12 @@ from tests.parallel.engines.processes.pool import HelperPool
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[everygpu.DataParallel]:
-    made = everygpu.DataParallel(Net(), ["cpu"] * 2, engine="processes")
-    made(torch.ones(4, 4).double())  # starts the helper
-    yield made
-    made.release()
+def model(helpers: HelperPool) -> Iterator[everygpu.DataParallel]:
+    with helpers.serving():
+        made = everygpu.DataParallel(Net(), ["cpu"] * 2, engine="processes")
+        made(torch.ones(4, 4).double())  # starts the helper
+        yield made
+        made.release()
 
 
 def test_an_exception_that_is_not_made_of_its_message(model: everygpu.DataParallel) -> None:
