@@ -31,6 +31,7 @@ def test_steps_take_them_in_turn(peer, num_devices):
     assert seen == [(n * num_devices, [n] * n * num_devices) for n in (6, 4, 2, 6)]
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("peer", ["single", "ddp"])  # whose loss is an error when another batch comes
 def test_a_round_is_whole_cycles(peer):
     row = measure(peer, f"{OWN}several", num_steps=4)

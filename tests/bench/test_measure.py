@@ -32,6 +32,7 @@ def test_rows_as_asked_for():
     assert measure("single", rows=9)["rows_per_device"] == 9
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("peer", ["single", "ddp"])
 def test_a_wrong_model_is_refused(peer):
     assert "must return a tuple" in measure(peer, f"{OWN}three", num_devices=1)["refused"]
@@ -41,11 +42,13 @@ def test_what_does_not_run_here_is_an_error():
     assert "needs a GPU" in measure("dp")["error"]
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("peer", ["single", "ddp"])
 def test_out_of_memory_says_what_to_do(peer):
     assert "fewer rows for each GPU (--rows)" in measure(peer, f"{OWN}too_large", num_devices=1)["error"]
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_failure_in_a_process_of_ddp_is_shown():
     with pytest.raises(Exception, match="KeyError: 'mine'"):
         measure("ddp", f"{OWN}failing", num_devices=1)

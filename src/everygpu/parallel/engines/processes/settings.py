@@ -34,8 +34,7 @@ def read_settings() -> Settings:
         directory,
         [entry or directory for entry in sys.path],
         torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
+        *_determinism(),
         torch.get_num_threads(),
         *(_resolve(path) for path in _PATHS),
         *(getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _SDP_BACKENDS),
@@ -59,7 +58,8 @@ def apply_settings(wanted: Settings) -> None:
             os.chdir(directory)
     sys.path[:] = search_path
     torch.set_default_dtype(dtype)
-    torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)
+    if _determinism() != (is_deterministic, warns_only):  # setting it imports torch's compiler, for a second
+        torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)
     if torch.get_num_threads() != num_threads:
         torch.set_num_threads(num_threads)
     for path, value in zip(_PATHS, others):
@@ -79,6 +79,10 @@ def _places_of_modules() -> set[str]:
                 if os.path.basename(file).split(".")[0] == spec.name:
                     found.add(os.path.dirname(file))
     return {place for place in found if os.path.isdir(place)}
+
+
+def _determinism() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _directory() -> str:
