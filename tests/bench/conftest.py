@@ -18,7 +18,7 @@ def tracker():
 def forked(monkeypatch):
     """Have the processes of DDP be forks, which need not import torch again; tests/cli/test_bench.py has real ones.
 
-    Where there are GPUs, autograd has threads for them, without which it refuses to run in a fork.
+    Where there are GPUs, autograd has threads for them, and refuses to run in a fork, which has none.
     """
     if torch.cuda.is_available() or not hasattr(os, "fork"):
         return

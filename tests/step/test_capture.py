@@ -26,6 +26,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+NUM_STEPS = 18  # three rounds of the rows that batches ignore
+
+
 class Net(nn.Module):
     """With a buffer that changes, a frozen weight and a parameter that takes no part."""
 
@@ -85,7 +88,7 @@ def assert_replicas_equal(step: everygpu.TrainStep) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_recorded_steps_are_the_same(recording: Devices, name: str, count: int) -> None:
     used = recording(count)
-    data = batches(30, used[0])
+    data = batches(NUM_STEPS, used[0])
     nets = [Net().to(used[0]) for _ in range(2)]
     plain, _ = train(nets[0], used, data, OPTIMIZERS[name], capture=False)
     recorded, step = train(nets[1], used, data, OPTIMIZERS[name])
@@ -93,7 +96,7 @@ def test_recorded_steps_are_the_same(recording: Devices, name: str, count: int) 
     torch.testing.assert_close(recorded, plain, rtol=1e-5, atol=1e-6)
     assert_nets_equal(nets[1], nets[0], rtol=1e-4, atol=1e-5)
     assert_replicas_equal(step)
-    assert step.stats().num_steps == 30
+    assert step.stats().num_steps == NUM_STEPS
     assert min(step.stats().phase_s.values()) >= 0
 
 
@@ -110,7 +113,7 @@ def test_recorded_steps_are_the_same(recording: Devices, name: str, count: int) 
 )
 def test_with_every_option(recording: Devices, options: dict[str, Any]) -> None:
     used = recording(2)
-    data = batches(30, used[0])
+    data = batches(NUM_STEPS, used[0])
     nets = [Net().to(used[0]) for _ in range(2)]
     plain, _ = train(nets[0], used, data, OPTIMIZERS["AdamW"], capture=False, **options)
     recorded, step = train(nets[1], used, data, OPTIMIZERS["AdamW"], **options)
@@ -124,7 +127,7 @@ def test_with_every_option(recording: Devices, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("clip_norm", [None, 0.1])
 def test_recorded_steps_of_parameters_in_bf16(recording: Devices, name: str, clip_norm: float | None) -> None:
     used = recording(2)
-    data = [(x.bfloat16(), y) for x, y in batches(30, used[0])]
+    data = [(x.bfloat16(), y) for x, y in batches(NUM_STEPS, used[0])]
     nets = [Net().bfloat16().to(used[0]) for _ in range(2)]
     plain, _ = train(nets[0], used, data, OPTIMIZERS[name], capture=False, clip_norm=clip_norm)
     recorded, step = train(nets[1], used, data, OPTIMIZERS[name], clip_norm=clip_norm)
@@ -140,7 +143,7 @@ def test_the_default_dtype_says_nothing_about_options_and_counts(
     recording: Devices, name: str, clip_norm: float | None
 ) -> None:
     used = recording(2)
-    data = [(x.bfloat16(), y) for x, y in batches(30, used[0])]
+    data = [(x.bfloat16(), y) for x, y in batches(NUM_STEPS, used[0])]
     nets = [Net().bfloat16().to(used[0]) for _ in range(2)]
     expected, usual = train(nets[0], used, data, OPTIMIZERS[name], clip_norm=clip_norm)
     torch.set_default_dtype(torch.bfloat16)
