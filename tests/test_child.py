@@ -34,3 +34,12 @@ def test_python_path_goes_on_working(tmp_path):
         python_command("everygpu", "--version"), env=environ, capture_output=True, text=True, check=False
     )
     assert done.stderr == "mine\n"
+
+
+def test_garbage_is_collected_once_the_package_is_imported(tmp_path):
+    (tmp_path / "probe").mkdir()
+    (tmp_path / "probe" / "__init__.py").touch()
+    (tmp_path / "probe" / "__main__.py").write_text("import gc; print(gc.isenabled(), gc.get_freeze_count() > 0)")
+    environ = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(python_command("probe"), env=environ, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("True True\n", "")

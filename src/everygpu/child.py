@@ -23,7 +23,7 @@ def python_command(module: str, *args: str) -> list[str]:
     """Write the command that runs a module of this package, as it is here, and no file of the working directory.
 
     Args:
-        module: As after ``python -m``.
+        module: As after ``python -m``: a package, or a module of one.
         args: What follows it in ``sys.argv``.
     Source:
         ``python -m``, which looks into the working directory first, where a ``random.py`` of the user, or of another
