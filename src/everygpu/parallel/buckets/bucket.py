@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 
 from everygpu import comm
 from everygpu.parallel.buckets.copies import Streams, sum_on
-from everygpu.parallel.buckets.memory import Grads, Use, num_uses, same_bytes, version_of
+from everygpu.parallel.buckets.memory import Grads, Use, num_uses, same_bytes, versions_of
 from everygpu.parallel.buckets.plan import BucketPlan, plan_bucket
 from everygpu.parallel.buckets.slot_alias import SlotAlias
 
@@ -111,7 +111,7 @@ class Bucket:
 
     def _transfer(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> None:
         self._ahead.clear()  # of a backward that didn't ask for them
-        versions = [_version(t) for t in originals]
+        versions = list(zip(map(weakref.ref, originals), versions_of(originals)))
         if self._trust_versions:
             replicas = [i for i in replicas if (copy := self._copies[i]) is None or not copy.is_of(versions, originals)]
             if not replicas:
@@ -253,7 +253,3 @@ class _Broadcast(torch.autograd.Function):
             else:
                 totals = ctx.bucket.sum_grads(rows)
         return (None, None, None, *totals)
-
-
-def _version(t: Tensor) -> _Version:
-    return weakref.ref(t), version_of(t)

@@ -1,5 +1,6 @@
 """Flat memory: filled, compared, and counted by its uses."""
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor
 from everygpu.torch_private.tensors import foreach_copy_, num_storage_uses
 
 Grads = Sequence[Tensor | None]
+
+_version = operator.attrgetter("_version")
 
 
 class Use:
@@ -36,3 +39,11 @@ def num_uses(flat: Tensor) -> int:
 def version_of(t: Tensor) -> int:
     """Return how often torch has counted a write; tensors made in inference mode aren't counted."""
     return 0 if t.is_inference() else t._version
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return ``version_of`` each tensor; it runs in every step."""
+    try:
+        return list(map(_version, tensors))
+    except RuntimeError:  # one was made in inference mode
+        return list(map(version_of, tensors))

@@ -75,7 +75,8 @@ class BucketPlan:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return all parameters' places in a bucket's memory, in the order of ``slots``."""
-        return [slot.view(flat) for slot in self.slots]
+        view, begin = flat.as_strided, int(flat.storage_offset())
+        return [view(slot.shape, slot.strides, begin + slot.start) for slot in self.slots]
 
     def make_flat(self, device: torch.device) -> Tensor:
         """Make a bucket's memory; zeros."""

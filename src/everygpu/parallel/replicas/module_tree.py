@@ -11,6 +11,13 @@ from torch import Tensor, nn
 Table = dict[str, Any]
 """A module's ``_parameters`` or ``_buffers``."""
 
+_tables_of = operator.attrgetter("_parameters", "_buffers")
+_children_of = operator.attrgetter("_modules")
+_getters = [
+    operator.attrgetter(name)
+    for name in ("dtype", "shape", "requires_grad", "device", "_backward_hooks", "_post_accumulate_grad_hooks")
+]
+
 
 class ModuleTree:
     """The modules of a tree and the tensors in them.
@@ -92,11 +99,11 @@ def _is_same(now: _Flat, before: _Flat) -> bool:
 
 
 def _tensor_tables(modules: Sequence[nn.Module]) -> list[Table]:
-    return [table for m in modules for table in (m._parameters, m._buffers)]
+    return list(itertools.chain.from_iterable(map(_tables_of, modules)))
 
 
 def _children(modules: Sequence[nn.Module]) -> list[Table]:
-    return [m._modules for m in modules]
+    return list(map(_children_of, modules))
 
 
 def _unique(contents: Sequence[Tensor | None]) -> list[Tensor]:
@@ -108,16 +115,14 @@ def _indices(contents: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> li
     return [None if t is None else index[id(t)] for t in contents]
 
 
-def _metas(tensors: Sequence[Tensor]) -> tuple[list[Any], ...]:
+def _metas(tensors: Sequence[Tensor]) -> list[list[Any]]:
     """Return the properties of tensors that their copies depend on, one list for each: it runs in every step."""
-    strided = [t for t in tensors if t.layout == torch.strided]
-    return (
-        [t.dtype for t in tensors],
-        [t.shape for t in tensors],
-        [t.requires_grad for t in tensors],
-        [t.device for t in tensors],
+    strided = [t for t in tensors if t.layout is torch.strided]
+    *plain, hooks, late_hooks = (list(map(get, tensors)) for get in _getters)
+    return [
+        *plain,
         [isinstance(t, nn.Parameter) for t in tensors],
-        [has_hooks(t) for t in tensors],
-        [t.stride() for t in strided],
-        [t.storage_offset() for t in strided],
-    )
+        [bool(a or b) for a, b in zip(hooks, late_hooks)],
+        list(map(Tensor.stride, strided)),
+        list(map(Tensor.storage_offset, strided)),
+    ]

@@ -15,11 +15,11 @@ from everygpu import comm
 from everygpu.parallel.buckets.bucket import Bucket
 from everygpu.parallel.buckets.copies import sum_on
 from everygpu.parallel.buckets.grouping import group_by_storage
-from everygpu.parallel.buckets.memory import version_of
+from everygpu.parallel.buckets.memory import versions_of
 from everygpu.parallel.buckets.plan import BucketPlan
 from everygpu.parallel.buckets.slot_alias import make_twins
 from everygpu.parallel.engines.processes.remote_call import RemoteCall
-from everygpu.parallel.replicas.module_tree import ModuleTree, has_hooks, is_dense
+from everygpu.parallel.replicas.module_tree import has_hooks, is_dense
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
 
 
@@ -48,7 +48,6 @@ class DirectParameters:
         bucket_bytes: int,
     ) -> None:
         self._module = module
-        self._tree = ModuleTree(module)
         trained: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
         self._device, others = devices[0], list(devices[1:])
         self._buckets: list[tuple[Bucket, list[Tensor]]] = []
@@ -63,7 +62,7 @@ class DirectParameters:
 
     def fits(self, module: nn.Module) -> bool:
         """Tell whether the module has the tensors it had, as they were."""
-        return module is self._module and self._tree.is_same() and self._tree.is_alike()
+        return module is self._module and self.replicas.is_same()
 
     def begin(self) -> "DirectCalls":
         """Send the parameters, and connect a call of all replicas to them."""
@@ -82,7 +81,8 @@ class DirectParameters:
 
     def versions(self) -> dict[int, int]:
         """Return how often each original has been written, by ``id``."""
-        return {id(p): version_of(p) for _, params in self._buckets for p in params}
+        params = [p for _, params in self._buckets for p in params]
+        return dict(zip(map(id, params), versions_of(params)))
 
     def originals(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
         """Return the originals that are behind copies, by the copies' ``id``."""
@@ -132,7 +132,7 @@ class DirectCalls:
         flats = [comm.received(*arrived.copied) for arrived in found if arrived.copied is not None]
         if flats:
             total, present = comm.reduce(flats, device), map(any, zip(*(a.present for a in found if a.copied)))
-            grads = [slot.view(total) if is_there else None for slot, is_there in zip(plan.slots, present)]
+            grads = [view if is_there else None for view, is_there in zip(plan.views(total), present)]
         for k, sparse in ((k, g) for arrived in found for k, g in arrived.sparse.items()):
             before = grads[k]
             grads[k] = sparse if before is None else sum_on([before, sparse], device)
@@ -145,7 +145,8 @@ class DirectCalls:
             RuntimeError: the originals have been written since the call.
         """
         originals = self.parameters.originals(tensors)
-        if any(version_of(p) != self._versions[id(p)] for p in originals.values()):
+        now = self.parameters.versions()
+        if any(now[id(p)] != self._versions[id(p)] for p in originals.values()):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 "create_graph=True after the optimizer's step."

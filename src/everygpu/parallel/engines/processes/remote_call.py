@@ -182,7 +182,7 @@ class RemoteCall:
             flat = self.helper.open(found.flat)
             if all(found.present):
                 self._sender.owners[bucket].send_ahead(flat)
-            grads = [slot.view(flat) if is_there else None for slot, is_there in zip(plan.slots, found.present)]
+            grads = [view if is_there else None for view, is_there in zip(plan.views(flat), found.present)]
         for k, sparse in found.sparse.items():
             grads[k] = self._open_sparse(sparse)
         return grads
