@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from everygpu import comm
-from everygpu.parallel.buckets.bucket import Bucket
 from everygpu.parallel.buckets.copies import sum_on
+from everygpu.parallel.buckets.fixed_bucket import FixedBucket
 from everygpu.parallel.buckets.grouping import group_by_storage
 from everygpu.parallel.buckets.memory import versions_of
 from everygpu.parallel.buckets.plan import BucketPlan
@@ -50,14 +50,13 @@ class DirectParameters:
         self._module = module
         trained: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
         self._device, others = devices[0], list(devices[1:])
-        self._buckets: list[tuple[Bucket, list[Tensor]]] = []
+        self._buckets: list[FixedBucket] = []
         self._twins: list[list[list[Tensor]]] = []  # by bucket and replica
         for members, together in group_by_storage(trained, range(len(trained)), bucket_bytes):
             params = [trained[i] for i in members]
-            bucket = Bucket(params, self._device, others, keep_storage=together, fixed=True)
-            rows = bucket.send(params, range(len(others)))
-            self._buckets.append((bucket, params))
-            self._twins.append([make_twins(params, slots) for slots in rows])
+            bucket = FixedBucket(params, self._device, others, keep_storage=together)
+            self._buckets.append(bucket)
+            self._twins.append([make_twins(params, slots) for slots in bucket.slots])
         self.replicas = make_replicas(self._leaves)
 
     def fits(self, module: nn.Module) -> bool:
@@ -67,39 +66,34 @@ class DirectParameters:
     def begin(self) -> "DirectCalls":
         """Send the parameters, and connect a call of all replicas to them."""
         self.replicas.forget()  # frozen parameters, too, as they may have been written through ``.data``
-        for bucket, params in self._buckets:
-            bucket.send(params, range(len(bucket.devices)))
-        calls = DirectCalls(self, [bucket.plan for bucket, _ in self._buckets])
+        for bucket in self._buckets:
+            bucket.send()
+        calls = DirectCalls(self, self._buckets)
         if torch.is_grad_enabled():
-            for k, (_, params) in enumerate(self._buckets):
-                calls.anchors.append(_Parameters.apply(calls, k, self._device, *params))  # type: ignore[no-untyped-call]
+            for k, bucket in enumerate(self._buckets):
+                calls.anchors.append(_Parameters.apply(calls, k, self._device, *bucket.originals))  # type: ignore[no-untyped-call]
         return calls
 
-    def twins(self, position: int) -> list[tuple[list[Tensor], Bucket]]:
+    def twins(self, position: int) -> list[tuple[list[Tensor], BucketPlan]]:
         """Return a replica's copies, by bucket."""
-        return [(rows[position - 1], bucket) for rows, (bucket, _) in zip(self._twins, self._buckets)]
-
-    def versions(self) -> dict[int, int]:
-        """Return how often each original has been written, by ``id``."""
-        params = [p for _, params in self._buckets for p in params]
-        return dict(zip(map(id, params), versions_of(params)))
+        return [(rows[position - 1], bucket.plan) for rows, bucket in zip(self._twins, self._buckets)]
 
     def originals(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
         """Return the originals that are behind copies, by the copies' ``id``."""
         ids = set(map(id, tensors))
         pairs = (
             (twin, p)
-            for (_, params), rows in zip(self._buckets, self._twins)
+            for bucket, rows in zip(self._buckets, self._twins)
             for row in rows
-            for twin, p in zip(row, params)
+            for twin, p in zip(row, bucket.originals)
         )
         return {id(twin): p for twin, p in pairs if id(twin) in ids}
 
     def _leaves(self) -> Leaves:
         return {
             id(p): [row[i] for row in rows]
-            for (_, params), rows in zip(self._buckets, self._twins)
-            for i, p in enumerate(params)
+            for bucket, rows in zip(self._buckets, self._twins)
+            for i, p in enumerate(bucket.originals)
         }
 
 
@@ -108,21 +102,21 @@ class DirectCalls:
 
     Args:
         parameters: Those it is connected to.
-        plans: How each bucket's gradients lie side by side.
+        buckets: Which have just been sent.
     """
 
-    def __init__(self, parameters: DirectParameters, plans: Sequence[BucketPlan]) -> None:
+    def __init__(self, parameters: DirectParameters, buckets: Sequence[FixedBucket]) -> None:
         self.parameters = parameters
-        self.plans = plans
+        self._buckets = buckets
         self.anchors: list[Tensor] = []
         """For each bucket what outputs are connected to; none while autograd is off."""
         self.calls: list[weakref.ref[RemoteCall]] = []
         """Those whose outputs take gradients: they live as long as these."""
-        self._versions = parameters.versions()
+        self._versions = [bucket.versions for bucket in buckets]
 
     def sum_bucket(self, bucket: int, device: torch.device) -> Sequence[Tensor | None]:
         """Add up what the helpers have sent ahead of a bucket's gradients."""
-        plan = self.plans[bucket]
+        plan = self._buckets[bucket].plan
         calls = [call for ref in self.calls if (call := ref()) is not None]
         found = [arrived for call in calls if (arrived := call.take_arrived(bucket)) is not None]
         if torch.is_grad_enabled():
@@ -145,8 +139,7 @@ class DirectCalls:
             RuntimeError: the originals have been written since the call.
         """
         originals = self.parameters.originals(tensors)
-        now = self.parameters.versions()
-        if any(now[id(p)] != self._versions[id(p)] for p in originals.values()):
+        if originals and [versions_of(bucket.originals) for bucket in self._buckets] != self._versions:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 "create_graph=True after the optimizer's step."

@@ -3,7 +3,6 @@
 import random
 import sys
 import zlib
-from typing import Any
 
 import torch
 
@@ -20,7 +19,8 @@ def read_generators(device: torch.device, position: int) -> tuple[bytes | int, i
     Returns:
         The state or seed of torch's generator; and a seed for Python's and NumPy's.
     """
-    host_seed = derive_seed(zlib.crc32(repr(random.getstate()[1][-1]).encode()) + _hash_python(), position)
+    python = random.getstate()
+    host_seed = derive_seed(zlib.crc32(repr(python[1][-1]).encode()) + hash(python), position)
     if device.type == "cuda":
         return _cuda_state(device), host_seed
     return derive_seed(zlib.crc32(torch.get_rng_state().numpy().tobytes()), position), host_seed
@@ -58,7 +58,3 @@ def set_cuda_state(device: torch.device, state: bytes) -> None:
 
 def _cuda_state(device: torch.device) -> bytes:
     return bytes(torch.cuda.default_generators[device.index].get_state().numpy())
-
-
-def _hash_python() -> Any:
-    return hash(random.getstate())

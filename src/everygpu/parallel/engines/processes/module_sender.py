@@ -1,7 +1,8 @@
 """What a helper needs to know of a replica: all of it once, then what changes."""
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 
 from everygpu.parallel.batch_norm.layer import SyncBatchNorm
 from everygpu.parallel.buckets.bucket import Bucket
-from everygpu.parallel.buckets.memory import version_of
+from everygpu.parallel.buckets.memory import versions_of
+from everygpu.parallel.buckets.plan import BucketPlan
 from everygpu.parallel.cuda_graphs.guards import HOOKS
 from everygpu.parallel.engines.processes.globals_sender import GlobalsSender
 from everygpu.parallel.engines.processes.messages import Members, ModuleUpdate, Packed, ParameterUpdate
@@ -26,13 +28,13 @@ class ModuleSender:
     Args:
         module: The replica. It is a new one when the arrangement of its modules and tensors changes.
         exporter: Describes its tensors to the helper.
-        direct: The tensors of each bucket, and the bucket, where these aren't connected one by one.
+        direct: The tensors of each bucket, and how they lie in it, where these aren't connected one by one.
     Raises:
         CannotTravelError: a layer computes with what the other replicas compute.
     """
 
     def __init__(
-        self, module: nn.Module, exporter: Exporter, direct: Sequence[tuple[list[Tensor], Bucket]] = ()
+        self, module: nn.Module, exporter: Exporter, direct: Sequence[tuple[list[Tensor], BucketPlan]] = ()
     ) -> None:
         self.module = module
         self._exporter = exporter
@@ -45,10 +47,13 @@ class ModuleSender:
             (t, key) for m in self._modules for t in (m._parameters, m._buffers) for key in t
         ]
         self._order = _order([table[key] for table, key in self._places])
+        firsts = {index: place for place, index in reversed(list(zip(self._places, self._order))) if index is not None}
+        self._firsts = [firsts[index] for index in range(len(firsts))]
         self._globals = GlobalsSender(self._modules, exporter)
         self._contents: DeepContents | None = None
         self._opaque: list[int] = []
-        self._sent: dict[int, tuple[int, int | None, int]] = {}
+        self._addresses: list[tuple[int, int]] = []
+        self._versions: list[int] = []
         self._last: tuple[list[int], bytes] | None = None
         self._is_told = False
         self.changing: set[int] | None = None
@@ -57,18 +62,14 @@ class ModuleSender:
         self.owners: list[Bucket] = []
         tensors = self.tensors()
         index = {id(t): i for i, t in enumerate(tensors)}
-        found = [([index[id(t)] for t in members], bucket) for members, bucket in direct]
-        for members, bucket in found or members_of_buckets(tensors):
+        self.buckets += [([index[id(t)] for t in members], plan) for members, plan in direct]
+        for members, bucket in [] if direct else members_of_buckets(tensors):
             self.buckets.append((members, bucket.plan))
             self.owners.append(bucket)
 
     def tensors(self) -> list[Tensor]:
         """Return the replica's parameters and buffers now, each once."""
-        found: dict[int, Any] = {}
-        for (table, key), index in zip(self._places, self._order):
-            if index is not None:
-                found.setdefault(index, table[key])
-        return list(found.values())
+        return [table[key] for table, key in self._firsts]
 
     def update(self, tensors: Sequence[Tensor]) -> tuple[ModuleUpdate, list[Tensor]]:
         """Say what has changed, and take it as told.
@@ -80,8 +81,8 @@ class ModuleSender:
         Raises:
             CannotTravelError: an attribute can't be sent; the message names it.
         """
-        names = self._names(tensors)
-        structure = None if self._is_told else self._structure(names)
+        names = functools.cache(lambda: self._names(tensors))
+        structure = None if self._is_told else self._structure(names())
         attributes, kept = self._attributes(names)
         moved, written = self._moved_and_written(tensors, names)
         buckets = None if self._is_told else self.buckets
@@ -127,19 +128,20 @@ class ModuleSender:
         packed, _ = self._pack(rows, names, range(len(self._modules)))
         return packed
 
-    def _attributes(self, names: Names) -> tuple[Packed | None, list[Tensor]]:
+    def _attributes(self, names: Callable[[], Names]) -> tuple[Packed | None, list[Tensor]]:
         changed = self._watch.changed()
         if self._contents is None or not self._contents.is_same():
             changed = list(range(len(self._modules)))
         if changed:
             held = [list(_held(m, i in self._watch.volatile())) for i, m in enumerate(self._modules)]
-            self._contents = DeepContents(itertools.chain(*held), dict.fromkeys(names))
-            self._opaque = [i for i, values in enumerate(held) if DeepContents(values, dict.fromkeys(names)).is_opaque]
+            known = dict.fromkeys(names())
+            self._contents = DeepContents(itertools.chain(*held), known)
+            self._opaque = [i for i, values in enumerate(held) if DeepContents(values, known).is_opaque]
         changed = sorted({*changed, *self._opaque})
         if not changed:
             return None, []
         self._check_hooks(changed)
-        packed, kept = self._pack([(i, *_attributes(self._modules[i])) for i in changed], names, changed)
+        packed, kept = self._pack([(i, *_attributes(self._modules[i])) for i in changed], names(), changed)
         if not packed.tensors and self._last == (changed, packed.data):
             return None, []
         self._last = (changed, packed.data)
@@ -171,19 +173,21 @@ class ModuleSender:
                     return f"attribute {path} of type {type(value).__name__} can't be sent ({error})"
         return None
 
-    def _moved_and_written(self, tensors: Sequence[Tensor], names: Names) -> tuple[list[ParameterUpdate], list[int]]:
-        moved, written = [], []
-        for i, t in enumerate(tensors):
-            grad = t.grad if t.is_leaf else None
-            now = (t.data_ptr(), None if grad is None else grad.data_ptr(), version_of(t))
-            before = self._sent.get(i)
-            self._sent[i] = now
-            if before is None or before[:2] != now[:2]:
-                moved.append(self._describe(i, t, grad, names))
-                # On the CPU, what is shared for the first time moves.
-                self._sent[i] = (t.data_ptr(), None if grad is None else grad.data_ptr(), now[2])
-            elif before[2] != now[2]:
-                written.append(i)
+    def _moved_and_written(
+        self, tensors: Sequence[Tensor], names: Callable[[], Names]
+    ) -> tuple[list[ParameterUpdate], list[int]]:
+        grads = [t.grad if t.is_leaf else None for t in tensors]
+        addresses, versions = _addresses(tensors, grads), versions_of(tensors)
+        before: Sequence[Any] = self._addresses or [None] * len(tensors)
+        then = self._versions or versions
+        moved = []
+        if addresses != before:
+            which = [i for i, (a, b) in enumerate(zip(addresses, before)) if a != b]
+            moved = [self._describe(i, tensors[i], grads[i], names()) for i in which]
+            addresses = _addresses(tensors, grads)  # on the CPU, what is shared for the first time moves
+        told = {update.index for update in moved}
+        written = [i for i, (a, b) in enumerate(zip(versions, then)) if a != b and i not in told]
+        self._addresses, self._versions = addresses, versions
         return moved, written
 
     def _describe(self, index: int, t: Tensor, grad: Tensor | None, names: Names) -> ParameterUpdate:
@@ -212,6 +216,10 @@ def members_of_buckets(tensors: Sequence[Tensor]) -> list[tuple[list[int], Bucke
 
 def _attributes(module: nn.Module) -> tuple[type, dict[str, Any]]:
     return type(module), {k: v for k, v in vars(module).items() if k not in TABLES}
+
+
+def _addresses(tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[tuple[int, int]]:
+    return list(zip(map(Tensor.data_ptr, tensors), [-1 if g is None else g.data_ptr() for g in grads]))
 
 
 def _is_own_kind(t: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """Settings for the whole process, torch's and Python's, read in one process and applied in another."""
 
 import contextlib
+import operator
 import os
 import sys
 from importlib.machinery import ModuleSpec
@@ -18,6 +19,7 @@ _PATHS = (
     "cuda.matmul.allow_bf16_reduced_precision_reduction",
     "cuda.matmul.allow_fp16_reduced_precision_reduction",
 )
+_read_paths = operator.attrgetter(*_PATHS)
 _SDP_BACKENDS = ("flash", "mem_efficient", "math", "cudnn")
 
 Settings = tuple[Any, ...]
@@ -36,7 +38,7 @@ def read_settings() -> Settings:
         torch.get_default_dtype(),
         *_determinism(),
         torch.get_num_threads(),
-        *(_resolve(path) for path in _PATHS),
+        *_read_paths(torch.backends),
         *(getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _SDP_BACKENDS),
     )
 
