@@ -29,6 +29,8 @@ class FixedBucket:
     ) -> None:
         unit = 1 if keep_storage else max(1, ALIGNMENT_BYTES // originals[0].element_size())
         self.plan = plan_bucket(originals, range(len(originals)), 1, together=keep_storage, unit=unit)
+        self.grad_plan = plan_bucket(originals, range(len(originals)), 1, unit=1)
+        """How gradients travel: without gaps, as they aren't computed with where they lie."""
         self.originals = list(originals)
         self._device = device
         self._flats = [self.plan.make_flat(d) for d in devices]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from everygpu.parallel.buckets.grouping import aligned_offsets, dense_strides, group_by_storage, storage_offsets
 from everygpu.parallel.buckets.memory import fill_views
 from everygpu.parallel.buckets.sizes import UPDATE_BYTES
+from everygpu.torch_private.tensors import flatten_dense_tensors
 
 BLOCK_NUMEL = 1024
 """Parameters begin at, and chunks are whole multiples of: what one program of an update kernel works on."""
@@ -62,6 +64,8 @@ class BucketPlan:
     num_chunks: int
     has_gaps: bool
     """There are elements that are no parameter's."""
+    is_plain: bool
+    """There are none, and parameters lie in the order of ``slots``, the elements of each in the order of its shape."""
 
     @property
     def numel(self) -> int:
@@ -94,6 +98,8 @@ class BucketPlan:
             device: Where the memory is.
         """
         found = [tensors.get(slot.index) for slot in self.slots]
+        if self.is_plain and all(t is not None and t.dtype is self.dtype for t in found):
+            return cast(Tensor, flatten_dense_tensors(found)).detach()
         make = torch.zeros if self.has_gaps or any(t is None for t in found) else torch.empty
         flat = make(self.numel, dtype=self.dtype, device=device)
         fill_views(self.views(flat), found)
@@ -164,13 +170,20 @@ def plan_bucket(
         for i, t, start in zip(members, tensors, starts)
     ]
     chunk_numel = -(-end // (num_chunks * unit)) * unit
+    has_gaps = sum(t.numel() for t in tensors) < chunk_numel * num_chunks
+    is_in_order = starts == sorted(starts) and all(_is_contiguous(slot) for slot in slots)
     return BucketPlan(
         dtype=tensors[0].dtype,
         slots=tuple(slots),
         chunk_numel=chunk_numel,
         num_chunks=num_chunks,
-        has_gaps=sum(t.numel() for t in tensors) < chunk_numel * num_chunks,
+        has_gaps=has_gaps,
+        is_plain=is_in_order and not has_gaps,
     )
+
+
+def _is_contiguous(slot: Slot) -> bool:
+    return torch.empty(slot.shape, device="meta").stride() == slot.strides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

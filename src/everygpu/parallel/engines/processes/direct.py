@@ -75,8 +75,8 @@ class DirectParameters:
         return calls
 
     def twins(self, position: int) -> list[tuple[list[Tensor], BucketPlan]]:
-        """Return a replica's copies, by bucket."""
-        return [(rows[position - 1], bucket.plan) for rows, bucket in zip(self._twins, self._buckets)]
+        """Return a replica's copies, by bucket, and how their gradients lie in it."""
+        return [(rows[position - 1], bucket.grad_plan) for rows, bucket in zip(self._twins, self._buckets)]
 
     def originals(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
         """Return the originals that are behind copies, by the copies' ``id``."""
@@ -116,7 +116,7 @@ class DirectCalls:
 
     def sum_bucket(self, bucket: int, device: torch.device) -> Sequence[Tensor | None]:
         """Add up what the helpers have sent ahead of a bucket's gradients."""
-        plan = self._buckets[bucket].plan
+        plan = self._buckets[bucket].grad_plan
         calls = [call for ref in self.calls if (call := ref()) is not None]
         found = [arrived for call in calls if (arrived := call.take_arrived(bucket)) is not None]
         if torch.is_grad_enabled():

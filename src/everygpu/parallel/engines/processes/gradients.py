@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from everygpu.parallel.engines.processes.messages import BucketDone, SparseGrad
 from everygpu.parallel.engines.processes.module_receiver import Binding
@@ -16,21 +17,28 @@ from everygpu.parallel.engines.processes.shared_tensors import Exporter
 class GradientSender:
     """Sends each bucket as soon as all of its gradients are there, and the others when backward is over.
 
+    Of each bucket one parameter is watched, that which gets its gradient last.
+
     Args:
         device: The helper's.
         exporter: Lends the buckets' memory.
+        complete: Where hooks put each parameter whose gradient is complete: in C, as it is done for all of them.
         say: Sends what a function makes of a flag.
     """
 
-    def __init__(self, device: torch.device, exporter: Exporter, say: Callable[[Any], None]) -> None:
+    def __init__(
+        self, device: torch.device, exporter: Exporter, complete: list[Tensor], say: Callable[[Any], None]
+    ) -> None:
         self._device = device
         self._exporter = exporter
+        self._complete = complete
         self._say = say
-        self._binding = Binding(tensors={}, grads={}, buckets=())
-        self._bucket_of: dict[int, int] = {}
-        self._waiting: list[int] = []
-        self._call: int | None = None
-        self._touched: set[int] = set()
+        self.touched: list[int] = []
+        """Parameters that have got a gradient in the main process's memory in the last backward."""
+        self._handles: dict[int, RemovableHandle] = {}  # by bucket
+        self._unsent: set[int] = set()
+        self._call = 0
+        self._bind(Binding(tensors={}, grads={}, buckets=()))
 
     @contextmanager
     def collecting(self, call: int, binding: Binding) -> Iterator[None]:
@@ -40,60 +48,84 @@ class GradientSender:
             call: That the backward is of.
             binding: Of its forward.
         """
-        self._binding = binding
-        for index, t in binding.tensors.items():
-            if t.requires_grad:
-                t.grad = binding.grads.get(index)
-        self._touched = set()
-        self._bucket_of = {i: k for k, (members, _) in enumerate(binding.buckets) for i in members}
-        self._waiting = [len(members) for members, _ in binding.buckets]
-        self._call = call
+        if binding is not self._binding:
+            self._bind(binding)
+        self._clear()
+        for index, grad in binding.grads.items():
+            binding.tensors[index].grad = grad
+        self._call, self._unsent = call, set(range(len(binding.buckets)))
         try:
             yield
-            for bucket, left in enumerate(self._waiting):
-                if left:
-                    self._send(bucket)
+            for bucket in sorted(self._unsent):
+                self._send(bucket)
+            found = set(map(id, self._complete))
+            self.touched = [i for i in sorted(binding.grads) if id(binding.tensors[i]) in found]
         finally:
-            self._call = None
+            self._unsent = set()
+            self._clear()
+
+    @contextmanager
+    def refused(self, binding: Binding) -> Iterator[None]:
+        """Have no gradients be computed within but those that ``torch.autograd.grad`` returns.
+
+        Args:
+            binding: Of the forward.
+        Raises:
+            CannotTravelError: a backward within has led to parameters.
+        """
+        self._complete.clear()
+        yield
+        if self._complete:
             for t in binding.tensors.values():
                 t.grad = None
-
-    def note(self, index: int) -> None:
-        """Take note of a gradient that is complete.
-
-        Raises:
-            CannotTravelError: no backward of the main process is under way, but one within forward.
-        """
-        if self._call is None:
             raise CannotTravelError("forward runs a backward of its own to the parameters")
-        self._touched.add(index)
-        bucket = self._bucket_of.get(index)
-        if bucket is not None:
-            self._waiting[bucket] -= 1
-            if not self._waiting[bucket]:
-                self._send(bucket)
 
-    def take_touched(self) -> list[int]:
-        """Return the parameters that have got a gradient in the main process's memory."""
-        return sorted(i for i in self._touched if i in self._binding.grads)
+    def _bind(self, binding: Binding) -> None:
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles = {}
+        self._binding = binding
+        self._trained = [t for t in binding.tensors.values() if t.requires_grad]
+        self._members = [[binding.tensors[i] for i in members] for members, _ in binding.buckets]
+        for bucket, members in enumerate(self._members):
+            self._watch(bucket, members[0])
+
+    def _watch(self, bucket: int, t: Tensor) -> None:
+        """Have a parameter's gradient be the one after which a bucket may be complete."""
+        if bucket in self._handles:
+            self._handles[bucket].remove()
+        self._handles[bucket] = t.register_post_accumulate_grad_hook(lambda _: self._check(bucket))  # type: ignore[no-untyped-call]
+
+    def _check(self, bucket: int) -> None:
+        """Send a bucket if it is complete; else look again after the gradient of one that is missing."""
+        if bucket in self._unsent:
+            missing = next((t for t in self._members[bucket] if t.grad is None), None)
+            if missing is None:
+                self._send(bucket)
+            else:
+                self._watch(bucket, missing)
+
+    def _clear(self) -> None:
+        self._complete.clear()
+        for t in self._trained:
+            t.grad = None
 
     def _send(self, bucket: int) -> None:
-        members, plan = self._binding.buckets[bucket]
-        grads = [self._binding.tensors[i].grad for i in members]
+        self._unsent.discard(bucket)
+        members, plan = self._members[bucket], self._binding.buckets[bucket][1]
+        grads = [t.grad for t in members]
         if all(g is None for g in grads):
             return
-        for i in members:
-            self._binding.tensors[i].grad = None
-        dense = {k: g for k, g in enumerate(grads) if g is not None and g.layout == torch.strided}
+        for t in members:
+            t.grad = None
+        dense = {k: g for k, g in enumerate(grads) if g is not None and g.layout is torch.strided}
         sparse = {k: self._describe(g) for k, g in enumerate(grads) if g is not None and k not in dense}
         call, lent = self._call, None
         if dense:
             lent = self._exporter.describe(plan.flatten(dense, self._device), lends=True)
         present = [k in dense for k in range(len(grads))]
         self._say(
-            lambda ready: BucketDone(
-                call=call or 0, ready=ready, bucket=bucket, flat=lent, present=present, sparse=sparse
-            )
+            lambda ready: BucketDone(call=call, ready=ready, bucket=bucket, flat=lent, present=present, sparse=sparse)
         )
 
     def _describe(self, grad: Tensor) -> SparseGrad:

@@ -70,9 +70,10 @@ class Helper:
         self._num_writes = 0
         self._host_seed: int | None = None
         self._graphs: dict[int, Graph] = {}  # by the number of the call
-        self._module = ModuleReceiver(self._importer, lambda index: self._gradients.note(index))
+        complete: list[Tensor] = []
+        self._module = ModuleReceiver(self._importer, complete.append)
         self._globals = GlobalsReceiver(self._open, self._module.find)
-        self._gradients = GradientSender(device, self._exporter, self._say)
+        self._gradients = GradientSender(device, self._exporter, complete, self._say)
 
     def serve(self) -> None:
         """Answer until the main process hangs up, or ends.
@@ -124,7 +125,8 @@ class Helper:
         args, kwargs = unpack(message.arguments, tensors, self._module.find)
         ours = self._module.binding.tensors
         before = [t._version for t in tensors], {i: t._version for i, t in ours.items()}
-        with message.modes.entered(), fresh_casts(), on_device(self._device, self._stream, shared=False):
+        here = on_device(self._device, self._stream, shared=False)
+        with message.modes.entered(), fresh_casts(), here, self._gradients.refused(self._module.binding):
             output = module(*args, **kwargs)
         packed, shared = pack(output, self._exporter, {}, lends=True, prepare=self._own)
         if any(t.requires_grad for t in shared):
@@ -167,7 +169,7 @@ class Helper:
             call=message.call,
             ready=self._written(),
             inputs=describe_all(found, self._exporter, lends=True),
-            touched=self._gradients.take_touched(),
+            touched=self._gradients.touched,
         )
 
 

@@ -31,10 +31,10 @@ class ModuleReceiver:
 
     Args:
         importer: Opens the main process's tensors.
-        on_grad: Called with a parameter's index when its gradient is complete in a backward.
+        on_grad: Called with a parameter when its gradient is complete in a backward.
     """
 
-    def __init__(self, importer: Importer, on_grad: Callable[[int], None]) -> None:
+    def __init__(self, importer: Importer, on_grad: Callable[[Tensor], None]) -> None:
         self._importer = importer
         self._on_grad = on_grad
         self.modules: list[nn.Module] = []
@@ -111,8 +111,7 @@ class ModuleReceiver:
             vars(t).update(attributes)
         if update.requires_grad:
             t.requires_grad_()
-            index = update.index
-            t.register_post_accumulate_grad_hook(lambda _: self._on_grad(index))  # type: ignore[no-untyped-call]
+            t.register_post_accumulate_grad_hook(self._on_grad)  # type: ignore[no-untyped-call]
         return t
 
     def _restore(self) -> None:

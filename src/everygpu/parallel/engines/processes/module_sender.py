@@ -28,7 +28,7 @@ class ModuleSender:
     Args:
         module: The replica. It is a new one when the arrangement of its modules and tensors changes.
         exporter: Describes its tensors to the helper.
-        direct: The tensors of each bucket, and how they lie in it, where these aren't connected one by one.
+        direct: The tensors of each bucket, and how their gradients lie in it, where these aren't connected one by one.
     Raises:
         CannotTravelError: a layer computes with what the other replicas compute.
     """
