@@ -1,5 +1,6 @@
 """The memory of a training step: every trainable parameter and its gradient, side by side on every device."""
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from everygpu import comm
-from everygpu.parallel.buckets.memory import num_uses, same_bytes
+from everygpu.parallel.buckets.memory import num_uses, same_bytes, versions_of
 from everygpu.parallel.buckets.plan import BucketPlan, plan_buckets
 from everygpu.parallel.buckets.sizes import update_bucket_bytes
 from everygpu.parallel.buckets.slot_alias import make_twins, put_back
@@ -17,6 +18,8 @@ from everygpu.parallel.replicas.module_tree import has_hooks
 from everygpu.step.parameter_checks import check_grad_dtypes, check_memory, check_place
 
 PerDevice = list[Tensor]
+
+_getters = [operator.attrgetter(name) for name in ("shape", "dtype", "device", "requires_grad")]
 
 
 class FlatParameters:
@@ -54,14 +57,13 @@ class FlatParameters:
         self.adopt()
         self.twins = [make_twins(params, slots) for slots in self._slots[1:]]
         self._own_uses: list[int] = []
-        self._layout_key = [_layout_key(p) for p in params]
+        self._layouts = _layouts(params)
         self.begin()
 
     def fits(self, params: Sequence[Tensor]) -> bool:
         """Tell whether these are the parameters it was made for, as they were."""
-        return len(params) == len(self.params) and all(
-            p is mine and _layout_key(p) == facts for p, mine, facts in zip(params, self.params, self._layout_key)
-        )
+        is_same = len(params) == len(self.params) and all(map(operator.is_, params, self.params))
+        return is_same and _layouts(params) == self._layouts
 
     def adopt(self) -> None:
         """Take in the parameters' values from wherever they are now, and send them to every device."""
@@ -87,8 +89,10 @@ class FlatParameters:
 
         As in ``backup = p.data; p.data = average``: taking the average in would overwrite the backup.
         """
-        moved = any(p.data_ptr() != slot.data_ptr() for p, slot in zip(self.params, self._slots[0]))
-        return moved and any(now > own for now, own in zip(self._num_uses(), self._own_uses))
+        return self._is_moved() and any(now > own for now, own in zip(self._num_uses(), self._own_uses))
+
+    def _is_moved(self) -> bool:
+        return list(map(Tensor.data_ptr, self.params)) != list(map(Tensor.data_ptr, self._slots[0]))
 
     def _num_uses(self) -> list[int]:
         """Count the uses of each bucket's memory, the parameters themselves left out."""
@@ -103,14 +107,14 @@ class FlatParameters:
 
     def follow_edits(self) -> None:
         """Send what was written to the parameters since the last step: loaded, clamped, swapped for averages."""
-        if any(p.data_ptr() != slot.data_ptr() for p, slot in zip(self.params, self._slots[0])):
+        if self._is_moved():
             self.adopt()
         self.send_written()
         self._send([b for b in range(len(self.plans)) if self._differs(b)])
 
     def send_written(self) -> None:
         """Send what torch counts as written since the last step, where parameters are in their places."""
-        versions = [p._version for p in self.params]
+        versions = versions_of(self.params)
         if versions == self._versions:
             return
         written = {i for i, (now, then) in enumerate(zip(versions, self._versions)) if now != then}
@@ -166,12 +170,12 @@ class FlatParameters:
         Args:
             since: What ``grad_versions`` returned at the moment from which they count; ``begin`` if left out.
         """
-        pairs = [zip(now, then) for now, then in zip(self.grad_versions(), since or self._grad_versions)]
-        return {i for row in pairs for i, (now, then) in enumerate(row) if now != then}
+        pairs = zip(self.grad_versions(), since or self._grad_versions)
+        return {i for row, then in pairs for i, is_other in enumerate(map(operator.ne, row, then)) if is_other}
 
     def grad_versions(self) -> list[list[int]]:
         """Return how often torch has counted a write to each device's gradients."""
-        return [[g._version for g in slots] for slots in self._grad_slots]
+        return [versions_of(slots) for slots in self._grad_slots]
 
     def note_grads(self, touched: set[int]) -> None:
         """Have ``touched`` return these, too, whose gradients were written where torch doesn't count it."""
@@ -229,7 +233,7 @@ class FlatParameters:
         self._remember()
 
     def _remember(self) -> None:
-        self._versions = [p._version for p in self.params]
+        self._versions = versions_of(self.params)
 
     def _differs(self, b: int) -> bool:
         """Look for writes that torch doesn't count, such as ``p.data.clamp_()``; on the CPU, where looking is free."""
@@ -242,8 +246,11 @@ def _slots(plans: Sequence[BucketPlan], buckets: Sequence[PerDevice], replica: i
     return [view for _, view in sorted(pairs, key=lambda pair: pair[0])]
 
 
-def _layout_key(p: Tensor) -> tuple[Any, ...]:
-    return p.shape, p.dtype, getattr(p, "grad_dtype", None), p.device, p.requires_grad, p.stride(), has_hooks(p)
+def _layouts(params: Sequence[Tensor]) -> list[list[Any]]:
+    """Return what memory is laid out by, one list for each property: it runs in every step."""
+    grad_dtypes = [getattr(p, "grad_dtype", None) for p in params]
+    plain = (list(map(get, params)) for get in _getters)
+    return [grad_dtypes, list(map(has_hooks, params)), list(map(Tensor.stride, params)), *plain]
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
