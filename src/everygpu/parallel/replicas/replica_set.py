@@ -107,6 +107,10 @@ class ReplicaSet:
         self._is_looked_at = self._tree.is_same() and self._tree.is_alike()
         return self._is_looked_at
 
+    def replica_of(self, root: nn.Module) -> ReplicaModule | None:
+        """Return what keeps a replica up to date; None where it is none of these."""
+        return next((replica for replica in self._replicas if replica.root is root), None)
+
     def forget(self) -> None:
         """Send everything at the next refresh, after writes that torch doesn't count."""
         for bucket in self._buckets:

@@ -18,6 +18,7 @@ from everygpu.parallel.engines.processes.messages import Members, ModuleUpdate, 
 from everygpu.parallel.engines.processes.packing import CannotTravelError, Names, pack
 from everygpu.parallel.engines.processes.shared_tensors import Exporter
 from everygpu.parallel.engines.processes.used_globals import Path
+from everygpu.parallel.replicas.attributes import ReplicaModule, Updates
 from everygpu.parallel.replicas.contents import CONTAINERS, DeepContents, is_constant, is_open
 from everygpu.parallel.replicas.watch import TABLES, Watch
 
@@ -29,12 +30,17 @@ class ModuleSender:
         module: The replica. It is a new one when the arrangement of its modules and tensors changes.
         exporter: Describes its tensors to the helper.
         direct: The tensors of each bucket, and how their gradients lie in it, where these aren't connected one by one.
+        replica: Keeps the module up to date; left out, its attributes are compared with what they were.
     Raises:
         CannotTravelError: a layer computes with what the other replicas compute.
     """
 
     def __init__(
-        self, module: nn.Module, exporter: Exporter, direct: Sequence[tuple[list[Tensor], BucketPlan]] = ()
+        self,
+        module: nn.Module,
+        exporter: Exporter,
+        direct: Sequence[tuple[list[Tensor], BucketPlan]] = (),
+        replica: ReplicaModule | None = None,
     ) -> None:
         self.module = module
         self._exporter = exporter
@@ -42,7 +48,7 @@ class ModuleSender:
             if isinstance(m, SyncBatchNorm):
                 raise CannotTravelError(f"the layer {name or 'SyncBatchNorm'} normalizes over all replicas' batches")
         self._modules = list(module.modules())
-        self._watch = Watch(self._modules)
+        self._watch = Watch(self._modules) if replica is None else Updates(replica, self._modules)
         self._places: list[tuple[dict[str, Any], str]] = [
             (t, key) for m in self._modules for t in (m._parameters, m._buffers) for key in t
         ]
@@ -133,7 +139,8 @@ class ModuleSender:
         if self._contents is None or not self._contents.is_same():
             changed = list(range(len(self._modules)))
         if changed:
-            held = [list(_held(m, i in self._watch.volatile())) for i, m in enumerate(self._modules)]
+            volatile = set(self._watch.volatile())
+            held = [list(_held(m, i in volatile)) for i, m in enumerate(self._modules)]
             known = dict.fromkeys(names())
             self._contents = DeepContents(itertools.chain(*held), known)
             self._opaque = [i for i, values in enumerate(held) if DeepContents(values, known).is_opaque]
