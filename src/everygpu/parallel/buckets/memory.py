@@ -1,7 +1,7 @@
 """Flat memory: filled, compared, and counted by its uses."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ def version_of(t: Tensor) -> int:
     return 0 if t.is_inference() else t._version
 
 
-def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+def versions_of(tensors: Collection[Tensor]) -> list[int]:
     """Return ``version_of`` each tensor; it runs in every step."""
     try:
         return list(map(_version, tensors))

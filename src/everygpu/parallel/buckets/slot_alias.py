@@ -41,6 +41,7 @@ def make_twins(originals: Iterable[Tensor], slots: Iterable[Tensor]) -> list[Ten
 
 def put_back(tensors: Sequence[Tensor], slots: Sequence[Tensor]) -> None:
     """Have tensors be in their slots again, without a copy, where ``t.data = …`` has moved them."""
-    for t, slot in zip(tensors, slots):
-        if t.data_ptr() != slot.data_ptr():
+    now, then = list(map(Tensor.data_ptr, tensors)), list(map(Tensor.data_ptr, slots))
+    for t, slot, address, place in zip(tensors, slots, now, then) if now != then else ():
+        if address != place:
             t.data = slot

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _LENGTH = struct.Struct("<Q")
-_MOST_AT_ONCE = 2**20
+_MOST_AT_ONCE = 2**16
 
 
 class Connection:
@@ -24,6 +24,7 @@ class Connection:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
+        self._received = bytearray()
         self.is_broken = False
         """Whether the other process has ended, or a message was interrupted."""
 
@@ -44,13 +45,17 @@ class Connection:
             EOFError: the other process has ended.
         """
         with self._whole():
-            (length,) = _LENGTH.unpack(self._receive(_LENGTH.size))
-            data = self._receive(length)
+            self._fill(_LENGTH.size)
+            (length,) = _LENGTH.unpack_from(self._received)
+            end = _LENGTH.size + length
+            self._fill(end)
+            data = bytes(self._received[_LENGTH.size : end])
+            del self._received[:end]
         return pickle.loads(data)
 
     def has_message(self, timeout_s: float) -> bool:
         """Tell whether there is something to receive, or the other process has ended; wait for it for a time."""
-        if self._socket.fileno() < 0:
+        if self._socket.fileno() < 0 or self._received:
             return True
         poll = select.poll()  # ``select.select`` takes no file descriptor over 1023
         poll.register(self._socket, select.POLLIN)
@@ -92,14 +97,13 @@ class Connection:
         with contextlib.suppress(OSError):  # closed already
             self._socket.shutdown(how)
 
-    def _receive(self, length: int) -> bytes:
-        data = bytearray()
-        while len(data) < length:
-            part = self._socket.recv(min(length - len(data), _MOST_AT_ONCE))
+    def _fill(self, length: int) -> None:
+        """Read until there are so many bytes: one call reads a short message as a whole, or several."""
+        while len(self._received) < length:
+            part = self._socket.recv(_MOST_AT_ONCE)
             if not part:
                 raise EOFError("the other process has ended")
-            data += part
-        return bytes(data)
+            self._received += part
 
 
 @contextlib.contextmanager

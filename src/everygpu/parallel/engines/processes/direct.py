@@ -64,15 +64,11 @@ class DirectParameters:
         return module is self._module and self.replicas.is_same()
 
     def begin(self) -> "DirectCalls":
-        """Send the parameters, and connect a call of all replicas to them."""
+        """Send the parameters for a call of all replicas."""
         self.replicas.forget()  # frozen parameters, too, as they may have been written through ``.data``
         for bucket in self._buckets:
             bucket.send()
-        calls = DirectCalls(self, self._buckets)
-        if torch.is_grad_enabled():
-            for k, bucket in enumerate(self._buckets):
-                calls.anchors.append(_Parameters.apply(calls, k, self._device, *bucket.originals))  # type: ignore[no-untyped-call]
-        return calls
+        return DirectCalls(self, self._buckets)
 
     def twins(self, position: int) -> list[tuple[list[Tensor], BucketPlan]]:
         """Return a replica's copies, by bucket, and how their gradients lie in it."""
@@ -113,6 +109,18 @@ class DirectCalls:
         self.calls: list[weakref.ref[RemoteCall]] = []
         """Those whose outputs take gradients: they live as long as these."""
         self._versions = [bucket.versions for bucket in buckets]
+
+    def connect(self, device: torch.device) -> None:
+        """Make what outputs are connected to, unless autograd is off: before the first replica runs in this process.
+
+        Autograd runs what was made last first, so that the first replica's backward doesn't wait for gradients.
+
+        Args:
+            device: Of the parameters.
+        """
+        if torch.is_grad_enabled():
+            for k, bucket in enumerate(self._buckets):
+                self.anchors.append(_Parameters.apply(self, k, device, *bucket.originals))  # type: ignore[no-untyped-call]
 
     def sum_bucket(self, bucket: int, device: torch.device) -> Sequence[Tensor | None]:
         """Add up what the helpers have sent ahead of a bucket's gradients."""

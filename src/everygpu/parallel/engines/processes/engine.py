@@ -147,6 +147,8 @@ class ProcessReplicas(Engine):
             remote = {i: self._prepare(names[i], call) for i, call in enumerate(calls) if i}
             for sent in remote.values():
                 sent.send()
+            if self._direct is not None:
+                self._direct.connect(self._devices[0])
         except (CannotTravelError, CannotStartError) as error:
             self._give_up(str(error))
             return None

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import operator
 import os
 import socket
 import sys
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from everygpu.comm.ipc import Flags
 from everygpu.comm.streams import current_stream
+from everygpu.parallel.buckets.memory import versions_of
 from everygpu.parallel.engines.processes.connection import Connection
 from everygpu.parallel.engines.processes.ends import follow
 from everygpu.parallel.engines.processes.generators import cuda_state, set_generators
@@ -92,6 +94,8 @@ class Helper:
                 answer = _failure(message.call, error)
             del message  # while this waits, it holds no activations
             self._connection.send(answer)
+            if isinstance(answer, BackwardDone):
+                self._module.look()
             del answer
 
     def _keep_house(self, keeping: Housekeeping) -> None:
@@ -124,7 +128,7 @@ class Helper:
             t.requires_grad_(needs_grad)
         args, kwargs = unpack(message.arguments, tensors, self._module.find)
         ours = self._module.binding.tensors
-        before = [t._version for t in tensors], {i: t._version for i, t in ours.items()}
+        before = versions_of(tensors), versions_of(ours.values())
         here = on_device(self._device, self._stream, shared=False)
         with message.modes.entered(), fresh_casts(), here, self._gradients.refused(self._module.binding):
             output = module(*args, **kwargs)
@@ -138,8 +142,8 @@ class Helper:
             ready=self._written(),
             outputs=packed,
             needs_grad=[t.requires_grad for t in shared],
-            written=[i for i, t in enumerate(tensors) if t._version != before[0][i]],
-            changed=[i for i, t in ours.items() if t._version != before[1][i]],
+            written=[i for i, is_other in enumerate(map(operator.ne, versions_of(tensors), before[0])) if is_other],
+            changed=[i for i, now, then in zip(ours, versions_of(ours.values()), before[1]) if now != then],
             generators=cuda_state(self._device),
         )
 
@@ -154,6 +158,7 @@ class Helper:
         return t.clone() if root.is_leaf and self._importer.owns(t) else t.resolve_conj().resolve_neg()
 
     def _backward(self, message: Backward) -> BackwardDone:
+        self._module.forget_look()  # activation checkpointing calls modules again
         outputs, inputs, binding = self._graphs[message.call]
         if not message.keeps_graph:
             del self._graphs[message.call]
