@@ -1,0 +1,74 @@
+"""What a helper sends while its backward goes on, without a helper."""
+
+import pytest
+import torch
+
+from everygpu.parallel.buckets.plan import plan_bucket
+from everygpu.parallel.engines.processes.gradients import GradientSender
+from everygpu.parallel.engines.processes.module_receiver import Binding
+from everygpu.parallel.engines.processes.packing import CannotTravelError
+from everygpu.parallel.engines.processes.shared_tensors import Exporter
+
+HERE = torch.device("cpu")
+
+
+class Backwards:
+    """Parameters in two buckets, and the order in which their gradients come and buckets are sent."""
+
+    def __init__(self, mapped=()):
+        complete = []
+        self.params = [torch.randn(3, requires_grad=True) for _ in range(4)]
+        self.events = []
+        for i, p in enumerate(self.params):
+            p.register_post_accumulate_grad_hook(complete.append)
+            p.register_post_accumulate_grad_hook(lambda _, i=i: self.events.append(i))
+        plan = plan_bucket(self.params[:2], range(2), 1, unit=1)
+        buckets = [([0, 1], plan), ([2, 3], plan)]
+        grads = {i: torch.zeros(3) for i in mapped}
+        self.binding = Binding(tensors=dict(enumerate(self.params)), grads=grads, buckets=[] if mapped else buckets)
+        self.exporter = Exporter(HERE)
+        self.sender = GradientSender(HERE, self.exporter, complete, self.say)
+
+    def say(self, make):
+        done = make(1)
+        self.events.append(("bucket", done.bucket, done.present))
+        self.exporter.take_back([done.flat.ticket])
+
+    def run(self, order):
+        """Run a backward in which parameters get their gradients in an order."""
+        self.events.clear()
+        with self.sender.collecting(1, self.binding):
+            for i in order:
+                self.params[i].sum().backward()
+        return self.events
+
+
+def test_a_bucket_is_sent_as_soon_as_it_is_complete():
+    backwards = Backwards()
+    for order in ([3, 2, 1, 0], [0, 1, 2, 3], [2, 0, 3, 1]):
+        events = backwards.run(order)
+        for bucket, members in enumerate(([0, 1], [2, 3])):
+            last = max(map(order.index, members))
+            assert events.index(("bucket", bucket, [True, True])) == events.index(order[last]) + 1
+    assert all(p.grad is None for p in backwards.params)
+
+
+def test_what_has_no_gradient_is_told_at_the_end():
+    assert Backwards().run([1, 3, 2]) == [1, 3, 2, ("bucket", 1, [True, True]), ("bucket", 0, [False, True])]
+
+
+def test_gradients_are_added_to_the_main_process_s_memory():
+    backwards = Backwards(mapped=(0, 2))
+    for _ in range(2):
+        backwards.run([2, 1])
+    assert backwards.sender.touched == [2]
+    assert [backwards.binding.grads[i].tolist() for i in (0, 2)] == [[0] * 3, [2] * 3]
+
+
+def test_a_backward_within_forward_is_refused():
+    backwards = Backwards()
+    with pytest.raises(CannotTravelError, match="backward of its own"), backwards.sender.refused(backwards.binding):
+        backwards.params[0].sum().backward()
+    assert backwards.params[0].grad is None
+    with backwards.sender.refused(backwards.binding):
+        torch.autograd.grad(backwards.params[0].sum(), backwards.params[0])
