@@ -7,7 +7,7 @@ from everygpu.parallel.buckets.plan import plan_bucket
 from everygpu.parallel.engines.processes.gradients import GradientSender
 from everygpu.parallel.engines.processes.module_receiver import Binding
 from everygpu.parallel.engines.processes.packing import CannotTravelError
-from everygpu.parallel.engines.processes.shared_tensors import Exporter
+from everygpu.parallel.engines.processes.shared_tensors import Exporter, Importer
 
 HERE = torch.device("cpu")
 
@@ -32,6 +32,7 @@ class Backwards:
     def say(self, make):
         done = make(1)
         self.events.append(("bucket", done.bucket, done.present))
+        self.sent = Importer(HERE).open(done.flat).tolist()
         self.exporter.take_back([done.flat.ticket])
 
     def run(self, order):
@@ -45,6 +46,7 @@ class Backwards:
 
 def test_a_bucket_is_sent_as_soon_as_it_is_complete():
     backwards = Backwards()
+    backwards.run([0, 1, 2, 3])
     for order in ([3, 2, 1, 0], [0, 1, 2, 3], [2, 0, 3, 1]):
         events = backwards.run(order)
         for bucket, members in enumerate(([0, 1], [2, 3])):
@@ -53,8 +55,25 @@ def test_a_bucket_is_sent_as_soon_as_it_is_complete():
     assert all(p.grad is None for p in backwards.params)
 
 
+def test_a_gradient_that_comes_in_parts_is_sent_when_backward_is_over():
+    backwards = Backwards()
+    for _ in range(2):
+        assert backwards.run([0, 1, 0, 1, 1]) == [0, 1, 0, 1, 1, ("bucket", 0, [True, True])]
+        assert backwards.sent == [2] * 3 + [3] * 3
+
+
+def test_a_part_that_comes_too_late_is_an_error():
+    backwards = Backwards()
+    backwards.run([0, 1])
+    with pytest.raises(RuntimeError, match="another part"):
+        backwards.run([0, 1, 0])
+    assert backwards.run([0, 1, 0])[:3] == [0, 1, 0]
+
+
 def test_what_has_no_gradient_is_told_at_the_end():
-    assert Backwards().run([1, 3, 2]) == [1, 3, 2, ("bucket", 1, [True, True]), ("bucket", 0, [False, True])]
+    backwards = Backwards()
+    backwards.run([0, 1, 2, 3])
+    assert backwards.run([1, 3, 2]) == [1, 3, 2, ("bucket", 1, [True, True]), ("bucket", 0, [False, True])]
 
 
 def test_gradients_are_added_to_the_main_process_s_memory():

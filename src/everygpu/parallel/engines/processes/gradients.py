@@ -17,7 +17,9 @@ from everygpu.parallel.engines.processes.shared_tensors import Exporter
 class GradientSender:
     """Sends each bucket as soon as all of its gradients are there, and the others when backward is over.
 
-    Of each bucket one parameter is watched, that which gets its gradient last.
+    Of each bucket one parameter is watched, that which gets its gradient last. Where a parameter gets its gradient in
+    several parts, as from reentrant activation checkpoints, all buckets are sent when backward is over: so they are in
+    the first backward, too, which finds that out.
 
     Args:
         device: The helper's.
@@ -37,8 +39,10 @@ class GradientSender:
         """Parameters that have got a gradient in the main process's memory in the last backward."""
         self._handles: dict[int, RemovableHandle] = {}  # by bucket
         self._unsent: set[int] = set()
+        self._sends_early = self._has_parts = False
         self._call = 0
-        self._bind(Binding(tensors={}, grads={}, buckets=()))
+        self._binding = Binding(tensors={}, grads={}, buckets=())
+        self._bind(self._binding)
 
     @contextmanager
     def collecting(self, call: int, binding: Binding) -> Iterator[None]:
@@ -47,6 +51,8 @@ class GradientSender:
         Args:
             call: That the backward is of.
             binding: Of its forward.
+        Raises:
+            RuntimeError: a gradient has got another part after it was sent.
         """
         if binding is not self._binding:
             self._bind(binding)
@@ -59,6 +65,9 @@ class GradientSender:
             for bucket in sorted(self._unsent):
                 self._send(bucket)
             found = set(map(id, self._complete))
+            self._has_parts |= len(found) < len(self._complete)
+            self._sends_early = not self._has_parts
+            self._check_rest()
             self.touched = [i for i in sorted(binding.grads) if id(binding.tensors[i]) in found]
         finally:
             self._unsent = set()
@@ -84,6 +93,7 @@ class GradientSender:
         for handle in self._handles.values():
             handle.remove()
         self._handles = {}
+        self._sends_early &= binding.buckets is self._binding.buckets
         self._binding = binding
         self._trained = [t for t in binding.tensors.values() if t.requires_grad]
         self._members = [[binding.tensors[i] for i in members] for members, _ in binding.buckets]
@@ -98,12 +108,19 @@ class GradientSender:
 
     def _check(self, bucket: int) -> None:
         """Send a bucket if it is complete; else look again after the gradient of one that is missing."""
-        if bucket in self._unsent:
+        if self._sends_early and bucket in self._unsent:
             missing = next((t for t in self._members[bucket] if t.grad is None), None)
             if missing is None:
                 self._send(bucket)
             else:
                 self._watch(bucket, missing)
+
+    def _check_rest(self) -> None:
+        if any(t.grad is not None for members in self._members for t in members):
+            raise RuntimeError(
+                "DataParallel: a parameter must get its gradient at once, as in the backwards before, got another part "
+                "of it, as reentrant checkpoints give. Call zero_grad() and run the step again."
+            )
 
     def _clear(self) -> None:
         self._complete.clear()
