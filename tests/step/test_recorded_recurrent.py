@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import everygpu
-from tests.parallel.cuda_graphs.recurrent import MODELS, loss_of, make_tokens, train_one_device
+from tests.parallel.cuda_graphs.recurrent import MODELS, LanguageModel, loss_of, make_tokens, train_one_device
 from tests.step.scenarios import Devices
 from tests.step.test_capture import num_recordings
 
@@ -43,3 +43,12 @@ def test_batches_of_several_lengths(recording: Devices) -> None:
     torch.testing.assert_close(losses, train_one_device(alone, used[0], 3 * NUM_STEPS, lengths), rtol=1e-3, atol=1e-4)
     for ours, theirs in zip(net.parameters(), alone.parameters()):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
+
+
+def test_dropout_between_layers(recording: Devices) -> None:
+    used, lengths = recording(2), (6, 4, 8)
+    net = LanguageModel(torch.nn.LSTM, num_layers=2, dropout=0.5).to(used[0])
+    step = everygpu.TrainStep(everygpu.DataParallel(net, used), loss_of, torch.optim.SGD(net.parameters(), lr=0.1))
+    losses = [step(x, y).cpu() for x, y in make_tokens(3 * NUM_STEPS, lengths=lengths)]
+    assert num_recordings(step) == len(lengths)
+    assert sum(losses[-9:]) < sum(losses[:9])

@@ -9,6 +9,7 @@ from everygpu.errors import OptimizerError
 from everygpu.parallel.cuda_graphs.guards import referents, values_of
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.recorder import Capture
+from everygpu.parallel.cuda_graphs.recurrent_dropout import draw_seeds
 from everygpu.parallel.cuda_graphs.static_batch import Batch, StaticBatch
 from everygpu.parallel.scatter.split import ScatterSpec
 from everygpu.step.early_update import EarlyUpdate
@@ -70,6 +71,7 @@ class RecordableStep:
         return self._strategy.early_update(self._expected, overlaps=self._overlaps) if self._updates_at_once() else None
 
     def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: EarlyUpdate | None) -> _Recorded:
+        draw_seeds(self.roots(), self._step.model.device_ids)
         try:
             return graph.record(lambda: self._run(batch.read(), prepared))
         finally:

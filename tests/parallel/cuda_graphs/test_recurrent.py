@@ -8,7 +8,7 @@ import torch
 
 import everygpu
 from tests.parallel.cuda_graphs.forwards import NUM_STEPS, Devices, num_recordings
-from tests.parallel.cuda_graphs.recurrent import MODELS, loss_of, make_tokens, train_one_device
+from tests.parallel.cuda_graphs.recurrent import MODELS, LanguageModel, loss_of, make_tokens, train_one_device
 
 # On GPUs a replica's weights lie in another order than cuDNN's.
 pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights")
@@ -62,6 +62,19 @@ def test_by_default(recording: Devices) -> None:
     assert model.engine_in_use == "graphs"
     torch.testing.assert_close(losses, train_one_device(alone, used[0], 2 * NUM_STEPS), rtol=1e-3, atol=1e-4)
     assert torch.backends.cudnn.enabled
+
+
+@pytest.mark.parametrize("engine", ["auto", "graphs"])
+def test_dropout_between_layers(recording: Devices, engine: str) -> None:
+    """cuDNN draws a seed for it after a generator's state was set, as a proof and each launch do."""
+    used, lengths = recording(2), (6, 4, 8)
+    if used[0].type == "cpu" and engine == "auto":
+        pytest.skip("replicas on the CPU aren't recorded by default")
+    net = LanguageModel(torch.nn.LSTM, num_layers=2, dropout=0.5).to(used[0])
+    model = everygpu.DataParallel(net, used, engine=engine)
+    losses = train(model, len(lengths) * 2 * NUM_STEPS, lengths)
+    assert model.engine_in_use == "graphs"
+    assert sum(losses[-9:]) < sum(losses[:9])
 
 
 def test_layers_compute_with_their_own_weights_between_launches(recording: Devices) -> None:

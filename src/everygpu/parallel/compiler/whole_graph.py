@@ -280,7 +280,9 @@ def _explain(error: Exception) -> str:
         return f"this torch can't trace the call: {type(error).__name__}: {message}"
     frame = innermost(stack)
     line = f" ({frame.line.strip()})" if frame and frame.line else ""
-    return f"Dynamo can't trace forward{in_line(stack)}{line}: {message}"
+    cause = error.__cause__ or error.__context__
+    why = f" ({type(cause).__name__}: {(str(cause).splitlines() or [''])[0]})" if cause is not None else ""
+    return f"Dynamo can't trace forward{in_line(stack)}{line}: {message}{why}"
 
 
 def _shorten(reason: str) -> str:

@@ -26,6 +26,7 @@ from everygpu.parallel.cuda_graphs.recordable import (
     find_unsupported_tensor,
 )
 from everygpu.parallel.cuda_graphs.recorder import Capture
+from everygpu.parallel.cuda_graphs.recurrent_dropout import draw_seeds
 from everygpu.parallel.cuda_graphs.replica_call import ReplicaCall
 from everygpu.parallel.cuda_graphs.rewind import Rewind
 from everygpu.parallel.cuda_graphs.static_batch import StaticBatch
@@ -169,6 +170,7 @@ class RecordedForward:
         proof = ForwardProof(self._module(), batch.read(), self._route) if self._proves else None
         if proof is not None and proof.reason is not None:
             raise CaptureError(proof.reason)
+        draw_seeds(self.roots(), self._devices)
         outputs, joiner = graph.record(lambda: self._forward(batch, prepared))
         check_outputs(outputs)
         slots = slots_of(outputs)
