@@ -26,10 +26,10 @@ PROVES_FORWARDS = True
 """Dynamo tells whether a forward may be recorded (``whole_graph``), in 0.5 s and 77 us a call for a transformer of 102
 modules on the CPU. Without it no forward is."""
 
-TRIES_PROCESSES = False
-"""The default engine moves replicas to helper processes where nothing can be recorded (``engines/auto``). Off until
-``engine="processes"``, as it is now, has run on GPUs. An earlier state of it took 42.8 ms a step for ViT-B/16 on two
-GPUs (DistributedDataParallel 32.9), and 16.1 for an LSTM (threads 11.6; benchmarks/reports/2026-11-23-ninth.md)."""
+TRIES_PROCESSES = True
+"""The default engine moves replicas to helper processes where nothing can be recorded (``engines/auto``). A step of the
+mixture of experts takes 120 ms with them on two GPUs, 164 in threads, and 101 with DistributedDataParallel
+(benchmarks/reports/2026-11-23-tenth.md)."""
 
 
 def defers_linear() -> bool:

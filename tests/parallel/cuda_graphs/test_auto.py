@@ -58,6 +58,9 @@ class FakeProcesses(Workers):
     def is_ready(self) -> bool:
         return self.has_started
 
+    def refuse_direct(self) -> None:
+        """Nothing is prepared for these."""
+
     def close(self) -> None:
         super().close()
         self.is_closed = True
@@ -228,6 +231,18 @@ def test_processes_that_are_slower_are_left(
     assert engines[-1] == ("processes" if is_faster else "threads")
     assert made[0].is_closed is not is_faster
     assert ("steps took 1200.0 ms there, and 1000.0 ms in threads" in caplog.text) is not is_faster
+
+
+def test_helpers_without_memory_are_left(
+    made: list[FakeProcesses], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(*_: object) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(FakeProcesses, "run", run)
+    assert set(train(everygpu.DataParallel(Net(), ["cpu"] * 2), 20)) == {"threads"}
+    assert made[0].is_closed
+    assert caplog.text.count("there is too little GPU memory for them") == 1
 
 
 def test_forwards_without_gradients_are_no_steps(made: list[FakeProcesses]) -> None:

@@ -103,10 +103,15 @@ class AutoReplicas(Engine):
         self, calls: Sequence[Call], devices: Sequence[torch.device], positions: Sequence[int] | None = None
     ) -> list[Any]:
         """Make the calls in helpers, if these are ready, else in threads; in threads also while they are recorded."""
-        if self._processes is not None and self._goes_out():
-            self._periods.note("processes")
-            self._last_used = "processes"
-            return self._processes.run(calls, devices, positions)
+        if self._processes is not None:
+            if self._goes_out():
+                self._periods.note("processes")
+                self._last_used = "processes"
+                try:
+                    return self._processes.run(calls, devices, positions)
+                except torch.OutOfMemoryError:
+                    self._leave("there is too little GPU memory for them")
+            self._processes.refuse_direct()
         self._tell()
         self._periods.note("threads")
         self._last_used = "threads"
@@ -135,7 +140,7 @@ class AutoReplicas(Engine):
             self._processes = ProcessReplicas(self._context)
             self._effects = SideEffects(self._context.module())
             if not switches.TRIES_PROCESSES:
-                self._processes.reason = "by default they aren't tried yet: pass engine='processes' to do so"
+                self._processes.reason = "they are switched off: pass engine='processes' to use them"
 
     def close(self) -> None:
         """End threads and helpers."""
@@ -148,7 +153,7 @@ class AutoReplicas(Engine):
         processes = self._processes
         if processes is None or processes.reason is not None or self._periods.median_ms("threads") is None:
             return False
-        self._compare(processes)
+        self._compare()
         if processes.reason is not None:
             return False
         try:
@@ -158,6 +163,11 @@ class AutoReplicas(Engine):
             return False
         if is_ready and not self._has_told:
             self._has_told = True
+            # Helpers have allocators of their own: what threads have used would lie idle.
+            for device in self._context.devices[1:]:
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
             logger.info(
                 'DataParallel: engine="auto": replicas run in processes from now on, as forward isn\'t recorded: %s.',
                 self._why_not_recorded,
@@ -186,12 +196,17 @@ class AutoReplicas(Engine):
         """Tell whether the next forward runs in helpers."""
         return not is_capturing() and self._has_helpers()
 
-    def _compare(self, processes: ProcessReplicas) -> None:
+    def _compare(self) -> None:
         """Go back to threads where these are faster: their steps take no messages."""
         before, now = self._periods.median_ms("threads"), self._periods.median_ms("processes")
         if before is not None and now is not None and before < now:
-            processes.reason = f"steps took {now:.1f} ms there, and {before:.1f} ms in threads"
-            processes.close()
+            self._leave(f"steps took {now:.1f} ms there, and {before:.1f} ms in threads")
+
+    def _leave(self, reason: str) -> None:
+        """Run in threads from now on."""
+        if self._processes is not None:
+            self._processes.reason = reason
+            self._processes.close()
 
     def _tell(self) -> None:
         """Say once that replicas stay in threads."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import everygpu
 from everygpu.errors import ReplicaError
+from everygpu.parallel.engines import auto, table
 from tests.parallel.engines.processes.failing import Net
 from tests.parallel.engines.processes.pool import HelperPool
 
@@ -80,3 +81,24 @@ def test_weights_that_forward_moves(helpers: HelperPool) -> None:
         assert wrapped.engine_in_use == engine
         found.append([p.detach().clone() for p in wrapped.parameters()])
     torch.testing.assert_close(*found)
+
+
+def test_a_helper_that_is_lost_as_a_call_begins_loses_no_gradients(
+    helpers: HelperPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default such a call runs in threads, where each parameter has to be connected."""
+    monkeypatch.setattr(table, "choose_engine", lambda name, context: name)
+    monkeypatch.setattr(auto, "NUM_PERIODS", 1)
+    net = nn.Linear(4, 2)
+    wrapped, x = everygpu.DataParallel(net, ["cpu"] * 2), torch.randn(6, 4)
+    with helpers.serving():
+        engines = []
+        while "processes" not in engines:
+            wrapped(x).sum().backward()
+            engines.append(wrapped.engine_in_use)
+        answers = iter([True])
+        monkeypatch.setattr(auto.AutoReplicas, "_goes_out", lambda replicas: next(answers, False))
+        net.zero_grad()
+        wrapped(x).sum().backward()
+    assert wrapped.engine_in_use == "threads"
+    torch.testing.assert_close(net.weight.grad, x.sum(0).expand(2, 4))

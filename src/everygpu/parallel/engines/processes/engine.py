@@ -121,12 +121,20 @@ class ProcessReplicas(Engine):
             outcomes = self._attempt(calls, devices, names)
             if outcomes is not None:
                 return take_values(outcomes, list(zip(names, devices, calls)))
-        if self._direct is not None:
-            raise NotDirectError
+        self.refuse_direct()
         if self.reason is not None and not self.has_told:
             self.has_told = True
             logger.warning("DataParallel: replicas run in threads, not in processes: %s.", self.reason)
         return self._threads.run(calls, devices, positions)
+
+    def refuse_direct(self) -> None:
+        """Refuse a call that ``launch`` has prepared: in threads its parameters have to be connected one by one.
+
+        Raises:
+            NotDirectError: it is one; ``launch`` then returns None.
+        """
+        if self._direct is not None:
+            raise NotDirectError
 
     def run_alone(self, call: Call, device: torch.device) -> Any:
         """Call the module as it is."""
