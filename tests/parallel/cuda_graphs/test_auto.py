@@ -187,12 +187,19 @@ def test_gradients_that_are_differentiated_again_are_not_recorded(
     assert model._engine._why_not_recorded.startswith("gradients are differentiated again")
 
 
-def test_a_frozen_parameter_is_not_recorded(recording: Devices, made: list[FakeProcesses]) -> None:
+def test_frozen_parameters_are_sent_by_each_launch(recording: Devices, made: list[FakeProcesses]) -> None:
     used = recording(2)
     net = Net().to(used[0])
-    net.a.weight.requires_grad_(False)
-    assert "graphs" not in train(everygpu.DataParallel(net, used), 8)
-    assert made[0].has_started
+    net.a.requires_grad_(False)
+    model = everygpu.DataParallel(net, used)
+    assert train(model, 8)[-1] == "graphs"
+    x = torch.randn(6, 4, device=used[0])
+    for write in (lambda: net.a.weight.data.mul_(2), lambda: net.a.bias.add_(1)):  # torch doesn't count the first
+        for _ in range(3):
+            write()
+            torch.testing.assert_close(everygpu.gather(model(x)), net(x))
+            assert model.engine_in_use == "graphs"
+    assert not made
 
 
 def test_one_line_says_why_replicas_stay_in_threads(

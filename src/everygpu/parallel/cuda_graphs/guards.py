@@ -33,9 +33,10 @@ class ModuleGuards:
 
     Args:
         roots: The modules, with all below them, as they are now.
+        watches_frozen: Count writes to frozen parameters as changes.
     """
 
-    def __init__(self, roots: Sequence[nn.Module]) -> None:
+    def __init__(self, roots: Sequence[nn.Module], *, watches_frozen: bool = True) -> None:
         self._roots = list(roots)
         self._layouts = [ModuleTree(root) for root in roots]
         self._tensors = [t for layout in self._layouts for t in layout.tensors]
@@ -45,7 +46,8 @@ class ModuleGuards:
         for watch in self._watches:
             watch.changed()
         self._dense = [t for t in self._tensors if is_dense(t)]
-        self._fixed = [t for t in self._tensors if isinstance(t, nn.Parameter) and not t.requires_grad]
+        frozen = [t for t in self._tensors if isinstance(t, nn.Parameter) and not t.requires_grad]
+        self._fixed = frozen if watches_frozen else []
         attributes = (v for layout in self._layouts for m in layout.modules for v in vars(m).values())
         self._objects = list({id(v): v for v in attributes if is_open(v)}.values())
         self._contents = _contents_of_objects(self._objects, known)

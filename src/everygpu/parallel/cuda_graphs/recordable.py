@@ -26,12 +26,6 @@ def find_unsupported_tensor(module: nn.Module) -> str | None:
     return None
 
 
-def find_frozen(module: nn.Module) -> str | None:
-    """Name a frozen parameter: a recording sends it when torch counts a write, as it doesn't through ``.data``."""
-    frozen = next((name for name, p in module.named_parameters() if not p.requires_grad), None)
-    return None if frozen is None else f"parameter {frozen} is frozen, and writes to its .data would not be seen"
-
-
 def check_outputs(outputs: list[Any]) -> None:
     """Refuse outputs that a launch can't return anew.
 

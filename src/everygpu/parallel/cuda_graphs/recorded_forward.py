@@ -21,7 +21,6 @@ from everygpu.parallel.cuda_graphs.record_backward import go_backward
 from everygpu.parallel.cuda_graphs.recordable import (
     check_graph,
     check_outputs,
-    find_frozen,
     find_saved,
     find_unsupported_tensor,
 )
@@ -102,6 +101,7 @@ class RecordedForward:
             "DataParallel",
             route,
             level=logging.DEBUG if proves else logging.WARNING,
+            sends_frozen=proves,
             gives_up=proves,
         )
 
@@ -150,15 +150,14 @@ class RecordedForward:
         return self._options(), self._num_patterns, tuple(map(current_stream, self._devices))
 
     def unsupported_reason(self) -> str | None:
-        module = self._module()
-        return find_unsupported_tensor(module) or (find_frozen(module) if self._proves else None)
+        return find_unsupported_tensor(self._module())
 
     def prepare(self) -> _Prepared:
         # Replicas accept another parameter that fits in place of one; ParameterSync is for the very tensors.
         fits = self._sync is not None and self._sync.fits(self._trained())
         if self._replicas is None or self._replicas.module is not self._module() or not fits:
             self._replicas = self._make_replicas(lambda me=self._me: me._make_twins())  # type: ignore[misc]
-        self._replicas.forget()  # frozen parameters are sent now, and no more
+        self._replicas.forget()  # frozen parameters are sent now, and no more unless by launches
         self._modules = self._replicas.refresh(range(len(self._devices)))
         sync = self.sync
         rewind = Rewind(self._module(), self._devices)
@@ -242,6 +241,8 @@ class RecordedForward:
         """Send the parameters and run the replicas."""
         assert self._replicas is not None  # noqa: S101 - ``prepare`` has made them
         prepared.rewind.keep_buffers()
+        if self._proves:
+            self._replicas.forget()  # by each launch frozen parameters are sent, too, as in threads
         self.sync.send()
         return self._call.run(self._replicas, batch, self.sync, prepared.leaves, may_defer=self._may_defer)
 

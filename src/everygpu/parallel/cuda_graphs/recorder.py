@@ -104,6 +104,7 @@ class Capture(Generic[Result]):
         route: How batches are cut.
         must: Raise where a step can't be recorded, and record also where hooks would no longer be called.
         level: Of the log line that says why steps run eagerly.
+        sends_frozen: Frozen parameters are sent in each launch, too, and may be written in between.
         gives_up: Give up where hardly any kind of batch comes again, as ``MAX_NEW`` says.
     """
 
@@ -115,10 +116,12 @@ class Capture(Generic[Result]):
         *,
         must: bool = False,
         level: int = logging.INFO,
+        sends_frozen: bool = False,
         gives_up: bool = True,
     ) -> None:
         self.reason: str | None = None
         """Why no step will be recorded any more, if so."""
+        self._sends_frozen = sends_frozen
         self._gives_up = gives_up
         self._num_seen = self._num_new = 0  # batches in this window
         self._step = step
@@ -213,7 +216,7 @@ class Capture(Generic[Result]):
             return True
         self.forget()
         self._num_failures += 1
-        guards = guards or ModuleGuards(roots)
+        guards = guards or ModuleGuards(roots, watches_frozen=not self._sends_frozen)
         self._guards, self._guard_key = guards, key
         reason = self._step.unsupported_reason() or find_hooks(roots)
         if reason is not None and not self._must:
