@@ -150,10 +150,13 @@ def _call_reason(node: Any) -> str | None:
 
 
 def _value_reason(node: Any) -> str | None:
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # imports sympy, for proofs only
+
     for value in _leaves(value_of(node)):
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        # What follows from the arguments' shapes has guards.
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and free_unbacked_symbols(value):
             return f"reads a number back from a tensor by {_label(node)}"
-        if isinstance(value, Tensor) and not all(type(size) is int for size in value.shape):
+        if isinstance(value, Tensor) and free_unbacked_symbols(value):
             return f"makes a shape that depends on values by {_label(node)}"
     return None
 

@@ -125,7 +125,7 @@ class WholeGraph:
         self._module = module
         self._proof: _Proof | None = None
 
-    def prove(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    def prove(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, any_shapes: bool = False) -> str | None:
         """Trace one call, in seconds, without running it; not while a thread captures a CUDA graph, as Dynamo reads
         the state of the GPU's random numbers.
 
@@ -133,12 +133,14 @@ class WholeGraph:
             args: The call's positional arguments: tensors of any shape, guarded by shape, stride, dtype and device;
                 numbers and strings are guarded by value.
             kwargs: The call's keyword arguments.
+            any_shapes: Guard only what the trace depends on in shapes and numbers. It takes twice as long, and isn't
+                possible for every module.
         Returns:
             None if the call may be recorded; else the reason, in one line.
         """
         self._proof = None
         try:
-            proof = _prove(self._module, tuple(args), dict(kwargs))
+            proof = _prove(self._module, tuple(args), dict(kwargs), any_shapes=any_shapes)
         except Exception as error:  # noqa: BLE001 - a compiler's errors have no class in common
             return _shorten(_explain(error))
         if isinstance(proof, str):
@@ -177,7 +179,7 @@ def _traced_probe(module: nn.Module, probe: Tensor, args: tuple[Any, ...], kwarg
     return probe + 1 if torch.compiler.is_compiling() else probe - 1
 
 
-def _prove(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Proof | str:
+def _prove(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, any_shapes: bool) -> _Proof | str:
     if not switches.proves_forwards():
         return f"proofs by Dynamo are switched off for torch {torch.__version__}"
     if any(is_compiled_module(m) for m in module.modules()):
@@ -202,7 +204,7 @@ def _prove(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         drop_code(function.__code__)
         if found is None or found.num_subtractions != 1:
             return "torch.compile is switched off, or this torch can't trace what runs eagerly"
-        function, found = _trace(_traced_call, values)
+        function, found = _trace(_traced_call, values, any_shapes=any_shapes)
     if found is None or found.reason is not None:
         drop_code(function.__code__)
         return "torch.compile has left the call out" if found is None else str(found.reason)
@@ -232,14 +234,16 @@ def _as_aliases(arguments: Any) -> Any:
     return tree.map_leaves(alias, arguments)
 
 
-def _trace(function: Callable[..., Any], values: dict[str, Any]) -> tuple[FunctionType, _Findings | None]:
+def _trace(
+    function: Callable[..., Any], values: dict[str, Any], *, any_shapes: bool = False
+) -> tuple[FunctionType, _Findings | None]:
     """Trace a function of this file; return the copy of it that has the guards, and None if it ran."""
     found = _Findings()
     # A copy has guards, limits of recompilation and globals of its own.
     scope = {"__builtins__": builtins, "__name__": __name__, "torch": torch, "found": found}
     copy = FunctionType(function.__code__.replace(), scope, function.__name__)
     try:
-        torch.compile(copy, backend=_inspect, fullgraph=True, dynamic=False)(**values)
+        torch.compile(copy, backend=_inspect, fullgraph=True, dynamic=any_shapes)(**values)
     except _TracedError:
         return copy, found
     except Exception:

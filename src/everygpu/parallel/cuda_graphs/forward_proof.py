@@ -1,4 +1,6 @@
-"""Proof, by Dynamo, that a recording of a forward does what the forward would do."""
+"""Proofs, by Dynamo, that recordings of a forward do what the forward would do."""
+
+from typing import Any
 
 from torch import nn
 
@@ -7,24 +9,59 @@ from everygpu.parallel.cuda_graphs.static_batch import Batch
 from everygpu.parallel.scatter.scatter import scatter_call
 from everygpu.parallel.scatter.split import ScatterSpec
 
+MAX_OPEN = 3
+"""Proofs that leave shapes open: one for each way through forward that depends on these."""
+
 
 class ForwardProof:
     """The proof behind one recording: replicas do with their rows what the first one does with its own.
 
     Args:
-        module: The first replica.
-        batch: What it is recorded on, of all replicas.
-        spec: How that is cut.
+        graph: Has proven it.
+        call: The first replica's arguments.
     """
 
-    def __init__(self, module: nn.Module, batch: Batch, spec: ScatterSpec) -> None:
-        args, kwargs, _ = batch
-        first = scatter_call(args, kwargs, spec.devices, spec.dim, spec.split)[0]
-        self._call = (first.args, first.kwargs)
-        self._graph = WholeGraph(module)
-        self.reason = self._graph.prove(*self._call)
-        """Why the forward may not be recorded; None if it may."""
+    def __init__(self, graph: WholeGraph, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        self._graph, self._call = graph, call
 
     def holds(self) -> bool:
         """Tell whether all that forward reads is as it was, beside its arguments, which the recording knows by kind."""
         return self._graph.holds(*self._call)
+
+
+class ForwardProofs:
+    """Proofs for batches of several kinds. One that leaves shapes open serves for many."""
+
+    def __init__(self) -> None:
+        self._graphs: list[WholeGraph] = []
+        self._num_open = 0
+
+    def find(self, module: nn.Module, batch: Batch, spec: ScatterSpec) -> ForwardProof | str:
+        """Return a proof, or why there is none.
+
+        Args:
+            module: The first replica.
+            batch: What is recorded, of all replicas.
+            spec: How that is cut.
+        """
+        args, kwargs, _ = batch
+        first = scatter_call(args, kwargs, spec.devices, spec.dim, spec.split)[0]
+        call = (first.args, first.kwargs)
+        known = next((graph for graph in self._graphs if graph.holds(*call)), None)
+        if known is not None:
+            return ForwardProof(known, call)
+        graph = WholeGraph(module)
+        # Not at first, as it takes longer and most models are trained on batches of one kind; nor again and again, as
+        # some modules have to be traced for each shape.
+        if not self._graphs or self._num_open == MAX_OPEN or graph.prove(*call, any_shapes=True) is not None:
+            reason = graph.prove(*call)
+        else:
+            reason, self._num_open = None, self._num_open + 1
+        if reason is not None:
+            return reason
+        self._graphs.append(graph)
+        return ForwardProof(graph, call)
+
+    def clear(self) -> None:
+        """Forget all, as something is no longer as it was."""
+        self._graphs.clear()

@@ -14,7 +14,7 @@ from everygpu.comm.streams import current_stream
 from everygpu.errors import CaptureError
 from everygpu.parallel.buckets.memory import Grads, Use
 from everygpu.parallel.cuda_graphs.deferred_linear import LinearCall
-from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof
+from everygpu.parallel.cuda_graphs.forward_proof import ForwardProofs
 from everygpu.parallel.cuda_graphs.launch import Launch, Leaves, RecordedPass, Slot, reached, slots_of
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.record_backward import go_backward
@@ -78,6 +78,7 @@ class RecordedForward:
         proves: bool = False,
     ) -> None:
         self._route, self._proves = route, proves
+        self._proofs = ForwardProofs()
         self._module = module
         self._make_replicas = make_replicas
         self._options = options
@@ -166,9 +167,9 @@ class RecordedForward:
     def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: _Prepared) -> RecordedPass:
         if self._proves and self._differentiated_again:
             raise CaptureError("gradients are differentiated again (create_graph=True), which a recording can't do")
-        proof = ForwardProof(self._module(), batch.read(), self._route) if self._proves else None
-        if proof is not None and proof.reason is not None:
-            raise CaptureError(proof.reason)
+        proof = self._proofs.find(self._module(), batch.read(), self._route) if self._proves else None
+        if isinstance(proof, str):
+            raise CaptureError(proof)
         draw_seeds(self.roots(), self._devices)
         outputs, joiner = graph.record(lambda: self._forward(batch, prepared))
         check_outputs(outputs)
@@ -213,6 +214,7 @@ class RecordedForward:
     def begin(self, recorded: RecordedPass) -> bool:
         if recorded.proof is not None and not recorded.proof.holds():
             self._capture.forget()
+            self._proofs.clear()
             return False
         self._generators = recorded.rewind.generators()
         return True

@@ -1,0 +1,111 @@
+"""Proofs that leave shapes open."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from everygpu.parallel.compiler.whole_graph import WholeGraph
+from everygpu.parallel.cuda_graphs import forward_proof
+from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof, ForwardProofs
+from everygpu.parallel.scatter.split import ScatterSpec
+
+# Importing torch's compiler warns of torch.jit.
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.usefixtures("quick_guards")]
+
+SPEC = ScatterSpec(devices=(torch.device("cpu"),) * 2, dim=0, split="chunk")
+
+
+class Encoder(nn.Module):
+    """Of batches of any length; long ones take another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(9, 4), nn.Linear(4, 4)
+        self.register_buffer("positions", torch.randn(1, 64, 4))
+        self.scale, self.log = 1.0, list[int]()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.embedding(ids) + self.positions[:, : ids.shape[1]]
+        if ids.shape[1] > 20:
+            h = h[:, ::2]
+        found: Tensor = self.layer(h).mean(1) * self.scale / ids.shape[1]
+        return found
+
+
+def ids(rows: int, length: int) -> Tensor:
+    return torch.zeros(rows, length, dtype=torch.long)
+
+
+def test_other_shapes_hold_on_the_same_way_through_forward() -> None:
+    net = Encoder()
+    graph = WholeGraph(net)
+    assert graph.prove((ids(4, 7),), {}, any_shapes=True) is None
+    assert graph.holds((ids(4, 7),), {})
+    assert graph.holds((ids(4, 12),), {})
+    assert graph.holds((ids(5, 20),), {})
+    assert not graph.holds((ids(4, 21),), {})
+    assert not graph.holds((ids(4, 7).int(),), {})
+    net.scale = 2.0
+    assert not graph.holds((ids(4, 7),), {})
+
+
+class Reading(Encoder):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * ids.sum().item()
+
+
+class Choosing(Encoder):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids)[ids[:, 0] > 0]
+
+
+class Logging(Encoder):
+    def forward(self, ids: Tensor) -> Tensor:
+        self.log.append(ids.shape[1])
+        return super().forward(ids)
+
+
+@pytest.mark.parametrize("kind", [Reading, Choosing, Logging])
+def test_what_a_recording_would_not_repeat_is_refused(kind: Callable[[], nn.Module]) -> None:
+    assert WholeGraph(kind()).prove((ids(4, 7),), {}, any_shapes=True) is not None
+
+
+@pytest.fixture
+def proofs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Note each proof: whether it has left shapes open."""
+    made: list[bool] = []
+
+    class Counted(WholeGraph):
+        def prove(self, args: Any, kwargs: Any, *, any_shapes: bool = False) -> str | None:
+            made.append(any_shapes)
+            return super().prove(args, kwargs, any_shapes=any_shapes)
+
+    monkeypatch.setattr(forward_proof, "WholeGraph", Counted)
+    return made
+
+
+def test_one_proof_serves_for_many_lengths(proofs: list[bool]) -> None:
+    net, known = Encoder(), ForwardProofs()
+    found = [known.find(net, ((ids(4, length),), {}, ()), SPEC) for length in (7, 8, 9, 12, 20)]
+    assert proofs == [False, True]
+    known.find(net, ((ids(4, 30),), {}, ()), SPEC)
+    assert proofs == [False, True, True]
+    assert all(isinstance(proof, ForwardProof) and proof.holds() for proof in found)
+    net.scale = 2.0
+    assert not any(isinstance(proof, ForwardProof) and proof.holds() for proof in found)
+    known.clear()
+    known.find(net, ((ids(4, 7),), {}, ()), SPEC)
+    assert proofs == [False, True, True, False]
+
+
+def test_modules_that_are_traced_for_each_shape_are_not_traced_twice_for_each(
+    proofs: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward_proof, "MAX_OPEN", 1)
+    net, known = nn.LSTM(4, 4, batch_first=True), ForwardProofs()
+    for length in (2, 3, 4, 5):
+        assert isinstance(known.find(net, ((torch.randn(4, length, 4),), {}, ()), SPEC), ForwardProof)
+    assert proofs == [False, True, False, False]
