@@ -190,3 +190,21 @@ def test_weights_that_forward_moves(recording: Devices) -> None:
         assert step._capture is None or num_recordings(step) == 3
 
     check(recording, scenario, make=Moving)
+
+
+class Sometimes(Net):
+    """Can't be recorded with some numbers of rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 3:
+            x = x * x.abs().max().item()
+        return super().forward(x)
+
+
+def test_a_kind_that_cannot_be_recorded_leaves_the_others(recording: Devices) -> None:
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        for _ in range(6):
+            losses += [step(X[:rows], Y[:rows]) for rows in (6, 8, 12)]
+        assert step._capture is None or (num_recordings(step) == 2 and step._capture.reason is None)
+
+    check(recording, scenario, make=Sometimes)

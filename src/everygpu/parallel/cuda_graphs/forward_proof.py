@@ -53,10 +53,11 @@ class ForwardProofs:
         graph = WholeGraph(module)
         # Not at first, as it takes longer and most models are trained on batches of one kind; nor again and again, as
         # some modules have to be traced for each shape.
-        if not self._graphs or self._num_open == MAX_OPEN or graph.prove(*call, any_shapes=True) is not None:
+        is_open = bool(self._graphs) and self._num_open < MAX_OPEN
+        self._num_open += is_open
+        reason = graph.prove(*call, any_shapes=True) if is_open else None
+        if not is_open or reason is not None:
             reason = graph.prove(*call)
-        else:
-            reason, self._num_open = None, self._num_open + 1
         if reason is not None:
             return reason
         self._graphs.append(graph)

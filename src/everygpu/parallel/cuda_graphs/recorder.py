@@ -37,6 +37,9 @@ isn't worth more."""
 LONG = 100
 """Launches after which attempts are counted anew."""
 
+MAX_REFUSED = 3
+"""Kinds of batches that couldn't be recorded, after which no further kind is tried; those that are recorded stay."""
+
 WINDOW = 100
 """Steps after which it is asked whether their batches were of kinds that had come before."""
 
@@ -130,6 +133,7 @@ class Capture(Generic[Result]):
         self._must = must
         self._level = level
         self._recordings: dict[Any, _Recording] = {}
+        self._refused: set[Any] = set()
         self._counts: dict[Any, int] = {}
         self._guard_key: Any = None
         self._guards: ModuleGuards | None = None
@@ -160,7 +164,7 @@ class Capture(Generic[Result]):
             return None
         if recording is None:
             self._count(key)
-            if self._counts[key] <= NUM_WARM_UPS or not self._has_room():
+            if self._counts[key] <= NUM_WARM_UPS or key in self._refused or not self._has_room():
                 return None
             with CAPTURE_LOCK.taken() as is_ours:
                 recording = self._record(key, batch) if is_ours else None
@@ -179,6 +183,7 @@ class Capture(Generic[Result]):
         """Drop all recordings, with their memory; tell whether there were any."""
         had_some = bool(self._recordings)
         self._recordings.clear()
+        self._refused.clear()
         self._counts.clear()
         return had_some
 
@@ -196,7 +201,7 @@ class Capture(Generic[Result]):
         gpus = [d for d in self._route.devices if d.type == "cuda"]
         if self._recordings and any(free < MIN_FREE * total for free, total in map(torch.cuda.mem_get_info, gpus)):
             return False
-        return len(self._recordings) < MAX_RECORDINGS
+        return len(self._recordings) < MAX_RECORDINGS and len(self._refused) < MAX_REFUSED
 
     def _count(self, key: Any) -> None:
         self._counts[key] = self._counts.pop(key, 0) + 1  # moved to the end, as the last seen
@@ -245,6 +250,10 @@ class Capture(Generic[Result]):
         generators.restore(before)
         if drew and not isinstance(found, str):
             found = "the step draws random numbers on the host, which a recording would repeat"
+        if isinstance(found, str) and self._recordings and not self._must:
+            self._refused.add(key)
+            logger.debug("%s: batches of one kind run without CUDA graphs: %s.", self._name, found)
+            return None
         if isinstance(found, str):
             self._give_up(found)
             return None
