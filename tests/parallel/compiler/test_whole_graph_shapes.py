@@ -114,3 +114,14 @@ def test_modules_that_are_traced_for_each_shape_are_not_traced_twice_for_each(
     for length in (2, 3, 4, 5):
         assert isinstance(known.find(net, ((ids(4, length),), {}, ()), SPEC), ForwardProof)
     assert proofs == [False, True, False, False]
+
+
+class Mixed(Encoder):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) @ torch.ones(3, 3)
+
+
+def test_the_reason_has_the_error_of_the_operation() -> None:
+    reason = WholeGraph(Mixed()).prove((ids(4, 7),), {})
+    assert reason is not None
+    assert "must have same reduction dim" in reason
