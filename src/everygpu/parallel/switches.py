@@ -27,9 +27,9 @@ PROVES_FORWARDS = True
 modules on the CPU. Without it no forward is."""
 
 TRIES_PROCESSES = True
-"""The default engine moves replicas to helper processes where nothing can be recorded (``engines/auto``). A step of the
-mixture of experts takes 120 ms with them on two GPUs, 164 in threads, and 101 with DistributedDataParallel
-(benchmarks/reports/2026-11-23-tenth.md)."""
+"""The default engine moves replicas to helper processes where nothing can be recorded (``engines/auto``), while that is
+faster. A step of the mixture of experts takes 120 ms with them on two GPUs, 164 in threads, and 101 with
+DistributedDataParallel; on another machine 151, and 149 in threads (benchmarks/reports/2026-11-23-tenth.md)."""
 
 
 def defers_linear() -> bool:
