@@ -161,6 +161,23 @@ def test_gradients_wanted_within_inference_mode(recording: Devices) -> None:
     assert num_recordings(model) == 0
 
 
+class LossAndScores(Net):
+    """As models of transformers return them."""
+
+    def forward(self, x: Tensor) -> Any:
+        scores = super().forward(x)
+        return {"loss": scores.square().mean(), "scores": scores, "both": torch.stack([scores, scores])}
+
+
+def test_a_loss_beside_what_it_was_computed_from_is_recorded_once(recording: Devices) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(LossAndScores().to(used[0]), used, engine="graphs")
+    for x, _ in make_batches(2 * NUM_STEPS):
+        model(x)["loss"].mean().backward()
+    assert num_recordings(model) == 1
+    assert model._engine.recorder._num_patterns == 0
+
+
 def test_outputs_that_go_backward_one_by_one(recording: Devices) -> None:
     class TwoNets(TwoOutputs):
         def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Which outputs, with which autograd graph, a recorded forward can return anew at each launch."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from everygpu import tree
 from everygpu.errors import CaptureError
 from everygpu.parallel.cuda_graphs.deferred_linear import LinearCall
 from everygpu.parallel.cuda_graphs.deferred_tensor import DeferredTensor, DeferredTensorError
+from everygpu.parallel.cuda_graphs.launch import Slot
 from everygpu.parallel.cuda_graphs.static_batch import PLAIN_TYPES
 from everygpu.parallel.replicas.module_tree import is_dense
 
@@ -72,6 +73,23 @@ def check_graph(outputs: list[Tensor], params: list[Tensor]) -> None:
             )
 
 
+def find_used(slots: Sequence[Slot], outputs: set[int], *, is_known: bool) -> tuple[int, ...]:
+    """Return the slots that a recorded backward begins at.
+
+    Args:
+        slots: All of them.
+        outputs: Those that got a gradient.
+        is_known: A launch has shown that backward begins at these. An eager backward also reaches what other outputs
+            were computed from, such as logits beside their loss, used or not; mostly it isn't.
+    """
+    used = tuple(i for i, slot in enumerate(slots) if slot.output in outputs and slot.requires_grad)
+    if is_known:
+        return used
+    nodes = {i: get_gradient_edge(slots[i].tensor).node for i in used}
+    below = {i: _collect([n for n, _ in node.next_functions if n is not None]) for i, node in nodes.items()}
+    return tuple(i for i in used if not any(nodes[i] in below[j] for j in used if j != i))
+
+
 def find_saved(outputs: list[Tensor]) -> set[int]:
     """Return where the memory is that the graph behind outputs has saved for its backward."""
     return {t.untyped_storage().data_ptr() for node in _nodes(outputs) for t in _saved_by(node)}
@@ -94,8 +112,11 @@ def _names_of_saved(kind: type[Node]) -> list[str]:
 
 def _nodes(outputs: list[Tensor]) -> set[Node]:
     """Collect the graph that tensors are connected to."""
+    return _collect([get_gradient_edge(t).node for t in outputs if t.requires_grad])
+
+
+def _collect(left: list[Node]) -> set[Node]:
     found: set[Node] = set()
-    left = [get_gradient_edge(t).node for t in outputs if t.requires_grad]
     while left:
         node = left.pop()
         if node not in found:

@@ -23,6 +23,7 @@ from everygpu.parallel.cuda_graphs.recordable import (
     check_outputs,
     find_saved,
     find_unsupported_tensor,
+    find_used,
 )
 from everygpu.parallel.cuda_graphs.recorder import Capture
 from everygpu.parallel.cuda_graphs.recurrent_dropout import draw_seeds
@@ -177,7 +178,7 @@ class RecordedForward:
         # From all of them: what a recorded backward doesn't begin at may be used after a launch.
         check_graph([slot.tensor for slot in slots], self.sync.params)
         saved = find_saved([slot.tensor for slot in slots])
-        used = tuple(i for i, slot in enumerate(slots) if slot.output in self._used and slot.requires_grad)
+        used = find_used(slots, self._used, is_known=self._num_patterns > 0)
         begun = [slots[i].tensor for i in used]
         seeds = [torch.zeros_like(t) for t in begun]
         backward, grads = self._record_backward(graph, prepared, begun, seeds) if used else (None, [])
