@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import everygpu
 from everygpu.errors import CaptureError, OptionError
+from everygpu.parallel.cuda_graphs.batch_kinds import NUM_WARM_UPS
 from everygpu.parallel.cuda_graphs.guards import referents
-from everygpu.parallel.cuda_graphs.recorder import NUM_WARM_UPS
 from tests import tape
 from tests.step.test_capture import OPTIMIZERS, Devices, Net, assert_nets_equal, batches, num_recordings, train
 

@@ -35,13 +35,13 @@ class Numbered(Net):
 
 
 def test_values_that_never_come_back_take_no_memory(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.MAX_COUNTED", 20)
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.batch_kinds.MAX_COUNTED", 20)
     used = recording(2)
     net = Numbered().to(used[0])
     step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net))
     for number in range(30):
         step(X, Y, number=number)
-    assert len(step._capture._counts) == 20
+    assert len(step._capture._kinds._counts) == 20
     for _ in range(4):
         step(X, Y, number=0)
     assert num_recordings(step) == 1
@@ -163,8 +163,10 @@ def test_kinds_of_batches_in_turn_are_all_recorded(recording: Devices) -> None:
     check(recording, scenario)
 
 
-def test_no_more_kinds_than_may_be_are_recorded(recording: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.MAX_RECORDINGS", 3)
+def test_no_more_kinds_than_may_be_are_recorded(
+    recording: Devices, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.batch_kinds.MAX_RECORDINGS", 3)
 
     def scenario(step: Step, losses: list[Tensor]) -> None:
         for _ in range(5):
@@ -172,6 +174,7 @@ def test_no_more_kinds_than_may_be_are_recorded(recording: Devices, monkeypatch:
         assert step._capture is None or num_recordings(step) == 3
 
     check(recording, scenario)
+    assert caplog.text.count("batches of some shapes run without CUDA graphs: 3 are recorded.") == 1
 
 
 class Moving(Net):

@@ -10,7 +10,7 @@ from torch import nn
 
 import everygpu
 from everygpu.parallel import switches
-from everygpu.parallel.cuda_graphs.recorder import WINDOW
+from everygpu.parallel.cuda_graphs.batch_kinds import WINDOW
 from everygpu.parallel.engines import auto, table
 from everygpu.parallel.engines.threads import Workers
 from tests.parallel.cuda_graphs.forwards import Devices

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import everygpu
 from everygpu.errors import EveryGPUError
 from everygpu.parallel.cuda_graphs import recorded_forward, recorder
-from everygpu.parallel.cuda_graphs.recorder import NUM_WARM_UPS
+from everygpu.parallel.cuda_graphs.batch_kinds import NUM_WARM_UPS
 from tests.parallel.cuda_graphs.forwards import (
     NUM_STEPS,
     Devices,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import everygpu
-from everygpu.parallel.cuda_graphs.recorder import NUM_WARM_UPS
+from everygpu.parallel.cuda_graphs.batch_kinds import NUM_WARM_UPS
 
 NUM_STEPS = NUM_WARM_UPS + 5
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import everygpu
-from everygpu.parallel.cuda_graphs.recorder import NUM_WARM_UPS
+from everygpu.parallel.cuda_graphs.batch_kinds import NUM_WARM_UPS
 from tests import tape
 from tests.parallel.cuda_graphs.forwards import num_recordings
 from tests.parallel.engines.processes.pool import HelperPool

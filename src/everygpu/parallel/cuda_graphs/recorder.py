@@ -5,11 +5,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-import torch
 from torch import nn
 
 from everygpu.devices import spread_seeds
 from everygpu.errors import CaptureError, SplitError
+from everygpu.parallel.cuda_graphs.batch_kinds import WINDOW, BatchKinds
 from everygpu.parallel.cuda_graphs.capture_lock import CAPTURE_LOCK
 from everygpu.parallel.cuda_graphs.guards import ModuleGuards, find_hooks, is_observed, torch_settings
 from everygpu.parallel.cuda_graphs.host_rng import HostGenerators, is_same_state
@@ -17,34 +17,12 @@ from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph, is_capt
 from everygpu.parallel.cuda_graphs.static_batch import Batch, NotStatic, StaticBatch, describe_batch
 from everygpu.parallel.scatter.split import ScatterSpec
 
-NUM_WARM_UPS = 3
-"""Eager steps before one with a batch of that kind is recorded: libraries choose their algorithms meanwhile."""
-
-MAX_RECORDINGS = 128
-"""Kinds of batches that are kept recorded at a time. They share the memory of a step: each further one has its batch,
-its results and what CUDA needs for a graph."""
-
-MIN_FREE = 0.1
-"""Part of a GPU's memory that has to be free for a further kind of batch to be recorded."""
-
-MAX_COUNTED = 1000
-"""Kinds of batches that are counted at a time: a number among the inputs may make each a kind of its own."""
-
 MAX_ATTEMPTS = 12
 """Times that recordings are begun anew until one has been launched ``LONG`` times: a model that changes all the time
 isn't worth more."""
 
 LONG = 100
 """Launches after which attempts are counted anew."""
-
-MAX_REFUSED = 3
-"""Kinds of batches that couldn't be recorded, after which no further kind is tried; those that are recorded stay."""
-
-WINDOW = 100
-"""Steps after which it is asked whether their batches were of kinds that had come before."""
-
-MAX_NEW = 0.9
-"""Part of them that may be of kinds that hadn't; if more are, recording is given up: hardly any comes again."""
 
 logger = logging.getLogger("everygpu")
 
@@ -126,15 +104,13 @@ class Capture(Generic[Result]):
         """Why no step will be recorded any more, if so."""
         self._sends_frozen = sends_frozen
         self._gives_up = gives_up
-        self._num_seen = self._num_new = 0  # batches in this window
+        self._kinds = BatchKinds(name, route.devices)
         self._step = step
         self._name = name
         self._route = route
         self._must = must
         self._level = level
         self._recordings: dict[Any, _Recording] = {}
-        self._refused: set[Any] = set()
-        self._counts: dict[Any, int] = {}
         self._guard_key: Any = None
         self._guards: ModuleGuards | None = None
         self._num_attempts = 0
@@ -159,12 +135,11 @@ class Capture(Generic[Result]):
         except SplitError:  # the step itself says so
             return None
         recording = self._recordings.get(key)
-        if not self._come_again(key):
+        if not self._kinds.come_again(key, is_recorded=recording is not None) and self._gives_up:
             self._give_up(f"of {WINDOW} batches hardly any had the shapes of one before")
             return None
         if recording is None:
-            self._count(key)
-            if self._counts[key] <= NUM_WARM_UPS or key in self._refused or not self._has_room():
+            if not self._kinds.is_due(key, len(self._recordings)):
                 return None
             with CAPTURE_LOCK.taken() as is_ours:
                 recording = self._record(key, batch) if is_ours else None
@@ -183,30 +158,8 @@ class Capture(Generic[Result]):
         """Drop all recordings, with their memory; tell whether there were any."""
         had_some = bool(self._recordings)
         self._recordings.clear()
-        self._refused.clear()
-        self._counts.clear()
+        self._kinds.forget()
         return had_some
-
-    def _come_again(self, key: Any) -> bool:
-        """Note a batch's kind; tell whether batches of a kind come again, as far as is known."""
-        self._num_seen += 1
-        self._num_new += key not in self._counts and key not in self._recordings
-        if self._num_seen < WINDOW:
-            return True
-        num_new, self._num_seen, self._num_new = self._num_new, 0, 0
-        return num_new <= MAX_NEW * WINDOW or not self._gives_up
-
-    def _has_room(self) -> bool:
-        """Tell whether a further kind of batch may be recorded; the first one always may."""
-        gpus = [d for d in self._route.devices if d.type == "cuda"]
-        if self._recordings and any(free < MIN_FREE * total for free, total in map(torch.cuda.mem_get_info, gpus)):
-            return False
-        return len(self._recordings) < MAX_RECORDINGS and len(self._refused) < MAX_REFUSED
-
-    def _count(self, key: Any) -> None:
-        self._counts[key] = self._counts.pop(key, 0) + 1  # moved to the end, as the last seen
-        if len(self._counts) > MAX_COUNTED:
-            del self._counts[next(iter(self._counts))]
 
     def _passes_guards(self) -> bool:
         """Tell whether recordings are still valid, and drop them if not."""
@@ -251,8 +204,7 @@ class Capture(Generic[Result]):
         if drew and not isinstance(found, str):
             found = "the step draws random numbers on the host, which a recording would repeat"
         if isinstance(found, str) and self._recordings and not self._must:
-            self._refused.add(key)
-            logger.debug("%s: batches of one kind run without CUDA graphs: %s.", self._name, found)
+            self._kinds.refuse(key, found)
             return None
         if isinstance(found, str):
             self._give_up(found)
