@@ -11,6 +11,7 @@ import torch
 
 from everygpu.errors import WorkerError
 from everygpu.parallel import switches
+from everygpu.parallel.cuda_graphs.capture_lock import CAPTURE_LOCK
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import is_capturing
 from everygpu.parallel.engines.engine import Call, Engine, EngineContext, Outputs
 from everygpu.parallel.engines.graphs import RecordedReplicas
@@ -163,11 +164,7 @@ class AutoReplicas(Engine):
             return False
         if is_ready and not self._has_told:
             self._has_told = True
-            # Helpers have allocators of their own: what threads have used would lie idle.
-            for device in self._context.devices[1:]:
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-            torch.cuda.empty_cache()
+            CAPTURE_LOCK.run_between(lambda: _free_idle_memory(self._context.devices))
             logger.info(
                 'DataParallel: engine="auto": replicas run in processes from now on, as forward isn\'t recorded: %s.',
                 self._why_not_recorded,
@@ -218,3 +215,11 @@ class AutoReplicas(Engine):
                 self._why_not_recorded,
                 self._processes.reason,
             )
+
+
+def _free_idle_memory(devices: Sequence[torch.device]) -> None:
+    """Free what threads have used, which would lie idle: helpers have allocators of their own."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
