@@ -94,16 +94,16 @@ def proofs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def test_one_proof_serves_for_many_lengths(proofs: list[bool]) -> None:
     net, known = Encoder(), ForwardProofs()
-    found = [known.find(net, ((ids(4, length),), {}, ()), SPEC) for length in (7, 8, 9, 12, 20)]
+    found = [known.find(net, ((ids(4, n),), {}, ()), SPEC, is_first=n == 7) for n in (7, 8, 9, 12, 20)]
     assert proofs == [False, True]
-    known.find(net, ((ids(4, 30),), {}, ()), SPEC)
+    known.find(net, ((ids(4, 30),), {}, ()), SPEC, is_first=False)
     assert proofs == [False, True, True]
     assert all(isinstance(proof, ForwardProof) and proof.holds() for proof in found)
     net.scale = 2.0
     assert not any(isinstance(proof, ForwardProof) and proof.holds() for proof in found)
-    known.clear()
-    known.find(net, ((ids(4, 7),), {}, ()), SPEC)
+    known.find(net, ((ids(4, 7),), {}, ()), SPEC, is_first=True)
     assert proofs == [False, True, True, False]
+    assert len(known._graphs) == 1
 
 
 def test_modules_that_are_traced_for_each_shape_are_not_traced_twice_for_each(
@@ -112,7 +112,7 @@ def test_modules_that_are_traced_for_each_shape_are_not_traced_twice_for_each(
     monkeypatch.setattr(forward_proof, "MAX_OPEN", 1)
     net, known = Looping(), ForwardProofs()
     for length in (2, 3, 4, 5):
-        assert isinstance(known.find(net, ((ids(4, length),), {}, ()), SPEC), ForwardProof)
+        assert isinstance(known.find(net, ((ids(4, length),), {}, ()), SPEC, is_first=length == 2), ForwardProof)
     assert proofs == [False, True, False, False]
 
 

@@ -36,13 +36,14 @@ class ForwardProofs:
         self._graphs: list[WholeGraph] = []
         self._num_open = 0
 
-    def find(self, module: nn.Module, batch: Batch, spec: ScatterSpec) -> ForwardProof | str:
+    def find(self, module: nn.Module, batch: Batch, spec: ScatterSpec, *, is_first: bool) -> ForwardProof | str:
         """Return a proof, or why there is none.
 
         Args:
             module: The first replica.
             batch: What is recorded, of all replicas.
             spec: How that is cut.
+            is_first: Nothing is recorded now: proofs that don't hold are of no use any more.
         """
         args, kwargs, _ = batch
         first = scatter_call(args, kwargs, spec.devices, spec.dim, spec.split)[0]
@@ -50,6 +51,8 @@ class ForwardProofs:
         known = next((graph for graph in self._graphs if graph.holds(*call)), None)
         if known is not None:
             return ForwardProof(known, call)
+        if is_first:
+            self._graphs, self._num_open = [], 0
         graph = WholeGraph(module)
         # Not at first, as it takes longer and most models are trained on batches of one kind; nor again and again, as
         # some modules have to be traced for each shape.
@@ -62,7 +65,3 @@ class ForwardProofs:
             return reason
         self._graphs.append(graph)
         return ForwardProof(graph, call)
-
-    def clear(self) -> None:
-        """Forget all, as something is no longer as it was."""
-        self._graphs.clear()

@@ -216,6 +216,17 @@ def slots_of(outputs: list[Any]) -> list[Slot]:
     return found
 
 
+def without_graph(outputs: list[Any]) -> list[Any]:
+    """Return a recording's outputs without the graph they were recorded with."""
+    return tree.map_leaves(_detached, outputs)
+
+
+def _detached(leaf: Any) -> Any:
+    if isinstance(leaf, LinearCall):
+        return LinearCall([t.detach() for t in leaf.operands])
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
 def _renewed(leaf: Any, fresh: Iterator[Tensor]) -> Any:
     """Return what a launch returns for one leaf of the outputs.
 

@@ -13,9 +13,8 @@ from everygpu import tree
 from everygpu.comm.streams import current_stream
 from everygpu.errors import CaptureError
 from everygpu.parallel.buckets.memory import Grads, Use
-from everygpu.parallel.cuda_graphs.deferred_linear import LinearCall
 from everygpu.parallel.cuda_graphs.forward_proof import ForwardProofs
-from everygpu.parallel.cuda_graphs.launch import Launch, Leaves, RecordedPass, Slot, reached, slots_of
+from everygpu.parallel.cuda_graphs.launch import Launch, Leaves, RecordedPass, Slot, reached, slots_of, without_graph
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.record_backward import go_backward
 from everygpu.parallel.cuda_graphs.recordable import (
@@ -166,12 +165,14 @@ class RecordedForward:
         return _Prepared(leaves=[b.leaves() for b in sync.groups], sums=sync.make_reducers(), rewind=rewind)
 
     def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: _Prepared) -> RecordedPass:
+        roots = self.roots()
         if self._proves and self._differentiated_again:
             raise CaptureError("gradients are differentiated again (create_graph=True), which a recording can't do")
-        proof = self._proofs.find(self._module(), batch.read(), self._route) if self._proves else None
+        is_first = not self._capture.has_recordings
+        proof = self._proofs.find(roots[0], batch.read(), self._route, is_first=is_first) if self._proves else None
         if isinstance(proof, str):
             raise CaptureError(proof)
-        draw_seeds(self.roots(), self._devices)
+        draw_seeds(roots, self._devices)
         outputs, joiner = graph.record(lambda: self._forward(batch, prepared))
         check_outputs(outputs)
         slots = slots_of(outputs)
@@ -186,7 +187,7 @@ class RecordedForward:
         read = [t for t in (*kept.values(), *batch.tensors()) if t.untyped_storage().data_ptr() in saved]
         assert self._replicas is not None  # noqa: S101 - ``prepare`` has made them
         return RecordedPass(
-            outputs=tree.map_leaves(_without_graph, outputs),
+            outputs=without_graph(outputs),
             joiner=joiner,
             slots=[slot.detached() for slot in slots],
             used=used,
@@ -215,7 +216,6 @@ class RecordedForward:
     def begin(self, recorded: RecordedPass) -> bool:
         if recorded.proof is not None and not recorded.proof.holds():
             self._capture.forget()
-            self._proofs.clear()
             return False
         self._generators = recorded.rewind.generators()
         return True
@@ -288,12 +288,6 @@ class RecordedForward:
         """Have the next recording's backward begin at these outputs."""
         self._used = used
         self._num_patterns += 1
-
-
-def _without_graph(leaf: Any) -> Any:
-    if isinstance(leaf, LinearCall):
-        return LinearCall([t.detach() for t in leaf.operands])
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _tensors(outputs: list[Any]) -> list[Tensor]:

@@ -154,6 +154,11 @@ class Capture(Generic[Result]):
             self._num_attempts = 0
         return self._step.finish(recording.recorded)
 
+    @property
+    def has_recordings(self) -> bool:
+        """Whether there are any."""
+        return bool(self._recordings)
+
     def forget(self) -> bool:
         """Drop all recordings, with their memory; tell whether there were any."""
         had_some = bool(self._recordings)
