@@ -218,7 +218,8 @@ def slots_of(outputs: list[Any]) -> list[Slot]:
 
 def without_graph(outputs: list[Any]) -> list[Any]:
     """Return a recording's outputs without the graph they were recorded with."""
-    return tree.map_leaves(_detached, outputs)
+    detached: list[Any] = tree.map_leaves(_detached, outputs)
+    return detached
 
 
 def _detached(leaf: Any) -> Any:
