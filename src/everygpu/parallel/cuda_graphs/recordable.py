@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -99,15 +100,29 @@ def _saved_by(node: Node) -> Iterator[Tensor]:
     for name in _names_of_saved(type(node)):
         try:
             found = getattr(node, name)
-        except (RuntimeError, AttributeError):  # written since: its backward says so itself
+        except (RuntimeError, AttributeError):  # freed
             continue
-        values = found if isinstance(found, (tuple, list)) else [found]
-        yield from (t for t in values if isinstance(t, Tensor) and is_dense(t))
+        for saved in found if isinstance(found, (tuple, list)) else [found]:
+            yield from (t for t in _value_of(saved) if is_dense(t))
+
+
+def _value_of(saved: Any) -> list[Tensor]:
+    """Return what a node has saved, without unpacking it: checkpoints would run their part of forward again."""
+    found: list[Tensor] = []
+
+    def take(t: Tensor) -> Tensor:
+        found.append(t)
+        return t
+
+    # Refused where something is packed already, such as by a checkpoint, and where nothing was saved.
+    with suppress(RuntimeError):
+        saved.register_hooks(take, lambda t: t)
+    return found
 
 
 @functools.cache
 def _names_of_saved(kind: type[Node]) -> list[str]:
-    return [name for name in dir(kind) if name.startswith("_saved_") or name == "saved_tensors"]
+    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
 
 
 def _nodes(outputs: list[Tensor]) -> set[Node]:

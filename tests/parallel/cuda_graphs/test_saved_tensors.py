@@ -1,0 +1,61 @@
+"""``engine="graphs"``: what recordings find out of the tensors that a forward saves for its backward."""
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import everygpu
+from everygpu.parallel.cuda_graphs.recordable import find_saved
+from tests.parallel.cuda_graphs.forwards import NUM_STEPS, Devices, loss_of, make_batches, num_recordings
+
+
+class Checkpointed(nn.Module):
+    """Runs a norm again in backward, which changes its buffers once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = checkpoint(
+            lambda h: self.norm(h).tanh(), self.first(x), use_reentrant=False, preserve_rng_state=False
+        )
+        out: Tensor = self.last(h)
+        return out
+
+
+def test_a_checkpoint_runs_again_in_backward_alone(recording: Devices) -> None:
+    used = recording(2)
+    found = []
+    for engine in ("threads", "graphs"):
+        model = everygpu.DataParallel(Checkpointed().to(used[0]), used, engine=engine)
+        for x, y in make_batches(NUM_STEPS):
+            loss_of(model(x), y).backward()
+        assert num_recordings(model) == (engine == "graphs")
+        found.append([t.detach().cpu().clone() for t in model.state_dict().values()])
+    for ours, theirs in zip(*found):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+class Scaling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale, None)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        (scale, _) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return grad * scale, None
+
+
+def test_saved_tensors_are_found_and_still_serve() -> None:
+    w, a, b = torch.ones(3, requires_grad=True), torch.full((3,), 2.0), torch.full((3,), 3.0)
+    out = torch.stack([Scaling.apply(w * a, b).exp(), w]).prod(0)
+    saved = find_saved([out])
+    assert {a.untyped_storage().data_ptr(), b.untyped_storage().data_ptr()} <= saved
+    again = torch.stack([(w * a * b).exp(), w]).prod(0)
+    (wanted,) = torch.autograd.grad(again.sum(), w)
+    (found,) = torch.autograd.grad(out.sum(), w)
+    torch.testing.assert_close(found, wanted)
