@@ -53,7 +53,7 @@ def test_each_is_trained_on_before_rounds_begin(monkeypatch):
 
     monkeypatch.setattr(own, "several", many)
     row = measure("single", f"{OWN}several", num_steps=1)
-    assert len(seen) == 3 + 20 + 3 * 20
+    assert len(seen) == 3 + 5 * 20 + 3 * 20
     assert set(seen[:23]) == set(range(1, 21))
     assert row["rows_per_device"] == 10.5
 

@@ -17,6 +17,9 @@ from everygpu.bench.training import count_rows, find_training
 from everygpu.errors import BenchmarkError, EveryGPUError, OptionError
 from everygpu.feed.batch_size import resize
 
+NUM_WARM_UPS = 5
+"""Steps with each batch that aren't timed: recordings are made at the fourth."""
+
 Outcome = dict[str, Any]
 """What becomes JSON: figures, or ``error``, or ``refused`` when it would go wrong in every row."""
 
@@ -158,8 +161,8 @@ def _prepare(conditions: Conditions, devices: list[torch.device]) -> Work:
 def _measure(step: Step, wait: Any, conditions: Conditions, work: Work) -> Outcome:
     """Time rounds of steps; the start-up ends with the third step.
 
-    Every batch is trained on once before anything is timed, and all rounds train on the same ones: otherwise the spread
-    would be that of the batches.
+    Every batch is trained on as often as it takes to be recorded before anything is timed, and all rounds train on the
+    same ones: otherwise the spread would be that of the batches.
     """
     rows = [count_rows(batch) for batch in list_batches(work.training.batch)]
     for _ in range(3):
@@ -167,7 +170,7 @@ def _measure(step: Step, wait: Any, conditions: Conditions, work: Work) -> Outco
     wait()
     startup = time.time() - conditions.started_s
     num_steps = -(-conditions.num_steps // len(rows)) * len(rows)
-    times = time_rounds(step, wait, conditions.num_rounds, num_steps, max(5, len(rows)))
+    times = time_rounds(step, wait, conditions.num_rounds, num_steps, NUM_WARM_UPS * len(rows))
     return times | {
         "steps_per_s": 1e3 / times["ms"],
         "samples_per_s": 1e3 * sum(rows) / len(rows) * conditions.num_used / times["ms"],

@@ -86,7 +86,7 @@ def compare_ways(
     Models: gpt2, gpt2-xl, resnet50, resnet18, efficientnet, vit, unet, bert, llama, lstm, moe, tiny; or
     MODULE:FUNCTION of your own: a function without arguments that returns (model, loss, optimizer, batch), the batch
     as your DataLoader gives it to one GPU. Instead of one batch it may return everygpu.bench.Batches([...]), which all
-    rows cycle through in this order: each once before anything is timed, then whole cycles in every round.
+    rows cycle through in this order: each five times before anything is timed, then whole cycles in every round.
     """
     if apart is not None:
         _measure_apart(apart)
