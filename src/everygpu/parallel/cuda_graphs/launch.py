@@ -14,6 +14,7 @@ from everygpu.parallel.buckets.copies import Streams
 from everygpu.parallel.buckets.memory import Grads, Use
 from everygpu.parallel.cuda_graphs.deferred_linear import LinearCall
 from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof
+from everygpu.parallel.cuda_graphs.guards import ModuleGuards
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.rewind import Rewind
 from everygpu.parallel.cuda_graphs.static_batch import StaticBatch
@@ -70,6 +71,7 @@ class RecordedPass:
     batch: StaticBatch
     """Where a launch finds its batch."""
     replicas: ReplicaSet
+    guards: ModuleGuards | None
     rewind: Rewind
     """What goes back to before a launch."""
     has_deferred: bool

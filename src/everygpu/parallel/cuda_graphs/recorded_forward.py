@@ -161,7 +161,7 @@ class RecordedForward:
         self._replicas.forget()  # frozen parameters are sent now, and no more unless by launches
         self._modules = self._replicas.refresh(range(len(self._devices)))
         sync = self.sync
-        rewind = Rewind(self._module(), self._devices)
+        rewind = Rewind(self._module(), self._devices, sync.sent())
         return _Prepared(leaves=[b.leaves() for b in sync.groups], sums=sync.make_reducers(), rewind=rewind)
 
     def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: _Prepared) -> RecordedPass:
@@ -200,6 +200,7 @@ class RecordedForward:
             watched=[t for t in read if not t.is_inference()],
             batch=batch,
             replicas=self._replicas,
+            guards=self._capture.guards,
             rewind=prepared.rewind,
             has_deferred=self._call.has_deferred,
             proof=proof,
@@ -252,18 +253,17 @@ class RecordedForward:
     def run_again(self, recorded: RecordedPass, generators: Sequence[Any]) -> list[Slot]:
         """Run the forward of a recording eagerly, from what a launch started from; see ``Owner``."""
         replicas = recorded.replicas
-        if replicas.module is not self._module():
-            raise CaptureError(
-                "DataParallel: going backward in a way that isn't recorded takes the module that ran forward, got "
-                "another one since. Pass engine='threads'."
-            )
         with recorded.rewind.rewound(generators):
+            if replicas.module is not self._module() or not self._capture.is_current(recorded.guards):
+                raise CaptureError(
+                    "DataParallel: going backward in a way that isn't recorded takes the module as it was in forward, "
+                    "got another one, or with other attributes. Pass engine='threads'."
+                )
             replicas.forget()
+            recorded.batch.rewind()
             outputs, _ = self._call.run(
                 replicas, recorded.batch, recorded.sync, recorded.leaves, may_defer=recorded.has_deferred
             )
-        replicas.forget()
-        replicas.refresh(range(len(self._devices)))
         return slots_of(outputs)
 
     def _record_backward(

@@ -66,8 +66,6 @@ class _Recording:
     batch: StaticBatch
     graph: MultiGpuGraph
     recorded: Any
-    written: list[bool]
-    """For each tensor of the batch whether the step writes to it."""
 
 
 class Capture(Generic[Result]):
@@ -86,7 +84,7 @@ class Capture(Generic[Result]):
         must: Raise where a step can't be recorded, and record also where hooks would no longer be called.
         level: Of the log line that says why steps run eagerly.
         sends_frozen: Frozen parameters are sent in each launch, too, and may be written in between.
-        gives_up: Give up where hardly any kind of batch comes again, as ``MAX_NEW`` says.
+        gives_up: Give up where hardly any kind of batch comes again, as ``BatchKinds`` says.
     """
 
     def __init__(
@@ -112,7 +110,8 @@ class Capture(Generic[Result]):
         self._level = level
         self._recordings: dict[Any, _Recording] = {}
         self._guard_key: Any = None
-        self._guards: ModuleGuards | None = None
+        self.guards: ModuleGuards | None = None
+        """On the modules as recordings have found them."""
         self._num_attempts = 0
         self._num_launches = 0
         self._num_failures = 0
@@ -149,7 +148,7 @@ class Capture(Generic[Result]):
         recording.batch.write(batch)
         recording.graph.replay()
         self._num_launches += 1
-        recording.batch.write_back(batch, recording.written)
+        recording.batch.write_back(batch)
         if self._num_launches % LONG == 0:
             self._num_attempts = 0
         return self._step.finish(recording.recorded)
@@ -158,6 +157,18 @@ class Capture(Generic[Result]):
     def has_recordings(self) -> bool:
         """Whether there are any."""
         return bool(self._recordings)
+
+    def is_current(self, guards: ModuleGuards | None) -> bool:
+        """Tell whether the modules are as they were; recordings are dropped if not.
+
+        Args:
+            guards: What ``guards`` was then.
+        """
+        if self.guards is not None and self.guards is guards and self.guards.is_current(self._step.roots()):
+            return True
+        self.guards = None
+        self.forget()
+        return False
 
     def forget(self) -> bool:
         """Drop all recordings, with their memory; tell whether there were any."""
@@ -170,7 +181,7 @@ class Capture(Generic[Result]):
         """Tell whether recordings are still valid, and drop them if not."""
         key = (self._step.state(), *torch_settings())
         roots = self._step.roots()
-        guards = self._guards
+        guards = self.guards
         # Before there is a recording, addresses don't matter: a recurrent layer may move its weights in each forward.
         if guards is not None and not guards.is_current(roots, addresses=bool(self._recordings)):
             guards = None
@@ -180,7 +191,7 @@ class Capture(Generic[Result]):
         self.forget()
         self._num_failures += 1
         guards = guards or ModuleGuards(roots, watches_frozen=not self._sends_frozen)
-        self._guards, self._guard_key = guards, key
+        self.guards, self._guard_key = guards, key
         reason = self._step.unsupported_reason() or find_hooks(roots)
         if reason is not None and not self._must:
             self._give_up(reason)
@@ -214,8 +225,8 @@ class Capture(Generic[Result]):
         if isinstance(found, str):
             self._give_up(found)
             return None
-        if self._guards is not None and not self._recordings:
-            self._guards.note_addresses()
+        if self.guards is not None and not self._recordings:
+            self.guards.note_addresses()
         self._recordings[key] = found
         return found
 
@@ -227,8 +238,8 @@ class Capture(Generic[Result]):
         try:
             prepared, before = self._step.prepare(), held.versions()
             recorded = self._step.record(graph, held, prepared)
-            written = [now != then for now, then in zip(held.versions(), before)]
-            return _Recording(batch=held, graph=graph, recorded=recorded, written=written)
+            held.note_written(before)
+            return _Recording(batch=held, graph=graph, recorded=recorded)
         except Exception as error:  # noqa: BLE001 - whatever it is, the step runs eagerly
             kind = "" if isinstance(error, CaptureError) else f"{type(error).__name__}: "
             failure = f"{kind}{(str(error).splitlines() or [''])[0]}"

@@ -1,4 +1,4 @@
-"""What a forward starts from: a module's buffers and the random generators, to go back to."""
+"""What a forward starts from: a module's parameters, buffers and modes, and the random generators, to go back to."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from everygpu import comm
 from everygpu.torch_private.tensors import foreach_copy_
 
 
@@ -14,12 +15,18 @@ class Rewind:
     """Copies of a module's buffers from before a launch, and the state of the generators then.
 
     Args:
-        module: The first replica; the others' buffers are copies of its.
+        module: The first replica, as it is recorded; the others' buffers are copies of its.
         devices: One per replica.
+        sent: Trained parameters, each with where launches send it on another device; none on a single one.
     """
 
-    def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self, module: nn.Module, devices: Sequence[torch.device], sent: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
         self._devices = list(dict.fromkeys(devices))
+        self._sent = [(mine.data, theirs) for mine, theirs in sent]
+        self._modes = [(m, m.training) for m in module.modules()]
+        self._trains = [(p, p.requires_grad) for p in module.parameters()]
         kinds: dict[torch.dtype, list[Tensor]] = {}
         for t in module.buffers():
             # .data, as a graph of before or after may need them, whose values will be there again.
@@ -45,11 +52,35 @@ class Rewind:
         """
         now = self.generators()
         values = [[t.clone() for t in buffers] for buffers, _ in self._buffers]
-        self._set([copies for _, copies in self._buffers], generators)
+        with self._as_recorded(), self._as_sent():
+            self._set([copies for _, copies in self._buffers], generators)
+            try:
+                yield
+            finally:
+                self._set(values, now)
+
+    @contextmanager
+    def _as_recorded(self) -> Iterator[None]:
+        """Have modules train, and parameters take gradients, as they did."""
+        modes = [(m, m.training) for m, _ in self._modes]
+        trains = [(p, p.requires_grad) for p, _ in self._trains]
+        _set_modes(self._modes, self._trains)
         try:
             yield
         finally:
-            self._set(values, now)
+            _set_modes(modes, trains)
+
+    @contextmanager
+    def _as_sent(self) -> Iterator[None]:
+        """Have the first device's parameters be what a launch has sent: an update may have come in between."""
+        values = [mine.clone() for mine, _ in self._sent]
+        for mine, theirs in self._sent:
+            comm.fill(mine, theirs)
+        try:
+            yield
+        finally:
+            for (mine, _), value in zip(self._sent, values):
+                mine.copy_(value)
 
     @torch.no_grad()
     def _set(self, values: Sequence[list[Tensor]], generators: Sequence[Any]) -> None:
@@ -57,6 +88,14 @@ class Rewind:
             foreach_copy_(buffers, sources)
         for device, state in zip(self._devices, generators):
             _write_generator(device, state)
+
+
+def _set_modes(modes: Sequence[tuple[nn.Module, bool]], trains: Sequence[tuple[nn.Parameter, bool]]) -> None:
+    for m, is_training in modes:
+        m.training = is_training
+    for p, is_trained in trains:
+        if p.requires_grad != is_trained:
+            p.requires_grad_(is_trained)
 
 
 def _read_generator(device: torch.device) -> Any:

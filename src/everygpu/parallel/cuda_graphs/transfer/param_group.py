@@ -62,6 +62,10 @@ class ParamGroup:
         for tensors, slots in zip(leaves, [[t.data for t in self.originals], *self._slots]):
             put_back(tensors, slots)
 
+    def sent(self) -> list[tuple[Tensor, Tensor]]:
+        """Return each parameter with where ``send`` brings it on the second device."""
+        return list(zip(self.originals, self._slots[0])) if self._slots else []
+
     @property
     def uses_kernels(self) -> bool:
         """Tell whether kernels move it; else copies do."""

@@ -57,6 +57,10 @@ class ParameterSync:
             group.send()
         synchronize_streams(self._devices)
 
+    def sent(self) -> list[tuple[Tensor, Tensor]]:
+        """Return each parameter with where ``send`` brings it on the second device; nothing where there is none."""
+        return [pair for group in self.groups for pair in group.sent()]
+
     def make_reducers(self) -> list[GradReducer]:
         """Make what adds gradients up in one recording, for each group, before it begins."""
         return [group.make_reducer() for group in self.groups]

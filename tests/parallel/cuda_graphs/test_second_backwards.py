@@ -1,0 +1,97 @@
+"""``engine="graphs"``: a second backward is of the forward that was launched, whatever has happened in between."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import everygpu
+from everygpu.errors import CaptureError
+from tests.parallel.cuda_graphs.forwards import NUM_STEPS, Devices, make_batches, num_recordings
+
+
+class Short(nn.Module):
+    """Its backward needs no parameter: an update between two backwards is allowed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.scale = nn.Linear(6, 5), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x).tanh() * self.scale
+        return h if self.training else h.exp()
+
+
+class Writing(Short):
+    """Writes to its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(2))
+
+
+Change = Callable[[everygpu.DataParallel, torch.optim.Optimizer], Any]
+
+
+def nothing(model: everygpu.DataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """Leave everything as it is."""
+
+
+def update(model: everygpu.DataParallel, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+def evaluate(model: everygpu.DataParallel, optimizer: torch.optim.Optimizer) -> None:
+    model.eval()
+
+
+def freeze(model: everygpu.DataParallel, optimizer: torch.optim.Optimizer) -> None:
+    model.module.layer.bias.requires_grad_(False)
+
+
+def run(model: everygpu.DataParallel, x: Tensor, change: Change, found: list[Tensor]) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model.train().requires_grad_(True)
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    change(model, optimizer)
+    was_training = model.module.training
+    loss.backward()
+    assert model.module.training == was_training
+    found += [t.detach().cpu().clone() for p in model.parameters() for t in (p, p.grad)]
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("make", "change"), [(Short, update), (Short, evaluate), (Short, freeze), (Writing, nothing)])
+def test_what_happens_between_two_backwards(recording: Devices, make: type[Short], change: Change) -> None:
+    used = recording(2)
+    results = []
+    for engine in ("threads", "graphs"):
+        model = everygpu.DataParallel(make().to(used[0]), used, engine=engine)
+        found: list[Tensor] = []
+        for x, _ in make_batches(NUM_STEPS):
+            run(model, x.to(used[0]), nothing, found)
+        assert num_recordings(model) == (engine == "graphs")
+        for x, _ in make_batches(3):
+            run(model, x.to(used[0]), change, found)
+        results.append(found)
+    for ours, theirs in zip(*results):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_module_that_is_another_before_a_second_backward(recording: Devices) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Short().to(used[0]), used, engine="graphs")
+    for x, _ in make_batches(NUM_STEPS):
+        run(model, x.to(used[0]), nothing, [])
+
+    def rescale(model: everygpu.DataParallel, optimizer: torch.optim.Optimizer) -> None:
+        model.module.scale = 2.0
+
+    with pytest.raises(CaptureError, match="engine='threads'"):
+        run(model, x.to(used[0]), rescale, [])
+    out = model(x.to(used[0]))
+    torch.testing.assert_close(out.detach() + 0, model.module(x.to(used[0])).detach())
