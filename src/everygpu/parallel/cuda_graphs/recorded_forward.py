@@ -13,7 +13,7 @@ from everygpu import tree
 from everygpu.comm.streams import current_stream
 from everygpu.errors import CaptureError
 from everygpu.parallel.buckets.memory import Grads, Use
-from everygpu.parallel.cuda_graphs.forward_proof import ForwardProofs
+from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof, ForwardProofs
 from everygpu.parallel.cuda_graphs.launch import Launch, Leaves, RecordedPass, Slot, reached, slots_of, without_graph
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.record_backward import go_backward
@@ -137,7 +137,8 @@ class RecordedForward:
                 if torch.is_grad_enabled():
                     again.add(i)
 
-            for i, t in enumerate(_tensors(outputs)):
+            tensors = [x for _, x in tree.leaves(outputs, "out") if isinstance(x, Tensor)]
+            for i, t in enumerate(tensors):
                 if t.requires_grad and not t.is_leaf:  # a leaf is the user's own, and no recording returns one
                     t.register_hook(lambda _, i=i: note(i))  # type: ignore[no-untyped-call]
 
@@ -165,14 +166,8 @@ class RecordedForward:
         return _Prepared(leaves=[b.leaves() for b in sync.groups], sums=sync.make_reducers(), rewind=rewind)
 
     def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: _Prepared) -> RecordedPass:
-        roots = self.roots()
-        if self._proves and self._differentiated_again:
-            raise CaptureError("gradients are differentiated again (create_graph=True), which a recording can't do")
-        is_first = not self._capture.has_recordings
-        proof = self._proofs.find(roots[0], batch.read(), self._route, is_first=is_first) if self._proves else None
-        if isinstance(proof, str):
-            raise CaptureError(proof)
-        draw_seeds(roots, self._devices)
+        proof = self._prove(batch) if self._proves else None
+        draw_seeds(self.roots(), self._devices)
         outputs, joiner = graph.record(lambda: self._forward(batch, prepared))
         check_outputs(outputs)
         slots = slots_of(outputs)
@@ -266,6 +261,20 @@ class RecordedForward:
             )
         return slots_of(outputs)
 
+    def _prove(self, batch: StaticBatch) -> ForwardProof:
+        """Return the proof that a launch does what the forward would do.
+
+        Raises:
+            CaptureError: there is none.
+        """
+        if self._differentiated_again:
+            raise CaptureError("gradients are differentiated again (create_graph=True), which a recording can't do")
+        is_first = not self._capture.has_recordings
+        proof = self._proofs.find(self._module(), batch.read(), self._route, is_first=is_first)
+        if isinstance(proof, str):
+            raise CaptureError(proof)
+        return proof
+
     def _record_backward(
         self, graph: MultiGpuGraph, prepared: _Prepared, outputs: list[Tensor], seeds: list[Tensor]
     ) -> tuple[MultiGpuGraph, list[list[Grads]]]:
@@ -288,7 +297,3 @@ class RecordedForward:
         """Have the next recording's backward begin at these outputs."""
         self._used = used
         self._num_patterns += 1
-
-
-def _tensors(outputs: list[Any]) -> list[Tensor]:
-    return [x for _, x in tree.leaves(outputs, "out") if isinstance(x, Tensor)]
