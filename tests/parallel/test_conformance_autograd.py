@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.parallel.oracle import TOLERANCE, Mlp, assert_same, assert_same_grads, grads, pair, rows, score
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = [pytest.mark.usefixtures("engine"), pytest.mark.every_engine]
 
 IN_PLACE = "modified by an inplace operation"
 """From torch's error when a tensor that backward needs has been written since."""

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import everygpu
 from tests.parallel.oracle import TOLERANCE, Mlp, assert_same, pair, rows
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = [pytest.mark.usefixtures("engine"), pytest.mark.every_engine]
 
 
 class Hooked(nn.Module):

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 import everygpu
 from tests.parallel.oracle import TOLERANCE, Mlp, assert_same, assert_same_grads, pair, rows, run, score
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = [pytest.mark.usefixtures("engine"), pytest.mark.every_engine]
 
 
 def test_a03_rows_of_a_table_that_forward_shortens(devices):

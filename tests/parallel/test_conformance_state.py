@@ -13,7 +13,7 @@ from torch.utils._device import CURRENT_DEVICE
 import everygpu
 from tests.parallel.oracle import assert_same, assert_same_grads, pair, rows, score
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = [pytest.mark.usefixtures("engine"), pytest.mark.every_engine]
 
 ASKED = contextvars.ContextVar("ASKED", default="nothing")
 

@@ -24,6 +24,8 @@ class FixedBucket:
         keep_storage: Lay the copies out as the originals are in the one storage they share, not side by side.
     """
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def __init__(
         self, originals: Sequence[Tensor], device: torch.device, devices: Sequence[torch.device], *, keep_storage: bool
     ) -> None:

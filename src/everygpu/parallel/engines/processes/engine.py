@@ -168,17 +168,30 @@ class ProcessReplicas(Engine):
             for (module, args, kwargs), device in zip(calls, devices)
         ]
         try:
-            outcomes = [attempt(remote[i].receive if i in remote else make) for i, make in enumerate(local)]
+            # A replica's first answer comes before the call here: what is refused then runs in threads, all of it once.
+            answers = {i: attempt(call.receive) for i, call in remote.items() if call.is_first}
+            if any(self._is_refused(outcome) for outcome in answers.values()):
+                return None
+            outcomes = [
+                answers[i] if i in answers else attempt(remote[i].receive if i in remote else make)
+                for i, make in enumerate(local)
+            ]
         except BaseException:  # Ctrl-C while waiting: what helpers answer then is of no use any more
             self._end_helpers()
             raise
-        for i, (_, raised) in enumerate(outcomes):
-            if isinstance(raised, CannotTravelError):
-                self._give_up(f"what forward returns has {raised}")
+        for i, outcome in enumerate(outcomes):
+            if self._is_refused(outcome):
                 if self._direct is not None:
                     return None
                 outcomes[i] = attempt(local[i])
         return outcomes
+
+    def _is_refused(self, outcome: Outcome) -> bool:
+        """Tell whether a helper can't make this call, and give up for good if so."""
+        _, raised = outcome
+        if isinstance(raised, CannotTravelError):
+            self._give_up(str(raised))
+        return isinstance(raised, CannotTravelError)
 
     def _give_up(self, reason: str) -> None:
         self.reason = reason

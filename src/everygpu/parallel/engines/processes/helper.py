@@ -132,7 +132,10 @@ class Helper:
         here = on_device(self._device, self._stream, shared=False)
         with message.modes.entered(), fresh_casts(), here, self._gradients.refused(self._module.binding):
             output = module(*args, **kwargs)
-        packed, shared = pack(output, self._exporter, {}, lends=True, prepare=self._own)
+        try:
+            packed, shared = pack(output, self._exporter, {}, lends=True, prepare=self._own)
+        except CannotTravelError as error:
+            raise CannotTravelError(f"what forward returns has {error}") from error
         if any(t.requires_grad for t in shared):
             inputs = [t for t, needs in zip(tensors, message.needs_grad) if needs]
             outputs = [t for t in shared if t.requires_grad]

@@ -64,6 +64,8 @@ class ModuleSender:
         self._is_told = False
         self.changing: set[int] | None = None
         """Buffers that forward writes to; None before the first has returned."""
+        self.has_answered = False
+        """The replica has returned something, so its calls can be made in the helper."""
         self.buckets: list[Members] = []
         self.owners: list[Bucket] = []
         tensors = self.tensors()

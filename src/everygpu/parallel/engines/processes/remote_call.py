@@ -104,6 +104,7 @@ class RemoteCall:
     def receive(self) -> Any:
         """Wait for what the replica has returned; it is connected to the replica's parameters and the arguments."""
         returned: Returned = self._await(lambda: self._returned)
+        self._sender.has_answered = True
         self.helper.wait_for(returned.ready)
         self._kept = []
         self._sender.changing = {*(self._sender.changing or ()), *returned.changed}
@@ -163,6 +164,11 @@ class RemoteCall:
             return self._recomputed.take_inputs()
         done = self._end_backward()
         return [None if g is None else self.helper.open(g) for g in done.inputs]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the replica has yet to return something for the first time."""
+        return not self._sender.has_answered
 
     @property
     def awaits_backward(self) -> bool:
