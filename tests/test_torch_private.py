@@ -114,13 +114,15 @@ def test_a_hook_is_told_about_the_backward_it_runs_in(keep):
 
     def look(_):
         nodes = [torch.autograd.graph.get_gradient_edge(t).node for t in (x, other)]
-        seen.append((autograd.is_in_backward(), autograd.keeps_graph(), *map(autograd.will_execute, nodes)))
+        seen.append(
+            (autograd.backward_id() != autograd.NO_BACKWARD, autograd.keeps_graph(), *map(autograd.will_execute, nodes))
+        )
 
     y = x * 2
     y.register_hook(look)
     y.backward(retain_graph=keep)
     assert seen == [(True, keep, True, False)]
-    assert not autograd.is_in_backward()
+    assert autograd.backward_id() == autograd.NO_BACKWARD
 
 
 def test_a_leaf_that_grad_is_asked_for_raises():

@@ -27,9 +27,13 @@ pop_saved_tensor_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 """Leave the innermost hooks, which another's context manager has entered."""
 
 
-def is_in_backward() -> bool:
-    """Tell whether this thread runs a node of a backward; torch has no public name for it."""
-    return torch._C._current_graph_task_id() != -1
+NO_BACKWARD = -1
+"""What ``backward_id`` returns outside of one."""
+
+
+def backward_id() -> int:
+    """Return torch's number of the backward of which this thread runs a node; torch has no public name for it."""
+    return torch._C._current_graph_task_id()
 
 
 def keeps_graph() -> bool:

@@ -182,6 +182,18 @@ def test_reentrant_checkpointing_is_refused(devices: Devices) -> None:
         out.sum().backward()
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_the_whole_model(devices: Devices, reentrant: bool) -> None:
+    plain, _, model = pair(devices(2))
+    grads = []
+    for net in (model, plain):
+        x = images(6, devices(2)[0]).requires_grad_()
+        checkpoint(net, x, use_reentrant=reentrant).square().mean().backward()
+        grads.append([x.grad, *(p.grad for p in net.parameters()), *net.buffers()])
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-11)
+
+
 def test_convert_keeps_parameters_buffers_and_flags() -> None:
     net = nn.ModuleDict(
         {

@@ -32,6 +32,17 @@ class Writing(Short):
         return super().forward(x.mul_(2))
 
 
+class Synchronized(Short):
+    """Has its replicas wait for each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = everygpu.SyncBatchNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
 Change = Callable[[everygpu.DataParallel, torch.optim.Optimizer], Any]
 
 
@@ -78,6 +89,21 @@ def test_what_happens_between_two_backwards(recording: Devices, make: type[Short
         for x, _ in make_batches(3):
             run(model, x.to(used[0]), change, found)
         results.append(found)
+    for ours, theirs in zip(*results):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_layer_at_which_replicas_wait_for_each_other(recording: Devices, count: int) -> None:
+    used = recording(count)
+    results = []
+    for engine in ("threads", "graphs"):
+        model = everygpu.DataParallel(Synchronized().to(used[0]), used, engine=engine)
+        found: list[Tensor] = []
+        for x, _ in make_batches(NUM_STEPS):
+            run(model, x.to(used[0]), nothing, found)
+        assert num_recordings(model) == (engine == "graphs")
+        results.append([*found, *(t.cpu() for t in model.buffers())])
     for ours, theirs in zip(*results):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 

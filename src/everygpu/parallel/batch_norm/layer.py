@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from everygpu.errors import ModuleError
 from everygpu.parallel.batch_norm.function import LiveStatistics, normalize_together, run_again
-from everygpu.parallel.engines.scheduler import barrier
-from everygpu.torch_private.autograd import is_in_backward
+from everygpu.parallel.engines.scheduler import barrier, is_recomputing
 from everygpu.torch_private.modules import BatchNorm, LazyNorm
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -86,7 +85,7 @@ class SyncBatchNorm(BatchNorm):
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)
-        if is_in_backward():  # activation checkpointing recomputes
+        if is_recomputing():
             return run_again(input, self.weight, self.bias, self.eps, self._statistics)
         normalize = partial(normalize_together, self.eps, self._statistics)
         own_input = (input, _own_node(self.weight), _own_node(self.bias), self._statistics)

@@ -32,6 +32,7 @@ from everygpu.parallel.cuda_graphs.static_batch import StaticBatch
 from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
 from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
 from everygpu.parallel.engines.engine import Outputs, RunOn
+from everygpu.parallel.engines.scheduler import whole_forward
 from everygpu.parallel.replicas.replica_set import Leaves as Twins
 from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.parallel.scatter.split import ScatterSpec
@@ -248,7 +249,7 @@ class RecordedForward:
     def run_again(self, recorded: RecordedPass, generators: Sequence[Any]) -> list[Slot]:
         """Run the forward of a recording eagerly, from what a launch started from; see ``Owner``."""
         replicas = recorded.replicas
-        with recorded.rewind.rewound(generators):
+        with recorded.rewind.rewound(generators), whole_forward():
             if replicas.module is not self._module() or not self._capture.is_current(recorded.guards):
                 raise CaptureError(
                     "DataParallel: going backward in a way that isn't recorded takes the module as it was in forward, "

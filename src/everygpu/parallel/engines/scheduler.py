@@ -1,8 +1,8 @@
 """Serialise replicas that share a device, and let all replicas of a forward wait for each other at a barrier."""
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -10,11 +10,30 @@ import torch
 
 from everygpu.errors import ReplicaError
 from everygpu.parallel.buckets.copies import Streams
+from everygpu.torch_private.autograd import NO_BACKWARD, backward_id
 
 Combine = Callable[[list[Any]], list[Any]]
 """From the value of each replica, in order, to the result of each."""
 
 _replica_context: ContextVar["tuple[ReplicaScheduler, int] | None"] = ContextVar("everygpu_replica", default=None)
+
+_forward_backward_id: ContextVar[int] = ContextVar("everygpu_forward_backward", default=NO_BACKWARD)
+"""The backward within which the present forward has begun: a checkpoint's, or a recording's, may run a whole one."""
+
+
+@contextmanager
+def whole_forward() -> Iterator[None]:
+    """Run a whole forward within, though it may be in a backward; see ``is_recomputing``."""
+    token = _forward_backward_id.set(backward_id())
+    try:
+        yield
+    finally:
+        _forward_backward_id.reset(token)
+
+
+def is_recomputing() -> bool:
+    """Tell whether an activation checkpoint runs a part of this replica's forward again, without the others."""
+    return backward_id() not in (NO_BACKWARD, _forward_backward_id.get())
 
 
 class Cancelled(Exception):  # noqa: N818 - no error: another replica's is
@@ -62,7 +81,7 @@ class ReplicaScheduler:
 
     def context(self, index: int) -> AbstractContextManager[Any]:
         """Let ``barrier`` find this replica, in what runs within."""
-        return _ReplicaContext(self, index) if len(self._devices) > 1 else nullcontext()
+        return _as_replica((self, index)) if len(self._devices) > 1 else nullcontext()
 
     def enter(self, index: int) -> None:
         """Wait until the replicas before this one, on its device, have ended or wait at a barrier.
@@ -132,14 +151,12 @@ class ReplicaScheduler:
             )
 
 
-class _ReplicaContext:
-    """Which replica of which forward this thread runs."""
-
-    def __init__(self, scheduler: ReplicaScheduler, index: int) -> None:
-        self._replica = (scheduler, index)
-
-    def __enter__(self) -> None:
-        self._token = _replica_context.set(self._replica)
-
-    def __exit__(self, *_: object) -> None:
-        _replica_context.reset(self._token)
+@contextmanager
+def _as_replica(replica: tuple[ReplicaScheduler, int]) -> Iterator[None]:
+    """Run a replica's forward within."""
+    token = _replica_context.set(replica)
+    try:
+        with whole_forward():
+            yield
+    finally:
+        _replica_context.reset(token)
