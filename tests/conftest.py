@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +33,8 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 logging.getLogger("torch.__trace").propagate = True
 
 OPEN_FILES = Path("/proc/self/fd")
+MANY_MODULES = 50
+"""A test that has more imported, such as torch's compiler, leaves them out of the collections of those after it."""
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -52,10 +55,13 @@ def devices(request: pytest.FixtureRequest) -> Callable[[int], list[torch.device
 def _wait_for_threads(before: set[threading.Thread]) -> set[threading.Thread]:
     """Give threads of dropped objects two seconds to end; return those that did not."""
     deadline = time.monotonic() + 2
-    while (extra := set(threading.enumerate()) - before) and time.monotonic() < deadline:
+    while extra := {thread for thread in set(threading.enumerate()) - before if not _is_foreign(thread)}:
+        if time.monotonic() > deadline:
+            break
         gc.collect()
-        time.sleep(0.001)
-    return {thread for thread in extra if not _is_foreign(thread)}
+        for thread in extra:
+            thread.join(0.01)
+    return extra
 
 
 def _is_foreign(thread: threading.Thread) -> bool:
@@ -125,7 +131,7 @@ def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves a thread, an open file, a changed environment or torch state behind."""
     threads = set(threading.enumerate())
     environment = dict(os.environ)
-    files = _num_open_files()
+    files, num_modules = _num_open_files(), len(sys.modules)
     yield
     assert not _wait_for_threads(threads), "the test left threads behind"
     changed = {k for k in set(environment) | set(os.environ) if environment.get(k) != os.environ.get(k)}
@@ -139,3 +145,6 @@ def nothing_left_behind() -> Iterator[None]:
         if _num_open_files() > files:
             gc.collect()
         assert _num_open_files() <= files, "the test left files open"
+    if len(sys.modules) > num_modules + MANY_MODULES:
+        gc.collect()
+        gc.freeze()
