@@ -53,7 +53,7 @@ class Scaling(torch.autograd.Function):
 def test_saved_tensors_are_found_and_still_serve() -> None:
     w, a, b = torch.ones(3, requires_grad=True), torch.full((3,), 2.0), torch.full((3,), 3.0)
     out = torch.stack([Scaling.apply(w * a, b).exp(), w]).prod(0)
-    saved = find_saved([out])
+    (saved,) = find_saved([out])
     assert {a.untyped_storage().data_ptr(), b.untyped_storage().data_ptr()} <= saved
     again = torch.stack([(w * a * b).exp(), w]).prod(0)
     (wanted,) = torch.autograd.grad(again.sum(), w)

@@ -121,3 +121,47 @@ def test_a_module_that_is_another_before_a_second_backward(recording: Devices) -
         run(model, x.to(used[0]), rescale, [])
     out = model(x.to(used[0]))
     torch.testing.assert_close(out.detach() + 0, model.module(x.to(used[0])).detach())
+
+
+class Pair(nn.Module):
+    """Two heads; the graphs of both have saved their weights, as a layer comes before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.actor, self.critic = nn.Linear(6, 5), nn.Linear(5, 3), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.first(x).tanh()
+        return self.actor(h).tanh(), self.critic(h).tanh()
+
+
+def step_in_turn(model: everygpu.DataParallel, x: Tensor, found: list[Tensor]) -> Any:
+    """Update one head before the other one's backward, which doesn't need it."""
+    optimizers = [torch.optim.SGD(head.parameters(), lr=0.5) for head in (model.module.actor, model.module.critic)]
+    model.zero_grad()
+    outputs = model(x)
+    for output, optimizer in zip(outputs, optimizers):
+        output.square().mean().backward(retain_graph=True)
+        optimizer.step()
+    found += [t.detach().cpu().clone() for p in model.parameters() for t in (p, p.grad)]
+    return outputs
+
+
+def test_an_update_that_other_outputs_do_not_need(recording: Devices) -> None:
+    used = recording(2)
+    results = []
+    for engine in ("threads", "graphs"):
+        model = everygpu.DataParallel(Pair().to(used[0]), used, engine=engine)
+        found: list[Tensor] = []
+        for x, _ in make_batches(NUM_STEPS):
+            model(x)[0].square().mean().backward()
+        assert num_recordings(model) == (engine == "graphs")
+        for x, _ in make_batches(2):
+            actions, values = step_in_turn(model, x, found)
+            for output in (actions, values):  # each head has been written since
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    output.sum().backward()
+        results.append(found)
+    for ours, theirs in zip(*results):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -11,7 +11,7 @@ from everygpu import comm, tree
 from everygpu.comm.streams import queueing_on
 from everygpu.errors import CallError, CaptureError
 from everygpu.parallel.buckets.copies import Streams
-from everygpu.parallel.buckets.memory import Grads, Use
+from everygpu.parallel.buckets.memory import Grads, Use, versions_of
 from everygpu.parallel.cuda_graphs.deferred_linear import LinearCall
 from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof
 from everygpu.parallel.cuda_graphs.guards import ModuleGuards
@@ -68,6 +68,8 @@ class RecordedPass:
     """For each parameter whether it gets a gradient, on any device."""
     watched: list[Tensor]
     """What backward reads, and Python may write between launches."""
+    needed: list[set[int]]
+    """For each slot which of ``watched`` a backward from it reads."""
     batch: StaticBatch
     """Where a launch finds its batch."""
     replicas: ReplicaSet
@@ -118,7 +120,7 @@ class Launch:
         self._modes = Modes.now([slot.tensor.device for slot in recorded.slots])
         self._has_replayed = False
         self._again: list[Slot] | None = None
-        self._versions = [t._version for t in recorded.watched]
+        self._versions = versions_of(recorded.watched)
         """How often what is watched had been written at the launch."""
         self._spent: set[int] = set()
         """Outputs that a backward began at which freed the graph."""
@@ -152,7 +154,8 @@ class Launch:
 
     def _go_backward(self, given: dict[int, Tensor]) -> list[Tensor | None]:
         recorded = self.recorded
-        if [t._version for t in recorded.watched] != self._versions:
+        written = self._find_written()
+        if written and any(not written.isdisjoint(recorded.needed[i]) for i in given):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 "parameter, a buffer or an input of the DataParallel module, between its forward and this backward."
@@ -168,13 +171,20 @@ class Launch:
         recorded.backward.replay()
         return recorded.sync.totals(recorded.reached)
 
+    def _find_written(self) -> set[int]:
+        """Return which of what is watched has been written since the launch."""
+        now = versions_of(self.recorded.watched)
+        return set() if now == self._versions else {i for i, v in enumerate(now) if v != self._versions[i]}
+
     def _run_eagerly(self, given: dict[int, Tensor]) -> list[Tensor | None]:
         """Go backward through the graph of a forward that is run again."""
         recorded = self.recorded
         if self._again is None:
+            written = self._find_written()
             with self._modes.entered():
                 self._again = self._owner.run_again(recorded, self._generators)
-            self._versions = [t._version for t in recorded.watched]
+            # What was written before is in this graph with a value that isn't the launch's.
+            self._versions = [-1 if i in written else v for i, v in enumerate(versions_of(recorded.watched))]
         outputs = [self._again[i].tensor for i in given]
         recorded.sync.make_room()
         grads = find_grads(outputs, list(given.values()), recorded.leaves, keeps_graph=True)

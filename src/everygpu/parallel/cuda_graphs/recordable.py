@@ -91,9 +91,25 @@ def find_used(slots: Sequence[Slot], outputs: set[int], *, is_known: bool) -> tu
     return tuple(i for i in used if not any(nodes[i] in below[j] for j in used if j != i))
 
 
-def find_saved(outputs: list[Tensor]) -> set[int]:
-    """Return where the memory is that the graph behind outputs has saved for its backward."""
-    return {t.untyped_storage().data_ptr() for node in _nodes(outputs) for t in _saved_by(node)}
+def find_watched(outputs: list[Tensor], written: list[Tensor]) -> tuple[list[Tensor], list[set[int]]]:
+    """Find which tensors the graph behind outputs has saved for its backward.
+
+    Args:
+        outputs: Of the forward that was recorded.
+        written: Tensors that Python may write.
+    Returns:
+        These tensors, and for each output which of them its own backward reads.
+    """
+    saved = find_saved(outputs)
+    pairs = [(t, t.untyped_storage().data_ptr()) for t in written if not t.is_inference()]
+    watched = [(t, place) for t, place in pairs if any(place in places for places in saved)]
+    return [t for t, _ in watched], [{i for i, (_, p) in enumerate(watched) if p in places} for places in saved]
+
+
+def find_saved(outputs: list[Tensor]) -> list[set[int]]:
+    """Return for each output where the memory is that the graph behind it has saved for its backward; once a graph."""
+    saved = {node: {t.untyped_storage().data_ptr() for t in _saved_by(node)} for node in _nodes(outputs)}
+    return [set().union(*(saved[node] for node in _nodes([t]))) for t in outputs]
 
 
 def _saved_by(node: Node) -> Iterator[Tensor]:

@@ -20,9 +20,9 @@ from everygpu.parallel.cuda_graphs.record_backward import go_backward
 from everygpu.parallel.cuda_graphs.recordable import (
     check_graph,
     check_outputs,
-    find_saved,
     find_unsupported_tensor,
     find_used,
+    find_watched,
 )
 from everygpu.parallel.cuda_graphs.recorder import Capture
 from everygpu.parallel.cuda_graphs.recurrent_dropout import draw_seeds
@@ -174,13 +174,12 @@ class RecordedForward:
         slots = slots_of(outputs)
         # From all of them: what a recorded backward doesn't begin at may be used after a launch.
         check_graph([slot.tensor for slot in slots], self.sync.params)
-        saved = find_saved([slot.tensor for slot in slots])
+        kept = {id(t): t for m in self._modules for t in (*m.parameters(), *m.buffers())}
+        watched, needed = find_watched([slot.tensor for slot in slots], [*kept.values(), *batch.tensors()])
         used = find_used(slots, self._used, is_known=self._num_patterns > 0)
         begun = [slots[i].tensor for i in used]
         seeds = [torch.zeros_like(t) for t in begun]
         backward, grads = self._record_backward(graph, prepared, begun, seeds) if used else (None, [])
-        kept = {id(t): t for m in self._modules for t in (*m.parameters(), *m.buffers())}
-        read = [t for t in (*kept.values(), *batch.tensors()) if t.untyped_storage().data_ptr() in saved]
         assert self._replicas is not None  # noqa: S101 - ``prepare`` has made them
         return RecordedPass(
             outputs=without_graph(outputs),
@@ -193,7 +192,8 @@ class RecordedForward:
             sync=self.sync,
             backward=backward,
             reached=reached(grads),
-            watched=[t for t in read if not t.is_inference()],
+            watched=watched,
+            needed=needed,
             batch=batch,
             replicas=self._replicas,
             guards=self._capture.guards,
