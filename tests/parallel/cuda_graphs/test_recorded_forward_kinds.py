@@ -15,7 +15,6 @@ from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
 
 import everygpu
-from everygpu.errors import EveryGPUError
 from everygpu.parallel.cuda_graphs import recorded_forward, recorder
 from everygpu.parallel.cuda_graphs.batch_kinds import NUM_WARM_UPS
 from tests.parallel.cuda_graphs.forwards import (
@@ -60,15 +59,19 @@ def test_what_cannot_be_recorded_runs_as_it_is(recording: Devices, kind: str, ca
     assert len(seen) == (2 * NUM_STEPS if kind == "hook" else 0)
 
 
-def test_second_derivatives_are_refused(recording: Devices) -> None:
-    used = recording(2)
-    model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")
-    for x, y in make_batches(NUM_STEPS):
-        value = loss_of(model(x), y)
-        torch.autograd.grad(value, model.module.last.weight, retain_graph=False)
-    value = loss_of(model(x), y)
-    with pytest.raises(EveryGPUError, match="engine='threads'"):
-        torch.autograd.grad(value, model.module.last.weight, create_graph=True)
+def test_second_derivatives(recording: Devices) -> None:
+    def scenario(model: everygpu.DataParallel, optimizer: Any, found: list[Tensor]) -> None:
+        params = [p for p in model.parameters() if p.requires_grad and p is not model.module.unused]
+        for x, y in make_batches(4):
+            optimizer.zero_grad()
+            value = loss_of(model(x), y)
+            grads = torch.autograd.grad(value, params, create_graph=True)
+            (value + sum(g.square().sum() for g in grads)).backward()
+            optimizer.step()
+            found.append(value.detach().cpu().clone())
+        train(model, optimizer, found, num=2)
+
+    check(recording, scenario)
 
 
 def test_inputs_that_take_gradients(recording: Devices) -> None:
@@ -80,6 +83,7 @@ def test_inputs_that_take_gradients(recording: Devices) -> None:
     loss_of(model(x), y).backward()
     assert x.grad is not None
     assert x.grad.abs().sum() > 0
+    assert num_recordings(model) == 1  # of the batches that take none
 
 
 def test_a_parameter_in_a_plain_attribute(recording: Devices) -> None:

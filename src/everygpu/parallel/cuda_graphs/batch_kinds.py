@@ -66,27 +66,27 @@ class BatchKinds:
     def refuse(self, key: Any, reason: str) -> None:
         """Note that batches of a kind can't be recorded, though others are."""
         self._refused.add(key)
-        self._tell(reason)
+        self.tell(reason)
 
     def forget(self) -> None:
         """Count anew."""
         self._counts.clear()
         self._refused.clear()
 
+    def tell(self, reason: str) -> None:
+        """Say, once, why batches of some kinds are not recorded, where others are."""
+        if not self._has_told:
+            self._has_told = True
+            logger.warning("%s: batches of some shapes run without CUDA graphs: %s.", self._name, reason)
+
     def _has_room(self, num_recordings: int) -> bool:
         """Tell whether a further kind may be recorded; the first one always may."""
         if not num_recordings:
             return True
         if num_recordings >= MAX_RECORDINGS:
-            self._tell(f"{MAX_RECORDINGS} are recorded")
+            self.tell(f"{MAX_RECORDINGS} are recorded")
             return False
         if any(free < MIN_FREE * total for free, total in map(torch.cuda.mem_get_info, self._gpus)):
-            self._tell(f"less than {MIN_FREE:.0%} of a GPU's memory is free")
+            self.tell(f"less than {MIN_FREE:.0%} of a GPU's memory is free")
             return False
         return len(self._refused) < MAX_REFUSED
-
-    def _tell(self, reason: str) -> None:
-        """Say, once, why batches of some kinds are not recorded, where others are."""
-        if not self._has_told:
-            self._has_told = True
-            logger.warning("%s: batches of some shapes run without CUDA graphs: %s.", self._name, reason)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from everygpu import comm, tree
 from everygpu.comm.streams import queueing_on
-from everygpu.errors import CallError, CaptureError
+from everygpu.errors import CaptureError
 from everygpu.parallel.buckets.copies import Streams
 from everygpu.parallel.buckets.memory import Grads, Use, versions_of
 from everygpu.parallel.cuda_graphs.deferred_linear import LinearCall
@@ -91,8 +91,13 @@ class Owner(Protocol):
     def note_pattern(self, used: set[int]) -> None:
         """Have the next recording's backward begin at these outputs."""
 
-    def run_again(self, recorded: RecordedPass, generators: Sequence[Any]) -> list[Slot]:
+    def run_again(self, recorded: RecordedPass, generators: Sequence[Any], *, is_connected: bool = False) -> list[Slot]:
         """Run the forward of a recording eagerly, from what a launch started from; its outputs have their graph.
+
+        Args:
+            recorded: What was launched.
+            generators: Their states before.
+            is_connected: The graph leads to the parameters, not to the recording's leaves.
 
         Raises:
             CaptureError: the module has changed since.
@@ -146,20 +151,33 @@ class Launch:
                 "to that one, to go through it a second time."
             )
         is_kept = keeps_graph()
-        totals = self._go_backward(given)
+        totals = self._differentiable(given) if torch.is_grad_enabled() else self._go_backward(given)
         if not is_kept:
             self._spent.update(given)
             self.use.is_over = True  # not before: another thread's forward may take the memory at once
         return totals
 
-    def _go_backward(self, given: dict[int, Tensor]) -> list[Tensor | None]:
-        recorded = self.recorded
+    def _check_written(self, given: dict[int, Tensor]) -> None:
         written = self._find_written()
-        if written and any(not written.isdisjoint(recorded.needed[i]) for i in given):
+        if written and any(not written.isdisjoint(self.recorded.needed[i]) for i in given):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 "parameter, a buffer or an input of the DataParallel module, between its forward and this backward."
             )
+
+    def _differentiable(self, given: dict[int, Tensor]) -> list[Tensor | None]:
+        """Return gradients with a graph of their own, for ``create_graph=True``: a recording has none."""
+        self._check_written(given)
+        with self._modes.entered():
+            slots = self._owner.run_again(self.recorded, self._generators, is_connected=True)
+            outputs, params = [slots[i].tensor for i in given], self.recorded.sync.params
+            return list(
+                torch.autograd.grad(outputs, params, list(given.values()), create_graph=True, allow_unused=True)
+            )
+
+    def _go_backward(self, given: dict[int, Tensor]) -> list[Tensor | None]:
+        recorded = self.recorded
+        self._check_written(given)
         if tuple(given) != recorded.used:
             self._owner.note_pattern({recorded.slots[i].output for i in given})
         if recorded.backward is None or tuple(given) != recorded.used or self._has_replayed:
@@ -270,10 +288,5 @@ class _LaunchNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise CallError(
-                "DataParallel: backward of a recorded step can't take create_graph=True, as a recording has no "
-                "graph of its gradients. Pass engine='threads' for second derivatives."
-            )
         with ctx.streams.current():
             return None, None, *ctx.launch.backward(grads)

@@ -71,7 +71,7 @@ class RecordedForward:
         self,
         module: Callable[[], nn.Module],
         run: RunOn,
-        make_replicas: Callable[[Callable[[], Twins]], ReplicaSet],
+        make_replicas: Callable[[Callable[[], Twins] | None], ReplicaSet],
         options: Callable[[], Hashable],
         route: ScatterSpec,
         bucket_bytes: int,
@@ -246,7 +246,7 @@ class RecordedForward:
         self.sync.send()
         return self._call.run(self._replicas, batch, self.sync, prepared.leaves, may_defer=self._may_defer)
 
-    def run_again(self, recorded: RecordedPass, generators: Sequence[Any]) -> list[Slot]:
+    def run_again(self, recorded: RecordedPass, generators: Sequence[Any], *, is_connected: bool = False) -> list[Slot]:
         """Run the forward of a recording eagerly, from what a launch started from; see ``Owner``."""
         replicas = recorded.replicas
         with recorded.rewind.rewound(generators), whole_forward():
@@ -257,10 +257,9 @@ class RecordedForward:
                 )
             replicas.forget()
             recorded.batch.rewind()
-            outputs, _ = self._call.run(
-                replicas, recorded.batch, recorded.sync, recorded.leaves, may_defer=recorded.has_deferred
-            )
-        return slots_of(outputs)
+            if is_connected:
+                return slots_of(self._call.run_connected(self._make_replicas(None), recorded))
+            return slots_of(self._call.run_again(replicas, recorded))
 
     def _prove(self, batch: StaticBatch) -> ForwardProof:
         """Return the proof that a launch does what the forward would do.

@@ -129,7 +129,10 @@ class Capture(Generic[Result]):
         try:
             key = describe_batch(batch, self._route)
         except NotStatic as reason:
-            self._give_up(str(reason))
+            if self._must or not self._recordings:
+                self._give_up(str(reason))
+            else:
+                self._kinds.tell(str(reason))
             return None
         except SplitError:  # the step itself says so
             return None

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 from torch import nn
 
 from everygpu.keys import compiled_original
 from everygpu.parallel.cuda_graphs.deferred_linear import DeferredLinears
 from everygpu.parallel.cuda_graphs.deferred_tensor import refusals_heeded
-from everygpu.parallel.cuda_graphs.launch import Leaves
+from everygpu.parallel.cuda_graphs.launch import Leaves, RecordedPass
 from everygpu.parallel.cuda_graphs.static_batch import StaticBatch
 from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
 from everygpu.parallel.engines.engine import Outputs, RunOn
@@ -45,21 +46,36 @@ class ReplicaCall:
         """
         args, kwargs, _ = batch.read()
         at_home = {id(p): t for b, row in zip(sync.groups, leaves) for p, t in zip(b.originals, row[0])}
-        self.has_deferred = False
         for group, row in zip(sync.groups, leaves):
             group.put_back(row)
         with in_place_of(self._module(), at_home):
-            if not may_defer:
-                return self._run(replicas, args, kwargs, around=nullcontext)
-            deferred = DeferredLinears()
-            try:
-                with refusals_heeded():
-                    outputs, joiner = self._run(replicas, args, kwargs, around=partial(self._deferring, deferred))
-            finally:
-                self.has_deferred = deferred.were_any
-            outputs = deferred.take(outputs)
-            deferred.check()
-            return outputs, joiner
+            return self._run_on(replicas, args, kwargs, may_defer=may_defer)
+
+    def run_again(self, replicas: ReplicaSet, recorded: RecordedPass) -> list[Any]:
+        """Run the replicas that were recorded; return what they returned."""
+        may_defer = recorded.has_deferred
+        return self.run(replicas, recorded.batch, recorded.sync, recorded.leaves, may_defer=may_defer)[0]
+
+    def run_connected(self, replicas: ReplicaSet, recorded: RecordedPass) -> list[Any]:
+        """Run replicas whose parameters are connected to the module's."""
+        args, kwargs, _ = recorded.batch.read()
+        return self._run_on(replicas, args, kwargs, may_defer=recorded.has_deferred)[0]
+
+    def _run_on(
+        self, replicas: ReplicaSet, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_defer: bool
+    ) -> Outputs:
+        self.has_deferred = False
+        if not may_defer:
+            return self._run(replicas, args, kwargs, around=nullcontext)
+        deferred = DeferredLinears()
+        try:
+            with refusals_heeded():
+                outputs, joiner = self._run(replicas, args, kwargs, around=partial(self._deferring, deferred))
+        finally:
+            self.has_deferred = deferred.were_any
+        outputs = deferred.take(outputs)
+        deferred.check()
+        return outputs, joiner
 
     def _deferring(self, deferred: DeferredLinears, replicas: Sequence[nn.Module]) -> AbstractContextManager[None]:
         return deferred.watched(replicas, are_compiled=compiled_original(self._module()) is not None)

@@ -45,8 +45,8 @@ class EngineContext:
     """Gives the wrapper's options that a recording depends on."""
     run: RunOn
     """Scatters a call, and applies replicas to the shards."""
-    make_replicas: Callable[[Callable[[], Leaves]], ReplicaSet]
-    """Makes replicas whose parameters are leaves."""
+    make_replicas: Callable[[Callable[[], Leaves] | None], ReplicaSet]
+    """Makes replicas whose parameters are leaves, or connected to the module's."""
     bucket_bytes: int
     """Size at which a group of parameters is closed."""
     makes_graphs: bool
