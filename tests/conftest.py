@@ -17,6 +17,7 @@ import torch
 from hypothesis import settings
 
 from tests.parallel.engines.processes.pool import HelperPool
+from tests.warm_python import WarmPython
 
 # The same examples every time, so that a checkout passes or fails for good. To look for new ones:
 # `HYPOTHESIS_PROFILE=explore make test`, with other examples at each run.
@@ -98,10 +99,24 @@ def short_collections() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def helpers() -> Iterator[HelperPool]:
+def warm_server() -> Iterator[WarmPython]:
+    """Python that has imported torch, for ``warm_python``."""
+    with closing(WarmPython()) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def helpers(warm_server: WarmPython) -> Iterator[HelperPool]:
     """Helper processes that tests share."""
-    with closing(HelperPool()) as pool:
+    with closing(HelperPool(warm_server.serving)) as pool:
         yield pool
+
+
+@pytest.fixture
+def warm_python(warm_server: WarmPython) -> Iterator[None]:
+    """Have a test start Python without waiting for torch's import."""
+    with warm_server.serving():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -96,6 +96,7 @@ def test_a_failure_at_any_step_leaves_the_old_one(tmp_path: Path, error: BaseExc
     assert failures >= 7
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a_death_at_any_step_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
     """Really ends the process, so that nothing can clean up, before each call to the file system in turn."""
     script = """

@@ -456,6 +456,7 @@ raise KeyboardInterrupt
 """
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_the_last_checkpoint_is_there_however_the_program_ends(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", EXITS, tmp_path], capture_output=True, text=True, timeout=60)
     assert "KeyboardInterrupt" in ended.stderr

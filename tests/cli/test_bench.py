@@ -53,6 +53,7 @@ def here(monkeypatch):
     torch.backends.cudnn.benchmark = is_tuned
 
 
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.usefixtures("here")
 def test_all_rows_of_a_machine_without_gpus(tmp_path):
     files = {"--json": tmp_path / "rows.json", "--report": tmp_path / "rows.md"}
@@ -74,6 +75,7 @@ def test_all_rows_of_a_machine_without_gpus(tmp_path):
     assert "samples/s" in done.stdout
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a_model_of_ones_own(tmp_path):
     (tmp_path / "train.py").write_text(
         "import torch\n"

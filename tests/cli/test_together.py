@@ -270,6 +270,7 @@ def test_processes_hands_over_to_torchrun(box):
     assert reports == [[rank, 2, ["-x", "1"], f"{A},{B}", "auto"] for rank in range(2)]
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_exit_code_of_the_process_that_failed_is_passed_on(box):
     (box / "fail.py").write_text("import os, sys, time; os.environ['RANK'] == '1' and sys.exit(7); time.sleep(30)")
     begin = time.monotonic()

@@ -223,6 +223,7 @@ class TestProcesses:
     def path(self, monkeypatch):
         monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
 
+    @pytest.mark.usefixtures("warm_python")
     def test_trials_in_processes_of_their_own(self, script, tmp_path, monkeypatch):
         path = script("sys.stdout.buffer.write(b'\\xff')  # is no text" + TRAIN)
         where = tmp_path / "trap"  # no file of the working directory is run in their place
@@ -232,10 +233,12 @@ class TestProcesses:
         assert tune.try_rows(16, path, [], 1, 5.0) == {"num_rows": 16, "fits": True, "peak_bytes": None}
         assert tune.try_rows(32, path, [], 1, 5.0) == {"num_rows": 32, "fits": False}
 
+    @pytest.mark.usefixtures("warm_python")
     def test_a_script_that_fails_is_shown(self, script):
         with pytest.raises(click.ClickException, match="exit code 1.*\n(.*\n)*.*KeyError: 'mine'"):
             tune.try_rows(4, script("for x in loader(9):\n  raise KeyError('mine')"), [], 1, 5.0)
 
+    @pytest.mark.usefixtures("warm_python")
     def test_the_whole_command_where_output_is_not_unicode(self, script):
         command = [sys.executable, "-m", "everygpu", "tune", "--seconds", "0.02", script(TRAIN), "--lr", "3"]
         environ = {**os.environ, "PYTHONIOENCODING": "cp1252"}  # as Windows has it for files and pipes

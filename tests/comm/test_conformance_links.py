@@ -46,6 +46,7 @@ def transfers_through_host(monkeypatch):
     return called
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a34_b14_hanging_copies_are_found_and_gone_round(lying, monkeypatch, caplog):
     lying("hang")
     began = time.monotonic()
@@ -57,6 +58,7 @@ def test_a34_b14_hanging_copies_are_found_and_gone_round(lying, monkeypatch, cap
     assert "never arrive" in record.message
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a40_b14_wrong_bfloat16_is_found_and_gone_round(lying, monkeypatch, caplog):
     lying("nan")
     assert not p2p.trusted_peers(PAIR)
@@ -65,6 +67,7 @@ def test_a40_b14_wrong_bfloat16_is_found_and_gone_round(lying, monkeypatch, capl
     assert "arrive wrong (bfloat16 by the copy engine, 4104 bytes), as between 1 more pair(s)" in record.message
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_b14_verdict_is_kept_for_the_next_process(lying, monkeypatch):
     lying("nan")
     assert not p2p.trusted_peers(PAIR)
@@ -73,6 +76,7 @@ def test_b14_verdict_is_kept_for_the_next_process(lying, monkeypatch):
     assert not p2p.trusted_peers(PAIR)
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_b14_sound_copies_are_trusted(lying, caplog):
     lying("")
     assert p2p.trusted_peers(PAIR)

@@ -160,6 +160,7 @@ REAL = """
         ("time.sleep(100)", "hangs", "no answer in 2 s"),
     ],
 )
+@pytest.mark.usefixtures("warm_python")
 def test_real_test_with_transfers_that_corrupt_or_hang(spoil, verdict, detail):
     command = [sys.executable, "-c", textwrap.dedent(REAL).format(spoil=spoil)]
     began = time.monotonic()
@@ -168,6 +169,7 @@ def test_real_test_with_transfers_that_corrupt_or_hang(spoil, verdict, detail):
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_module_runs_as_a_program():
     done = subprocess.run(python_command(MODULE, "0"), env={}, capture_output=True, text=True, check=True)
     assert [json.loads(line) for line in done.stdout.splitlines()] == [{"ready": []}, {"done": True}]

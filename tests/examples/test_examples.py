@@ -59,6 +59,7 @@ class TestDigits:
         assert last is not None
         assert float(last[1]) >= 0.98
 
+    @pytest.mark.usefixtures("warm_python")
     def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(self, run: Run, tmp_path: Path) -> None:
         options = ("--replicas", 3, "--epochs", 3)
         whole = epochs(run("digits.py", *options, "--checkpoint", tmp_path / "whole"))

@@ -214,6 +214,7 @@ def interrupt(process, times, whole_group):
     return workers, process.returncode, out, err
 
 
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("whole_group", [True, False], ids=["terminal", "kill"])
 @pytest.mark.parametrize("times", [1, 2])
 def test_b17_ctrl_c_leaves_no_thread_and_no_worker(tmp_path, times, whole_group):
@@ -228,6 +229,7 @@ def test_b17_ctrl_c_leaves_no_thread_and_no_worker(tmp_path, times, whole_group)
     assert "Fatal Python error" not in err
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_b17_ctrl_c_while_waiting_for_a_slow_loader(tmp_path):
     item = "time.sleep(0 if i < 20 else 60)"
     process = start(SCRIPT.format(item=item), tmp_path, "-m", "everygpu", "run", "--cpu")
@@ -239,6 +241,7 @@ def test_b17_ctrl_c_while_waiting_for_a_slow_loader(tmp_path):
     assert time.monotonic() - begin < 15
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_b17_without_everygpu_run(tmp_path):
     process = start(SCRIPT.format(item="pass"), tmp_path)
     workers, code, out, err = interrupt(process, 1, whole_group=True)
@@ -247,6 +250,7 @@ def test_b17_without_everygpu_run(tmp_path):
     assert not any(is_running(pid) for pid in workers)
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a_script_that_ends_within_a_pass_ends(tmp_path):
     script = """
         import itertools, torch, everygpu

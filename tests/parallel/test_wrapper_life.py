@@ -204,6 +204,7 @@ class TestRecursion:
         model.module.deep = False
         assert model(torch.ones(2)).tolist() == [1, 1]
 
+    @pytest.mark.usefixtures("warm_python")
     def test_in_any_replica(self):
         # In a process of its own: a replica that waits for its own turn waits forever.
         done = subprocess.run(

@@ -37,12 +37,14 @@ def test_a_path_the_system_refuses_is_four(call, verb):
     assert "File name too long" in result.stderr
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_as_a_process(here):
     done = run("-m", "everygpu", "checkpoint", "diff", str(here / "ours"), str(here / "none"))
     assert (done.returncode, done.stdout) == (4, "")
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_names_are_shown_where_the_output_has_no_letters_for_them(here):
     torch.save({"poids.é✓": torch.ones(1)}, here / "é.pt")
     for verb in ("show", "verify"):

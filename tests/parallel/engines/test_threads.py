@@ -396,6 +396,7 @@ atexit.register(lambda: print("exit", model(torch.ones(3)).tolist()))
 """
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_replicas_serve_threads_and_exit_handlers_that_outlive_the_main_thread():
     done = subprocess.run([sys.executable, "-c", AFTER_MAIN], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -5,8 +5,8 @@ import importlib
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ClassVar
 
 import pytest
@@ -18,7 +18,9 @@ from everygpu.parallel.engines.processes.helper_process import HelperProcess
 class HelperPool:
     """Keeps helpers that engines need no more for the next engines. A helper takes in a new module at any call."""
 
-    def __init__(self) -> None:
+    def __init__(self, starting: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """Enter ``starting()`` where a helper is started."""
+        self._starting = starting
         self._free: dict[str, list[PooledHelper]] = defaultdict(list)
         self._started: list[PooledHelper] = []
         self._returns: list[weakref.finalize[..., PooledHelper]] = []
@@ -31,7 +33,8 @@ class HelperPool:
         if free:
             helper = free.pop()
         else:
-            helper = PooledHelper(device, position)
+            with self._starting():
+                helper = PooledHelper(device, position)
             self._started.append(helper)
         lent = copy.copy(helper)
         lent.serve_at(position)

@@ -101,6 +101,7 @@ def test_an_array_in_an_attribute_is_compared_byte_by_byte(model):
     assert call(model) == 2.0
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_what_main_defines_follows():
     script = Path(__file__).with_name("main_script.py")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)

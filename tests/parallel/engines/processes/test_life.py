@@ -69,9 +69,10 @@ def helpers_of(pid: int) -> list[int]:
         try:
             parent = int(path.joinpath("stat").read_text().rpartition(")")[2].split()[1])
             command = path.joinpath("cmdline").read_text()
+            is_fork = "warm_server" in command and os.getsid(int(path.name)) == int(path.name)
         except OSError:
             continue
-        if parent == pid and "engines.processes" in command and int(path.name) not in PooledHelper.pids:
+        if parent == pid and ("engines.processes" in command or is_fork) and int(path.name) not in PooledHelper.pids:
             found.append(int(path.name))
     return found
 
@@ -161,6 +162,7 @@ def check_threads(model: everygpu.DataParallel) -> None:
     assert not wrong
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_loans_interrupts_threads_and_deaths(caplog):
     model = everygpu.DataParallel(Mortal(os.getpid()), ["cpu"] * 2, engine="processes")
     check_loans(model)
@@ -279,6 +281,7 @@ KILLED = """
 """
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_helpers_end_with_a_main_process_that_is_killed_whose_forks_live_on():
     main = subprocess.Popen([sys.executable, "-c", textwrap.dedent(KILLED)], stdout=subprocess.PIPE)
     worker = int(main.stdout.readline())

@@ -1,0 +1,88 @@
+"""Python, with torch imported, that forks where tests start a Python: tests/warm_python.py asks it to.
+
+Each fork unwinds to the end of this file, runs there what it was asked for, and ends as any Python does.
+"""
+
+import functools
+import gc
+import json
+import os
+import runpy
+import socket
+import sys
+import types
+
+import torch.distributed.tensor  # torch does, at the first call of a tensor with its own __torch_function__
+import torch.utils.data  # noqa: F401
+
+BASE_PATH = sys.path[1:]  # without the folder of this file
+LARGEST_REQUEST = 1 << 18
+
+
+def wait_for_request(control):
+    """Fork for each request; return it in the fork, with the files it brought along."""
+    while True:
+        data, files, *_ = socket.recv_fds(control, LARGEST_REQUEST, 16)
+        if not data:
+            os._exit(0)
+        middle = os.fork()
+        if middle == 0 and not (child := os.fork()):
+            return json.loads(data), files
+        if middle == 0:
+            control.send(str(child).encode())
+            os._exit(0)  # only now is the fork a child of the process that asked
+        for file in files:
+            os.close(file)
+        os.waitpid(middle, 0)
+        control.send(b"done")
+
+
+def take_over(request, files):
+    """Become what ``subprocess`` would have started: files, folder, environment, session and arguments."""
+    high = [os.dup2(file, 200 + i) for i, file in enumerate(files)]
+    for file in files:
+        os.close(file)
+    for file, number in zip(high, request["numbers"]):
+        os.dup2(file, number, inheritable=True)
+        os.close(file)
+    if request["new_session"]:
+        os.setsid()
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    sys.orig_argv = request["args"]
+    if encoding := os.environ.get("PYTHONIOENCODING"):
+        reopen = functools.partial(open, encoding=encoding, closefd=False)
+        sys.stdin, sys.stdout = reopen(0), reopen(1, "w")
+        sys.stderr = reopen(2, "w", errors="backslashreplace", buffering=1)
+
+
+def run(args):
+    """Run ``-c code``, ``-m module`` or a file, as Python does, in a ``__main__`` of its own."""
+    kind = args[0] if args[0] in ("-c", "-m") else ""
+    name, *options = args[1:] if kind else args
+    first = {"-c": "", "-m": os.getcwd(), "": os.path.dirname(os.path.realpath(name))}[kind]
+    added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = [first, *(os.path.abspath(path) for path in added if path), *BASE_PATH]
+    sys.argv = [kind or name, *options]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if kind == "-m":
+        runpy.run_module(name, vars(main), run_name="__main__", alter_sys=True)
+        return
+    if kind == "-c":
+        code = compile(name, "<string>", "exec")
+    else:
+        main.__file__ = name
+        with open(name, "rb") as file:
+            code = compile(file.read(), name, "exec")
+    exec(code, vars(main))
+
+
+if __name__ == "__main__":
+    gc.collect()
+    gc.freeze()
+    control = socket.socket(fileno=int(sys.argv[1]))
+    request, files = wait_for_request(control)
+    control.close()
+    take_over(request, files)
+    run(request["args"][1:])
