@@ -84,10 +84,15 @@ def _num_open_files() -> int:
     return len(list(OPEN_FILES.iterdir())) - 4 * num_helpers if OPEN_FILES.is_dir() else 0
 
 
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Look for no garbage while tests are collected: what that makes stays."""
+    gc.disable()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what torch and the tests themselves consist of out of garbage collections: many tests ask for one."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")

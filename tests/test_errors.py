@@ -5,12 +5,12 @@ import builtins
 import inspect
 import pickle
 import re
-from pathlib import Path
 
 import pytest
 
 from everygpu import errors
 from everygpu.errors import CheckpointMismatchError, EveryGPUError
+from tests.source import trees
 
 BRANCH = re.compile(r"^ {4}(?P<indent>[│ ]*)(?:├──|└──) (?P<name>\w+) \((?P<builtin>\w+)\)", re.MULTILINE)
 
@@ -60,10 +60,6 @@ def test_mismatch_without_a_message_can_still_be_printed():
     assert str(CheckpointMismatchError()) == ""
 
 
-ROOT = Path(errors.__file__).parent
-TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
-
-
 def raised_bare(tree):
     """Give the lines that raise the base class itself."""
     for node in ast.walk(tree):
@@ -74,7 +70,7 @@ def raised_bare(tree):
 
 
 def test_the_base_class_itself_is_never_raised():
-    assert {name: lines for name, tree in TREES.items() if (lines := list(raised_bare(tree)))} == {}
+    assert {name: lines for name, tree in trees().items() if (lines := list(raised_bare(tree)))} == {}
 
 
 @pytest.mark.parametrize(
@@ -92,5 +88,5 @@ def children_without_a_builtin(tree):
 
 
 def test_every_child_has_a_builtin():
-    assert {name: kinds for name, tree in TREES.items() if (kinds := list(children_without_a_builtin(tree)))} == {}
+    assert {name: kinds for name, tree in trees().items() if (kinds := list(children_without_a_builtin(tree)))} == {}
     assert list(children_without_a_builtin(ast.parse("class A(EveryGPUError): ..."))) == ["A"]

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-import everygpu
 from everygpu import torch_private
 from tests.private_names import private_names
+from tests.source import ROOT, tree_of, trees
 
-ROOT = Path(everygpu.__file__).parent
 SOURCE = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
-TREES = {name: ast.parse(text) for name, text in SOURCE.items()}
 DOCS = {path.name: path.read_text() for path in sorted((Path(__file__).parents[1] / "docs").glob("*.md"))}
 
 MAX_MODULE, MAX_FUNCTION, MAX_TESTS = 300, 40, 500
@@ -55,7 +53,7 @@ def test_files_of_tests_are_short():
 
 
 def functions(name):
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(tree_of(SOURCE[name])):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node
 
@@ -110,7 +108,7 @@ def state_of(tree):
 
 
 def test_modules_keep_no_state():
-    expect("mutable state of a module", {f"{n}:{s}": 1 for n, tree in TREES.items() for s in state_of(tree)})
+    expect("mutable state of a module", {f"{n}:{s}": 1 for n, tree in trees().items() for s in state_of(tree)})
 
 
 @pytest.mark.parametrize(
@@ -147,7 +145,7 @@ PYTHONS_OWN = {"_exit", "_fields"}
 
 def test_private_attributes_are_ours_or_listed():
     """An attribute with an underscore that nothing here defines is torch's, and in ``torch_private.ATTRIBUTES``."""
-    nodes = [n for name, tree in TREES.items() if not name.startswith("torch_private/") for n in ast.walk(tree)]
+    nodes = [n for name, tree in trees().items() if not name.startswith("torch_private/") for n in ast.walk(tree)]
     own = {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
     own |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     attributes = [n for n in nodes if isinstance(n, ast.Attribute) and re.match("_[^_]", n.attr)]
@@ -185,7 +183,7 @@ def old_names(name):
 
 
 def test_old_names_are_gone():
-    found = {name: sum(n in old_names(name) for n in names_in(tree)) for name, tree in TREES.items()}
+    found = {name: sum(n in old_names(name) for n in names_in(tree)) for name, tree in trees().items()}
     found |= {name: sum(n in old_names(name) for n in re.findall(r"`(\w+)", text)) for name, text in DOCS.items()}
     expect("old names", found)
 

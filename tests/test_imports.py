@@ -6,14 +6,13 @@ import importlib.util
 import inspect
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import everygpu
+from tests.source import ROOT, tree_of
 
-ROOT = Path(everygpu.__file__).parent
 LAYERS = [
     {"errors", "torch_private"},
     {"tree", "units", "keys", "folders", "child"},
@@ -68,7 +67,7 @@ def walk(node, *, with_types):
 
 
 def imports_of(name, *, with_types=True):
-    nodes = walk(ast.parse(FILES[name].read_text()), with_types=with_types)
+    nodes = walk(tree_of(FILES[name].read_text()), with_types=with_types)
     dotted = [n for node in nodes for n in imported_names(node)]
     return {resolve(n) for n in dotted if n.split(".")[0] == "everygpu"}
 
@@ -177,7 +176,7 @@ FORBIDDEN = {"scatter", "scatter_kwargs", "scatter_gather", "replicate", "parall
 
 
 def dotted_names(source):
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree_of(source)):
         yield from imported_names(node)
         if isinstance(node, ast.Attribute):
             yield ast.unparse(node)

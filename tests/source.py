@@ -1,0 +1,20 @@
+"""The package's own source, parsed once for all tests that read it, and where the first of them does."""
+
+import ast
+import functools
+from pathlib import Path
+
+import everygpu
+
+ROOT = Path(everygpu.__file__).parent
+
+
+@functools.cache
+def tree_of(text: str) -> ast.Module:
+    """Parse a module. Leave the tree as it is."""
+    return ast.parse(text)
+
+
+def trees() -> dict[str, ast.Module]:
+    """Parse all modules, by their paths from the package's folder."""
+    return {path.relative_to(ROOT).as_posix(): tree_of(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
