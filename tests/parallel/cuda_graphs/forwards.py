@@ -52,7 +52,8 @@ def make_batches(num: int, rows: int = 12) -> list[tuple[Tensor, Tensor]]:
 
 
 def num_recordings(model: everygpu.DataParallel) -> int:
-    recorder = getattr(model._engine, "recorder", None)
+    engine = getattr(model._engine, "_recorded", model._engine)  # "auto" has one
+    recorder = getattr(engine, "recorder", None)
     return 0 if recorder is None else len(recorder._capture._recordings)
 
 

@@ -32,6 +32,14 @@ class Writing(Short):
         return super().forward(x.mul_(2))
 
 
+class Moving(Short):
+    """Moves its weights, as recurrent layers do on GPUs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.weight.data = self.layer.weight.data.clone()
+        return super().forward(x)
+
+
 class Synchronized(Short):
     """Has its replicas wait for each other."""
 
@@ -58,6 +66,12 @@ def evaluate(model: everygpu.DataParallel, optimizer: torch.optim.Optimizer) -> 
     model.eval()
 
 
+def run_eagerly(model: everygpu.DataParallel, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        model(torch.ones(4, 6, device=model.device_ids[0]))
+    optimizer.step()
+
+
 def freeze(model: everygpu.DataParallel, optimizer: torch.optim.Optimizer) -> None:
     model.module.layer.bias.requires_grad_(False)
 
@@ -76,7 +90,9 @@ def run(model: everygpu.DataParallel, x: Tensor, change: Change, found: list[Ten
     optimizer.step()
 
 
-@pytest.mark.parametrize(("make", "change"), [(Short, update), (Short, evaluate), (Short, freeze), (Writing, nothing)])
+@pytest.mark.parametrize(
+    ("make", "change"), [(Short, update), (Short, evaluate), (Short, freeze), (Writing, nothing), (Moving, run_eagerly)]
+)
 def test_what_happens_between_two_backwards(recording: Devices, make: type[Short], change: Change) -> None:
     used = recording(2)
     results = []

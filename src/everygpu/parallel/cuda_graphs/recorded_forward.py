@@ -162,9 +162,9 @@ class RecordedForward:
             self._replicas = self._make_replicas(lambda me=self._me: me._make_twins())  # type: ignore[misc]
         self._replicas.forget()  # frozen parameters are sent now, and no more unless by launches
         self._modules = self._replicas.refresh(range(len(self._devices)))
-        sync = self.sync
-        rewind = Rewind(self._module(), self._devices, sync.sent())
-        return _Prepared(leaves=[b.leaves() for b in sync.groups], sums=sync.make_reducers(), rewind=rewind)
+        leaves = [b.leaves() for b in self.sync.groups]
+        rewind = Rewind(self._module(), self._devices, [row[0] for row in leaves], self.sync.sent())
+        return _Prepared(leaves=leaves, sums=self.sync.make_reducers(), rewind=rewind)
 
     def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: _Prepared) -> RecordedPass:
         proof = self._prove(batch) if self._proves else None
@@ -244,7 +244,8 @@ class RecordedForward:
         if self._proves:
             self._replicas.forget()  # by each launch frozen parameters are sent, too, as in threads
         self.sync.send()
-        return self._call.run(self._replicas, batch, self.sync, prepared.leaves, may_defer=self._may_defer)
+        where = self.sync, prepared.leaves, prepared.rewind.homes
+        return self._call.run(self._replicas, batch, *where, may_defer=self._may_defer)
 
     def run_again(self, recorded: RecordedPass, generators: Sequence[Any], *, is_connected: bool = False) -> list[Slot]:
         """Run the forward of a recording eagerly, from what a launch started from; see ``Owner``."""

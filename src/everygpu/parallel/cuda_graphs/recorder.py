@@ -162,12 +162,16 @@ class Capture(Generic[Result]):
         return bool(self._recordings)
 
     def is_current(self, guards: ModuleGuards | None) -> bool:
-        """Tell whether the modules are as they were; recordings are dropped if not.
+        """Tell whether the modules are as they were, wherever their tensors are; recordings are dropped if not.
 
         Args:
             guards: What ``guards`` was then.
         """
-        if self.guards is not None and self.guards is guards and self.guards.is_current(self._step.roots()):
+        if (
+            self.guards is not None
+            and self.guards is guards
+            and self.guards.is_current(self._step.roots(), addresses=False)
+        ):
             return True
         self.guards = None
         self.forget()

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from everygpu.keys import compiled_original
 from everygpu.parallel.cuda_graphs.deferred_linear import DeferredLinears
@@ -33,7 +33,14 @@ class ReplicaCall:
         """Whether the last call left products out."""
 
     def run(
-        self, replicas: ReplicaSet, batch: StaticBatch, sync: ParameterSync, leaves: Leaves, *, may_defer: bool
+        self,
+        replicas: ReplicaSet,
+        batch: StaticBatch,
+        sync: ParameterSync,
+        leaves: Leaves,
+        homes: Sequence[Sequence[Tensor]],
+        *,
+        may_defer: bool,
     ) -> Outputs:
         """Run the replicas.
 
@@ -42,19 +49,20 @@ class ReplicaCall:
             batch: What they are called with.
             sync: Knows the parameters.
             leaves: What stands in place of those on the first device.
+            homes: Where these were made; see ``Rewind``.
             may_defer: Leave the last products out where that pays.
         """
         args, kwargs, _ = batch.read()
         at_home = {id(p): t for b, row in zip(sync.groups, leaves) for p, t in zip(b.originals, row[0])}
-        for group, row in zip(sync.groups, leaves):
-            group.put_back(row)
+        for group, row, home in zip(sync.groups, leaves, homes):
+            group.put_back(row, home)
         with in_place_of(self._module(), at_home):
             return self._run_on(replicas, args, kwargs, may_defer=may_defer)
 
     def run_again(self, replicas: ReplicaSet, recorded: RecordedPass) -> list[Any]:
         """Run the replicas that were recorded; return what they returned."""
-        may_defer = recorded.has_deferred
-        return self.run(replicas, recorded.batch, recorded.sync, recorded.leaves, may_defer=may_defer)[0]
+        where = recorded.sync, recorded.leaves, recorded.rewind.homes
+        return self.run(replicas, recorded.batch, *where, may_defer=recorded.has_deferred)[0]
 
     def run_connected(self, replicas: ReplicaSet, recorded: RecordedPass) -> list[Any]:
         """Run replicas whose parameters are connected to the module's."""

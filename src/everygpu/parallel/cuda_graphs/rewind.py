@@ -17,13 +17,20 @@ class Rewind:
     Args:
         module: The first replica, as it is recorded; the others' buffers are copies of its.
         devices: One per replica.
+        leaves: Of each bundle, on the first device.
         sent: Trained parameters, each with where launches send it on another device; none on a single one.
     """
 
     def __init__(
-        self, module: nn.Module, devices: Sequence[torch.device], sent: Sequence[tuple[Tensor, Tensor]]
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device],
+        leaves: Sequence[Sequence[Tensor]],
+        sent: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
         self._devices = list(dict.fromkeys(devices))
+        self.homes = [[t.data for t in row] for row in leaves]
+        """Where the leaves were made: other forwards may move the module's parameters elsewhere."""
         self._sent = [(mine.data, theirs) for mine, theirs in sent]
         self._modes = [(m, m.training) for m in module.modules()]
         self._trains = [(p, p.requires_grad) for p in module.parameters()]

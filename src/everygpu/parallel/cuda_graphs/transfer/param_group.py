@@ -53,13 +53,14 @@ class ParamGroup:
         """
         return [make_twins(self.originals, [t.detach() for t in self.originals]), *self.twins]
 
-    def put_back(self, leaves: Sequence[Sequence[Tensor]]) -> None:
+    def put_back(self, leaves: Sequence[Sequence[Tensor]], homes: Sequence[Tensor]) -> None:
         """Have leaves be where they were made: a forward may move them, as that of a recurrent layer.
 
         Args:
             leaves: What ``leaves`` returned.
+            homes: The originals' memory then; another forward may have moved these since.
         """
-        for tensors, slots in zip(leaves, [[t.data for t in self.originals], *self._slots]):
+        for tensors, slots in zip(leaves, [homes, *self._slots]):
             put_back(tensors, slots)
 
     def sent(self) -> list[tuple[Tensor, Tensor]]:
