@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 SERVER = Path(__file__).with_name("warm_server.py")
-READ_AT_START = ("PYTHONSAFEPATH", "PYTHONUTF8", "PYTHONWARNINGS", "LANG", "LC_ALL")
+READ_AT_START = ("OMP_NUM_THREADS", "PYTHONSAFEPATH", "PYTHONUTF8", "PYTHONWARNINGS", "LANG", "LC_ALL")
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -28,6 +28,9 @@ class WarmPython:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._server: subprocess.Popen[bytes] | None = None
+        if sys.platform != "linux":
+            return
         self._control, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
             environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
@@ -51,14 +54,16 @@ class WarmPython:
 
     def close(self) -> None:
         """End the server."""
-        self._control.close()
-        self._server.wait()
+        if self._server is not None:
+            self._control.close()
+            self._server.wait()
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Have ``subprocess`` start Python by forks within."""
+        """Have ``subprocess`` start Python by forks within, on Linux."""
         with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(subprocess, "Popen", self._popen())
+            if self._server is not None:
+                monkeypatch.setattr(subprocess, "Popen", self._popen())
             yield
 
     def _popen(self) -> type:
@@ -85,7 +90,7 @@ class WarmPython:
 
 def _can_fork(args: object, environ: dict[str, str]) -> bool:
     """Tell whether a command is a Python with no option of the interpreter, and nothing else that is read at start."""
-    if sys.platform != "linux" or not isinstance(args, list) or len(args) < 2 or args[0] != sys.executable:
+    if not isinstance(args, list) or len(args) < 2 or args[0] != sys.executable:
         return False
     is_option = str(args[1]).startswith("-") and args[1] not in ("-c", "-m")
     return not is_option and all(environ.get(name, own) == own for name, own in _read_at_start())

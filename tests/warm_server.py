@@ -39,7 +39,8 @@ def wait_for_request(control):
 
 def take_over(request, files):
     """Become what ``subprocess`` would have started: files, folder, environment, session and arguments."""
-    high = [os.dup2(file, 200 + i) for i, file in enumerate(files)]
+    above = 1 + max(*files, *request["numbers"])
+    high = [os.dup2(file, above + i) for i, file in enumerate(files)]
     for file in files:
         os.close(file)
     for file, number in zip(high, request["numbers"]):
@@ -51,10 +52,10 @@ def take_over(request, files):
     os.environ.clear()
     os.environ.update(request["environ"])
     sys.orig_argv = request["args"]
-    if encoding := os.environ.get("PYTHONIOENCODING"):
-        reopen = functools.partial(open, encoding=encoding, closefd=False)
-        sys.stdin, sys.stdout = reopen(0), reopen(1, "w")
-        sys.stderr = reopen(2, "w", errors="backslashreplace", buffering=1)
+    encoding = os.environ.get("PYTHONIOENCODING", sys.stdout.encoding)
+    reopen = functools.partial(open, encoding=encoding, closefd=False)
+    sys.stdin, sys.stdout = reopen(0), reopen(1, "w", buffering=1 if os.environ.get("PYTHONUNBUFFERED") else -1)
+    sys.stderr = reopen(2, "w", errors="backslashreplace", buffering=1)
 
 
 def run(args):
