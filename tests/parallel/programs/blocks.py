@@ -254,6 +254,37 @@ class Recurrent(nn.Module):
         return x + self.rnn(x)[0]
 
 
+class Moving(nn.Module):
+    """Moves its weights in forward, as recurrent layers do on GPUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for p in self.lin.parameters():
+            p.data = p.data.clone()
+        return torch.tanh(self.lin(x))
+
+
+class Averaged(nn.Module):
+    """Has a frozen average of its layer, which the loop writes after each update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.mean = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.lin(x)) + self.mean(x)
+
+    @torch.no_grad()
+    def follow(self, *, is_counted: bool) -> None:
+        """Move the average towards the layer, in a way that torch counts as a write, or through ``.data``."""
+        for mean, p in zip(self.mean.parameters(), self.lin.parameters()):
+            (mean if is_counted else mean.data).lerp_(p, 0.3)
+
+
 def _tanh(layer: nn.Module) -> nn.Module:
     return nn.Sequential(layer, nn.Tanh())
 
@@ -275,6 +306,8 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "tempered": Tempered,
     "hooked": Hooked,
     "low rank": LowRank,
+    "moving": Moving,
+    "averaged": Averaged,
     "reversed": Reversed,
     "in place": InPlace,
     "experts": Experts,

@@ -4,14 +4,16 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
 import everygpu
+from everygpu.parallel import switches
 from everygpu.parallel.cuda_graphs.batch_kinds import NUM_WARM_UPS
+from everygpu.parallel.engines import table
 from tests import tape
 from tests.parallel.cuda_graphs.forwards import num_recordings
 from tests.parallel.engines.processes.pool import HelperPool
@@ -35,7 +37,8 @@ class Setup:
 
     def draw(self, seed: int) -> Program:
         """Return the program of a seed, as it is for this engine."""
-        return steady(draw_program(seed)) if self.records else draw_program(seed)
+        program = steady(draw_program(seed)) if self.records else draw_program(seed)
+        return replace(program, counts_writes=False) if self.engine == "auto" else program
 
     def devices(self, num_replicas: int) -> list[torch.device]:
         """Return one device per replica."""
@@ -51,6 +54,10 @@ class Setup:
             warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
             if self.records and self.device == "cpu":
                 tape.install(monkeypatch, fused=False)
+            if self.engine == "auto":  # to be looked for on the CPU, too; helpers take long to start
+                monkeypatch.setattr(table, "choose_engine", lambda name, context: name)
+                monkeypatch.setattr(switches, "TRIES_PROCESSES", False)
+                warnings.simplefilter("ignore", DeprecationWarning)  # importing torch's compiler warns of torch.jit
             yield
 
 
@@ -60,6 +67,8 @@ SETUPS = {
     "threads": Setup(engine="threads"),
     # Fewer: acting recordings out takes three times as long as running programs.
     "graphs": Setup(engine="graphs", num_steps=NUM_WARM_UPS + 4, num_programs=NUM_PROGRAMS // 5, records=True),
+    # On the command line alone: each recording is proven, which takes half a second.
+    "auto": Setup(engine="auto", num_steps=NUM_WARM_UPS + 4, num_programs=0, records=True),
     "processes": Setup(engine="processes", num_programs=20),
     "threads-gpu": Setup(engine="threads", device="cuda", marks=ON_GPUS),
     "processes-gpu": Setup(engine="processes", device="cuda", num_programs=40, marks=ON_GPUS),

@@ -51,6 +51,14 @@ def two_backwards(t: Training, batch: Batch) -> Tensor:
     return loss
 
 
+def backward_twice(t: Training, batch: Batch) -> Tensor:
+    with t.cast():
+        loss, _ = t.loss(batch)
+    scaled(t, loss).backward(retain_graph=True)
+    scaled(t, loss).backward()
+    return loss
+
+
 def gradient_penalty(t: Training, batch: Batch) -> Tensor:
     x = batch["weight"].requires_grad_()
     with t.cast():
@@ -117,6 +125,7 @@ LOOPS: dict[str, Loop] = {
     "two forwards": two_forwards,
     "evaluation before backward": evaluation_before_backward,
     "two backwards": two_backwards,
+    "backward twice": backward_twice,
     "gradient penalty": gradient_penalty,
     "penalised parameter gradients": penalised_parameter_gradients,
     "gradients by autograd.grad": gradients_by_autograd_grad,

@@ -20,6 +20,7 @@ LOOPS = (
     "two forwards",
     "evaluation before backward",
     "two backwards",
+    "backward twice",
     "gradient penalty",
     "penalised parameter gradients",
     "gradients by autograd.grad",
@@ -75,11 +76,15 @@ class Program:
     lengths: tuple[int, ...]
     num_parts: int
     """Batches whose gradients are added up before an update."""
+    grows: bool
+    """Each of them has a row more than the one before: recordings of several kinds are launched in turn."""
     keeps_grads: bool
     """``zero_grad(set_to_none=False)``."""
     autocast: bool
     counts: bool
     """The model counts its training steps in Python, and computes with the count."""
+    counts_writes: bool
+    """Frozen parameters are written in a way that torch counts; recordings on demand don't look for others."""
     wraps_stem: bool
     """Only the stem is wrapped: what comes after it runs on its output as it is."""
     num_replicas: int
@@ -91,6 +96,7 @@ class Program:
     def features(self) -> frozenset[str]:
         """Name everything it consists of."""
         flags = {"gradient accumulation": self.num_parts > 1, "zeroed gradients": self.keeps_grads}
+        flags |= {"batches that grow": self.grows}
         flags |= {"wrapped stem": self.wraps_stem, "small buckets": self.bucket_cap_mb is not None}
         flags |= {"counted steps": self.counts and self.kind == "classifier", "autocast": self.autocast}
         flags |= {"fewer rows than devices": min(self.rows) < self.num_replicas}
@@ -100,6 +106,10 @@ class Program:
             flags |= dict.fromkeys((self.stem, self.call, f"{self.answer} output", self.loss, self.loop), True)
         named = {self.kind, self.optimizer, *self.blocks, *self.events, f"split {self.split}", f"{self.gather} outputs"}
         return frozenset(named | {name for name, is_on in flags.items() if is_on})
+
+    def num_rows(self, step: int, part: int) -> int:
+        """Return how many rows a batch has."""
+        return self.rows[step % len(self.rows)] + (part if self.grows else 0)
 
     @property
     def has_length(self) -> bool:
@@ -131,7 +141,7 @@ class Program:
                 f"program {self.seed}: {self.kind}",
                 f"  model      {model}",
                 f"  loss       {loop}",
-                f"  optimizer  {self.optimizer}, {self.num_parts} batches an update, "
+                f"  optimizer  {self.optimizer}, {self.num_parts} {'growing ' if self.grows else ''}batches an update, "
                 f"{'zeroed' if self.keeps_grads else 'no'} gradients before",
                 f"  events     {', '.join(sorted(self.events)) or 'none'}",
                 f"  rows       {self.rows}, lengths {self.lengths}, {'autocast' if self.autocast else self.dtype}",
@@ -147,7 +157,9 @@ def steady(program: Program) -> Program:
     events = frozenset(name for name in program.events if "hooks" not in name)
     loop = "plain" if program.loop in PENALTIES or program.loop == "input gradients" else program.loop
     rows, lengths = (program.rows[0],) * NUM_STEPS, (program.lengths[0],) * NUM_STEPS
-    return replace(program, rows=rows, lengths=lengths, counts=False, blocks=blocks, events=events, loop=loop)
+    return replace(
+        program, rows=rows, lengths=lengths, counts=False, counts_writes=True, blocks=blocks, events=events, loop=loop
+    )
 
 
 def _has_length(kind: str, stem: str) -> bool:
@@ -169,6 +181,7 @@ def draw_program(seed: int) -> Program:
     lowest = 2 if "synchronised norm" in blocks else 1
     usual = draw.randint(3, 8)
     rows = tuple(draw.choice((usual, draw.randint(lowest, 9), lowest)) if varies else usual for _ in range(NUM_STEPS))
+    num_parts = draw.choice((1, 1, 2, 3))
     return Program(
         seed=seed,
         kind=kind,
@@ -183,8 +196,10 @@ def draw_program(seed: int) -> Program:
         cell=draw.choice(CELLS),
         rows=rows,
         lengths=tuple(draw.randint(2, 4) for _ in range(NUM_STEPS)) if draw.random() < 0.5 else (3,) * NUM_STEPS,
-        num_parts=draw.choice((1, 1, 2, 3)),
+        num_parts=num_parts,
+        grows=draw.random() < 0.6 and num_parts > 1 and kind == "classifier",
         counts=draw.random() < 0.4,
+        counts_writes=False,
         wraps_stem=draw.random() < 0.15 and kind == "classifier",
         keeps_grads=draw.random() < 0.3,
         autocast=autocast,

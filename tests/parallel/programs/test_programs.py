@@ -43,6 +43,7 @@ def test_every_feature_is_drawn() -> None:
         "autocast",
         "counted steps",
         "gradient accumulation",
+        "batches that grow",
         "zeroed gradients",
         "wrapped stem",
         "fewer rows than devices",

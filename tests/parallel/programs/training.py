@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.parallel.programs.blocks import Averaged
 from tests.parallel.programs.network import CALLS, IGNORED, IN_MODEL, NUM_OUTPUTS, NUM_TOKENS, logits_of
 from tests.parallel.programs.program import Program
 
@@ -21,7 +22,7 @@ Batch = dict[str, Tensor]
 def make_batch(program: Program, device: torch.device, step: int, part: int) -> Batch:
     """Make the batch of a moment: the same one whatever the program did before."""
     draw = torch.Generator().manual_seed(1000 * program.seed + 10 * step + part)
-    num_rows, length = program.rows[step % len(program.rows)], program.lengths[step % len(program.lengths)]
+    num_rows, length = program.num_rows(step, part), program.lengths[step % len(program.lengths)]
     dims = (num_rows, length) if program.has_length else (num_rows,)
     float_ = {"generator": draw, "dtype": program.dtype}
     x = torch.randn(num_rows, 2, 5, 5, **float_) if program.stem == "images" else torch.randn(*dims, 5, **float_)
@@ -115,6 +116,9 @@ class Training:
     def update(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
+        for module in self.model.modules():
+            if isinstance(module, Averaged):
+                module.follow(is_counted=self.program.counts_writes)
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
