@@ -109,6 +109,16 @@ def test_what_happens_between_two_backwards(recording: Devices, make: type[Short
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_an_update_on_a_single_device_is_refused(recording: Devices) -> None:
+    used = recording(1)
+    model = everygpu.DataParallel(Short().to(used[0]), used, engine="graphs")
+    for x, _ in make_batches(NUM_STEPS):
+        run(model, x.to(used[0]), nothing, [])
+    assert num_recordings(model) == 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run(model, x.to(used[0]), update, [])
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_layer_at_which_replicas_wait_for_each_other(recording: Devices, count: int) -> None:
     used = recording(count)

@@ -125,8 +125,10 @@ class Launch:
         self._modes = Modes.now([slot.tensor.device for slot in recorded.slots])
         self._has_replayed = False
         self._again: list[Slot] | None = None
+        self._are_lost: list[bool] = []  # parameters whose values at the launch ``_again`` would have taken
         self._versions = versions_of(recorded.watched)
         """How often what is watched had been written at the launch."""
+        self._params = [] if recorded.rewind.has_parameters else versions_of(recorded.sync.params)
         self._spent: set[int] = set()
         """Outputs that a backward began at which freed the graph."""
 
@@ -160,10 +162,7 @@ class Launch:
     def _check_written(self, given: dict[int, Tensor]) -> None:
         written = self._find_written()
         if written and any(not written.isdisjoint(self.recorded.needed[i]) for i in given):
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                "parameter, a buffer or an input of the DataParallel module, between its forward and this backward."
-            )
+            raise _error_of_write()
 
     def _differentiable(self, given: dict[int, Tensor]) -> list[Tensor | None]:
         """Return gradients with a graph of their own, for ``create_graph=True``: a recording has none."""
@@ -199,6 +198,7 @@ class Launch:
         recorded = self.recorded
         if self._again is None:
             written = self._find_written()
+            self._are_lost = [now != then for now, then in zip(versions_of(recorded.sync.params), self._params)]
             with self._modes.entered():
                 self._again = self._owner.run_again(recorded, self._generators)
             # What was written before is in this graph with a value that isn't the launch's.
@@ -207,7 +207,17 @@ class Launch:
         recorded.sync.make_room()
         grads = find_grads(outputs, list(given.values()), recorded.leaves, keeps_graph=True)
         recorded.sync.add(grads)
-        return recorded.sync.totals(reached(grads))
+        totals = recorded.sync.totals(reached(grads))
+        if any(is_lost and t is not None for is_lost, t in zip(self._are_lost, totals)):
+            raise _error_of_write()
+        return totals
+
+
+def _error_of_write() -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+        "parameter, a buffer or an input of the DataParallel module, between its forward and this backward."
+    )
 
 
 def find_grads(

@@ -31,6 +31,8 @@ class Rewind:
         self._devices = list(dict.fromkeys(devices))
         self.homes = [[t.data for t in row] for row in leaves]
         """Where the leaves were made: other forwards may move the module's parameters elsewhere."""
+        self.has_parameters = bool(sent)
+        """Whether these go back, too; on a single device there is no copy of them."""
         self._sent = [(mine.data, theirs) for mine, theirs in sent]
         self._modes = [(m, m.training) for m in module.modules()]
         self._trains = [(p, p.requires_grad) for p in module.parameters()]
