@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof
 from everygpu.parallel.cuda_graphs.guards import ModuleGuards
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.rewind import Rewind
+from everygpu.parallel.cuda_graphs.slots import Slot
 from everygpu.parallel.cuda_graphs.static_batch import StaticBatch
 from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
 from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
@@ -27,22 +28,6 @@ from everygpu.torch_private.autograd import keeps_graph
 
 Leaves = list[list[list[Tensor]]]
 """For each bundle and device, what gradients are taken of."""
-
-
-class Slot(NamedTuple):
-    """A tensor that a recording returns, or an operand of a product that its launches compute and return."""
-
-    tensor: Tensor
-    """It has the value of the last launch."""
-    output: int
-    """Which of the tensors in the outputs it is for."""
-    is_operand: bool
-    """The launch reads it in the recording's own memory."""
-    requires_grad: bool
-
-    def detached(self) -> "Slot":
-        """Return it without the graph."""
-        return self._replace(tensor=self.tensor.detach())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +146,7 @@ class Launch:
 
     def _check_written(self, given: dict[int, Tensor]) -> None:
         written = self._find_written()
-        if written and any(not written.isdisjoint(self.recorded.needed[i]) for i in given):
+        if any(not written.isdisjoint(self.recorded.needed[i]) for i in given):
             raise _error_of_write()
 
     def _differentiable(self, given: dict[int, Tensor]) -> list[Tensor | None]:
@@ -169,10 +154,9 @@ class Launch:
         self._check_written(given)
         with self._modes.entered():
             slots = self._owner.run_again(self.recorded, self._generators, is_connected=True)
-            outputs, params = [slots[i].tensor for i in given], self.recorded.sync.params
-            return list(
-                torch.autograd.grad(outputs, params, list(given.values()), create_graph=True, allow_unused=True)
-            )
+            outputs, seeds = [slots[i].tensor for i in given], list(given.values())
+            params = self.recorded.sync.params
+            return list(torch.autograd.grad(outputs, params, seeds, create_graph=True, allow_unused=True))
 
     def _go_backward(self, given: dict[int, Tensor]) -> list[Tensor | None]:
         recorded = self.recorded
@@ -190,8 +174,9 @@ class Launch:
 
     def _find_written(self) -> set[int]:
         """Return which of what is watched has been written since the launch."""
-        now = versions_of(self.recorded.watched)
-        return set() if now == self._versions else {i for i, v in enumerate(now) if v != self._versions[i]}
+        return {
+            i for i, (now, then) in enumerate(zip(versions_of(self.recorded.watched), self._versions)) if now != then
+        }
 
     def _run_eagerly(self, given: dict[int, Tensor]) -> list[Tensor | None]:
         """Go backward through the graph of a forward that is run again."""
@@ -244,28 +229,6 @@ def find_grads(
 def reached(grads: Sequence[Sequence[Grads]]) -> list[bool]:
     """Tell for each parameter, in the order of the bundles, whether it has a gradient on any device."""
     return [any(g is not None for g in column) for row in grads for column in zip(*row)]
-
-
-def slots_of(outputs: list[Any]) -> list[Slot]:
-    """List the tensors of a recording's outputs; in place of a deferred product, its operands."""
-    found: list[Slot] = []
-    leaves = [x for _, x in tree.leaves(outputs, "out") if isinstance(x, (Tensor, LinearCall))]
-    for i, x in enumerate(leaves):
-        tensors = x.operands if isinstance(x, LinearCall) else [x]
-        found += [Slot(t, i, isinstance(x, LinearCall), t.requires_grad) for t in tensors]
-    return found
-
-
-def without_graph(outputs: list[Any]) -> list[Any]:
-    """Return a recording's outputs without the graph they were recorded with."""
-    detached: list[Any] = tree.map_leaves(_detached, outputs)
-    return detached
-
-
-def _detached(leaf: Any) -> Any:
-    if isinstance(leaf, LinearCall):
-        return LinearCall([t.detach() for t in leaf.operands])
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _renewed(leaf: Any, fresh: Iterator[Tensor]) -> Any:

@@ -13,7 +13,7 @@ from everygpu import tree
 from everygpu.errors import CaptureError
 from everygpu.parallel.cuda_graphs.deferred_linear import LinearCall
 from everygpu.parallel.cuda_graphs.deferred_tensor import DeferredTensor, DeferredTensorError
-from everygpu.parallel.cuda_graphs.launch import Slot
+from everygpu.parallel.cuda_graphs.slots import Slot
 from everygpu.parallel.cuda_graphs.static_batch import PLAIN_TYPES
 from everygpu.parallel.replicas.module_tree import is_dense
 

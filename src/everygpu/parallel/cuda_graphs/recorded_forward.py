@@ -14,7 +14,7 @@ from everygpu.comm.streams import current_stream
 from everygpu.errors import CaptureError
 from everygpu.parallel.buckets.memory import Grads, Use
 from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof, ForwardProofs
-from everygpu.parallel.cuda_graphs.launch import Launch, Leaves, RecordedPass, Slot, reached, slots_of, without_graph
+from everygpu.parallel.cuda_graphs.launch import Launch, Leaves, RecordedPass, reached
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.record_backward import go_backward
 from everygpu.parallel.cuda_graphs.recordable import (
@@ -28,6 +28,7 @@ from everygpu.parallel.cuda_graphs.recorder import Capture
 from everygpu.parallel.cuda_graphs.recurrent_dropout import draw_seeds
 from everygpu.parallel.cuda_graphs.replica_call import ReplicaCall
 from everygpu.parallel.cuda_graphs.rewind import Rewind
+from everygpu.parallel.cuda_graphs.slots import Slot, slots_of, without_graph
 from everygpu.parallel.cuda_graphs.static_batch import StaticBatch
 from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
 from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
@@ -270,8 +271,7 @@ class RecordedForward:
         """
         if self._differentiated_again:
             raise CaptureError("gradients are differentiated again (create_graph=True), which a recording can't do")
-        is_first = not self._capture.has_recordings
-        proof = self._proofs.find(self._module(), batch.read(), self._route, is_first=is_first)
+        proof = self._proofs.find(self.roots()[0], batch.read(), self._route, is_first=not self._capture.has_recordings)
         if isinstance(proof, str):
             raise CaptureError(proof)
         return proof
