@@ -102,3 +102,21 @@ def test_a_helper_that_is_lost_as_a_call_begins_loses_no_gradients(
         wrapped(x).sum().backward()
     assert wrapped.engine_in_use == "threads"
     torch.testing.assert_close(net.weight.grad, x.sum(0).expand(2, 4))
+
+
+def test_parameters_that_get_a_hook_are_connected_one_by_one(helpers: HelperPool) -> None:
+    """The hook is to see each whole gradient, also where gradients are differentiated again."""
+    x, found = torch.randn(6, 4).double(), []
+    for engine in ("threads", "processes"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+        wrapped = everygpu.DataParallel(net, ["cpu"] * 2, engine=engine)
+        with helpers.serving():
+            wrapped(x).square().sum().backward()
+            net[2].weight.register_hook(lambda grad: grad.clamp(-0.02, 0.02))
+            wrapped.zero_grad()
+            wrapped(x).square().sum().backward()
+        assert wrapped.engine_in_use == engine
+        assert engine == "threads" or wrapped._engine._parameters is None
+        found.append([p.grad for p in net.parameters()])
+    torch.testing.assert_close(found[1], found[0])

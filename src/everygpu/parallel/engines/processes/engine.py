@@ -90,7 +90,7 @@ class ProcessReplicas(Engine):
             return None
         if self.reason is not None or _is_of_this_process(self._devices[0]):
             return None
-        if self._parameters is None or not self._parameters.fits(module):
+        if self._parameters is None:
             make = self._context.make_replicas
             self._parameters = DirectParameters(module, self._devices, make, self._context.bucket_bytes)
         self._direct = self._parameters.begin()
@@ -102,6 +102,8 @@ class ProcessReplicas(Engine):
             self._direct = None
 
     def _can_be_direct(self, module: nn.Module) -> bool:
+        if self._parameters is not None and not self._parameters.fits(module):
+            self._parameters = None  # a hook may have come, for instance
         if self._parameters is None and self._may_be_direct:
             self._may_be_direct = is_direct(module)
         return self._may_be_direct
