@@ -265,8 +265,6 @@ def test_lists_of_tensors():
     into = [torch.empty(2), torch.empty(1)]
     tensors.foreach_copy_(into, xs)
     assert [t.tolist() for t in into] == [[8, 10], [14]]
-    turned = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).T
-    assert tensors.flatten_dense_tensors([turned, into[1]]).tolist() == [1, 3, 2, 4, 14]
 
 
 @pytest.mark.parametrize(("grad", "left", "scale"), [(8.0, 4.0, 6.0), (float("inf"), float("inf"), 1.5)])

@@ -36,9 +36,6 @@ foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 """Copy a list of tensors into another in one launch."""
 
-flatten_dense_tensors: Any = torch._C._nn.flatten_dense_tensors
-"""Put tensors of one dtype side by side in new memory by one call; ``torch.cat`` would need a view of each."""
-
 foreach_mul_ = torch._foreach_mul_
 """Multiply each tensor of a list in one launch."""
 

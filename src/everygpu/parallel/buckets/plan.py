@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -10,7 +9,6 @@ from torch import Tensor
 from everygpu.parallel.buckets.grouping import aligned_offsets, dense_strides, group_by_storage, storage_offsets
 from everygpu.parallel.buckets.memory import fill_views
 from everygpu.parallel.buckets.sizes import UPDATE_BYTES
-from everygpu.torch_private.tensors import flatten_dense_tensors
 
 BLOCK_NUMEL = 1024
 """Parameters begin at, and chunks are whole multiples of: what one program of an update kernel works on."""
@@ -99,7 +97,7 @@ class BucketPlan:
         """
         found = [tensors.get(slot.index) for slot in self.slots]
         if self.is_plain and all(t is not None and t.dtype is self.dtype for t in found):
-            return cast(Tensor, flatten_dense_tensors(found)).detach()
+            return torch.cat([t.detach().reshape(-1) for t in found if t is not None])
         make = torch.zeros if self.has_gaps or any(t is None for t in found) else torch.empty
         flat = make(self.numel, dtype=self.dtype, device=device)
         fill_views(self.views(flat), found)
