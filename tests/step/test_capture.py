@@ -48,6 +48,15 @@ class Net(nn.Module):
         return self.last(self.dropout(self.norm(self.first(x))).tanh() * self.frozen)
 
 
+class Moving(Net):
+    """Moves its weights in forward, as a recurrent layer's ``flatten_parameters`` does on GPUs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for p in (self.first.weight, self.last.weight, self.last.bias):
+            p.data = p.data.clone()
+        return super().forward(x)
+
+
 def batches(num: int, device: torch.device, rows: int = 12, *, ignore: bool = True) -> list[Batch]:
     generator = torch.Generator().manual_seed(1)
     found = []

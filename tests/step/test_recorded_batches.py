@@ -10,7 +10,7 @@ from torch import Tensor
 
 import everygpu
 from tests.step.scenarios import NUM_BEFORE, Devices, Step, X, Y, adamw, check, train_on
-from tests.step.test_capture import Net, num_recordings
+from tests.step.test_capture import Moving, Net, num_recordings
 
 
 class Optional(Net):
@@ -175,15 +175,6 @@ def test_no_more_kinds_than_may_be_are_recorded(
 
     check(recording, scenario)
     assert caplog.text.count("batches of some shapes run without CUDA graphs: 3 are recorded.") == 1
-
-
-class Moving(Net):
-    """Moves its weights in forward, as a recurrent layer's ``flatten_parameters`` does on GPUs."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for p in (self.first.weight, self.last.weight, self.last.bias):
-            p.data = p.data.clone()
-        return super().forward(x)
 
 
 def test_weights_that_forward_moves(recording: Devices) -> None:

@@ -7,14 +7,8 @@ from torch import Tensor, nn
 
 import everygpu
 from tests.parallel.cuda_graphs import forwards
-from tests.parallel.cuda_graphs.forwards import Devices, Net, num_recordings
-
-
-class Moving(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        for p in (self.first.weight, self.last.weight, self.last.bias):
-            p.data = p.data.clone()
-        return super().forward(x)
+from tests.parallel.cuda_graphs.forwards import Devices, num_recordings
+from tests.step.test_capture import Moving
 
 
 def test_all_kinds_of_batches_are_recorded(recording: Devices) -> None:

@@ -90,6 +90,16 @@ def run(model: everygpu.DataParallel, x: Tensor, change: Change, found: list[Ten
     optimizer.step()
 
 
+def train_until_recorded(
+    module: nn.Module, used: list[torch.device], engine: str, found: list[Tensor]
+) -> everygpu.DataParallel:
+    model = everygpu.DataParallel(module.to(used[0]), used, engine=engine)
+    for x, _ in make_batches(NUM_STEPS):
+        run(model, x.to(used[0]), nothing, found)
+    assert num_recordings(model) == (engine == "graphs")
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "change"), [(Short, update), (Short, evaluate), (Short, freeze), (Writing, nothing), (Moving, run_eagerly)]
 )
@@ -97,11 +107,8 @@ def test_what_happens_between_two_backwards(recording: Devices, make: type[Short
     used = recording(2)
     results = []
     for engine in ("threads", "graphs"):
-        model = everygpu.DataParallel(make().to(used[0]), used, engine=engine)
         found: list[Tensor] = []
-        for x, _ in make_batches(NUM_STEPS):
-            run(model, x.to(used[0]), nothing, found)
-        assert num_recordings(model) == (engine == "graphs")
+        model = train_until_recorded(make(), used, engine, found)
         for x, _ in make_batches(3):
             run(model, x.to(used[0]), change, found)
         results.append(found)
@@ -111,10 +118,7 @@ def test_what_happens_between_two_backwards(recording: Devices, make: type[Short
 
 def test_an_update_on_a_single_device_is_refused(recording: Devices) -> None:
     used = recording(1)
-    model = everygpu.DataParallel(Short().to(used[0]), used, engine="graphs")
-    for x, _ in make_batches(NUM_STEPS):
-        run(model, x.to(used[0]), nothing, [])
-    assert num_recordings(model) == 1
+    model, (x, _) = train_until_recorded(Short(), used, "graphs", []), make_batches(NUM_STEPS)[-1]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         run(model, x.to(used[0]), update, [])
 
@@ -124,11 +128,8 @@ def test_a_layer_at_which_replicas_wait_for_each_other(recording: Devices, count
     used = recording(count)
     results = []
     for engine in ("threads", "graphs"):
-        model = everygpu.DataParallel(Synchronized().to(used[0]), used, engine=engine)
         found: list[Tensor] = []
-        for x, _ in make_batches(NUM_STEPS):
-            run(model, x.to(used[0]), nothing, found)
-        assert num_recordings(model) == (engine == "graphs")
+        model = train_until_recorded(Synchronized(), used, engine, found)
         results.append([*found, *(t.cpu() for t in model.buffers())])
     for ours, theirs in zip(*results):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
