@@ -150,6 +150,13 @@ def test_transformations_are_told():
 # modes
 
 
+def test_device_constructors_are_what_takes_the_default_device():
+    found = modes.device_constructors()
+    assert {torch.ones, torch.arange, torch.tensor, torch.randn, torch.empty} <= found
+    assert torch.relu not in found
+    assert torch.ones_like not in found
+
+
 def test_function_modes_are_carried():
     device = modes.DeviceContext(torch.device("cpu"))
     assert modes.function_modes() == []

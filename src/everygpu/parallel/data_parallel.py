@@ -130,7 +130,7 @@ class DataParallel(ModuleWrapper):
             options=lambda: (me.split, me.dim, me.gather, me.buffers_rule, me.output_device),
             run=lambda *call, around: me._forward_on(*call, around=around, gather=lambda *apart: apart),
             make_replicas=lambda make_leaves: me.make_replicas(make_leaves, fixed=True),
-            bucket_bytes=replica_bucket_bytes(self.bucket_cap_mb),
+            bucket_cap_mb=self.bucket_cap_mb,
             makes_graphs=self._makes_graphs,
         )
         return make_engine(self.engine, context)

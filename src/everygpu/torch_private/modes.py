@@ -10,9 +10,13 @@ import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _mode_utils
 from torch.utils._device import DeviceContext as _DeviceContext
+from torch.utils._device import _device_constructors
 
 DeviceContext = _DeviceContext
 """The function mode of ``with torch.device(...)`` and ``torch.set_default_device``, whose class isn't exported."""
+
+device_constructors: Any = _device_constructors
+"""Returns the functions to which ``DeviceContext`` gives its device, where they are called without one."""
 
 push_function_mode: Any = _push_mode
 """Enter a function mode without its ``__enter__``: a mode that was entered in one thread is carried to another."""

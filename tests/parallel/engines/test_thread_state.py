@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import everygpu
-from everygpu.parallel.engines.thread_state import ThreadState, on_device
+from everygpu.parallel.engines.thread_state import NUM_WATCHED, FactoryDevice, FactoryUse, ThreadState, on_device
 
 gpu_only = pytest.mark.parametrize("devices", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 variable = contextvars.ContextVar("variable", default="unset")
@@ -185,6 +185,39 @@ def test_caller_is_left_alone():
     assert torch.is_grad_enabled()
 
 
+class TestFactoryUse:
+    """Where a module makes tensors without ``device=``, they are on its replica's."""
+
+    HERE = torch.device("meta")
+
+    def made(self, use, module, make=lambda: torch.ones(1)):
+        with on_device(self.HERE, None, use.mode_for(module)):
+            return make().device
+
+    def test_is_left_out_after_calls_without(self):
+        use, module = FactoryUse(), torch.nn.ReLU()
+        for _ in range(NUM_WATCHED):
+            assert use.mode_for(module) is not None
+            assert self.made(FactoryUse(), module) == self.HERE
+        assert use.mode_for(module) is None
+        assert self.made(use, module).type == "cpu"
+        assert use.mode_for(module.eval()) is not None, "evaluation may take another way"
+        with torch.no_grad():
+            assert use.mode_for(module) is not None
+
+    def test_stays_after_calls_with(self):
+        use, module = FactoryUse(), torch.nn.ReLU()
+        for _ in range(NUM_WATCHED + 2):
+            assert self.made(use, module, lambda: torch.arange(3)) == self.HERE
+        assert self.made(use, module, lambda: torch.ones(1, device="cpu")).type == "cpu"
+
+    def test_named_devices_and_other_operations_are_no_use(self):
+        use, module, x = FactoryUse(), torch.nn.ReLU(), torch.zeros(2)
+        for _ in range(NUM_WATCHED):
+            self.made(use, module, lambda: torch.ones(2, device="cpu").relu() + torch.zeros_like(x))
+        assert use.mode_for(module) is None
+
+
 class TestOnDevice:
     def test_cpu_changes_nothing(self):
         with torch.device("meta"), on_device(torch.device("cpu"), None):
@@ -196,7 +229,7 @@ class TestOnDevice:
     def test_gpu_is_current_and_takes_new_tensors(self, devices):
         device = devices(2)[-1]
         stream = torch.cuda.Stream(device)
-        with on_device(device, stream):
+        with on_device(device, stream, FactoryDevice):
             assert torch.cuda.current_device() == device.index
             assert torch.cuda.current_stream() == stream
             assert torch.ones(1).device == device

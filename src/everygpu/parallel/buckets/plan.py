@@ -95,13 +95,24 @@ class BucketPlan:
             tensors: By parameter, on the device; zeros take the place of one that is missing or None.
             device: Where the memory is.
         """
+        flat = (torch.zeros if self.has_gaps else torch.empty)(self.numel, dtype=self.dtype, device=device)
+        self.fill(flat, tensors)
+        return flat
+
+    def fill(self, flat: Tensor, tensors: Mapping[int, Tensor | None]) -> None:
+        """Put tensors side by side in memory of this plan's.
+
+        Args:
+            flat: The memory, with zeros in the gaps.
+            tensors: By parameter, on the same device; zeros take the place of one that is missing or None.
+        """
         found = [tensors.get(slot.index) for slot in self.slots]
         if self.is_plain and all(t is not None and t.dtype is self.dtype for t in found):
-            return torch.cat([t.detach().reshape(-1) for t in found if t is not None])
-        make = torch.zeros if self.has_gaps or any(t is None for t in found) else torch.empty
-        flat = make(self.numel, dtype=self.dtype, device=device)
+            torch.cat([t.detach().reshape(-1) for t in found if t is not None], out=flat)
+            return
+        if any(t is None for t in found):
+            flat.zero_()
         fill_views(self.views(flat), found)
-        return flat
 
     def whole(self, tensors: Sequence[Tensor | None]) -> Tensor | None:
         """Return the memory that tensors, by slot, are side by side in as the plan says; None if they aren't."""

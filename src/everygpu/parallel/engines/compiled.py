@@ -23,6 +23,7 @@ from everygpu.parallel.compiler.split_graph import WHOLE, SplitPolicy
 from everygpu.parallel.engines.engine import Call, Engine
 from everygpu.parallel.engines.thread_state import on_device
 from everygpu.parallel.engines.threads import Outcome, Workers, attempt, take_values
+from everygpu.torch_private.modes import DeviceContext
 
 MAX_SIGNATURES = 8
 """Each combination of shapes costs a compilation for every replica: after this many, replicas run eagerly."""
@@ -122,7 +123,7 @@ class CompiledReplicas(Engine):
 
 
 def _on(device: torch.device, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with on_device(device, current_stream(device), shared=False):
+    with on_device(device, current_stream(device), DeviceContext):
         return function(*args, **kwargs)
 
 

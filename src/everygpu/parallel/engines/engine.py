@@ -47,8 +47,8 @@ class EngineContext:
     """Scatters a call, and applies replicas to the shards."""
     make_replicas: Callable[[Callable[[], Leaves] | None], ReplicaSet]
     """Makes replicas whose parameters are leaves, or connected to the module's."""
-    bucket_bytes: int
-    """Size at which a group of parameters is closed."""
+    bucket_cap_mb: float | None
+    """Size at which a group of parameters is closed, in MiB; None for the defaults."""
     makes_graphs: bool
     """Whether each compiled replica may become a CUDA graph of its own."""
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from everygpu.devices.p2p import reach_each_other
+from everygpu.parallel.buckets.sizes import replica_bucket_bytes
 from everygpu.parallel.compiler.eval_frame import not_compiled
 from everygpu.parallel.cuda_graphs.recorded_forward import RecordedForward
 from everygpu.parallel.engines.engine import Call, Engine, EngineContext, Outputs
@@ -86,7 +87,7 @@ class RecordedReplicas(Engine):
                 context.make_replicas,
                 context.options,
                 context.spec(),
-                context.bucket_bytes,
+                replica_bucket_bytes(context.bucket_cap_mb),
                 proves=self._proves,
             )
         elif self._proves:

@@ -1,18 +1,29 @@
 """What torch and Python keep per thread, carried from the caller to the replicas' threads."""
 
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from everygpu.comm.streams import queueing_on
 from everygpu.torch_private.autograd import top_saved_tensor_hooks
-from everygpu.torch_private.modes import DeviceContext, function_modes, pop_function_mode, push_function_mode
+from everygpu.torch_private.modes import (
+    DeviceContext,
+    device_constructors,
+    function_modes,
+    pop_function_mode,
+    push_function_mode,
+)
 
 T = TypeVar("T")
+
+NUM_WATCHED = 3
+"""Calls of a kind in which a module is watched for tensors that it makes without a device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +76,17 @@ class ThreadState:
         """Copy the context variables; one copy can run in one thread only."""
         return contextvars.copy_context()
 
-    def run(self, context: contextvars.Context, device: torch.device, function: Callable[[], T]) -> T:
-        """Call a function in another thread as if from the captured one, with ``device`` current."""
+    def run(
+        self,
+        context: contextvars.Context,
+        device: torch.device,
+        function: Callable[[], T],
+        mode: "MakeMode | None" = None,
+    ) -> T:
+        """Call a function in another thread as if from the captured one, with ``device`` current; see ``on_device``."""
 
         def call() -> T:
-            with self._restored(device), on_device(device, self._streams.get(device)):
+            with self._restored(device), on_device(device, self._streams.get(device), mode):
                 return function()
 
         return context.run(call)
@@ -85,14 +102,50 @@ class ThreadState:
             yield
 
 
-class _FactoryDevice(DeviceContext):
-    """``with torch.device(…)`` for one thread: torch's own also sets a variable that all threads share."""
+class FactoryDevice(DeviceContext):
+    """``with torch.device(…)`` for one thread: torch's own also sets a variable that all threads share.
+
+    Args:
+        device: Where tensors are made that are made without ``device=``.
+        use: Told when there is one.
+    """
+
+    def __init__(self, device: torch.device, use: "FactoryUse | None" = None) -> None:
+        super().__init__(device)
+        self._use = use
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._use is not None and func in device_constructors() and (kwargs or {}).get("device") is None:
+            self._use.is_found = True
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> None:
         push_function_mode(self)
 
     def __exit__(self, *error: object) -> None:
         pop_function_mode()
+
+
+MakeMode = Callable[[torch.device], DeviceContext]
+"""Makes what gives tensors their device."""
+
+
+class FactoryUse:
+    """Whether a module makes tensors without ``device=``.
+
+    A function mode gives them the replica's device. It costs each operation some 2 us, a fifth of what forward costs
+    Python, so that it is left out after a few calls in which there were none.
+    """
+
+    def __init__(self) -> None:
+        self.is_found = False
+        self._num_calls: dict[Hashable, int] = {}
+
+    def mode_for(self, module: nn.Module) -> MakeMode | None:
+        """Return what to make a mode with for a call of this module, or of replicas of it; None where it needs none."""
+        kind = type(module), module.training, torch.is_grad_enabled()
+        self._num_calls[kind] = self._num_calls.get(kind, 0) + 1
+        return partial(FactoryDevice, use=self) if self.is_found or self._num_calls[kind] <= NUM_WATCHED else None
 
 
 @contextmanager
@@ -108,7 +161,7 @@ def _pushed(mode: Any) -> Iterator[None]:
 def _for_device(mode: Any, device: torch.device) -> Any:
     """Turn ``with torch.device("cuda:0")`` around the call into the replica's device."""
     if isinstance(mode, DeviceContext):
-        return _FactoryDevice(device if mode.device.type == device.type else mode.device)
+        return FactoryDevice(device if mode.device.type == device.type else mode.device)
     return mode
 
 
@@ -128,19 +181,20 @@ def fresh_casts() -> Iterator[None]:
 
 
 @contextmanager
-def on_device(device: torch.device, stream: torch.cuda.Stream | None, *, shared: bool = True) -> Iterator[None]:
-    """Make a device current for a replica: ``.cuda()`` and tensors made without ``device=`` mean this one.
+def on_device(device: torch.device, stream: torch.cuda.Stream | None, mode: MakeMode | None = None) -> Iterator[None]:
+    """Make a device current for a replica: ``.cuda()`` means this one.
 
     On the CPU nothing has to change: a default device that the caller has set stays.
 
     Args:
         device: The replica's device.
         stream: What its work is queued on, for CUDA.
-        shared: Other threads do the same at this time.
+        mode: Has tensors made without ``device=`` be there: ``FactoryDevice`` beside other threads, or torch's own,
+            which its compiler knows. None where there are none.
     """
     with ExitStack() as stack:
         stack.enter_context(queueing_on(device, stream))
-        if device.type != "cpu" and not any(isinstance(m, DeviceContext) for m in function_modes()):
-            # torch's own is the one its compiler knows; ours the one that threads don't share.
-            stack.enter_context(_FactoryDevice(device) if shared else DeviceContext(device))
+        is_set = device.type == "cpu" or any(isinstance(m, DeviceContext) for m in function_modes())
+        if mode is not None and not is_set:
+            stack.enter_context(mode(device))
         yield

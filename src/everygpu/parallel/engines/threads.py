@@ -19,7 +19,7 @@ from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import OptionError, ReplicaError
 from everygpu.parallel.engines.engine import Call, Engine
 from everygpu.parallel.engines.scheduler import Cancelled, ReplicaScheduler
-from everygpu.parallel.engines.thread_state import ThreadState, on_device
+from everygpu.parallel.engines.thread_state import FactoryUse, MakeMode, ThreadState, on_device
 
 Outcome = tuple[Any, BaseException | None]
 """What a replica returned, or raised."""
@@ -124,6 +124,7 @@ class Workers(Engine):
         self._num_threads = num_threads
         self._threads: list[ReplicaThread] = []
         self._pid = 0
+        self._factories = FactoryUse()
 
     @property
     def in_use(self) -> str:
@@ -151,10 +152,11 @@ class Workers(Engine):
         names = positions if positions is not None else range(len(calls))
         jobs = [_Job(scheduler, i, call) for i, call in enumerate(calls)]
         futures: list[Future[Any]] = []
+        mode = self._factories.mode_for(calls[0][0])
         try:
             for worker, job, device in zip(self._started(), jobs[1:], devices[1:]):
-                futures.append(worker.submit(state.run, state.snapshot(), device, job))
-            outcomes = [attempt(lambda: run_here(jobs[0], devices[0], alone=len(jobs) == 1))]
+                futures.append(worker.submit(state.run, state.snapshot(), device, job, mode))
+            outcomes = [attempt(lambda: run_here(jobs[0], devices[0], mode, alone=len(jobs) == 1))]
             while futures:  # a future of a failed call would hold its exception, and that this frame
                 outcomes.append(attempt(futures.pop(0).result))
         except BaseException:  # Ctrl-C while waiting: no replica may still run in the next call
@@ -229,11 +231,11 @@ def attempt(function: Callable[[], Any]) -> Outcome:
         del function  # the traceback holds this frame, and a future's method the exception
 
 
-def run_here(job: Callable[[], Any], device: torch.device, *, alone: bool = False) -> Any:
-    """Make a replica's call in this thread, with its device current, unless it is the only one."""
+def run_here(job: Callable[[], Any], device: torch.device, mode: MakeMode | None, *, alone: bool = False) -> Any:
+    """Make a replica's call in this thread, with its device current, unless it is the only one; see ``on_device``."""
     if device.type == "cpu" or alone:
         return job()
-    with on_device(device, current_stream(device)):
+    with on_device(device, current_stream(device), mode):
         return job()
 
 

@@ -17,6 +17,7 @@ from everygpu.parallel.buckets.fixed_bucket import FixedBucket
 from everygpu.parallel.buckets.grouping import group_by_storage
 from everygpu.parallel.buckets.memory import versions_of
 from everygpu.parallel.buckets.plan import BucketPlan
+from everygpu.parallel.buckets.sizes import helper_bucket_bytes
 from everygpu.parallel.buckets.slot_alias import make_twins
 from everygpu.parallel.engines.processes.remote_call import RemoteCall
 from everygpu.parallel.replicas.module_tree import has_hooks, is_dense
@@ -37,7 +38,7 @@ class DirectParameters:
         module: One for which ``is_direct`` holds.
         devices: One per replica.
         make_replicas: Makes replicas whose trained parameters are the copies.
-        bucket_bytes: Size at which a bucket is closed.
+        bucket_cap_mb: Size at which a bucket is closed, in MiB; None for the default.
     """
 
     def __init__(
@@ -45,14 +46,16 @@ class DirectParameters:
         module: nn.Module,
         devices: Sequence[torch.device],
         make_replicas: Callable[[Callable[[], Leaves]], ReplicaSet],
-        bucket_bytes: int,
+        bucket_cap_mb: float | None,
     ) -> None:
         self._module = module
         trained: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
         self._device, others = devices[0], list(devices[1:])
         self._buckets: list[FixedBucket] = []
         self._twins: list[list[list[Tensor]]] = []  # by bucket and replica
-        for members, together in group_by_storage(trained, range(len(trained)), bucket_bytes):
+        for members, together in group_by_storage(
+            trained, range(len(trained)), helper_bucket_bytes(trained, bucket_cap_mb)
+        ):
             params = [trained[i] for i in members]
             bucket = FixedBucket(params, self._device, others, keep_storage=together)
             self._buckets.append(bucket)

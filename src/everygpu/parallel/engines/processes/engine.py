@@ -19,6 +19,7 @@ from everygpu.parallel.engines.processes.helper_process import CannotStartError,
 from everygpu.parallel.engines.processes.module_sender import ModuleSender
 from everygpu.parallel.engines.processes.packing import CannotTravelError
 from everygpu.parallel.engines.processes.remote_call import RemoteCall
+from everygpu.parallel.engines.thread_state import FactoryUse
 from everygpu.parallel.engines.threads import Outcome, Workers, attempt, run_here, take_values
 from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.torch_private.autograd import is_transforming
@@ -50,6 +51,7 @@ class ProcessReplicas(Engine):
         self._open: list[weakref.ref[RemoteCall]] = []
         self._replicas: weakref.ref[ReplicaSet] | None = None
         self._threads = Workers(len(self._devices) - 1)
+        self._factories = FactoryUse()
         self._helpers: dict[int, HelperProcess] = {}
         self._senders: dict[int, ModuleSender] = {}
         self.reason = unsupported_reason(self._devices)
@@ -91,8 +93,8 @@ class ProcessReplicas(Engine):
         if self.reason is not None or _is_of_this_process(self._devices[0]):
             return None
         if self._parameters is None:
-            make = self._context.make_replicas
-            self._parameters = DirectParameters(module, self._devices, make, self._context.bucket_bytes)
+            make, cap = self._context.make_replicas, self._context.bucket_cap_mb
+            self._parameters = DirectParameters(module, self._devices, make, cap)
         self._direct = self._parameters.begin()
         try:
             return self._context.run(self._parameters.replicas, args, kwargs, around=nullcontext)
@@ -165,8 +167,9 @@ class ProcessReplicas(Engine):
         except BaseException:
             self._end_helpers()
             raise
+        mode = self._factories.mode_for(calls[0][0])
         local = [
-            partial(run_here, partial(module, *args, **kwargs), device)
+            partial(run_here, partial(module, *args, **kwargs), device, mode)
             for (module, args, kwargs), device in zip(calls, devices)
         ]
         try:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from everygpu.parallel.engines.processes.messages import BucketDone, SparseGrad
+from everygpu.parallel.engines.processes.messages import BucketDone, Buckets, SparseGrad
 from everygpu.parallel.engines.processes.module_receiver import Binding
 from everygpu.parallel.engines.processes.packing import CannotTravelError
-from everygpu.parallel.engines.processes.shared_tensors import Exporter
+from everygpu.parallel.engines.processes.shared_tensors import Exporter, SharedTensor
 
 
 class GradientSender:
@@ -41,7 +41,8 @@ class GradientSender:
         self._unsent: set[int] = set()
         self._sends_early = self._has_parts = False
         self._call = 0
-        self._binding = Binding(tensors={}, grads={}, buckets=())
+        self._flats: dict[int, tuple[Tensor, SharedTensor]] = {}  # by bucket, where they stay
+        self._binding = Binding(tensors={}, grads={}, buckets=Buckets([], stay=False))
         self._bind(self._binding)
 
     @contextmanager
@@ -59,7 +60,7 @@ class GradientSender:
         self._clear()
         for index, grad in binding.grads.items():
             binding.tensors[index].grad = grad
-        self._call, self._unsent = call, set(range(len(binding.buckets)))
+        self._call, self._unsent = call, set(range(len(binding.buckets.members)))
         try:
             yield
             for bucket in sorted(self._unsent):
@@ -93,10 +94,11 @@ class GradientSender:
         for handle in self._handles.values():
             handle.remove()
         self._handles = {}
-        self._sends_early &= binding.buckets is self._binding.buckets
+        if binding.buckets is not self._binding.buckets:
+            self._sends_early, self._flats = False, {}
         self._binding = binding
         self._trained = [t for t in binding.tensors.values() if t.requires_grad]
-        self._members = [[binding.tensors[i] for i in members] for members, _ in binding.buckets]
+        self._members = [[binding.tensors[i] for i in members] for members, _ in binding.buckets.members]
         for bucket, members in enumerate(self._members):
             self._watch(bucket, members[0])
 
@@ -129,7 +131,7 @@ class GradientSender:
 
     def _send(self, bucket: int) -> None:
         self._unsent.discard(bucket)
-        members, plan = self._members[bucket], self._binding.buckets[bucket][1]
+        members = self._members[bucket]
         grads = [t.grad for t in members]
         if all(g is None for g in grads):
             return
@@ -139,11 +141,23 @@ class GradientSender:
         sparse = {k: self._describe(g) for k, g in enumerate(grads) if g is not None and k not in dense}
         call, lent = self._call, None
         if dense:
-            lent = self._exporter.describe(plan.flatten(dense, self._device), lends=True)
+            lent = self._flatten(bucket, dense)
         present = [k in dense for k in range(len(grads))]
         self._say(
             lambda ready: BucketDone(call=call, ready=ready, bucket=bucket, flat=lent, present=present, sparse=sparse)
         )
+
+    def _flatten(self, bucket: int, grads: dict[int, Tensor]) -> SharedTensor:
+        members, stay = self._binding.buckets
+        plan = members[bucket][1]
+        if not stay:
+            return self._exporter.describe(plan.flatten(grads, self._device), lends=True)
+        if bucket not in self._flats:
+            flat = plan.make_flat(self._device)
+            self._flats[bucket] = flat, self._exporter.describe(flat)
+        flat, described = self._flats[bucket]
+        plan.fill(flat, grads)
+        return described
 
     def _describe(self, grad: Tensor) -> SparseGrad:
         grad = grad.coalesce()

@@ -37,7 +37,7 @@ from everygpu.parallel.engines.processes.module_receiver import Binding, ModuleR
 from everygpu.parallel.engines.processes.packing import CannotTravelError, describe_all, pack, unpack
 from everygpu.parallel.engines.processes.settings import apply_settings
 from everygpu.parallel.engines.processes.shared_tensors import Exporter, Importer
-from everygpu.parallel.engines.thread_state import fresh_casts, on_device
+from everygpu.parallel.engines.thread_state import FactoryUse, fresh_casts, on_device
 
 MAIN_FLAG, HELPER_FLAG = 0, 64
 """Which of the flags each process's stream writes; each has a cache line of its own."""
@@ -70,6 +70,7 @@ class Helper:
         self._exporter = Exporter(device)
         self._importer = Importer(device)
         self._num_writes = 0
+        self._factories = FactoryUse()
         self._host_seed: int | None = None
         self._graphs: dict[int, Graph] = {}  # by the number of the call
         complete: list[Tensor] = []
@@ -129,7 +130,7 @@ class Helper:
         args, kwargs = unpack(message.arguments, tensors, self._module.find)
         ours = self._module.binding.tensors
         before = versions_of(tensors), versions_of(ours.values())
-        here = on_device(self._device, self._stream, shared=False)
+        here = on_device(self._device, self._stream, self._factories.mode_for(module))
         with message.modes.entered(), fresh_casts(), here, self._gradients.refused(self._module.binding):
             output = module(*args, **kwargs)
         try:

@@ -140,14 +140,17 @@ class HelperProcess:
         except EOFError as error:
             raise self._ended() from error
 
-    def open(self, shared: SharedTensor) -> Tensor:
+    def open(self, shared: SharedTensor, *, stays: bool = False) -> Tensor:
         """Make a tensor on memory that the helper has lent.
 
+        Args:
+            shared: The memory.
+            stays: The helper goes on writing to it.
         Raises:
             WorkerError: the helper has ended, and its memory with it.
         """
         try:
-            return self.importer.open(shared)
+            return self.importer.open(shared, follows=stays)
         except (RuntimeError, OSError) as error:
             if not self._child.ends_within(_SOON_S):
                 raise

@@ -1,7 +1,7 @@
 """What the main process and a helper say to each other."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from everygpu.parallel.buckets.plan import BucketPlan
 from everygpu.parallel.engines.processes.settings import Settings
@@ -10,6 +10,14 @@ from everygpu.parallel.engines.thread_state import Modes
 
 Members = tuple[list[int], BucketPlan]
 """Parameters of a bucket, and how their gradients lie in it."""
+
+
+class Buckets(NamedTuple):
+    """Parameters whose gradients travel together."""
+
+    members: list[Members]
+    stay: bool
+    """A bucket's gradients lie in the same memory in every backward: one is read before the next begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +53,7 @@ class ModuleUpdate:
     tensors: list[ParameterUpdate]
     written: list[int]
     """Parameters and buffers whose values have changed in place."""
-    buckets: list[Members] | None
+    buckets: "Buckets | None"
     """Parameters whose gradients travel together, if the tree is new."""
 
 
@@ -121,7 +129,7 @@ class BucketDone:
     ready: int
     bucket: int
     flat: SharedTensor | None
-    """None where no gradient is dense."""
+    """None where no gradient is dense. Lent, or the same as ever: see ``Buckets.stay``."""
     present: list[bool]
     """Which parameters of the bucket have a dense gradient."""
     sparse: dict[int, "SparseGrad"]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from everygpu.parallel.buckets.slot_alias import put_back
-from everygpu.parallel.engines.processes.messages import Members, ModuleUpdate, Packed, ParameterUpdate
+from everygpu.parallel.engines.processes.messages import Buckets, ModuleUpdate, Packed, ParameterUpdate
 from everygpu.parallel.engines.processes.packing import unpack
 from everygpu.parallel.engines.processes.shared_tensors import Importer, SharedStorage
 from everygpu.parallel.replicas.watch import TABLES, Watch
@@ -23,7 +23,7 @@ class Binding:
     """Parameters and buffers."""
     grads: Mapping[int, Tensor]
     """Where the main process has gradients added up."""
-    buckets: Sequence[Members]
+    buckets: Buckets
 
 
 class ModuleReceiver:
@@ -38,7 +38,7 @@ class ModuleReceiver:
         self._importer = importer
         self._on_grad = on_grad
         self.modules: list[nn.Module] = []
-        self.binding = Binding(tensors={}, grads={}, buckets=())
+        self.binding = Binding(tensors={}, grads={}, buckets=Buckets([], stay=False))
         self._places: list[tuple[dict[str, Any], str, int | None]] = []
         self._source: dict[int, tuple[Packed, list[Tensor]]] = {}
         self._watch = Watch([])
@@ -52,7 +52,7 @@ class ModuleReceiver:
     def apply(self, update: ModuleUpdate) -> nn.Module:
         """Take in what has changed; return the root."""
         if update.structure is not None:
-            self._build(update.structure, update.buckets or ())
+            self._build(update.structure, update.buckets or Buckets([], stay=False))
         if update.written:
             increment_version([self.binding.tensors[i] for i in update.written])
         if update.tensors:
@@ -86,7 +86,7 @@ class ModuleReceiver:
         """Return what both processes have, by its name."""
         return self.modules[index] if kind == "module" else self.binding.tensors[index]
 
-    def _build(self, structure: Packed, buckets: Sequence[Members]) -> None:
+    def _build(self, structure: Packed, buckets: Buckets) -> None:
         rows = self._unpack(structure, [])
         self.modules = [object.__new__(kind) for kind, *_ in rows]
         self.binding = Binding(tensors={}, grads={}, buckets=buckets)

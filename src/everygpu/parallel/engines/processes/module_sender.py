@@ -14,9 +14,9 @@ from everygpu.parallel.buckets.memory import versions_of
 from everygpu.parallel.buckets.plan import BucketPlan
 from everygpu.parallel.cuda_graphs.guards import HOOKS
 from everygpu.parallel.engines.processes.globals_sender import GlobalsSender
-from everygpu.parallel.engines.processes.messages import Members, ModuleUpdate, Packed, ParameterUpdate
+from everygpu.parallel.engines.processes.messages import Buckets, Members, ModuleUpdate, Packed, ParameterUpdate
 from everygpu.parallel.engines.processes.packing import CannotTravelError, Names, pack
-from everygpu.parallel.engines.processes.shared_tensors import Exporter
+from everygpu.parallel.engines.processes.shared_tensors import Exporter, SharedTensor
 from everygpu.parallel.engines.processes.used_globals import Path
 from everygpu.parallel.replicas.attributes import ReplicaModule, Updates
 from everygpu.parallel.replicas.contents import CONTAINERS, DeepContents, is_constant, is_open
@@ -68,10 +68,11 @@ class ModuleSender:
         """The replica has returned something, so its calls can be made in the helper."""
         self.buckets: list[Members] = []
         self.owners: list[Bucket] = []
-        tensors = self.tensors()
-        index = {id(t): i for i, t in enumerate(tensors)}
+        """Of each bucket, unless its gradients stay in the helper's memory, which is ``flats``."""
+        self.flats: dict[int, tuple[SharedTensor, Tensor]] = {}
+        index = {id(t): i for i, t in enumerate(self.tensors())}
         self.buckets += [([index[id(t)] for t in members], plan) for members, plan in direct]
-        for members, bucket in [] if direct else members_of_buckets(tensors):
+        for members, bucket in [] if direct else members_of_buckets(self.tensors()):
             self.buckets.append((members, bucket.plan))
             self.owners.append(bucket)
 
@@ -93,7 +94,7 @@ class ModuleSender:
         structure = None if self._is_told else self._structure(names())
         attributes, kept = self._attributes(names)
         moved, written = self._moved_and_written(tensors, names)
-        buckets = None if self._is_told else self.buckets
+        buckets = None if self._is_told else Buckets(self.buckets, stay=not self.owners)
         self._is_told = True
         update = ModuleUpdate(
             structure=structure, attributes=attributes, tensors=moved, written=written, buckets=buckets

@@ -1,6 +1,6 @@
 """A replica's call made once more in this process, for gradients that are differentiated again."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ from everygpu import tree
 from everygpu.comm.streams import current_stream
 from everygpu.parallel.engines.processes.generators import cuda_state, set_cuda_state
 from everygpu.parallel.engines.processes.module_sender import ModuleSender
-from everygpu.parallel.engines.thread_state import Modes, on_device
+from everygpu.parallel.engines.thread_state import FactoryDevice, Modes, on_device
+from everygpu.parallel.replicas.module_tree import is_dense
 
 
 class Recomputation:
@@ -39,7 +40,11 @@ class Recomputation:
         if state is not None:
             set_cuda_state(device, state)
         try:
-            with modes.entered(), on_device(device, current_stream(device)), sender.with_tensors(tensors):
+            with (
+                modes.entered(),
+                on_device(device, current_stream(device), FactoryDevice),
+                sender.with_tensors(tensors),
+            ):
                 output = sender.module(*call[0], **call[1])
         finally:
             if before is not None:
@@ -66,3 +71,20 @@ class Recomputation:
     def take(self, indices: Sequence[int]) -> list[Tensor | None]:
         """Return the gradients of some of the tensors."""
         return [self._parameters.pop(i, None) for i in indices]
+
+
+def copy_buffers(tensors: Sequence[Tensor], changing: Collection[int] | None) -> dict[int, Tensor]:
+    """Copy what forward writes to, at once where it is side by side, for a recomputation to begin with.
+
+    Args:
+        tensors: Parameters and buffers.
+        changing: The places of those that forward writes to; None where that isn't known.
+    """
+    which = range(len(tensors)) if changing is None else changing
+    found = {i: t for i in which if not (t := tensors[i]).requires_grad and is_dense(t)}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in found.values()}
+    copies = {address: storage.clone() for address, storage in storages.items()}  # type: ignore[no-untyped-call]
+    return {
+        i: t.new_empty(0).set_(copies[t.untyped_storage().data_ptr()], t.storage_offset(), t.shape, t.stride())
+        for i, t in found.items()
+    }

@@ -24,9 +24,9 @@ from everygpu.parallel.engines.processes.messages import (
 from everygpu.parallel.engines.processes.module_sender import ModuleSender
 from everygpu.parallel.engines.processes.nodes import ArrivalNode, Arrived, InputsNode, OutputsNode, ParametersNode
 from everygpu.parallel.engines.processes.packing import describe_all, pack, unpack
-from everygpu.parallel.engines.processes.recompute import Recomputation
+from everygpu.parallel.engines.processes.recompute import Recomputation, copy_buffers
+from everygpu.parallel.engines.processes.shared_tensors import SharedTensor
 from everygpu.parallel.engines.thread_state import Modes
-from everygpu.parallel.replicas.module_tree import is_dense
 from everygpu.torch_private.autograd import keeps_graph
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class RemoteCall:
         told, kept = self._sender.update_globals(self.tensors, helper.told)
         self._kept += kept
         self._generators = read_generators(helper.device, helper.position)
-        self._before = self._copy_buffers() if self._modes.records_grads else {}
+        self._before = copy_buffers(self.tensors, self._sender.changing) if self._modes.records_grads else {}
         helper.calls[self.number] = self
         helper.send(
             Forward(
@@ -202,12 +202,20 @@ class RemoteCall:
             return
         found = self._wait_for_bucket(bucket)
         if found is not None:
-            flat = None if found.flat is None else self.helper.open(found.flat)
             self._arrived[bucket] = Arrived(
-                copied=None if flat is None else comm.copy_beside(flat, device),
+                copied=None if found.flat is None else self._copy_flat(bucket, found.flat, device),
                 present=found.present,
                 sparse={k: comm.copy(self._open_sparse(g), device) for k, g in found.sparse.items()},
             )
+
+    def _copy_flat(
+        self, bucket: int, shared: SharedTensor, device: torch.device
+    ) -> "tuple[Tensor, torch.cuda.Event | None]":
+        flats = self._sender.flats
+        if bucket not in flats or flats[bucket][0] != shared:
+            flats[bucket] = shared, self.helper.open(shared, stays=True)
+        flat = flats[bucket][1]
+        return comm.copy_beside(flat, device) if flat.device != device else (flat.clone(), None)
 
     def take_arrived(self, bucket: int) -> "Arrived | None":
         """Return what ``send_bucket`` has sent; None where there are no gradients."""
@@ -262,17 +270,6 @@ class RemoteCall:
         tensors = [self._before.get(i, t) for i, t in enumerate(self.tensors)]
         tensors = tensors if self._direct is None else self._direct.connected(tensors)
         return Recomputation(self._sender, tensors, self._call, self._modes, before, grads)
-
-    def _copy_buffers(self) -> dict[int, Tensor]:
-        """Copy what forward writes to, at once where it is side by side, for a recomputation to begin with."""
-        which = range(len(self.tensors)) if self._sender.changing is None else self._sender.changing
-        found = {i: t for i in which if not (t := self.tensors[i]).requires_grad and is_dense(t)}
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in found.values()}
-        copies = {address: storage.clone() for address, storage in storages.items()}  # type: ignore[no-untyped-call]
-        return {
-            i: t.new_empty(0).set_(copies[t.untyped_storage().data_ptr()], t.storage_offset(), t.shape, t.stride())
-            for i, t in found.items()
-        }
 
     def _decline_buckets(self) -> None:
         """Give back what a backward that has failed in this process didn't come to."""

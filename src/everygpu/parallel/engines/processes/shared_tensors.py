@@ -119,16 +119,23 @@ class Importer:
         self._open: dict[int, ipc.Mapping] = {}
         self._done: deque[int] = deque()
 
-    def open(self, shared: SharedTensor, storages: "dict[SharedStorage, torch.UntypedStorage] | None" = None) -> Tensor:
+    def open(
+        self,
+        shared: SharedTensor,
+        storages: "dict[SharedStorage, torch.UntypedStorage] | None" = None,
+        *,
+        follows: bool = False,
+    ) -> Tensor:
         """Make a tensor on the other process's memory.
 
         Args:
             shared: Where it is.
             storages: Those that are open: tensors that share one there do so here.
+            follows: Don't copy it, as the other process goes on writing to it.
         """
         storage = None if storages is None else storages.get(shared.storage)
         if storage is None:
-            storage = self._open_storage(shared.storage, shared.ticket)
+            storage = self._open_storage(shared.storage, shared.ticket, follows=follows)
             if storages is not None:
                 storages[shared.storage] = storage
         empty = torch.empty(0, dtype=shared.dtype, device=self._device)
@@ -156,14 +163,14 @@ class Importer:
         """Unmap the memory, each allocation when no tensor is on it any more."""
         self._open.clear()
 
-    def _open_storage(self, shared: SharedStorage, ticket: int) -> torch.UntypedStorage:
+    def _open_storage(self, shared: SharedStorage, ticket: int, *, follows: bool) -> torch.UntypedStorage:
         if shared.handle is None:
             self._done.append(ticket)
             return torch.empty(0, dtype=torch.uint8, device=self._device).untyped_storage()
         if self._device.type == "cpu":
             self._done.append(ticket)
             storage = cast(torch.UntypedStorage, torch.UntypedStorage.from_file(shared.handle, True, shared.num_bytes))
-            return storage.clone() if self._copies_host_memory else storage  # type: ignore[no-untyped-call]
+            return storage.clone() if self._copies_host_memory and not follows else storage  # type: ignore[no-untyped-call]
         mapping = self._mapping(shared)
         owner = _Loan(mapping, ticket, self._done)
         return ipc.storage_at(mapping.start + shared.offset, shared.num_bytes, self._device, owner)
