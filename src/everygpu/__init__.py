@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from everygpu.parallel.scatter.scatter import scatter as scatter
     from everygpu.parallel.scatter.split import Replicated as Replicated
     from everygpu.parallel.sharded.batch import ShardedBatch as ShardedBatch
+    from everygpu.ranks.membership import is_main as is_main
     from everygpu.step.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
     from everygpu.step.stats import StepStats as StepStats
     from everygpu.step.train_step import TrainStep as TrainStep
@@ -51,6 +52,7 @@ _HOME = {
     "data_parallel": "parallel",
     "find_batch_size": "feed",
     "gather": "parallel",
+    "is_main": "ranks.membership",
     "load": "checkpoint",
     "parallel_apply": "parallel",
     "replicate": "parallel",

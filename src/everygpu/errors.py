@@ -13,6 +13,7 @@
     ├── CopyError (TypeError)                 an object that can't be copied or pickled was to be
     ├── LossError (ValueError)                the loss returned no single number; a RuntimeError, too
     ├── ReplicaError (RuntimeError)           names the replica an exception came from
+    ├── RankError (RuntimeError)              processes that train together differ, or one of them has failed
     ├── WorkerError (RuntimeError)            a process of the loader, or of a replica, died
     ├── FeedTimeoutError (TimeoutError)       no batch came in time
     ├── BenchmarkError (RuntimeError)         a way of training can't be measured on this machine
@@ -93,6 +94,10 @@ class LossError(EveryGPUError, ValueError, RuntimeError):
 
 class ReplicaError(EveryGPUError, RuntimeError):
     """Names the replica, device and shards behind an exception; it is that exception's ``__cause__``."""
+
+
+class RankError(EveryGPUError, RuntimeError):
+    """Processes that train together don't agree, or one of them has failed."""
 
 
 class WorkerError(EveryGPUError, RuntimeError):

@@ -1,0 +1,1 @@
+"""Processes that train one model together, as torchrun starts them."""

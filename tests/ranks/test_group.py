@@ -1,0 +1,76 @@
+"""What ranks say to each other."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import everygpu
+from everygpu.errors import RankError
+from everygpu.ranks.group import join
+from everygpu.ranks.membership import find_membership
+from tests.ranks.harness import environment, run_ranks
+
+
+@pytest.fixture
+def environ(monkeypatch):
+    for name in environment(0, 1, 0):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def talk():
+    group = join()
+    assert group is join(), "one group for a run"
+    x, y = torch.full((3,), float(group.rank)), torch.arange(2) * (group.rank + 1)
+    group.broadcast(y)
+    group.all_reduce(x).wait()
+    return {
+        "place": (group.rank, group.size, group.local_rank, group.local_size),
+        "gather": group.gather({"rank": group.rank}),
+        "first": group.broadcast_object(f"of rank {group.rank}"),
+        "sums": group.sum_numbers([1, 0.5 * group.rank]),
+        "broadcast": y.tolist(),
+        "reduced": x.tolist(),
+        "is_main": everygpu.is_main(),
+    }
+
+
+def talk_in_a_group_of_the_users():
+    dist.init_process_group("gloo")
+    return talk()
+
+
+@pytest.mark.usefixtures("warm_python")
+@pytest.mark.parametrize("function", [talk, talk_in_a_group_of_the_users])
+def test_ranks_exchange_values(tmp_path, function):
+    results = run_ranks(function, size=3, local_size=1, folder=tmp_path)
+    for rank, found in enumerate(results):
+        assert found == {
+            "place": (rank, 3, 0, 1),
+            "gather": [{"rank": r} for r in range(3)],
+            "first": "of rank 0",
+            "sums": [3.0, 1.5],
+            "broadcast": [0, 1],
+            "reduced": [3.0] * 3,
+            "is_main": rank == 0,
+        }
+
+
+def test_a_process_alone_has_no_group(environ):
+    assert find_membership() is None
+    assert join() is None
+    assert everygpu.is_main()
+    environ.setenv("WORLD_SIZE", "1")
+    assert join() is None
+
+
+def test_an_incomplete_environment_is_an_error(environ):
+    environ.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RankError, match="RANK must be a whole number"):
+        find_membership()
+    environ.setenv("RANK", "1")
+    assert find_membership() == (1, 2, 1, 2)
+    assert not everygpu.is_main()
+    environ.setenv("WORLD_SIZE", "two")
+    with pytest.raises(RankError, match="WORLD_SIZE"):
+        find_membership()
