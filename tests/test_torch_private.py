@@ -150,6 +150,16 @@ def test_transformations_are_told():
 # modes
 
 
+def test_after_backward_calls_when_all_gradients_are_there():
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    seen = []
+    x.register_hook(lambda _: autograd.after_backward(lambda: seen.append((x.grad, y.grad))))
+    ((x * y).exp() * x).sum().backward()
+    assert [[g is not None for g in row] for row in seen] == [[True, True]]
+    with pytest.raises(RuntimeError):
+        autograd.after_backward(seen.clear)
+
+
 def test_device_constructors_are_what_takes_the_default_device():
     found = modes.device_constructors()
     assert {torch.ones, torch.arange, torch.tensor, torch.randn, torch.empty} <= found

@@ -18,12 +18,15 @@ from everygpu.parallel.engines.thread_state import fresh_casts
 from everygpu.parallel.forward_lock import ForwardLock
 from everygpu.parallel.gather import Joiner, gather_outputs
 from everygpu.parallel.options import check_options
-from everygpu.parallel.replicas.placement import check_module, check_process, place_module, without_wrappers
+from everygpu.parallel.ranks.model import RankModel, Weight, own_devices
+from everygpu.parallel.ranks.start import start_alike
+from everygpu.parallel.replicas.placement import check_module, place_module, without_wrappers
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
 from everygpu.parallel.scatter.reuse import note_writes
 from everygpu.parallel.scatter.scatter import Shard, move_tree, scatter_call
 from everygpu.parallel.scatter.split import ScatterSpec, Split, default_split, settle_split
 from everygpu.parallel.wrapper import ModuleWrapper
+from everygpu.ranks.group import join
 
 
 class DataParallel(ModuleWrapper):
@@ -65,16 +68,19 @@ class DataParallel(ModuleWrapper):
         strict_device: Raise when the module is not on ``device_ids[0]``, instead of moving it.
         bucket_cap_mb: Parameters, and gradients on their way back, travel in buckets of about this many MiB; 25 when
             left out. ``TrainStep`` takes its buckets' size from here, too: left out, 16, or more for large models.
+        weight: Under torchrun: called with a batch, returns how much this rank's gradients count beside others', as the
+            number of tokens that the loss is the mean of; the batch's rows when left out.
     Raises:
         ModuleError: ``module`` can't be replicated.
-        DeviceError: a device is unknown, absent or named twice; this is one of several processes, as of torchrun.
+        DeviceError: a device is unknown, absent or named twice.
+        RankError: under torchrun, on every rank: the ranks' modules differ in names, shapes or dtypes.
         PlacementError: the module is spread over several devices.
         OptionError: an option has no such value.
     Source:
         ``torch.nn.DataParallel``; the differences are listed in docs/differences.md.
     """
 
-    _transient = frozenset({"_replicas", "_fresh", "_engine", "_is_alone", "_lock", "_first_parameter"})
+    _transient = frozenset({"_replicas", "_fresh", "_engine", "_is_alone", "_lock", "_first_parameter", "_ranks"})
 
     def __init__(
         self,
@@ -89,18 +95,20 @@ class DataParallel(ModuleWrapper):
         buffers: str = "first",
         strict_device: bool = False,
         bucket_cap_mb: float | None = None,
+        weight: Weight | None = None,
     ) -> None:
         super().__init__()
-        check_process("DataParallel")
+        group = join()
         module = without_wrappers(module, "DataParallel")
         check_module(module, "DataParallel")
-        self.device_ids = parse_devices(device_ids)
+        self.device_ids = parse_devices(own_devices(group) if device_ids is None else device_ids)
         self.output_device = self.device_ids[0] if output_device is None else parse_device(output_device)
         self.split = split = default_split() if split is None else split
         num = len(self.device_ids)
         check_options(split, num, dim, engine=engine, gather=gather, buffers=buffers, bucket_cap_mb=bucket_cap_mb)
         self.dim = dim
         self.bucket_cap_mb = bucket_cap_mb
+        self._weight = weight
         self.gather = gather
         self.engine = engine
         self.buffers_rule = buffers
@@ -109,6 +117,8 @@ class DataParallel(ModuleWrapper):
         self.module = module
         place_module(module, self.device_ids[0], "DataParallel", strict=strict_device)
         self.split = settle_split(split, self.device_ids)
+        if group is not None:
+            start_alike(group, self.module, "DataParallel")
         self._prepare()
 
     def _prepare(self) -> None:
@@ -118,6 +128,8 @@ class DataParallel(ModuleWrapper):
         self._engine = self._make_engine()
         self._is_alone = len(self.device_ids) == 1 and not self._engine.launches
         self._lock = ForwardLock()
+        group = join()
+        self._ranks = None if group is None else RankModel(group, self.dim, self.bucket_cap_mb, self._weight)
         # Looked at in every call on one device, where walking the module would cost more than all the rest.
         self._first_parameter = tuple(itertools.islice(self.module.parameters(), 1))
 
@@ -137,6 +149,8 @@ class DataParallel(ModuleWrapper):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on all devices; see the class."""
+        if self._ranks is not None:
+            self._ranks.begin(self.module, inputs, kwargs)
         if self._is_alone:
             return self._forward_alone(inputs, kwargs)
         return self._one_at_a_time(self._forward_here, inputs, kwargs)
@@ -248,6 +262,11 @@ class DataParallel(ModuleWrapper):
     def engine_in_use(self) -> str:
         """The engine that replicas run by now: ``"threads"``, ``"processes"``, ``"graphs"`` or ``"compile"``."""
         return self._engine.in_use
+
+    @property
+    def rank_model(self) -> RankModel | None:
+        """What keeps the module and its gradients equal on all ranks; None without torchrun."""
+        return self._ranks
 
     def give_up_recording(self, reason: str) -> None:
         """Have another engine run what ``TrainStep`` won't record."""

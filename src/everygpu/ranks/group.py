@@ -50,6 +50,13 @@ class Group:
         dist.all_reduce(total, group=self._control)
         return [float(v) for v in total]
 
+    def union(self, numbers: set[int], limit: int) -> set[int]:
+        """Return the numbers that any rank has passed; all are below a limit."""
+        found = torch.zeros(limit, dtype=torch.uint8, device="cpu")
+        found[list(numbers)] = 1
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._control)
+        return set(found.nonzero().flatten().tolist())
+
     def broadcast(self, x: Tensor) -> None:
         """Copy rank 0's contiguous tensor into that of each other rank, in turn with the device's current stream."""
         dist.broadcast(x, src=0, group=self._group_of(x))

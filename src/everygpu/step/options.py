@@ -20,8 +20,13 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 logger = logging.getLogger("everygpu")
 
 
-def check_options(loss: Any, precision: Any, accumulate: Any, clip_norm: Any) -> None:
+def check_options(loss: Any, precision: Any, accumulate: Any, clip_norm: Any, weight: Any = None) -> None:
     """Refuse options that a step can't have."""
+    if weight is not None and not callable(weight):
+        raise OptionError(
+            f"TrainStep: weight must be callable as the step is, or None for the rows of a batch, got "
+            f"{type(weight).__qualname__}. Pass for instance lambda x, y: (y != -100).sum()."
+        )
     if loss is not None and not callable(loss):
         raise OptionError(
             f"TrainStep: loss must be callable as loss(output, *targets), or None when the model returns it, "
@@ -85,7 +90,7 @@ def make_strategy(model: DataParallel, optimizer: Any, *, captures: bool) -> Upd
             "TrainStep: the optimizer must step without a closure, got LBFGS, which evaluates the loss several times "
             "in a step. Use DataParallel in an ordinary loop."
         )
-    if len(model.device_ids) == 1 and not captures:
+    if len(model.device_ids) == 1 and not captures and model.rank_model is None:
         return LocalUpdate(model, optimizer)
     if not can_shard(optimizer):
         logger.info("TrainStep: %s can't be spread; it steps on %s.", type(optimizer).__name__, model.device_ids[0])

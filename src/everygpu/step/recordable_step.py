@@ -128,7 +128,7 @@ class RecordableStep:
 
     def _updates_at_once(self) -> bool:
         step = self._step
-        return step.accumulate == 1 and step._scale is None
+        return step.accumulate == 1 and step._scale is None and step._ranks is None
 
 
 def make_capture(step: "TrainStep", strategy: UpdateStrategy, *, must: bool) -> Capture[Tensor] | None:

@@ -11,7 +11,6 @@ from torch.utils.hooks import RemovableHandle
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import OptimizerError
 from everygpu.parallel.buckets.sizes import check_bucket_cap
-from everygpu.parallel.replicas.placement import check_process
 from everygpu.step.chunk_memory import ChunkMemory, ChunkShards
 from everygpu.step.shards import ELEMENTWISE, Shards, State, all_params, can_shard
 
@@ -41,7 +40,7 @@ class ShardedOptimizer(Optimizer):
         module: The stock optimizer.
     Raises:
         OptimizerError: this optimizer can't be sharded.
-        DeviceError: a device is unknown, absent or named twice; this is one of several processes, as of torchrun.
+        DeviceError: a device is unknown, absent or named twice.
         OptionError: ``bucket_cap_mb`` is no size.
     Source:
         ZeRO stage 1: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
@@ -55,7 +54,6 @@ class ShardedOptimizer(Optimizer):
         *,
         bucket_cap_mb: float | None = None,
     ) -> None:
-        check_process("ShardedOptimizer")
         _check(optimizer)
         check_bucket_cap(bucket_cap_mb, "ShardedOptimizer")
         self.module = optimizer

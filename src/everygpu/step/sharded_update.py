@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Hashable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.replicas.module_tree import has_hooks
 from everygpu.parallel.replicas.placement import place_module
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
+from everygpu.ranks.group import Group
 from everygpu.step.early_update import EarlyUpdate
-from everygpu.step.flat_parameters import FlatParameters
+from everygpu.step.flat_parameters import FlatParameters, PerDevice
 from everygpu.step.fused import FusedUpdate, has_plain_options, make_fused
 from everygpu.step.hyperparameters import HyperparameterTable
 from everygpu.step.sharded_optimizer import ShardedOptimizer
@@ -31,6 +33,7 @@ class ShardedUpdate:
 
     def __init__(self, model: DataParallel, optimizer: ShardedOptimizer, *, fixed: bool = False) -> None:
         self._model = model
+        self._ranks = model.rank_model
         self._fixed = fixed
         self._optimizer = optimizer
         self._replicas: ReplicaSet | None = None
@@ -49,7 +52,8 @@ class ShardedUpdate:
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if len(self._model.device_ids) == 1:
-            return self._model(*inputs, **kwargs)
+            with nullcontext() if self._ranks is None else self._ranks.apart():
+                return self._model(*inputs, **kwargs)
         if self._replicas is None or self._replicas.module is not self._model.module:
             self._replicas = self._model.make_replicas(self._make_leaves, fixed=self._fixed)
         return self._model.forward_with(self._replicas, *inputs, **kwargs)
@@ -70,8 +74,19 @@ class ShardedUpdate:
     def reduce(self) -> list[Share]:
         self._touched = self._flat_params.touched()
         self._flat_params.reduce()
-        columns = zip(*self._flat_params.chunks(self._flat_params.grads))
+        chunks = self._flat_params.chunks(self._flat_params.grads)
+        if self._ranks is not None:
+            self._touched = self._add_up_ranks(self._ranks.group, chunks)
+        columns = zip(*chunks)
         return [Share(device=d, grads=list(chunks)) for d, chunks in zip(self._flat_params.devices, columns)]
+
+    def _add_up_ranks(self, group: Group, chunks: list[PerDevice]) -> set[int]:
+        """Add each device's part up with those of the same device on other ranks; return what any has a gradient of."""
+        works = [group.all_reduce(chunk) for bucket in chunks for chunk in bucket if chunk.numel()]
+        touched = group.union(self._touched, len(self._flat_params.params))
+        for work in works:
+            work.wait()
+        return touched
 
     def apply(self, found_inf: Tensor | None) -> None:
         if found_inf is not None and not self._shards.is_fused():
@@ -95,7 +110,7 @@ class ShardedUpdate:
 
     def fuse(self, factor: float) -> bool:
         fused = self._whole_update()
-        if fused is None:
+        if fused is None or self._ranks is not None:
             return False
         self._flat_params.follow_edits()
         self._touched = self._flat_params.touched()

@@ -3,13 +3,23 @@
 import itertools
 import time
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
 Mark: TypeAlias = "float | torch.cuda.Event"
 
 PHASES = ("forward", "backward", "reduce", "update")
+
+
+class Evaluation(NamedTuple):
+    """What ``TrainStep.evaluate`` returns."""
+
+    loss: Tensor
+    """Shape (): the mean over all rows."""
+    output: Any
+    """What the model returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,19 +27,11 @@ from everygpu.step.options import (
 )
 from everygpu.step.partial_grads import refusing_partial_grads
 from everygpu.step.recordable_step import make_capture
-from everygpu.step.stats import StepStats, Stopwatch
+from everygpu.step.stats import Evaluation, StepStats, Stopwatch
 from everygpu.step.update import LossScale, clip, multiply, total_norm
+from everygpu.step.weights import BatchWeights, Weight
 
 logger = logging.getLogger("everygpu")
-
-
-class Evaluation(NamedTuple):
-    """What ``TrainStep.evaluate`` returns."""
-
-    loss: Tensor
-    """Shape (): the mean over all rows."""
-    output: Any
-    """What the model returned."""
 
 
 class TrainStep:
@@ -63,13 +55,15 @@ class TrainStep:
             on the primary device.
         precision: ``"fp32"``; ``"bf16"`` or ``"fp16"``: forward and loss run under autocast. Under ``"fp16"`` the
             loss is scaled, and updates with gradients that are not finite are left out.
-        accumulate: How many calls make one update, with the mean of their gradients.
+        accumulate: How many calls make one update, with the mean over all of their rows.
         clip_norm: The largest norm the whole gradient may have; longer ones are scaled down.
         compile: Run replicas compiled; see ``DataParallel``'s ``engine``.
         capture: ``"auto"``: on GPUs, after a few steps on batches of one shape, the whole step is recorded as a CUDA
             graph over all devices, and launched by one call from then on, as long as nothing that it was made from
             changes; steps that can't be recorded run as they are. ``False``: never. ``True``: also where a module has
             hooks, which are then not called; raise where a step can't be recorded.
+        weight: Called as the step is, returns how much the batch counts among those of an update and of all ranks: what
+            the loss is the mean of, such as the number of tokens that aren't ignored; the batch's rows when left out.
     Raises:
         CaptureError: under ``capture=True``, at a step that can't be recorded.
         ModuleError, DeviceError, PlacementError: the model can't be replicated; see ``DataParallel``.
@@ -88,8 +82,9 @@ class TrainStep:
         clip_norm: float | None = None,
         compile: bool = False,
         capture: bool | str = "auto",
+        weight: Weight | None = None,
     ) -> None:
-        check_options(loss, precision, accumulate, clip_norm)
+        check_options(loss, precision, accumulate, clip_norm, weight)
         self.model = wrap_model(model, compile=compile)
         if loss is None:
             check_gathering(self.model)
@@ -101,6 +96,9 @@ class TrainStep:
         self._strategy = make_strategy(self.model, optimizer, captures=captures)
         self._home = self.model.device_ids[0]
         self._dtype = PRECISIONS[precision]
+        self._ranks = self.model.rank_model
+        group = None if self._ranks is None else self._ranks.group
+        self._weights = BatchWeights(weight, group, self._home, self.model.dim)
         self._scale = LossScale(self._home) if precision == "fp16" else None
         self._num_batches = self._num_steps = 0
         self._was_launched = False
@@ -128,6 +126,7 @@ class TrainStep:
         batch = as_batch(inputs, targets, kwargs, with_loss=self.loss is not None)
         try:
             num_steps = self._num_steps
+            self._begin(batch)
             loss = None if self._capture is None else self._capture.run(batch)
             self._was_launched = loss is not None
             if loss is None:
@@ -135,10 +134,13 @@ class TrainStep:
                 if self._num_batches == 0:
                     self._strategy.begin()
                 loss = self._learn(batch)
+            loss = self._weights.mean(loss)
         except BaseException:
             self._num_batches = 0
+            self._weights.drop()
             raise
         self._last_loss = loss
+        self._weights.end()
         if self._num_steps == num_steps:  # a recording may have had the update in it
             self._num_batches += 1
             if self._num_batches == self.accumulate:
@@ -149,24 +151,26 @@ class TrainStep:
         """Update from the batches seen since the last update, though they are fewer than ``accumulate``."""
         seen, self._num_batches = self._num_batches, 0
         if seen:
-            self._update(self.accumulate / seen)
+            self._update(self._weights.take_factor())
 
     def evaluate(self, inputs: Any, *targets: Any, **kwargs: Any) -> Evaluation:
         """Run the model and the loss in eval mode, without gradients; arguments as for a call.
 
         Returns:
-            The loss, shape (), and the model's output.
+            The loss of all ranks' batches, shape (), and the model's output.
         """
         self._strategy.prepare()
         with _evaluating(self.model), torch.no_grad():
             batch = as_batch(inputs, targets, kwargs, with_loss=self.loss is not None)
+            self._weights.begin(batch, self.accumulate)
             try:
-                return Evaluation(*self._compute(batch))
+                loss, output = self._compute(batch)
             except torch.OutOfMemoryError:
                 # Recordings hold the memory of a step each; they can be made again.
                 if self._capture is None or not self._capture.forget():
                     raise
-            return Evaluation(*self._compute(batch))
+                loss, output = self._compute(batch)
+            return Evaluation(self._weights.mean(loss), output)
 
     def refresh(self) -> None:
         """Send the parameters to all devices, after a write that torch doesn't count, such as ``p.data.clamp_()``."""
@@ -214,6 +218,11 @@ class TrainStep:
             "Copy the model and the optimizer together, and make a new one."
         )
 
+    def _begin(self, batch: Batch) -> None:
+        if self._ranks is not None:
+            self._ranks.copy_buffers(self.model.module)
+        self._weights.begin(batch, self.accumulate)
+
     def _learn(self, batch: Batch, update: EarlyUpdate | None = None) -> Tensor:
         self._stopwatch.start()
         if update is None:
@@ -221,7 +230,7 @@ class TrainStep:
         try:
             with torch.enable_grad(), fresh_casts():
                 loss, _ = self._compute(batch)
-                share = loss / self.accumulate if self.accumulate > 1 else loss
+                share = self._weights.scale(loss)
                 self._stopwatch.mark("forward")
                 with nullcontext() if update is None else update.watching():
                     torch.autograd.backward(share if self._scale is None else self._scale.scale(share))
@@ -250,17 +259,17 @@ class TrainStep:
         return tree.map_leaves(move, targets)
 
     @torch.no_grad()
-    def _update(self, factor: float) -> None:
+    def _update(self, factor: float | Tensor) -> None:
         whole = self._scale is None and self.clip_norm is None
-        if not (whole and self._strategy.fuse(factor)):
+        if isinstance(factor, Tensor) or not (whole and self._strategy.fuse(factor)):
             self._update_in_turn(factor)
         self._num_steps += 1
         self._stopwatch.mark("update")
 
-    def _update_in_turn(self, factor: float) -> None:
+    def _update_in_turn(self, factor: float | Tensor) -> None:
         shares = self._strategy.reduce()
         self._stopwatch.mark("reduce")
-        if factor != 1:
+        if isinstance(factor, Tensor) or factor != 1:
             multiply(shares, factor)
         found_inf = None if self._scale is None else self._scale.unscale(shares)
         if self.clip_norm is not None:

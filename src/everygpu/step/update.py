@@ -108,11 +108,11 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def multiply(shares: Sequence[Share], factor: float) -> None:
+def multiply(shares: Sequence[Share], factor: float | Tensor) -> None:
     """Multiply all gradients in place."""
     for share in shares:
         if share.grads:
-            foreach_mul_(share.grads, factor)
+            foreach_mul_(share.grads, comm.copy(factor, share.device) if isinstance(factor, Tensor) else factor)
 
 
 def is_fused(optimizer: Optimizer) -> bool:

@@ -50,6 +50,11 @@ def will_execute(node: Node) -> bool:
     return torch._C._will_engine_execute_node(node)
 
 
+def after_backward(function: Callable[[], None]) -> None:
+    """Have the backward that is running call a function when all else is done, as DistributedDataParallel does."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
 def is_transforming() -> bool:
     """Tell whether a transformation of ``torch.func``, or forward-mode differentiation, is under way in this thread."""
     return are_transforms_active() or torch.autograd.forward_ad._current_level >= 0

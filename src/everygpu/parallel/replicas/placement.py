@@ -1,7 +1,6 @@
 """Checks of the module to replicate: its kind, its wrappers, its device."""
 
 import logging
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,27 +9,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from everygpu.devices.p2p import trusted_peers
-from everygpu.errors import DeviceError, ModuleError, PlacementError
+from everygpu.errors import ModuleError, PlacementError
 
 # By name: the modules that define them take long to import.
 _DISTRIBUTED = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
 logger = logging.getLogger("everygpu")
-
-
-def check_process(caller: str) -> None:
-    """Refuse to run in one of several processes, which would each train a model of its own on all devices.
-
-    Raises:
-        DeviceError: this process was started as one of several, as torchrun does.
-    """
-    rank, num_processes = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
-    if rank is not None and num_processes.isdecimal() and int(num_processes) > 1:
-        raise DeviceError(
-            f"{caller}: one process must drive all devices, got process {rank} of {num_processes} that torchrun or a "
-            f"scheduler started (RANK and WORLD_SIZE). Start the script without it, as python train.py. For several "
-            f"boxes use torch.nn.parallel.DistributedDataParallel."
-        )
 
 
 def without_wrappers(module: Any, caller: str) -> Any:

@@ -1,0 +1,81 @@
+"""What a model does before each forward, as one of several ranks' models."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everygpu.parallel.buckets.sizes import replica_bucket_bytes
+from everygpu.parallel.ranks.gradients import RankGradients
+from everygpu.parallel.ranks.start import copy_from_first
+from everygpu.parallel.scatter.split import find_rows
+from everygpu.ranks.group import Group
+
+Weight = Callable[..., float | Tensor]
+
+
+class RankModel:
+    """Keeps a model, and its gradients, equal on all ranks.
+
+    Args:
+        group: The ranks.
+        dim: Where the rows of the batch are.
+        bucket_cap_mb: Size at which a bucket of gradients is closed, in MiB; None for the default.
+        weight: Called with a batch, returns how much it counts beside other ranks'; its rows when left out.
+    """
+
+    def __init__(self, group: Group, dim: int, bucket_cap_mb: float | None, weight: Weight | None) -> None:
+        self.group = group
+        self._dim = dim
+        self._bucket_bytes = replica_bucket_bytes(bucket_cap_mb)
+        self._weight = weight
+        self._gradients: RankGradients | None = None
+        self._is_apart = False
+
+    def begin(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Copy rank 0's buffers, and have gradients be added up."""
+        if self._is_apart or not torch.is_grad_enabled():
+            return
+        self.copy_buffers(module)
+        params = [p for p in module.parameters() if p.requires_grad]
+        if self._gradients is None or not self._gradients.fits(params):
+            self.close()
+            self._gradients = RankGradients(self.group, params, self._bucket_bytes)
+        self._gradients.weigh(self.weight_of(inputs, kwargs))
+
+    def copy_buffers(self, module: nn.Module) -> None:
+        """Have all ranks begin with rank 0's buffers, in training: those that will be saved."""
+        if module.training:
+            copy_from_first(self.group, list(module.buffers()))
+
+    def weight_of(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> float | Tensor:
+        """Return how much a batch counts."""
+        if self._weight is not None:
+            return self._weight(*inputs, **kwargs)
+        rows = find_rows([("args", inputs), ("kwargs", kwargs)], self._dim)
+        return 1.0 if rows is None else float(rows)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Leave gradients and buffers to the caller within."""
+        self.close()
+        before, self._is_apart = self._is_apart, True
+        try:
+            yield
+        finally:
+            self._is_apart = before
+
+    def close(self) -> None:
+        """Leave gradients alone."""
+        if self._gradients is not None:
+            self._gradients.close()
+            self._gradients = None
+
+
+def own_devices(group: Group | None) -> Sequence[int | str] | None:
+    """Return the devices of a rank that names none: its own, unless it is the only one of its box."""
+    if group is None or group.local_size == 1:
+        return None
+    return [group.local_rank] if torch.cuda.is_available() else ["cpu"]

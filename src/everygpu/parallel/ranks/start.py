@@ -1,0 +1,48 @@
+"""All ranks start from rank 0's model."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from everygpu.errors import RankError
+from everygpu.parallel.buckets.grouping import group_tensors
+from everygpu.parallel.buckets.sizes import REPLICA_BYTES
+from everygpu.ranks.group import Group
+
+
+def start_alike(group: Group, module: nn.Module, caller: str) -> None:
+    """Give every rank the parameters and buffers of rank 0.
+
+    Raises:
+        RankError: on every rank, if the ranks' modules differ in names, shapes or dtypes; the message names the first.
+    """
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    rows = [(name, tuple(t.shape), str(t.dtype)) for name, t in named.items()]
+    for rank, others in enumerate(group.gather(rows)):
+        pairs = [*zip(rows, others), (f"{len(rows)} tensors", f"{len(others)} tensors")]
+        mine, its = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
+        if mine is not None:
+            raise RankError(
+                f"{caller}: every rank must have the same model, got {mine} on rank {group.rank} and {its} on rank "
+                f"{rank}. Build the model from the same options on every rank."
+            )
+    copy_from_first(group, list(named.values()))
+
+
+@torch.no_grad()
+def copy_from_first(group: Group, tensors: Sequence[Tensor]) -> None:
+    """Write rank 0's values into the other ranks' tensors."""
+    for members in _side_by_side(tensors):
+        flat = torch.cat([t.reshape(-1) for t in members])
+        group.broadcast(flat)
+        if group.rank:
+            begin = 0
+            for t in members:
+                t.copy_(flat[begin : begin + t.numel()].view(t.shape))
+                begin += t.numel()
+
+
+def _side_by_side(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    for members in group_tensors(tensors, lambda t: (t.dtype, t.device), REPLICA_BYTES):
+        yield [tensors[i] for i in members]

@@ -1,0 +1,105 @@
+"""How much each batch counts in an update: by its rows, or what the user counts, on all ranks."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from everygpu import comm
+from everygpu.parallel.cuda_graphs.static_batch import Batch
+from everygpu.parallel.scatter.split import find_rows
+from everygpu.ranks.group import Group
+
+Weight = Callable[..., float | Tensor]
+
+
+class BatchWeights:
+    """Makes an update's gradient the mean over all rows of its batches, not a mean of their means.
+
+    Args:
+        weight: Called with a batch as the step is; the batch's rows when left out.
+        group: The ranks; None for a process alone.
+        home: Where the loss is.
+        dim: Where the rows of a batch are.
+    """
+
+    def __init__(self, weight: Weight | None, group: Group | None, home: torch.device, dim: int) -> None:
+        self._weight = weight
+        self._group = group
+        self._home = home
+        self._dim = dim
+        self._accumulate = 1
+        self._is_needed = False
+        self._unit: float | None = None  # gradients stay in the range that they have with one batch
+        self._share = torch.ones((), dtype=torch.float32, device=home)
+        self._written = 1.0
+        self._here: float | Tensor = 1.0
+        self._all: float | Tensor = 1.0
+        self._total: float | Tensor = 0.0
+
+    def begin(self, batch: Batch, accumulate: int) -> None:
+        """Count a batch of an update of so many; a recording finds the share where the one before was."""
+        self._accumulate = accumulate
+        self._is_needed = accumulate > 1 or self._group is not None
+        if not self._is_needed:
+            return
+        self._here = here = self._count(batch)
+        self._all = here if self._group is None else self._sum(here)
+        if self._unit is None:
+            self._unit = self._find_unit(here)
+        share = here / self._unit
+        if isinstance(share, Tensor):
+            self._share.copy_(share)
+            self._written = float("nan")
+        elif share != self._written:
+            self._share.fill_(share)
+            self._written = share
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return what backward begins with; nothing for a batch without rows, whose mean is nan."""
+        if not self._is_needed:
+            return loss
+        share = comm.copy(self._share, loss.device)
+        return torch.where(share == 0, 0, loss) * share / self._accumulate
+
+    def end(self) -> None:
+        """Count the batch as one of the update."""
+        self._total = self._total + self._all
+
+    def mean(self, loss: Tensor) -> Tensor:
+        """Return the loss over all ranks' rows of the batch that was begun."""
+        if self._group is None:
+            return loss
+        here = torch.as_tensor(self._here, dtype=loss.dtype, device=loss.device)
+        total = torch.where(here == 0, 0, loss.detach()) * here
+        self._group.all_reduce(total).wait()
+        return total / self._all
+
+    def take_factor(self) -> float | Tensor:
+        """Return what the sum of the batches' gradients is multiplied by, and begin with the next update."""
+        total, self._total = self._total, 0.0
+        if not self._is_needed or self._unit is None:
+            return 1.0
+        return self._accumulate * self._unit / total
+
+    def drop(self) -> None:
+        """Forget the batches of this update."""
+        self._total = 0.0
+
+    def _count(self, batch: Batch) -> float | Tensor:
+        args, kwargs, targets = batch
+        if self._weight is not None:
+            found = self._weight(*args, *targets, **kwargs)
+            return found.detach().to(self._home, torch.float32) if isinstance(found, Tensor) else float(found)
+        rows = find_rows([("args", args), ("kwargs", kwargs)], self._dim)
+        return 1.0 if rows is None else float(rows)
+
+    def _sum(self, here: float | Tensor) -> Tensor:
+        total = torch.as_tensor(here, dtype=torch.float32, device=self._home).clone()
+        if self._group is not None:
+            self._group.all_reduce(total).wait()
+        return total
+
+    def _find_unit(self, here: float | Tensor) -> float:
+        found = max(float(here), 1.0)
+        return found if self._group is None else self._group.broadcast_object(found)

@@ -1,0 +1,182 @@
+"""Gradients of a batch that is spread over ranks are those of one device on the whole batch."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import everygpu
+from everygpu.errors import RankError
+from everygpu.ranks.group import join
+from tests.ranks.harness import run_ranks
+
+pytestmark = pytest.mark.usefixtures("warm_python")
+
+
+class Net(nn.Module):
+    """Some parameters take no part, one layer is used twice, an embedding has sparse gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, 4, sparse=True)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.unused = nn.Linear(2, 2)
+        self.sometimes = nn.Linear(4, 4)
+
+    def forward(self, ids, is_used=False):
+        x = self.first(self.first(self.table(ids)).tanh())
+        return self.second(self.sometimes(x) if is_used else x)
+
+
+def make():
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def rows_of(group, sizes, step):
+    """The whole batch, and where this rank's rows are."""
+    generator = torch.Generator().manual_seed(step)
+    total = sum(sizes)
+    ids = torch.randint(0, 7, (total,), generator=generator)
+    targets = torch.randn(total, 3, generator=generator, dtype=torch.float64)
+    begin = sum(sizes[: group.rank])
+    return ids, targets, slice(begin, begin + sizes[group.rank])
+
+
+def grads_of(module):
+    return {n: None if p.grad is None else p.grad.to_dense() for n, p in module.named_parameters()}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, g in expected.items():
+        assert (g is None) == (found[name] is None), name
+        if g is not None:
+            torch.testing.assert_close(found[name], g, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def mean_loss(output, targets):
+    return (output - targets).square().mean()
+
+
+def train(sizes, devices, bucket_cap_mb):
+    group = join()
+    bare = make()
+    model = everygpu.DataParallel(make(), devices, bucket_cap_mb=bucket_cap_mb)
+    bare_opt, opt = torch.optim.SGD(bare.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        ids, targets, mine = rows_of(group, sizes, step)
+        if step != 2:  # gradients of two batches
+            bare_opt.zero_grad(), opt.zero_grad()
+        is_used = step == 3
+        mean_loss(bare(ids, is_used), targets).backward()
+        mean_loss(model(ids[mine], is_used), targets[mine]).backward()
+        assert_same(grads_of(model.module), grads_of(bare))
+        bare_opt.step(), opt.step()
+    return grads_of(model.module)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "devices", "cap"),
+    [([4, 4], ["cpu"], None), ([3, 1, 2], ["cpu"], 1e-4), ([4, 0], ["cpu"], None), ([3, 4], ["cpu"] * 2, 1e-4)],
+    ids=["equal", "uneven", "empty", "two devices each"],
+)
+def test_a_loop_gives_what_one_device_gives(tmp_path, sizes, devices, cap):
+    first, *others = run_ranks(train, sizes, devices, cap, size=len(sizes), folder=tmp_path)
+    for other in others:
+        for name, g in first.items():
+            assert (g is None and other[name] is None) or torch.equal(g, other[name]), "the ranks differ"
+
+
+def differentiate():
+    group = join()
+    bare, model = make(), everygpu.DataParallel(make(), ["cpu"])
+    for net in (bare, model.module):
+        net.table.sparse = False
+    ids, targets, mine = rows_of(group, [3, 2], 0)
+    found = []
+    for net, rows in ((bare, slice(None)), (model, mine)):
+        inner = getattr(net, "module", net)
+        used = [p for n, p in inner.named_parameters() if not n.startswith(("unused", "sometimes"))]
+        # As one step of MAML: the gradient of the loss after an update.
+        grads = torch.autograd.grad(mean_loss(net(ids[rows]), targets[rows]), used, create_graph=True)
+        fast = [p - 0.5 * g for p, g in zip(used, grads)]
+        x = torch.nn.functional.embedding(ids[rows], fast[0])
+        hidden = torch.nn.functional.linear(x, fast[1], fast[2]).tanh()
+        output = torch.nn.functional.linear(torch.nn.functional.linear(hidden, *fast[1:3]), *fast[3:])
+        mean_loss(output, targets[rows]).backward()
+        found.append(([g.detach() for g in grads], grads_of(inner)))
+    (bare_first, bare_second), (first, second) = found
+    torch.testing.assert_close(first, bare_first)
+    assert_same(second, bare_second)
+    # A penalty on gradients of inputs, as WGAN-GP has.
+    for net in (bare, model):
+        net.zero_grad()
+    for net, rows in ((bare, slice(None)), (model, mine)):
+        inner = getattr(net, "module", net)
+        inner.table.weight.grad = None
+        x = targets[rows].clone().requires_grad_()
+        output = net(ids[rows]) * x
+        (g,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        (g.square().sum(1).mean()).backward()
+    assert_same(grads_of(model.module), grads_of(bare))
+
+
+def test_gradients_that_are_differentiated_again(tmp_path):
+    run_ranks(differentiate, size=2, folder=tmp_path)
+
+
+def weigh_by_tokens():
+    group = join()
+    torch.manual_seed(0)
+    bare = nn.Linear(3, 5).double()
+    model = everygpu.DataParallel(copy.deepcopy(bare), ["cpu"], weight=lambda x, y: (y >= 0).sum())
+    model.module.forward = lambda x, y: nn.functional.linear(x, model.module.weight, model.module.bias)
+    x = torch.randn(8, 3, dtype=torch.float64)
+    y = torch.tensor([0, -100, -100, -100, 1, 2, 3, 4])
+    mine = slice(4 * group.rank, 4 * group.rank + 4)
+    loss = nn.CrossEntropyLoss()
+    loss(bare(x), y).backward()
+    loss(model(x[mine], y[mine]), y[mine]).backward()
+    torch.testing.assert_close(model.module.weight.grad, bare.weight.grad)
+
+
+def test_gradients_weigh_what_is_counted(tmp_path):
+    run_ranks(weigh_by_tokens, size=2, folder=tmp_path)
+
+
+def start_with_other_weights():
+    group = join()
+    torch.manual_seed(group.rank)
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    model = everygpu.DataParallel(net, ["cpu"])
+    model(torch.randn(4, 2) + group.rank)
+    model(torch.randn(4, 2) + group.rank)
+    return {k: v.tolist() for k, v in model.state_dict().items() if "running" not in k}, net[1].running_mean.tolist()
+
+
+def test_ranks_start_from_the_first_ones_model(tmp_path):
+    (first, _), (second, _) = run_ranks(start_with_other_weights, size=2, folder=tmp_path)
+    assert first == second
+
+
+def start_with_other_shapes():
+    group = join()
+    with pytest.raises(RankError, match=rf"weight.*\({3 + group.rank}, 2\).* on rank {group.rank} and "):
+        everygpu.DataParallel(nn.Linear(2, 3 + group.rank), ["cpu"])
+    return True
+
+
+def test_other_shapes_are_an_error_on_every_rank(tmp_path):
+    assert run_ranks(start_with_other_shapes, size=2, folder=tmp_path) == [True, True]
+
+
+def default_devices():
+    model = everygpu.DataParallel(nn.Linear(2, 2))
+    return [str(d) for d in model.device_ids]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the default is the GPUs there")
+def test_default_devices(tmp_path):
+    assert run_ranks(default_devices, size=2, folder=tmp_path) == [["cpu"], ["cpu"]]

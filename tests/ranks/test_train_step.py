@@ -1,0 +1,147 @@
+"""A training step on several ranks is that of one device on the whole batch."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import everygpu
+from everygpu.ranks.group import join
+from tests.ranks.harness import run_ranks
+
+pytestmark = pytest.mark.usefixtures("warm_python")
+
+STEPS = [[5, 3], [1, 2], [4, 0], [2, 2], [0, 3], [3, 1]]
+"""Rows of each rank's batch in each step."""
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.rare = nn.Linear(6, 8), nn.Linear(8, 5), nn.Linear(8, 8)
+        self.unused = nn.Linear(3, 3)
+        self.is_first_rank = False
+
+    def forward(self, x):
+        x = self.first(x).tanh()
+        return self.last(self.rare(x) if self.is_first_rank else x)
+
+
+def make():
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    num_rows = sum(STEPS[step])
+    y = torch.randint(0, 5, (num_rows,), generator=generator)
+    y[: num_rows // 3] = -100
+    return torch.randn(num_rows, 6, generator=generator), y
+
+
+def rows_of(rank, step):
+    begin = sum(STEPS[step][:rank])
+    return slice(begin, begin + STEPS[step][rank])
+
+
+def num_tokens(x, y):
+    return (y >= 0).sum()
+
+
+def reference(accumulate, clip_norm):
+    """One device, whose loss is the mean over all counted targets of an update."""
+    net = make()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    losses = []
+    for first in range(0, len(STEPS), accumulate):
+        parts = [batch(step) for step in range(first, first + accumulate)]
+        total = sum(num_tokens(*part) for part in parts)
+        optimizer.zero_grad()
+        for step, (x, y) in zip(range(first, first + accumulate), parts):
+            outputs = []
+            for rank in range(2):
+                net.is_first_rank = rank == 0
+                outputs.append(net(x[rows_of(rank, step)]))
+            outputs = torch.cat(outputs)
+            loss = F.cross_entropy(outputs, y, reduction="sum")
+            (loss / total).backward()
+            losses.append((loss / num_tokens(x, y)).item())
+        if clip_norm:
+            nn.utils.clip_grad_norm_(net.parameters(), clip_norm)
+        optimizer.step()
+    return losses, net.state_dict()
+
+
+def train(num_devices, options):
+    group = join()
+    net = make()
+    net.is_first_rank = group.rank == 0
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    step = everygpu.TrainStep(
+        everygpu.DataParallel(net, ["cpu"] * num_devices), F.cross_entropy, optimizer, weight=num_tokens, **options
+    )
+    losses = []
+    for i in range(len(STEPS)):
+        x, y = batch(i)
+        mine = rows_of(group.rank, i)
+        losses.append(step(x[mine], y[mine]).item())
+    return losses, copy.deepcopy(net.state_dict()), step.stats().num_skipped
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "options"),
+    [(1, {}), (2, {"clip_norm": 0.2}), (1, {"accumulate": 3, "clip_norm": 0.5})],
+    ids=["one device each", "two devices each, clipped", "accumulated"],
+)
+def test_training_equals_one_device(tmp_path, num_devices, options):
+    losses, values = reference(options.get("accumulate", 1), options.get("clip_norm"))
+    results = run_ranks(train, num_devices, options, size=2, folder=tmp_path)
+    for found, state, _ in results:
+        assert found == pytest.approx(losses, rel=1e-4)
+        for name, value in values.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1].values(), results[1][1].values()))
+
+
+def small_loss(output, y):
+    return 1e-3 * F.mse_loss(output, y)
+
+
+def overflow():
+    group = join()
+    net = nn.Linear(2, 1)
+    step = everygpu.TrainStep(
+        everygpu.DataParallel(net, ["cpu"]), small_loss, torch.optim.SGD(net.parameters(), lr=0.1), precision="fp16"
+    )
+    x, y = torch.randn(3, 2), torch.randn(3, 1)
+    step(x, y)
+    before = copy.deepcopy(net.state_dict())
+    step(x, y * float("inf") if group.rank else y)
+    return step.stats().num_skipped, all(torch.equal(a, before[k]) for k, a in net.state_dict().items())
+
+
+def test_an_overflow_on_one_rank_is_skipped_on_all(tmp_path):
+    assert run_ranks(overflow, size=2, folder=tmp_path) == [(1, True)] * 2
+
+
+def test_accumulated_batches_count_by_what_is_counted():
+    """Without ranks, too: a mean of means weighs a batch of few targets like one of many."""
+    nets = [nn.Linear(6, 5)]
+    nets.append(copy.deepcopy(nets[0]))
+    x, y = torch.randn(8, 6), torch.tensor([0, 1, 2, 3, -100, -100, -100, 4])
+    step = everygpu.TrainStep(
+        everygpu.DataParallel(nets[0], ["cpu"]),
+        F.cross_entropy,
+        torch.optim.SGD(nets[0].parameters(), lr=1.0),
+        accumulate=2,
+        weight=num_tokens,
+    )
+    step(x[:4], y[:4])
+    step(x[4:], y[4:])
+    optimizer = torch.optim.SGD(nets[1].parameters(), lr=1.0)
+    F.cross_entropy(nets[1](x), y).backward()
+    optimizer.step()
+    torch.testing.assert_close(nets[0].weight, nets[1].weight)
