@@ -42,9 +42,8 @@ class Tape:
     that was there before, and to the random generator. Replaying runs them again, on the same memory.
     """
 
-    has_replaced_generators = False
-
     def __init__(self, devices: Sequence[torch.device], streams: str = "") -> None:
+        self.has_replaced_generators = False
         self._moments: list[Callable[[], object]] = []
         self._memories: dict[int, _Memory] = {}
         # Let go since the recording: other recordings use it between launches.
@@ -83,6 +82,7 @@ class Tape:
         """Run one of torch's operations, and record it."""
         name = func.overloadpacket.__name__
         if name in REFUSED or (name.startswith("index") and _has_mask(args[1])):
+            self.has_replaced_generators = True  # as after every capture that CUDA has declared invalid
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
         held = tree_map_only(Tensor, self.hold, (args, kwargs))
         result = func(*args, **kwargs)

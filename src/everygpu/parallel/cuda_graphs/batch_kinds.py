@@ -20,7 +20,7 @@ MAX_COUNTED = 1000
 """Kinds of batches that are counted at a time: a number among the inputs may make each a kind of its own."""
 
 MAX_REFUSED = 3
-"""Kinds of batches that couldn't be recorded, after which no further kind is tried; those that are recorded stay."""
+"""Kinds of batches that couldn't be recorded, after which no further kind is tried; those that could be stay."""
 
 WINDOW = 100
 """Steps after which it is asked whether their batches were of kinds that had come before."""
@@ -43,6 +43,7 @@ class BatchKinds:
         self._name = name
         self._gpus = [d for d in devices if d.type == "cuda"]
         self._counts: dict[Any, int] = {}
+        self._recorded: set[Any] = set()
         self._refused: set[Any] = set()
         self._num_seen = self._num_new = 0  # batches in this window
         self._has_told = False
@@ -61,16 +62,27 @@ class BatchKinds:
         self._counts[key] = self._counts.pop(key, 0) + 1  # moved to the end, as the last seen
         if len(self._counts) > MAX_COUNTED:
             del self._counts[next(iter(self._counts))]
-        return self._counts[key] > NUM_WARM_UPS and key not in self._refused and self._has_room(num_recordings)
+        return self._counts[key] > NUM_WARM_UPS and key not in self._refused and self._has_room(key, num_recordings)
+
+    @property
+    def has_recorded(self) -> bool:
+        """Whether batches of some kind could be recorded; the recording may have been dropped, and be made again."""
+        return bool(self._recorded)
+
+    def note_recording(self, key: Any) -> None:
+        """Note that batches of a kind can be recorded."""
+        self._recorded.add(key)
 
     def refuse(self, key: Any, reason: str) -> None:
-        """Note that batches of a kind can't be recorded, though others are."""
+        """Note that batches of a kind can't be recorded, though others can."""
+        self._recorded.discard(key)
         self._refused.add(key)
         self.tell(reason)
 
     def forget(self) -> None:
         """Count anew."""
         self._counts.clear()
+        self._recorded.clear()
         self._refused.clear()
 
     def tell(self, reason: str) -> None:
@@ -79,14 +91,14 @@ class BatchKinds:
             self._has_told = True
             logger.warning("%s: batches of some shapes run without CUDA graphs: %s.", self._name, reason)
 
-    def _has_room(self, num_recordings: int) -> bool:
+    def _has_room(self, key: Any, num_recordings: int) -> bool:
         """Tell whether a further kind may be recorded; the first one always may."""
-        if not num_recordings:
-            return True
+        if key not in self._recorded and len(self._refused) >= MAX_REFUSED:
+            return False
         if num_recordings >= MAX_RECORDINGS:
             self.tell(f"{MAX_RECORDINGS} are recorded")
             return False
-        if any(free < MIN_FREE * total for free, total in map(torch.cuda.mem_get_info, self._gpus)):
+        if num_recordings and any(free < MIN_FREE * total for free, total in map(torch.cuda.mem_get_info, self._gpus)):
             self.tell(f"less than {MIN_FREE:.0%} of a GPU's memory is free")
             return False
-        return len(self._refused) < MAX_REFUSED
+        return True

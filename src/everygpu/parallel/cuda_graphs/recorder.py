@@ -129,7 +129,7 @@ class Capture(Generic[Result]):
         try:
             key = describe_batch(batch, self._route)
         except NotStatic as reason:
-            if self._must or not self._recordings:
+            if self._must or not self._kinds.has_recorded:
                 self._give_up(str(reason))
             else:
                 self._kinds.tell(str(reason))
@@ -226,15 +226,17 @@ class Capture(Generic[Result]):
         generators.restore(before)
         if drew and not isinstance(found, str):
             found = "the step draws random numbers on the host, which a recording would repeat"
-        if isinstance(found, str) and self._recordings and not self._must:
-            self._kinds.refuse(key, found)
-            return None
         if isinstance(found, str):
-            self._give_up(found)
+            # Recordings of other kinds may have been dropped by this attempt: they are made again.
+            if self._kinds.has_recorded and not self._must:
+                self._kinds.refuse(key, found)
+            else:
+                self._give_up(found)
             return None
         if self.guards is not None and not self._recordings:
             self.guards.note_addresses()
         self._recordings[key] = found
+        self._kinds.note_recording(key)
         return found
 
     def _attempt(self, held: StaticBatch) -> _Recording | str:
