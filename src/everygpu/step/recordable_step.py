@@ -96,8 +96,9 @@ class RecordableStep:
         if self._is_surprised:
             self._is_surprised = False
             return True
-        # A parameter may be needed in backward after its own gradient is there: then updates have to wait.
-        overlapped, self._overlaps = self._overlaps, False
+        # A parameter may be needed in backward after its own gradient is there: then updates have to wait. Where that
+        # doesn't help, other kinds of batches begin with updates beside backward again.
+        overlapped, self._overlaps = self._overlaps, not self._overlaps
         return overlapped and self._updates_at_once()
 
     def give_up(self, reason: str) -> None:
