@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import threading
+import time
 
 import pytest
 import torch
@@ -132,6 +133,28 @@ def test_saved_tensor_hooks_are_carried():
     x = torch.ones(2, requires_grad=True)
     carry([torch.device("cpu")], hooks, lambda: (x * x).sum())
     assert len(packed) == 2
+
+
+def test_one_thread_at_a_time_unpacks_saved_tensors():
+    inside, most = [], []
+
+    def unpack(t):
+        inside.append(t)
+        time.sleep(0.01)
+        most.append(len(inside))
+        return inside.pop()
+
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        state = ThreadState([torch.device("cpu")])
+        outputs = [state.run_here(lambda: x * x)]
+    outputs += [call_in_thread(lambda: state.run(state.snapshot(), torch.device("cpu"), lambda: x * x))]
+    threads = [threading.Thread(target=lambda y=y: torch.autograd.grad(y.sum(), x)) for y in outputs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 4
 
 
 def test_context_variables_are_carried_one_way():

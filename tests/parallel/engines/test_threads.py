@@ -18,6 +18,7 @@ from torch import nn
 
 from everygpu import parallel_apply
 from everygpu.errors import DeviceError, OptionError, ReplicaError
+from everygpu.parallel.engines.scheduler import barrier
 from everygpu.parallel.engines.threads import Workers
 
 CPU = torch.device("cpu")
@@ -136,6 +137,29 @@ class TestTurns:
             used = DISTINCT[:2]
         barrier = threading.Barrier(len(used), timeout=10)
         assert len(run(workers, [barrier.wait] * len(used), used)) == len(used)
+
+    @pytest.mark.parametrize("devices", [DISTINCT, [DISTINCT[0], DISTINCT[1], DISTINCT[0]]], ids=["all", "some"])
+    def test_tensors_are_saved_in_order(self, workers, devices):
+        saved, x = [], torch.ones(2, requires_grad=True)
+
+        def replica(name):
+            y = x
+            for _ in range(2):
+                for _ in range(3):
+                    time.sleep(0.002)
+                    y = y * torch.full((2,), name)
+                barrier(None, lambda brought: brought)
+            return y
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            run(workers, [lambda name=name: replica(name) for name in (2.0, 3.0, 5.0)], devices)
+        assert [t[0].item() for t in saved] == [2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 5.0, 5.0, 5.0] * 2
+
+    def test_tensors_that_go_to_the_host_are_saved_at_once(self, workers):
+        both, x = threading.Barrier(3, timeout=5), torch.ones(2, requires_grad=True)
+        with torch.autograd.graph.save_on_cpu():
+            outputs = run(workers, [lambda: (both.wait(), x * x)[1]] * 3, DISTINCT)
+        assert torch.autograd.grad(sum(outputs).sum(), x)[0].tolist() == [6.0, 6.0]
 
 
 class TestThreads:

@@ -66,12 +66,13 @@ class ReplicaScheduler:
 
     Args:
         devices: One per replica.
+        in_order: Run replicas on different devices one after another, too.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Sequence[torch.device], *, in_order: bool = False) -> None:
         self._changed = threading.Condition()
-        self._devices = list(devices)
-        self._waiting = {d: [i for i, other in enumerate(devices) if other == d] for d in devices}
+        self._lines: list[torch.device | None] = [None] * len(devices) if in_order else list(devices)
+        self._waiting = {line: self._members(line) for line in self._lines}
         self._ended: set[int] = set()
         self._stopped = False
         self._values: dict[int, Any] = {}
@@ -81,7 +82,7 @@ class ReplicaScheduler:
 
     def context(self, index: int) -> AbstractContextManager[Any]:
         """Let ``barrier`` find this replica, in what runs within."""
-        return _as_replica((self, index)) if len(self._devices) > 1 else nullcontext()
+        return _as_replica((self, index)) if len(self._lines) > 1 else nullcontext()
 
     def enter(self, index: int) -> None:
         """Wait until the replicas before this one, on its device, have ended or wait at a barrier.
@@ -109,7 +110,7 @@ class ReplicaScheduler:
         with self._changed:
             self._values[index] = value
             passed = self._num_barriers
-            if len(self._values) < len(self._devices):
+            if len(self._values) < len(self._lines):
                 self._pass_on(index)
                 while self._num_barriers == passed:
                     self._check(index)
@@ -120,23 +121,27 @@ class ReplicaScheduler:
             return self._results[index]
 
     def _combine(self, combine: Combine) -> None:
-        values = [self._values[i] for i in range(len(self._devices))]
+        values = [self._values[i] for i in range(len(self._lines))]
         with self._streams.current():
             self._results = combine(values)
         self._values = {}
         self._num_barriers += 1
-        for device, waiting in self._waiting.items():
-            waiting[:] = [i for i, other in enumerate(self._devices) if other == device]
+        for line, waiting in self._waiting.items():
+            waiting[:] = self._members(line)
         self._changed.notify_all()
 
+    def _members(self, line: torch.device | None) -> list[int]:
+        """List the replicas that run one after another."""
+        return [i for i, other in enumerate(self._lines) if other == line]
+
     def _pass_on(self, index: int) -> None:
-        waiting = self._waiting[self._devices[index]]
+        waiting = self._waiting[self._lines[index]]
         if index in waiting:
             waiting.remove(index)
         self._changed.notify_all()
 
     def _wait_for_turn(self, index: int) -> None:
-        while not self._stopped and self._waiting[self._devices[index]][0] != index:
+        while not self._stopped and self._waiting[self._lines[index]][0] != index:
             self._changed.wait()
         if self._stopped:
             raise Cancelled

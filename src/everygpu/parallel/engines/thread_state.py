@@ -1,17 +1,18 @@
 """What torch and Python keep per thread, carried from the caller to the replicas' threads."""
 
 import contextvars
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from everygpu.comm.streams import queueing_on
-from everygpu.torch_private.autograd import top_saved_tensor_hooks
+from everygpu.torch_private.autograd import SavedTensorHooks, top_saved_tensor_hooks
 from everygpu.torch_private.modes import (
     DeviceContext,
     device_constructors,
@@ -69,8 +70,20 @@ class ThreadState:
     def __init__(self, devices: list[torch.device]) -> None:
         self._modes = Modes.now(devices)
         self._function_modes = function_modes()
-        self._saved_tensors_hooks = top_saved_tensor_hooks()
+        hooks = top_saved_tensor_hooks()
+        self.counts_saved_tensors = hooks is not None and hooks[0].__module__ != torch.autograd.graph.__name__
+        """Whether saved-tensor hooks may depend on the order of their calls.
+
+        An activation checkpoint's do, which knows the tensors of a forward that it runs again by their number; torch's
+        ``save_on_cpu`` takes each tensor by itself.
+        """
+        self._hooks = _one_at_a_time(*hooks) if hooks is not None and self.counts_saved_tensors else hooks
         self._streams = {d: torch.cuda.current_stream(d) for d in devices if d.type == "cuda"}
+
+    def run_here(self, function: Callable[[], T]) -> T:
+        """Call a function in the captured thread, with the saved-tensor hooks that the others get."""
+        with self._packing():
+            return function()
 
     def snapshot(self) -> contextvars.Context:
         """Copy the context variables; one copy can run in one thread only."""
@@ -95,11 +108,28 @@ class ThreadState:
     def _restored(self, device: torch.device) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(self._modes.entered())
-            if self._saved_tensors_hooks is not None:
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saved_tensors_hooks))
+            stack.enter_context(self._packing())
             for mode in self._function_modes:
                 stack.enter_context(_pushed(_for_device(mode, device)))
             yield
+
+    def _packing(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._hooks is None else torch.autograd.graph.saved_tensors_hooks(*self._hooks)
+
+
+def _one_at_a_time(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> SavedTensorHooks:
+    """Have one thread at a time unpack tensors.
+
+    Autograd has a thread for each GPU. The first tensor of a checkpoint that is unpacked has the forward run again:
+    a second thread would run it once more, while the first one does.
+    """
+    turn = threading.RLock()
+
+    def unpack_alone(packed: Any) -> Tensor:
+        with turn:
+            return unpack(packed)
+
+    return pack, unpack_alone
 
 
 class FactoryDevice(DeviceContext):

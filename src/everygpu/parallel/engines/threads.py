@@ -139,7 +139,7 @@ class Workers(Engine):
         """Make the calls side by side and wait for all of them.
 
         Replicas that share a device share its random generator, so they run one after another, in order: a seeded run
-        gives the same numbers every time.
+        gives the same numbers every time. So do all replicas under saved-tensor hooks that may depend on the order.
 
         Args:
             calls: Module, positional and keyword arguments of each replica.
@@ -148,7 +148,7 @@ class Workers(Engine):
         """
         _load_linear_algebra(devices)
         state = ThreadState(list(devices))
-        scheduler = ReplicaScheduler(devices)
+        scheduler = ReplicaScheduler(devices, in_order=state.counts_saved_tensors)
         names = positions if positions is not None else range(len(calls))
         jobs = [_Job(scheduler, i, call) for i, call in enumerate(calls)]
         futures: list[Future[Any]] = []
@@ -156,7 +156,8 @@ class Workers(Engine):
         try:
             for worker, job, device in zip(self._started(), jobs[1:], devices[1:]):
                 futures.append(worker.submit(state.run, state.snapshot(), device, job, mode))
-            outcomes = [attempt(lambda: run_here(jobs[0], devices[0], mode, alone=len(jobs) == 1))]
+            first = functools.partial(state.run_here, jobs[0])
+            outcomes = [attempt(lambda: run_here(first, devices[0], mode, alone=len(jobs) == 1))]
             while futures:  # a future of a failed call would hold its exception, and that this frame
                 outcomes.append(attempt(futures.pop(0).result))
         except BaseException:  # Ctrl-C while waiting: no replica may still run in the next call
