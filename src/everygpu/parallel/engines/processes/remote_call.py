@@ -28,6 +28,7 @@ from everygpu.parallel.engines.processes.recompute import Recomputation, copy_bu
 from everygpu.parallel.engines.processes.shared_tensors import SharedTensor
 from everygpu.parallel.engines.thread_state import Modes
 from everygpu.torch_private.autograd import keeps_graph
+from everygpu.torch_private.tensors import make_coalesced
 
 if TYPE_CHECKING:
     from everygpu.parallel.engines.processes.direct import DirectCalls
@@ -234,7 +235,7 @@ class RemoteCall:
 
     def _open_sparse(self, grad: SparseGrad) -> Tensor:
         indices, values = map(self.helper.open, (grad.indices, grad.values))
-        return torch.sparse_coo_tensor(indices, values, grad.shape, is_coalesced=True, check_invariants=False)
+        return make_coalesced(indices, values, grad.shape)
 
     def take(self, message: Any) -> None:
         """Take note of what the helper says of this call."""
