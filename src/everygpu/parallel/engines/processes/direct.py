@@ -155,7 +155,8 @@ class DirectCalls:
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 "create_graph=True after the optimizer's step."
             )
-        return [t if id(t) not in originals else comm.copy(originals[id(t)], t.device) for t in tensors]
+        # Views, as torch warns of gradients that a node on another device gives to a leaf.
+        return [comm.copy(p.view_as(p), t.device) if (p := originals.get(id(t))) is not None else t for t in tensors]
 
 
 class _Parameters(torch.autograd.Function):
