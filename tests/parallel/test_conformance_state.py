@@ -338,6 +338,7 @@ def test_a38_no_memory_on_devices_that_take_no_part():
 
 
 @pytest.mark.gpu
+@pytest.mark.engines("threads")  # a helper has streams of its own
 def test_a38_work_runs_on_the_callers_stream():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two or more CUDA devices")
@@ -347,6 +348,44 @@ def test_a38_work_runs_on_the_callers_stream():
     with torch.cuda.stream(side[1]), torch.cuda.stream(side[0]):
         (answers,) = model(torch.ones(4, 3, device=devs[0]))[1]
     assert answers == [s.cuda_stream for s in side]
+
+
+class Slow(nn.Module):
+    """Takes long on the GPU, and is queued at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        torch.cuda._sleep(NUM_SLOW_CYCLES)
+        return x * self.factor
+
+
+NUM_SLOW_CYCLES = 10**8
+
+
+@pytest.mark.gpu
+def test_a38_work_comes_in_turn_with_that_on_the_callers_streams():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two or more CUDA devices")
+    devs = [torch.device("cuda", i) for i in range(2)]
+    side = [torch.cuda.Stream(d) for d in devs]
+    model = everygpu.DataParallel(Slow().to(devs[0]), devs)
+    found = []
+    with torch.cuda.stream(side[1]), torch.cuda.stream(side[0]):
+        x = torch.zeros(4, 3, device=devs[0])
+        for i in range(3):
+            torch.cuda._sleep(NUM_SLOW_CYCLES)
+            x.fill_(i)
+            out = model(x)
+            out.sum().backward()
+            found.append([shard.detach().clone() for shard in out.shards])
+            x.fill_(-1)
+    for d in devs:
+        torch.cuda.synchronize(d)
+    assert [[shard.unique().tolist() for shard in shards] for shards in found] == [[[2 * i]] * 2 for i in range(3)]
+    assert model.module.factor.grad.item() == 12 * (0 + 1 + 2)
 
 
 class Drop(nn.Module):
