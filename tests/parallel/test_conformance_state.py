@@ -388,6 +388,25 @@ def test_a38_work_comes_in_turn_with_that_on_the_callers_streams():
     assert model.module.factor.grad.item() == 12 * (0 + 1 + 2)
 
 
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a38_forwards_on_one_stream_after_another():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two or more CUDA devices")
+    devs = [torch.device("cuda", i) for i in range(2)]
+    model = everygpu.DataParallel(Slow().to(devs[0]), devs)
+    model(torch.zeros(4, 3, device=devs[0]))
+    found = []
+    for i in range(1, 4):
+        side = [torch.cuda.Stream(d) for d in devs]
+        with torch.cuda.stream(side[1]), torch.cuda.stream(side[0]):
+            torch.cuda._sleep(NUM_SLOW_CYCLES // i)  # the work of each stream is there before that of the one before
+            found.append([shard.clone() for shard in model(torch.full((4, 3), float(i), device=devs[0])).shards])
+    for d in devs:
+        torch.cuda.synchronize(d)
+    assert [[shard.unique().tolist() for shard in shards] for shards in found] == [[[2 * i]] * 2 for i in (1, 2, 3)]
+
+
 class Drop(nn.Module):
     def __init__(self) -> None:
         super().__init__()

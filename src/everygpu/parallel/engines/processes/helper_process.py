@@ -70,6 +70,7 @@ class HelperProcess:
         self._turn = threading.Condition()
         self._reader: int | None = None  # the thread that waits for the next message
         self._num_writes = 0
+        self._stream: torch.cuda.Stream | None = None  # which has written last
         self._settings: Settings | None = None
         self._is_ready = False
         self._is_closed = False
@@ -107,9 +108,12 @@ class HelperProcess:
 
     def keep_house(self) -> Housekeeping:
         """Return what goes along with a message; what is queued on the current stream is done before it is read."""
-        stream = current_stream(self.device)
+        stream, before = current_stream(self.device), self._stream
         self._num_writes += 1
         if stream is not None:
+            if before is not None and before != stream:
+                stream.wait_stream(before)  # or its earlier, smaller number might come after this one
+            self._stream = stream
             self._flags.write(MAIN_FLAG, self._num_writes, stream)
         dropped, self.dropped = self.dropped, []
         return Housekeeping(given_back=self.importer.take_done(), dropped=dropped, ready=self._num_writes)
