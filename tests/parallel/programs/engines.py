@@ -14,6 +14,7 @@ import everygpu
 from everygpu.parallel import switches
 from everygpu.parallel.cuda_graphs.batch_kinds import NUM_WARM_UPS
 from everygpu.parallel.engines import table
+from everygpu.parallel.engines.processes.helper_process import HelperTracebackError
 from tests import tape
 from tests.parallel.cuda_graphs.forwards import num_recordings
 from tests.parallel.engines.processes.pool import HelperPool
@@ -99,14 +100,24 @@ def check(setup: Setup, program: Program) -> Outcome:
     try:
         theirs = run_program(program, lambda module: module, devices[0], setup.num_steps)
         ours = run_program(program, wrap, devices[0], setup.num_steps)
-    except Exception:
-        return Outcome(lines=traceback.format_exc().splitlines(), num_recordings=0)
+    except Exception as error:
+        return Outcome(lines=describe(error), num_recordings=0)
     return Outcome(lines=differences(ours, theirs, program.dtype), num_recordings=sum(map(num_recordings, models)))
+
+
+def describe(error: BaseException) -> list[str]:
+    """Say what was raised, and then where: in a helper, if it was there."""
+    causes, frames = [error], traceback.format_tb(error.__traceback__)
+    while (cause := causes[-1].__cause__) is not None:
+        causes.append(cause)
+    if isinstance(causes[-1], HelperTracebackError):
+        frames = [causes[-1].text]
+    return "".join([*traceback.format_exception_only(error), *frames]).splitlines()
 
 
 def report(name: str, program: Program, lines: list[str]) -> str:
     """Say what failed, and how to run it alone."""
-    shown = "\n".join(f"    {line}" for line in lines[:6] + lines[6:][-6:])
+    shown = "\n".join(f"    {line}" for line in lines[:8] + lines[8:][-8:])
     return (
         f"{program.describe()}\n  engine     {name}: {len(lines)} lines of what is wrong\n{shown}\n"
         f"  again      python -m tests.parallel.programs {program.seed} --setup {name}\n"

@@ -82,8 +82,12 @@ def test_what_is_wrong_is_seen(spoil: Callable[[nn.Module], None], seed: int) ->
 
 
 def test_a_failure_says_how_to_run_it_alone(monkeypatch: pytest.MonkeyPatch, helpers: HelperPool) -> None:
-    monkeypatch.setattr("everygpu.DataParallel.forward", lambda self, *args, **kwargs: 1 / 0)
+    def fail(self: nn.Module, *args: object, **kwargs: object) -> None:
+        raise RuntimeError("\n".join(["what it is", *map(str, range(40)), "advice"]))
+
+    monkeypatch.setattr("everygpu.DataParallel.forward", fail)
     (report,), _ = check_seeds("threads", range(7, 8), helpers)
     assert draw_program(7).describe() in report
-    assert "ZeroDivisionError" in report
+    assert "RuntimeError: what it is" in report
+    assert "in fail" in report
     assert "python -m tests.parallel.programs 7 --setup threads" in report
