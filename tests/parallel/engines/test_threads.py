@@ -15,11 +15,13 @@ from concurrent.futures import CancelledError
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from everygpu import parallel_apply
 from everygpu.errors import DeviceError, OptionError, ReplicaError
 from everygpu.parallel.engines.scheduler import barrier
 from everygpu.parallel.engines.threads import Workers
+from everygpu.torch_private.autograd import top_saved_tensor_hooks
 
 CPU = torch.device("cpu")
 SHARED = [CPU] * 3
@@ -217,6 +219,29 @@ def fail_deep_inside(message):
     raise KeyError(message)
 
 
+OLD_CHECKPOINT = """
+from torch.autograd.graph import saved_tensors_hooks
+
+def _within_hooks():
+    with saved_tensors_hooks(lambda x: x, lambda x: x):
+        yield
+
+def checkpoint(function, *args, use_reentrant):
+    gen = _within_hooks()
+    next(gen)
+    result = function(*args)
+    next(gen, None)
+    return result
+"""
+
+
+def as_in_torch_2_11(function, *args, use_reentrant):
+    """Call torch's checkpoint as it was: its hooks stayed after an exception."""
+    namespace = {"__name__": "torch.utils.checkpoint"}
+    exec(OLD_CHECKPOINT, namespace)
+    return namespace["checkpoint"](function, *args, use_reentrant=use_reentrant)
+
+
 class TestFailure:
     @pytest.mark.parametrize("failing", [0, 1, 2])
     @pytest.mark.parametrize("devices", [SHARED, DISTINCT], ids=["shared", "distinct"])
@@ -368,6 +393,25 @@ class TestFailure:
                 run(workers, [lambda i=i: begun.append(i) for i in range(3)])
         assert 0 not in begun
         assert works(workers)
+
+    @pytest.mark.parametrize("checkpoint", [checkpoint, as_in_torch_2_11], ids=["torch's", "as in torch 2.11"])
+    @pytest.mark.parametrize("failing", range(3))
+    def test_a_checkpoint_that_fails_leaves_no_hooks_in_its_thread(self, workers, failing, checkpoint):
+        def inner(i):
+            return checkpoint(lambda: 1 / 0 if i == failing else i, use_reentrant=False)
+
+        def middle(i):
+            try:
+                return checkpoint(inner, i, use_reentrant=False)
+            except ZeroDivisionError as error:
+                raise ValueError from error
+
+        def outer(i):
+            return checkpoint(middle, i, use_reentrant=False)
+
+        with pytest.raises(ValueError):  # whose traceback holds the checkpoints' frames
+            run(workers, [functools.partial(outer, i) for i in range(3)], DISTINCT)
+        assert run(workers, [top_saved_tensor_hooks] * 3, DISTINCT) == [None] * 3
 
     def test_failure_after_failure(self, workers):
         for i in range(10):

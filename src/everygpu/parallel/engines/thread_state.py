@@ -2,6 +2,8 @@
 
 import contextvars
 import threading
+import traceback
+import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -9,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from everygpu.comm.streams import queueing_on
@@ -130,6 +133,24 @@ def _one_at_a_time(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor
             return unpack(packed)
 
     return pack, unpack_alone
+
+
+def leave_checkpoints(error: BaseException) -> None:
+    """Leave the saved-tensor hooks of activation checkpoints that an exception has come through.
+
+    Before torch 2.13 they stay in their thread until the traceback is gone, and are then left in any other. Meanwhile
+    they take what later forwards save in this thread for a part of the checkpoint.
+
+    Args:
+        error: Raised in this thread.
+    """
+    if error.__context__ is not None:  # the inner ones first
+        leave_checkpoints(error.__context__)
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if frame.f_globals.get("__name__") == torch.utils.checkpoint.__name__:
+            for value in list(frame.f_locals.values()):
+                if isinstance(value, types.GeneratorType):
+                    value.close()
 
 
 class FactoryDevice(DeviceContext):

@@ -19,7 +19,7 @@ from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import OptionError, ReplicaError
 from everygpu.parallel.engines.engine import Call, Engine
 from everygpu.parallel.engines.scheduler import Cancelled, ReplicaScheduler
-from everygpu.parallel.engines.thread_state import FactoryUse, MakeMode, ThreadState, on_device
+from everygpu.parallel.engines.thread_state import FactoryUse, MakeMode, ThreadState, leave_checkpoints, on_device
 
 Outcome = tuple[Any, BaseException | None]
 """What a replica returned, or raised."""
@@ -215,8 +215,9 @@ class _Job:
             self._scheduler.enter(self._index)
             with self._scheduler.context(self._index):
                 return self._module(*self._args, **self._kwargs)
-        except BaseException:
+        except BaseException as error:
             self._scheduler.stop()
+            leave_checkpoints(error)
             raise
         finally:
             self._scheduler.leave(self._index)

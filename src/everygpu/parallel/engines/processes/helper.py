@@ -37,7 +37,7 @@ from everygpu.parallel.engines.processes.module_receiver import Binding, ModuleR
 from everygpu.parallel.engines.processes.packing import CannotTravelError, describe_all, pack, unpack
 from everygpu.parallel.engines.processes.settings import apply_settings
 from everygpu.parallel.engines.processes.shared_tensors import Exporter, Importer
-from everygpu.parallel.engines.thread_state import FactoryUse, fresh_casts, on_device
+from everygpu.parallel.engines.thread_state import FactoryUse, fresh_casts, leave_checkpoints, on_device
 
 MAIN_FLAG, HELPER_FLAG = 0, 64
 """Which of the flags each process's stream writes; each has a cache line of its own."""
@@ -92,6 +92,7 @@ class Helper:
                 self._keep_house(message.keeping)
                 answer = self._forward(message) if isinstance(message, Forward) else self._backward(message)
             except BaseException as error:  # noqa: BLE001 - raised again in the main process
+                leave_checkpoints(error)
                 answer = _failure(message.call, error)
             del message  # while this waits, it holds no activations
             self._connection.send(answer)
