@@ -3,7 +3,7 @@
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from everygpu.parallel.scatter.reuse import note_writes
 from everygpu.parallel.scatter.scatter import Shard, move_tree, scatter_call
 from everygpu.parallel.scatter.split import ScatterSpec, Split, default_split, settle_split
 from everygpu.parallel.wrapper import ModuleWrapper
-from everygpu.ranks.group import join
+from everygpu.ranks.group import forward_of, join
 
 
 class DataParallel(ModuleWrapper):
@@ -152,7 +152,8 @@ class DataParallel(ModuleWrapper):
         if self._ranks is not None:
             self._ranks.begin(self.module, inputs, kwargs)
         if self._is_alone:
-            return self._forward_alone(inputs, kwargs)
+            with self._around():
+                return self._forward_alone(inputs, kwargs)
         return self._one_at_a_time(self._forward_here, inputs, kwargs)
 
     def _forward_here(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -256,7 +257,11 @@ class DataParallel(ModuleWrapper):
         self._lock.check()
         if self._lock.is_forked():
             self._prepare()
-        return self._lock.run(function, *args)
+        with self._around():
+            return self._lock.run(function, *args)
+
+    def _around(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._ranks is None else forward_of(self._ranks.batch)
 
     @property
     def engine_in_use(self) -> str:

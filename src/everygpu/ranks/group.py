@@ -2,8 +2,10 @@
 
 import functools
 import logging
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -72,6 +74,32 @@ class Group:
 
     def _group_of(self, x: Tensor) -> "dist.ProcessGroup | None":
         return self._control if x.device.type == "cpu" else None
+
+
+class SpreadBatch(NamedTuple):
+    """A batch of which each rank has some rows."""
+
+    group: Group
+    weight: float | Tensor
+    """What this rank's gradients will be multiplied by, beside other ranks'."""
+
+
+_batch: ContextVar[SpreadBatch | None] = ContextVar("everygpu_spread_batch", default=None)
+
+
+@contextmanager
+def forward_of(batch: SpreadBatch) -> Iterator[None]:
+    """Have layers within compute over the whole batch."""
+    token = _batch.set(batch)
+    try:
+        yield
+    finally:
+        _batch.reset(token)
+
+
+def batch_of_forward() -> SpreadBatch | None:
+    """Return what a layer computes over; None where its rows are all there are."""
+    return _batch.get()
 
 
 def join() -> Group | None:

@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from everygpu import comm
-from everygpu.errors import ReplicaError
+from everygpu.errors import CallError, CaptureError, ReplicaError
 from everygpu.parallel.buckets.copies import Streams
+from everygpu.ranks.group import Group, SpreadBatch, batch_of_forward
 from everygpu.torch_private.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
 from everygpu.torch_private.modules import verify_batch_size
 
 ReplicaInput = tuple[Tensor, Tensor | None, Tensor | None, "LiveStatistics"]
-ReplicaOutput = tuple[Tensor, Tensor, Tensor, int]
+ReplicaOutput = tuple[Tensor, Tensor, Tensor, "int | Tensor"]
 
 
 def normalize_together(
@@ -29,10 +30,14 @@ def normalize_together(
             "SyncBatchNorm: replicas came to different layers at the same time. "
             "All replicas must take the same way through the model."
         )
-    _check_size(xs)
+    whole = batch_of_forward()
+    if whole is None:
+        _check_size(xs)
+    elif xs[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        raise CaptureError("SyncBatchNorm adds up over several processes, which no recording does.")
     with _without_saved_tensor_hooks():
-        mean, var, *ys = _Normalize.apply(eps, live, len(xs), *xs, *weights, *biases)  # type: ignore[no-untyped-call]
-    count = _count(xs)
+        mean, var, *ys = _Normalize.apply(eps, live, whole, len(xs), *xs, *weights, *biases)  # type: ignore[no-untyped-call]
+    count = _count(xs) if whole is None else _sum_over(whole.group, torch.tensor(float(_count(xs)), device=mean.device))
     return [(y, m, v, count) for y, (m, v) in zip(ys, _copy_to_each([mean, var], xs))]
 
 
@@ -72,10 +77,12 @@ class _Normalize(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, eps: float, live: "LiveStatistics", num: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, eps: float, live: "LiveStatistics", whole: SpreadBatch | None, num: int, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
         xs, weights, biases = _by_kind(tensors, num)
-        mean, var = _statistics(xs)
-        ctx.eps, ctx.num = eps, num
+        mean, var = _statistics(xs) if whole is None else _statistics_over(whole.group, xs)
+        ctx.eps, ctx.num, ctx.whole = eps, num, whole
         ctx.streams = Streams(*(x.device for x in xs))
         ctx.save_for_backward(*tensors)
         ctx.statistics = live.add(mean, var, [_local_mean(x) for x in xs] if num > 1 else [])
@@ -95,10 +102,15 @@ class _Normalize(torch.autograd.Function):
         given = [torch.zeros_like(x) if g is None else g for x, g in zip(xs, grads)]
         with ctx.streams.current():
             if torch.is_grad_enabled():
+                if ctx.whole is not None:
+                    raise CallError(
+                        "SyncBatchNorm: gradients over several ranks can't be differentiated again, got "
+                        "create_graph=True. Use a normalization of each row, such as nn.GroupNorm."
+                    )
                 found = _differentiable_grads(ctx.eps, xs, weights, biases, given)
             else:
-                found = _grads(ctx.eps, mean, var, xs, weights, biases, given)
-        return (None, None, None, *found)
+                found = _grads(ctx.eps, mean, var, xs, weights, biases, given, ctx.whole)
+        return (None, None, None, None, *found)
 
 
 class BatchStatistics:
@@ -184,6 +196,25 @@ def _statistics(xs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return mean, torch.stack(variance_terms).sum(0)
 
 
+def _statistics_over(group: Group, xs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return mean and variance per channel over all ranks' tensors; a rank may have no rows."""
+    count, channels = _count(xs), xs[0].shape[1]
+    empty = torch.zeros(channels, dtype=_upcast(xs[0]).dtype, device=xs[0].device)
+    mean, var = _statistics(xs) if count else (empty, empty)
+    rows = empty.new_zeros(group.size, 2 * channels + 1)
+    rows[group.rank] = torch.cat([mean, var, mean.new_full((1,), count)])
+    rows = _sum_over(group, rows)
+    means, variances, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
+    shares = counts / counts.sum()
+    total = (means * shares).sum(0)
+    return total, ((variances + (means - total).square()) * shares).sum(0)
+
+
+def _sum_over(group: Group, x: Tensor) -> Tensor:
+    group.all_reduce(x).wait()
+    return x
+
+
 def _copy_to_one(rows: Sequence[Sequence[Tensor]], device: torch.device) -> list[tuple[Tensor, ...]]:
     """Copy values per channel of each replica to one device, in one copy each."""
     return [row.unbind() for row in comm.copy_from_each([torch.stack(list(row)) for row in rows], device)]
@@ -202,16 +233,15 @@ def _grads(
     weights: Sequence[Tensor | None],
     biases: Sequence[Tensor | None],
     grads: Sequence[Tensor],
+    whole: SpreadBatch | None,
 ) -> list[Tensor | None]:
-    count = _count(xs)
     means, scales = zip(*_copy_to_each([mean, (var + eps).rsqrt()], xs))
     normalized = [(_upcast(x) - _per_channel(m, x)) * _per_channel(scale, x) for x, m, scale in zip(xs, means, scales)]
     upcast = [_upcast(g) for g in grads]
     sums = [g.sum(_dims(g)) for g in upcast]
     products = [(g * n).sum(_dims(g)) for g, n in zip(upcast, normalized)]
-    totals = [
-        torch.stack(column).sum(0) / count for column in zip(*_copy_to_one(list(zip(sums, products)), mean.device))
-    ]
+    columns = zip(*_copy_to_one(list(zip(sums, products)), mean.device))
+    totals = _means([torch.stack(column).sum(0) for column in columns], _count(xs), whole)
     inputs = [
         (g - _per_channel(mean_sum, g) - n * _per_channel(mean_product, g))
         * _per_channel(scale if w is None else scale * w, g)
@@ -224,6 +254,18 @@ def _grads(
         *(None if w is None else p.to(w.dtype) for w, p in zip(weights, products)),
         *(None if b is None else s.to(b.dtype) for b, s in zip(biases, sums)),
     ]
+
+
+def _means(sums: list[Tensor], count: int, whole: SpreadBatch | None) -> list[Tensor]:
+    """Divide sums per channel by the number of values that they are of, on all ranks.
+
+    Each rank's count as much as its gradients will.
+    """
+    if whole is None:
+        return [s / count for s in sums]
+    weighed = torch.stack(sums) * whole.weight
+    total = _sum_over(whole.group, torch.cat([weighed.flatten(), weighed.new_full((1,), count)]))
+    return list((total[:-1].view_as(weighed) / (total[-1] * whole.weight)).unbind())
 
 
 def _per_channel(channels: Tensor, x: Tensor) -> Tensor:

@@ -99,13 +99,14 @@ class SyncBatchNorm(BatchNorm):
             raise ValueError(f"SyncBatchNorm: needs at least 2 dimensions, got {input.dim()}.")
 
     @torch.no_grad()
-    def _update_running_stats(self, mean: Tensor, var: Tensor, count: int) -> None:
+    def _update_running_stats(self, mean: Tensor, var: Tensor, count: int | Tensor) -> None:
         """Update the running statistics as ``torch.nn.BatchNorm2d`` does."""
         if self.num_batches_tracked is None or self.running_mean is None or self.running_var is None:
             return
         self.num_batches_tracked.add_(1)
         factor = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
-        unbiased = var * (count / max(1, count - 1))
+        others = (count - 1).clamp(min=1) if isinstance(count, Tensor) else max(1, count - 1)
+        unbiased = var * (count / others)
         self.running_mean.mul_(1 - factor).add_(mean.to(self.running_mean.dtype), alpha=factor)
         self.running_var.mul_(1 - factor).add_(unbiased.to(self.running_var.dtype), alpha=factor)
 

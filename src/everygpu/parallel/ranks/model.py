@@ -11,7 +11,7 @@ from everygpu.parallel.buckets.sizes import replica_bucket_bytes
 from everygpu.parallel.ranks.gradients import RankGradients
 from everygpu.parallel.ranks.start import copy_from_first
 from everygpu.parallel.scatter.split import find_rows
-from everygpu.ranks.group import Group
+from everygpu.ranks.group import Group, SpreadBatch
 
 Weight = Callable[..., float | Tensor]
 
@@ -33,6 +33,7 @@ class RankModel:
         self._weight = weight
         self._gradients: RankGradients | None = None
         self._is_apart = False
+        self._last_weight: float | Tensor = 1.0
 
     def begin(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Copy rank 0's buffers, and have gradients be added up."""
@@ -43,15 +44,20 @@ class RankModel:
         if self._gradients is None or not self._gradients.fits(params):
             self.close()
             self._gradients = RankGradients(self.group, params, self._bucket_bytes)
-        self._gradients.weigh(self.weight_of(inputs, kwargs))
+        self._last_weight = self._weight_of(inputs, kwargs)
+        self._gradients.weigh(self._last_weight)
+
+    @property
+    def batch(self) -> SpreadBatch:
+        """The batch of the forward that was begun last."""
+        return SpreadBatch(self.group, 1.0 if self._is_apart else self._last_weight)
 
     def copy_buffers(self, module: nn.Module) -> None:
         """Have all ranks begin with rank 0's buffers, in training: those that will be saved."""
         if module.training:
             copy_from_first(self.group, list(module.buffers()))
 
-    def weight_of(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> float | Tensor:
-        """Return how much a batch counts."""
+    def _weight_of(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> float | Tensor:
         if self._weight is not None:
             return self._weight(*inputs, **kwargs)
         rows = find_rows([("args", inputs), ("kwargs", kwargs)], self._dim)
