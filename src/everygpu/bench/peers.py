@@ -148,7 +148,12 @@ def ours(work: Work, *, compiled: bool = False, **options: Any) -> Step:
     return plain_step(work, net, spread(work, net))
 
 
-def train_step(work: Work, engine: str = "auto", **options: Any) -> Step:
+def ours_in_ranks(work: Work) -> Step:
+    """What each process under torchrun does, on its own device and rows."""
+    return plain_step(work, everygpu.DataParallel(work.training.model, work.devices), work.place_batches(1))
+
+
+def train_step(work: Work, engine: str = "auto", *, is_rank: bool = False, **options: Any) -> Step:
     model, loss, optimizer, _ = work.training
     net = everygpu.DataParallel(model, work.devices, engine="compile" if options.get("compile") else engine)
     step = everygpu.TrainStep(net, loss, optimizer, precision=work.precision, **options)
@@ -157,7 +162,7 @@ def train_step(work: Work, engine: str = "auto", **options: Any) -> Step:
         inputs, targets = split_batch(batch)
         return step(inputs, *targets)
 
-    return Step(run=run, batches=cycle(spread(work, net)), net=step)
+    return Step(run=run, batches=cycle(work.place_batches(1) if is_rank else spread(work, net)), net=step)
 
 
 def engine_in_use(net: Any) -> str:
@@ -190,9 +195,11 @@ PEERS = {
     "ours_graphs": Peer(make=lambda work: ours(work, engine="graphs")),
     "ours_graphs_compiled": Peer(make=lambda work: ours(work, compiled=True, engine="graphs")),
     "ours_processes": Peer(make=lambda work: ours(work, engine="processes")),
+    "ours_ranks": Peer(make=ours_in_ranks, is_distributed=True),
     "step": Peer(make=train_step),
     "step_uncaptured": Peer(make=lambda work: train_step(work, capture=False)),
     "step_processes": Peer(make=lambda work: train_step(work, engine="processes", capture=False)),
+    "step_ranks": Peer(make=lambda work: train_step(work, is_rank=True), is_distributed=True),
     "step_compiled": Peer(make=lambda work: train_step(work, compile=True)),
 }
 WITHOUT_GPUS = ("single", "ddp", "ours", "step")

@@ -1,0 +1,91 @@
+"""Ranks with a GPU each, by NCCL; and two on one GPU, by gloo."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import everygpu
+from everygpu.ranks.group import join
+from tests.ranks.harness import run_ranks
+
+pytestmark = pytest.mark.gpu
+
+ROWS = 12
+"""On each of two ranks; one has fewer in the last step."""
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 16), nn.LayerNorm(16), nn.Linear(16, 5)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)).relu())
+
+
+def data(num_steps):
+    generator = torch.Generator().manual_seed(1)
+    for step in range(num_steps):
+        rows = [ROWS, ROWS - 5 if step == num_steps - 1 else ROWS]
+        x, y = torch.randn(sum(rows), 6, generator=generator), torch.randint(0, 5, (sum(rows),), generator=generator)
+        yield x, y, rows
+
+
+def train_loop(net, model, device, group, num_steps):
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01), torch.optim.AdamW(model.parameters(), lr=0.01)]
+    for x, y, rows in data(num_steps):
+        mine = slice(sum(rows[: group.rank]), sum(rows[: group.rank + 1]))
+        for module, optimizer, part in zip((net, model), optimizers, (slice(None), mine)):
+            optimizer.zero_grad()
+            F.cross_entropy(module(x[part].to(device)), y[part].to(device)).backward()
+            optimizer.step()
+
+
+def train_step(net, model, device, group, num_steps, **options):
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    step = everygpu.TrainStep(model, F.cross_entropy, torch.optim.AdamW(model.parameters(), lr=0.01), **options)
+    for x, y, rows in data(num_steps):
+        mine = slice(sum(rows[: group.rank]), sum(rows[: group.rank + 1]))
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x.to(device)), y.to(device))
+        loss.backward()
+        if options.get("clip_norm"):
+            nn.utils.clip_grad_norm_(net.parameters(), options["clip_norm"])
+        optimizer.step()
+        found = step(x[mine].to(device), y[mine].to(device))
+        torch.testing.assert_close(found, loss.detach(), rtol=1e-4, atol=1e-5)
+    return step.stats().engine
+
+
+def train(backend, way, options):
+    if backend == "gloo":
+        dist.init_process_group("gloo")
+    group = join()
+    device = torch.device("cuda", 0 if backend == "gloo" else group.rank)
+    torch.cuda.set_device(device)
+    torch.manual_seed(0)
+    bare = Net().to(device)
+    model = everygpu.DataParallel(copy.deepcopy(bare), [device] if backend == "gloo" else None)
+    assert model.device_ids == [device]
+    result = {"loop": train_loop, "step": train_step}[way](bare, model, device, group, 16, **options)
+    for name, value in bare.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-3, atol=1e-4, msg=name)
+    return result, {k: v.tolist() for k, v in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("way", "options"), [("loop", {}), ("step", {}), ("step", {"clip_norm": 0.3}), ("step", {"capture": False})]
+)
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_training_equals_one_device(tmp_path, backend, way, options):
+    if torch.cuda.device_count() < (2 if backend == "nccl" else 1):
+        pytest.skip("needs a GPU for each rank")
+    (engine, first), (_, second) = run_ranks(train, backend, way, options, size=2, folder=tmp_path)
+    assert first == second
+    if way == "step" and options.get("capture") is not False:
+        assert engine in ("graphs", "threads")
