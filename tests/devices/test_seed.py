@@ -181,3 +181,63 @@ def test_real_devices_are_spread_when_seeded_before_cuda_starts():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str([11, derive_seed(11, 1)])
+
+
+def test_replicas_of_all_ranks_draw_different_numbers():
+    torch.manual_seed(7)
+    ranks = [generators(7, 7) for _ in range(3)]
+    for _ in range(2):
+        for rank, made in enumerate(ranks):
+            spread_generators(made, 2 * rank)
+    found = [g.initial_seed() for made in ranks for g in made]
+    assert found == [7] + [derive_seed(7, position) for position in range(1, 6)], "as in one process with six devices"
+
+
+def test_a_rank_whose_gpus_alone_were_seeded_is_spread_once():
+    torch.manual_seed(7)
+    made = generators(9, 9)
+    for _ in range(3):
+        spread_generators(made, 2)
+    assert [g.initial_seed() for g in made] == [9, derive_seed(9, 3)]
+
+
+@pytest.fixture
+def rank_1(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "1")
+    return monkeypatch
+
+
+def test_the_cpu_of_each_rank_draws_its_own_numbers_from_the_first_forward_on(rank_1):
+    drawn = []
+    for rank, num_replicas in [(0, 1), (1, 1), (2, 1), (1, 2)]:
+        rank_1.setenv("RANK", str(rank))
+        seed_all(3)
+        first = torch.rand(())
+        for _ in range(2):
+            spread_seeds([torch.device("cpu")] * num_replicas)
+            drawn.append((float(first), float(torch.rand(()))))
+    assert len({first for first, _ in drawn}) == 1, "what is drawn before the first forward is alike"
+    assert len({later for _, later in drawn}) == len(drawn), "and is no longer from then on; nor is it drawn again"
+    seed_all(3)
+    torch.rand(())
+    assert drawn[0][1] == float(torch.rand(())), "rank 0 is what one process is"
+
+
+def test_seeding_again_is_spread_again_on_each_rank(rank_1):
+    drawn = []
+    for number in (3, 4, 3):
+        seed_all(number)
+        spread_seeds([torch.device("cpu")])
+        drawn.append(float(torch.rand(())))
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
+def test_a_state_that_is_put_back_is_spread_already(rank_1):
+    seed_all(3)
+    spread_seeds([torch.device("cpu")])
+    state, then = torch.get_rng_state(), torch.rand(())
+    seed_all(4)
+    torch.set_rng_state(state)
+    spread_seeds([torch.device("cpu")])
+    assert torch.equal(torch.rand(()), then)

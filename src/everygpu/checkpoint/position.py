@@ -6,7 +6,6 @@ gets them, and the random states from the epoch's beginning are kept. To resume,
 from these, and the indices of the batches that were used are skipped without fetching anything.
 """
 
-import copy
 import logging
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
@@ -16,9 +15,10 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from everygpu.checkpoint.dealing import Dealer, Dealing, DealtSampler
+from everygpu.checkpoint.loaders import generators_of, index_sampler, with_index_sampler, with_order_drawn
 from everygpu.checkpoint.rng import plan_rng_restore, take_rng_states
 from everygpu.errors import CheckpointMismatchError, OptionError
-from everygpu.torch_private.data import LoaderIterator
 
 logger = logging.getLogger("everygpu")
 
@@ -29,13 +29,15 @@ class Progress:
     Each pass has one of its own, so a pass that goes on beside a later one doesn't change where the later one stands.
     """
 
-    __slots__ = ("epoch", "num_batches", "start")
+    __slots__ = ("dealing", "epoch", "num_batches", "start")
 
     def __init__(self, epoch: int = 0, num_batches: int = 0, start: Any = None) -> None:
         self.epoch = epoch
         self.num_batches = num_batches
         self.start = start
         """Random states that the order is drawn from; None before and after the pass."""
+        self.dealing: Dealing | None = None
+        """How the batches are dealt to ranks; None where there is one process."""
 
     def count(self) -> None:
         """Count a batch as used."""
@@ -64,18 +66,23 @@ class ResumableLoader:
     A `Feeder` over it fetches ahead and says which batches it has handed out: only these count. The position is
     that of the pass that was begun last.
 
+    Under several ranks the DataLoader's batch is the batch of the whole run, and each rank gets its own rows of it,
+    in an order that is the same on all; see docs/feeding.md. Batches of the whole run are counted, so a run may be
+    resumed on another number of ranks.
+
     Source:
         torchdata's ``StatefulDataLoader``, whose state is tied to the number of workers.
     """
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[Any], *, sharded: bool = False) -> None:
         """Wrap a loader; its sampler, workers and all else stay as they are.
 
         Args:
             loader: With or without shuffling, any sampler or batch sampler whose order follows from random
                 states at the epoch's beginning: torch's, NumPy's, Python's, or a generator of its own.
+            sharded: Whether the loader of each rank gives that rank's own rows, instead of those of the whole run.
         Raises:
-            OptionError: it is no DataLoader, or one that keeps its position itself.
+            OptionError: it is no DataLoader, or one that keeps its position itself; or ``sharded`` is no bool.
         """
         if not isinstance(loader, DataLoader) or hasattr(loader, "load_state_dict"):
             raise OptionError(
@@ -85,9 +92,11 @@ class ResumableLoader:
         self.loader = loader
         self._progress = Progress()
         self._is_resumed = False
-        self._order = _Order(_index_sampler(loader), _generators(loader))
+        self._order = _Order(index_sampler(loader), generators_of(loader))
         self._is_iterable = isinstance(loader.dataset, IterableDataset)
-        self.ordered = loader if self._is_iterable else _with_index_sampler(loader, self._order)
+        self._dealer = Dealer(loader, sharded, "ResumableLoader")
+        self._dealt = DealtSampler(self._order)
+        self.ordered = loader if self._is_iterable else with_index_sampler(loader, self._dealt)
         """The DataLoader that is iterated: the one that was passed, with a sampler that can begin in the middle."""
 
     @property
@@ -106,7 +115,7 @@ class ResumableLoader:
         next one begins.
         """
         batches, progress = self.begin_pass()
-        for batch in batches:
+        for batch in batches if progress.dealing is None else progress.dealing.hand_out(batches):
             progress.count()
             yield batch
         progress.finish()
@@ -115,12 +124,19 @@ class ResumableLoader:
         """Begin a pass for a consumer that fetches ahead.
 
         Returns:
-            The batches, of which none is counted; and where to count each that is used, and the end.
+            The batches, of which none is counted; and where to count each that is used, and the end. Its
+            ``dealing`` takes this rank's rows of each batch.
         """
         old, resumed = self._progress, self._is_resumed
         fresh = Progress(old.epoch + (old.num_batches > 0))
         progress = Progress(old.epoch, old.num_batches, old.start) if resumed else fresh
-        batches = self._begin(progress, resumed)
+        dealing = progress.dealing = self._dealt.dealing = self._dealer.begin_pass()
+        if dealing is None:
+            batches = self._begin(progress, resumed)
+        else:
+            with dealing.same_order(self.ordered, self._order.generators):
+                batches = self._begin(progress, resumed)
+            dealing.check()
         # Only now: what interrupts the beginning leaves the position as it was.
         self._progress, self._is_resumed = progress, False
         return batches, progress
@@ -144,7 +160,8 @@ class ResumableLoader:
             CheckpointMismatchError: it is no position, or one in other data: of another number of batches in a
                 pass, or drawn from another number of generators.
         """
-        _check_state(state, _length(self.loader), self._order.num_generators)
+        # Loaders of the ranks' own parts may differ in length, and rank 0's position is what is saved.
+        _check_state(state, _length(self.loader), self._order.num_generators, of_part=self._dealer.kind == "sharded")
         start = state["start"]
         is_begun = "global" in start
         if not is_begun:
@@ -160,8 +177,8 @@ class ResumableLoader:
         keeps_workers = self.loader.persistent_workers and progress.epoch > 0
         if resumed and (progress.start is not None or keeps_workers):
             with _random_states_kept():
-                return _with_order_drawn(iter(self.ordered))
-        return _with_order_drawn(iter(self.ordered))
+                return with_order_drawn(iter(self.ordered))
+        return with_order_drawn(iter(self.ordered))
 
     def _begin_iterable(self, progress: Progress) -> Iterator[Any]:
         if progress.start is None:
@@ -182,7 +199,7 @@ class _Order:
     def __init__(self, sampler: Any, generators: list[torch.Generator]) -> None:
         self.progress = Progress()
         """Of the pass that begins next."""
-        self._sampler, self._generators = sampler, generators
+        self._sampler, self.generators = sampler, generators
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -193,7 +210,7 @@ class _Order:
     @property
     def num_generators(self) -> int:
         """How many generators the order may come from."""
-        return len(self._generators)
+        return len(self.generators)
 
     def take_states(self) -> dict[str, Any]:
         """Return the random states of this moment, as those of a pass's beginning."""
@@ -206,11 +223,11 @@ class _Order:
 
     def generator_states(self) -> list[bytes]:
         """Return the present states of the loader's own generators."""
-        return [bytes(generator.get_state().tolist()) for generator in self._generators]
+        return [bytes(generator.get_state().tolist()) for generator in self.generators]
 
     def set_generators(self, start: Any) -> None:
         """Set the loader's own generators to a pass's beginning."""
-        for generator, state in zip(self._generators, start["generators"], strict=True):
+        for generator, state in zip(self.generators, start["generators"], strict=True):
             generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
     def _draw(self, progress: Progress) -> Iterator[Any]:
@@ -230,15 +247,7 @@ class _Order:
         return chain(rest, indices)
 
 
-def _with_order_drawn(batches: Iterator[Any]) -> Iterator[Any]:
-    """Have an iterator draw its order now, in this thread; with worker processes it has done so already."""
-    if isinstance(batches, LoaderIterator) and not hasattr(batches, "_workers"):
-        drawn = batches._sampler_iter
-        batches._sampler_iter = chain(list(islice(drawn, 1)), drawn)
-    return batches
-
-
-def _check_state(state: Any, length: int | None, num_generators: int) -> None:
+def _check_state(state: Any, length: int | None, num_generators: int, *, of_part: bool) -> None:
     try:
         saved_length, num_saved = state["length"], len(state["start"]["generators"])
         is_position = state["epoch"] >= 0 and state["num_batches"] >= 0
@@ -249,7 +258,7 @@ def _check_state(state: Any, length: int | None, num_generators: int) -> None:
             f"load: the data's position must be what ResumableLoader.state_dict returned, got {state!r:.200}. "
             f"Load what was saved from a Feeder into a Feeder, and what was saved from a loader into a loader."
         )
-    if saved_length != length:
+    if saved_length != length and not of_part:
         raise CheckpointMismatchError(
             f"load: the data must have as many batches as when it was saved, {saved_length}, got {length}. "
             f"Use the same dataset and batch size, or leave the position out."
@@ -269,27 +278,6 @@ def _random_states_kept() -> Iterator[None]:
         yield
     finally:
         restore()
-
-
-def _index_sampler(loader: DataLoader[Any]) -> Any:
-    """Return what the loader asks for indices: for each batch, or for each sample where it makes no batches."""
-    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-
-
-def _with_index_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
-    """Copy a loader, of whatever subclass, with another sampler in place of its own."""
-    twin = copy.copy(loader)
-    # DataLoader refuses to set these after its constructor.
-    twin.__dict__["sampler" if loader.batch_sampler is None else "batch_sampler"] = sampler
-    twin.__dict__["_iterator"] = None
-    return twin
-
-
-def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """Find the generators that the order may come from, each once."""
-    holders = [loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
-    found = [getattr(holder, "generator", None) for holder in holders]
-    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 
 def _length(loader: DataLoader[Any]) -> int | None:

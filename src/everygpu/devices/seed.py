@@ -2,11 +2,13 @@
 
 import random
 import sys
+import zlib
 from collections.abc import Sequence
 
 import torch
 
 from everygpu.errors import OptionError
+from everygpu.ranks.membership import find_membership
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio, odd
@@ -15,7 +17,8 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio, odd
 def seed_all(seed: int) -> None:
     """Seed Python, NumPy and torch on every device, so that the whole run can be repeated.
 
-    Replicas on several GPUs still draw different numbers: see ``spread_seeds``::
+    Replicas still draw different numbers, from the first forward on: see ``spread_seeds``. Under several ranks pass
+    all of them the same seed: parameters made before the first forward are alike, and so is the data's order::
 
         everygpu.seed_all(0)
 
@@ -38,34 +41,62 @@ def seed_all(seed: int) -> None:
 
 
 def spread_seeds(devices: Sequence[torch.device]) -> None:
-    """Give each CUDA device after the first a seed of its own, where it has the first one's.
+    """Give each replica's generator a seed of its own, where it has that of the run.
 
-    Called at every forward over several devices: ``torch.manual_seed`` gives all of them the same seed,
-    so replicas would draw the same dropout masks. Costs one comparison per device when there is nothing to
-    do. CPU replicas share one generator and need none of this.
+    Called at every forward: ``torch.manual_seed`` gives all devices of all ranks the same seed, so replicas would
+    draw the same dropout masks. Replica j of rank r counts as replica r * len(devices) + j; the first of all keeps
+    the run's seed. Costs one comparison per device when there is nothing to do. CPU replicas of one process share one
+    generator, which keeps the run's seed on rank 0 alone.
 
     Args:
         devices: One per replica.
     """
-    if len(devices) > 1 and all(device.type == "cuda" for device in devices):
+    membership = find_membership()
+    first = 0 if membership is None else membership.rank * len(devices)
+    if len(devices) + first == 1:
+        return
+    if all(device.type == "cuda" for device in devices):
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        spread_generators([torch.cuda.default_generators[_index_of(device)] for device in devices])
+        spread_generators([torch.cuda.default_generators[_index_of(device)] for device in devices], first)
+    elif first:
+        _spread_cpu(first)
 
 
 def _index_of(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def spread_generators(generators: Sequence[torch.Generator]) -> None:
-    """Reseed each generator that was seeded like the first, by its position.
+def spread_generators(generators: Sequence[torch.Generator], first: int = 0) -> None:
+    """Reseed each generator that was seeded like the first replica's, by its position.
 
     Args:
-        generators: One per replica; the first keeps its seed and its state.
+        generators: One per replica of this rank. The first replica of all keeps its seed and its state.
+        first: The first generator's position among all ranks' replicas. From 1 on the first replica is another rank's,
+            and its seed is taken to be that of this process's CPU generator, as ``torch.manual_seed`` sets both.
     """
-    first = generators[0].initial_seed()
-    for position, generator in enumerate(generators[1:], start=1):
-        if generator.initial_seed() == first:
-            generator.manual_seed(derive_seed(first, position))
+    own = generators[0].initial_seed()
+    run = torch.initial_seed() if first else own
+    # A rank whose GPUs alone were seeded is spread by what they were given, as without ranks.
+    seed = run if own in (run, derive_seed(run, first)) else own
+    for position, generator in enumerate(generators, start=first):
+        if position and generator.initial_seed() == seed and (seed == run or generator is not generators[0]):
+            generator.manual_seed(derive_seed(seed, position))
+
+
+def _spread_cpu(position: int) -> None:
+    """Reseed the CPU's generator from its state, unless it was: its seed shows that.
+
+    The state is that of the run's beginning, or of a checkpoint, and the same on all ranks.
+    """
+    generator = torch.default_generator
+    if generator.initial_seed() != _marked(generator.initial_seed() >> 32, position):
+        state = zlib.crc32(generator.get_state().numpy().tobytes())
+        generator.manual_seed(_marked(derive_seed(state, position) >> 32, position))
+
+
+def _marked(number: int, position: int) -> int:
+    """Make a seed of a number of 32 bits, in whose lower half only seeds made here have its checksum."""
+    return number << 32 | zlib.crc32(f"{number} {position}".encode())
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -7,14 +7,17 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
+from everygpu.checkpoint.dealing import Dealer, Dealing, DealtSampler
+from everygpu.checkpoint.loaders import generators_of, index_sampler, with_index_sampler, with_order_drawn
 from everygpu.checkpoint.position import ResumableLoader
 from everygpu.devices import parse_devices
 from everygpu.devices.parse import DeviceLike
 from everygpu.errors import OptionError
 from everygpu.feed.arguments import check_loader, check_target, is_number
 from everygpu.feed.one_pass import Feed, FeedOptions
-from everygpu.feed.position import Position, Tally, begin_pass, generator_state, parse_position
+from everygpu.feed.position import Position, Tally, begin_pass, generator_state, has_indices, parse_position
 from everygpu.feed.publishing import Board
 from everygpu.feed.waiting import FeedReport, WaitMeter
 from everygpu.keys import wrapped_child
@@ -51,6 +54,9 @@ class Feeder:
         split: As for ``DataParallel``; taken from there when left out.
         dim: Likewise, else 0.
         timeout: Seconds after which a batch that has not come is an error; None to wait as long as it takes.
+        sharded: Whether each rank's loader gives that rank's own rows. By default its batches are those of the whole
+            run, under several ranks too: each gets its own rows of them, and reads no others where the DataLoader
+            has indices. A `ResumableLoader` takes it itself.
         publish: Whether ``everygpu top`` is to show steps per second and the share of waiting; by default on GPUs.
     Raises:
         OptionError: an option has no such value, or ``loader`` can't be iterated.
@@ -68,6 +74,7 @@ class Feeder:
         split: Split | None = None,
         dim: int | None = None,
         timeout: float | None = None,
+        sharded: bool = False,
         publish: bool | None = None,
     ) -> None:
         check_loader(loader, "Feeder")
@@ -80,7 +87,11 @@ class Feeder:
             raise OptionError("Feeder: timeout needs a thread that loads ahead, got prefetch=0. Leave out one of them.")
         if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
             raise OptionError(f"Feeder: dim must be an int, got {dim!r}. Leave it out for the model's, else 0.")
+        if sharded and isinstance(loader, ResumableLoader):
+            raise OptionError("Feeder: sharded must be left out over a ResumableLoader, got True. Pass it there.")
         self.loader = loader
+        self.dealer: Dealer | None = None if isinstance(loader, ResumableLoader) else Dealer(loader, sharded, "Feeder")
+        """Deals batches to ranks; None to have each rank take the loader's as they are."""
         iterated = loader.ordered if isinstance(loader, ResumableLoader) else loader
         self._options = FeedOptions(
             loader=iterated, route=find_route(model_or_devices, split, dim), prefetch=prefetch, timeout_s=timeout
@@ -90,15 +101,16 @@ class Feeder:
         self._meter = WaitMeter(iterated, prefetch, None if self._board is None else self._board.show)
         self._tally = Tally(Position())
         self._is_resumed = False
+        self._dealt: DealtSampler | None = None
         self._feed: weakref.ref[Feed] | None = None
 
     def __iter__(self) -> Feed:
         """Begin a pass; after ``load_state_dict`` where that one stood."""
         if getattr(self._options.loader, "persistent_workers", False):
             self._end_pass()  # such workers serve one pass at a time
-        iterator, self._tally = self._begin()
+        iterator, self._tally, dealing = self._begin()
         self._is_resumed = False
-        feed = Feed(iterator, self._options, self._tally, self._meter)
+        feed = Feed(iterator, self._options, self._tally, self._meter, dealing)
         self._feed = weakref.ref(feed)
         return feed
 
@@ -156,21 +168,47 @@ class Feeder:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _begin(self) -> tuple[Iterator[Any], Tally]:
+    def _begin(self) -> tuple[Iterator[Any], Tally, Dealing | None]:
         """Begin to iterate the loader, where it was resumed at its position."""
         if isinstance(self.loader, ResumableLoader):
             iterator, progress = self.loader.begin_pass()
-            return iterator, Tally(Position(epoch=progress.epoch, batch=progress.num_batches), progress)
-        position = self._tally.position
+            tally = Tally(Position(epoch=progress.epoch, batch=progress.num_batches), progress)
+            return iterator, tally, progress.dealing
+        dealing = None if self.dealer is None else self.dealer.begin_pass(self._num_skipped())
+        if dealing is None:
+            return *self._begin_at(self._tally.position), None
+        loader = self._dealt_loader(dealing)
+        with dealing.same_order(loader, generators_of(self.loader)):
+            iterator, tally = self._begin_at(self._tally.position)
+            iterator = with_order_drawn(iterator)
+        dealing.check()
+        return iterator, tally, dealing
+
+    def _num_skipped(self) -> int:
+        """Count the batches that only the sampler goes through, on the way to the position."""
+        is_skipped = self._is_resumed and has_indices(self.loader)
+        return self._tally.position.batch if is_skipped else 0
+
+    def _begin_at(self, position: Position) -> tuple[Iterator[Any], Tally]:
+        loader = self._options.loader
         # The generator's state is needed from before the loader draws its order from it.
-        now = generator_state(self.loader)
+        now = generator_state(loader)
         if self._is_resumed:
-            iterator = begin_pass(self.loader, position)
+            iterator = begin_pass(loader, position)
         else:
             left_early = position.batch > 0
             position = Position(epoch=position.epoch + left_early)
-            iterator = iter(self.loader)
+            iterator = iter(loader)
         return iterator, Tally(position if position.batch else replace(position, generator=now))
+
+    def _dealt_loader(self, dealing: Dealing) -> Any:
+        """Return what is iterated in place of the loader, the same in every pass: its workers may be persistent."""
+        if isinstance(self.loader, DataLoader) and dealing.kind == "indexed":
+            if self._dealt is None:
+                self._dealt = DealtSampler(index_sampler(self.loader))
+                self._options = replace(self._options, loader=with_index_sampler(self.loader, self._dealt))
+            self._dealt.dealing = dealing
+        return self._options.loader
 
     def _end_pass(self) -> None:
         feed = None if self._feed is None else self._feed()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from everygpu.errors import OptionError
+from everygpu.ranks.group import join
 
 
 class Meter:
@@ -60,6 +61,29 @@ class Meter:
             )
         self._num_rows += rows
 
+    def sync(self) -> "Meter":
+        """Return another meter with what all ranks have seen; this one stays as it is, the rank's own.
+
+        Every rank has to call it, at the same place, as at the end of an evaluation::
+
+            total = meter.sync()
+            if everygpu.is_main():
+                print(f"accuracy {total:.3f} of {total.num_rows} rows")
+
+        Waits for the devices. Without ranks the other meter has what this one has.
+
+        Raises:
+            RankError: the environment is incomplete.
+        """
+        group, total = join(), Meter()
+        own = self._total()
+        if group is None:
+            total._number, total._num_rows = own, self._num_rows
+        else:
+            total._number, num_rows = group.sum_numbers([own, self._num_rows])
+            total._num_rows = int(num_rows)
+        return total
+
     @property
     def num_rows(self) -> int:
         """Rows seen since the last reset."""
@@ -70,7 +94,10 @@ class Meter:
         """The mean over all rows, nan before the first; reading it waits for the devices."""
         if self._num_rows == 0:
             return math.nan
-        return (self._number + sum(total.item() for total in self._sums.values())) / self._num_rows
+        return self._total() / self._num_rows
+
+    def _total(self) -> float:
+        return self._number + sum(total.item() for total in self._sums.values())
 
     def _add_tensor(self, value: Tensor, rows: int) -> None:
         # Not in place: a sum that began in inference mode may not be changed outside of it.

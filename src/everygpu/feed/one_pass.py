@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from everygpu.checkpoint.dealing import Dealing
 from everygpu.errors import FeedTimeoutError, WorkerError
 from everygpu.feed.batches import SentBatch, send_batch, unpack_batch
 from everygpu.feed.channel import Channel, ChannelClosed
@@ -16,6 +17,7 @@ from everygpu.feed.position import Tally
 from everygpu.feed.source import Source
 from everygpu.feed.waiting import StepTime, WaitMeter
 from everygpu.parallel.scatter.split import ScatterSpec
+from everygpu.ranks.lockstep import Lockstep
 
 GRACE_S = 5.0
 """How long a worker process may take to end when it is asked to."""
@@ -53,22 +55,33 @@ class Feed:
         options: Of the Feeder.
         tally: Is told of each batch that is handed out, and of the end.
         meter: Is told how long each step took.
+        dealing: Takes this rank's rows of each batch; None where there is one process.
     """
 
-    def __init__(self, iterator: Iterator[Any], options: FeedOptions, tally: Tally, meter: WaitMeter) -> None:
+    def __init__(
+        self,
+        iterator: Iterator[Any],
+        options: FeedOptions,
+        tally: Tally,
+        meter: WaitMeter,
+        dealing: Dealing | None = None,
+    ) -> None:
         channel: Channel[_Prepared] = Channel(max(1, options.prefetch))
         self._channel = channel
         self._source = Source(iterator, options.loader, lambda: channel.is_closed)
         self._options = options
+        self._dealing = dealing
+        self._lockstep = None if dealing is None else dealing.lockstep
         self._tally = tally
         self._meter = meter
         self._handed_over_at: float | None = None
         self._end_state: list[Any] = []
+        self._has_ended = False
         self._thread: threading.Thread | None = None
         if options.prefetch:
             self._thread = threading.Thread(
                 target=_prepare_batches,
-                args=(self._source, channel, options.route, self._end_state),
+                args=(self._source, channel, options.route, dealing, self._end_state),
                 name="everygpu-feeder",
                 daemon=True,  # in case the loader's next() never returns
             )
@@ -92,7 +105,7 @@ class Feed:
             raise StopIteration
         asked_at = time.perf_counter()
         try:
-            prepared = self._take()
+            prepared = self._take() if self._lockstep is None else self._take_in_lockstep(self._lockstep)
             batch = unpack_batch(prepared.sent)
             self._measure(prepared, asked_at)
         except BaseException as error:
@@ -113,7 +126,7 @@ class Feed:
 
     def _take(self) -> _Prepared:
         if self._thread is None:
-            return _prepare(self._source, self._options.route)
+            return _prepare(self._source, self._options.route, self._dealing)
         try:
             return self._channel.get(self._thread, self._options.timeout_s)
         except FeedTimeoutError:
@@ -121,6 +134,24 @@ class Feed:
                 f"Feeder: a batch must come within timeout={self._options.timeout_s:g} s, got none. "
                 f"{self._source.describe_workers()} Raise timeout, or look at what the loader waits for."
             ) from None
+
+    def _take_in_lockstep(self, lockstep: Lockstep) -> _Prepared:
+        """Take the next batch; after the loader's end one without rows, while other ranks go on."""
+        prepared = None
+        if not self._has_ended:
+            try:
+                prepared = self._take()
+            except StopIteration:
+                self._has_ended = True
+        if not lockstep.goes_on(prepared is not None):
+            raise StopIteration
+        if prepared is not None:
+            return prepared
+        sent = send_batch(lockstep.empty_batch(), self._options.route)
+        return _Prepared(sent=sent, loader_state=self._state_at_end(), load_s=0.0, send_s=0.0)
+
+    def _state_at_end(self) -> Any:
+        return self._end_state[0] if self._thread is not None else self._source.state()
 
     def _measure(self, prepared: _Prepared, asked_at: float) -> None:
         now = time.perf_counter()
@@ -131,28 +162,32 @@ class Feed:
 
     def _finish(self, error: BaseException) -> None:
         if isinstance(error, StopIteration):
-            self._tally.finish(self._end_state[0] if self._thread is not None else self._source.state())
+            self._tally.finish(self._state_at_end())
         elif isinstance(error, (FeedTimeoutError, WorkerError)):
             self._channel.close()
             self._source.kill_workers()
         self.close()
 
 
-def _prepare(source: Source, route: ScatterSpec) -> _Prepared:
+def _prepare(source: Source, route: ScatterSpec, dealing: Dealing | None) -> _Prepared:
     start = time.perf_counter()
     batch = source.fetch()
+    if dealing is not None:
+        batch = dealing.take(batch, route.dim)
     loaded = time.perf_counter()
     sent, state = send_batch(batch, route), source.state()
     return _Prepared(sent=sent, loader_state=state, load_s=loaded - start, send_s=time.perf_counter() - loaded)
 
 
-def _prepare_batches(source: Source, channel: Channel[_Prepared], route: ScatterSpec, end_state: list[Any]) -> None:
+def _prepare_batches(
+    source: Source, channel: Channel[_Prepared], route: ScatterSpec, dealing: Dealing | None, end_state: list[Any]
+) -> None:
     """Prepare batches until the loader ends or the channel closes: the thread's target."""
     kill = False
     try:
         while True:
             channel.wait_for_room()
-            channel.put(_prepare(source, route))
+            channel.put(_prepare(source, route, dealing))
     except ChannelClosed:
         pass
     except StopIteration:

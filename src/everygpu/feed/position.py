@@ -1,6 +1,5 @@
 """A run's position in its data, and how a loader returns to it."""
 
-import copy
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from everygpu.checkpoint.loaders import index_sampler, with_index_sampler, with_order_drawn
 from everygpu.checkpoint.position import Progress
 from everygpu.errors import OptionError
 from everygpu.feed.source import keeps_position
@@ -99,7 +99,7 @@ def begin_pass(loader: Any, position: Position) -> Iterator[Any]:
     if position.batch == 0:
         return iter(loader)
     with _generator_at(loader, position.generator):
-        if _has_indices(loader):
+        if has_indices(loader):
             return _skip_indices(loader, position.batch)
         return _skip_batches(iter(loader), position.batch)
 
@@ -130,7 +130,8 @@ def _generator_at(loader: Any, state: bytes | None) -> Iterator[None]:
             generator.set_state(now)
 
 
-def _has_indices(loader: Any) -> bool:
+def has_indices(loader: Any) -> bool:
+    """Tell whether batches of a loader can be left out without loading them."""
     is_loader = isinstance(loader, DataLoader) and hasattr(loader, "_index_sampler")
     return is_loader and not isinstance(loader.dataset, IterableDataset)
 
@@ -151,19 +152,9 @@ class _Rest:
 
 def _skip_indices(loader: DataLoader[Any], num_skipped: int) -> Iterator[Any]:
     """Iterate a twin of the loader whose sampler begins later."""
-    twin = copy.copy(loader)
-    place = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    vars(twin)[place] = _Rest(loader._index_sampler, num_skipped)
-    vars(twin)["_iterator"] = None
-    iterator: Any = iter(twin)
-    if loader.num_workers == 0:
-        # Have it draw its order now, while the generator is where it was.
-        iterator._sampler_iter = _primed(iterator._sampler_iter)
-    return iterator  # type: ignore[no-any-return]
-
-
-def _primed(iterator: Iterator[Any]) -> Iterator[Any]:
-    return itertools.chain(list(itertools.islice(iterator, 1)), iterator)
+    twin = with_index_sampler(loader, _Rest(index_sampler(loader), num_skipped))
+    # Have it draw its order now, while the generator is where it was.
+    return with_order_drawn(iter(twin))
 
 
 def _skip_batches(iterator: Iterator[Any], num_skipped: int) -> Iterator[Any]:

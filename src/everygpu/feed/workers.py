@@ -163,7 +163,9 @@ def _powers(limit: int) -> Iterator[int]:
 def _try(loader: DataLoader[Any], target: Target, num_workers: int, seconds: float) -> WorkerTrial:
     twin = with_workers(loader, num_workers)
     start = time.perf_counter()
-    with iter(Feeder(twin, target)) as feed:
+    feeder = Feeder(twin, target)
+    feeder.dealer = None  # ranks measure for different numbers of batches
+    with iter(feeder) as feed:
         first_batch(feed, "tune_workers")
         begin = now = time.perf_counter()
         num_batches = 0

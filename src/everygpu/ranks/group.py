@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
@@ -58,6 +58,17 @@ class Group:
         found[list(numbers)] = 1
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._control)
         return set(found.nonzero().flatten().tolist())
+
+    def begin_max(self, number: int) -> Callable[[], int]:
+        """Begin to find the largest of the numbers that the ranks pass; return what waits for it and returns it."""
+        largest = torch.tensor(number, dtype=torch.int64, device="cpu")
+        work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._control, async_op=True)
+
+        def wait() -> int:
+            work.wait()
+            return int(largest)
+
+        return wait
 
     def broadcast(self, x: Tensor) -> None:
         """Copy rank 0's contiguous tensor into that of each other rank, in turn with the device's current stream."""

@@ -1,0 +1,60 @@
+"""What a DataLoader draws its order from."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from everygpu.torch_private.data import LoaderIterator
+
+
+def with_order_drawn(batches: Iterator[Any]) -> Iterator[Any]:
+    """Have an iterator draw its order now, in this thread; with worker processes it has done so already."""
+    if isinstance(batches, LoaderIterator) and not hasattr(batches, "_workers"):
+        drawn = batches._sampler_iter
+        batches._sampler_iter = chain(list(islice(drawn, 1)), drawn)
+    return batches
+
+
+def index_sampler(loader: DataLoader[Any]) -> Any:
+    """Return what the loader asks for indices: for each batch, or for each sample where it makes no batches."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def with_index_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
+    """Copy a loader, of whatever subclass, with another sampler in place of its own."""
+    twin = copy.copy(loader)
+    # DataLoader refuses to set these after its constructor.
+    twin.__dict__["sampler" if loader.batch_sampler is None else "batch_sampler"] = sampler
+    twin.__dict__["_iterator"] = None
+    return twin
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """Find the generators that a loader's order may come from, each once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    holders = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+    found = [getattr(holder, "generator", None) for holder in holders]
+    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+
+def has_index_lists(loader: Any) -> bool:
+    """Tell whether a loader draws a list of indices for each batch."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    # A loader with a position of its own, as torchdata's, is iterated as it is.
+    keeps_position = hasattr(loader, "load_state_dict")
+    return not keeps_position and (loader.batch_sampler is not None or isinstance(loader.sampler, BatchSampler))
+
+
+def is_split_already(loader: Any) -> bool:
+    """Tell whether a loader gives a rank its own rows, by a sampler of torch's that does so."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers: Sequence[Any] = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    return isinstance(loader, DataLoader) and any(
+        isinstance(s, DistributedSampler) and s.num_replicas > 1 for s in samplers
+    )
