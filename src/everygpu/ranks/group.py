@@ -2,61 +2,114 @@
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from multiprocessing.util import Finalize
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from everygpu.errors import RankError
+from everygpu.ranks.differences import find_difference
 from everygpu.ranks.membership import Membership, find_membership
+from everygpu.ranks.peers import serve
+from everygpu.ranks.printing import log_once
+from everygpu.ranks.watch import Watch
 
 T = TypeVar("T")
 
 logger = logging.getLogger("everygpu")
 
+NOTE_S = 1800.0
+"""How long a rank waits for a note of rank 0: as torch's collectives do."""
+_POLL_S = 0.02
+
 
 class Group:
     """The process group of a run. All ranks make the same calls in the same order.
 
+    When a rank has failed, each of its calls raises a RankError that says which, and why.
+
     Args:
         membership: This process's.
         control: A group that sends Python objects and CPU tensors.
+        watch: Looks after the other ranks.
     """
 
-    def __init__(self, membership: Membership, control: "dist.ProcessGroup") -> None:
+    def __init__(self, membership: Membership, control: "dist.ProcessGroup", watch: Watch) -> None:
         self.rank, self.size, self.local_rank, self.local_size = membership
         self._control = control
+        self._watch = watch
+
+    @contextmanager
+    def telling(self, device: "torch.device | str | None" = None) -> Iterator[None]:
+        """Tell all ranks of an error in the block, which reaches the caller as it is; put around each public call.
+
+        Args:
+            device: Named with the error.
+        Raises:
+            RankError: a rank has failed: before, or in the block, whose error is the consequence.
+        """
+        self._watch.check()
+        try:
+            yield
+        except Exception as error:
+            reason = self._watch.reason_of(error)
+            if reason is not None:
+                raise reason from error
+            self._watch.tell(error, device)
+            raise
+
+    def check_same(self, what: str, value: object) -> None:
+        """Make sure that all ranks have passed the same description, as before the first collective over what it names.
+
+        Args:
+            what: Named in the error, as "parameters".
+            value: Numbers, strings and the like, in lists, tuples and dicts at any depth.
+        Raises:
+            RankError: they differ; on all ranks, with the first difference.
+        """
+        difference = find_difference(self.gather(value))
+        if difference is not None:
+            raise RankError(
+                f"ranks: {what} must be the same on all ranks, got {difference}. Have every rank run the same script "
+                f"with the same arguments."
+            )
 
     def gather(self, value: T) -> list[T]:
         """Return what each rank has passed; any value that can be pickled."""
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._control)
-        return found
+        with self._communicating():
+            return _gather(value, self.size, self._control)
 
     def broadcast_object(self, value: T) -> T:
         """Return what rank 0 has passed."""
         found = [value]
-        dist.broadcast_object_list(found, src=0, group=self._control)
+        with self._communicating():
+            dist.broadcast_object_list(found, src=0, group=self._control)
         return found[0]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        dist.barrier(group=self._control)
+        with self._communicating():
+            dist.barrier(group=self._control)
 
     def sum_numbers(self, values: Sequence[float]) -> list[float]:
         """Add numbers up over all ranks, each with its own place."""
         total = torch.tensor(values, dtype=torch.float64, device="cpu")
-        dist.all_reduce(total, group=self._control)
+        with self._communicating():
+            dist.all_reduce(total, group=self._control)
         return [float(v) for v in total]
 
     def union(self, numbers: set[int], limit: int) -> set[int]:
         """Return the numbers that any rank has passed; all are below a limit."""
         found = torch.zeros(limit, dtype=torch.uint8, device="cpu")
         found[list(numbers)] = 1
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._control)
+        with self._communicating():
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._control)
         return set(found.nonzero().flatten().tolist())
 
     def begin_max(self, number: int) -> Callable[[], int]:
@@ -65,14 +118,16 @@ class Group:
         work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._control, async_op=True)
 
         def wait() -> int:
-            work.wait()
+            with self._communicating():
+                work.wait()
             return int(largest)
 
         return wait
 
     def broadcast(self, x: Tensor) -> None:
         """Copy rank 0's contiguous tensor into that of each other rank, in turn with the device's current stream."""
-        dist.broadcast(x, src=0, group=self._group_of(x))
+        with self._communicating():
+            dist.broadcast(x, src=0, group=self._group_of(x))
 
     def all_reduce(self, x: Tensor) -> "dist.Work":
         """Begin to add a contiguous tensor up over all ranks, beside the device's current stream.
@@ -82,6 +137,42 @@ class Group:
         """
         work: dist.Work = dist.all_reduce(x, group=self._group_of(x), async_op=True)
         return work
+
+    def leave_note(self, key: str, text: str) -> None:
+        """Write something down for other ranks, which read it when they like; no collective."""
+        self._watch.check()
+        self._watch.news.set(f"note/{key}", text)
+
+    def read_note(self, key: str, limit_s: float = NOTE_S) -> str:
+        """Wait for a note of rank 0.
+
+        Raises:
+            RankError: a rank has failed, or rank 0 has ended, or left no such note in time.
+        """
+        news, key = self._watch.news, f"note/{key}"
+        limit = time.monotonic() + limit_s
+        while not news.check([key]):
+            self._watch.check()
+            if self._watch.has_ended(0) or time.monotonic() > limit:
+                why = "its end" if self._watch.has_ended(0) else f"none in {limit_s:g} s"
+                raise RankError(
+                    f"ranks: rank 0 must do what rank {self.rank} waits for ({key}), got {why}. Call it on all ranks, "
+                    f"or on rank 0 alone."
+                )
+            time.sleep(_POLL_S)
+        return str(news.get(key).decode())
+
+    @contextmanager
+    def _communicating(self) -> Iterator[None]:
+        """Have a call that fails because of another rank raise what that has failed with."""
+        self._watch.check()
+        try:
+            yield
+        except RuntimeError as error:
+            reason = self._watch.reason_of(error)
+            if reason is None:
+                raise
+            raise reason from error
 
     def _group_of(self, x: Tensor) -> "dist.ProcessGroup | None":
         return self._control if x.device.type == "cpu" else None
@@ -124,9 +215,15 @@ def join() -> Group | None:
     membership = find_membership()
     if membership is None:
         return None
+    log_once(membership.rank)
     if not dist.is_initialized():
         dist.init_process_group(_backend())
-    return _group_in(dist.group.WORLD, membership)
+    return _Joined.of_this_process().join(membership)
+
+
+def joined() -> Group | None:
+    """Return the process group of this run if ``join`` has made it; not every rank has to call this."""
+    return _Joined.of_this_process().group if dist.is_available() and dist.is_initialized() else None
 
 
 def _backend() -> str:
@@ -138,8 +235,37 @@ def _backend() -> str:
     return "gloo"
 
 
-@functools.lru_cache(maxsize=1)
-def _group_in(world: "dist.ProcessGroup", membership: Membership) -> Group:
+class _Joined:
+    """The group that this process has joined, and torch's that it was made of."""
+
+    def __init__(self) -> None:
+        self.group: Group | None = None
+        self._world: object = None
+
+    @staticmethod
+    @functools.cache
+    def of_this_process() -> "_Joined":
+        return _Joined()
+
+    def join(self, membership: Membership) -> Group:
+        world = dist.group.WORLD
+        if self.group is None or self._world is not world:
+            self.group, self._world = _make_group(membership), world
+        return self.group
+
+
+def _make_group(membership: Membership) -> Group:
     # A user's group may be NCCL's alone.
-    control = world if "gloo" in dist.get_backend_config(world) else dist.new_group(backend="gloo")
-    return Group(membership, control)
+    control: Any = dist.group.WORLD if "gloo" in dist.get_backend_config() else dist.new_group(backend="gloo")
+    store, me = serve(membership.rank)
+    watch = Watch(membership.rank, _gather(me, membership.size, control), store)
+    group = Group(membership, control, watch)
+    # At exit in any process, also in those of multiprocessing, where ``atexit`` calls nothing.
+    Finalize(group, watch.leave, exitpriority=0)
+    return group
+
+
+def _gather(value: T, size: int, control: "dist.ProcessGroup") -> list[T]:
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, value, group=control)
+    return found
