@@ -1,22 +1,21 @@
 """The checkpoints of one run: saved at an interval, rotated, and found again."""
 
 import logging
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, get_args
-
-from torch import Tensor
+from typing import Any, NoReturn
 
 from everygpu.checkpoint.background import Background, Check
 from everygpu.checkpoint.directory import as_path
 from everygpu.checkpoint.load import load
 from everygpu.checkpoint.lock import hold_lock
+from everygpu.checkpoint.manager_arguments import finite_numbers, require_mode, require_positive, require_step
 from everygpu.checkpoint.manifest import MANIFEST_FILE
+from everygpu.checkpoint.one_writer import one_writer
 from everygpu.checkpoint.run_directory import (
     Mode,
     Verdicts,
@@ -30,7 +29,8 @@ from everygpu.checkpoint.run_directory import (
 from everygpu.checkpoint.save import Taken, collect_states, wait_for_devices, with_generators, write_checkpoint
 from everygpu.checkpoint.snapshot import Copying, Snapshot, SnapshotMemory
 from everygpu.checkpoint.states import require_names
-from everygpu.errors import CheckpointError, CheckpointForeignError, OptionError
+from everygpu.errors import CheckpointError, CheckpointForeignError
+from everygpu.ranks.group import joined
 
 logger = logging.getLogger("everygpu")
 
@@ -46,6 +46,11 @@ class CheckpointManager:
             for step, (x, y) in enumerate(data, done + 1):
                 train(x, y)
                 checkpoints.save(step, **state)  # writes at every 500th step
+
+    Under torchrun rank 0 writes what it has, and the others wait: in `save` until it is written, or, with
+    ``asynchronous=True``, copied; in `load`, `latest`, `best`, `wait` and `close` until it is written. What fails is
+    raised on all. Where only rank 0 saves, as under ``if everygpu.is_main()``, nothing waits. All ranks load the same
+    files: the directory must be one that all boxes see.
 
     Not safe for several threads. Several processes that save to one directory exclude each other. Ctrl-C may come at
     any moment: a checkpoint is whole or not there, and the next save works. The interpreter's end waits for
@@ -82,12 +87,13 @@ class CheckpointManager:
         """
         # The program may change its working directory, also while it saves.
         self.directory = as_path(directory, "CheckpointManager").absolute()
-        self.keep = _require_positive("keep", keep)
-        self.every = _require_positive("every", every)
-        self.keep_best = {name: _require_mode(name, mode) for name, mode in (keep_best or {}).items()}
+        self.keep = require_positive("keep", keep)
+        self.every = require_positive("every", every)
+        self.keep_best = {name: require_mode(name, mode) for name, mode in (keep_best or {}).items()}
         self.asynchronous = asynchronous
         self._background = Background()
         self._verdicts = Verdicts()
+        self._written_by_rank_0: str | None = None
         # The memory of the last snapshot that was written. While one is made or written, its memory is not here: an
         # interrupt may come at any moment, and what it leaves behind must not be overwritten.
         self._spare: list[SnapshotMemory] = []
@@ -116,23 +122,17 @@ class CheckpointManager:
             OptionError: the step is no whole number from 0 on, or a metric no number.
         """
         require_names(misplaced, "save", "save(step, model=model)")
-        self._background.check()
-        _require_step(step, "save")
+        if joined() is None:  # else errors are raised at steps at which all ranks do
+            self._background.check()
+        require_step(step, "save")
         if step % self.every != 0 and not force:
             return None
-        self._background.wait()
-        model, optimizer, scheduler = (what.pop(name, None) for name in ("model", "optimizer", "scheduler"))
-        taking = partial(collect_states, model, optimizer, scheduler, {**what, "step": step})
-        path, numbers = step_path(self.directory, step), _finite(metrics or {})
-        if self.asynchronous:
-            memory = self._spare.pop() if self._spare else SnapshotMemory()
-            snapshot = self._copy(taking, memory)
-            self._background.start(partial(self._write_snapshot, snapshot, memory, step, numbers))
-        else:
-            taken = with_generators(taking())
-            wait_for_devices(taken)
-            self._background.run(partial(self._write, taken, step, numbers))
-        return path
+        self._written_by_rank_0 = None
+        ranks = one_writer()
+        begun, written = ranks.next_key(f"step {step}"), ranks.next_key(f"step {step} in the background")
+        ranks.write(begun, lambda: self._save(step, finite_numbers(metrics or {}), what, written))
+        self._written_by_rank_0 = None if ranks.is_writing or not self.asynchronous else written
+        return step_path(self.directory, step)
 
     def load(self, step: int | None = None, *misplaced: NoReturn, **what: Any) -> dict[str, Any]:
         """Load the newest checkpoint that is whole, or that of a step.
@@ -149,13 +149,13 @@ class CheckpointManager:
         """
         require_names(misplaced, "load", "load(step, model=model)")
         if step is not None:
-            _require_step(step, "load")
+            require_step(step, "load")
         self.wait()
         return load(self.directory if step is None else step_path(self.directory, step), **what)
 
     def latest(self) -> Path | None:
         """Return the newest checkpoint whose files are there in full size; None if there is none."""
-        self._background.check()
+        self._settle()
         return next((saved.path for saved in list_saved(self.directory) if saved.place), None)
 
     def best(self, metric: str, mode: Mode | None = None) -> Path | None:
@@ -169,8 +169,8 @@ class CheckpointManager:
         Raises:
             OptionError: nothing says which values are better.
         """
-        self._background.check()
-        mode = _require_mode(metric, mode or self.keep_best.get(metric))
+        self._settle()
+        mode = require_mode(metric, mode or self.keep_best.get(metric))
         best = find_best(list_saved(self.directory), metric, mode)
         return None if best is None else best.path
 
@@ -181,6 +181,7 @@ class CheckpointManager:
             CheckpointError: what went wrong there.
         """
         self._background.wait()
+        self._wait_for_rank_0()
 
     def close(self) -> None:
         """Wait for what is being saved, and give the memory for snapshots back; the manager can be used again.
@@ -205,6 +206,33 @@ class CheckpointManager:
         except CheckpointError:
             if error is None:  # else the log has it, and the block's own error is the one to see
                 raise
+
+    def _save(self, step: int, metrics: dict[str, float], what: dict[str, Any], written: str) -> None:
+        self._background.wait()
+        model, optimizer, scheduler = (what.pop(name, None) for name in ("model", "optimizer", "scheduler"))
+        taking = partial(collect_states, model, optimizer, scheduler, {**what, "step": step})
+        if self.asynchronous:
+            memory = self._spare.pop() if self._spare else SnapshotMemory()
+            snapshot = self._copy(taking, memory)
+            write = partial(self._write_snapshot, snapshot, memory, step, metrics)
+            self._background.start(lambda check: one_writer().write(written, partial(write, check)))
+        else:
+            taken = with_generators(taking())
+            wait_for_devices(taken)
+            self._background.run(partial(self._write, taken, step, metrics))
+
+    def _settle(self) -> None:
+        """Raise what went wrong in the background; under ranks wait for it too, so that all find the same."""
+        if joined() is None:
+            self._background.check()
+        else:
+            self.wait()
+
+    def _wait_for_rank_0(self) -> None:
+        """Wait on another rank for what rank 0 is saving in the background."""
+        key, self._written_by_rank_0 = self._written_by_rank_0, None
+        if key is not None:
+            one_writer().wait(key)
 
     def _copy(self, taking: Callable[..., Taken], memory: SnapshotMemory) -> Snapshot:
         try:
@@ -249,38 +277,3 @@ class CheckpointManager:
                 f"save: {self.directory} must be a writable directory, got {cause}. What was saved before is "
                 f"untouched; make room or choose another place."
             ) from cause
-
-
-def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
-    numbers = {str(name): _number(name, value) for name, value in metrics.items()}
-    return {name: value for name, value in numbers.items() if math.isfinite(value)}
-
-
-def _number(metric: str, value: Any) -> float:
-    try:
-        return float(value.detach() if isinstance(value, Tensor) else value)  # float warns of a loss with a graph
-    except (TypeError, ValueError, RuntimeError, OverflowError) as cause:
-        raise OptionError(
-            f"save: a metric must be a number, got {value!r} for {metric}. Pass a float, or leave it out."
-        ) from cause
-
-
-def _require_positive(name: str, value: int) -> int:
-    if type(value) is not int or value < 1:
-        raise OptionError(f"CheckpointManager: {name} must be a whole number from 1 on, got {value!r}. Pass e.g. 3.")
-    return value
-
-
-def _require_step(step: int, function: str) -> None:
-    if type(step) is not int or step < 0:
-        raise OptionError(f"{function}: step must be a whole number from 0 on, got {step!r}. Count batches or epochs.")
-
-
-def _require_mode(metric: str, mode: Any) -> Mode:
-    if mode not in get_args(Mode):
-        raise OptionError(
-            f"CheckpointManager: for each metric it must be known whether 'min' or 'max' is best, got {mode!r} for "
-            f"{metric}. Pass mode='max', or keep_best={{{metric!r}: 'max'}} to the manager."
-        )
-    result: Mode = mode
-    return result

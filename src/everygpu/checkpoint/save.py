@@ -18,6 +18,7 @@ from everygpu.checkpoint.directory import as_path, new_directory, resolve_target
 from everygpu.checkpoint.encode import Json, encode
 from everygpu.checkpoint.hashed_file import HashedFile, new_hashed_file
 from everygpu.checkpoint.manifest import FileRecord, Place
+from everygpu.checkpoint.one_writer import one_writer
 from everygpu.checkpoint.regular_file import MAX_DOCUMENT_BYTES
 from everygpu.checkpoint.rng import take_rng_states
 from everygpu.checkpoint.states import kind_of, require_kind, require_names, take_state
@@ -56,6 +57,9 @@ def save(
 
         everygpu.save("run/checkpoint", model=model, optimizer=optimizer, step=1200)
 
+    Under torchrun rank 0 writes what it has, and the others wait until it is written. Where only rank 0 calls it, as
+    under ``if everygpu.is_main()``, nothing waits. What differs by rank has to be gathered first.
+
     Args:
         path: The directory, new or an earlier checkpoint; symbolic links to it are followed.
         model: A module, bare or wrapped. Names are stored without the prefixes of wrappers, tied
@@ -74,6 +78,7 @@ def save(
         OptionError: the path is none, or empty; or there is nothing to save.
         CheckpointBusyError: another saver is writing to the path; its save goes on.
         CheckpointError: writing failed; the old checkpoint is untouched.
+        RankError: rank 0 has ended without saving.
     Source:
         ``torch.save``, which writes a pickle over the old file; safetensors for the tensors.
     """
@@ -81,9 +86,14 @@ def save(
     if not extras and all(part is None for part in (model, optimizer, scheduler)):
         raise OptionError("save: something to save must be passed, got nothing. Write save(path, model=model).")
     where = as_path(path, "save")
-    taken = with_generators(collect_states(model, optimizer, scheduler, extras))
-    wait_for_devices(taken)
-    Background().run(lambda check: write_checkpoint(where, taken, check=check))
+
+    def take_and_write() -> None:
+        taken = with_generators(collect_states(model, optimizer, scheduler, extras))
+        wait_for_devices(taken)
+        Background().run(lambda check: write_checkpoint(where, taken, check=check))
+
+    ranks = one_writer()
+    ranks.write(ranks.next_key("save"), take_and_write)
     return where
 
 

@@ -29,7 +29,7 @@ SILENT_S = 5.0
 """A rank that has not answered for this long is taken for dead."""
 ASLEEP_S = 1.5
 """A rank whose watch itself has not run for this long was stopped, or busy: it counts anew."""
-GRACE_S = 2.0
+GRACE_S = 1.5
 """A script has this long to reach a call of ours, which raises, until its process is ended."""
 SAVING_S = 60.0
 """A checkpoint that is being written has this long to be finished before its process is ended."""
