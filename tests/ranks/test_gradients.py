@@ -163,7 +163,7 @@ def test_ranks_start_from_the_first_ones_model(tmp_path):
 
 def start_with_other_shapes():
     group = join()
-    with pytest.raises(RankError, match=rf"weight.*\({3 + group.rank}, 2\).* on rank {group.rank} and "):
+    with pytest.raises(RankError, match=r"(?s)weight.*3.*rank 0.*4.*rank 1"):
         everygpu.DataParallel(nn.Linear(2, 3 + group.rank), ["cpu"])
     return True
 

@@ -3,7 +3,7 @@
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from everygpu.parallel.scatter.reuse import note_writes
 from everygpu.parallel.scatter.scatter import Shard, move_tree, scatter_call
 from everygpu.parallel.scatter.split import ScatterSpec, Split, default_split, settle_split
 from everygpu.parallel.wrapper import ModuleWrapper
-from everygpu.ranks.group import forward_of, join
+from everygpu.ranks.group import join
 
 
 class DataParallel(ModuleWrapper):
@@ -118,7 +118,7 @@ class DataParallel(ModuleWrapper):
         place_module(module, self.device_ids[0], "DataParallel", strict=strict_device)
         self.split = settle_split(split, self.device_ids)
         if group is not None:
-            start_alike(group, self.module, "DataParallel")
+            start_alike(group, self.module)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -149,12 +149,10 @@ class DataParallel(ModuleWrapper):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on all devices; see the class."""
-        if self._ranks is not None:
-            self._ranks.begin(self.module, inputs, kwargs)
-        if self._is_alone:
-            with self._around():
+        with nullcontext() if self._ranks is None else self._ranks.forward(self.module, inputs, kwargs):
+            if self._is_alone:
                 return self._forward_alone(inputs, kwargs)
-        return self._one_at_a_time(self._forward_here, inputs, kwargs)
+            return self._one_at_a_time(self._forward_here, inputs, kwargs)
 
     def _forward_here(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         launched = self._engine.launch(inputs, kwargs)
@@ -217,7 +215,8 @@ class DataParallel(ModuleWrapper):
 
     def forward_with(self, replicas: ReplicaSet, *inputs: Any, **kwargs: Any) -> Any:
         """Run on replicas that the caller keeps, as ``TrainStep`` does."""
-        return self._one_at_a_time(self._forward_on, replicas, inputs, kwargs)
+        with nullcontext() if self._ranks is None else self._ranks.apart():
+            return self._one_at_a_time(self._forward_on, replicas, inputs, kwargs)
 
     def _apply_to(self, replicas: list[nn.Module], shards: list[Shard], around: Around) -> list[Any]:
         positions = [s.position for s in shards]
@@ -257,11 +256,7 @@ class DataParallel(ModuleWrapper):
         self._lock.check()
         if self._lock.is_forked():
             self._prepare()
-        with self._around():
-            return self._lock.run(function, *args)
-
-    def _around(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._ranks is None else forward_of(self._ranks.batch)
+        return self._lock.run(function, *args)
 
     @property
     def engine_in_use(self) -> str:

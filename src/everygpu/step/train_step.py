@@ -1,8 +1,8 @@
 """A whole training step in one call."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from everygpu.errors import CopyError
 from everygpu.keys import unwrap
 from everygpu.parallel.cuda_graphs.static_batch import Batch
 from everygpu.parallel.engines.thread_state import fresh_casts
+from everygpu.parallel.replicas.module_tree import evaluating
 from everygpu.parallel.sharded.batch import ShardedBatch
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.loss import as_batch, as_number, loss_in
@@ -124,6 +125,10 @@ class TrainStep:
                 for this update is dropped.
         """
         batch = as_batch(inputs, targets, kwargs, with_loss=self.loss is not None)
+        with nullcontext() if self._ranks is None else self._ranks.group.telling(self._home):
+            return self._train(batch)
+
+    def _train(self, batch: Batch) -> Tensor:
         try:
             num_steps = self._num_steps
             self._begin(batch)
@@ -160,7 +165,7 @@ class TrainStep:
             The loss of all ranks' batches, shape (), and the model's output.
         """
         self._strategy.prepare()
-        with _evaluating(self.model), torch.no_grad():
+        with evaluating(self.model), torch.no_grad():
             batch = as_batch(inputs, targets, kwargs, with_loss=self.loss is not None)
             self._weights.begin(batch, self.accumulate)
             try:
@@ -282,16 +287,3 @@ class TrainStep:
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._dtype is None else torch.autocast(self._home.type, self._dtype)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch to eval mode; afterwards each module is as it was."""
-    training = [m for m in model.modules() if m.training]
-    for m in training:
-        m.training = False
-    try:
-        yield
-    finally:
-        for m in training:
-            m.training = True

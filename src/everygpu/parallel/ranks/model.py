@@ -11,7 +11,7 @@ from everygpu.parallel.buckets.sizes import replica_bucket_bytes
 from everygpu.parallel.ranks.gradients import RankGradients
 from everygpu.parallel.ranks.start import copy_from_first
 from everygpu.parallel.scatter.split import find_rows
-from everygpu.ranks.group import Group, SpreadBatch
+from everygpu.ranks.group import Group, SpreadBatch, forward_of
 
 Weight = Callable[..., float | Tensor]
 
@@ -35,9 +35,19 @@ class RankModel:
         self._is_apart = False
         self._last_weight: float | Tensor = 1.0
 
-    def begin(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Copy rank 0's buffers, and have gradients be added up."""
-        if self._is_apart or not torch.is_grad_enabled():
+    @contextlib.contextmanager
+    def forward(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Have layers within compute over all ranks' batches, and the gradients be added up; tell ranks of an error."""
+        if self._is_apart:
+            yield
+            return
+        with self.group.telling(next((p.device for p in module.parameters()), None)):
+            self._begin(module, inputs, kwargs)
+            with forward_of(SpreadBatch(self.group, self._last_weight)):
+                yield
+
+    def _begin(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
             return
         self.copy_buffers(module)
         params = [p for p in module.parameters() if p.requires_grad]
@@ -46,11 +56,6 @@ class RankModel:
             self._gradients = RankGradients(self.group, params, self._bucket_bytes)
         self._last_weight = self._weight_of(inputs, kwargs)
         self._gradients.weigh(self._last_weight)
-
-    @property
-    def batch(self) -> SpreadBatch:
-        """The batch of the forward that was begun last."""
-        return SpreadBatch(self.group, 1.0 if self._is_apart else self._last_weight)
 
     def copy_buffers(self, module: nn.Module) -> None:
         """Have all ranks begin with rank 0's buffers, in training: those that will be saved."""
@@ -65,11 +70,12 @@ class RankModel:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Leave gradients and buffers to the caller within."""
+        """Leave gradients and buffers to the caller within, which weighs them by itself."""
         self.close()
         before, self._is_apart = self._is_apart, True
         try:
-            yield
+            with forward_of(SpreadBatch(self.group, 1.0)):
+                yield
         finally:
             self._is_apart = before
 

@@ -5,28 +5,20 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from everygpu.errors import RankError
 from everygpu.parallel.buckets.grouping import group_tensors
 from everygpu.parallel.buckets.sizes import REPLICA_BYTES
 from everygpu.ranks.group import Group
 
 
-def start_alike(group: Group, module: nn.Module, caller: str) -> None:
+def start_alike(group: Group, module: nn.Module) -> None:
     """Give every rank the parameters and buffers of rank 0.
 
     Raises:
         RankError: on every rank, if the ranks' modules differ in names, shapes or dtypes; the message names the first.
     """
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    rows = [(name, tuple(t.shape), str(t.dtype)) for name, t in named.items()]
-    for rank, others in enumerate(group.gather(rows)):
-        pairs = [*zip(rows, others), (f"{len(rows)} tensors", f"{len(others)} tensors")]
-        mine, its = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
-        if mine is not None:
-            raise RankError(
-                f"{caller}: every rank must have the same model, got {mine} on rank {group.rank} and {its} on rank "
-                f"{rank}. Build the model from the same options on every rank."
-            )
+    rows = {name: (tuple(t.shape), str(t.dtype)) for name, t in named.items()}
+    group.check_same("parameters and buffers of the model", rows)
     copy_from_first(group, list(named.values()))
 
 

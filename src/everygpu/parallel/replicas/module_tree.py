@@ -2,7 +2,8 @@
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -126,3 +127,16 @@ def _metas(tensors: Sequence[Tensor]) -> list[list[Any]]:
         list(map(Tensor.stride, strided)),
         list(map(Tensor.storage_offset, strided)),
     ]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch to eval mode; afterwards each module is as it was."""
+    training = [m for m in model.modules() if m.training]
+    for m in training:
+        m.training = False
+    try:
+        yield
+    finally:
+        for m in training:
+            m.training = True
