@@ -115,7 +115,7 @@ class ResumableLoader:
         next one begins.
         """
         batches, progress = self.begin_pass()
-        for batch in batches if progress.dealing is None else progress.dealing.hand_out(batches):
+        for batch in batches if progress.dealing is None else progress.dealing.batches_of(batches):
             progress.count()
             yield batch
         progress.finish()

@@ -112,15 +112,15 @@ class Group:
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._control)
         return set(found.nonzero().flatten().tolist())
 
-    def begin_max(self, number: int) -> Callable[[], int]:
-        """Begin to find the largest of the numbers that the ranks pass; return what waits for it and returns it."""
-        largest = torch.tensor(number, dtype=torch.int64, device="cpu")
+    def begin_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Begin to find the largest values over all ranks, each at its place; return what waits for them."""
+        largest = torch.tensor(values, dtype=torch.int64, device="cpu")
         work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._control, async_op=True)
 
-        def wait() -> int:
+        def wait() -> list[int]:
             with self._communicating():
                 work.wait()
-            return int(largest)
+            return [int(v) for v in largest]
 
         return wait
 

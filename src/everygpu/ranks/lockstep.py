@@ -6,6 +6,8 @@ from typing import Any
 from everygpu.errors import RankError
 from everygpu.ranks.group import Group
 
+_NEVER = 2**62
+
 
 class Lockstep:
     """Tells at each batch of one pass whether any rank has one; all ranks ask as often.
@@ -19,10 +21,10 @@ class Lockstep:
 
     def __init__(self, group: Group, *, must_match: bool) -> None:
         self._group, self._must_match = group, must_match
-        self._num_ready = 0
-        self._num_asked = 0
-        self._most_ready = 0
-        self._pending: Callable[[], int] | None = None
+        self._num_ready = self._num_asked = 0
+        self._ended_at = _NEVER
+        self._most_ready, self._first_end = 0, _NEVER
+        self._pending: Callable[[], list[int]] | None = None
         self._example: Any = None
 
     def note(self, make_example: Callable[[], Any]) -> None:
@@ -41,32 +43,39 @@ class Lockstep:
         Args:
             has_batch: Whether this rank does; if not, its loader has ended.
         Raises:
-            RankError: the loaders have to match, and only this one has ended.
+            RankError: the loaders have to match, and one has ended before another; on all ranks at once.
         """
         position, self._num_asked = self._num_asked, self._num_asked + 1
+        if not has_batch:
+            self._ended_at = min(self._ended_at, position)
         if self._pending is not None:
-            self._most_ready = self._pending()
+            self._hear(self._pending())
         if self._most_ready <= position:
-            self._most_ready = self._ask_all() if position == 0 else self._group.begin_max(self._num_ready)()
-        if self._most_ready <= position:
-            self._pending = None
-            return False
-        if not has_batch and self._must_match:
+            self._hear(self._ask_all() if position == 0 else self._ask()())
+        if self._must_match and self._first_end < self._most_ready:
             raise RankError(
-                f"ranks: every rank's loader must give the same batches, got only {position} in a "
-                f"pass on rank {self._group.rank}. If each rank has data of its own, pass sharded=True."
+                f"ranks: every rank's loader must give the same batches, got one that has ended after "
+                f"{self._first_end} and another that has more. If each rank has data of its own, pass sharded=True."
             )
-        self._pending = self._group.begin_max(self._num_ready)
-        return True
+        goes_on = self._most_ready > position
+        self._pending = self._ask() if goes_on else None
+        return goes_on
 
     def empty_batch(self) -> Any:
         """Return a batch without rows, of the structure that the others have."""
         return self._example
 
-    def _ask_all(self) -> int:
+    def _ask(self) -> Callable[[], list[int]]:
+        return self._group.begin_max([self._num_ready, -self._ended_at])
+
+    def _hear(self, found: list[int]) -> None:
+        self._most_ready, self._first_end = found[0], -found[1]
+
+    def _ask_all(self) -> list[int]:
         """Ask at the first batch; a rank without any learns from the others what one looks like."""
-        ready = self._group.gather(self._num_ready > 0)
-        if any(ready) and not all(ready):
-            examples = self._group.gather((self._num_ready > 0, self._example))
-            self._example = next(example for is_ready, example in examples if is_ready)
-        return int(any(ready))
+        found = self._group.gather((self._num_ready, -self._ended_at))
+        has_any = [num_ready > 0 for num_ready, _ in found]
+        if any(has_any) and not all(has_any):
+            examples = self._group.gather(self._example)
+            self._example = next(example for example, is_one in zip(examples, has_any) if is_one)
+        return [max(values) for values in zip(*found)]

@@ -1,0 +1,191 @@
+"""Loaders that ranks read, and what they read of them; run in each rank by tests of feed and checkpoint."""
+
+import random
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+import everygpu
+from everygpu.errors import RankError
+from everygpu.ranks.membership import find_membership
+
+NUM = 23
+
+
+def place():
+    """This process's rank, and how many there are."""
+    found = find_membership()
+    return (0, 1) if found is None else (found.rank, found.size)
+
+
+class Numbers(Dataset):
+    """The numbers from 0, which notes those that were read."""
+
+    def __init__(self, num=NUM):
+        self.num = num
+        self.read = []
+
+    def __len__(self):
+        return self.num
+
+    def __getitem__(self, index):
+        if isinstance(index, list):
+            self.read += index
+            return {"x": torch.tensor(index).float()[:, None], "index": torch.tensor(index)}
+        self.read.append(int(index))
+        return {"x": torch.tensor([float(index)]), "index": index}
+
+
+class Stream(IterableDataset):
+    """Numbers one after the other."""
+
+    def __init__(self, numbers):
+        self.numbers = list(numbers)
+
+    def __iter__(self):
+        for number in self.numbers:
+            yield {"x": torch.tensor([float(number)]), "index": number}
+
+
+class PythonShuffled(BatchSampler):
+    """Batches in an order of Python's generator, which has no generators that could be found."""
+
+    def __iter__(self):
+        order = random.sample(range(NUM), NUM)
+        return (order[i : i + 5] for i in range(0, NUM, 5))
+
+
+class OwnSeed(RandomSampler):
+    """An order that differs by rank, however ranks are seeded."""
+
+    def __iter__(self):
+        first = place()[0]
+        return iter([first, *(i for i in range(NUM) if i != first)])
+
+
+def part(rank, size):
+    """A rank's own numbers: all are some rank's, and the shares are as unequal as can be."""
+    return range(NUM)[:0] if rank == 1 else range(NUM)[rank // 2 :: max(1, size - 1)]
+
+
+MAKE = {
+    "in order": lambda: DataLoader(Numbers(), 5),
+    "shuffled": lambda: DataLoader(Numbers(), 5, shuffle=True),
+    "short last batch": lambda: DataLoader(Numbers(11), 5, shuffle=True),
+    "dropped last batch": lambda: DataLoader(Numbers(), 5, shuffle=True, drop_last=True),
+    "a generator": lambda: DataLoader(Numbers(), 5, shuffle=True, generator=torch.Generator().manual_seed(place()[0])),
+    "a batch sampler": lambda: DataLoader(Numbers(), batch_sampler=PythonShuffled(range(NUM), 5, False)),
+    "lists as indices": lambda: DataLoader(
+        Numbers(), sampler=BatchSampler(RandomSampler(range(NUM)), 5, False), batch_size=None
+    ),
+    "iterable": lambda: DataLoader(Stream(range(NUM)), 5),
+    "list": lambda: [{"x": torch.arange(i, min(i + 5, NUM)).float()[:, None]} for i in range(0, NUM, 5)],
+}
+
+
+def seed(differently=True):
+    number = 7 + place()[0] * differently
+    torch.manual_seed(number)
+    random.seed(number)
+
+
+def numbers_in(batch):
+    """The numbers of a batch, by rows."""
+    assert batch["x"].shape[1:] == (1,)
+    x = everygpu.gather(batch["x"]).flatten().tolist()
+    if "index" in batch:
+        assert everygpu.gather(batch["index"]).tolist() == x
+    return [int(v) for v in x]
+
+
+def wrapped(loader, how, **options):
+    """The loader in a Feeder with threads or without, or in a ResumableLoader."""
+    if how == "resumable":
+        return everygpu.ResumableLoader(loader, **options)
+    if how == "both":
+        return everygpu.Feeder(everygpu.ResumableLoader(loader, **options), ["cpu"] * 2)
+    return everygpu.Feeder(loader, ["cpu"] * 2, prefetch=0 if how == "no thread" else 2, **options)
+
+
+def two_passes(name, how):
+    seed()
+    loader = MAKE[name]()
+    data = wrapped(loader, how)
+    passes = [[numbers_in(batch) for batch in data] for _ in range(2)]
+    read = getattr(getattr(loader, "dataset", None), "read", None)
+    return {"passes": passes, "num_read": None if read is None else len(read)}
+
+
+HOWS = {name: ["thread", "no thread"] + ["resumable", "both"] * (name != "list") for name in MAKE}
+
+
+def all_passes():
+    return {(name, how): two_passes(name, how) for name in MAKE for how in HOWS[name]}
+
+
+def sharded_passes():
+    """Each rank's own loader: uneven, one without rows, and the same under a DistributedSampler."""
+    found = {}
+    for how in ("thread", "no thread", "resumable", "both"):
+        data = wrapped(DataLoader(Stream(part(*place())), 2), how, sharded=True)
+        found[how] = [[numbers_in(batch) for batch in data] for _ in range(2)]
+    sampler = DistributedSampler(range(24), *reversed(place()), shuffle=False)
+    loader = DataLoader(Numbers(24), 4, sampler=sampler)
+    found["sampler"] = [[numbers_in(batch) for batch in wrapped(loader, "thread")]]
+    return found
+
+
+def with_workers():
+    """Worker processes, which stay for the next pass."""
+    seed()
+    loader = DataLoader(Numbers(11), 5, shuffle=True, num_workers=1, persistent_workers=True, collate_fn=with_draw)
+    feeder = wrapped(loader, "thread")
+    passes = [[(numbers_in(batch), float(batch["draw"])) for batch in feeder] for _ in range(2)]
+    feeder.close()
+    return passes
+
+
+def with_draw(rows):
+    """Collate, with a number that the worker has drawn."""
+    batch = torch.utils.data.default_collate(rows)
+    return {**batch, "draw": torch.rand(())}
+
+
+def different_orders():
+    try:
+        list(wrapped(DataLoader(Numbers(), 5, sampler=OwnSeed(range(NUM))), "thread"))
+    except RankError as error:
+        return str(error)
+
+
+def uneven_streams():
+    found = []
+    for how in ("thread", "resumable"):
+        try:
+            found.append([numbers_in(batch) for batch in wrapped(DataLoader(Stream(range(8 - place()[0])), 2), how)])
+        except RankError as error:
+            found.append(str(error))
+    return found
+
+
+def meters():
+    meter = everygpu.Meter()
+    rank = place()[0]
+    for step in range(rank):
+        meter.update(torch.tensor(float(rank)), 2 + step)
+    meter.update(0.5, 1)
+    before = (meter.value, meter.num_rows)
+    totals = [meter.sync() for _ in range(2)]
+    return before, [(total.value, total.num_rows) for total in totals], (meter.value, meter.num_rows)
+
+
+def everything():
+    return {
+        "passes": all_passes(),
+        "sharded": sharded_passes(),
+        "workers": with_workers(),
+        "different": different_orders(),
+        "uneven": uneven_streams(),
+        "meters": meters(),
+    }

@@ -1,0 +1,119 @@
+"""Ranks read the rows of the loader's batches, each its own: together what one process reads, in its order."""
+
+import random
+from itertools import chain
+
+import pytest
+import torch
+
+import everygpu
+from everygpu.errors import OptionError
+from tests.feed import rank_loaders as loaders
+from tests.ranks.harness import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+CASES = [(name, how) for name, hows in loaders.HOWS.items() for how in hows]
+
+
+@pytest.fixture(scope="module")
+def ranks(warm_server, tmp_path_factory):
+    """What three ranks read."""
+    with warm_server.serving():
+        return run_ranks(loaders.everything, size=3, folder=tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(autouse=True)
+def keep_random_state():
+    states = random.getstate(), torch.get_rng_state()
+    yield
+    random.setstate(states[0])
+    torch.set_rng_state(states[1])
+
+
+def joined(passes):
+    """The batches of the whole run, from those of each rank."""
+    counts = [[len(p) for p in of_rank] for of_rank in passes]
+    assert counts == [counts[0]] * len(counts), "ranks get as many batches"
+    return [[list(chain(*rows)) for rows in zip(*of_ranks)] for of_ranks in zip(*passes)]
+
+
+@pytest.mark.parametrize(("name", "how"), CASES)
+def test_ranks_together_read_what_one_process_reads(ranks, name, how):
+    found = [of_rank["passes"][name, how] for of_rank in ranks]
+    alone = loaders.two_passes(name, how)
+    assert joined([f["passes"] for f in found]) == alone["passes"]
+    for rank, batches in enumerate(zip(*(f["passes"][0] for f in found))):
+        sizes = [len(rows) for rows in batches]
+        assert sizes == sorted(sizes, reverse=True), rank
+        assert max(sizes) - min(sizes) <= 1, rank
+    if alone["num_read"] is not None:
+        num_empty = [sum(not rows for p in f["passes"] for rows in p) for f in found]
+        assert sum(f["num_read"] for f in found) - sum(num_empty) == alone["num_read"], "each reads its own rows"
+
+
+@pytest.mark.parametrize("how", ["thread", "no thread", "resumable", "both"])
+def test_loaders_that_are_split_already_end_unevenly(ranks, how):
+    passes = [of_rank["sharded"][how] for of_rank in ranks]
+    assert [len(p[0]) for p in passes] == [6, 6, 6]
+    for rank, (first, second) in enumerate(passes):
+        assert first == second
+        assert list(chain(*first)) == list(loaders.part(rank, 3))
+    assert passes[1][0] == [[]] * 6, "of the others' structure"
+
+
+def test_a_distributed_sampler_has_split_already(ranks):
+    passes = [of_rank["sharded"]["sampler"][0] for of_rank in ranks]
+    assert sorted(chain(*chain(*passes))) == list(range(24))
+    assert passes[1] == [[1, 4, 7, 10], [13, 16, 19, 22]]
+
+
+def test_workers_read_each_number_once_and_draw_their_own_numbers(ranks):
+    passes = [of_rank["workers"] for of_rank in ranks]
+    whole = joined([[[rows for rows, _ in p] for p in of_rank] for of_rank in passes])
+    alone = loaders.with_workers()
+    assert whole == [[rows for rows, _ in p] for p in alone]
+    drawn = [draw for of_rank in passes for p in of_rank for _, draw in p]
+    assert len(set(drawn)) == len(drawn), "persistent workers go on, and those of other ranks have other seeds"
+    assert [draw for _, draw in passes[0][0]] == [draw for _, draw in alone[0]]
+
+
+def test_ranks_with_different_orders_are_an_error_on_all(ranks):
+    assert all("must draw the same order" in of_rank["different"] for of_rank in ranks)
+
+
+def test_streams_that_should_match_and_end_unevenly_are_an_error_on_all(ranks):
+    for of_rank in ranks:
+        for message in of_rank["uneven"]:
+            assert "ended after 3 and another that has more" in message
+            assert "sharded=True" in message
+
+
+def test_a_meter_has_what_all_ranks_have_seen(ranks):
+    # Rank 1 has two rows of 1, rank 2 has two and three of 2, and each one of a half.
+    total = ((1 * 2 + 2 * 5 + 3 * 0.5) / 10, 10)
+    for rank, (before, totals, after) in enumerate(of_rank["meters"] for of_rank in ranks):
+        assert totals == [total, total], "once or twice"
+        assert before == after, "a rank's own stays"
+        assert before[1] == (1, 3, 6)[rank]
+
+
+def test_a_meter_of_one_process_is_all(environ_alone):
+    meter = everygpu.Meter()
+    assert meter.sync().num_rows == 0
+    meter.update(torch.tensor([1.0, 3.0]), 4)
+    total = meter.sync()
+    assert (total.value, total.num_rows) == (2.0, 4)
+    total.update(7.0)
+    assert (meter.value, meter.num_rows) == (2.0, 4)
+
+
+@pytest.fixture
+def environ_alone(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+def test_options_are_checked():
+    with pytest.raises(OptionError, match="Feeder: sharded must be True or False, got 3"):
+        everygpu.Feeder([], "cpu", sharded=3)
+    with pytest.raises(OptionError, match="sharded must be left out over a ResumableLoader"):
+        everygpu.Feeder(everygpu.ResumableLoader(loaders.MAKE["in order"]()), "cpu", sharded=True)
