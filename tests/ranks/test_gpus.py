@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import everygpu
+from everygpu.errors import DeviceError
 from everygpu.ranks.group import join
 from tests.ranks.harness import run_ranks
 
@@ -89,3 +90,14 @@ def test_training_equals_one_device(tmp_path, backend, way, options):
     assert first == second
     if way == "step" and options.get("capture") is not False:
         assert engine in ("graphs", "threads")
+
+
+def share_a_gpu():
+    group = join()
+    with pytest.raises(DeviceError, match="one GPU on ranks 0 and 1"):
+        everygpu.DataParallel(nn.Linear(2, 2), [0])
+    return group.uses_nccl
+
+
+def test_ranks_with_one_gpu_are_refused(tmp_path):
+    assert run_ranks(share_a_gpu, size=2, folder=tmp_path) == [True, True]

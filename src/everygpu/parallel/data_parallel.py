@@ -19,7 +19,7 @@ from everygpu.parallel.forward_lock import ForwardLock
 from everygpu.parallel.gather import Joiner, gather_outputs
 from everygpu.parallel.options import check_options
 from everygpu.parallel.ranks.model import RankModel, Weight, own_devices
-from everygpu.parallel.ranks.start import start_alike
+from everygpu.parallel.ranks.start import check_devices, start_alike
 from everygpu.parallel.replicas.placement import check_module, place_module, without_wrappers
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
 from everygpu.parallel.scatter.reuse import note_writes
@@ -118,6 +118,7 @@ class DataParallel(ModuleWrapper):
         place_module(module, self.device_ids[0], "DataParallel", strict=strict_device)
         self.split = settle_split(split, self.device_ids)
         if group is not None:
+            check_devices(group, self.device_ids)
             start_alike(group, self.module)
         self._prepare()
 

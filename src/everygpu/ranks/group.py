@@ -45,6 +45,11 @@ class Group:
         self._control = control
         self._watch = watch
 
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether GPUs' tensors go through NCCL."""
+        return "cuda:nccl" in dist.get_backend_config()
+
     @contextmanager
     def telling(self, device: "torch.device | str | None" = None) -> Iterator[None]:
         """Tell all ranks of an error in the block, which reaches the caller as it is; put around each public call.

@@ -179,7 +179,8 @@ class _Bucket:
 
     def send(self, group: Group, factor: _Factor) -> None:
         device, slots = next(iter(self._params.values())).device, self.plan.slots
-        whole = torch.zeros(self.plan.numel + len(slots), dtype=self.plan.dtype, device=device)
+        make = torch.zeros if self.plan.has_gaps else torch.empty
+        whole = make(self.plan.numel + len(slots), dtype=self.plan.dtype, device=device)
         flat, flags = whole[: self.plan.numel], whole[self.plan.numel :]
         self.plan.fill(flat, self._grads)
         factor.scale_(flat)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from everygpu.errors import DeviceError
 from everygpu.parallel.buckets.grouping import group_tensors
 from everygpu.parallel.buckets.sizes import REPLICA_BYTES
 from everygpu.ranks.group import Group
@@ -20,6 +21,27 @@ def start_alike(group: Group, module: nn.Module) -> None:
     rows = {name: (tuple(t.shape), str(t.dtype)) for name, t in named.items()}
     group.check_same("parameters and buffers of the model", rows)
     copy_from_first(group, list(named.values()))
+
+
+def check_devices(group: Group, devices: Sequence[torch.device]) -> None:
+    """Refuse ranks that share a GPU: NCCL can't have two of them there, and says so late and in words of its own.
+
+    Raises:
+        DeviceError: on every rank; the message names the ranks.
+    """
+    mine = [str(torch.cuda.get_device_properties(d).uuid) for d in devices if d.type == "cuda"]
+    if not group.uses_nccl:
+        mine = []
+    of_ranks: dict[str, list[int]] = {}
+    for rank, found in enumerate(group.gather(mine)):
+        for uuid in found:
+            of_ranks.setdefault(uuid, []).append(rank)
+    shared = next((ranks for ranks in of_ranks.values() if len(ranks) > 1), None)
+    if shared is not None:
+        raise DeviceError(
+            f"DataParallel: every rank must have GPUs of its own, got one GPU on ranks {shared[0]} and {shared[1]}. Leave "
+            f"device_ids out, or pass [int(os.environ['LOCAL_RANK'])]."
+        )
 
 
 @torch.no_grad()
