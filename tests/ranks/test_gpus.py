@@ -94,7 +94,7 @@ def test_training_equals_one_device(tmp_path, backend, way, options):
 
 def share_a_gpu():
     group = join()
-    with pytest.raises(DeviceError, match="one GPU on ranks 0 and 1"):
+    with pytest.raises(DeviceError, match="got one on ranks 0 and 1"):
         everygpu.DataParallel(nn.Linear(2, 2), [0])
     return group.uses_nccl
 

@@ -39,7 +39,7 @@ def check_devices(group: Group, devices: Sequence[torch.device]) -> None:
     shared = next((ranks for ranks in of_ranks.values() if len(ranks) > 1), None)
     if shared is not None:
         raise DeviceError(
-            f"DataParallel: every rank must have GPUs of its own, got one GPU on ranks {shared[0]} and {shared[1]}. Leave "
+            f"DataParallel: every rank must have GPUs of its own, got one on ranks {shared[0]} and {shared[1]}. Leave "
             f"device_ids out, or pass [int(os.environ['LOCAL_RANK'])]."
         )
 
