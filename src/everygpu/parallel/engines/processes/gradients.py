@@ -152,11 +152,13 @@ class GradientSender:
         plan = members[bucket][1]
         if not stay:
             return self._exporter.describe(plan.flatten(grads, self._device), lends=True)
-        if bucket not in self._flats:
+        flat, described = self._flats.get(bucket, (None, None))
+        if flat is None or described is None or self._exporter.is_lent(described):  # not read yet
             flat = plan.make_flat(self._device)
-            self._flats[bucket] = flat, self._exporter.describe(flat)
-        flat, described = self._flats[bucket]
+            described = self._exporter.describe(flat)
         plan.fill(flat, grads)
+        described = self._exporter.lend_again(flat, described)
+        self._flats[bucket] = flat, described
         return described
 
     def _describe(self, grad: Tensor) -> SparseGrad:

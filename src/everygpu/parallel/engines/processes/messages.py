@@ -17,7 +17,7 @@ class Buckets(NamedTuple):
 
     members: list[Members]
     stay: bool
-    """A bucket's gradients lie in the same memory in every backward: one is read before the next begins."""
+    """A bucket's gradients lie in the same memory in every backward, once what was there has been given back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ class BucketDone:
     ready: int
     bucket: int
     flat: SharedTensor | None
-    """None where no gradient is dense. Lent, or the same as ever: see ``Buckets.stay``."""
+    """None where no gradient is dense. Lent."""
     present: list[bool]
     """Which parameters of the bucket have a dense gradient."""
     sparse: dict[int, "SparseGrad"]

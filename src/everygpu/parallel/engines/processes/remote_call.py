@@ -212,11 +212,13 @@ class RemoteCall:
     def _copy_flat(
         self, bucket: int, shared: SharedTensor, device: torch.device
     ) -> "tuple[Tensor, torch.cuda.Event | None]":
-        flats = self._sender.flats
-        if bucket not in flats or flats[bucket][0] != shared:
-            flats[bucket] = shared, self.helper.open(shared, stays=True)
+        flats, place = self._sender.flats, shared._replace(ticket=0)
+        if bucket not in flats or flats[bucket][0] != place:
+            flats[bucket] = place, self.helper.open(place, stays=True)
         flat = flats[bucket][1]
-        return comm.copy_beside(flat, device) if flat.device != device else (flat.clone(), None)
+        copied = comm.copy_beside(flat, device) if flat.device != device else (flat.clone(), None)
+        self.helper.importer.decline([shared])
+        return copied
 
     def take_arrived(self, bucket: int) -> "Arrived | None":
         """Return what ``send_bucket`` has sent; None where there are no gradients."""

@@ -58,12 +58,22 @@ class Exporter:
             lends: Keep it until the other process gives it back.
         """
         t = t.detach()
-        ticket = 0
-        if lends:
-            ticket = next(self._tickets)
-            self._lent[ticket] = t
+        ticket = self._lend(t) if lends else 0
         storage = self._share_cuda(t.untyped_storage()) if t.is_cuda else _share_cpu(t.untyped_storage())
         return SharedTensor(storage, int(t.storage_offset()), tuple(t.shape), t.stride(), t.dtype, ticket)
+
+    def lend_again(self, t: Tensor, described: SharedTensor) -> SharedTensor:
+        """Lend a tensor that has been described."""
+        return described._replace(ticket=self._lend(t))
+
+    def is_lent(self, shared: SharedTensor) -> bool:
+        """Tell whether the other process has yet to give a tensor back."""
+        return shared.ticket in self._lent
+
+    def _lend(self, t: Tensor) -> int:
+        ticket = next(self._tickets)
+        self._lent[ticket] = t
+        return ticket
 
     def take_back(self, tickets: list[int]) -> None:
         """Forget tensors that were lent."""
