@@ -64,13 +64,12 @@ def test_a_process_alone_has_no_group(environ):
     assert join() is None
 
 
-def test_an_incomplete_environment_is_an_error(environ):
+def test_an_incomplete_environment(environ):
     environ.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RankError, match="RANK must be a whole number"):
-        find_membership()
+    assert find_membership() is None, "as a scheduler sets it that starts one process"
     environ.setenv("RANK", "1")
     assert find_membership() == (1, 2, 1, 2)
     assert not everygpu.is_main()
     environ.setenv("WORLD_SIZE", "two")
-    with pytest.raises(RankError, match="WORLD_SIZE"):
+    with pytest.raises(RankError, match="WORLD_SIZE must be a whole number"):
         find_membership()

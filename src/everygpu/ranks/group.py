@@ -219,9 +219,15 @@ def join() -> Group | None:
     membership = find_membership()
     if membership is None:
         return None
-    log_once(membership.rank)
     if not dist.is_initialized():
-        dist.init_process_group(_backend())
+        try:
+            dist.init_process_group(_backend())
+        except ValueError as error:
+            raise RankError(
+                f"ranks: rank {membership.rank} of {membership.size} must find the others, got: {error} Start the "
+                f"script by torchrun, make the process group first, or unset RANK."
+            ) from error
+    log_once(membership.rank)
     return _Joined.of_this_process().join(membership)
 
 

@@ -27,15 +27,17 @@ def find_membership() -> Membership | None:
     Its process group says so, if it has one, else the environment that torchrun sets: no group is made.
 
     Raises:
-        RankError: the environment is incomplete.
+        RankError: the environment has something else than numbers.
     Source:
         ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` as ``torchrun`` documents them.
     """
     has_group = dist.is_available() and dist.is_initialized()
+    if not has_group and "RANK" not in os.environ:
+        return None
     size = dist.get_world_size() if has_group else _number("WORLD_SIZE", 1)
     if size == 1:
         return None
-    rank = dist.get_rank() if has_group else _number("RANK", None)
+    rank = dist.get_rank() if has_group else _number("RANK", 0)
     return Membership(rank, size, _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", size))
 
 
@@ -48,19 +50,19 @@ def is_main() -> bool:
     Saving needs no such line: ``save`` and ``CheckpointManager`` write once by themselves.
 
     Raises:
-        RankError: the environment names a number of processes, but not which one this is.
+        RankError: the environment has something else than numbers.
     """
     found = find_membership()
     return found is None or found.rank == 0
 
 
-def _number(name: str, otherwise: int | None) -> int:
+def _number(name: str, otherwise: int) -> int:
     text = os.environ.get(name, "")
-    if text.isdecimal():
-        return int(text)
-    if text or otherwise is None:
+    if not text:
+        return otherwise
+    if not text.isdecimal():
         raise RankError(
-            f"ranks: {name} must be a whole number where WORLD_SIZE is above 1, got {text!r}. Start the script by "
-            f"torchrun, which sets it, or unset WORLD_SIZE."
+            f"ranks: {name} must be a whole number where RANK is set, got {text!r}. Start the script by torchrun, "
+            f"which sets it, or unset RANK."
         )
-    return otherwise
+    return int(text)

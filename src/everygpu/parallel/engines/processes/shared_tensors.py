@@ -17,6 +17,7 @@ class SharedStorage(NamedTuple):
     """Where memory of the other process is."""
 
     allocation: int
+    """No two have the same that are there at one time."""
     handle: Any
     """How to open the allocation; None where there is no memory."""
     offset: int
@@ -111,7 +112,8 @@ def _share_cpu(storage: torch.UntypedStorage) -> SharedStorage:
     if not storage.is_shared():
         storage.share_memory_()
     fd, num_bytes = share_fd(storage)
-    return SharedStorage(0, f"/proc/{os.getpid()}/fd/{fd}", 0, num_bytes)
+    # The number of a descriptor comes again once its file is gone.
+    return SharedStorage(os.fstat(fd).st_ino, f"/proc/{os.getpid()}/fd/{fd}", 0, num_bytes)
 
 
 class Importer:
