@@ -1,5 +1,6 @@
 """Loaders that ranks read, and what they read of them; run in each rank by tests of feed and checkpoint."""
 
+import pickle
 import random
 
 import torch
@@ -189,3 +190,38 @@ def everything():
         "uneven": uneven_streams(),
         "meters": meters(),
     }
+
+
+RESUMED = [
+    (name, how)
+    for name in ("shuffled", "a generator", "a batch sampler", "iterable", "short last batch")
+    for how in ("thread", "resumable", "both")
+    if (name, how) != ("a batch sampler", "thread")  # the Feeder alone keeps torch's generator only
+]
+
+
+def resumed_runs(saved, num_batches):
+    """Go on from saved positions until killed; return positions to save, and what was read up to them, by case.
+
+    Args:
+        saved: Their file; None to begin.
+        num_batches: To read before the position is taken; None for all, and the next pass where its order is known.
+    """
+    states = {} if saved is None else pickle.loads(saved.read_bytes())
+    return {case: resumed_run(*case, states.get(case), num_batches) for case in RESUMED}
+
+
+def resumed_run(name, how, state, num_batches):
+    seed()
+    data = wrapped(MAKE[name](), how)
+    if state is not None:
+        data.load_state_dict(state)
+    read, found = [], None
+    for batch in data:
+        read.append(numbers_in(batch))
+        torch.rand(place()[0])  # as dropout does, which differs by rank
+        if len(read) == num_batches:
+            found = data.state_dict()
+        if num_batches is not None and len(read) == num_batches + 1:
+            return found, read[:num_batches]  # the last one was used, and the run was killed before it was saved
+    return data.state_dict(), [*read, *([] if name != "a generator" else [numbers_in(batch) for batch in data])]

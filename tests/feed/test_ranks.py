@@ -1,5 +1,6 @@
 """Ranks read the rows of the loader's batches, each its own: together what one process reads, in its order."""
 
+import pickle
 import random
 from itertools import chain
 
@@ -42,13 +43,42 @@ def test_ranks_together_read_what_one_process_reads(ranks, name, how):
     found = [of_rank["passes"][name, how] for of_rank in ranks]
     alone = loaders.two_passes(name, how)
     assert joined([f["passes"] for f in found]) == alone["passes"]
-    for rank, batches in enumerate(zip(*(f["passes"][0] for f in found))):
+    for step, batches in enumerate(zip(*(f["passes"][0] for f in found))):
         sizes = [len(rows) for rows in batches]
-        assert sizes == sorted(sizes, reverse=True), rank
-        assert max(sizes) - min(sizes) <= 1, rank
+        assert sizes == sorted(sizes, reverse=True), step
+        assert max(sizes) - min(sizes) <= 1, step
     if alone["num_read"] is not None:
         num_empty = [sum(not rows for p in f["passes"] for rows in p) for f in found]
         assert sum(f["num_read"] for f in found) - sum(num_empty) == alone["num_read"], "each reads its own rows"
+
+
+@pytest.fixture(scope="module")
+def resumed(warm_server, tmp_path_factory):
+    """What each rank has read in runs of one, three and two ranks, each going on where the one before was saved."""
+    folder = tmp_path_factory.mktemp("resumed")
+    saved = folder / "saved"
+    alone = [loaders.resumed_runs(None, 1)]
+    with warm_server.serving():
+        saved.write_bytes(pickle.dumps(states_in(alone)))
+        three = run_ranks(loaders.resumed_runs, saved, 1, size=3, folder=folder)
+        saved.write_bytes(pickle.dumps(states_in(three)))
+        two = run_ranks(loaders.resumed_runs, saved, None, size=2, folder=folder)
+    return [alone, three, two]
+
+
+def states_in(run):
+    """The positions that any rank would save."""
+    states = [{case: state for case, (state, _) in of_rank.items()} for of_rank in run]
+    assert states == [states[0]] * len(run)
+    return states[0]
+
+
+@pytest.mark.parametrize("case", loaders.RESUMED)
+def test_a_run_goes_on_with_the_same_order_on_another_number_of_ranks(resumed, case):
+    found = [joined([[of_rank[case][1]] for of_rank in run])[0] for run in resumed]
+    _, unbroken = loaders.resumed_run(*case, None, None)
+    assert [len(batches) for batches in found] == [1, 1, len(unbroken) - 2]
+    assert list(chain(*found)) == unbroken
 
 
 @pytest.mark.parametrize("how", ["thread", "no thread", "resumable", "both"])
