@@ -118,7 +118,9 @@ def two_passes(name, how):
     return {"passes": passes, "num_read": None if read is None else len(read)}
 
 
-HOWS = {name: ["thread", "no thread"] + ["resumable", "both"] * (name != "list") for name in MAKE}
+HOWS = {name: ["thread", "resumable"] for name in MAKE}
+HOWS |= {name: ["thread", "no thread", "resumable", "both"] for name in ("short last batch", "iterable")}
+HOWS["list"] = ["thread", "no thread"]
 
 
 def all_passes():

@@ -5,6 +5,7 @@ data set has indices, each rank reads its own rows only: the batches' lists of i
 and pinning stay as they are.
 """
 
+import functools
 import logging
 import random
 import sys
@@ -191,7 +192,7 @@ class DealtSampler:
 
 
 class Dealer:
-    """Deals the batches of one loader; says once what that means.
+    """Deals the batches of one loader; says once in a process what that means.
 
     Args:
         loader: Any iterable of batches.
@@ -215,8 +216,7 @@ class Dealer:
         if group is None:
             return None
         if self._advice and group.rank == 0:
-            logger.warning("%s: %s", self._caller, self._advice)
-        self._advice = ""
+            _say_once(self._caller, self._advice)
         return Dealing(group, self.kind, num_skipped)
 
 
@@ -225,6 +225,11 @@ _IS_WHOLE = (
     "every rank reads all of this loader and keeps its own rows of each batch, since it has no indices to deal. With "
     "a data set that gives each rank its own part, sharded=True avoids that."
 )
+
+
+@functools.cache
+def _say_once(caller: str, advice: str) -> None:
+    logger.warning("%s: %s", caller, advice)
 
 
 def slice_rows(batch: Any, rows: slice, dim: int) -> Any:
