@@ -183,8 +183,9 @@ def meters():
     return before, [(total.value, total.num_rows) for total in totals], (meter.value, meter.num_rows)
 
 
-def everything():
+def everything(saved):
     return {
+        "resumed": resumed_runs(saved, 1),
         "passes": all_passes(),
         "sharded": sharded_passes(),
         "workers": with_workers(),

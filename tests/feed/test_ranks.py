@@ -17,10 +17,23 @@ CASES = [(name, how) for name, hows in loaders.HOWS.items() for how in hows]
 
 
 @pytest.fixture(scope="module")
-def ranks(warm_server, tmp_path_factory):
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """What one process has read of runs that are resumed by three."""
+    run = [loaders.resumed_runs(None, 1)]
+    (folder / "saved").write_bytes(pickle.dumps(states_in(run)))
+    return run
+
+
+@pytest.fixture(scope="module")
+def ranks(alone, warm_server, folder):
     """What three ranks read."""
     with warm_server.serving():
-        return run_ranks(loaders.everything, size=3, folder=tmp_path_factory.mktemp("ranks"))
+        return run_ranks(loaders.everything, folder / "saved", size=3, folder=folder)
 
 
 @pytest.fixture(autouse=True)
@@ -53,17 +66,13 @@ def test_ranks_together_read_what_one_process_reads(ranks, name, how):
 
 
 @pytest.fixture(scope="module")
-def resumed(warm_server, tmp_path_factory):
+def resumed(alone, ranks, warm_server, folder):
     """What each rank has read in runs of one, three and two ranks, each going on where the one before was saved."""
-    folder = tmp_path_factory.mktemp("resumed")
-    saved = folder / "saved"
-    alone = [loaders.resumed_runs(None, 1)]
+    three = [of_rank["resumed"] for of_rank in ranks]
+    saved = folder / "saved by three"
+    saved.write_bytes(pickle.dumps(states_in(three)))
     with warm_server.serving():
-        saved.write_bytes(pickle.dumps(states_in(alone)))
-        three = run_ranks(loaders.resumed_runs, saved, 1, size=3, folder=folder)
-        saved.write_bytes(pickle.dumps(states_in(three)))
-        two = run_ranks(loaders.resumed_runs, saved, None, size=2, folder=folder)
-    return [alone, three, two]
+        return [alone, three, run_ranks(loaders.resumed_runs, saved, None, size=2, folder=folder)]
 
 
 def states_in(run):
