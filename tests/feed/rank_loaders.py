@@ -139,6 +139,21 @@ def sharded_passes():
     return found
 
 
+def left_early():
+    """A pass that all ranks leave, with batches prepared ahead, and the one after it."""
+    data = wrapped(DataLoader(Stream(part(*place())), 2), "thread", sharded=True)
+    for step, _ in enumerate(data):
+        if step == 2:
+            break
+    return [numbers_in(batch) for batch in data]
+
+
+def tuned_by_one():
+    """One rank measures by itself."""
+    loader = DataLoader(Numbers(), 5, shuffle=True)
+    return place()[0] == 2 and everygpu.tune_workers(loader, "cpu", candidates=[0], seconds=0.01).num_workers == 0
+
+
 def with_workers():
     """Worker processes, which stay for the next pass."""
     seed()
@@ -188,6 +203,8 @@ def everything(saved):
         "resumed": resumed_runs(saved, 1),
         "passes": all_passes(),
         "sharded": sharded_passes(),
+        "left": left_early(),
+        "tuned": tuned_by_one(),
         "workers": with_workers(),
         "different": different_orders(),
         "uneven": uneven_streams(),

@@ -100,6 +100,14 @@ def test_loaders_that_are_split_already_end_unevenly(ranks, how):
     assert passes[1][0] == [[]] * 6, "of the others' structure"
 
 
+def test_a_pass_that_all_ranks_left_is_followed_by_a_whole_one(ranks):
+    assert [of_rank["left"] for of_rank in ranks] == [of_rank["sharded"]["thread"][0] for of_rank in ranks]
+
+
+def test_one_rank_may_measure_workers(ranks):
+    assert [of_rank["tuned"] for of_rank in ranks] == [False, False, True]
+
+
 def test_a_distributed_sampler_has_split_already(ranks):
     passes = [of_rank["sharded"]["sampler"][0] for of_rank in ranks]
     assert sorted(chain(*chain(*passes))) == list(range(24))

@@ -75,7 +75,7 @@ class Dealing:
             self.lockstep.note(lambda: tree.map_leaves(_detached, slice_rows(own, slice(0, 0), dim)))
         return own
 
-    def batches_of(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def deal(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield this rank's rows of each batch, and batches without rows after its own end while others go on."""
         for batch in batches:
             own = self.take(batch)

@@ -115,7 +115,7 @@ class ResumableLoader:
         next one begins.
         """
         batches, progress = self.begin_pass()
-        for batch in batches if progress.dealing is None else progress.dealing.batches_of(batches):
+        for batch in batches if progress.dealing is None else progress.dealing.deal(batches):
             progress.count()
             yield batch
         progress.finish()
@@ -126,6 +126,8 @@ class ResumableLoader:
         Returns:
             The batches, of which none is counted; and where to count each that is used, and the end. Its
             ``dealing`` takes this rank's rows of each batch.
+        Raises:
+            RankError: ranks have drawn different orders.
         """
         old, resumed = self._progress, self._is_resumed
         fresh = Progress(old.epoch + (old.num_batches > 0))

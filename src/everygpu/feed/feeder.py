@@ -19,6 +19,7 @@ from everygpu.feed.arguments import check_loader, check_target, is_number
 from everygpu.feed.one_pass import Feed, FeedOptions
 from everygpu.feed.position import Position, Tally, begin_pass, generator_state, has_indices, parse_position
 from everygpu.feed.publishing import Board
+from everygpu.feed.source import keeps_position
 from everygpu.feed.waiting import FeedReport, WaitMeter
 from everygpu.keys import wrapped_child
 from everygpu.parallel.data_parallel import DataParallel
@@ -105,7 +106,11 @@ class Feeder:
         self._feed: weakref.ref[Feed] | None = None
 
     def __iter__(self) -> Feed:
-        """Begin a pass; after ``load_state_dict`` where that one stood."""
+        """Begin a pass; after ``load_state_dict`` where that one stood. All ranks begin and leave it at the same place.
+
+        Raises:
+            RankError: ranks have drawn different orders.
+        """
         if getattr(self._options.loader, "persistent_workers", False):
             self._end_pass()  # such workers serve one pass at a time
         iterator, self._tally, dealing = self._begin()
@@ -180,7 +185,8 @@ class Feeder:
         loader = self._dealt_loader(dealing)
         with dealing.same_order(loader, generators_of(self.loader)):
             iterator, tally = self._begin_at(self._tally.position)
-            iterator = with_order_drawn(iterator)
+            if not keeps_position(loader):  # such an iterator saves its sampler's position
+                iterator = with_order_drawn(iterator)
         dealing.check()
         return iterator, tally, dealing
 

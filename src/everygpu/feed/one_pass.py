@@ -99,6 +99,7 @@ class Feed:
         Raises:
             FeedTimeoutError: it has not come within the Feeder's ``timeout``.
             WorkerError: a worker process of the loader died.
+            RankError: ranks that have to read the same batches have read different numbers of them.
             Exception: what the loader raised for this batch.
         """
         if not self._finalizer.alive:

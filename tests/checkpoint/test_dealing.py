@@ -1,0 +1,86 @@
+"""Rows of a batch for each rank: none lost, none twice, in order."""
+
+from itertools import chain
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import everygpu
+from everygpu.checkpoint.dealing import Dealer, Dealing, DealtSampler
+from everygpu.errors import SplitError
+
+
+def dealings(kind, size):
+    return [Dealing(SimpleNamespace(rank=rank, size=size), kind) for rank in range(size)]
+
+
+def test_a_batch_of_ten_on_four_ranks():
+    sampler = DealtSampler([list(range(10)), range(10, 13)])
+    found = []
+    for sampler.dealing in dealings("indexed", 4):
+        found.append(list(sampler))
+    assert found == [[[0, 1, 2], [10]], [[3, 4, 5], [11]], [[6, 7], [12]], [[8, 9], [10]]]
+    empty = sampler.dealing.take(torch.ones(2)), sampler.dealing.take({"x": torch.ones(1, 3), "name": "a"})
+    assert [len(empty[0]), empty[1]["x"].shape, empty[1]["name"]] == [2, (0, 3), "a"]
+
+
+def test_without_ranks_a_sampler_is_as_it_was():
+    sampler = DealtSampler([[3, 1], [2]])
+    assert list(sampler) == [[3, 1], [2]]
+    assert len(sampler) == 2
+
+
+@given(sizes=st.lists(st.integers(1, 9), max_size=5), num_ranks=st.integers(1, 6))
+def test_lists_of_indices_are_cut_as_whole_batches_are(sizes, num_ranks):
+    batches = [[10 * i + j for j in range(size)] for i, size in enumerate(sizes)]
+    cut, whole = [], []
+    for by_index, by_rows in zip(dealings("indexed", num_ranks), dealings("whole", num_ranks)):
+        read = [torch.tensor(indices) for indices in by_index.cut(iter(batches))]
+        cut.append([by_index.take(batch).tolist() for batch in read])
+        whole.append([by_rows.take(torch.tensor(batch)).tolist() for batch in batches])
+    assert cut == whole
+    assert [list(chain(*rows)) for rows in zip(*cut)] == batches
+
+
+def test_rows_of_any_dimension_and_of_arrays():
+    mask = everygpu.Replicated(torch.ones(7))
+    batch = {"x": torch.arange(12).view(2, 6), "y": [np.arange(6)[None], mask], "z": torch.tensor(3.0)}
+    found = [dealing.take(batch, 1) for dealing in dealings("whole", 4)]
+    assert torch.equal(torch.cat([f["x"] for f in found], 1), batch["x"])
+    assert [f["y"][0].tolist() for f in found] == [[[0, 1]], [[2, 3]], [[4]], [[5]]]
+    assert all(f["y"][1] is mask and f["z"] is batch["z"] for f in found)
+    assert dealings("whole", 2)[1].take("no rows") == "no rows"
+    with pytest.raises(SplitError, match="same number of rows"):
+        dealings("whole", 2)[0].take([torch.ones(2), torch.ones(3)])
+
+
+def test_a_batch_without_rows_keeps_none_of_the_batch_it_was_made_of():
+    dealing = dealings("sharded", 2)[0]
+    dealing.take([torch.ones(1000), np.ones(1000)])
+    tensor, array = dealing.lockstep.empty_batch()
+    assert [len(tensor), len(array), tensor.untyped_storage().nbytes(), array.base] == [0, 0, 0, None]
+
+
+DATA = TensorDataset(torch.arange(8))
+
+
+@pytest.mark.parametrize(
+    ("loader", "sharded", "kind"),
+    [
+        (DataLoader(DATA, 2), False, "indexed"),
+        (DataLoader(DATA, 2), True, "sharded"),
+        (DataLoader(DATA, batch_size=None), False, "whole"),
+        (DataLoader(DATA, 2, sampler=DistributedSampler(DATA, 2, 0)), False, "sharded"),
+        (DataLoader(DATA, 2, sampler=DistributedSampler(DATA, 1, 0)), False, "indexed"),
+        ([torch.ones(2)], False, "whole"),
+        ([torch.ones(2)], True, "sharded"),
+    ],
+)
+def test_what_a_loader_is_taken_for(loader, sharded, kind):
+    assert Dealer(loader, sharded, "Feeder").kind == kind
