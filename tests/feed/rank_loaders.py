@@ -8,6 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 import everygpu
+from everygpu.devices import spread_seeds
 from everygpu.errors import RankError
 from everygpu.ranks.membership import find_membership
 
@@ -154,6 +155,14 @@ def tuned_by_one():
     return place()[0] == 2 and everygpu.tune_workers(loader, "cpu", candidates=[0], seconds=0.01).num_workers == 0
 
 
+def dropout():
+    """Parameters made with the seed of the run, and the masks of two replicas, seeded as a forward does."""
+    everygpu.seed_all(3)
+    weight = torch.nn.Linear(2, 2).weight.tolist()
+    spread_seeds([torch.device("cpu")] * 2)
+    return weight, [torch.dropout(torch.ones(64), 0.5, True).tolist() for _ in range(2)]
+
+
 def with_workers():
     """Worker processes, which stay for the next pass."""
     seed()
@@ -203,6 +212,7 @@ def everything(saved):
         "resumed": resumed_runs(saved, 1),
         "passes": all_passes(),
         "sharded": sharded_passes(),
+        "dropout": dropout(),
         "left": left_early(),
         "tuned": tuned_by_one(),
         "workers": with_workers(),

@@ -124,6 +124,14 @@ def test_workers_read_each_number_once_and_draw_their_own_numbers(ranks):
     assert [draw for _, draw in passes[0][0]] == [draw for _, draw in alone[0]]
 
 
+def test_one_seed_makes_the_same_parameters_and_other_masks_on_each_rank(ranks):
+    weights, masks = zip(*(of_rank["dropout"] for of_rank in ranks))
+    assert weights == (weights[0],) * 3
+    rows = [tuple(row) for of_rank in masks for row in of_rank]
+    assert len(set(rows)) == 6
+    assert loaders.dropout() == (weights[0], masks[0])
+
+
 def test_ranks_with_different_orders_are_an_error_on_all(ranks):
     assert all("must draw the same order" in of_rank["different"] for of_rank in ranks)
 
