@@ -1,7 +1,10 @@
 """Loaders that ranks read, and what they read of them; run in each rank by tests of feed and checkpoint."""
 
+import logging
 import pickle
 import random
+from logging.handlers import QueueHandler
+from queue import SimpleQueue
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
@@ -180,10 +183,18 @@ def with_draw(rows):
 
 
 def different_orders():
-    try:
-        list(wrapped(DataLoader(Numbers(), 5, sampler=OwnSeed(range(NUM))), "thread"))
-    except RankError as error:
-        return str(error)
+    """What is said of another order, of other numbers of batches, and of streams that differ."""
+    found = []
+    for loader in (DataLoader(Numbers(), 5, sampler=OwnSeed(range(NUM))), DataLoader(Numbers(8 - place()[0] // 2), 1)):
+        try:
+            list(wrapped(loader, "thread"))
+        except RankError as error:
+            found.append(str(error))
+    noted = QueueHandler(SimpleQueue())
+    logging.getLogger("everygpu").addHandler(noted)
+    for numbers in (range(place()[0], 6), range(6)):
+        list(wrapped(DataLoader(Stream([*numbers, 0, 0, 0][:6]), 2), "thread"))
+    return found, [noted.queue.get().getMessage() for _ in range(noted.queue.qsize())]
 
 
 def uneven_streams():

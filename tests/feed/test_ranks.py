@@ -133,7 +133,14 @@ def test_one_seed_makes_the_same_parameters_and_other_masks_on_each_rank(ranks):
 
 
 def test_ranks_with_different_orders_are_an_error_on_all(ranks):
-    assert all("must draw the same order" in of_rank["different"] for of_rank in ranks)
+    for of_rank in ranks:
+        assert ["must draw the same order" in message for message in of_rank["different"][0]] == [True, True]
+
+
+def test_streams_that_differ_are_named_once(ranks):
+    said = [of_rank["different"][1] for of_rank in ranks]
+    assert [len(messages) for messages in said] == [1, 0, 0]
+    assert "the first batch of a pass is not the same on all ranks" in said[0][0]
 
 
 def test_streams_that_should_match_and_end_unevenly_are_an_error_on_all(ranks):

@@ -31,6 +31,8 @@ from everygpu.ranks.lockstep import Lockstep
 
 logger = logging.getLogger("everygpu")
 
+_MOST_VALUES = 1024
+
 Kind: TypeAlias = Literal["indexed", "whole", "sharded"]
 """A rank reads its own rows; it reads all and keeps its own; or its loader has only its own."""
 
@@ -72,7 +74,8 @@ class Dealing:
             num_rows = find_rows([("batch", batch)], dim)
             own = batch if num_rows is None else slice_rows(batch, self._share(num_rows), dim)
         if self.lockstep is not None:
-            self.lockstep.note(lambda: tree.map_leaves(_detached, slice_rows(own, slice(0, 0), dim)))
+            empty = slice(0, 0)
+            self.lockstep.note(lambda: tree.map_leaves(_detached, slice_rows(own, empty, dim)), lambda: _digest(batch))
         return own
 
     def deal(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -115,20 +118,26 @@ class Dealing:
             if theirs != states:
                 restore()
 
-    def check(self) -> None:
-        """Compare the first batch's indices, once the order is drawn.
+    def check(self, sampler: Any) -> None:
+        """Compare the first batch's indices and the number of batches, once the order is drawn.
 
+        Args:
+            sampler: Draws the order.
         Raises:
             RankError: ranks have drawn different orders, by which rows would be lost.
         """
         if self.kind != "indexed":
             return
-        text = self._first_indices
-        if len(set(self.group.gather(None if text is None else zlib.crc32(text.encode())))) > 1:
+        try:
+            num_batches = len(sampler)
+        except TypeError:  # a sampler without a length
+            num_batches = None
+        digest, self._first_indices = zlib.crc32(f"{num_batches} {self._first_indices}".encode()), ""
+        if len(set(self.group.gather(digest))) > 1:
             raise RankError(
-                "ranks: every rank must draw the same order from the same data, got different "
-                "indices in the first batch. Seed the sampler alike on all ranks, or pass sharded=True if each rank "
-                "has data of its own."
+                "ranks: every rank must draw the same order from the same data, got different first batches or numbers "
+                "of batches. Seed the sampler alike on all ranks, or pass sharded=True if each rank has data of its "
+                "own."
             )
 
     def _share(self, num_rows: int) -> slice:
@@ -244,3 +253,12 @@ def slice_rows(batch: Any, rows: slice, dim: int) -> Any:
 def _detached(leaf: Any) -> Any:
     """Copy what has no rows, so that it doesn't keep the batch it was cut from."""
     return leaf.clone() if isinstance(leaf, Tensor) else leaf.copy() if tree.is_array(leaf) else leaf
+
+
+def _digest(batch: Any) -> int:
+    """Tell batches apart by the first values of each tensor."""
+    found = 0
+    for path, leaf in tree.leaves(batch, ""):
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
+            found = zlib.crc32(repr((path, leaf.shape, leaf.flatten()[:_MOST_VALUES].tolist())).encode(), found)
+    return found

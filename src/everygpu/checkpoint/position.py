@@ -138,7 +138,7 @@ class ResumableLoader:
         else:
             with dealing.same_order(self.ordered, self._order.generators):
                 batches = self._begin(progress, resumed)
-            dealing.check()
+            dealing.check(self._order)
         # Only now: what interrupts the beginning leaves the position as it was.
         self._progress, self._is_resumed = progress, False
         return batches, progress

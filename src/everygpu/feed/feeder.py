@@ -187,7 +187,7 @@ class Feeder:
             iterator, tally = self._begin_at(self._tally.position)
             if not keeps_position(loader):  # such an iterator saves its sampler's position
                 iterator = with_order_drawn(iterator)
-        dealing.check()
+        dealing.check(self._dealt)
         return iterator, tally, dealing
 
     def _num_skipped(self) -> int:

@@ -1,10 +1,13 @@
 """Ranks get as many batches each, from loaders that may end unevenly."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from everygpu.errors import RankError
 from everygpu.ranks.group import Group
+
+logger = logging.getLogger("everygpu")
 
 _NEVER = 2**62
 
@@ -16,7 +19,7 @@ class Lockstep:
 
     Args:
         group: The ranks.
-        must_match: Whether all loaders have to give as many batches.
+        must_match: Whether all loaders have to give the same batches.
     """
 
     def __init__(self, group: Group, *, must_match: bool) -> None:
@@ -26,15 +29,18 @@ class Lockstep:
         self._most_ready, self._first_end = 0, _NEVER
         self._pending: Callable[[], list[int]] | None = None
         self._example: Any = None
+        self._digest = 0
 
-    def note(self, make_example: Callable[[], Any]) -> None:
+    def note(self, make_example: Callable[[], Any], make_digest: Callable[[], int]) -> None:
         """Count a batch that this rank's loader has given; it may be any number ahead of the one that is asked for.
 
         Args:
             make_example: Makes a batch without rows, to give when the loader has ended; called once.
+            make_digest: Makes a number of what the loader has given; called once, if batches have to match.
         """
         if self._num_ready == 0:
             self._example = make_example()
+            self._digest = make_digest() if self._must_match else 0
         self._num_ready += 1
 
     def goes_on(self, has_batch: bool) -> bool:
@@ -73,9 +79,14 @@ class Lockstep:
 
     def _ask_all(self) -> list[int]:
         """Ask at the first batch; a rank without any learns from the others what one looks like."""
-        found = self._group.gather((self._num_ready, -self._ended_at))
-        has_any = [num_ready > 0 for num_ready, _ in found]
+        found = self._group.gather((self._num_ready, -self._ended_at, self._digest))
+        has_any = [num_ready > 0 for num_ready, _, _ in found]
         if any(has_any) and not all(has_any):
             examples = self._group.gather(self._example)
             self._example = next(example for example, is_one in zip(examples, has_any) if is_one)
+        if all(has_any) and len({digest for _, _, digest in found}) > 1 and self._group.rank == 0:
+            logger.warning(
+                "ranks: the first batch of a pass is not the same on all ranks, which keep their own rows of it: rows "
+                "are lost if each has data of its own (pass sharded=True) or another order (seed it alike)."
+            )
         return [max(values) for values in zip(*found)]
