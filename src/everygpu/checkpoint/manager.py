@@ -86,7 +86,8 @@ class CheckpointManager:
             OptionError: an option is outside what it may be.
         """
         # The program may change its working directory, also while it saves.
-        self.directory = as_path(directory, "CheckpointManager").absolute()
+        self._name = as_path(directory, "CheckpointManager")
+        self.directory = self._name.absolute()
         self.keep = require_positive("keep", keep)
         self.every = require_positive("every", every)
         self.keep_best = {name: require_mode(name, mode) for name, mode in (keep_best or {}).items()}
@@ -129,7 +130,8 @@ class CheckpointManager:
             return None
         self._written_by_rank_0 = None
         ranks = one_writer()
-        begun, written = ranks.next_key(f"step {step}"), ranks.next_key(f"step {step} in the background")
+        name = f"save step {step} to {self._name}"
+        begun, written = ranks.next_key(name), ranks.next_key(f"{name} in the background")
         ranks.write(begun, lambda: self._save(step, finite_numbers(metrics or {}), what, written))
         self._written_by_rank_0 = None if ranks.is_writing or not self.asynchronous else written
         return step_path(self.directory, step)

@@ -1,9 +1,7 @@
 """Under ranks: rank 0 writes, and the others wait until it has.
 
 They read a note that rank 0 leaves, instead of meeting it in a collective: a save that only rank 0 calls, as in
-``if rank == 0``, waits for nothing. Saves are told apart by counting them, not by their paths, which may have another
-text on another box. Where some are called by rank 0 alone, and others by all, its count is ahead, so that the others
-wait for less; never for what doesn't come.
+``if rank == 0``, waits for nothing.
 """
 
 import json
@@ -15,6 +13,9 @@ from everygpu import errors
 from everygpu.errors import CheckpointError
 from everygpu.ranks.group import joined
 from everygpu.ranks.membership import is_main
+
+BEGIN_S = 600.0
+"""How long the others wait for rank 0 to begin to write, as NCCL's collectives wait for a rank that is late."""
 
 
 class OneWriter:
@@ -29,9 +30,9 @@ class OneWriter:
         return is_main()
 
     def next_key(self, name: str) -> str:
-        """Name the next piece of work of a kind; the same on all ranks."""
+        """Name the next piece of work of a name, as "save to runs/last"; the same on all ranks."""
         self._counts[name] += 1
-        return f"{name}/{self._counts[name]}"
+        return f"{name}, number {self._counts[name]}"
 
     def write(self, key: str, work: Callable[[], object]) -> None:
         """Do the work on rank 0, and wait for it on the others.
@@ -42,6 +43,7 @@ class OneWriter:
         if not self.is_writing:
             self.wait(key)
             return
+        self._leave(_begun(key), None)
         try:
             work()
         except BaseException as error:
@@ -57,7 +59,10 @@ class OneWriter:
             RankError: rank 0 has failed, or ended without the work.
         """
         group = joined()
-        found = None if group is None else json.loads(group.read_note(key))
+        if group is None:
+            return
+        group.read_note(_begun(key), BEGIN_S)
+        found = json.loads(group.read_note(key))
         if found is None:
             return
         kind = getattr(errors, found["kind"], None)
@@ -69,6 +74,10 @@ class OneWriter:
         group = joined()
         if group is not None:
             group.leave_note(key, json.dumps(outcome))
+
+
+def _begun(key: str) -> str:
+    return f"begin to {key}"
 
 
 @cache

@@ -93,7 +93,7 @@ def save(
         Background().run(lambda check: write_checkpoint(where, taken, check=check))
 
     ranks = one_writer()
-    ranks.write(ranks.next_key("save"), take_and_write)
+    ranks.write(ranks.next_key(f"save to {where}"), take_and_write)
     return where
 
 

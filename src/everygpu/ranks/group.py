@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from everygpu.errors import RankError
 from everygpu.ranks.differences import find_difference
+from everygpu.ranks.meeting import open_store
 from everygpu.ranks.membership import Membership, find_membership
 from everygpu.ranks.peers import serve
 from everygpu.ranks.printing import log_once
@@ -24,8 +26,6 @@ T = TypeVar("T")
 
 logger = logging.getLogger("everygpu")
 
-NOTE_S = 1800.0
-"""How long a rank waits for a note of rank 0: as torch's collectives do."""
 _POLL_S = 0.02
 
 
@@ -147,24 +147,24 @@ class Group:
         """Write something down for other ranks, which read it when they like; no collective."""
         self._watch.news.set(f"note/{key}", text)
 
-    def read_note(self, key: str, limit_s: float = NOTE_S) -> str:
+    def read_note(self, key: str, limit_s: float = math.inf) -> str:
         """Wait for a note of rank 0.
 
         Raises:
             RankError: a rank has failed, or rank 0 has ended, or left no such note in time.
         """
-        news, key = self._watch.news, f"note/{key}"
-        limit = time.monotonic() + limit_s
-        while not news.check([key]):
+        news, limit = self._watch.news, time.monotonic() + limit_s
+        while not news.check([f"note/{key}"]):
             self._watch.check()
-            if self._watch.has_ended(0) or time.monotonic() > limit:
-                why = "its end" if self._watch.has_ended(0) else f"none in {limit_s:g} s"
+            has_ended = self._watch.has_ended(0)
+            if has_ended or time.monotonic() > limit:
+                why = "its end" if has_ended else f"nothing in {limit_s:g} s"
                 raise RankError(
-                    f"ranks: rank 0 must do what rank {self.rank} waits for ({key}), got {why}. Call it on all ranks, "
-                    f"or on rank 0 alone."
+                    f"ranks: rank 0 must do what rank {self.rank} waits for, {key}, got {why}. Make the call on all "
+                    f"ranks with the same arguments, or on rank 0 alone."
                 )
             time.sleep(_POLL_S)
-        return str(news.get(key).decode())
+        return str(news.get(f"note/{key}").decode())
 
     @contextmanager
     def _communicating(self) -> Iterator[None]:
@@ -221,12 +221,13 @@ def join() -> Group | None:
         return None
     if not dist.is_initialized():
         try:
-            dist.init_process_group(_backend())
+            store = open_store()
         except ValueError as error:
             raise RankError(
                 f"ranks: rank {membership.rank} of {membership.size} must find the others, got: {error} Start the "
                 f"script by torchrun, make the process group first, or unset RANK."
             ) from error
+        dist.init_process_group(_backend(), store=store, rank=membership.rank, world_size=membership.size)
     log_once(membership.rank)
     return _Joined.of_this_process().join(membership)
 
