@@ -7,7 +7,7 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from everygpu.cli.launch import Launch, launch
+from everygpu.cli.launch import Launch, launch, pass_on
 
 
 def test_alone_on_a_box():
@@ -54,3 +54,11 @@ def test_other_errors_go_through(monkeypatch):
 def test_a_module():
     plan = Launch(num_processes=2, is_module=True)
     assert plan.arguments("package.train", ["-x"])[-4:] == ["2", "--module", "package.train", "-x"]
+
+
+def test_options_of_torchruns_are_passed_on():
+    options = pass_on({"--local-ranks-filter": "0", "--tee": None, "--log-dir": "logs", "--max-restarts": "2"})
+    arguments = Launch(num_processes=2, passed_on=options).arguments("train.py", ["--tee", "x"])
+    parsed = run.parse_args(arguments)
+    assert (parsed.local_ranks_filter, parsed.tee, parsed.log_dir, parsed.max_restarts) == ("0", "0", "logs", 2)
+    assert parsed.training_script_args == ["--tee", "x"]

@@ -217,6 +217,7 @@ class TestInThisProcess:
             ["run", "--processes", "all", "SCRIPT"],
             ["run", "--nnodes", "2", "SCRIPT"],
             ["run", "--processes", "2", "--nnodes", "2", "SCRIPT"],
+            ["run", "--tee", "3", "SCRIPT"],
         ],
     )
     def test_wrong_usage_is_two_and_the_script_does_not_run(self, script, arguments):

@@ -11,6 +11,7 @@ import pytest
 
 from everygpu.cli import plan as planning
 from everygpu.cli.plan import Manners, Request, plan_run
+from everygpu.cli.run import ask_for_each
 from everygpu.devices import nvml
 from everygpu.devices.reserve import OWN
 from everygpu.devices.select import check_demand
@@ -254,20 +255,27 @@ def test_auto_waits_rather_than_take_the_cpu(clock, monkeypatch):
 
 REPORT = """
 import json, os, sys
-import torch.distributed as dist
-dist.init_process_group("gloo")
-print(json.dumps([dist.get_rank(), dist.get_world_size(), sys.argv[1:], os.environ.get("CUDA_VISIBLE_DEVICES"),
-                  os.environ.get("EVERYGPU_SPLIT")]) + "\\n", end="", flush=True)
-dist.destroy_process_group()
+from everygpu.ranks.group import join
+group = join()
+own = [group.rank, group.size, sys.argv[1:], os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("EVERYGPU_SPLIT")]
+print(json.dumps(group.gather(own)) + "\\n", end="", flush=True)
 """
 
 
 def test_processes_hands_over_to_torchrun(box):
     (box / "report.py").write_text(REPORT)
-    done = everygpu("run", "--processes", "auto", "--split", "weighted", box / "report.py", "-x", "1", fake_gpus=box)
+    options = ["--processes", "auto", "--local-ranks-filter", "0", "--split", "weighted"]
+    done = everygpu("run", *options, box / "report.py", "-x", "1", fake_gpus=box)
     assert done.returncode == 0, done.stderr
-    reports = sorted(json.loads(line) for line in done.stdout.splitlines())
-    assert reports == [[rank, 2, ["-x", "1"], f"{A},{B}", "auto"] for rank in range(2)]
+    [line] = done.stdout.splitlines()  # of both processes
+    assert json.loads(line) == [[rank, 2, ["-x", "1"], f"{A},{B}", "auto"] for rank in range(2)]
+
+
+@pytest.mark.parametrize(("processes", "count"), [(None, None), (0, None), (1, None), (3, 3)])
+def test_one_process_has_all_gpus_and_several_have_one_each(monkeypatch, processes, count):
+    monkeypatch.setattr(nvml, "sample_devices", lambda: [make_sample(0)])
+    assert ask_for_each(processes, Request()) == Request(count=count)
+    assert ask_for_each(processes, Request(indices=(0,))) == Request(indices=(0,))
 
 
 @pytest.mark.usefixtures("warm_python")

@@ -1,7 +1,7 @@
-"""Hand over to torchrun: one process per GPU, on one box or several."""
+"""Hand over to torchrun: one process per GPU or per box, on one box or several."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -15,6 +15,8 @@ class Launch:
     """As torchrun's ``--nnodes``: ``"2"`` or ``"1:4"``; None for this box alone."""
     rdzv_endpoint: str | None = None
     """As torchrun's ``--rdzv-endpoint``: host and port at which the boxes meet."""
+    passed_on: tuple[str, ...] = ()
+    """Options that torchrun takes as they are."""
     is_module: bool = False
     """Whether the script is named as for ``python -m``."""
 
@@ -26,7 +28,12 @@ class Launch:
             meeting = ["--nnodes", self.nnodes, "--rdzv-backend", "c10d"]
             meeting += ["--rdzv-endpoint", self.rdzv_endpoint or "", "--rdzv-id", os.path.basename(script)]
         module = ["--module"] if self.is_module else []
-        return [*meeting, "--nproc-per-node", str(self.num_processes), *module, script, *args]
+        return [*meeting, "--nproc-per-node", str(self.num_processes), *self.passed_on, *module, script, *args]
+
+
+def pass_on(options: Mapping[str, str | None]) -> tuple[str, ...]:
+    """Write options of torchrun's, those that are given."""
+    return tuple(text for name, value in options.items() if value is not None for text in (name, value))
 
 
 def launch(plan: Launch, script: str, args: Sequence[str]) -> tuple[int, str | None]:

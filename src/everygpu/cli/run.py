@@ -1,17 +1,19 @@
 """``everygpu run``: choose the GPUs before torch is loaded, then be ``python script.py`` or torchrun."""
 
+import functools
 import math
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import click
 from rich.console import Console
 
 from everygpu.cli.filters import Filters, filter_options
-from everygpu.cli.launch import Launch, launch
+from everygpu.cli.launch import Launch, launch, pass_on
 from everygpu.cli.numbers import FiniteRange
 from everygpu.cli.plan import NO_GPU, Manners, Plan, Request, parse_request, plan_run
 from everygpu.cli.script import run_module, run_script
@@ -33,6 +35,29 @@ def _read_processes(context: click.Context, option: click.Parameter, text: str |
     if not re.fullmatch(r"[1-9][0-9]*", text):
         raise click.BadParameter(f"must be 'auto' or a number from 1, got {text!r}.")
     return int(text)
+
+
+_TORCHRUN_OPTIONS = {
+    "--local-ranks-filter": ("RANKS", "With --processes: whose output is shown, as torchrun's: 0, or 0,1."),
+    "--redirects": ("STREAMS", "With --processes: what goes to files of --log-dir, as torchrun's: 3."),
+    "--tee": ("STREAMS", "With --processes: what goes there and to the console, as torchrun's: 3."),
+    "--log-dir": ("FOLDER", "With --processes: where these files are, as torchrun's."),
+    "--max-restarts": ("N", "With --processes: how often all start again when one has failed, as torchrun's."),
+}
+
+
+def torchrun_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add options that torchrun takes as they are; the command gets them together, as ``passed_on``."""
+    names = {name: name.removeprefix("--").replace("-", "_") for name in _TORCHRUN_OPTIONS}
+
+    @functools.wraps(command)
+    def with_options(**values: Any) -> None:
+        found = {name: values.pop(key) for name, key in names.items()}
+        command(passed_on=pass_on(found), **values)
+
+    for name, (metavar, text) in reversed(_TORCHRUN_OPTIONS.items()):
+        with_options = click.option(name, metavar=metavar, help=text)(with_options)
+    return with_options
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
@@ -58,10 +83,11 @@ def _read_processes(context: click.Context, option: click.Parameter, text: str |
     "--processes",
     metavar="N|auto",
     callback=_read_processes,
-    help="For scripts with torch's DistributedDataParallel: this many processes by torchrun, or one per GPU.",
+    help="Start this many processes on each box by torchrun, or one per GPU; one drives all GPUs of its box.",
 )
 @click.option("--nnodes", metavar="N", help="With --processes: how many boxes, as torchrun's.")
 @click.option("--rdzv-endpoint", metavar="HOST:PORT", help="With --nnodes: where the boxes meet, as torchrun's.")
+@torchrun_options
 @click.option("-m", "--module", "is_module", is_flag=True, help="SCRIPT is a module's name, as for `python -m`.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -76,6 +102,7 @@ def run_chosen(
     processes: int | None,
     nnodes: str | None,
     rdzv_endpoint: str | None,
+    passed_on: tuple[str, ...],
     is_module: bool,
     script: str,
     args: tuple[str, ...],
@@ -92,12 +119,12 @@ def run_chosen(
         raise click.UsageError("--timeout says how long to wait: add --wait.")
     if not is_module and not os.path.isfile(script):
         raise click.BadParameter(f"File {script!r} does not exist. For a module, write -m.", param_hint="'SCRIPT'")
-    _check_launch(processes, nnodes, rdzv_endpoint)
+    _check_launch(processes, nnodes, rdzv_endpoint, passed_on)
     wait_s = 0.0 if not wait else math.inf if timeout is None else timeout
     if cpu:
         plan = Plan(environ=NO_GPU)
     else:
-        request = _ask_for_each(processes, gpus)
+        request = ask_for_each(processes, gpus)
         manners = Manners(share=share, wait_s=wait_s, tell=_tell)
         plan = plan_run(request, filters.demand(request.num_asked), os.environ, manners)
     _tell(plan.note)
@@ -107,18 +134,29 @@ def run_chosen(
     if processes is None:
         sys.exit(_run_here(plan, run_module if is_module else run_script, script, args))
     num_processes = processes or max(1, plan.num_gpus)
-    together = Launch(num_processes=num_processes, nnodes=nnodes, rdzv_endpoint=rdzv_endpoint, is_module=is_module)
+    together = Launch(
+        num_processes=num_processes,
+        nnodes=nnodes,
+        rdzv_endpoint=rdzv_endpoint,
+        passed_on=passed_on,
+        is_module=is_module,
+    )
     code, note = launch(together, script, args)
     _tell(note)
     sys.exit(code)
 
 
-def _ask_for_each(processes: int | None, gpus: Request) -> Request:
-    """Ask for a GPU per process, where there are GPUs and nothing else is asked for."""
-    return replace(gpus, count=processes) if processes and gpus.is_auto and nvml.sample_devices() else gpus
+def ask_for_each(processes: int | None, gpus: Request) -> Request:
+    """Ask for a GPU per process, where there are GPUs and nothing else is asked for; one alone drives all."""
+    is_shared = processes is not None and processes > 1
+    return replace(gpus, count=processes) if is_shared and gpus.is_auto and nvml.sample_devices() else gpus
 
 
-def _check_launch(processes: int | None, nnodes: str | None, rdzv_endpoint: str | None) -> None:
+def _check_launch(
+    processes: int | None, nnodes: str | None, rdzv_endpoint: str | None, passed_on: tuple[str, ...]
+) -> None:
+    if processes is None and passed_on:
+        raise click.UsageError(f"{passed_on[0]} is for several processes: add --processes.")
     if processes is None and (nnodes or rdzv_endpoint):
         raise click.UsageError("--nnodes and --rdzv-endpoint are for several processes: add --processes.")
     if (nnodes is None) != (rdzv_endpoint is None):

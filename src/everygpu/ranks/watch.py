@@ -116,7 +116,7 @@ class Watch:
             self.news.set(_ended_key(self.rank), "")
             self._own.set(ENDED, "")
             keys = [off_key(rank) for rank in self._watched_by]
-            while not self._own.check(keys) and time.monotonic() < limit:
+            while not self._own.check(keys) and time.monotonic() < limit and not any(p.error for p in self._pings):
                 time.sleep(PERIOD_S / 20)
         for ping in self._pings:
             ping.join(max(0.0, limit - time.monotonic()))
