@@ -1,5 +1,7 @@
 """What ranks say to each other."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ import torch.distributed as dist
 import everygpu
 from everygpu.errors import RankError
 from everygpu.ranks.group import join
+from everygpu.ranks.meeting import open_store
 from everygpu.ranks.membership import find_membership
 from tests.ranks.harness import environment, run_ranks
 
@@ -54,6 +57,24 @@ def test_ranks_exchange_values(tmp_path, function):
             "reduced": [3.0] * 3,
             "is_main": rank == 0,
         }
+
+
+def try_twice(port):
+    rank = find_membership().rank
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_PORT=str(port))
+    first, second = open_store(), open_store()
+    first.set(f"address of {rank}", "gone")
+    second.set(f"name of {rank}", f"rank {rank}")
+    found = second.get(f"name of {1 - rank}").decode()
+    return found, second.check([f"address of {rank}"]), first.get(f"address of {1 - rank}")
+
+
+@pytest.mark.usefixtures("warm_python")
+def test_ranks_find_nothing_of_a_try_before_a_restart(tmp_path):
+    """torchrun has one store for all tries."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results = run_ranks(try_twice, store.port, size=2, folder=tmp_path)
+    assert results == [(f"rank {1 - rank}", False, b"gone") for rank in range(2)]
 
 
 def test_a_process_alone_has_no_group(environ):
