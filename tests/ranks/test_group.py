@@ -59,9 +59,10 @@ def test_ranks_exchange_values(tmp_path, function):
         }
 
 
-def try_twice(port):
-    rank = find_membership().rank
-    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_PORT=str(port))
+def try_twice():
+    """torchrun has one store for all tries: here, that of the process group."""
+    rank = join().rank
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")
     first, second = open_store(), open_store()
     first.set(f"address of {rank}", "gone")
     second.set(f"name of {rank}", f"rank {rank}")
@@ -71,9 +72,7 @@ def try_twice(port):
 
 @pytest.mark.usefixtures("warm_python")
 def test_ranks_find_nothing_of_a_try_before_a_restart(tmp_path):
-    """torchrun has one store for all tries."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results = run_ranks(try_twice, store.port, size=2, folder=tmp_path)
+    results = run_ranks(try_twice, size=2, folder=tmp_path)
     assert results == [(f"rank {1 - rank}", False, b"gone") for rank in range(2)]
 
 
