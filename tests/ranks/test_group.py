@@ -61,9 +61,12 @@ def test_ranks_exchange_values(tmp_path, function):
 
 def try_twice():
     """torchrun has one store for all tries: here, that of the process group."""
-    rank = join().rank
+    group = join()
+    rank = group.rank
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")
-    first, second = open_store(), open_store()
+    first = open_store()
+    group.barrier()  # torchrun ends all processes of a try before it starts the next one
+    second = open_store()
     first.set(f"address of {rank}", "gone")
     second.set(f"name of {rank}", f"rank {rank}")
     found = second.get(f"name of {1 - rank}").decode()
