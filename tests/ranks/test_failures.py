@@ -10,6 +10,7 @@ import time
 import pytest
 import torch.distributed as dist
 
+from everygpu.checkpoint.background import Background
 from everygpu.errors import RankError
 from everygpu.ranks import watch
 from everygpu.ranks.differences import find_difference
@@ -39,8 +40,11 @@ def be_stuck():
     ctypes.CDLL(None).sleep(60)
 
 
-def raise_uncaught():
+def raise_uncaught(folder):
     group = join_soon()
+    if group.rank == 2:
+        Background().start(lambda check: write_slowly(folder / "checkpoint"))
+    group.barrier()
     if group.rank == 1:
         raise ZeroDivisionError("the model of rank 1")
     if group.rank == 2:
@@ -48,9 +52,15 @@ def raise_uncaught():
     group.barrier()
 
 
+def write_slowly(path):
+    time.sleep(1.2)
+    path.touch()
+
+
 def test_an_error_reaches_ranks_that_communicate_and_ranks_that_are_stuck(tmp_path):
-    with running(raise_uncaught, size=3, folder=tmp_path) as ranks:
+    with running(raise_uncaught, tmp_path, size=3, folder=tmp_path) as ranks:
         ends = [end_of(process) for process in ranks.processes]
+    assert (tmp_path / "checkpoint").exists(), "what is being saved is finished first"
     assert [code for code, _ in ends] == [1, 1, 1]
     assert "RankError" not in ends[1][1]
     for _, err in (ends[0], ends[2]):
