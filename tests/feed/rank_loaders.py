@@ -11,7 +11,6 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 import everygpu
-from everygpu.devices import spread_seeds
 from everygpu.errors import RankError
 from everygpu.ranks.membership import find_membership
 
@@ -159,11 +158,15 @@ def tuned_by_one():
 
 
 def dropout():
-    """Parameters made with the seed of the run, and the masks of two replicas, seeded as a forward does."""
+    """Parameters made with the seed of the run, and the masks of one replica, and of two more."""
     everygpu.seed_all(3)
     weight = torch.nn.Linear(2, 2).weight.tolist()
-    spread_seeds([torch.device("cpu")] * 2)
-    return weight, [torch.dropout(torch.ones(64), 0.5, True).tolist() for _ in range(2)]
+    masks = []
+    for num_replicas in (1, 2):
+        model = everygpu.DataParallel(torch.nn.Dropout(0.5), ["cpu"] * num_replicas)
+        masks += [torch.as_tensor(row).tolist() for row in model(torch.ones(num_replicas, 64))]
+        model.release()
+    return weight, masks
 
 
 def with_workers():

@@ -121,29 +121,25 @@ def run_chosen(
         raise click.BadParameter(f"File {script!r} does not exist. For a module, write -m.", param_hint="'SCRIPT'")
     _check_launch(processes, nnodes, rdzv_endpoint, passed_on)
     wait_s = 0.0 if not wait else math.inf if timeout is None else timeout
-    if cpu:
-        plan = Plan(environ=NO_GPU)
-    else:
-        request = ask_for_each(processes, gpus)
-        manners = Manners(share=share, wait_s=wait_s, tell=_tell)
-        plan = plan_run(request, filters.demand(request.num_asked), os.environ, manners)
+    manners = Manners(share=share, wait_s=wait_s, tell=_tell)
+    plan = Plan(environ=NO_GPU) if cpu else _plan(ask_for_each(processes, gpus), filters, manners)
     _tell(plan.note)
     os.environ.update(plan.environ)
     if split is not None:
         os.environ[SPLIT_VARIABLE] = _SPLITS[split]
     if processes is None:
         sys.exit(_run_here(plan, run_module if is_module else run_script, script, args))
-    num_processes = processes or max(1, plan.num_gpus)
+    num = processes or max(1, plan.num_gpus)
     together = Launch(
-        num_processes=num_processes,
-        nnodes=nnodes,
-        rdzv_endpoint=rdzv_endpoint,
-        passed_on=passed_on,
-        is_module=is_module,
+        num_processes=num, nnodes=nnodes, rdzv_endpoint=rdzv_endpoint, passed_on=passed_on, is_module=is_module
     )
     code, note = launch(together, script, args)
     _tell(note)
     sys.exit(code)
+
+
+def _plan(request: Request, filters: Filters, manners: Manners) -> Plan:
+    return plan_run(request, filters.demand(request.num_asked), os.environ, manners)
 
 
 def ask_for_each(processes: int | None, gpus: Request) -> Request:

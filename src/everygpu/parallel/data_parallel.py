@@ -245,6 +245,8 @@ class DataParallel(ModuleWrapper):
     def _forward_alone(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run on one device: no shards, no threads, only what is elsewhere is moved."""
         device = self.device_ids[0]
+        if self._ranks is not None:
+            spread_seeds(self.device_ids)
         if any(p.device != device for p in self._first_parameter):
             place_module(self.module, device, "DataParallel", strict=self.strict_device)
         if kwargs or any(type(x) is not Tensor or x.device != device for x in inputs):
