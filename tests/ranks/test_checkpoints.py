@@ -24,7 +24,7 @@ def slowly(monkeypatch):
     write = writing.write_checkpoint
 
     def write_slowly(*args, **options):
-        time.sleep(0.05)
+        time.sleep(0.03)
         return write(*args, **options)
 
     for module in (writing, import_module("everygpu.checkpoint.manager")):

@@ -1,5 +1,6 @@
 """A rank that fails, is killed or stopped: the others end with a RankError, in time."""
 
+import contextlib
 import ctypes
 import logging
 import multiprocessing
@@ -18,12 +19,13 @@ from everygpu.ranks.group import join, joined
 from tests.ranks.harness import environment, free_port, run_ranks, running
 
 pytestmark = pytest.mark.usefixtures("warm_python")
-IN_TIME_S = 10
+IN_TIME_S = 20
+"""With the start, which torch's stores delay by seconds where rank 0 comes last."""
 
 
 def join_soon():
     """Join with limits that make for short tests."""
-    watch.SILENT_S, watch.ASLEEP_S, watch.GRACE_S, watch.BROKEN_S, watch.LEAVE_S = 0.8, 0.6, 0.3, 1.3, 0.6
+    watch.SILENT_S, watch.ASLEEP_S, watch.GRACE_S, watch.BROKEN_S, watch.LEAVE_S = 1.0, 0.7, 0.3, 1.5, 0.6
     group = join()
     group.barrier()
     return group
@@ -53,7 +55,7 @@ def raise_uncaught(folder):
 
 
 def write_slowly(path):
-    time.sleep(1.2)
+    time.sleep(1.0)
     path.touch()
 
 
@@ -101,27 +103,26 @@ def lose_one(rank, how, with_fork):
         os.kill(os.getpid(), how)
     if group.rank == 2:
         be_stuck()
-    with pytest.raises(RankError, match=f"of rank {rank}|from rank {rank}"):
-        group.barrier()
-    raise RankError("seen")
+    group.barrier()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_killed_or_stopped_is_named_by_the_others(tmp_path, how):
-    """Two jobs at once: in one, rank 0 is lost, in the other rank 1, and neither hears of the other's."""
-    lost = [0, 1]
-    with (
-        running(lose_one, 0, how, False, size=3, folder=tmp_path / "0") as first,
-        running(lose_one, 1, how, how == signal.SIGKILL, size=3, folder=tmp_path / "1") as second,
-    ):
-        for ranks, which in zip([first, second], lost, strict=True):
-            said = f"rank {which} (host {os.uname().nodename}, process {ranks.processes[which].pid})"
-            for rank, process in enumerate(ranks.processes):
-                if rank != which:
-                    code, err = end_of(process)
-                    assert code == 1, err
-                    assert "RankError" in err
-                    assert rank == 1 - which or said in err
+LOST = [(0, signal.SIGKILL, False, 2), (1, signal.SIGKILL, True, 3), (0, signal.SIGSTOP, False, 2)]
+
+
+def test_a_rank_that_is_killed_or_stopped_is_named_by_the_others(tmp_path):
+    """Several jobs at once, and none hears of another's loss."""
+    with contextlib.ExitStack() as jobs:
+        started = [
+            jobs.enter_context(running(lose_one, rank, how, fork, size=size, folder=tmp_path / str(i)))
+            for i, (rank, how, fork, size) in enumerate(LOST)
+        ]
+        for ranks, (lost, *_) in zip(started, LOST, strict=True):
+            said = f"rank {lost} (host {os.uname().nodename}, process {ranks.processes[lost].pid})"
+            for process in ranks.processes[:lost] + ranks.processes[lost + 1 :]:
+                code, err = end_of(process)
+                assert code == 1, err
+                assert "RankError: ranks: every rank must live as long as the run" in err
+                assert said in err
 
 
 def lose_signs_without_dying(folder):
@@ -208,7 +209,7 @@ def be_rank_of_multiprocessing(rank, late, port):
     os.environ.update(environment(rank, 2, port))
     group = join_soon()
     if rank == late:
-        time.sleep(1.2)  # the other one has ended
+        time.sleep(1.0)  # the other one has ended
     with group.telling():
         dist.destroy_process_group()
 

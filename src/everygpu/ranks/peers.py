@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -88,19 +88,21 @@ class Ping:
 
     Args:
         peer: The rank that is asked.
-        own_rank: The rank that asks.
+        goodbye: Keys that are set there when it stops.
         over: Set when it is to stop.
         on_failure: Called with what the rank knows of a failure.
     """
 
-    def __init__(self, peer: Peer, own_rank: int, over: threading.Event, on_failure: Callable[[bytes], object]) -> None:
+    def __init__(
+        self, peer: Peer, goodbye: Sequence[str], over: threading.Event, on_failure: Callable[[bytes], object]
+    ) -> None:
         self.peer = peer
         self.answered_at = time.monotonic()
         self.is_off = False
         """Whether it asks no more: the rank has ended as it should, or it is over."""
         self.error: RuntimeError | None = None
         """What broke the connection."""
-        self._own_rank, self._over, self._on_failure = own_rank, over, on_failure
+        self._goodbye, self._over, self._on_failure = goodbye, over, on_failure
         self._store = connect(peer)
         self._thread = threading.Thread(target=self._ask, name=f"everygpu-rank-{peer.rank}", daemon=True)
         self._thread.start()
@@ -113,7 +115,8 @@ class Ping:
         try:
             while not (self._look() or self._over.wait(PERIOD_S)):
                 pass
-            self._store.set(off_key(self._own_rank), "")
+            for key in self._goodbye:
+                self._store.set(key, "")
             self.is_off = True
         except RuntimeError as error:
             self.error = error

@@ -66,8 +66,9 @@ class Watch:
         self._left, self._over, self._heard = threading.Event(), threading.Event(), threading.Event()
         others = [peer.rank for peer in peers if peer.rank != rank]
         self._watched_by = others if rank == 0 else [rank - 1]
-        targets = sorted({0, (rank + 1) % len(peers)})
-        self._pings = [Ping(peers[t], rank, self._over, self._hear) for t in targets]
+        # Rank 0 is told too, for a rank that comes too late to read it here; by a thread, as it may not answer.
+        goodbyes = {(rank + 1) % len(peers): [off_key(rank)]} | {0: [off_key(rank), _ended_key(rank)]}
+        self._pings = [Ping(peers[t], keys, self._over, self._hear) for t, keys in sorted(goodbyes.items())]
         self._hook = sys.excepthook
         sys.excepthook = self._excepthook
         threading.Thread(target=self._judge, name="everygpu-ranks", daemon=True).start()
@@ -113,7 +114,6 @@ class Watch:
                 faulthandler.dump_traceback_later(LEAVE_S, exit=True)
         limit = time.monotonic() + limit_s
         with contextlib.suppress(RuntimeError):
-            self.news.set(_ended_key(self.rank), "")
             self._own.set(ENDED, "")
             keys = [off_key(rank) for rank in self._watched_by]
             while not self._own.check(keys) and time.monotonic() < limit and not any(p.error for p in self._pings):
