@@ -115,8 +115,7 @@ def run_chosen(
     """
     if cpu and not (gpus.is_auto and not filters.are_given):
         raise click.UsageError("--cpu hides every GPU: leave out --gpus and the filters.")
-    if timeout is not None and not wait:
-        raise click.UsageError("--timeout says how long to wait: add --wait.")
+    _check_timeout(timeout, wait)
     if not is_module and not os.path.isfile(script):
         raise click.BadParameter(f"File {script!r} does not exist. For a module, write -m.", param_hint="'SCRIPT'")
     _check_launch(processes, nnodes, rdzv_endpoint, passed_on)
@@ -146,6 +145,11 @@ def ask_for_each(processes: int | None, gpus: Request) -> Request:
     """Ask for a GPU per process, where there are GPUs and nothing else is asked for; one alone drives all."""
     is_shared = processes is not None and processes > 1
     return replace(gpus, count=processes) if is_shared and gpus.is_auto and nvml.sample_devices() else gpus
+
+
+def _check_timeout(timeout: float | None, wait: bool) -> None:
+    if timeout is not None and not wait:
+        raise click.UsageError("--timeout says how long to wait: add --wait.")
 
 
 def _check_launch(
