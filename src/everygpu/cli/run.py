@@ -113,15 +113,13 @@ def run_chosen(
     another `everygpu run` of the same user takes others. What stands after SCRIPT is the script's own, and
     its exit code is passed on.
     """
-    if cpu and not (gpus.is_auto and not filters.are_given):
-        raise click.UsageError("--cpu hides every GPU: leave out --gpus and the filters.")
-    _check_timeout(timeout, wait)
+    _check_devices(cpu, gpus, filters, timeout, wait)
     if not is_module and not os.path.isfile(script):
         raise click.BadParameter(f"File {script!r} does not exist. For a module, write -m.", param_hint="'SCRIPT'")
     _check_launch(processes, nnodes, rdzv_endpoint, passed_on)
     wait_s = 0.0 if not wait else math.inf if timeout is None else timeout
     manners = Manners(share=share, wait_s=wait_s, tell=_tell)
-    plan = Plan(environ=NO_GPU) if cpu else _plan(ask_for_each(processes, gpus), filters, manners)
+    plan = Plan(environ=NO_GPU) if cpu else _plan_devices(ask_for_each(processes, gpus), filters, manners)
     _tell(plan.note)
     os.environ.update(plan.environ)
     if split is not None:
@@ -129,15 +127,13 @@ def run_chosen(
     if processes is None:
         sys.exit(_run_here(plan, run_module if is_module else run_script, script, args))
     num = processes or max(1, plan.num_gpus)
-    together = Launch(
-        num_processes=num, nnodes=nnodes, rdzv_endpoint=rdzv_endpoint, passed_on=passed_on, is_module=is_module
-    )
-    code, note = launch(together, script, args)
+    meeting = Launch(num_processes=num, nnodes=nnodes, rdzv_endpoint=rdzv_endpoint)
+    code, note = launch(replace(meeting, passed_on=passed_on, is_module=is_module), script, args)
     _tell(note)
     sys.exit(code)
 
 
-def _plan(request: Request, filters: Filters, manners: Manners) -> Plan:
+def _plan_devices(request: Request, filters: Filters, manners: Manners) -> Plan:
     return plan_run(request, filters.demand(request.num_asked), os.environ, manners)
 
 
@@ -147,7 +143,9 @@ def ask_for_each(processes: int | None, gpus: Request) -> Request:
     return replace(gpus, count=processes) if is_shared and gpus.is_auto and nvml.sample_devices() else gpus
 
 
-def _check_timeout(timeout: float | None, wait: bool) -> None:
+def _check_devices(cpu: bool, gpus: Request, filters: Filters, timeout: float | None, wait: bool) -> None:
+    if cpu and not (gpus.is_auto and not filters.are_given):
+        raise click.UsageError("--cpu hides every GPU: leave out --gpus and the filters.")
     if timeout is not None and not wait:
         raise click.UsageError("--timeout says how long to wait: add --wait.")
 
