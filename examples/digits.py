@@ -82,7 +82,7 @@ def train_epoch(
             optimizer.step()
             mean_loss.update(loss, len(images))
             advance(len(images), mean_loss)
-    return mean_loss.value
+    return mean_loss.sync().value
 
 
 @torch.no_grad()
@@ -108,6 +108,7 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_options()
+    console.quiet = not everygpu.is_main()  # under torchrun one process prints
     everygpu.seed_all(options.seed)
     on_gpus = torch.cuda.is_available() and options.replicas is None
     device_ids = None if on_gpus else ["cpu"] * (options.replicas or 2)
