@@ -6,12 +6,15 @@ import pickle
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60
+HEAD_START_S = 0.2
+"""Of rank 0: torch tries again only 5 s later where there is no store to connect to yet."""
 
 
 def free_port() -> int:
@@ -56,17 +59,21 @@ class Ranks:
         self.files = [folder / f"result{rank}" for rank in range(size)]
         call = pickle.dumps((function.__module__, function.__qualname__, args)).hex()
         paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.ranks.child", call, str(file)],
-                env={**os.environ, "PYTHONPATH": paths, **environment(rank, size, port, local_size)},
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+        self.processes: list[subprocess.Popen[bytes]] = []
+        for rank, file in enumerate(self.files):
+            if rank == 1:
+                time.sleep(HEAD_START_S)
+            command = [sys.executable, "-m", "tests.ranks.child", call, str(file)]
+            self.processes.append(
+                subprocess.Popen(
+                    command,
+                    env={**os.environ, "PYTHONPATH": paths, **environment(rank, size, port, local_size)},
+                    cwd=ROOT,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                )
             )
-            for rank, file in enumerate(self.files)
-        ]
         self.said: list[str] = []
         """What each has written to its standard error, and before it to its standard output."""
 

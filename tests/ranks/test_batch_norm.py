@@ -35,11 +35,6 @@ def train(sizes, num_devices):
         torch.testing.assert_close(model.state_dict()[name], value, msg=name)
 
 
-@pytest.mark.parametrize(("sizes", "num_devices"), [([3, 1], 1), ([4, 0], 1), ([3, 4], 2)])
-def test_training_equals_one_device(tmp_path, sizes, num_devices):
-    run_ranks(train, sizes, num_devices, size=2, folder=tmp_path)
-
-
 def differentiate_again():
     net = nn.Sequential(nn.Linear(2, 3), everygpu.SyncBatchNorm(3))
     model = everygpu.DataParallel(net, ["cpu"])
@@ -49,5 +44,11 @@ def differentiate_again():
         torch.autograd.grad(model(torch.randn(3, 2)).square().sum(), net[0].weight, create_graph=True)
 
 
-def test_second_derivatives_over_ranks_are_refused(tmp_path):
-    run_ranks(differentiate_again, size=2, folder=tmp_path)
+def everything():
+    for sizes, num_devices in (([3, 1], 1), ([4, 0], 1), ([3, 4], 2)):
+        train(sizes, num_devices)
+    differentiate_again()
+
+
+def test_training_equals_one_device_and_second_derivatives_are_refused(tmp_path):
+    run_ranks(everything, size=2, folder=tmp_path)

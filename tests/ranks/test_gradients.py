@@ -77,16 +77,28 @@ def train(sizes, devices, bucket_cap_mb):
     return grads_of(model.module)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "devices", "cap"),
-    [([4, 4], ["cpu"], None), ([3, 1, 2], ["cpu"], 1e-4), ([4, 0], ["cpu"], None), ([3, 4], ["cpu"] * 2, 1e-4)],
-    ids=["equal", "uneven", "empty", "two devices each"],
-)
-def test_a_loop_gives_what_one_device_gives(tmp_path, sizes, devices, cap):
-    first, *others = run_ranks(train, sizes, devices, cap, size=len(sizes), folder=tmp_path)
-    for other in others:
-        for name, g in first.items():
-            assert (g is None and other[name] is None) or torch.equal(g, other[name]), "the ranks differ"
+CASES = {
+    "equal": ([4, 4], ["cpu"], None),
+    "uneven": ([3, 1], ["cpu"], 1e-4),
+    "empty": ([4, 0], ["cpu"], None),
+    "two devices each": ([3, 4], ["cpu"] * 2, 1e-4),
+}
+
+
+def train_each():
+    return {name: train(*case) for name, case in CASES.items()}
+
+
+def test_a_loop_gives_what_one_device_gives(tmp_path):
+    first, second = run_ranks(train_each, size=2, folder=tmp_path)
+    for name, grads in first.items():
+        for key, g in grads.items():
+            other = second[name][key]
+            assert (g is None and other is None) or torch.equal(g, other), f"{name}: the ranks differ in {key}"
+
+
+def test_three_ranks(tmp_path):
+    run_ranks(train, [3, 1, 2], ["cpu"], 1e-4, size=3, folder=tmp_path)
 
 
 def differentiate():
@@ -123,10 +135,6 @@ def differentiate():
     assert_same(grads_of(model.module), grads_of(bare))
 
 
-def test_gradients_that_are_differentiated_again(tmp_path):
-    run_ranks(differentiate, size=2, folder=tmp_path)
-
-
 def weigh_by_tokens():
     group = join()
     torch.manual_seed(0)
@@ -142,8 +150,13 @@ def weigh_by_tokens():
     torch.testing.assert_close(model.module.weight.grad, bare.weight.grad)
 
 
-def test_gradients_weigh_what_is_counted(tmp_path):
-    run_ranks(weigh_by_tokens, size=2, folder=tmp_path)
+def differentiate_and_weigh():
+    differentiate()
+    weigh_by_tokens()
+
+
+def test_gradients_that_are_differentiated_again_and_that_weigh_what_is_counted(tmp_path):
+    run_ranks(differentiate_and_weigh, size=2, folder=tmp_path)
 
 
 def start_with_other_weights():

@@ -91,19 +91,27 @@ def train(num_devices, options):
     return losses, copy.deepcopy(net.state_dict()), step.stats().num_skipped
 
 
-@pytest.mark.parametrize(
-    ("num_devices", "options"),
-    [(1, {}), (2, {"clip_norm": 0.2}), (1, {"accumulate": 3, "clip_norm": 0.5})],
-    ids=["one device each", "two devices each, clipped", "accumulated"],
-)
-def test_training_equals_one_device(tmp_path, num_devices, options):
-    losses, values = reference(options.get("accumulate", 1), options.get("clip_norm"))
-    results = run_ranks(train, num_devices, options, size=2, folder=tmp_path)
-    for found, state, _ in results:
-        assert found == pytest.approx(losses, rel=1e-4)
-        for name, value in values.items():
-            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5, msg=name)
-    assert all(torch.equal(a, b) for a, b in zip(results[0][1].values(), results[1][1].values()))
+CASES = {
+    "one device each": (1, {}),
+    "two devices each, clipped": (2, {"clip_norm": 0.2}),
+    "accumulated": (1, {"accumulate": 3, "clip_norm": 0.5}),
+}
+
+
+def train_each():
+    return {name: train(*case) for name, case in CASES.items()} | {"overflow": overflow()}
+
+
+def test_training_equals_one_device_and_an_overflow_on_one_rank_is_skipped_on_all(tmp_path):
+    ranks = run_ranks(train_each, size=2, folder=tmp_path)
+    for name, (_, options) in CASES.items():
+        losses, values = reference(options.get("accumulate", 1), options.get("clip_norm"))
+        for found, state, _ in (rank[name] for rank in ranks):
+            assert found == pytest.approx(losses, rel=1e-4), name
+            for key, value in values.items():
+                torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-5, msg=f"{name}: {key}")
+        assert all(torch.equal(a, b) for a, b in zip(ranks[0][name][1].values(), ranks[1][name][1].values())), name
+    assert [rank["overflow"] for rank in ranks] == [(1, True)] * 2
 
 
 def small_loss(output, y):
@@ -121,10 +129,6 @@ def overflow():
     before = copy.deepcopy(net.state_dict())
     step(x, y * float("inf") if group.rank else y)
     return step.stats().num_skipped, all(torch.equal(a, before[k]) for k, a in net.state_dict().items())
-
-
-def test_an_overflow_on_one_rank_is_skipped_on_all(tmp_path):
-    assert run_ranks(overflow, size=2, folder=tmp_path) == [(1, True)] * 2
 
 
 def test_accumulated_batches_count_by_what_is_counted():
