@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import everygpu
 from everygpu.errors import RankError
@@ -157,6 +158,63 @@ def differentiate_and_weigh():
 
 def test_gradients_that_are_differentiated_again_and_that_weigh_what_is_counted(tmp_path):
     run_ranks(differentiate_and_weigh, size=2, folder=tmp_path)
+
+
+class Product(torch.autograd.Function):
+    """Has among its inputs a parameter that it gives no gradient."""
+
+    @staticmethod
+    def forward(ctx, x, weight, _):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x, None
+
+
+class WithProduct(nn.Linear):
+    def forward(self, x):
+        return Product.apply(x, self.weight, self.bias)
+
+
+def forward_more_often_than_backward(num_devices):
+    group = join()
+    torch.manual_seed(0)
+    bare = WithProduct(3, 2).double()
+    model = everygpu.DataParallel(copy.deepcopy(bare), ["cpu"] * num_devices)
+    batches = [torch.randn(n, 3, dtype=torch.float64) for n in (8, 3, 1)]
+    mine = [[slice(0, 6), slice(6, 8)], [slice(0, 1), slice(1, 3)], [slice(0, 1), slice(1, 1)]]
+    for net, rows in ((bare, [slice(None)] * 3), (model, [rows[group.rank] for rows in mine])):
+        kept = net(batches[2][rows[2]])  # without no_grad, and without a backward
+        first, second = (net(batches[i][rows[i]]).square().mean() for i in (0, 1))
+        first.backward(retain_graph=True)
+        second.backward()
+        first.backward()
+        assert kept.requires_grad
+    torch.testing.assert_close(model.module.weight.grad, bare.weight.grad, rtol=1e-12, atol=1e-12)
+    assert model.module.bias.grad is None
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_backward_is_weighed_by_the_rows_of_its_own_forwards(tmp_path, num_devices):
+    run_ranks(forward_more_often_than_backward, num_devices, size=2, folder=tmp_path)
+
+
+def checkpoint_whole():
+    group = join()
+    bare = make()
+    model = everygpu.DataParallel(make(), ["cpu"])
+    ids, targets, mine = rows_of(group, [3, 2], 0)
+    for net, rows in ((bare, slice(None)), (model, mine)):
+        output = checkpoint(net, ids[rows], use_reentrant=False) + checkpoint(net, ids[rows] // 2, use_reentrant=False)
+        mean_loss(output, targets[rows]).backward()
+    assert_same(grads_of(model.module), grads_of(bare))
+
+
+def test_a_model_that_is_computed_again_in_backward(tmp_path):
+    run_ranks(checkpoint_whole, size=2, folder=tmp_path)
 
 
 def start_with_other_weights():

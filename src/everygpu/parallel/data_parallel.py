@@ -150,10 +150,15 @@ class DataParallel(ModuleWrapper):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on all devices; see the class."""
-        with nullcontext() if self._ranks is None else self._ranks.forward(self.module, inputs, kwargs):
-            if self._is_alone:
-                return self._forward_alone(inputs, kwargs)
-            return self._one_at_a_time(self._forward_here, inputs, kwargs)
+        if self._ranks is None:
+            return self._forward_by_itself(inputs, kwargs)
+        with self._ranks.forward(self.module, inputs, kwargs):
+            return self._ranks.watch(self._forward_by_itself(inputs, kwargs))
+
+    def _forward_by_itself(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_alone:
+            return self._forward_alone(inputs, kwargs)
+        return self._one_at_a_time(self._forward_here, inputs, kwargs)
 
     def _forward_here(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         launched = self._engine.launch(inputs, kwargs)

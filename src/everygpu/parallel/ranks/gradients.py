@@ -1,5 +1,6 @@
 """Gradients that are added up over ranks while backward goes on."""
 
+import contextlib
 import operator
 import weakref
 from collections.abc import Sequence
@@ -12,10 +13,11 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from everygpu import tree
 from everygpu.parallel.buckets.grouping import group_by_storage
 from everygpu.parallel.buckets.plan import BucketPlan, plan_bucket
 from everygpu.ranks.group import Group
-from everygpu.torch_private.autograd import after_backward, will_execute
+from everygpu.torch_private.autograd import NO_BACKWARD, after_backward, backward_id, will_execute
 
 
 class RankGradients:
@@ -44,6 +46,9 @@ class RankGradients:
         self._bucket_of = {id(params[slot.index]): bucket for bucket in self._buckets for slot in bucket.plan.slots}
         self._weights: list[float | Tensor] = []
         self._is_weight_used = True
+        self._num_forwards = 0
+        self._reached: dict[int, float | Tensor] = {}
+        """Weights of the forwards whose outputs the backward that is running has come to."""
         self._factor: _Factor | None = None
         self._num_sent = 0
         self._handles: list[RemovableHandle] = []
@@ -60,19 +65,37 @@ class RankGradients:
 
     def weigh(self, weight: float | Tensor) -> None:
         """Take note of a forward: how much its gradients count beside other ranks'."""
-        if self._factor is not None:
-            self._finish(is_failed=True)
+        if backward_id() == NO_BACKWARD:  # else it computes again what a checkpoint has left out
+            self._reached.clear()
+            if self._factor is not None:
+                self._finish(is_failed=True)
         if self._is_weight_used:
             self._weights, self._is_weight_used = [], False
         self._weights.append(weight)
+
+    def watch(self, output: Any) -> None:
+        """Take note of the last forward's output: a backward that doesn't come to it isn't weighed by its rows."""
+        self._num_forwards += 1
+        reach = partial(_call_reach, weakref.proxy(self), self._num_forwards, self._weights[-1])
+        for _, leaf in tree.leaves(output, ""):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.grad_fn.register_prehook(reach)
+
+    def reach(self, forward: int, weight: float | Tensor) -> None:
+        """Count a forward among those of the backward that is running."""
+        if not self._reached:
+            after_backward(self._reached.clear)
+        self._reached[forward] = weight
 
     def close(self) -> None:
         """Leave gradients alone from now on."""
         for handle in self._handles:
             handle.remove()
 
-    def before(self, p: Tensor, node: Node, grad: Tensor) -> Tensor | None:
+    def before(self, p: Tensor, node: Node, grad: Tensor | None) -> Tensor | None:
         """Set aside what the parameter has of earlier backwards; where ``backward`` won't write it, add up at once."""
+        if grad is None:  # a Function that has the parameter among its inputs gives it none
+            return None
         if torch.is_grad_enabled() or grad.layout is not torch.strided or not _will_accumulate(node):
             total: Tensor = _Total.apply(grad, self._begun(grad.device), self._group)  # type: ignore[no-untyped-call]
             return total
@@ -91,7 +114,9 @@ class RankGradients:
         """Begin to add up the ranks' weights, once in a backward."""
         if self._factor is None:
             self._is_weight_used = True
-            self._factor = _Factor(self._group, self._weights, device)
+            # Parameters wait for all forwards that use them, so these have been reached by now.
+            weights = list(self._reached.values()) or self._weights
+            self._factor = _Factor(self._group, weights, device)
             after_backward(self._finish)
         return self._factor
 
@@ -121,7 +146,7 @@ class _Factor:
     """This rank's share in the mean: its weight by all ranks'."""
 
     def __init__(self, group: Group, weights: Sequence[float | Tensor], device: torch.device) -> None:
-        parts = [torch.as_tensor(w, dtype=torch.float32, device=device) for w in weights or [1.0]]
+        parts = [torch.as_tensor(w, dtype=torch.float64, device=device) for w in weights or [1.0]]
         self._may_be_zero = any(isinstance(w, Tensor) for w in weights) or (bool(weights) and not any(weights))
         self._own = torch.stack(parts).sum()
         self._total = self._own.clone()
@@ -237,9 +262,14 @@ def _will_accumulate(node: Node) -> bool:
         return False
 
 
-def _call_before(gradients: RankGradients, p: Tensor, node: Node, grad: Tensor) -> Tensor | None:
+def _call_before(gradients: RankGradients, p: Tensor, node: Node, grad: Tensor | None) -> Tensor | None:
     return gradients.before(p, node, grad)
 
 
 def _call_after(gradients: RankGradients, p: Tensor) -> None:
     gradients.after(p)
+
+
+def _call_reach(gradients: RankGradients, forward: int, weight: float | Tensor, _: Any) -> None:
+    with contextlib.suppress(ReferenceError):  # made anew since, for other parameters
+        gradients.reach(forward, weight)

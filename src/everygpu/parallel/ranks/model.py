@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from everygpu.parallel.ranks.gradients import RankGradients
 from everygpu.parallel.ranks.start import copy_from_first
 from everygpu.parallel.scatter.split import find_rows
 from everygpu.ranks.group import Group, SpreadBatch, forward_of
+from everygpu.torch_private.autograd import NO_BACKWARD, backward_id
 
 Weight = Callable[..., float | Tensor]
 
@@ -41,10 +43,21 @@ class RankModel:
         if self._is_apart:
             yield
             return
-        with self.group.telling(next((p.device for p in module.parameters()), None)):
+        with self._telling(module):
             self._begin(module, inputs, kwargs)
             with forward_of(SpreadBatch(self.group, self._last_weight)):
                 yield
+
+    def _telling(self, module: nn.Module) -> AbstractContextManager[None]:
+        if backward_id() != NO_BACKWARD:  # a checkpoint computes again, and ends that by an exception of its own
+            return contextlib.nullcontext()
+        return self.group.telling(next((p.device for p in module.parameters()), None))
+
+    def watch(self, output: Any) -> Any:
+        """Return a forward's output, once backwards through it are noticed."""
+        if self._gradients is not None and torch.is_grad_enabled() and not self._is_apart:
+            self._gradients.watch(output)
+        return output
 
     def _begin(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
