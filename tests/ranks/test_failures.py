@@ -106,6 +106,21 @@ def lose_one(rank, how, with_fork):
     group.barrier()
 
 
+def leave_early():
+    group = join_soon()
+    watch.BROKEN_S = 0.3
+    if group.rank != 1:
+        group.barrier()
+
+
+def test_a_rank_that_leaves_before_the_others_is_named(tmp_path):
+    with running(leave_early, size=3, folder=tmp_path) as ranks:
+        (first, first_err), (own, own_err), (last, last_err) = [end_of(process) for process in ranks.processes]
+    assert (first, own, last) == (1, 0, 1), own_err
+    for err in (first_err, last_err):
+        assert "RankError: ranks: every rank must make the same calls until its end, got the end of rank 1" in err
+
+
 LOST = [(0, signal.SIGKILL, False, 2), (1, signal.SIGKILL, True, 3), (0, signal.SIGSTOP, False, 2)]
 
 

@@ -61,7 +61,7 @@ class Watch:
         self.failure: Failure | None = None
         self.news = connect(peers[0])
         self._pid = os.getpid()
-        self._own, self._me = own, peers[rank]
+        self._own, self._me, self._peers = own, peers[rank], list(peers)
         self._is_delivered = False
         self._left, self._over, self._heard = threading.Event(), threading.Event(), threading.Event()
         others = [peer.rank for peer in peers if peer.rank != rank]
@@ -79,9 +79,11 @@ class Watch:
             raise self._deliver(self.failure)
 
     def reason_of(self, error: BaseException) -> RankError | None:
-        """Return the failure of another rank that an error here is the consequence of, if there is one."""
-        if not _is_of_communication(error) or os.getpid() != self._pid or not self._heard.wait(BROKEN_S):
+        """Return the failure, or the early end, of another rank that an error here is the consequence of."""
+        if not _is_of_communication(error) or os.getpid() != self._pid:
             return None
+        if not self._heard.wait(BROKEN_S):
+            self._tell_of_an_end()
         return self._deliver(self.failure) if self.failure is not None else None
 
     def tell(self, error: BaseException, device: "torch.device | str | None" = None) -> None:
@@ -165,6 +167,19 @@ class Watch:
         elif now - self._pings[0].answered_at < 2 * PERIOD_S and not self._said_goodbye(ping.peer):
             # Where rank 0 doesn't answer, it is judged first: asking it would not return.
             self._announce(Failure(None, message))
+
+    def _tell_of_an_end(self) -> None:
+        """Tell all ranks, which wait for each other, of one that has ended without an error, if there is one."""
+        ended = next((peer for peer in self._peers if self._has_left(peer)), None)
+        if ended is not None:
+            message = (
+                f"ranks: every rank must make the same calls until its end, got the end of {ended} while {self._me} "
+                f"waits for it. Let no rank by itself leave the script, or skip a backward after an error."
+            )
+            self._announce(Failure(self.rank, message))
+
+    def _has_left(self, peer: Peer) -> bool:
+        return peer.rank != self.rank and (self.has_ended(peer.rank) or self._said_goodbye(peer))
 
     def _said_goodbye(self, peer: Peer) -> bool:
         try:
