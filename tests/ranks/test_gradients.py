@@ -217,6 +217,33 @@ def test_a_model_that_is_computed_again_in_backward(tmp_path):
     run_ranks(checkpoint_whole, size=2, folder=tmp_path)
 
 
+def wrap_again():
+    group = join()
+    bare, net = make(), make()
+    ids, targets, mine = rows_of(group, [3, 2], 0)
+    model = everygpu.DataParallel(net, ["cpu"])
+    for renew in (model.release, lambda: everygpu.DataParallel(net, ["cpu"]), model.release):
+        mean_loss(bare(ids), targets).backward()
+        mean_loss(model(ids[mine]), targets[mine]).backward()
+        model = renew() or model
+    assert_same(grads_of(net), grads_of(bare))
+    optimizers = [torch.optim.SGD([p for p in m.parameters() if p is not m.table.weight], lr=0.1) for m in (bare, net)]
+    net.zero_grad(), bare.zero_grad()
+    net.table.requires_grad_(False)
+    step = everygpu.TrainStep(everygpu.DataParallel(net, ["cpu"]), mean_loss, optimizers[1])
+    for _ in range(2):
+        optimizers[0].zero_grad()
+        mean_loss(bare(ids), targets).backward()
+        optimizers[0].step()
+        step(ids[mine], targets[mine])
+        step.model.release()
+    torch.testing.assert_close(net.state_dict(), bare.state_dict(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_model_that_is_released_or_wrapped_again(tmp_path):
+    run_ranks(wrap_again, size=2, folder=tmp_path)
+
+
 def start_with_other_weights():
     group = join()
     torch.manual_seed(group.rank)

@@ -221,7 +221,7 @@ class DataParallel(ModuleWrapper):
 
     def forward_with(self, replicas: ReplicaSet, *inputs: Any, **kwargs: Any) -> Any:
         """Run on replicas that the caller keeps, as ``TrainStep`` does."""
-        with nullcontext() if self._ranks is None else self._ranks.apart():
+        with nullcontext() if self._ranks is None else self._ranks.apart(self.module):
             return self._one_at_a_time(self._forward_on, replicas, inputs, kwargs)
 
     def _apply_to(self, replicas: list[nn.Module], shards: list[Shard], around: Around) -> list[Any]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from everygpu.errors import RankError
+from everygpu.ranks.claims import Claims
 from everygpu.ranks.differences import find_difference
 from everygpu.ranks.meeting import open_store
 from everygpu.ranks.membership import Membership, find_membership
@@ -42,6 +43,7 @@ class Group:
 
     def __init__(self, membership: Membership, control: "dist.ProcessGroup", watch: Watch) -> None:
         self.rank, self.size, self.local_rank, self.local_size = membership
+        self.claims = Claims()
         self._control = control
         self._watch = watch
 

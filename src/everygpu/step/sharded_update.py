@@ -33,7 +33,7 @@ class ShardedUpdate:
 
     def __init__(self, model: DataParallel, optimizer: ShardedOptimizer, *, fixed: bool = False) -> None:
         self._model = model
-        self._ranks = model.rank_model
+        self._group = None if model.rank_model is None else model.rank_model.group
         self._fixed = fixed
         self._optimizer = optimizer
         self._replicas: ReplicaSet | None = None
@@ -52,7 +52,8 @@ class ShardedUpdate:
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if len(self._model.device_ids) == 1:
-            with nullcontext() if self._ranks is None else self._ranks.apart():
+            ranks = self._model.rank_model  # another one after a release
+            with nullcontext() if ranks is None else ranks.apart(self._model.module):
                 return self._model(*inputs, **kwargs)
         if self._replicas is None or self._replicas.module is not self._model.module:
             self._replicas = self._model.make_replicas(self._make_leaves, fixed=self._fixed)
@@ -75,8 +76,8 @@ class ShardedUpdate:
         self._touched = self._flat_params.touched()
         self._flat_params.reduce()
         chunks = self._flat_params.chunks(self._flat_params.grads)
-        if self._ranks is not None:
-            self._touched = self._add_up_ranks(self._ranks.group, chunks)
+        if self._group is not None:
+            self._touched = self._add_up_ranks(self._group, chunks)
         columns = zip(*chunks)
         return [Share(device=d, grads=list(chunks)) for d, chunks in zip(self._flat_params.devices, columns)]
 
@@ -110,7 +111,7 @@ class ShardedUpdate:
 
     def fuse(self, factor: float) -> bool:
         fused = self._whole_update()
-        if fused is None or self._ranks is not None:
+        if fused is None or self._group is not None:
             return False
         self._flat_params.follow_edits()
         self._touched = self._flat_params.touched()

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from everygpu import tree
 from everygpu.parallel.buckets.grouping import group_by_storage
 from everygpu.parallel.buckets.plan import BucketPlan, plan_bucket
+from everygpu.ranks.claims import Claim
 from everygpu.ranks.group import Group
 from everygpu.torch_private.autograd import NO_BACKWARD, after_backward, backward_id, will_execute
 
@@ -46,6 +47,7 @@ class RankGradients:
         self._bucket_of = {id(params[slot.index]): bucket for bucket in self._buckets for slot in bucket.plan.slots}
         self._weights: list[float | Tensor] = []
         self._is_weight_used = True
+        self._claim = Claim()
         self._num_forwards = 0
         self._reached: dict[int, float | Tensor] = {}
         """Weights of the forwards whose outputs the backward that is running has come to."""
@@ -58,6 +60,7 @@ class RankGradients:
             before.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save leaves it out unsaid
             self._handles.append(p.register_hook(before))  # type: ignore[no-untyped-call]
             self._handles.append(p.register_post_accumulate_grad_hook(partial(_call_after, me)))  # type: ignore[no-untyped-call]
+        weakref.finalize(self, _remove, self._handles)
 
     def fits(self, params: Sequence[Tensor]) -> bool:
         """Tell whether these are the parameters it was made for."""
@@ -65,6 +68,7 @@ class RankGradients:
 
     def weigh(self, weight: float | Tensor) -> None:
         """Take note of a forward: how much its gradients count beside other ranks'."""
+        self._group.claims.take(self._claim, self.params)
         if backward_id() == NO_BACKWARD:  # else it computes again what a checkpoint has left out
             self._reached.clear()
             if self._factor is not None:
@@ -89,11 +93,12 @@ class RankGradients:
 
     def close(self) -> None:
         """Leave gradients alone from now on."""
-        for handle in self._handles:
-            handle.remove()
+        _remove(self._handles)
 
     def before(self, p: Tensor, node: Node, grad: Tensor | None) -> Tensor | None:
         """Set aside what the parameter has of earlier backwards; where ``backward`` won't write it, add up at once."""
+        if id(p) in self._claim.lost:
+            return None
         if grad is None:  # a Function that has the parameter among its inputs gives it none
             return None
         if torch.is_grad_enabled() or grad.layout is not torch.strided or not _will_accumulate(node):
@@ -105,7 +110,7 @@ class RankGradients:
     def after(self, p: Tensor) -> None:
         """Take a gradient that is complete; send buckets that are, in the order that all ranks have."""
         bucket = self._bucket_of[id(p)]
-        if bucket.take(p):
+        if id(p) not in self._claim.lost and bucket.take(p):
             factor = self._begun(p.device)
             while self._num_sent < len(self._buckets) and self._buckets[self._num_sent].is_complete:
                 self._send_next(factor)
@@ -260,6 +265,11 @@ def _will_accumulate(node: Node) -> bool:
         return will_execute(node)
     except RuntimeError:  # torch.autograd.grad
         return False
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _call_before(gradients: RankGradients, p: Tensor, node: Node, grad: Tensor | None) -> Tensor | None:

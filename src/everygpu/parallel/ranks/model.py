@@ -12,6 +12,7 @@ from everygpu.parallel.buckets.sizes import replica_bucket_bytes
 from everygpu.parallel.ranks.gradients import RankGradients
 from everygpu.parallel.ranks.start import copy_from_first
 from everygpu.parallel.scatter.split import find_rows
+from everygpu.ranks.claims import Claim
 from everygpu.ranks.group import Group, SpreadBatch, forward_of
 from everygpu.torch_private.autograd import NO_BACKWARD, backward_id
 
@@ -35,6 +36,7 @@ class RankModel:
         self._weight = weight
         self._gradients: RankGradients | None = None
         self._is_apart = False
+        self._claim_apart = Claim()
         self._last_weight: float | Tensor = 1.0
 
     @contextlib.contextmanager
@@ -82,9 +84,11 @@ class RankModel:
         return 1.0 if rows is None else float(rows)
 
     @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
+    def apart(self, module: nn.Module) -> Iterator[None]:
         """Leave gradients and buffers to the caller within, which weighs them by itself."""
         self.close()
+        if torch.is_grad_enabled():
+            self.group.claims.take(self._claim_apart, module.parameters())
         before, self._is_apart = self._is_apart, True
         try:
             with forward_of(SpreadBatch(self.group, 1.0)):
