@@ -33,6 +33,7 @@ def environment(rank: int, size: int, port: int, local_size: int | None = None) 
         "LOCAL_WORLD_SIZE": str(local),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "PYTHONFAULTHANDLER": "1",
     }
 
 

@@ -221,7 +221,8 @@ def join() -> Group | None:
     membership = find_membership()
     if membership is None:
         return None
-    if not dist.is_initialized():
+    is_ours = not dist.is_initialized()
+    if is_ours:
         try:
             store = open_store()
         except ValueError as error:
@@ -231,7 +232,7 @@ def join() -> Group | None:
             ) from error
         dist.init_process_group(_backend(), store=store, rank=membership.rank, world_size=membership.size)
     log_once(membership.rank)
-    return _Joined.of_this_process().join(membership)
+    return _Joined.of_this_process().join(membership, is_ours)
 
 
 def joined() -> Group | None:
@@ -260,22 +261,29 @@ class _Joined:
     def of_this_process() -> "_Joined":
         return _Joined()
 
-    def join(self, membership: Membership) -> Group:
+    def join(self, membership: Membership, is_ours: bool) -> Group:
         world = dist.group.WORLD
         if self.group is None or self._world is not world:
-            self.group, self._world = _make_group(membership), world
+            self.group, self._world = _make_group(membership, is_ours), world
         return self.group
 
 
-def _make_group(membership: Membership) -> Group:
+def _make_group(membership: Membership, is_ours: bool) -> Group:
     # A user's group may be NCCL's alone.
     control: Any = dist.group.WORLD if "gloo" in dist.get_backend_config() else dist.new_group(backend="gloo")
     store, me = serve(membership.rank)
     watch = Watch(membership.rank, _gather(me, membership.size, control), store)
     group = Group(membership, control, watch)
     # At exit in any process, also in those of multiprocessing, where ``atexit`` calls nothing.
-    Finalize(group, watch.leave, exitpriority=0)
+    Finalize(group, _leave, (watch, is_ours), exitpriority=0)
     return group
+
+
+def _leave(watch: Watch, is_ours: bool) -> None:
+    """Say goodbye; end the process group that ``join`` has made, which NCCL asks for, unless others may be gone."""
+    watch.leave()
+    if is_ours and watch.failure is None and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _gather(value: T, size: int, control: "dist.ProcessGroup") -> list[T]:

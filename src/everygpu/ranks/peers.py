@@ -104,12 +104,8 @@ class Ping:
         """What broke the connection."""
         self._goodbye, self._over, self._on_failure = goodbye, over, on_failure
         self._store = connect(peer)
-        self._thread = threading.Thread(target=self._ask, name=f"everygpu-rank-{peer.rank}", daemon=True)
-        self._thread.start()
-
-    def join(self, limit_s: float) -> None:
-        """Wait until it has stopped."""
-        self._thread.join(limit_s)
+        self.thread = threading.Thread(target=self._ask, name=f"everygpu-rank-{peer.rank}", daemon=True)
+        self.thread.start()
 
     def _ask(self) -> None:
         try:

@@ -71,7 +71,8 @@ class Watch:
         self._pings = [Ping(peers[t], keys, self._over, self._hear) for t, keys in sorted(goodbyes.items())]
         self._hook = sys.excepthook
         sys.excepthook = self._excepthook
-        threading.Thread(target=self._judge, name="everygpu-ranks", daemon=True).start()
+        self._thread = threading.Thread(target=self._judge, name="everygpu-ranks", daemon=True)
+        self._thread.start()
 
     def check(self) -> None:
         """Raise what another rank, or this one, has failed with."""
@@ -120,8 +121,17 @@ class Watch:
             keys = [off_key(rank) for rank in self._watched_by]
             while not self._own.check(keys) and time.monotonic() < limit and not any(p.error for p in self._pings):
                 time.sleep(PERIOD_S / 20)
-        for ping in self._pings:
-            ping.join(max(0.0, limit - time.monotonic()))
+        self._join_threads(limit)
+
+    def _join_threads(self, limit: float) -> None:
+        """Wait for threads that ask stores: one whose answer comes while the interpreter ends would abort the process.
+
+        Those that ask a rank that doesn't answer stay: they stay asking until the process is gone.
+        """
+        if any(time.monotonic() - ping.answered_at < ASLEEP_S for ping in self._pings):
+            limit = max(limit, time.monotonic() + LEAVE_FAILED_S)
+        for thread in (*(ping.thread for ping in self._pings), self._thread):
+            thread.join(max(0.0, limit - time.monotonic()))
 
     def _deliver(self, failure: Failure) -> RankError:
         self._is_delivered = True
