@@ -1,6 +1,7 @@
 """Join the replicas' outputs into what one device would have returned."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from everygpu import comm, tree
-from everygpu.devices.parse import DeviceLike, parse_device
+from everygpu.devices.parse import DeviceLike, parse_target
 from everygpu.errors import GatherError, OptionError
 from everygpu.parallel.sharded.batch import ShardedBatch, join, shard_batch
 
@@ -29,7 +30,8 @@ def gather(outputs: Any, target_device: DeviceLike | None = None, dim: int = 0) 
 
     Args:
         outputs: A list with one output per replica, alike in structure; or the output of a ``DataParallel``.
-        target_device: Device of the joined tensors. Required for a list of outputs; else that of each batch.
+        target_device: Device of the joined tensors; -1 is the CPU. Required for a list of outputs; else that of each
+            batch.
         dim: The dimension of the rows in a list of outputs.
     Returns:
         One output of plain tensors of shape (..., rows of all replicas, ...); gradients flow back to the replicas'
@@ -41,7 +43,7 @@ def gather(outputs: Any, target_device: DeviceLike | None = None, dim: int = 0) 
     Source:
         ``torch.nn.parallel.gather``, which loses None, strings and numbers, and warns at scalars.
     """
-    device = None if target_device is None else parse_device(target_device)
+    device = None if target_device is None else parse_target(target_device)
     if device is None or isinstance(outputs, ShardedBatch):
         return _join_batches(outputs, device)
     if not outputs:
@@ -71,6 +73,10 @@ class Joiner:
     dim: int
     rows: tuple[int, ...] | None = None
     """Rows of the batch behind each replica: tensors are kept on their devices, as a ``ShardedBatch``."""
+    pad_value: float | None = None
+    """What fills up tensors and arrays at their ends whose sizes along other dimensions differ; None to refuse them."""
+    advice: str = "Pad to a common length inside forward."
+    """Against such sizes."""
 
     def join(self, tensors: list[Tensor], path: str) -> Tensor:
         """Join one tensor of the output."""
@@ -80,11 +86,22 @@ class Joiner:
         if all(t.ndim == 0 for t in tensors):
             entries, dim, rows = [t.unsqueeze(0) for t in entries], 0, self.rows
         else:
-            _check_shapes([tuple(t.shape) for t in tensors], self.dim, path)
+            if self.pad_value is not None:
+                entries = [_filled(t, widths, self.pad_value) for t, widths in zip(entries, self._missing(entries))]
+            _check_shapes([tuple(t.shape) for t in entries], self, path)
             rows = self.rows if _are_results_per_replica(tensors, self.rows) else None
         if stays_sharded:
             return shard_batch(entries, target, dim, rows)
         return torch.cat([comm.copy(t, target) for t in entries], dim)
+
+    def _missing(self, entries: Sequence[Any]) -> list[list[int]]:
+        """Return by how much each entry is shorter than the longest, along each dimension but that of the rows."""
+        shapes = [tuple(e.shape) for e in entries]
+        if len({len(shape) for shape in shapes}) > 1:
+            return [[0] * len(shape) for shape in shapes]
+        longest = list(map(max, zip(*shapes)))
+        row_dim = self.dim % max(1, len(longest))
+        return [[0 if i == row_dim else longest[i] - n for i, n in enumerate(shape)] for shape in shapes]
 
 
 def _are_results_per_replica(tensors: list[Tensor], rows: tuple[int, ...] | None) -> bool:
@@ -95,6 +112,13 @@ def _are_results_per_replica(tensors: list[Tensor], rows: tuple[int, ...] | None
 def _can_stay_sharded(tensors: list[Tensor]) -> bool:
     plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.layout == torch.strided for t in tensors)
     return plain and len({t.dtype for t in tensors}) == 1
+
+
+def _filled(t: Tensor, widths: Sequence[int], value: float) -> Tensor:
+    """Append a value to a tensor along its dimensions."""
+    if not any(widths):
+        return t
+    return torch.nn.functional.pad(t, [n for width in reversed(widths) for n in (0, width)], value=value)
 
 
 def _copy_if_shared(t: Tensor) -> Tensor:
@@ -114,7 +138,7 @@ def _join(values: list[Any], joiner: Joiner, path: str) -> Any:
     if all(isinstance(v, Tensor) for v in values):
         return joiner.join(values, path)
     if all(node is None for node in opened):
-        return _join_leaves(values, joiner.dim, path)
+        return _join_leaves(values, joiner, path)
     containers = [node for node in opened if node is not None]
     if len(containers) < len(values) or any(type(v) is not type(first) for v in values):
         raise _structure_error(path, [_describe(v) for v in values])
@@ -125,8 +149,8 @@ def _join(values: list[Any], joiner: Joiner, path: str) -> Any:
     return containers[0].rebuild(joined)
 
 
-def _check_shapes(shapes: list[tuple[int, ...]], dim: int, path: str) -> None:
-    ndim = len(shapes[0])
+def _check_shapes(shapes: list[tuple[int, ...]], joiner: Joiner, path: str) -> None:
+    ndim, dim = len(shapes[0]), joiner.dim
     if any(len(shape) != ndim for shape in shapes):
         raise _structure_error(path, [f"shape {shape}" for shape in shapes], _KEEP_ROWS)
     if not -ndim <= dim < ndim:
@@ -138,16 +162,16 @@ def _check_shapes(shapes: list[tuple[int, ...]], dim: int, path: str) -> None:
     if any(other != others[0] for other in others):
         raise GatherError(
             f"gather: {path} must have equal shapes except on dim {dim}, got {_list(shapes)} from the replicas. "
-            f"Pad to a common length inside forward."
+            f"{joiner.advice}"
         )
 
 
-def _join_leaves(values: list[Any], dim: int, path: str) -> Any:
+def _join_leaves(values: list[Any], joiner: Joiner, path: str) -> Any:
     arrays = [v for v in values if tree.is_array(v)]
     if any(isinstance(v, Tensor) for v in values) or (arrays and len(arrays) < len(values)):
         raise _structure_error(path, [_describe(v) for v in values])
     if arrays:
-        return _join_arrays(arrays, dim, path)
+        return _join_arrays(arrays, joiner, path)
     if any(_holds_tensors(v) for v in values):
         raise GatherError(
             f"gather: {path} is a {type(values[0]).__name__} with tensors in it, which has no order to join by. "
@@ -159,12 +183,15 @@ def _join_leaves(values: list[Any], dim: int, path: str) -> Any:
     return values[0] if all(_is_equal(v, values[0]) for v in values[1:]) else values
 
 
-def _join_arrays(arrays: list[Any], dim: int, path: str) -> Any:
+def _join_arrays(arrays: list[Any], joiner: Joiner, path: str) -> Any:
     numpy = sys.modules["numpy"]  # an array is here, so NumPy is loaded; torch works without it
     if all(a.ndim == 0 for a in arrays):
         return numpy.stack(arrays)
-    _check_shapes([a.shape for a in arrays], dim, path)
-    return numpy.concatenate(arrays, dim)
+    if joiner.pad_value is not None:
+        pairs = zip(arrays, joiner._missing(arrays))
+        arrays = [numpy.pad(a, [(0, n) for n in w], constant_values=joiner.pad_value) for a, w in pairs]
+    _check_shapes([a.shape for a in arrays], joiner, path)
+    return numpy.concatenate(arrays, joiner.dim)
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -1,0 +1,31 @@
+"""What can't go through several replicas: transforms and tracers of torch, which know one thread and one device."""
+
+import torch
+
+from everygpu.errors import CallError
+from everygpu.torch_private.autograd import are_transforms_active
+
+
+def check_transforms() -> None:
+    """Refuse a forward on several devices within a transform of ``torch.func``, or while torch traces it.
+
+    Raises:
+        CallError: naming the module to call in place of the wrapper.
+    """
+    found = _find_transform()
+    if found is not None:
+        what, example = found
+        raise CallError(
+            f"DataParallel: {what} needs a module on one device, got a DataParallel of several replicas. Pass "
+            f"the module itself, as in {example}."
+        )
+
+
+def _find_transform() -> tuple[str, str] | None:
+    if are_transforms_active():
+        return "a transform of torch.func, such as vmap or grad,", "torch.func.vmap(model.module)(x)"
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return "torch.jit.trace", "torch.jit.trace(model.module, x)"
+    if torch.compiler.is_exporting():
+        return "torch.export", "torch.export.export(model.module, (x,))"
+    return None
