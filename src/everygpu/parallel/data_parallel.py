@@ -22,8 +22,9 @@ from everygpu.parallel.ranks.model import RankModel, Weight, own_devices
 from everygpu.parallel.ranks.start import check_devices, start_alike
 from everygpu.parallel.replicas.placement import check_module, place_module, without_wrappers
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
+from everygpu.parallel.scatter.batch_types import move_tree
 from everygpu.parallel.scatter.reuse import note_writes
-from everygpu.parallel.scatter.scatter import Shard, move_tree, scatter_call
+from everygpu.parallel.scatter.scatter import Shard, scatter_call
 from everygpu.parallel.scatter.split import ScatterSpec, Split, default_split, settle_split
 from everygpu.parallel.wrapper import ModuleWrapper
 from everygpu.ranks.group import join
@@ -130,7 +131,8 @@ class DataParallel(ModuleWrapper):
         self._is_alone = len(self.device_ids) == 1 and not self._engine.launches
         self._lock = ForwardLock()
         group = join()
-        self._ranks = None if group is None else RankModel(group, self.dim, self.bucket_cap_mb, self._weight)
+        more = self.dim, len(self.device_ids), self.bucket_cap_mb, self._weight
+        self._ranks = None if group is None else RankModel(group, *more)
         # Looked at in every call on one device, where walking the module would cost more than all the rest.
         self._first_parameter = tuple(itertools.islice(self.module.parameters(), 1))
 
@@ -236,8 +238,9 @@ class DataParallel(ModuleWrapper):
         return gather_outputs(outputs, joiner)
 
     def _joiner(self, shards: list[Shard]) -> Joiner:
-        rows = tuple(1 if s.rows is None else s.rows for s in shards) if self.gather == "sharded" else None
-        return Joiner(device=self.output_device, dim=self.dim, rows=rows)
+        weights = tuple(s.weight for s in shards) if self.gather == "sharded" else None
+        rows = [s.rows for s in shards if s.rows is not None]
+        return Joiner(device=self.output_device, dim=self.dim, rows=weights, num_rows=tuple(rows))
 
     def _settle_buffers(self, replicas: ReplicaSet, shards: list[Shard]) -> None:
         positions = [s.position for s in shards]
