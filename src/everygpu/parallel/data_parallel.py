@@ -25,11 +25,13 @@ from everygpu.parallel.ranks.model import RankModel, Weight, own_devices
 from everygpu.parallel.ranks.start import check_devices, start_alike
 from everygpu.parallel.replicas.placement import check_module, place_module, without_wrappers
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
+from everygpu.parallel.scatter.batch_types import move_tree
+from everygpu.parallel.scatter.counts import counted_rows, rows_of, weights_of
 from everygpu.parallel.scatter.reuse import note_writes
-from everygpu.parallel.scatter.scatter import Shard, move_tree, scatter_call
+from everygpu.parallel.scatter.scatter import Shard, scatter_call
 from everygpu.parallel.scatter.split import ScatterSpec, Split, default_split, settle_split
 from everygpu.parallel.transforms import check_transforms
-from everygpu.parallel.verbs import log_fallback, overridden, rows_of
+from everygpu.parallel.verbs import log_fallback, overridden
 from everygpu.ranks.group import join
 
 
@@ -141,7 +143,8 @@ class DataParallel(MethodCalls):
         self._is_alone = is_one and not self._has_overrides and not self._engine.launches
         self._lock = ForwardLock()
         group = join()
-        self._ranks = None if group is None else RankModel(group, self.dim, self.bucket_cap_mb, self._weight)
+        more = self.dim, len(self.replica_devices), self.bucket_cap_mb, self._weight
+        self._ranks = None if group is None else RankModel(group, *more)
         # Looked at in every call on one device, where walking the module would cost more than all the rest.
         self._first_parameter = tuple(itertools.islice(self.module.parameters(), 1))
 
@@ -239,8 +242,8 @@ class DataParallel(MethodCalls):
         return gather_outputs(outputs, joiner)
 
     def _joiner(self, shards: list[Shard]) -> Joiner:
-        rows = rows_of(shards) if self.gather_rule == "sharded" else None
-        return Joiner(device=self._output_device, dim=self.dim, rows=rows)
+        weights = weights_of(shards) if self.gather_rule == "sharded" else None
+        return Joiner(device=self._output_device, dim=self.dim, rows=weights, num_rows=counted_rows(shards))
 
     def _forward_alone(self, inputs: Any, kwargs: Any, name: str | None = None) -> Any:
         """Run on one device: no shards, no threads, only what is elsewhere is moved."""

@@ -11,6 +11,9 @@ from torch import Tensor
 from everygpu import comm, tree
 from everygpu.devices.parse import DeviceLike, parse_target
 from everygpu.errors import GatherError, OptionError
+from everygpu.parallel.listed_rows import are_listed_rows
+from everygpu.parallel.scatter.batch_types import ROWS, batch_type, known_type, move_tree, open_known
+from everygpu.parallel.scatter.ready_types import BatchType
 from everygpu.parallel.sharded.batch import ShardedBatch, join, shard_batch
 
 
@@ -26,7 +29,7 @@ def gather(outputs: Any, target_device: DeviceLike | None = None, dim: int = 0) 
     Tensors of shape (..., rows, ...) are concatenated along ``dim``; 0-dim tensors become a vector with one
     entry per replica; tensors that are on the CPU in all replicas stay there; NumPy arrays are concatenated.
     Other values that are equal in all replicas pass through, differing ones come back as a list. Containers
-    are rebuilt.
+    are rebuilt; ``Rows`` and what ``register_batch`` knows are joined in the order of the rows.
 
     Args:
         outputs: A list with one output per replica, alike in structure; or the output of a ``DataParallel``.
@@ -58,10 +61,12 @@ def _join_batches(output: Any, device: torch.device | None) -> Any:
         raise OptionError("gather: a list of outputs needs a target_device to be joined on, got None.")
 
     def join_leaf(leaf: Any) -> Any:
+        if known_type(leaf) is not None:
+            return leaf if device is None else move_tree(leaf, device)
         joined = join(leaf) if isinstance(leaf, ShardedBatch) else leaf
         return joined if device is None or not isinstance(joined, Tensor) else comm.copy(joined, device)
 
-    return tree.map_leaves(join_leaf, output)
+    return tree.map_leaves(join_leaf, output, open_known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +77,9 @@ class Joiner:
     """Device of the joined tensors, unless all of them are on the CPU."""
     dim: int
     rows: tuple[int, ...] | None = None
-    """Rows of the batch behind each replica: tensors are kept on their devices, as a ``ShardedBatch``."""
+    """How much each replica's results count: tensors are kept on their devices, as a ``ShardedBatch``."""
+    num_rows: tuple[int, ...] | None = None
+    """Rows of the batch behind each replica."""
     pad_value: float | None = None
     """What fills up tensors and arrays at their ends whose sizes along other dimensions differ; None to refuse them."""
     advice: str = "Pad to a common length inside forward."
@@ -134,9 +141,14 @@ def gather_outputs(outputs: list[Any], joiner: Joiner) -> Any:
 
 def _join(values: list[Any], joiner: Joiner, path: str) -> Any:
     first = values[0]
-    opened = [tree.open_container(v) for v in values]
-    if all(isinstance(v, Tensor) for v in values):
+    if all(isinstance(v, Tensor) and not v.is_nested for v in values):
         return joiner.join(values, path)
+    known = batch_type(first)
+    if known is not None:
+        return _join_batches_of(known, values, joiner, path)
+    if joiner.num_rows and len(values) > 1 and are_listed_rows(values, joiner.num_rows, joiner.dim, path, _is_equal):
+        return [_to_device(item, joiner.device) for items in values for item in items]
+    opened = [tree.open_container(v) for v in values]
     if all(node is None for node in opened):
         return _join_leaves(values, joiner, path)
     containers = [node for node in opened if node is not None]
@@ -144,9 +156,29 @@ def _join(values: list[Any], joiner: Joiner, path: str) -> Any:
         raise _structure_error(path, [_describe(v) for v in values])
     places = [dict(zip(node.accessors, node.children)) for node in containers]
     if any(place.keys() != places[0].keys() for place in places):
-        raise _structure_error(path, [_describe_places(first, list(place)) for place in places])
+        advice = _IS_LIST if type(first) is list else _SAME_KIND
+        raise _structure_error(path, [_describe_places(first, list(place)) for place in places], advice)
     joined = [_join([place[a] for place in places], joiner, path + a) for a in containers[0].accessors]
     return containers[0].rebuild(joined)
+
+
+def _join_batches_of(known: BatchType, values: list[Any], joiner: Joiner, path: str) -> Any:
+    """Join objects of a class with a way of its own."""
+    if any(batch_type(v) is not known or (known is ROWS and type(v) is not type(values[0])) for v in values):
+        raise _structure_error(path, [_describe(v) for v in values])
+    if known is ROWS:
+        return known.join([type(items)(_to_device(item, joiner.device) for item in items) for items in values])
+    moved = [known.move(v, joiner.device) for v in values]
+    return known.join(moved) if len(moved) > 1 else moved[0]
+
+
+def _to_device(item: Any, device: torch.device) -> Any:
+    """Move a row's tensors to a device, but for those that are on the CPU."""
+    return tree.map_leaves(lambda leaf: leaf if _is_on_cpu(leaf) else move_tree(leaf, device), item, open_known)
+
+
+def _is_on_cpu(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.device.type == "cpu"
 
 
 def _check_shapes(shapes: list[tuple[int, ...]], joiner: Joiner, path: str) -> None:
@@ -210,6 +242,7 @@ def _is_equal(a: Any, b: Any) -> bool:
 
 
 _SAME_KIND = "Return the same kind of value whatever rows a replica sees."
+_IS_LIST = "Return everygpu.Rows(...) where each item is a row; else as many whatever rows a replica sees."
 _KEEP_ROWS = "A plain squeeze() also drops the rows' dimension of a single row: name what to drop, as in squeeze(-1)."
 
 

@@ -20,31 +20,14 @@ from everygpu.parallel.forward_lock import ForwardLock
 from everygpu.parallel.gather import Joiner, gather_outputs
 from everygpu.parallel.ranks.model import RankModel
 from everygpu.parallel.replicas.replica_set import ReplicaSet
+from everygpu.parallel.scatter.counts import ReplicaOutputs, ScatteredArgs, counted_rows, rows_of, weights_of
 from everygpu.parallel.scatter.reuse import note_writes
-from everygpu.parallel.scatter.scatter import Shard, scatter_call
+from everygpu.parallel.scatter.scatter import scatter_call
 from everygpu.parallel.scatter.split import Split
 
 VERBS = ("scatter", "replicate", "parallel_apply", "gather")
 
 logger = logging.getLogger("everygpu")
-
-
-class ScatteredArgs(tuple[Any, ...]):
-    """One entry of arguments per replica, and what is known of them."""
-
-    positions: tuple[int, ...]
-    """Of the replicas, in the order of ``device_ids``."""
-    rows: tuple[int, ...]
-    """Of the batch, per replica."""
-
-
-class ReplicaOutputs(list[Any]):
-    """What each replica returned, and what it is joined by."""
-
-    rows: tuple[int, ...] | None = None
-    """Of the batch, per replica; None where they are unknown."""
-    joins: Mapping[str, Any] = {}
-    """Further options of the ``Joiner``."""
 
 
 class Verbs(DropIn):
@@ -107,7 +90,7 @@ class Verbs(DropIn):
         shards = scatter_call(inputs if is_call else (inputs,), kwargs or {}, devices, self.dim, split)
         args = ScatteredArgs(s.args if is_call else s.args[0] for s in shards)
         args.positions = tuple(s.position for s in shards)
-        args.rows = rows_of(shards)
+        args.rows, args.weights, args.counted = rows_of(shards), weights_of(shards), counted_rows(shards)
         return args, tuple(s.kwargs for s in shards)
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceLike]) -> list[nn.Module]:
@@ -151,7 +134,7 @@ class Verbs(DropIn):
                 outputs = ReplicaOutputs(self._threads.run(calls, devices, positions))
             else:
                 outputs = ReplicaOutputs(parallel_apply(replicas, args, kwargs, devices))
-        outputs.rows = inputs.rows if is_known else None  # type: ignore[attr-defined]
+        outputs.follow(inputs if is_known else None)  # type: ignore[arg-type]
         return outputs
 
     def gather(self, outputs: Sequence[Any], output_device: DeviceLike) -> Any:
@@ -166,8 +149,9 @@ class Verbs(DropIn):
             ``torch.nn.DataParallel.gather``.
         """
         known = outputs if isinstance(outputs, ReplicaOutputs) else ReplicaOutputs()
-        rows = known.rows if self.gather_rule == "sharded" else None
-        joiner = Joiner(device=parse_target(output_device), dim=self.dim, rows=rows, **known.joins)
+        weights = known.weights if self.gather_rule == "sharded" else None
+        more = {"num_rows": known.counted, **known.joins}
+        joiner = Joiner(device=parse_target(output_device), dim=self.dim, rows=weights, **more)
         return gather_outputs(list(outputs), joiner)
 
     @contextmanager
@@ -211,9 +195,10 @@ class Verbs(DropIn):
         calls = replicas if name is None else [getattr(replica, name) for replica in replicas]
         outputs = ReplicaOutputs(self.parallel_apply(calls, args, kwargs_of))
         note_writes((inputs, kwargs))
-        rows = known.rows if known is not None and len(outputs) == len(known) else None
-        self._settle_replicas(replicas, rows)
-        outputs.rows, outputs.joins = rows, joins
+        known = known if known is not None and len(outputs) == len(known) else None
+        self._settle_replicas(replicas, None if known is None else known.rows)
+        outputs.follow(known)
+        outputs.joins = joins
         return self.gather(outputs, self.output_device)
 
     def _settle_replicas(self, replicas: Sequence[nn.Module], rows: tuple[int, ...] | None) -> None:
@@ -277,8 +262,3 @@ def log_fallback(wrapper: Verbs, overrides: Sequence[str]) -> None:
         type(wrapper).__qualname__,
         " and ".join(overrides),
     )
-
-
-def rows_of(shards: Sequence[Shard]) -> tuple[int, ...]:
-    """Return the rows behind each replica's output; 1 where the call has none."""
-    return tuple(1 if s.rows is None else s.rows for s in shards)
