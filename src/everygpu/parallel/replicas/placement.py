@@ -14,12 +14,15 @@ from everygpu.errors import ModuleError, PlacementError
 # By name: the modules that define them take long to import.
 _DISTRIBUTED = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
+# As it is here: a script may put ours in its place, so that libraries which wrap models themselves take it.
+TorchDataParallel = nn.DataParallel
+
 logger = logging.getLogger("everygpu")
 
 
 def without_wrappers(module: Any, caller: str) -> Any:
     """Unwrap a module that is wrapped already, as in a notebook cell that is run again."""
-    while isinstance(module, nn.DataParallel) or getattr(type(module), "wraps_a_module", False):
+    while isinstance(module, TorchDataParallel) or getattr(type(module), "wraps_a_module", False):
         kind = f"{type(module).__module__.partition('.')[0]}'s {type(module).__qualname__}"
         logger.warning("%s: taking the module out of %s; options that were given there don't count.", caller, kind)
         module = module.module
