@@ -1,5 +1,7 @@
 """Accelerate: the wrapped model goes through ``prepare``, the loop is Accelerate's."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -119,3 +121,28 @@ def test_outputs_are_gathered_for_metrics(devices, accelerator):
         found = torch.cat([accelerator_.gather_for_metrics(model(x)) for x, _ in loader])
     assert found.shape == (22, 2)
     torch.testing.assert_close(found, model.module(loader.dataset.tensors[0].to(found.device)), **TOLERANCE)
+
+
+def test_a_feeder_around_a_prepared_loader(devices, accelerator):
+    accelerator_ = accelerator()
+    expected = train(accelerator_, accelerator_.prepare(*parts(devices(2))), 1)
+    accelerator_ = accelerator()
+    model, optimizer, loader, scheduler = accelerator_.prepare(*parts(devices(2)))
+    with contextlib.closing(everygpu.Feeder(loader, model)) as feeder:
+        found = train(accelerator_, (model, optimizer, feeder, scheduler), 1)
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+def test_sharded_optimizer(devices, accelerator, tmp_path):
+    losses = []
+    for shards in (False, True):
+        accelerator_ = accelerator()
+        model, _, loader, _ = parts(devices(2))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        optimizer = everygpu.ShardedOptimizer(optimizer, devices(2)) if shards else optimizer
+        prepared = accelerator_.prepare(model, optimizer, loader, scheduler)
+        losses.append(train(accelerator_, prepared))
+        accelerator_.save_state(tmp_path / str(shards))
+        accelerator_.load_state(tmp_path / str(shards))
+    torch.testing.assert_close(losses[1], losses[0], **TOLERANCE)

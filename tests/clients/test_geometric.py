@@ -1,4 +1,4 @@
-"""torch_geometric's DataParallel, which overrides scatter for lists of graphs."""
+"""torch_geometric: its DataParallel, which overrides scatter for lists of graphs, and its batches in ours."""
 
 import types
 
@@ -12,6 +12,7 @@ from tests.clients.replacing import load_again
 geometric = pytest.importorskip("torch_geometric")
 graphs_nn = pytest.importorskip("torch_geometric.nn")
 graph_data = pytest.importorskip("torch_geometric.data")
+graph_loader = pytest.importorskip("torch_geometric.loader")
 
 
 class TorchWithoutGPUs(types.ModuleType):
@@ -92,3 +93,64 @@ def test_few_graphs(DataParallel, devices, num_graphs):
     bare = make(chosen[0])
     expected = bare(graph_data.Batch.from_data_list(graphs).to(chosen[0]))
     torch.testing.assert_close(DataParallel(bare, chosen)(graphs) + 0, expected, rtol=1e-9, atol=1e-9)
+
+
+class FromList(Net):
+    """Makes its batch itself, of the graphs that it is called with."""
+
+    def forward(self, graphs):
+        return super().forward(graph_data.Batch.from_data_list(list(graphs)))
+
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+
+
+class TestOurs:
+    """Graphs in a plain ``everygpu.DataParallel``: each replica gets whole graphs, by their number."""
+
+    @pytest.mark.parametrize("feeds", [False, True])
+    def test_batches_of_its_loader(self, devices, feeds):
+        chosen = devices(2)
+        bare = make(chosen[0])
+        model = everygpu.DataParallel(bare, chosen)
+        graphs = [graph(i, n) for i, n in enumerate(SIZES)]
+        loader = graph_loader.DataLoader(graphs, batch_size=3)
+        found = [model(batch) + 0 for batch in (everygpu.Feeder(loader, model) if feeds else loader)]
+        torch.testing.assert_close(found, [bare(batch.to(chosen[0])) for batch in loader], **CLOSE)
+
+    @pytest.mark.parametrize("kind", [list, everygpu.Rows])
+    def test_lists_of_graphs(self, devices, kind):
+        chosen = devices(2)
+        torch.manual_seed(0)
+        bare = FromList().double().to(chosen[0])
+        graphs = [graph(i, n) for i, n in enumerate(SIZES)]
+        expected = bare([g.clone().to(chosen[0]) for g in graphs])
+        torch.testing.assert_close(everygpu.DataParallel(bare, chosen)(kind(graphs)) + 0, expected, **CLOSE)
+
+    def test_batches_that_forward_returns(self, devices):
+        class Doubling(nn.Module):
+            def forward(self, batch):
+                batch = batch.clone()
+                batch.x = batch.x * 2
+                return batch
+
+        batch = graph_data.Batch.from_data_list([graph(i, n) for i, n in enumerate(SIZES)])
+        found = everygpu.DataParallel(Doubling(), devices(2))(batch)
+        assert found.num_graphs == len(SIZES)
+        torch.testing.assert_close(found.x.cpu(), batch.x * 2)
+        torch.testing.assert_close(found.edge_index.cpu(), batch.edge_index)
+
+    def test_graphs_of_several_kinds(self, devices):
+        class Pool(nn.Module):
+            def forward(self, batch):
+                return graphs_nn.global_add_pool(batch["user"].x, batch["user"].batch)
+
+        graphs = []
+        for i in range(5):
+            one = graph_data.HeteroData()
+            one["user"].x, one["item"].x = graph(i, i + 2).x, graph(i, i + 1).x
+            one["user", "likes", "item"].edge_index = torch.tensor([[0, 1], [0, 0]])
+            graphs.append(one)
+        batch = graph_data.Batch.from_data_list(graphs)
+        found = everygpu.DataParallel(Pool(), devices(2))(batch)
+        torch.testing.assert_close((found + 0).cpu(), Pool()(batch), **CLOSE)

@@ -1,5 +1,6 @@
 """Lightning: the wrapped model inside a LightningModule, driven by a Trainer of one device."""
 
+import contextlib
 import copy
 
 import pytest
@@ -159,4 +160,91 @@ def test_loss_of_the_model_is_averaged(devices, tmp_path):
         module = Delegating(model if n is None else everygpu.DataParallel(model, n))
         trainer(tmp_path, devices(2)).fit(module, loader())
         losses.append(module.losses)
+    torch.testing.assert_close(losses[1], losses[0], **TOLERANCE)
+
+
+def test_a_feeder_is_a_loader(devices, tmp_path):
+    one, two = classifier(), classifier(devices(2))
+    fit(tmp_path, devices(2), one)
+    with contextlib.closing(everygpu.Feeder(loader(), two.model)) as feeder:
+        trainer(tmp_path, devices(2)).fit(two, feeder)
+    torch.testing.assert_close(two.losses, one.losses, **TOLERANCE)
+
+
+class WithAdam(Classifier):
+    """Its optimizer's state is on all devices, if there are several."""
+
+    devices = None
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+        return optimizer if self.devices is None else everygpu.ShardedOptimizer(optimizer, self.devices)
+
+
+def test_sharded_optimizer_and_resuming(devices, tmp_path):
+    modules = []
+    for chosen in (None, devices(2), devices(2)):
+        module = WithAdam(classifier(chosen).model)
+        module.devices = chosen
+        modules.append(module)
+    one, two, resumed = modules
+    fit(tmp_path / "1", devices(2), one, max_epochs=3)
+    path = fit(tmp_path / "2", devices(2), two).checkpoint_callback.best_model_path
+    torch.testing.assert_close(two.losses, one.losses[: len(two.losses)], **TOLERANCE)
+    trainer(tmp_path / "3", devices(2), max_epochs=3).fit(resumed, loader(), ckpt_path=path)
+    torch.testing.assert_close(resumed.losses, one.losses[len(two.losses) :], **TOLERANCE)
+
+
+class Adversaries(lightning.LightningModule):
+    """Two models and two optimizers, stepped by hand."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.first, self.second = wrap(Mlp().double()), wrap(nn.Linear(2, 1).double())
+        self.losses = []
+
+    def training_step(self, batch, batch_index):
+        x, _ = batch
+        for name, optimizer in zip(("first", "second"), self.optimizers()):
+            self.toggle_optimizer(optimizer)
+            output = self.second(self.first(x)) if name == "first" else self.second(self.first(x).detach())
+            loss = (output - float(name == "first")).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+            self.losses.append(loss.item())
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(model.parameters(), lr=0.1) for model in (self.first, self.second)]
+
+
+def test_two_models_with_optimizers_stepped_by_hand(devices, tmp_path):
+    modules = [Adversaries(lambda m: m), Adversaries(lambda m: everygpu.DataParallel(m, devices(2)))]
+    for module in modules:
+        trainer(tmp_path, devices(2)).fit(module, loader())
+    torch.testing.assert_close(modules[1].losses, modules[0].losses, **TOLERANCE)
+
+
+def test_fabric(devices, tmp_path):
+    losses = []
+    for chosen in (None, devices(2)):
+        torch.manual_seed(0)
+        inner = Mlp().double()
+        inner = inner if chosen is None else everygpu.DataParallel(inner, chosen)
+        kind = "cpu" if devices(2)[0].type == "cpu" else "gpu"
+        fabric = lightning.Fabric(accelerator=kind, devices=1)
+        model, optimizer = fabric.setup(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+        found = []
+        for x, y in fabric.setup_dataloaders(loader()):
+            loss = nn.functional.cross_entropy(model(x), y)
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        fabric.save(tmp_path / "saved.ckpt", {"model": model, "optimizer": optimizer})
+        fabric.load(tmp_path / "saved.ckpt", {"model": model, "optimizer": optimizer})
+        losses.append(found)
     torch.testing.assert_close(losses[1], losses[0], **TOLERANCE)

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 BATCH, VOCABULARY, LENGTH = 8, 32, 6
 NUM_ROWS = {"plain": 21, "llama": 21, "bert": 24}
-"""The last batch has five rows, three for one replica and two for the other; BERT's, whose means aren't weighed, eight."""
+"""Of the last batch's five rows, one replica gets three, the other two. BERT's batches are all of eight."""
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
@@ -219,3 +219,78 @@ def test_training_equals_nn_data_parallel(devices, tmp_path, monkeypatch, reques
     trainers.append(make_trainer(tmp_path / "ours", name, chosen, 2, **options))
     trainers[1].train()
     assert_same_training(*trainers)
+
+
+class TestCalls:
+    """A wrapped model, called by a loop of the user's own."""
+
+    @pytest.fixture
+    def make_pair(self, devices):
+        """``make_pair()`` gives a wrapped model and the model itself."""
+
+        def make():
+            torch.manual_seed(0)
+            bare = llama().double().eval().to(devices(2)[0])
+            return everygpu.DataParallel(bare, devices(2)), bare
+
+        return make
+
+    @pytest.fixture
+    def tokens(self, devices):
+        generator = torch.Generator().manual_seed(2)
+        return torch.randint(6, VOCABULARY, (5, 4), generator=generator).to(devices(2)[0])
+
+    def test_generate(self, make_pair, tokens):
+        model, bare = make_pair()
+        found = model.call_method("generate", tokens, max_new_tokens=6, do_sample=False)
+        assert torch.equal(found + 0, bare.generate(tokens, max_new_tokens=6, do_sample=False))
+
+    def test_generate_until_each_row_has_ended(self, make_pair, tokens):
+        """A replica stops when its rows have ended: what is shorter than the longest is filled up."""
+        model, bare = make_pair()
+        options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+        free = bare.generate(tokens, **options)
+        lengths = set()
+        for end in range(VOCABULARY):
+            expected = bare.generate(tokens, eos_token_id=end, **options)
+            found = model.call_method("generate", tokens, eos_token_id=end, pad_value=0, **options)
+            assert torch.equal(found + 0, expected)
+            parts = [bare.generate(part, eos_token_id=end, **options) for part in (tokens[:3], tokens[3:])]
+            lengths.add(len({part.shape[1] for part in parts}))
+        assert free.shape == (5, 16)
+        assert 2 in lengths
+
+    def test_outputs_have_all_that_one_device_gives(self, make_pair, tokens):
+        model, bare = make_pair()
+        with torch.no_grad():
+            found = model(tokens, labels=tokens, output_hidden_states=True)
+            expected = bare(tokens, labels=tokens, output_hidden_states=True)
+        assert type(found) is type(expected)
+        assert found.keys() == expected.keys()
+        torch.testing.assert_close(found.logits + 0, expected.logits)
+        torch.testing.assert_close([h + 0 for h in found.hidden_states], list(expected.hidden_states))
+        torch.testing.assert_close(found.loss.mean(), expected.loss)
+
+    def test_batch_of_a_tokenizer(self, devices):
+        words = pytest.importorskip("tokenizers").Tokenizer(
+            pytest.importorskip("tokenizers.models").WordLevel({"?": 0, "a": 1, "b": 2}, unk_token="?")
+        )
+        words.pre_tokenizer = pytest.importorskip("tokenizers.pre_tokenizers").Whitespace()
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", pad_token="?")
+        batch = tokenizer(["a b", "b", "a a a", "a", "b b"], padding=True, return_tensors="pt")
+
+        class Masked(nn.Module):
+            def forward(self, batch):
+                return batch["input_ids"] * batch.attention_mask, batch
+
+        product, returned = everygpu.DataParallel(Masked(), devices(2))(batch)
+        assert torch.equal((product + 0).cpu(), batch["input_ids"] * batch["attention_mask"])
+        assert isinstance(returned, transformers.BatchEncoding)
+        assert returned.tokens(3) == batch.tokens(3)
+
+    def test_model_keeps_its_methods(self, make_pair, tmp_path):
+        model, bare = make_pair()
+        assert (model.config, model.dtype, model.num_parameters()) == (bare.config, bare.dtype, bare.num_parameters())
+        model.save_pretrained(tmp_path)
+        loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+        torch.testing.assert_close(loaded.state_dict(), model.state_dict(), check_device=False, rtol=0, atol=0)
