@@ -60,6 +60,7 @@ def writers(used, **options):
 
 
 class TestGenerate:
+    @pytest.mark.every_engine
     def test_rows_are_filled_up(self, devices):
         used = devices(2)
         model = writers(used)
@@ -133,6 +134,7 @@ class TestGenerate:
 
 
 class TestAsForward:
+    @pytest.mark.every_engine
     def test_trains(self, devices):
         used = devices(2)
         model = writers(used)
@@ -198,6 +200,7 @@ class TestAsForward:
         assert model.call_method("dropout", torch.ones(4)).shape == (4,)
         assert model.call_method("double").tolist() == [[4.0]]
 
+    @pytest.mark.every_engine
     def test_goes_with_forward(self):
         model, x = writers(["cpu"] * 2), torch.ones(4)
         twin = copy.deepcopy(model)
