@@ -47,7 +47,7 @@ def gather(outputs: Any, target_device: DeviceLike | None = None, dim: int = 0) 
         ``torch.nn.parallel.gather``, which loses None, strings and numbers, and warns at scalars.
     """
     device = None if target_device is None else parse_target(target_device)
-    if device is None or isinstance(outputs, ShardedBatch):
+    if device is None or isinstance(outputs, Tensor):
         return _join_batches(outputs, device)
     if not outputs:
         raise GatherError("gather: needs the output of at least one replica, got none.")

@@ -1,9 +1,12 @@
 """What can't go through several replicas: transforms and tracers of torch, which know one thread and one device."""
 
+from collections.abc import Iterable
+
 import torch
+from torch import Tensor
 
 from everygpu.errors import CallError
-from everygpu.torch_private.autograd import are_transforms_active
+from everygpu.torch_private.autograd import are_batched, are_transforms_active
 
 
 def check_transforms() -> None:
@@ -18,6 +21,32 @@ def check_transforms() -> None:
         raise CallError(
             f"DataParallel: {what} needs a module on one device, got a DataParallel of several replicas. Pass "
             f"the module itself, as in {example}."
+        )
+
+
+def check_tangents(tangents: Iterable[Tensor | None]) -> None:
+    """Refuse forward-mode differentiation under ``vmap``.
+
+    Raises:
+        CallError: saying the ways out.
+    """
+    if are_batched(tangents):
+        raise CallError(
+            "DataParallel: forward-mode differentiation under vmap, as jacobian does it with vectorize=True, needs a "
+            "module on one device. Pass the module itself, model.module, or strategy='reverse-mode'."
+        )
+
+
+def check_unbatched(grads: Iterable[Tensor | None]) -> None:
+    """Refuse gradients that lie in no memory, where they are to be sent to another process.
+
+    Raises:
+        CallError: saying the ways out.
+    """
+    if are_batched(grads):
+        raise CallError(
+            "DataParallel: batched gradients, as of is_grads_batched=True or vmap, can't go to helper processes. Pass "
+            "engine='threads' to DataParallel, or create_graph=True to torch.autograd.grad."
         )
 
 
