@@ -96,8 +96,7 @@ def scatter_call(
     active = all_positions if plan is None else plan.active
     scatter_leaf = _LeafScatter(plan, active, devices, dim)
     try:
-        arg_columns = tree.fan_out(scatter_leaf, list(args), len(active), open_batch)
-        kwarg_columns = tree.fan_out(scatter_leaf, dict(kwargs), len(active), open_batch)
+        columns = [tree.fan_out(scatter_leaf, value, len(active), open_batch) for _, value in named]
     except RuntimeError as error:
         explain_layout(named, error)
         raise
@@ -106,8 +105,8 @@ def scatter_call(
             position=position,
             rows=None if plan is None else plan.rows[position],
             weight=1 if plan is None or scatter_leaf.has_entries else plan.rows[position],
-            args=tuple(arg_columns[i]),
-            kwargs=kwarg_columns[i],
+            args=tuple(column[i] for column in columns[: len(args)]),
+            kwargs={key: column[i] for key, column in zip(kwargs, columns[len(args) :])},
         )
         for i, position in enumerate(active)
     ]
