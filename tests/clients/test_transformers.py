@@ -66,10 +66,10 @@ def bert():
 MODELS = {"llama": llama, "bert": bert, "plain": Plain}
 
 
-def dataset(name):
+def dataset(name, num_rows):
     """Make rows of tokens; of a language model's some labels are left out, so that replicas count differently."""
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(1, VOCABULARY, (NUM_ROWS[name], LENGTH), generator=generator)
+    tokens = torch.randint(1, VOCABULARY, (num_rows, LENGTH), generator=generator)
     if name != "llama":
         labels = tokens.sum(1) % 2
         return [{"input_ids": t, "labels": y} for t, y in zip(tokens, labels)]
@@ -78,7 +78,7 @@ def dataset(name):
     return [{"input_ids": t, "labels": y} for t, y in zip(tokens, labels)]
 
 
-def make_trainer(folder, name, devices, num_replicas, **options):
+def make_trainer(folder, name, devices, num_replicas, num_rows=None, **options):
     """Make a Trainer for batches of ``BATCH`` rows over so many replicas."""
     options = {"max_steps": 6, "learning_rate": 1e-2, "save_strategy": "no", "seed": 0, **options}
     extras = {key: options.pop(key) for key in ("compute_metrics", "compute_loss_func") if key in options}
@@ -95,7 +95,7 @@ def make_trainer(folder, name, devices, num_replicas, **options):
     assert arguments.device.type == devices[0].type
     arguments._n_gpu = num_replicas  # Trainer wraps the model for two GPUs or more
     torch.manual_seed(0)
-    data = dataset(name)
+    data = dataset(name, num_rows or NUM_ROWS[name])
     return transformers.Trainer(model=MODELS[name](), args=arguments, train_dataset=data, eval_dataset=data, **extras)
 
 
@@ -119,6 +119,15 @@ def assert_same_training(one, two):
     torch.testing.assert_close(two.model.state_dict(), one.model.state_dict(), **CLOSE)
 
 
+def sum_over_items(outputs, labels, num_items_in_batch):
+    return nn.functional.cross_entropy(outputs["logits"], labels, reduction="sum") / num_items_in_batch
+
+
+def sum_for_two_gpus(outputs, labels, num_items_in_batch):
+    """Divide by what Trainer multiplies with; on one device ``num_items_in_batch`` is one number."""
+    return sum_over_items(outputs, labels, num_items_in_batch) / num_items_in_batch.numel()
+
+
 @pytest.mark.usefixtures("replaced")
 class TestTrainer:
     @pytest.mark.parametrize(
@@ -131,6 +140,7 @@ class TestTrainer:
             ("llama", {"gradient_checkpointing": True}),
             # BERT takes the mean whatever Trainer tells it, which it then should not multiply by the number of GPUs.
             ("bert", {"average_tokens_across_devices": False}),
+            ("bert", {"compute_loss_func": sum_for_two_gpus}),
         ],
         ids=str,
     )
@@ -193,10 +203,6 @@ class OnTwoGPUs(nn.DataParallel):
         super().__init__(module, [0, 1])
 
 
-def sum_over_items(outputs, labels, num_items_in_batch):
-    return nn.functional.cross_entropy(outputs["logits"], labels, reduction="sum") / num_items_in_batch
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -205,6 +211,7 @@ def sum_over_items(outputs, labels, num_items_in_batch):
         ("llama", {"average_tokens_across_devices": False}),
         ("llama", {"label_smoothing_factor": 0.1}),
         ("bert", {"compute_loss_func": sum_over_items}),
+        ("llama", {"num_rows": 17}),  # of which the last batch has one: a single replica runs
     ],
     ids=str,
 )
