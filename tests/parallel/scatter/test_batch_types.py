@@ -127,7 +127,7 @@ class TestRegistered:
 
         register_batch(
             Words,
-            split=lambda batch, rows: [Words(words=part.tolist()) for part in torch.arange(len(batch["words"])).split(rows)],
+            split=lambda batch, rows: [Words(words=part.tolist()) for part in torch.tensor(batch["words"]).split(rows)],
             join=lambda parts: Words(words=[word for part in parts for word in part["words"]]),
             move=lambda batch, device: batch,
             rows=lambda batch: len(batch["words"]),
