@@ -17,7 +17,7 @@ from everygpu.feed.restore import restored
 from everygpu.feed.size_search import find_size
 from everygpu.feed.tuning_cache import describe_run, read_result, write_result
 from everygpu.parallel.scatter.batch_types import batch_type, open_batch, split_batch
-from everygpu.parallel.scatter.row_count import find_rows, name_items
+from everygpu.parallel.scatter.row_count import find_rows
 from everygpu.parallel.scatter.split import ScatterSpec
 
 STEPS_PER_TRIAL = 2
@@ -143,7 +143,7 @@ def _check_arguments(step: Any, model: Any, optimizer: Any, on_trial: Any) -> No
 
 def _check_options(batch: Any, route: ScatterSpec, min_rows: int, max_rows: int, headroom_pct: float) -> int:
     """Return the size to start with: the batch's own, within the limits."""
-    num_rows = find_rows(name_items(batch), route.dim, len(route.devices))
+    num_rows = find_rows([("batch", batch)], route.dim, len(route.devices))
     if not num_rows:
         raise OptionError(
             "find_batch_size: batch must have a tensor with rows, got none. Pass one batch of the loader."
@@ -219,7 +219,7 @@ def resize(batch: Any, num_rows: int, dim: int, num_devices: int = 0) -> Any:
         dim: Where they are.
         num_devices: As for ``find_rows``.
     """
-    num_own = find_rows(name_items(batch), dim, num_devices)
+    num_own = find_rows([("batch", batch)], dim, num_devices)
 
     def repeat(leaf: Any) -> Any:
         kind = batch_type(leaf)

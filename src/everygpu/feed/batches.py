@@ -15,7 +15,7 @@ from everygpu import tree
 from everygpu.comm.upload import Mark, mark, receive, upload
 from everygpu.parallel.scatter.batch_types import ROWS, batch_type, known_type, move_tree, open_batch, open_known
 from everygpu.parallel.scatter.ready_types import spans
-from everygpu.parallel.scatter.row_count import find_rows, has_entry_per_device, name_items
+from everygpu.parallel.scatter.row_count import find_rows, has_entry_per_device
 from everygpu.parallel.scatter.split import Replicated, ScatterSpec, SplitPlan, plan_split
 from everygpu.parallel.sharded.batch import ShardedBatch, shard_batch
 
@@ -52,7 +52,7 @@ def send_batch(batch: Any, route: ScatterSpec) -> SentBatch:
     """
     plan = None
     if len(route.devices) > 1:
-        num_rows = find_rows(name_items(batch), route.dim, len(route.devices))
+        num_rows = find_rows([("batch", batch)], route.dim, len(route.devices))
         plan = None if num_rows is None else plan_split(num_rows, len(route.devices), route.split)
     # Containers of our own: a loader may change its list or dict for the next batch before this one is unpacked.
     structure = tree.map_leaves(lambda leaf: leaf, batch, open_batch)

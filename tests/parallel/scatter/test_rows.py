@@ -111,11 +111,11 @@ class TestOutputs:
         sum(row["box"].sum() for row in out["found"]).backward()
         assert module.scale.grad.item() == sum(i * (4 + i) * 5 for i in range(5))
 
-    @pytest.mark.usefixtures("warm_python")
-    def test_through_helper_processes(self):
+    def test_through_helper_processes(self, helpers):
         module = Detect()
         model = DataParallel(module, ["cpu"] * 2, engine="processes")
-        out = model(images(), torch.ones(5, 2))
+        with helpers.serving():
+            out = model(images(), torch.ones(5, 2))
         assert model.engine_in_use == "processes"
         assert [(row["box"].shape, row["name"]) for row in out["found"]] == [
             ((4, 5), ""), ((5, 5), "i"), ((6, 5), "ii"), ((7, 5), ""), ((8, 5), "i"),

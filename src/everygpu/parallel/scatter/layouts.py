@@ -15,7 +15,7 @@ def cut_rows(x: Tensor, rows: Sequence[int], dim: int) -> list[Tensor]:
     """Cut a tensor into parts of so many rows: views, but of a sparse tensor copies."""
     ends = itertools.accumulate(rows)
     if x.layout is torch.sparse_coo and not x.requires_grad:
-        return [torch.narrow_copy(x, dim, end - num_rows, num_rows) for end, num_rows in zip(ends, rows)]
+        return [torch.narrow_copy(x, dim % x.ndim, end - num_rows, num_rows) for end, num_rows in zip(ends, rows)]
     # Not torch.split, whose results must not be written when there is a graph.
     return [x.narrow(dim, end - num_rows, num_rows) for end, num_rows in zip(ends, rows)]
 

@@ -30,7 +30,7 @@ def warn_of_lists(
     warned = warned_kinds()
     for items in lists:
         kind = type(items[0])
-        if kind is Tensor:
+        if issubclass(kind, Tensor):
             if len(items) == num_sized and Tensor not in warned and _differ_elsewhere(items, dim):
                 warned.add(Tensor)
                 _warn_of_tensors(_path_of(items, named), items, dim)
@@ -48,7 +48,7 @@ def warned_kinds() -> "weakref.WeakSet[type]":
 def _differ_elsewhere(items: Sequence[Any], dim: int) -> bool:
     """Tell whether tensors, which agree on ``dim``, are of equal depth and differ in another dimension."""
     first = items[0]
-    if any(x.ndim != first.ndim for x in items):
+    if any(not isinstance(x, Tensor) or x.is_nested or x.ndim != first.ndim for x in items):
         return False
     at = dim % first.ndim
     return len({x.shape[:at] + x.shape[at + 1 :] for x in items}) > 1

@@ -24,14 +24,7 @@ def name_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple
     return [(f"args[{i}]", a) for i, a in enumerate(args)] + [(f'kwargs["{k}"]', v) for k, v in kwargs.items()]
 
 
-def name_items(batch: Any) -> list[tuple[str, Any]]:
-    """Name the items of a loader's batch, whose list or tuple is no list of rows: the default collate makes one."""
-    if type(batch) in (list, tuple) and batch_type(batch) is None:
-        return [(f"batch[{i}]", item) for i, item in enumerate(batch)]
-    return [("batch", batch)]
-
-
-def find_rows(named: Named, dim: int, num_devices: int = 0) -> int | None:
+def find_rows(named: Named, dim: int, num_devices: int = 0, *, warns: bool = False) -> int | None:
     """Read the batch size off the tensors of a call, and off what else has rows.
 
     A tensor or array with one entry per device, of shape (devices,), (devices, 1) or the like, isn't counted where the
@@ -41,6 +34,7 @@ def find_rows(named: Named, dim: int, num_devices: int = 0) -> int | None:
         named: Arguments with their names; containers are searched.
         dim: The dimension along which tensors are split.
         num_devices: Devices that the rows are for; 0 if that isn't known.
+        warns: Warn of lists that may have an item per row, as they are about to reach the replicas in another way.
     Returns:
         The batch size all tensors, arrays, ``Rows`` and registered batches agree on; None when there is none to split.
     Raises:
@@ -58,7 +52,7 @@ def find_rows(named: Named, dim: int, num_devices: int = 0) -> int | None:
     num_rows: int = sizes[0]
     if sizes.count(num_rows) != len(sizes):
         num_rows = _compare(named, dim, num_devices)
-    if lists and num_devices > 1 and num_rows > 1:
+    if warns and lists and num_devices > 1 and num_rows > 1:
         warn_of_lists(named, lists, num_rows, len(sizes), dim)
     return num_rows
 

@@ -90,7 +90,7 @@ def scatter_call(
         without any argument runs on the first only.
     """
     named = name_arguments(args, kwargs)
-    num_rows = find_rows(named, dim, len(devices))
+    num_rows = find_rows(named, dim, len(devices), warns=True)
     plan = None if num_rows is None else plan_split(num_rows, len(devices), split)
     all_positions = tuple(range(len(devices))) if named else (0,)
     active = all_positions if plan is None else plan.active
