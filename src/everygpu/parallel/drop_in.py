@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import nn
+from torch.nn import DataParallel as TorchDataParallel
 
 from everygpu.devices.parse import DeviceLike, device_id, parse_devices, parse_target
 from everygpu.errors import ModuleError
 from everygpu.parallel.wrapper import ModuleWrapper
 
 
-class DropIn(ModuleWrapper, nn.DataParallel):  # type: ignore[type-arg]
+class DropIn(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
     """Gives a wrapper ``torch.nn.DataParallel``'s attributes. A subclass sets what is annotated here."""
 
     replica_devices: tuple[torch.device, ...]
@@ -24,7 +24,8 @@ class DropIn(ModuleWrapper, nn.DataParallel):  # type: ignore[type-arg]
 
     def __init__(self) -> None:
         # Not torch's own, which moves the module and knows no CPU. What follows it in a subclass is called, as there.
-        super(nn.DataParallel, self).__init__()
+        # By a name of this file's, as ``torch.nn.DataParallel = everygpu.DataParallel`` makes libraries' classes ours.
+        super(TorchDataParallel, self).__init__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(renamed(state))
