@@ -69,7 +69,7 @@ def any_engine(request):
 
 
 class TestOverrides:
-    def test_are_called_in_torchs_order(self, devices, any_engine):
+    def test_a51_are_called_in_torchs_order(self, devices, any_engine):
         used = devices(3)
         model, bare = Noted(Mlp().to(used[0]), used, engine=any_engine), Mlp().to(used[0])
         x = torch.randn(7, 3, device=used[0])
@@ -338,6 +338,29 @@ class TestForwardOverrides:
         model = Graphs(Mlp().eval(), ["cpu"] * 3)
         graphs = list(torch.randn(7, 3))
         torch.testing.assert_close(model(graphs), model.module(torch.stack(graphs)))
+
+    def test_a_share_of_the_devices(self, devices):
+        """As BalancedDataParallel: without the first device, and with ``parallel_apply`` of another signature."""
+        used = devices(3)
+
+        class Balanced(DataParallel):
+            def __init__(self, first_rows, *args, **kwargs):
+                self.first_rows = first_rows
+                super().__init__(*args, **kwargs)
+
+            def forward(self, *inputs, **kwargs):
+                device_ids = self.device_ids if self.first_rows else self.device_ids[1:]
+                inputs, kwargs = self.scatter(inputs, kwargs, device_ids)
+                replicas = self.replicate(self.module, self.device_ids)[len(self.device_ids) - len(device_ids) :]
+                return self.gather(self.parallel_apply(replicas, device_ids, inputs, kwargs), self.output_device)
+
+            def parallel_apply(self, replicas, device_ids, inputs, kwargs):
+                return super().parallel_apply(replicas, inputs, kwargs)
+
+        model, x = Balanced(0, Mlp().eval().to(used[0]), used), torch.randn(4, 3, device=used[0])
+        out = model(x)
+        assert [shard.device for shard in out.shards] == list(used[1:])
+        torch.testing.assert_close(everygpu.gather(out), model.module(x))
 
 
 class MMStyle(DataParallel):

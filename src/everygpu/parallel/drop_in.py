@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.nn import DataParallel as TorchDataParallel
 
 from everygpu.devices.parse import DeviceLike, device_id, parse_devices, parse_target
 from everygpu.errors import ModuleError
-from everygpu.parallel.replicas.placement import TorchDataParallel
 from everygpu.parallel.wrapper import ModuleWrapper
 
 
@@ -24,6 +24,7 @@ class DropIn(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
 
     def __init__(self) -> None:
         # Not torch's own, which moves the module and knows no CPU. What follows it in a subclass is called, as there.
+        # By a name of this file's, as ``torch.nn.DataParallel = everygpu.DataParallel`` makes libraries' classes ours.
         super(TorchDataParallel, self).__init__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -89,7 +89,8 @@ class Verbs(DropIn):
         split = self.split if fits else "chunk"
         shards = scatter_call(inputs if is_call else (inputs,), kwargs or {}, devices, self.dim, split)
         args = ScatteredArgs(s.args if is_call else s.args[0] for s in shards)
-        args.positions = tuple(s.position for s in shards)
+        own = self._positions_of(devices) or range(len(devices))
+        args.positions = tuple(own[s.position] for s in shards)
         args.rows, args.weights, args.counted = rows_of(shards), weights_of(shards), counted_rows(shards)
         return args, tuple(s.kwargs for s in shards)
 

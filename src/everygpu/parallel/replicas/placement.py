@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import DataParallel as TorchDataParallel
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from everygpu.devices.p2p import trusted_peers
@@ -13,9 +14,6 @@ from everygpu.errors import ModuleError, PlacementError
 
 # By name: the modules that define them take long to import.
 _DISTRIBUTED = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
-
-# As it is here: a script may put ours in its place, so that libraries which wrap models themselves take it.
-TorchDataParallel = nn.DataParallel
 
 logger = logging.getLogger("everygpu")
 
