@@ -22,16 +22,21 @@ class ScatteredArgs(tuple[Any, ...]):
 class ReplicaOutputs(list[Any]):
     """What each replica returned, and what it is joined by."""
 
+    rows: tuple[int, ...] | None = None
+    """Of the batch, per replica; None where they are unknown, and so for the next two."""
     weights: tuple[int, ...] | None = None
-    """How much each result counts; None where that is unknown."""
+    """How much each result counts."""
     counted: tuple[int, ...] | None = None
-    """Rows of the batch, per replica."""
+    """The rows, where the call has any."""
     joins: Mapping[str, Any] = {}
     """Further options of the ``Joiner``."""
 
     def follow(self, args: ScatteredArgs | None) -> None:
         """Take over what is known of the arguments."""
-        self.weights, self.counted = (None, None) if args is None else (args.weights, args.counted)
+        if args is None:
+            self.rows = self.weights = self.counted = None
+        else:
+            self.rows, self.weights, self.counted = args.rows, args.weights, args.counted
 
 
 def rows_of(shards: Sequence[Shard]) -> tuple[int, ...]:
