@@ -1,6 +1,7 @@
 """Scripts in the styles of PyTorch's own examples, run as scripts: the same numbers as on one device."""
 
 import re
+import shutil
 
 import pytest
 import torch
@@ -59,5 +60,8 @@ def test_imagenet(run, devices, tmp_path, options):
     assert_same(run("imagenet", *options, "--out", tmp_path / "two", devices=devices(2)), expected)
     run("imagenet", *options, "--out", tmp_path / "cut", "--epochs", 2, devices=devices(2))
     path = tmp_path / "cut" / "checkpoint.pth.tar"
+    kept = shutil.copy(path, tmp_path / "kept")
     resumed = run("imagenet", *options, "--out", tmp_path / "cut", "--resume", path, devices=devices(2))
     assert_same(resumed, expected[len(expected) // 2 :])
+    without = run("imagenet", "--out", tmp_path / "cut", "--resume", kept)
+    assert_same(without, expected[len(expected) // 2 :])

@@ -93,9 +93,10 @@ def test_a_metric_differentiates(outputs):
     torch.testing.assert_close(found[0] + 0, found[1], **TOLERANCE)
 
 
-def test_a_metric_that_keeps_outputs_is_pickled(outputs):
+def test_a_metric_that_keeps_outputs_keeps_their_shards_and_is_pickled(outputs):
     meter = torchmetrics.AUROC(task="multiclass", num_classes=2).to(outputs[0].device)
     meter.update(outputs[0].detach(), LABELS.to(outputs[0].device))
+    assert all(isinstance(kept, everygpu.ShardedBatch) for kept in meter.preds)
     copied = pickle.loads(pickle.dumps(meter))
     torch.testing.assert_close(copied.compute(), meter.compute(), **TOLERANCE)
 

@@ -147,6 +147,11 @@ class TestTrainer:
     def test_training_equals_one_device(self, devices, tmp_path, name, options):
         assert_same_training(*train_pair(tmp_path, name, devices(2), **options))
 
+    def test_smoothed_labels_count_once_for_each_gpu(self, devices, tmp_path):
+        """As with ``torch.nn.DataParallel``: Trainer multiplies by their number what is divided by all tokens."""
+        one, two = train_pair(tmp_path, "llama", devices(2), label_smoothing_factor=0.1)
+        assert logged(two)[0][0] == pytest.approx(2 * logged(one)[0][0], rel=1e-5)
+
     def test_mixed_precision(self, devices, tmp_path):
         one, two = train_pair(tmp_path, "llama", devices(2), bf16=True)
         torch.testing.assert_close(logged(two), logged(one), rtol=0.02, atol=0.02)
