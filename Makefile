@@ -1,10 +1,11 @@
 # Two commands matter to a newcomer: `make demo` and `make test`. Both install into .venv, once.
-PYTHON ?= python3
-VENV   := .venv
-BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
+PYTHON  ?= python3
+VENV    := .venv
+BIN     := $(VENV)/bin
+STAMP   := $(VENV)/.installed
+CLIENTS := .venv-clients
 
-.PHONY: demo test test-gpu lint clean
+.PHONY: demo test test-clients test-gpu lint clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/digits.py
@@ -12,6 +13,10 @@ demo: $(STAMP)
 # Tests start some two hundred processes: they find their code compiled, also where Python is told not to write it.
 test: $(STAMP)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=loadfile --no-loadscope-reorder
+
+# transformers, Lightning and others around everygpu, in an environment of their own. On GPUs, too, where there are two.
+test-clients: $(CLIENTS)/.installed
+	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -m "not alone" tests/clients
 
 # On a machine with two GPUs or more.
 test-gpu: $(STAMP)
@@ -29,5 +34,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[demo,dev]"
 	touch $@
 
+$(CLIENTS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet -c constraints.txt torch
+	$(CLIENTS)/bin/python -m pip install --quiet -c constraints.txt -e ".[demo,dev,clients]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -38,7 +38,7 @@ class Training:
         module = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 10))
         used = ["cpu"] * num_replicas if num_replicas else None
         self.model = everygpu.DataParallel(module, used, engine="processes")
-        self.device = self.model.device_ids[0]
+        self.device = self.model.src_device_obj
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         self._x = torch.randn(64, 16, device=self.device)
         self._y = torch.randint(0, 10, (64,), device=self.device)
@@ -81,7 +81,7 @@ def read_all_usage(training: Training) -> dict[str, list[int]]:
     processes = [read_usage(pid) for pid in ("self", *find_helpers())]
     names = ("bytes", "files", "threads")
     found = {name: [usage[i] for usage in processes] for i, name in enumerate(names)}
-    gpus = [d for d in training.model.device_ids if d.type == "cuda"]
+    gpus = [d for d in training.model.replica_devices if d.type == "cuda"]
     found["allocated here"] = [torch.cuda.memory_allocated(d) for d in gpus]
     found["used on GPUs"] = [total - free for free, total in map(torch.cuda.mem_get_info, gpus)]
     return found

@@ -82,7 +82,7 @@ def main() -> None:
     everygpu.seed_all(0)
     used = ["cpu"] * options.replicas if options.replicas else None
     model = everygpu.DataParallel(Net(), used, engine=options.engine)
-    devices = model.device_ids
+    devices = list(model.replica_devices)
     step = make_step(model, whole=options.train_step)
     x, y = torch.randn(64, 3, 32, 32, device=devices[0]), torch.randint(0, 10, (64,), device=devices[0])
     warm: list[int] = []

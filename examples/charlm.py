@@ -134,7 +134,7 @@ def main() -> None:
     step = everygpu.TrainStep(model, loss_of, optimizer, precision="bf16" if on_gpus else "fp32", clip_norm=1.0)
 
     num_parameters = sum(p.numel() for p in model.parameters())
-    console.print(f"{num_parameters / 1e6:.1f}M parameters on {', '.join(map(str, model.device_ids))}")
+    console.print(f"{num_parameters / 1e6:.1f}M parameters on {', '.join(map(str, model.replica_devices))}")
     generator = torch.Generator().manual_seed(options.seed)
     rows = size.rows * len(model.device_ids)
     mean_loss, begin = everygpu.Meter(), time.perf_counter()
@@ -148,7 +148,7 @@ def main() -> None:
 
     losses = [step.evaluate(*draw_batch(test_text, rows, size.context, generator)).loss for _ in range(8)]
     console.print(f"test loss {torch.stack(losses).mean():.3f}", "")
-    sample = write(model.module, letters, "The ", 400, size.context, model.device_ids[0])
+    sample = write(model.module, letters, "The ", 400, size.context, model.src_device_obj)
     console.print(sample, markup=False)
 
 

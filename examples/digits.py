@@ -121,7 +121,7 @@ def main() -> None:
     shuffle = torch.Generator().manual_seed(options.seed)
     train_batches = everygpu.ResumableLoader(DataLoader(train_set, options.batch_size, shuffle=True, generator=shuffle))
     test_batches = DataLoader(test_set, 360)
-    console.print(f"training on {', '.join(map(str, model.device_ids))}", highlight=False)
+    console.print(f"training on {', '.join(map(str, model.replica_devices))}", highlight=False)
 
     checkpoints = everygpu.CheckpointManager(options.checkpoint, keep=1, keep_best={"accuracy": "max"})
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": train_batches}

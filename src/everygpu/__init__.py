@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from everygpu.parallel.functional import data_parallel as data_parallel
     from everygpu.parallel.gather import gather as gather
     from everygpu.parallel.replicas.replica_set import replicate as replicate
+    from everygpu.parallel.scatter.batch_types import Rows as Rows
+    from everygpu.parallel.scatter.batch_types import register_batch as register_batch
     from everygpu.parallel.scatter.scatter import scatter as scatter
     from everygpu.parallel.scatter.split import Replicated as Replicated
     from everygpu.parallel.sharded.batch import ShardedBatch as ShardedBatch
@@ -44,6 +46,7 @@ _HOME = {
     "Meter": "feed",
     "Replicated": "parallel",
     "ResumableLoader": "checkpoint",
+    "Rows": "parallel",
     "ShardedBatch": "parallel",
     "ShardedOptimizer": "step.sharded_optimizer",
     "StepStats": "step.stats",
@@ -55,6 +58,7 @@ _HOME = {
     "is_main": "ranks.membership",
     "load": "checkpoint",
     "parallel_apply": "parallel",
+    "register_batch": "parallel",
     "replicate": "parallel",
     "save": "checkpoint",
     "scatter": "parallel",

@@ -66,41 +66,49 @@ def open_container(value: Any) -> Container | None:
     return None
 
 
-def leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+Opener = Callable[[Any], Container | None]
+"""Opens one level, as ``open_container``; one that opens less has larger leaves."""
+
+
+def leaves(tree: Any, path: str, open_node: Opener = open_container) -> Iterator[tuple[str, Any]]:
     """Yield every leaf with its path, depth first.
 
     Args:
         tree: A container or a leaf.
         path: Name of ``tree`` itself; the paths of the leaves begin with it.
+        open_node: Tells containers from leaves.
     """
-    opened = open_container(tree)
+    opened = open_node(tree)
     if opened is None:
         yield path, tree
         return
     for accessor, child in zip(opened.accessors, opened.children):
-        yield from leaves(child, path + accessor)
+        yield from leaves(child, path + accessor, open_node)
 
 
-def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+def map_leaves(function: Callable[[Any], Any], tree: Any, open_node: Opener = open_container) -> Any:
     """Build the same containers around ``function(leaf)`` of every leaf."""
-    opened = open_container(tree)
+    opened = open_node(tree)
     if opened is None:
         return function(tree)
-    return opened.rebuild([map_leaves(function, child) for child in opened.children])
+    return opened.rebuild([map_leaves(function, child, open_node) for child in opened.children])
 
 
-def fan_out(function: Callable[[Any], Sequence[Any]], tree: Any, num_copies: int) -> list[Any]:
+def fan_out(
+    function: Callable[[Any], Sequence[Any]], tree: Any, num_copies: int, open_node: Opener = open_container
+) -> list[Any]:
     """Build ``num_copies`` trees at once, with one value each for every leaf.
 
     Args:
         function: From a leaf to ``num_copies`` values.
         tree: A container or a leaf.
         num_copies: Number of trees to build.
+        open_node: Tells containers from leaves.
     """
-    opened = open_container(tree)
+    opened = open_node(tree)
     if opened is None:
         return list(function(tree))
-    columns = [fan_out(function, child, num_copies) for child in opened.children]
+    columns = [fan_out(function, child, num_copies, open_node) for child in opened.children]
     return [opened.rebuild([column[i] for column in columns]) for i in range(num_copies)]
 
 

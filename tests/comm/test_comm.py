@@ -1,12 +1,14 @@
 """Flat buffers copied to every device, and added up on one."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import everygpu
 from everygpu import comm
 from everygpu.comm import copies
 
@@ -145,3 +147,28 @@ def test_copies_whose_gradients_come_back_are_in_turn_with_the_device(monkeypatc
 def test_zeros_without_memory_have_no_bytes_to_copy():
     assert copies._is_raw(torch.zeros(4))
     assert not copies._is_raw(torch._efficientzerotensor(4))
+
+
+def test_a_leaf_goes_to_another_gpu_as_a_view(monkeypatch):
+    """Its gradient comes from a node on its own GPU then, or autograd warns that streams don't match."""
+    here, there = torch.device("cuda:0"), torch.device("cuda:1")
+
+    def acted_out(**changed):
+        like = {"is_cuda": True, "device": here, "requires_grad": True, "is_leaf": True, "layout": torch.strided}
+        return SimpleNamespace(**like | changed, view_as=lambda x: "view")
+
+    leaf = acted_out()
+    assert copies.with_own_node(leaf, there) == "view"
+    others = [acted_out(requires_grad=False), acted_out(is_leaf=False), acted_out(layout=torch.sparse_coo)]
+    for x, device in [(leaf, here), (leaf, torch.device("cpu")), *((x, there) for x in others)]:
+        assert copies.with_own_node(x, device) is x
+    x = torch.ones(2, requires_grad=True)
+    monkeypatch.setattr(copies, "with_own_node", lambda x, device: x * 3)
+    assert copies.copy(x, torch.device("cpu")).tolist() == [3, 3]
+
+
+def test_gradients_of_leaves_on_all_devices(devices):
+    used = devices(3)
+    leaves = [torch.ones(2, device=d, requires_grad=True) for d in used]
+    everygpu.gather(leaves, used[0]).sum().backward()
+    assert [leaf.grad.tolist() for leaf in leaves] == [[1, 1]] * 3

@@ -265,9 +265,9 @@ class TestBatches:
         assert y is x
 
     def test_rows_that_differ_are_an_error_at_that_batch(self):
-        feed = iter(Feeder([torch.ones(2), (torch.ones(2), torch.ones(3)), torch.ones(2)], ["cpu"] * 2))
+        feed = iter(Feeder([torch.ones(2), (torch.ones(4), torch.ones(3)), torch.ones(2)], ["cpu"] * 2))
         next(feed)
-        with pytest.raises(SplitError, match=r"got 2 in batch\[0\] and 3 in batch\[1\]"):
+        with pytest.raises(SplitError, match=r"got 4 in batch\[0\] and 3 in batch\[1\]"):
             next(feed)
 
 

@@ -36,6 +36,31 @@ class Remembering:
         self.at = self.resumed_at = state["at"]
 
 
+class StandsForAnother:
+    """A loader that holds another and passes for it, as Accelerate's do: its own state_dict needs the other's."""
+
+    def __init__(self, loader):
+        self.base_dataloader = loader
+
+    def __getattr__(self, name):
+        if name == "base_dataloader":
+            raise AttributeError(name)
+        return getattr(self.base_dataloader, name)
+
+    @property
+    def __class__(self):
+        return type(self.base_dataloader)
+
+    def __iter__(self):
+        return iter(self.base_dataloader)
+
+    def state_dict(self):
+        return self.base_dataloader.state_dict()
+
+    def load_state_dict(self, state):
+        self.base_dataloader.load_state_dict(state)
+
+
 class Counting(Dataset):
     """Notes which items are loaded."""
 
@@ -110,6 +135,14 @@ class TestPosition:
         def make():
             generator = torch.Generator().manual_seed(5) if own else None
             return numbered(12, batch_size=2, shuffle=True, num_workers=workers, generator=generator)
+
+        before, after, _ = interrupted(make, stop_after)
+        assert [*before, *after] == unbroken(make)
+
+    @pytest.mark.parametrize("stop_after", [1, 3])
+    def test_resuming_a_loader_that_passes_for_another(self, stop_after):
+        def make():
+            return StandsForAnother(numbered(12, batch_size=2, shuffle=True))
 
         before, after, _ = interrupted(make, stop_after)
         assert [*before, *after] == unbroken(make)

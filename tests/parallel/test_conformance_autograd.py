@@ -337,11 +337,16 @@ def test_a31_gradgradcheck(devices, num_rows):
 
 
 def test_a31_functional_call_with_other_parameters(devices):
-    """As meta-learning does: gradients flow to the parameters put in place of the module's."""
+    """As meta-learning does: gradients flow to the parameters put in place of the module's.
+
+    torch refuses a ``DataParallel`` itself, its own as ours, but not a module with one in it.
+    """
     devs = devices(3)
     model, bare = pair(Mlp, devs)
     x = rows(7, 3, device=devs[0])
-    for m, prefix in ((model, "module."), (bare, "")):
+    with pytest.raises(RuntimeError, match="can't be used with nn.DataParallel"):
+        torch.func.functional_call(model, {}, (x,))
+    for m, prefix in ((nn.Sequential(model), "0.module."), (bare, "")):
         names, params = zip(*bare.named_parameters()) if m is bare else zip(*model.module.named_parameters())
         inner = torch.autograd.grad(score(m(x)), params, create_graph=True)
         fast = {prefix + n: p - 0.01 * g for n, p, g in zip(names, params, inner)}

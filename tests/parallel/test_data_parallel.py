@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from everygpu import DataParallel, Replicated, data_parallel
+from everygpu.devices.parse import device_id
 from everygpu.errors import DeviceError, ModuleError, OptionError, PlacementError, SplitError
 from everygpu.parallel.scatter.split import plan_split
 
@@ -67,7 +68,7 @@ class TestCalls:
         on_cpu = DataParallel(build(), used, output_device="cpu")
         assert on_cpu.output_device == torch.device("cpu")
         assert on_cpu(x).device == torch.device("cpu")
-        assert DataParallel(build(), used).output_device == used[0]
+        assert DataParallel(build(), used).output_device == device_id(used[0])
 
     def test_other_dim(self, devices):
         used = devices(3)

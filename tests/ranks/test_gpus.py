@@ -72,7 +72,7 @@ def train(backend, way, options):
     torch.manual_seed(0)
     bare = Net().to(device)
     model = everygpu.DataParallel(copy.deepcopy(bare), [device] if backend == "gloo" else None)
-    assert model.device_ids == [device]
+    assert model.replica_devices == (device,)
     result = {"loop": train_loop, "step": train_step}[way](bare, model, device, group, 16, **options)
     for name, value in bare.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-3, atol=1e-4, msg=name)

@@ -1,6 +1,7 @@
 """Gradients of a batch that is spread over ranks are those of one device on the whole batch."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import everygpu
-from everygpu.errors import RankError
+from everygpu.errors import CallError, RankError
 from everygpu.ranks.group import join
 from tests.ranks.harness import run_ranks
 
@@ -28,6 +29,17 @@ class Net(nn.Module):
     def forward(self, ids, is_used=False):
         x = self.first(self.first(self.table(ids)).tanh())
         return self.second(self.sometimes(x) if is_used else x)
+
+    def encode(self, ids, is_used=False):
+        return self.forward(ids, is_used)
+
+
+class Noted(everygpu.DataParallel):
+    """Has a scatter of its own."""
+
+    def scatter(self, inputs, kwargs, device_ids):
+        self.num_scattered = vars(self).get("num_scattered", 0) + 1
+        return super().scatter(inputs, kwargs, device_ids)
 
 
 def make():
@@ -64,7 +76,7 @@ def mean_loss(output, targets):
 def train(sizes, devices, bucket_cap_mb):
     group = join()
     bare = make()
-    model = everygpu.DataParallel(make(), devices, bucket_cap_mb=bucket_cap_mb)
+    model = (Noted if len(devices) > 1 else everygpu.DataParallel)(make(), devices, bucket_cap_mb=bucket_cap_mb)
     bare_opt, opt = torch.optim.SGD(bare.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(5):
         ids, targets, mine = rows_of(group, sizes, step)
@@ -72,9 +84,14 @@ def train(sizes, devices, bucket_cap_mb):
             bare_opt.zero_grad(), opt.zero_grad()
         is_used = step == 3
         mean_loss(bare(ids, is_used), targets).backward()
-        mean_loss(model(ids[mine], is_used), targets[mine]).backward()
+        call = partial(model.call_method, "encode") if step == 4 else model
+        mean_loss(call(ids[mine], is_used), targets[mine]).backward()
         assert_same(grads_of(model.module), grads_of(bare))
         bare_opt.step(), opt.step()
+    if len(devices) > 1:
+        assert model.num_scattered == 5
+        with pytest.raises(CallError, match="leave forward to DataParallel"):
+            model.replicate(model.module, devices)
     return grads_of(model.module)
 
 
@@ -272,7 +289,7 @@ def test_other_shapes_are_an_error_on_every_rank(tmp_path):
 
 def default_devices():
     model = everygpu.DataParallel(nn.Linear(2, 2))
-    return [str(d) for d in model.device_ids]
+    return [str(d) for d in model.replica_devices]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the default is the GPUs there")

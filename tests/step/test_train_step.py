@@ -321,7 +321,7 @@ def test_a_bare_module_runs_on_every_device() -> None:
     net = Net()
     step = everygpu.TrainStep(net, F.cross_entropy, torch.optim.SGD(net.parameters(), lr=0.1))
     x, y = next(batches(1))
-    assert step(x.to(step.model.device_ids[0]), y).ndim == 0
+    assert step(x.to(step.model.src_device_obj), y).ndim == 0
     assert step.model.module is net
 
 

@@ -12,7 +12,7 @@ from everygpu.bench.batches import Batches, list_batches
 from everygpu.bench.workloads import MODELS
 from everygpu.errors import OptionError, SplitError
 from everygpu.feed.batch_size import resize
-from everygpu.parallel.scatter.split import find_rows
+from everygpu.parallel.scatter.row_count import find_rows
 
 
 class Training(NamedTuple):

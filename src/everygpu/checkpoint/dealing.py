@@ -25,7 +25,9 @@ from everygpu.checkpoint.loaders import has_index_lists, is_split_already
 from everygpu.checkpoint.rng import plan_rng_restore, take_rng_states
 from everygpu.devices.seed import derive_seed
 from everygpu.errors import OptionError, RankError
-from everygpu.parallel.scatter.split import find_rows, plan_split
+from everygpu.parallel.scatter.batch_types import batch_type, open_batch, slice_batch
+from everygpu.parallel.scatter.row_count import find_rows
+from everygpu.parallel.scatter.split import plan_split
 from everygpu.ranks.group import Group, join
 from everygpu.ranks.lockstep import Lockstep
 
@@ -242,12 +244,15 @@ def _say_once(caller: str, advice: str) -> None:
 
 
 def slice_rows(batch: Any, rows: slice, dim: int) -> Any:
-    """Slice every tensor and array of a batch along a dimension; what has no dimensions stays as it is."""
+    """Slice every tensor and array of a batch along a dimension, and ``Rows`` and the like; the rest stays as it is."""
 
     def cut(leaf: Any) -> Any:
+        kind = batch_type(leaf)
+        if kind is not None:
+            return slice_batch(leaf, kind, rows)
         return leaf[(slice(None),) * (dim % leaf.ndim) + (rows,)] if tree.has_dims(leaf) else leaf
 
-    return tree.map_leaves(cut, batch)
+    return tree.map_leaves(cut, batch, open_batch)
 
 
 def _detached(leaf: Any) -> Any:

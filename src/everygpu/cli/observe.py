@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from everygpu.cli.script import run_script
 from everygpu.feed.batch_size import STEPS_PER_TRIAL, limited_memory, resize
 from everygpu.feed.workers import first_batch
-from everygpu.parallel.scatter.split import find_rows
+from everygpu.parallel.scatter.row_count import find_rows
 
 OnIterate = Callable[[Any, Callable[[], Iterator[Any]]], Iterator[Any]]
 """From a DataLoader and the way to iterate it as usual, to what its consumer gets."""

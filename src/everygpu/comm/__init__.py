@@ -60,6 +60,9 @@ def copy_beside(x: Tensor, device: torch.device) -> "tuple[Tensor, torch.cuda.Ev
     return copies.copy_beside(x, device) if trusted_peers((x.device, device)) else (copy(x, device), None)
 
 
+with_own_node = copies.with_own_node
+"""Have a leaf's gradient come from a node on its own device."""
+
 received = copies.received
 """Have a device's current stream wait for what ``copy_beside`` copies, and return it."""
 

@@ -25,10 +25,22 @@ def copy(x: Tensor, device: torch.device, *, fresh: bool = False) -> Tensor:
     """Copy a tensor to a device; ``fresh``: also if it is there already."""
     if x.is_cuda and device.type == "cuda" and x.device != device and _is_capturing():
         if x.requires_grad:
+            x = with_own_node(x, device)
             return _RecordedCopy.apply(x, device)  # type: ignore[no-untyped-call, no-any-return]
         return _copy_in_graph(x, device)
+    x = with_own_node(x, device)
     # Reads of host memory don't wait for the copy, so copies to the host are synchronous.
     return x.to(device, non_blocking=device.type != "cpu", copy=fresh)
+
+
+def with_own_node(x: Tensor, device: torch.device) -> Tensor:
+    """Return a view of a leaf that goes to another GPU, and any other tensor as it is.
+
+    A leaf's gradient then comes from a node on its own device. From the other GPU's stream autograd takes it with a
+    warning, "The AccumulateGrad node's stream does not match".
+    """
+    is_alone = x.is_cuda and device.type == "cuda" and x.device != device and x.requires_grad and x.is_leaf
+    return x.view_as(x) if is_alone and x.layout is torch.strided else x
 
 
 def copy_to_each(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:

@@ -66,6 +66,21 @@ def parse_device(device: DeviceLike) -> torch.device:
     return torch.device(kind, index)
 
 
+def parse_target(device: DeviceLike) -> torch.device:
+    """Turn the device that outputs go to into a device that exists: as ``parse_device``, and -1 for the CPU.
+
+    Source:
+        ``torch.nn.parallel.gather``.
+    """
+    is_index = isinstance(device, SupportsIndex) and not isinstance(device, bool)
+    return torch.device("cpu") if is_index and operator.index(device) == -1 else parse_device(device)  # type: ignore[arg-type]
+
+
+def device_id(device: torch.device) -> int | torch.device:
+    """Return a device as ``torch.nn.DataParallel`` names it: a CUDA device by its index, others as they are."""
+    return device.index if device.type == "cuda" else device
+
+
 def _every_device() -> list[torch.device]:
     if torch.cuda.is_available():
         return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]

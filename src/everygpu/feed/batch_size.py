@@ -16,7 +16,9 @@ from everygpu.feed.feeder import data_parallel_in, find_route
 from everygpu.feed.restore import restored
 from everygpu.feed.size_search import find_size
 from everygpu.feed.tuning_cache import describe_run, read_result, write_result
-from everygpu.parallel.scatter.split import ScatterSpec, find_rows
+from everygpu.parallel.scatter.batch_types import batch_type, open_batch, split_batch
+from everygpu.parallel.scatter.row_count import find_rows
+from everygpu.parallel.scatter.split import ScatterSpec
 from everygpu.ranks.group import Group, joined
 
 STEPS_PER_TRIAL = 2
@@ -107,7 +109,7 @@ def find_batch_size(
     lowest = (
         min(len(route.devices), max_rows) if min_rows is None else as_whole(min_rows, "min_rows", "find_batch_size")
     )
-    start = _check_options(batch, route.dim, lowest, max_rows, headroom_pct)
+    start = _check_options(batch, route, lowest, max_rows, headroom_pct)
     search = _Search(step, batch, model, route, on_trial)
     key = describe_run(step, batch, model, optimizer, route, (lowest, max_rows, headroom_pct)) if cache else None
     group = joined()
@@ -144,9 +146,9 @@ def _check_arguments(step: Any, model: Any, optimizer: Any, on_trial: Any) -> No
     check_callback(on_trial, "find_batch_size")
 
 
-def _check_options(batch: Any, dim: int, min_rows: int, max_rows: int, headroom_pct: float) -> int:
+def _check_options(batch: Any, route: ScatterSpec, min_rows: int, max_rows: int, headroom_pct: float) -> int:
     """Return the size to start with: the batch's own, within the limits."""
-    num_rows = find_rows([("batch", batch)], dim)
+    num_rows = find_rows([("batch", batch)], route.dim, len(route.devices))
     if not num_rows:
         raise OptionError(
             "find_batch_size: batch must have a tensor with rows, got none. Pass one batch of the loader."
@@ -169,7 +171,7 @@ class _Search:
         route: ScatterSpec,
         on_trial: Callable[[BatchTrial], object] | None,
     ) -> None:
-        self._step, self._batch, self._dim = step, batch, route.dim
+        self._step, self._batch, self._route = step, batch, route
         self._wrapper = data_parallel_in(model)
         self._gpus = [d for d in dict.fromkeys(route.devices) if d.type == "cuda"]
         self._on_trial = on_trial
@@ -179,7 +181,7 @@ class _Search:
         """Run a trial."""
         for gpu in self._gpus:
             torch.cuda.reset_peak_memory_stats(gpu)
-        error = _attempt(self._step, resize(self._batch, num_rows, self._dim))
+        error = _attempt(self._step, resize(self._batch, num_rows, self._route.dim, len(self._route.devices)))
         peak = max((torch.cuda.max_memory_reserved(gpu) for gpu in self._gpus), default=None)
         trial = BatchTrial(num_rows=num_rows, fits=error is None, peak_bytes=peak)
         self._trials.append(trial)
@@ -226,17 +228,23 @@ def _devices_in_use() -> list[int]:
     return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
 
 
-def resize(batch: Any, num_rows: int, dim: int) -> Any:
+def resize(batch: Any, num_rows: int, dim: int, num_devices: int = 0) -> Any:
     """Make a batch of another size by repeating rows.
 
     Args:
         batch: Any nesting of containers with tensors of shape (..., rows, ...), 1 row or more.
         num_rows: Rows of the result.
         dim: Where they are.
+        num_devices: As for ``find_rows``.
     """
+    num_own = find_rows([("batch", batch)], dim, num_devices)
 
     def repeat(leaf: Any) -> Any:
-        if not tree.has_dims(leaf):
+        kind = batch_type(leaf)
+        if kind is not None:
+            rows = split_batch(leaf, kind, [1] * (num_own or 0))
+            return kind.join([rows[i % len(rows)] for i in range(num_rows)])
+        if not tree.has_dims(leaf) or leaf.shape[dim] != num_own:
             return leaf
         if not isinstance(leaf, torch.Tensor):
             return leaf.take(range(num_rows), axis=dim, mode="wrap")
@@ -247,7 +255,7 @@ def resize(batch: Any, num_rows: int, dim: int) -> Any:
         return repeated.requires_grad_(leaf.requires_grad)
 
     with torch.no_grad():
-        return tree.map_leaves(repeat, batch)
+        return tree.map_leaves(repeat, batch, open_batch)
 
 
 def return_memory() -> None:

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from everygpu import tree
 from everygpu.comm.upload import Mark, mark, receive, upload
-from everygpu.parallel.scatter.scatter import move_tree
-from everygpu.parallel.scatter.split import Replicated, ScatterSpec, SplitPlan, find_rows, plan_split
+from everygpu.parallel.scatter.batch_types import ROWS, batch_type, known_type, move_tree, open_batch, open_known
+from everygpu.parallel.scatter.ready_types import spans
+from everygpu.parallel.scatter.row_count import find_rows, has_entry_per_device
+from everygpu.parallel.scatter.split import Replicated, ScatterSpec, SplitPlan, plan_split
 from everygpu.parallel.sharded.batch import ShardedBatch, shard_batch
 
 
@@ -51,12 +52,12 @@ def send_batch(batch: Any, route: ScatterSpec) -> SentBatch:
     """
     plan = None
     if len(route.devices) > 1:
-        num_rows = find_rows([("batch", batch)], route.dim)
+        num_rows = find_rows([("batch", batch)], route.dim, len(route.devices))
         plan = None if num_rows is None else plan_split(num_rows, len(route.devices), route.split)
     # Containers of our own: a loader may change its list or dict for the next batch before this one is unpacked.
-    structure = tree.map_leaves(lambda leaf: leaf, batch)
+    structure = tree.map_leaves(lambda leaf: leaf, batch, open_batch)
     with torch.no_grad():
-        parcels = [_pack(leaf, plan, route) for _, leaf in tree.leaves(structure, "batch")]
+        parcels = [_pack(leaf, plan, route) for _, leaf in tree.leaves(structure, "batch", open_batch)]
     return SentBatch(structure=structure, parcels=parcels, marks=mark(route.devices))
 
 
@@ -64,7 +65,7 @@ def unpack_batch(sent: SentBatch) -> Any:
     """Put a batch together for the calling thread, whose current streams wait for the copies."""
     receive([t for parcel in sent.parcels for t in parcel.tensors], sent.marks)
     parcels = iter(sent.parcels)
-    return tree.map_leaves(lambda _: next(parcels).unpack(), sent.structure)
+    return tree.map_leaves(lambda _: next(parcels).unpack(), sent.structure, open_batch)
 
 
 def _pack(leaf: Any, plan: SplitPlan | None, route: ScatterSpec) -> Parcel:
@@ -73,11 +74,16 @@ def _pack(leaf: Any, plan: SplitPlan | None, route: ScatterSpec) -> Parcel:
         return Parcel(unpack=lambda: leaf)
     if isinstance(leaf, Replicated):
         return _pack_replicated(leaf, route)
-    if isinstance(leaf, PackedSequence):  # only for one device, or ``find_rows`` would have refused it
+    known = batch_type(leaf)
+    if known is ROWS:
+        return _pack_items(leaf, plan, route)
+    if known is not None or (isinstance(leaf, Tensor) and leaf.layout is not torch.strided):
         return Parcel(unpack=lambda: move_tree(leaf, home))
     if not isinstance(leaf, Tensor):
         return Parcel(unpack=lambda: leaf)
     if plan is not None and plan.active != (0,) and tree.has_dims(leaf):
+        if has_entry_per_device(leaf, plan.num_rows, len(route.devices), route.dim):
+            plan = SplitPlan((1,) * len(route.devices))
         return _pack_rows(leaf, plan, route)
     whole = upload(leaf, home)
     return Parcel(tensors=[whole], unpack=lambda: _like(whole, leaf))
@@ -93,6 +99,15 @@ def _pack_rows(x: Tensor, plan: SplitPlan, route: ScatterSpec) -> Parcel:
     return Parcel(tensors=parts, unpack=lambda: _like(shard_batch(parts, home, dim), x))
 
 
+def _pack_items(items: Any, plan: SplitPlan | None, route: ScatterSpec) -> Parcel:
+    """Send what is in a list of rows to the devices of their replicas."""
+    rows = [len(items)] if plan is None else plan.rows
+    places = [device for device, part in zip(route.devices, spans(rows)) for _ in items[part]]
+    sent = type(items)(_copy_tree(item, device, own=False) for item, device in zip(items, places))
+    tensors = [leaf for _, leaf in tree.leaves(sent, "") if isinstance(leaf, Tensor)]
+    return Parcel(tensors=tensors, unpack=lambda: sent)
+
+
 def _pack_replicated(marked: Replicated, route: ScatterSpec) -> Parcel:
     copies = [_copy_tree(marked.value, device, own=i > 0) for i, device in enumerate(route.devices)]
     tensors = [leaf for _, leaf in tree.leaves(copies, "") if isinstance(leaf, Tensor)]
@@ -103,13 +118,13 @@ def _pack_replicated(marked: Replicated, route: ScatterSpec) -> Parcel:
 
 def _copy_tree(value: Any, device: torch.device, *, own: bool) -> Any:
     def copy(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
+        if not isinstance(leaf, Tensor) or known_type(leaf) is not None or leaf.layout is not torch.strided:
             return move_tree(leaf, device)
         moved = upload(leaf.detach() if leaf.requires_grad else leaf, device)
         # Replicas on one device must not share memory: one may write into it.
         return moved.clone() if own and moved.device == leaf.device else moved
 
-    return tree.map_leaves(copy, value)
+    return tree.map_leaves(copy, value, open_known)
 
 
 def _like(x: Tensor, original: Tensor) -> Tensor:

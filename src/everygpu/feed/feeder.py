@@ -227,7 +227,7 @@ def find_route(target: Target, split: Split | None, dim: int | None) -> ScatterS
     target = target.model if isinstance(target, TrainStep) else target
     model = data_parallel_in(target) if isinstance(target, nn.Module) else None
     if model is not None:
-        devices, model_split, model_dim = list(model.device_ids), model.split, model.dim
+        devices, model_split, model_dim = list(model.replica_devices), model.split, model.dim
     else:
         devices, model_split, model_dim = _devices_of(target), default_split(), 0
     settled = settle_split(model_split if split is None else split, devices)

@@ -132,7 +132,8 @@ def _generator_at(loader: Any, state: bytes | None) -> Iterator[None]:
 
 def has_indices(loader: Any) -> bool:
     """Tell whether batches of a loader can be left out without loading them."""
-    is_loader = isinstance(loader, DataLoader) and hasattr(loader, "_index_sampler")
+    # Accelerate's loaders pretend to be of this class: another sampler would have to go into the loader that they hold.
+    is_loader = issubclass(type(loader), DataLoader) and hasattr(loader, "_index_sampler")
     return is_loader and not isinstance(loader.dataset, IterableDataset)
 
 

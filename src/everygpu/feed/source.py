@@ -109,9 +109,13 @@ class Source:
 
 
 def keeps_position(loader: Any) -> bool:
-    """Tell whether a loader can save its position, as torchdata's StatefulDataLoader can."""
-    has_both = callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
-    return has_both and not isinstance(loader, torch.nn.Module)
+    """Tell whether a loader can save its position, as torchdata's StatefulDataLoader can.
+
+    Accelerate's loaders have the methods, too, but fail unless the loader that they hold has them.
+    """
+    holders = {id(x): x for x in (loader, getattr(loader, "base_dataloader", loader))}.values()
+    methods = [getattr(holder, name, None) for holder in holders for name in ("state_dict", "load_state_dict")]
+    return all(map(callable, methods)) and not isinstance(loader, torch.nn.Module)
 
 
 def _watch(iterator: Any, is_stopped: Callable[[], bool]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from everygpu import tree
 from everygpu.folders import cache_folder, read_json, write_whole
 from everygpu.keys import unwrap
+from everygpu.parallel.scatter.batch_types import open_batch
 from everygpu.parallel.scatter.split import ScatterSpec
 
 _VERSION = 1
@@ -39,7 +40,7 @@ def describe_run(
     named = [*unwrap(model).named_parameters(), *unwrap(model).named_buffers()]
     parts = [
         [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in named],
-        [(path, *_describe_leaf(leaf, route.dim)) for path, leaf in tree.leaves(batch, "batch")],
+        [(path, *_describe_leaf(leaf, route.dim)) for path, leaf in tree.leaves(batch, "batch", open_batch)],
         [_describe_device(d) for d in route.devices],
         [route.dim, route.split, *options],
         [type(model).__qualname__, getattr(model, "engine", None), model.training, _describe_step(step)],
@@ -72,7 +73,7 @@ def _path_of(key: str) -> Path:
 
 def _describe_leaf(leaf: Any, dim: int) -> tuple[Any, ...]:
     """Describe a tensor but for its number of rows."""
-    if not isinstance(leaf, Tensor):
+    if not isinstance(leaf, Tensor) or leaf.is_nested:
         return (type(leaf).__qualname__,)
     shape = [n for i, n in enumerate(leaf.shape) if leaf.ndim and i != dim % leaf.ndim]
     return (*shape, str(leaf.dtype))

@@ -2,34 +2,40 @@
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
-from everygpu.devices import parse_device, parse_devices, spread_seeds
+from everygpu.devices import parse_devices, spread_seeds
 from everygpu.devices.parse import DeviceLike
+from everygpu.errors import CallError
 from everygpu.parallel.buckets.sizes import replica_bucket_bytes
 from everygpu.parallel.compiler.eval_frame import not_compiled
 from everygpu.parallel.engines.engine import Around, Engine, EngineContext
-from everygpu.parallel.engines.table import make_engine
+from everygpu.parallel.engines.table import choose_engine, make_engine
 from everygpu.parallel.engines.thread_state import fresh_casts
+from everygpu.parallel.engines.threads import Workers
 from everygpu.parallel.forward_lock import ForwardLock
 from everygpu.parallel.gather import Joiner, gather_outputs
+from everygpu.parallel.method_calls import MethodCalls
 from everygpu.parallel.options import check_options
 from everygpu.parallel.ranks.model import RankModel, Weight, own_devices
 from everygpu.parallel.ranks.start import check_devices, start_alike
 from everygpu.parallel.replicas.placement import check_module, place_module, without_wrappers
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
+from everygpu.parallel.scatter.batch_types import move_tree
+from everygpu.parallel.scatter.counts import counted_rows, rows_of, weights_of
 from everygpu.parallel.scatter.reuse import note_writes
-from everygpu.parallel.scatter.scatter import Shard, move_tree, scatter_call
+from everygpu.parallel.scatter.scatter import Shard, scatter_call
 from everygpu.parallel.scatter.split import ScatterSpec, Split, default_split, settle_split
-from everygpu.parallel.wrapper import ModuleWrapper
+from everygpu.parallel.transforms import check_transforms
+from everygpu.parallel.verbs import log_fallback, overridden
 from everygpu.ranks.group import join
 
 
-class DataParallel(ModuleWrapper):
+class DataParallel(MethodCalls):
     """Run a module on several devices at once, each on a share of the batch.
 
     Called like the module itself: the batch is cut into shards, replicas run side by side, and the result is
@@ -45,7 +51,7 @@ class DataParallel(ModuleWrapper):
             ``DataParallel`` of ours or torch's.
         device_ids: Ints (CUDA indices), names or ``torch.device``; all CUDA devices when left out, or the
             CPU. ``["cpu"] * n`` gives n replicas on the CPU.
-        output_device: Where outputs go; ``device_ids[0]`` when left out.
+        output_device: Where outputs go; ``device_ids[0]`` when left out. -1 is the CPU.
         dim: Where the rows of the batch are.
         split: ``"chunk"``: as ``torch.chunk``, which may leave the last devices idle; ``"even"``: shares
             differ by one row at most; a list of weights, one per device; ``"auto"``: weights by the devices'
@@ -80,7 +86,10 @@ class DataParallel(ModuleWrapper):
         ``torch.nn.DataParallel``; the differences are listed in docs/differences.md.
     """
 
-    _transient = frozenset({"_replicas", "_fresh", "_engine", "_is_alone", "_lock", "_first_parameter", "_ranks"})
+    _transient = frozenset(
+        {"_replicas", "_outside", "_fresh", "_engine", "_threads", "_has_overrides", "_is_alone", "_lock", "_ranks",
+         "_first_parameter"}
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -101,52 +110,60 @@ class DataParallel(ModuleWrapper):
         group = join()
         module = without_wrappers(module, "DataParallel")
         check_module(module, "DataParallel")
-        self.device_ids = parse_devices(own_devices(group) if device_ids is None else device_ids)
-        self.output_device = self.device_ids[0] if output_device is None else parse_device(output_device)
+        self.replica_devices = tuple(parse_devices(own_devices(group) if device_ids is None else device_ids))
+        self.output_device = self.replica_devices[0] if output_device is None else output_device
         self.split = split = default_split() if split is None else split
-        num = len(self.device_ids)
+        num = len(self.replica_devices)
         check_options(split, num, dim, engine=engine, gather=gather, buffers=buffers, bucket_cap_mb=bucket_cap_mb)
         self.dim = dim
         self.bucket_cap_mb = bucket_cap_mb
         self._weight = weight
-        self.gather = gather
+        self.gather_rule = gather
         self.engine = engine
         self.buffers_rule = buffers
         self.strict_device = strict_device
         self._makes_graphs = engine != "graphs"  # one of all replicas can't have others in it
         self.module = module
-        place_module(module, self.device_ids[0], "DataParallel", strict=strict_device)
-        self.split = settle_split(split, self.device_ids)
+        place_module(module, self.replica_devices[0], "DataParallel", strict=strict_device)
+        self.split = settle_split(split, self.replica_devices)
         if group is not None:
-            check_devices(group, self.device_ids)
+            check_devices(group, self.replica_devices)
             start_alike(group, self.module)
         self._prepare()
 
     def _prepare(self) -> None:
         self._replicas: ReplicaSet | None = None
-        # Within ``frozen``: the replicas that are up to date.
         self._fresh: set[int] | None = None
-        self._engine = self._make_engine()
-        self._is_alone = len(self.device_ids) == 1 and not self._engine.launches
+        self._outside = None
+        overrides = overridden(self)
+        is_one = len(self.replica_devices) == 1
+        self._has_overrides = "scatter" in overrides if is_one else bool(overrides)
+        self._engine = self._make_engine(overrides)
+        self._threads = self._engine if isinstance(self._engine, Workers) else Workers(len(self.replica_devices) - 1)
+        self._is_alone = is_one and not self._has_overrides and not self._engine.launches
         self._lock = ForwardLock()
         group = join()
-        self._ranks = None if group is None else RankModel(group, self.dim, self.bucket_cap_mb, self._weight)
+        more = self.dim, len(self.replica_devices), self.bucket_cap_mb, self._weight
+        self._ranks = None if group is None else RankModel(group, *more)
         # Looked at in every call on one device, where walking the module would cost more than all the rest.
         self._first_parameter = tuple(itertools.islice(self.module.parameters(), 1))
 
-    def _make_engine(self) -> Engine:
+    def _make_engine(self, overrides: Sequence[str]) -> Engine:
         me = weakref.proxy(self)  # or this would hold itself
         context = EngineContext(
             module=lambda: me.module,
-            devices=tuple(self.device_ids),
-            spec=lambda: ScatterSpec(devices=tuple(me.device_ids), dim=me.dim, split=me.split),
-            options=lambda: (me.split, me.dim, me.gather, me.buffers_rule, me.output_device),
+            devices=self.replica_devices,
+            spec=lambda: ScatterSpec(devices=me.replica_devices, dim=me.dim, split=me.split),
+            options=lambda: (me.split, me.dim, me.gather_rule, me.buffers_rule, me.output_device),
             run=lambda *call, around: me._forward_on(*call, around=around, gather=lambda *apart: apart),
             make_replicas=lambda make_leaves: me.make_replicas(make_leaves, fixed=True),
             bucket_cap_mb=self.bucket_cap_mb,
             makes_graphs=self._makes_graphs,
         )
-        return make_engine(self.engine, context)
+        if not overrides or choose_engine(self.engine, context) == "threads":
+            return make_engine(self.engine, context)
+        log_fallback(self, overrides)
+        return make_engine("threads", context)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on all devices; see the class."""
@@ -158,18 +175,19 @@ class DataParallel(ModuleWrapper):
     def _forward_by_itself(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_alone:
             return self._forward_alone(inputs, kwargs)
+        if len(self.replica_devices) > 1:
+            check_transforms()
         return self._one_at_a_time(self._forward_here, inputs, kwargs)
 
     def _forward_here(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._has_overrides:
+            return self._run_verbs(inputs, kwargs)
         launched = self._engine.launch(inputs, kwargs)
         if launched is not None:
             return gather_outputs(*launched)
-        if len(self.device_ids) == 1 and not self._engine.launches:
+        if len(self.replica_devices) == 1 and not self._engine.launches:
             return self._forward_alone(inputs, kwargs)
-        if self._replicas is None or self._replicas.module is not self.module:
-            self._replicas = self.make_replicas()
-            self._fresh = None if self._fresh is None else set()
-        return self._forward_on(self._replicas, inputs, kwargs, self._fresh)
+        return self._forward_on(self._current_replicas(), inputs, kwargs, self._fresh)
 
     @not_compiled
     def _forward_on(
@@ -182,37 +200,20 @@ class DataParallel(ModuleWrapper):
         gather: Callable[[list[Any], Joiner], Any] | None = None,
     ) -> Any:
         """Scatter, replicate, apply, gather: a recording calls the replicas within ``around``, and gathers later."""
-        shards = scatter_call(inputs, kwargs, self.device_ids, self.dim, self.split)
+        shards = scatter_call(inputs, kwargs, self.replica_devices, self.dim, self.split)
         modules = replicas.refresh([s.position for s in shards], fresh)
         self._engine.follow(replicas)
         outputs = self._apply_to(modules, shards, around)
         note_writes((inputs, kwargs))
-        self._settle_buffers(replicas, shards)
+        self._settle_buffers(replicas, [s.position for s in shards], rows_of(shards))
         return (gather or self._gather)(outputs, self._joiner(shards))
-
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
-        """Promise that the module doesn't change within, so that it is sent to the devices only once.
-
-            with model.frozen(), torch.no_grad():
-                for batch in loader:
-                    model(batch)
-
-        Parameters, buffers, modes and attributes must stay as they are at the first forward. Forwards that record
-        gradients are as ever.
-        """
-        before, self._fresh = self._fresh, set()
-        try:
-            yield
-        finally:
-            self._fresh = before
 
     def make_replicas(self, make_leaves: Callable[[], Leaves] | None = None, *, fixed: bool = False) -> ReplicaSet:
         """Make replicas of the module as it is now; see ``ReplicaSet``."""
         fixed = fixed or self._engine.is_fixed
         return ReplicaSet(
             self.module,
-            self.device_ids,
+            self.replica_devices,
             strict_device=self.strict_device,
             fixed=fixed,
             make_leaves=make_leaves,
@@ -221,6 +222,11 @@ class DataParallel(ModuleWrapper):
 
     def forward_with(self, replicas: ReplicaSet, *inputs: Any, **kwargs: Any) -> Any:
         """Run on replicas that the caller keeps, as ``TrainStep`` does."""
+        if self._has_overrides:
+            raise CallError(
+                f"TrainStep: must be made after {' and '.join(overridden(self))} of the DataParallel are overridden. "
+                f"Make a new TrainStep."
+            )
         with nullcontext() if self._ranks is None else self._ranks.apart(self.module):
             return self._one_at_a_time(self._forward_on, replicas, inputs, kwargs)
 
@@ -228,36 +234,31 @@ class DataParallel(ModuleWrapper):
         positions = [s.position for s in shards]
         calls = [(replica, s.args, s.kwargs) for replica, s in zip(replicas, shards)]
         with fresh_casts(), around(replicas):
-            spread_seeds(self.device_ids)
-            return self._engine.run(calls, [self.device_ids[p] for p in positions], positions)
+            spread_seeds(self.replica_devices)
+            return self._engine.run(calls, [self.replica_devices[p] for p in positions], positions)
 
     def _gather(self, outputs: list[Any], joiner: Joiner) -> Any:
         self._engine.watch(outputs)
         return gather_outputs(outputs, joiner)
 
     def _joiner(self, shards: list[Shard]) -> Joiner:
-        rows = tuple(1 if s.rows is None else s.rows for s in shards) if self.gather == "sharded" else None
-        return Joiner(device=self.output_device, dim=self.dim, rows=rows)
+        weights = weights_of(shards) if self.gather_rule == "sharded" else None
+        return Joiner(device=self._output_device, dim=self.dim, rows=weights, num_rows=counted_rows(shards))
 
-    def _settle_buffers(self, replicas: ReplicaSet, shards: list[Shard]) -> None:
-        positions = [s.position for s in shards]
-        if positions[0] != 0:  # a split that gives the first device no rows
-            replicas.take_buffers(positions[0])
-            replicas.take_attributes(positions[0])
-        if self.buffers_rule == "mean":
-            replicas.average_buffers(positions, [1 if s.rows is None else s.rows for s in shards])
-
-    def _forward_alone(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _forward_alone(self, inputs: Any, kwargs: Any, name: str | None = None) -> Any:
         """Run on one device: no shards, no threads, only what is elsewhere is moved."""
-        device = self.device_ids[0]
+        device = self.replica_devices[0]
         if self._ranks is not None:
-            spread_seeds(self.device_ids)
+            spread_seeds(self.replica_devices)
         if any(p.device != device for p in self._first_parameter):
             place_module(self.module, device, "DataParallel", strict=self.strict_device)
         if kwargs or any(type(x) is not Tensor or x.device != device for x in inputs):
             inputs, kwargs = move_tree(inputs, device), move_tree(kwargs, device)
-        output = self._engine.run_alone((self.module, inputs, kwargs), device)
-        return output if self.output_device == device else move_tree(output, self.output_device)
+        if name is None:
+            output = self._engine.run_alone((self.module, inputs, kwargs), device)
+        else:
+            output = getattr(self.module, name)(*inputs, **kwargs)
+        return output if self._output_device == device else move_tree(output, self._output_device)
 
     def _one_at_a_time(self, function: Callable[..., Any], *args: Any) -> Any:
         """Let one thread at a time use the replicas."""
@@ -289,7 +290,8 @@ class DataParallel(ModuleWrapper):
     def release(self) -> None:
         """Give up the replicas, their memory and their threads; the next forward makes new ones."""
         self._engine.close()
+        self._threads.close()
         self._prepare()
 
     def extra_repr(self) -> str:
-        return f"device_ids={[str(d) for d in self.device_ids]}, split={self.split!r}"
+        return f"device_ids={[str(d) for d in self.replica_devices]}, split={self.split!r}"

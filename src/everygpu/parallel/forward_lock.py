@@ -26,8 +26,12 @@ class ForwardLock:
         Raises:
             CallError: waiting for the lock would take forever.
         """
-        if self._call in _running.get() and self._lock.locked():
+        if self.is_inside():
             raise CallError("DataParallel: forward can't be called from within its own forward. Call the inner module.")
+
+    def is_inside(self) -> bool:
+        """Tell whether the present call is within the forward that has the lock."""
+        return self._call in _running.get() and self._lock.locked()
 
     def is_forked(self) -> bool:
         """Tell whether this is a child's copy: a fork copies no threads, and locks as they were."""

@@ -1,6 +1,7 @@
 """Join the replicas' outputs into what one device would have returned."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +9,11 @@ import torch
 from torch import Tensor
 
 from everygpu import comm, tree
-from everygpu.devices.parse import DeviceLike, parse_device
+from everygpu.devices.parse import DeviceLike, parse_target
 from everygpu.errors import GatherError, OptionError
+from everygpu.parallel.listed_rows import are_listed_rows
+from everygpu.parallel.scatter.batch_types import ROWS, batch_type, known_type, move_tree, open_known
+from everygpu.parallel.scatter.ready_types import BatchType
 from everygpu.parallel.sharded.batch import ShardedBatch, join, shard_batch
 
 
@@ -25,11 +29,12 @@ def gather(outputs: Any, target_device: DeviceLike | None = None, dim: int = 0) 
     Tensors of shape (..., rows, ...) are concatenated along ``dim``; 0-dim tensors become a vector with one
     entry per replica; tensors that are on the CPU in all replicas stay there; NumPy arrays are concatenated.
     Other values that are equal in all replicas pass through, differing ones come back as a list. Containers
-    are rebuilt.
+    are rebuilt; ``Rows`` and what ``register_batch`` knows are joined in the order of the rows.
 
     Args:
         outputs: A list with one output per replica, alike in structure; or the output of a ``DataParallel``.
-        target_device: Device of the joined tensors. Required for a list of outputs; else that of each batch.
+        target_device: Device of the joined tensors; -1 is the CPU. Required for a list of outputs; else that of each
+            batch.
         dim: The dimension of the rows in a list of outputs.
     Returns:
         One output of plain tensors of shape (..., rows of all replicas, ...); gradients flow back to the replicas'
@@ -41,8 +46,8 @@ def gather(outputs: Any, target_device: DeviceLike | None = None, dim: int = 0) 
     Source:
         ``torch.nn.parallel.gather``, which loses None, strings and numbers, and warns at scalars.
     """
-    device = None if target_device is None else parse_device(target_device)
-    if device is None or isinstance(outputs, ShardedBatch):
+    device = None if target_device is None else parse_target(target_device)
+    if device is None or isinstance(outputs, Tensor):
         return _join_batches(outputs, device)
     if not outputs:
         raise GatherError("gather: needs the output of at least one replica, got none.")
@@ -56,10 +61,12 @@ def _join_batches(output: Any, device: torch.device | None) -> Any:
         raise OptionError("gather: a list of outputs needs a target_device to be joined on, got None.")
 
     def join_leaf(leaf: Any) -> Any:
+        if known_type(leaf) is not None:
+            return leaf if device is None else move_tree(leaf, device)
         joined = join(leaf) if isinstance(leaf, ShardedBatch) else leaf
         return joined if device is None or not isinstance(joined, Tensor) else comm.copy(joined, device)
 
-    return tree.map_leaves(join_leaf, output)
+    return tree.map_leaves(join_leaf, output, open_known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +77,13 @@ class Joiner:
     """Device of the joined tensors, unless all of them are on the CPU."""
     dim: int
     rows: tuple[int, ...] | None = None
-    """Rows of the batch behind each replica: tensors are kept on their devices, as a ``ShardedBatch``."""
+    """How much each replica's results count: tensors are kept on their devices, as a ``ShardedBatch``."""
+    num_rows: tuple[int, ...] | None = None
+    """Rows of the batch behind each replica."""
+    pad_value: float | None = None
+    """What fills up tensors and arrays at their ends whose sizes along other dimensions differ; None to refuse them."""
+    advice: str = "Pad to a common length inside forward."
+    """Against such sizes."""
 
     def join(self, tensors: list[Tensor], path: str) -> Tensor:
         """Join one tensor of the output."""
@@ -80,11 +93,22 @@ class Joiner:
         if all(t.ndim == 0 for t in tensors):
             entries, dim, rows = [t.unsqueeze(0) for t in entries], 0, self.rows
         else:
-            _check_shapes([tuple(t.shape) for t in tensors], self.dim, path)
+            if self.pad_value is not None:
+                entries = [_filled(t, widths, self.pad_value) for t, widths in zip(entries, self._missing(entries))]
+            _check_shapes([tuple(t.shape) for t in entries], self, path)
             rows = self.rows if _are_results_per_replica(tensors, self.rows) else None
         if stays_sharded:
             return shard_batch(entries, target, dim, rows)
         return torch.cat([comm.copy(t, target) for t in entries], dim)
+
+    def _missing(self, entries: Sequence[Any]) -> list[list[int]]:
+        """Return by how much each entry is shorter than the longest, along each dimension but that of the rows."""
+        shapes = [tuple(e.shape) for e in entries]
+        if len({len(shape) for shape in shapes}) > 1:
+            return [[0] * len(shape) for shape in shapes]
+        longest = list(map(max, zip(*shapes)))
+        row_dim = self.dim % max(1, len(longest))
+        return [[0 if i == row_dim else longest[i] - n for i, n in enumerate(shape)] for shape in shapes]
 
 
 def _are_results_per_replica(tensors: list[Tensor], rows: tuple[int, ...] | None) -> bool:
@@ -95,6 +119,13 @@ def _are_results_per_replica(tensors: list[Tensor], rows: tuple[int, ...] | None
 def _can_stay_sharded(tensors: list[Tensor]) -> bool:
     plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.layout == torch.strided for t in tensors)
     return plain and len({t.dtype for t in tensors}) == 1
+
+
+def _filled(t: Tensor, widths: Sequence[int], value: float) -> Tensor:
+    """Append a value to a tensor along its dimensions."""
+    if not any(widths):
+        return t
+    return torch.nn.functional.pad(t, [n for width in reversed(widths) for n in (0, width)], value=value)
 
 
 def _copy_if_shared(t: Tensor) -> Tensor:
@@ -110,23 +141,48 @@ def gather_outputs(outputs: list[Any], joiner: Joiner) -> Any:
 
 def _join(values: list[Any], joiner: Joiner, path: str) -> Any:
     first = values[0]
-    opened = [tree.open_container(v) for v in values]
-    if all(isinstance(v, Tensor) for v in values):
+    if all(isinstance(v, Tensor) and not v.is_nested for v in values):
         return joiner.join(values, path)
+    known = batch_type(first)
+    if known is not None:
+        return _join_batches_of(known, values, joiner, path)
+    if joiner.num_rows and len(values) > 1 and are_listed_rows(values, joiner.num_rows, joiner.dim, path, _is_equal):
+        return [_to_device(item, joiner.device) for items in values for item in items]
+    opened = [tree.open_container(v) for v in values]
     if all(node is None for node in opened):
-        return _join_leaves(values, joiner.dim, path)
+        return _join_leaves(values, joiner, path)
     containers = [node for node in opened if node is not None]
     if len(containers) < len(values) or any(type(v) is not type(first) for v in values):
         raise _structure_error(path, [_describe(v) for v in values])
     places = [dict(zip(node.accessors, node.children)) for node in containers]
     if any(place.keys() != places[0].keys() for place in places):
-        raise _structure_error(path, [_describe_places(first, list(place)) for place in places])
+        advice = _IS_LIST if type(first) is list else _SAME_KIND
+        raise _structure_error(path, [_describe_places(first, list(place)) for place in places], advice)
     joined = [_join([place[a] for place in places], joiner, path + a) for a in containers[0].accessors]
     return containers[0].rebuild(joined)
 
 
-def _check_shapes(shapes: list[tuple[int, ...]], dim: int, path: str) -> None:
-    ndim = len(shapes[0])
+def _join_batches_of(known: BatchType, values: list[Any], joiner: Joiner, path: str) -> Any:
+    """Join objects of a class with a way of its own."""
+    if any(batch_type(v) is not known or (known is ROWS and type(v) is not type(values[0])) for v in values):
+        raise _structure_error(path, [_describe(v) for v in values])
+    if known is ROWS:
+        return known.join([type(items)(_to_device(item, joiner.device) for item in items) for items in values])
+    moved = [known.move(v, joiner.device) for v in values]
+    return known.join(moved) if len(moved) > 1 else moved[0]
+
+
+def _to_device(item: Any, device: torch.device) -> Any:
+    """Move a row's tensors to a device, but for those that are on the CPU."""
+    return tree.map_leaves(lambda leaf: leaf if _is_on_cpu(leaf) else move_tree(leaf, device), item, open_known)
+
+
+def _is_on_cpu(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.device.type == "cpu"
+
+
+def _check_shapes(shapes: list[tuple[int, ...]], joiner: Joiner, path: str) -> None:
+    ndim, dim = len(shapes[0]), joiner.dim
     if any(len(shape) != ndim for shape in shapes):
         raise _structure_error(path, [f"shape {shape}" for shape in shapes], _KEEP_ROWS)
     if not -ndim <= dim < ndim:
@@ -138,16 +194,16 @@ def _check_shapes(shapes: list[tuple[int, ...]], dim: int, path: str) -> None:
     if any(other != others[0] for other in others):
         raise GatherError(
             f"gather: {path} must have equal shapes except on dim {dim}, got {_list(shapes)} from the replicas. "
-            f"Pad to a common length inside forward."
+            f"{joiner.advice}"
         )
 
 
-def _join_leaves(values: list[Any], dim: int, path: str) -> Any:
+def _join_leaves(values: list[Any], joiner: Joiner, path: str) -> Any:
     arrays = [v for v in values if tree.is_array(v)]
     if any(isinstance(v, Tensor) for v in values) or (arrays and len(arrays) < len(values)):
         raise _structure_error(path, [_describe(v) for v in values])
     if arrays:
-        return _join_arrays(arrays, dim, path)
+        return _join_arrays(arrays, joiner, path)
     if any(_holds_tensors(v) for v in values):
         raise GatherError(
             f"gather: {path} is a {type(values[0]).__name__} with tensors in it, which has no order to join by. "
@@ -159,12 +215,15 @@ def _join_leaves(values: list[Any], dim: int, path: str) -> Any:
     return values[0] if all(_is_equal(v, values[0]) for v in values[1:]) else values
 
 
-def _join_arrays(arrays: list[Any], dim: int, path: str) -> Any:
+def _join_arrays(arrays: list[Any], joiner: Joiner, path: str) -> Any:
     numpy = sys.modules["numpy"]  # an array is here, so NumPy is loaded; torch works without it
     if all(a.ndim == 0 for a in arrays):
         return numpy.stack(arrays)
-    _check_shapes([a.shape for a in arrays], dim, path)
-    return numpy.concatenate(arrays, dim)
+    if joiner.pad_value is not None:
+        pairs = zip(arrays, joiner._missing(arrays))
+        arrays = [numpy.pad(a, [(0, n) for n in w], constant_values=joiner.pad_value) for a, w in pairs]
+    _check_shapes([a.shape for a in arrays], joiner, path)
+    return numpy.concatenate(arrays, joiner.dim)
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -183,6 +242,7 @@ def _is_equal(a: Any, b: Any) -> bool:
 
 
 _SAME_KIND = "Return the same kind of value whatever rows a replica sees."
+_IS_LIST = "Return everygpu.Rows(...) where each item is a row; else as many whatever rows a replica sees."
 _KEEP_ROWS = "A plain squeeze() also drops the rows' dimension of a single row: name what to drop, as in squeeze(-1)."
 
 

@@ -40,7 +40,7 @@ class LocalUpdate:
 
     def reduce(self) -> list[Share]:
         grads = [p.grad for p in all_params(self._optimizer) if p.grad is not None]
-        return [Share(device=self._model.device_ids[0], grads=grads)]
+        return [Share(device=self._model.replica_devices[0], grads=grads)]
 
     def apply(self, found_inf: Tensor | None) -> None:
         optimizer: Any = self._optimizer

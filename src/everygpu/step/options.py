@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from everygpu.errors import OptimizerError, OptionError
 from everygpu.parallel.data_parallel import DataParallel
+from everygpu.parallel.verbs import overridden
 from everygpu.step.local_update import LocalUpdate
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.sharded_update import ShardedUpdate
@@ -54,30 +55,48 @@ def wrap_model(model: nn.Module, *, compile: bool) -> DataParallel:
 
 def check_gathering(model: DataParallel) -> None:
     """Reject ``gather="joined"`` with ``loss=None``: the replicas' row counts are unknown."""
-    if model.gather == "joined" and len(model.device_ids) > 1:
+    if model.gather_rule == "joined" and len(model.replica_devices) > 1:
         raise OptionError(
             "TrainStep: loss=None needs a DataParallel with gather='sharded', which knows the rows behind each loss, "
             "got gather='joined'. Pass gather='sharded' there, or a loss here."
         )
 
 
+def own_code(model: DataParallel) -> str:
+    """Name the methods of ``DataParallel`` that a subclass, or the object, has its own of; empty if there are none."""
+    has_forward = type(model).forward is not DataParallel.forward or "forward" in vars(model)
+    return " and ".join((*(["forward"] if has_forward else []), *overridden(model)))
+
+
 def can_capture(model: DataParallel, capture: Any) -> bool:
     """Tell whether steps may be recorded: only where there are CUDA graphs."""
     if not isinstance(capture, bool) and capture != "auto":
         raise OptionError(f"TrainStep: capture must be 'auto', True or False, got {capture!r}.")
-    on_gpus = all(d.type == "cuda" for d in model.device_ids)
+    own = own_code(model)
+    if capture is True and own:
+        raise OptionError(
+            f"TrainStep: capture=True needs DataParallel's own methods, got a {type(model).__qualname__} with its own "
+            f"{own}. Pass capture='auto'."
+        )
+    on_gpus = all(d.type == "cuda" for d in model.replica_devices)
     if capture is True and not on_gpus:
         raise OptionError(
-            f"TrainStep: capture=True needs CUDA devices, got {', '.join(str(d) for d in model.device_ids)}. "
+            f"TrainStep: capture=True needs CUDA devices, got {', '.join(str(d) for d in model.replica_devices)}. "
             f"Pass capture='auto'."
         )
-    return on_gpus and capture is not False
+    return on_gpus and capture is not False and not own
 
 
 def make_strategy(model: DataParallel, optimizer: Any, *, captures: bool) -> UpdateStrategy:
     """Choose where gradients are and what applies them, by optimizer and devices."""
     if not captures:
         model.give_up_recording("TrainStep was made with capture=False")
+    own = own_code(model)
+    if isinstance(optimizer, ShardedOptimizer) and own and len(model.replica_devices) > 1:
+        raise OptimizerError(
+            f"TrainStep: a {type(model).__qualname__} with its own {own} has its gradients on the first device, "
+            f"which takes a torch optimizer, got a ShardedOptimizer. Pass the optimizer that it was made of."
+        )
     if isinstance(optimizer, ShardedOptimizer):
         return ShardedUpdate(model, optimizer, fixed=captures)
     if not isinstance(optimizer, Optimizer):
@@ -90,9 +109,14 @@ def make_strategy(model: DataParallel, optimizer: Any, *, captures: bool) -> Upd
             "TrainStep: the optimizer must step without a closure, got LBFGS, which evaluates the loss several times "
             "in a step. Use DataParallel in an ordinary loop."
         )
-    if len(model.device_ids) == 1 and not captures and model.rank_model is None:
+    if len(model.replica_devices) == 1 and not captures and model.rank_model is None:
+        return LocalUpdate(model, optimizer)
+    if own:
+        logger.info("TrainStep: the update is on %s, as the model has its own %s.", model.src_device_obj, own)
         return LocalUpdate(model, optimizer)
     if not can_shard(optimizer):
-        logger.info("TrainStep: %s can't be spread; it steps on %s.", type(optimizer).__name__, model.device_ids[0])
+        logger.info(
+            "TrainStep: %s can't be spread; it steps on %s.", type(optimizer).__name__, model.replica_devices[0]
+        )
         return LocalUpdate(model, optimizer)
-    return ShardedUpdate(model, ShardedOptimizer.of(optimizer, model.device_ids), fixed=captures)
+    return ShardedUpdate(model, ShardedOptimizer.of(optimizer, model.replica_devices), fixed=captures)

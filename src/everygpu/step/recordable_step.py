@@ -59,7 +59,7 @@ class RecordableStep:
 
     def state(self) -> Any:
         step, model = self._step, self._step.model
-        rules = (model.split, model.dim, model.engine, model.gather, model.buffers_rule, model.output_device)
+        rules = (model.split, model.dim, model.engine, model.gather_rule, model.buffers_rule, model.output_device)
         options = (step.accumulate, step.clip_norm, *rules)
         return self._strategy.recorded_state(), options, id(step.loss), referents(step.loss)
 
@@ -71,7 +71,7 @@ class RecordableStep:
         return self._strategy.early_update(self._expected, overlaps=self._overlaps) if self._updates_at_once() else None
 
     def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: EarlyUpdate | None) -> _Recorded:
-        draw_seeds(self.roots(), self._step.model.device_ids)
+        draw_seeds(self.roots(), self._step.model.replica_devices)
         try:
             return graph.record(lambda: self._run(batch.read(), prepared))
         finally:
@@ -146,5 +146,5 @@ def make_capture(step: "TrainStep", strategy: UpdateStrategy, *, must: bool) -> 
         model.give_up_recording("the optimizer can't be spread")
         return None
     model.make_graphs(False)
-    route = ScatterSpec(devices=tuple(model.device_ids), dim=model.dim, split=model.split)
+    route = ScatterSpec(devices=model.replica_devices, dim=model.dim, split=model.split)
     return Capture(RecordableStep(step, strategy), "TrainStep", route, must=must, gives_up=not must)

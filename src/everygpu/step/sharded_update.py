@@ -51,7 +51,7 @@ class ShardedUpdate:
         self._flat_params.follow_edits()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if len(self._model.device_ids) == 1:
+        if len(self._model.replica_devices) == 1:
             ranks = self._model.rank_model  # another one after a release
             with nullcontext() if ranks is None else ranks.apart(self._model.module):
                 return self._model(*inputs, **kwargs)
@@ -61,7 +61,7 @@ class ShardedUpdate:
 
     def leaves(self) -> list[Tensor]:
         # The hooks of a parameter are to see the sum of all replicas' gradients: its replicas are no leaves.
-        return [p for p in self._flat_params.params if not has_hooks(p)] if len(self._model.device_ids) > 1 else []
+        return [p for p in self._flat_params.params if not has_hooks(p)] if len(self._model.replica_devices) > 1 else []
 
     def begin(self) -> None:
         self._flat_params.begin()
@@ -124,7 +124,7 @@ class ShardedUpdate:
         if self._replicas is not None:
             # Now, as a step that is recorded sends no frozen parameters.
             self._replicas.forget()
-            self._replicas.refresh(range(len(self._model.device_ids)))
+            self._replicas.refresh(range(len(self._model.replica_devices)))
 
     # How a step is recorded.
 
@@ -213,8 +213,8 @@ class ShardedUpdate:
     def _arrange(self, params: list[Tensor], before: FlatParameters | None) -> None:
         """Make memory for the parameters as they are now, going on from what has accumulated before."""
         model = self._model
-        place_module(model.module, model.device_ids[0], "TrainStep", strict=model.strict_device)
-        self._flat_params = FlatParameters(params, model.device_ids, model.bucket_cap_mb)
+        place_module(model.module, model.replica_devices[0], "TrainStep", strict=model.strict_device)
+        self._flat_params = FlatParameters(params, model.replica_devices, model.bucket_cap_mb)
         if before is not None:
             self._flat_params.take_grads(before)
         self._replicas = None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from everygpu import comm, tree
+from everygpu.devices.parse import parse_target
 from everygpu.errors import CopyError
 from everygpu.keys import unwrap
 from everygpu.parallel.cuda_graphs.static_batch import Batch
@@ -95,11 +96,11 @@ class TrainStep:
         self.clip_norm = clip_norm
         captures = can_capture(self.model, capture)
         self._strategy = make_strategy(self.model, optimizer, captures=captures)
-        self._home = self.model.device_ids[0]
+        self._home = self.model.replica_devices[0]
         self._dtype = PRECISIONS[precision]
         self._ranks = self.model.rank_model
         group = None if self._ranks is None else self._ranks.group
-        self._weights = BatchWeights(weight, group, self._home, self.model.dim)
+        self._weights = BatchWeights(weight, group, self._home, self.model.dim, len(self.model.device_ids))
         self._scale = LossScale(self._home) if precision == "fp16" else None
         self._num_batches = self._num_steps = 0
         self._was_launched = False
@@ -219,7 +220,7 @@ class TrainStep:
         precision = next(name for name, dtype in PRECISIONS.items() if dtype is self._dtype)
         return (
             f"TrainStep(model={type(unwrap(self.model)).__name__}, loss={loss}, "
-            f"optimizer={type(self.optimizer).__name__}, device_ids={[str(d) for d in self.model.device_ids]}, "
+            f"optimizer={type(self.optimizer).__name__}, device_ids={[str(d) for d in self.model.replica_devices]}, "
             f"precision={precision!r}, accumulate={self.accumulate}, clip_norm={self.clip_norm}, "
             f"num_steps={self._num_steps})"
         )
@@ -266,7 +267,7 @@ class TrainStep:
 
         def move(leaf: Any) -> Any:
             plain = isinstance(leaf, Tensor) and not isinstance(leaf, ShardedBatch)
-            return comm.copy(leaf, self.model.output_device) if plain else leaf
+            return comm.copy(leaf, parse_target(self.model.output_device)) if plain else leaf
 
         return tree.map_leaves(move, targets)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from everygpu import comm
 from everygpu.parallel.cuda_graphs.static_batch import Batch
-from everygpu.parallel.scatter.split import find_rows
+from everygpu.parallel.scatter.row_count import find_rows, name_arguments
 from everygpu.ranks.group import Group
 
 Weight = Callable[..., float | Tensor]
@@ -21,13 +21,17 @@ class BatchWeights:
         group: The ranks; None for a process alone.
         home: Where the loss is.
         dim: Where the rows of a batch are.
+        num_devices: Of this process.
     """
 
-    def __init__(self, weight: Weight | None, group: Group | None, home: torch.device, dim: int) -> None:
+    def __init__(
+        self, weight: Weight | None, group: Group | None, home: torch.device, dim: int, num_devices: int
+    ) -> None:
         self._weight = weight
         self._group = group
         self._home = home
         self._dim = dim
+        self._num_devices = num_devices
         self._accumulate = 1
         self._is_needed = False
         self._unit: float | None = None  # gradients stay in the range that they have with one batch
@@ -93,7 +97,7 @@ class BatchWeights:
         if self._weight is not None:
             found = self._weight(*args, *targets, **kwargs)
             return found.detach().to(self._home, torch.float32) if isinstance(found, Tensor) else float(found)
-        rows = find_rows([("args", args), ("kwargs", kwargs)], self._dim)
+        rows = find_rows(name_arguments(args, kwargs), self._dim, self._num_devices)
         return 1.0 if rows is None else float(rows)
 
     def _sum(self, here: float | Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The autograd engine: the backward that is running, saved tensors and version counters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import torch
@@ -58,6 +58,16 @@ def after_backward(function: Callable[[], None]) -> None:
 def is_transforming() -> bool:
     """Tell whether a transformation of ``torch.func``, or forward-mode differentiation, is under way in this thread."""
     return are_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def is_batched(x: Tensor) -> bool:
+    """Tell whether a tensor stands for several under ``vmap``, as gradients do with ``is_grads_batched=True``."""
+    return torch._C._functorch.is_legacy_batchedtensor(x) or torch._C._functorch.is_batchedtensor(x)
+
+
+def are_batched(grads: Iterable[Tensor | None]) -> bool:
+    """Tell whether one of the gradients that there are is batched."""
+    return any(is_batched(g) for g in grads if g is not None)
 
 
 are_transforms_active = torch._C._are_functorch_transforms_active

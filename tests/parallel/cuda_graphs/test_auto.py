@@ -85,7 +85,7 @@ def train(model: everygpu.DataParallel, num: int, rows: Any = lambda i: 6) -> li
     for i in range(num):
         torch.manual_seed(i)
         optimizer.zero_grad()
-        model(torch.randn(rows(i), 4, device=model.device_ids[0])).square().mean().backward()
+        model(torch.randn(rows(i), 4, device=model.src_device_obj)).square().mean().backward()
         optimizer.step()
         engines.append(model.engine_in_use)
     return engines

@@ -68,7 +68,7 @@ def evaluate(model: everygpu.DataParallel, optimizer: torch.optim.Optimizer) -> 
 
 def run_eagerly(model: everygpu.DataParallel, optimizer: torch.optim.Optimizer) -> None:
     with torch.no_grad():
-        model(torch.ones(4, 6, device=model.device_ids[0]))
+        model(torch.ones(4, 6, device=model.src_device_obj))
     optimizer.step()
 
 

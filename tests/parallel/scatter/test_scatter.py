@@ -11,7 +11,8 @@ from torch import nn
 
 from everygpu import Replicated, gather, scatter
 from everygpu.errors import DeviceError, OptionError, SplitError
-from everygpu.parallel.scatter.scatter import move_tree, scatter_call
+from everygpu.parallel.scatter.batch_types import move_tree
+from everygpu.parallel.scatter.scatter import scatter_call
 
 PROPERTY = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 CPU = torch.device("cpu")

@@ -13,6 +13,7 @@ from everygpu.parallel.buckets.copies import Streams, sum_on
 from everygpu.parallel.buckets.memory import Grads, Use, num_uses, same_bytes, versions_of
 from everygpu.parallel.buckets.plan import BucketPlan, plan_bucket
 from everygpu.parallel.buckets.slot_alias import SlotAlias
+from everygpu.torch_private.autograd import are_batched
 
 ALIGNMENT_BYTES = 256
 """Slots begin at multiples of this, as cuBLAS and vectorized kernels like it and torch's allocator does."""
@@ -234,7 +235,8 @@ class _Broadcast(torch.autograd.Function):
         ctx.bucket = bucket
         ctx.use = bucket.begin_use()
         ctx.width = len(originals)
-        ctx.streams = Streams(bucket.device, *(bucket.devices[i] for i in replicas))
+        ctx.devices = [bucket.devices[i] for i in replicas]
+        ctx.streams = Streams(bucket.device, *ctx.devices)
         # Autograd runs a node where its first output is: this one has it add up on the primary device, in step
         # with the gradients it adds to.
         anchor = torch.empty(0, device=bucket.device)
@@ -242,12 +244,20 @@ class _Broadcast(torch.autograd.Function):
         return anchor, *(look.on(slot) for row in slots for slot, look in zip(row, looks))
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Give the replicas' parameters the tangents of the originals."""
+        moved = tangents[-ctx.width :]
+        anchor = torch.empty(0, device=ctx.bucket.device)
+        return anchor, *(None if t is None else comm.copy(t, d, fresh=True) for d in ctx.devices for t in moved)
+
+    @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.use.is_over = True
         rows = [grads[i : i + ctx.width] for i in range(0, len(grads), ctx.width)]
         with ctx.streams.current():
-            if torch.is_grad_enabled():
-                # create_graph=True: the sum is differentiated again, so it is made of torch's own operations.
+            if torch.is_grad_enabled() or are_batched(grads):
+                # create_graph=True: the sum is differentiated again, so it is made of torch's own operations. Batched
+                # gradients lie in no memory that could be copied.
                 columns = [[g for g in column if g is not None] for column in zip(*rows)]
                 totals = [sum_on(column, ctx.bucket.device) if column else None for column in columns]
             else:

@@ -21,7 +21,8 @@ def broadcast_tensor(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]
     """
     with keep_requires_grad(x):
         if x.requires_grad and torch.is_grad_enabled() and len(devices) > 1:
-            return list(_Copies.apply(x, devices))  # type: ignore[no-untyped-call]
+            # Autograd runs a node where its first output is.
+            return list(_Copies.apply(comm.with_own_node(x, devices[0]), devices))  # type: ignore[no-untyped-call]
         # Replicas on one device must not share memory: one may write into it.
         return [comm.copy(x, device, fresh=i > 0) for i, device in enumerate(devices)]
 
@@ -40,9 +41,13 @@ class _Copies(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, devices: Sequence[torch.device]) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.home = x.device
+        ctx.home, ctx.devices = x.device, devices
         ctx.streams = Streams(x.device, *devices)
         return tuple(comm.copy(x.detach(), d, fresh=i > 0) for i, d in enumerate(devices))
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> tuple[Tensor, ...]:
+        return tuple(comm.copy(tangent, d, fresh=i > 0) for i, d in enumerate(ctx.devices))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:

@@ -24,7 +24,7 @@ from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
 from everygpu.parallel.engines.thread_state import Modes
 from everygpu.parallel.gather import Joiner
 from everygpu.parallel.replicas.replica_set import ReplicaSet
-from everygpu.torch_private.autograd import keeps_graph
+from everygpu.torch_private.autograd import are_batched, keeps_graph
 
 Leaves = list[list[list[Tensor]]]
 """For each bundle and device, what gradients are taken of."""
@@ -138,7 +138,8 @@ class Launch:
                 "to that one, to go through it a second time."
             )
         is_kept = keeps_graph()
-        totals = self._differentiable(given) if torch.is_grad_enabled() else self._go_backward(given)
+        is_eager = torch.is_grad_enabled() or are_batched(grads)
+        totals = self._differentiable(given) if is_eager else self._go_backward(given)
         if not is_kept:
             self._spent.update(given)
             self.use.is_over = True  # not before: another thread's forward may take the memory at once

@@ -1,5 +1,6 @@
 """A batch at fixed addresses, for work that is recorded once and run on many batches."""
 
+import itertools
 from collections import UserDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ from torch import Tensor
 from everygpu import comm, tree
 from everygpu.comm import upload
 from everygpu.parallel.replicas.module_tree import is_dense
-from everygpu.parallel.scatter.split import Replicated, ScatterSpec, SplitPlan, find_rows, plan_split
+from everygpu.parallel.scatter.batch_types import batch_type
+from everygpu.parallel.scatter.row_count import find_rows, has_entry_per_device, name_arguments
+from everygpu.parallel.scatter.split import Replicated, ScatterSpec, SplitPlan, plan_split
 from everygpu.parallel.sharded.batch import ShardedBatch, has_shards, shard_batch
 from everygpu.torch_private.modes import without_torch_function
 from everygpu.torch_private.pytree import SUPPORTED_NODES
@@ -125,21 +128,22 @@ class StaticBatch:
             return self._make_copies(leaf)
         if not isinstance(leaf, Tensor):
             return _Slot(tensors=[], sources=lambda _: [], read=lambda: leaf)
-        if self._plan is not None and _has_rows(leaf, self._plan, self._route):
-            return self._make_parts(leaf, self._plan)
+        shares = None if self._plan is None else _shares(leaf, self._plan, self._route)
+        if shares is not None:
+            return self._make_parts(leaf, shares)
         whole = torch.empty_like(leaf.detach(), device=home)
         return _Slot(tensors=[whole], sources=lambda x: [x.detach()], read=whole.detach)
 
-    def _make_parts(self, leaf: Tensor, plan: SplitPlan) -> "_Slot":
+    def _make_parts(self, leaf: Tensor, shares: "_Shares") -> "_Slot":
         dim = self._route.dim
 
         def cut(x: Any) -> Sequence[Tensor]:
             if isinstance(x, ShardedBatch):
                 return x._parts  # without the graph that ``shards`` is connected to
-            starts = [sum(plan.rows[:i]) for i in plan.active]
-            return [x.detach().narrow(dim, start, plan.rows[i]) for i, start in zip(plan.active, starts)]
+            starts = itertools.accumulate(shares.sizes, initial=0)
+            return [x.detach().narrow(dim, start, size) for start, size in zip(starts, shares.sizes)]
 
-        devices = [self._route.devices[i] for i in plan.active]
+        devices = shares.devices
         parts = [torch.empty_like(part, device=d) for part, d in zip(cut(leaf), devices)]
         home = self._route.devices[0]
         return _Slot(
@@ -173,6 +177,14 @@ class _Slot:
     read: Callable[[], Any]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shares:
+    """How a tensor is spread."""
+
+    sizes: tuple[int, ...]
+    devices: tuple[torch.device, ...]
+
+
 def _leaves(batch: Batch) -> list[tuple[str, Any]]:
     return list(tree.leaves(batch, "batch"))
 
@@ -184,6 +196,8 @@ def _containers(value: Any) -> Any:
         NotStatic: one has an attribute that is no plain number or string, or something of its own beside its children.
     """
     opened = tree.open_container(value)
+    if batch_type(value) is not None:
+        raise NotStatic(f"the batch holds a {type(value).__qualname__} with rows of its own kind")
     if opened is None:
         return None
     own = () if type(value) in (list, tuple, dict) else _own_state(value, opened)
@@ -206,7 +220,7 @@ def _plan(batch: Batch, route: ScatterSpec) -> SplitPlan | None:
     if len(route.devices) == 1:
         return None
     args, kwargs, _ = batch
-    rows = find_rows([("inputs", args), ("keywords", kwargs)], route.dim)
+    rows = find_rows(name_arguments(args, kwargs), route.dim, len(route.devices))
     return None if rows is None else plan_split(rows, len(route.devices), route.split)
 
 
@@ -221,7 +235,7 @@ def _describe(path: str, leaf: Any, plan: SplitPlan | None, route: ScatterSpec) 
         return _describe_shards(path, leaf, plan, route)
     if type(leaf) is not Tensor or not is_dense(leaf):
         raise NotStatic(f"{path} is no plain dense tensor")
-    return leaf.shape, leaf.dtype, leaf.stride(), plan is not None and _has_rows(leaf, plan, route)
+    return leaf.shape, leaf.dtype, leaf.stride()  # with the plan, they tell how it is spread
 
 
 def _frozen(context: Any) -> Any:
@@ -241,22 +255,30 @@ def _describe_plain(path: str, value: Any) -> Any:
 
 
 def _describe_shards(path: str, leaf: ShardedBatch, plan: SplitPlan | None, route: ScatterSpec) -> Any:
-    layout = leaf._layout
+    shares = None if plan is None else _shares(leaf, plan, route)
     is_fit = (
-        plan is not None
+        shares is not None
         and has_shards(leaf)
         and leaf.shard_dim == route.dim % leaf.ndim
-        and layout.sizes == tuple(plan.rows[i] for i in plan.active)
-        and layout.devices == tuple(route.devices[i] for i in plan.active)
+        and leaf._layout.sizes == shares.sizes
+        and leaf._layout.devices == shares.devices
     )
     if not is_fit:
         raise NotStatic(f"{path} is laid out over the devices in another way than the model's inputs")
-    return leaf.shape, leaf.dtype, leaf.stride(), True
+    return leaf.shape, leaf.dtype, leaf.stride()
 
 
-def _has_rows(leaf: Tensor, plan: SplitPlan, route: ScatterSpec) -> bool:
+def _shares(leaf: Tensor, plan: SplitPlan, route: ScatterSpec) -> _Shares | None:
+    """Return how a tensor with rows, or with an entry per device, is spread; None for one that stays whole."""
     is_deep = leaf.ndim > 0 and -leaf.ndim <= route.dim < leaf.ndim
-    return is_deep and len(plan.active) > 1 and leaf.shape[route.dim] == plan.num_rows
+    if not is_deep or len(plan.active) == 1:
+        return None
+    if leaf.shape[route.dim] == plan.num_rows:
+        sizes, devices = [plan.rows[i] for i in plan.active], [route.devices[i] for i in plan.active]
+        return _Shares(sizes=tuple(sizes), devices=tuple(devices))
+    if has_entry_per_device(leaf, plan.num_rows, len(route.devices), route.dim):
+        return _Shares(sizes=(1,) * len(route.devices), devices=route.devices)
+    return None
 
 
 def _is_tensor(x: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor
 
 from everygpu.comm.streams import queueing_on
 from everygpu.torch_private.autograd import SavedTensorHooks, top_saved_tensor_hooks
@@ -192,9 +192,11 @@ class FactoryUse:
         self.is_found = False
         self._num_calls: dict[Hashable, int] = {}
 
-    def mode_for(self, module: nn.Module) -> MakeMode | None:
-        """Return what to make a mode with for a call of this module, or of replicas of it; None where it needs none."""
-        kind = type(module), module.training, torch.is_grad_enabled()
+    def mode_for(self, call: Callable[..., Any]) -> MakeMode | None:
+        """Return what to make a mode with for a call of this module or method, or of replicas'; None: it needs none."""
+        is_method = isinstance(call, types.MethodType)
+        code, module = (call.__func__, call.__self__) if is_method else (type(call), call)  # type: ignore[attr-defined]
+        kind = code, getattr(module, "training", None), torch.is_grad_enabled()
         self._num_calls[kind] = self._num_calls.get(kind, 0) + 1
         return partial(FactoryDevice, use=self) if self.is_found or self._num_calls[kind] <= NUM_WATCHED else None
 

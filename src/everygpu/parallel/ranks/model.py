@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from everygpu.parallel.buckets.sizes import replica_bucket_bytes
 from everygpu.parallel.ranks.gradients import RankGradients
 from everygpu.parallel.ranks.start import copy_from_first
-from everygpu.parallel.scatter.split import find_rows
+from everygpu.parallel.scatter.row_count import find_rows, name_arguments
 from everygpu.ranks.claims import Claim
 from everygpu.ranks.group import Group
 from everygpu.ranks.spread_batch import SpreadBatch, forward_of
@@ -26,13 +26,17 @@ class RankModel:
     Args:
         group: The ranks.
         dim: Where the rows of the batch are.
+        num_devices: Of this rank.
         bucket_cap_mb: Size at which a bucket of gradients is closed, in MiB; None for the default.
         weight: Called with a batch, returns how much it counts beside other ranks'; its rows when left out.
     """
 
-    def __init__(self, group: Group, dim: int, bucket_cap_mb: float | None, weight: Weight | None) -> None:
+    def __init__(
+        self, group: Group, dim: int, num_devices: int, bucket_cap_mb: float | None, weight: Weight | None
+    ) -> None:
         self.group = group
         self._dim = dim
+        self._num_devices = num_devices
         self._bucket_bytes = replica_bucket_bytes(bucket_cap_mb)
         self._weight = weight
         self._gradients: RankGradients | None = None
@@ -82,7 +86,7 @@ class RankModel:
     def _weight_of(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> float | Tensor:
         if self._weight is not None:
             return self._weight(*inputs, **kwargs)
-        rows = find_rows([("args", inputs), ("kwargs", kwargs)], self._dim)
+        rows = find_rows(name_arguments(inputs, kwargs), self._dim, self._num_devices)
         return 1.0 if rows is None else float(rows)
 
     @contextlib.contextmanager

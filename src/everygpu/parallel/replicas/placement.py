@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import DataParallel as TorchDataParallel
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from everygpu.devices.p2p import trusted_peers
@@ -19,7 +20,7 @@ logger = logging.getLogger("everygpu")
 
 def without_wrappers(module: Any, caller: str) -> Any:
     """Unwrap a module that is wrapped already, as in a notebook cell that is run again."""
-    while isinstance(module, nn.DataParallel) or getattr(type(module), "wraps_a_module", False):
+    while isinstance(module, TorchDataParallel) or getattr(type(module), "wraps_a_module", False):
         kind = f"{type(module).__module__.partition('.')[0]}'s {type(module).__qualname__}"
         logger.warning("%s: taking the module out of %s; options that were given there don't count.", caller, kind)
         module = module.module

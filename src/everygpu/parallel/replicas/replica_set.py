@@ -111,6 +111,11 @@ class ReplicaSet:
         """Return what keeps a replica up to date; None where it is none of these."""
         return next((replica for replica in self._replicas if replica.root is root), None)
 
+    def position_of(self, root: nn.Module) -> int | None:
+        """Return a replica's place among the devices; None where it is none of these."""
+        roots = [self.module, *(replica.root for replica in self._replicas)]
+        return next((i for i, replica in enumerate(roots) if replica is root), None)
+
     def forget(self) -> None:
         """Send everything at the next refresh, after writes that torch doesn't count."""
         for bucket in self._buckets:

@@ -1,6 +1,5 @@
 """Split a batch into one shard per replica, each on its device."""
 
-import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,15 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from everygpu import comm, tree
 from everygpu.comm import upload
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import SplitError
 from everygpu.parallel.buckets.copies import broadcast_tensor, keep_requires_grad
+from everygpu.parallel.scatter.batch_types import batch_type, known_type, move_tree, open_batch, split_batch
+from everygpu.parallel.scatter.layouts import cut_rows, explain_layout
+from everygpu.parallel.scatter.ready_types import BatchType, spans
 from everygpu.parallel.scatter.reuse import reuse_shards
-from everygpu.parallel.scatter.split import Replicated, Split, SplitPlan, find_rows, plan_split
+from everygpu.parallel.scatter.row_count import find_rows, name_arguments
+from everygpu.parallel.scatter.split import Replicated, Split, SplitPlan, plan_split
 from everygpu.parallel.sharded.batch import ShardedBatch
 
 
@@ -28,6 +30,8 @@ class Shard:
     """Of the replica in ``device_ids``."""
     rows: int | None
     """Rows of the batch; None when the call has no tensor to split."""
+    weight: int
+    """How much a result for all of them counts beside other replicas': the rows, or 1 where the caller normalizes."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -49,8 +53,10 @@ def scatter(
 
     Args:
         inputs: A tensor of shape (..., rows, ...), or any nesting of containers with such tensors. NumPy arrays
-            are split alike, and stay arrays. 0-dim tensors, ``Replicated`` values and everything else go to every
-            device.
+            are split alike, and stay arrays; so are ``Rows`` and what ``register_batch`` knows. Of a tensor with one
+            number per device, of shape (devices,) or (devices, 1), beside others that agree on another number of rows,
+            each device gets its own, of shape (1,) or (1, 1). 0-dim tensors, ``Replicated`` values and everything else
+            go to every device.
         device_ids: Devices, as ints (CUDA indices), names or ``torch.device``.
         dim: The dimension of the rows.
         split: ``"chunk"`` (as ``torch.chunk``), ``"even"`` (shares differ by one row at most), or one weight of 0 or
@@ -58,8 +64,8 @@ def scatter(
     Returns:
         One structure like ``inputs`` for each device that receives rows. Gradients flow back to ``inputs``.
     Raises:
-        SplitError: tensors disagree on the number of rows; one has no dimension ``dim``; an object that is no
-            container holds tensors.
+        SplitError: tensors disagree on the number of rows; one has no dimension ``dim``, no values, or a layout that
+            torch can't cut; an object that is no container holds tensors.
         OptionError: ``split`` is none of these.
         DeviceError: a device is unknown or absent.
     Source:
@@ -83,91 +89,99 @@ def scatter_call(
         The shards of the replicas that run, in order. A call without tensors runs on every device; one
         without any argument runs on the first only.
     """
-    named = [(f"args[{i}]", a) for i, a in enumerate(args)] + [(f'kwargs["{k}"]', v) for k, v in kwargs.items()]
-    num_rows = find_rows(named, dim)
+    named = name_arguments(args, kwargs)
+    num_rows = find_rows(named, dim, len(devices), warns=True)
     plan = None if num_rows is None else plan_split(num_rows, len(devices), split)
     all_positions = tuple(range(len(devices))) if named else (0,)
     active = all_positions if plan is None else plan.active
-    scatter_leaf = _LeafScatter(plan, active, [devices[i] for i in active], dim)
-    arg_columns = tree.fan_out(scatter_leaf, list(args), len(active))
-    kwarg_columns = tree.fan_out(scatter_leaf, dict(kwargs), len(active))
+    scatter_leaf = _LeafScatter(plan, active, devices, dim)
+    try:
+        columns = [tree.fan_out(scatter_leaf, value, len(active), open_batch) for _, value in named]
+    except RuntimeError as error:
+        explain_layout(named, error)
+        raise
     return [
         Shard(
             position=position,
             rows=None if plan is None else plan.rows[position],
-            args=tuple(arg_columns[i]),
-            kwargs=kwarg_columns[i],
+            weight=1 if plan is None or scatter_leaf.has_entries else plan.rows[position],
+            args=tuple(column[i] for column in columns[: len(args)]),
+            kwargs={key: column[i] for key, column in zip(kwargs, columns[len(args) :])},
         )
         for i, position in enumerate(active)
     ]
-
-
-def move_tree(value: Any, device: torch.device) -> Any:
-    """Put every tensor of a nested value on one device, unwrapping ``Replicated``; no copy where it is there."""
-
-    def move(leaf: Any) -> Any:
-        if isinstance(leaf, Replicated):
-            return move_tree(leaf.value, device)
-        if isinstance(leaf, PackedSequence):
-            return _move_packed(leaf, device)
-        return comm.copy(leaf, device) if isinstance(leaf, Tensor) else leaf
-
-    return tree.map_leaves(move, value)
-
-
-def _move_packed(x: PackedSequence, device: torch.device) -> PackedSequence:
-    orders = [None if order is None else comm.copy(order, device) for order in (x.sorted_indices, x.unsorted_indices)]
-    return PackedSequence(comm.copy(x.data, device), x.batch_sizes, *orders)
 
 
 class _LeafScatter:
     """From one leaf of the arguments to one value per running replica."""
 
     def __init__(
-        self, plan: SplitPlan | None, active: Sequence[int], devices: Sequence[torch.device], dim: int
+        self, plan: SplitPlan | None, active: Sequence[int], all_devices: Sequence[torch.device], dim: int
     ) -> None:
-        self.plan = plan
+        self.num_rows = None if plan is None else plan.num_rows
+        self.rows = [] if plan is None else [plan.rows[position] for position in active]
         self.active = active
-        self.devices = devices
+        self.devices = [all_devices[position] for position in active]
+        self.all_devices = all_devices
         self.dim = dim
+        self.has_entries = False
+        """Whether one of the leaves had an entry per device."""
 
     def __call__(self, leaf: Any) -> Sequence[Any]:
+        known = None if type(leaf) is Tensor and not leaf.is_nested else batch_type(leaf)
+        if known is not None:
+            return self._split_batch(leaf, known)
+        if self.num_rows is not None and tree.has_dims(leaf):
+            if leaf.shape[self.dim] != self.num_rows:
+                return self._pick_entries(leaf)
+            return self._split_rows(leaf)
         if isinstance(leaf, Replicated):
             copies = leaf.copies_on(self.devices, self.active)
             if copies is not None:
                 return copies
-            return tree.fan_out(self._copies, leaf.value, len(self.devices))
-        if self.plan is not None and tree.has_dims(leaf):
-            return self._split_rows(leaf, self.plan)
+            return tree.fan_out(self._copies, leaf.value, len(self.devices), open_batch)
         if len(self.devices) > 1:
             _check_object(leaf)
         return self._copies(leaf)
 
-    def _split_rows(self, x: Any, plan: SplitPlan) -> Sequence[Any]:
-        rows = [plan.rows[position] for position in self.active]
+    def _split_batch(self, batch: Any, known: BatchType) -> Sequence[Any]:
+        parts = split_batch(batch, known, self.rows) if len(self.rows) > 1 else [batch]
+        return [known.move(part, device) for part, device in zip(parts, self.devices)]
+
+    def _pick_entries(self, x: Any) -> Sequence[Any]:
+        """Give each replica the number at its position among all devices, which the caller has for it."""
+        self.has_entries = True
         if not isinstance(x, Tensor):
-            views: list[Any] = sys.modules["numpy"].split(x, list(itertools.accumulate(rows))[:-1], self.dim)
+            parts = sys.modules["numpy"].split(x, len(self.all_devices), self.dim)
+            return [parts[position] for position in self.active]
+        ones = [1] * len(self.all_devices)
+        reused = reuse_shards(x, self.all_devices, ones, self.dim) if isinstance(x, ShardedBatch) else None
+        if reused is not None:
+            return [reused[position] for position in self.active]
+        entries = cut_rows(x, ones, self.dim)
+        return self._put([entries[position] for position in self.active], x)
+
+    def _split_rows(self, x: Any) -> Sequence[Any]:
+        if not isinstance(x, Tensor):
+            views: list[Any] = [x[(slice(None),) * (self.dim % x.ndim) + (part,)] for part in spans(self.rows)]
             return views
-        reused = reuse_shards(x, self.devices, rows, self.dim) if isinstance(x, ShardedBatch) else None
+        reused = reuse_shards(x, self.devices, self.rows, self.dim) if isinstance(x, ShardedBatch) else None
         if reused is not None:
             return reused
         if x.device.type == "cpu" and self.devices[0].type == "cuda" and not x.requires_grad:
-            return _upload_rows(_cut(x, rows, self.dim), self.devices)
-        return self._copied_rows(x, rows)
+            return _upload_rows(cut_rows(x, self.rows, self.dim), self.devices)
+        return self._put(cut_rows(x, self.rows, self.dim), x)
 
-    def _copied_rows(self, x: Tensor, rows: Sequence[int]) -> list[Tensor]:
+    def _put(self, parts: Sequence[Tensor], whole: Tensor) -> list[Tensor]:
         # As on several GPUs: the first replica receives the input itself, the others receive copies. Replicas may
         # write into their inputs, and views of one tensor would share its version counter and history.
-        with keep_requires_grad(x):
-            return [
-                comm.copy(part, device, fresh=i > 0)
-                for i, (part, device) in enumerate(zip(_cut(x, rows, self.dim), self.devices))
-            ]
+        with keep_requires_grad(whole):
+            return [comm.copy(part, device, fresh=i > 0) for i, (part, device) in enumerate(zip(parts, self.devices))]
 
     def _copies(self, leaf: Any) -> Sequence[Any]:
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, Tensor) and not leaf.is_nested:
             return broadcast_tensor(leaf, self.devices)
-        if isinstance(leaf, PackedSequence):
+        if known_type(leaf) is not None:
             return [move_tree(leaf, device) for device in self.devices]
         return [leaf] * len(self.devices)
 
@@ -180,14 +194,9 @@ def _check_object(leaf: Any) -> None:
         raise SplitError(
             f"scatter: tensors must be in containers for their rows to be shared, got the {kind} object with shape "
             f"{shape} at {path}. Pass a dict or a dataclass of its tensors, register {kind} with "
-            f"torch.utils._pytree.register_pytree_node, or send it whole on purpose, as everygpu.Replicated(...)."
+            f"everygpu.register_batch or torch.utils._pytree.register_pytree_node, pass a list with one {kind} per row "
+            f"as everygpu.Rows(...), or send it whole on purpose, as everygpu.Replicated(...)."
         )
-
-
-def _cut(x: Tensor, rows: Sequence[int], dim: int) -> list[Tensor]:
-    # Not torch.split, whose results must not be written when there is a graph.
-    ends = itertools.accumulate(rows)
-    return [x.narrow(dim, end - num_rows, num_rows) for end, num_rows in zip(ends, rows)]
 
 
 def _upload_rows(parts: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from everygpu import tree
 from everygpu.devices import measure_shares
-from everygpu.errors import OptionError, SplitError
+from everygpu.errors import OptionError
 
 Split = str | Sequence[float]
 """``"chunk"``, ``"even"``, or one weight per device."""
@@ -133,52 +133,6 @@ def settle_split(split: Split, devices: Sequence[torch.device]) -> Split:
         check_split(split, len(devices))
         return split
     return (measure_shares(devices) if len(devices) > 1 else None) or "even"
-
-
-def find_rows(named: Sequence[tuple[str, Any]], dim: int) -> int | None:
-    """Read the batch size off the tensors of a call.
-
-    Args:
-        named: Arguments with their names, such as ``("args[0]", x)``; containers are searched.
-        dim: The dimension along which tensors are split.
-    Returns:
-        The batch size all tensors and arrays agree on; None when there is none to split.
-    Raises:
-        SplitError: two tensors disagree, or one has no such dimension.
-    """
-    found: tuple[str, int] | None = None
-    for name, value in named:
-        for path, leaf in tree.leaves(value, name):
-            check_splittable(leaf, path, dim)
-            if not tree.has_dims(leaf):
-                continue
-            size = leaf.shape[dim]
-            if found is not None and size != found[1]:
-                raise SplitError(
-                    f"scatter: every tensor must have the same number of rows on dim {dim}, got {found[1]} in "
-                    f"{found[0]} and {size} in {path} {tuple(leaf.shape)}. Wrap an input that every replica "
-                    f"needs whole in everygpu.Replicated(...)."
-                )
-            found = found or (path, size)
-    return found[1] if found else None
-
-
-def check_splittable(leaf: Any, path: str, dim: int) -> None:
-    """Refuse a leaf that has rows, but none that can be split.
-
-    Raises:
-        SplitError: the tensor or array has dimensions, but not this one; or it is packed.
-    """
-    if isinstance(leaf, torch.nn.utils.rnn.PackedSequence):
-        raise SplitError(
-            f"scatter: {path} is a PackedSequence, whose rows are interleaved and can't be split. "
-            f"Pass the padded batch and pack it inside forward."
-        )
-    if tree.has_dims(leaf) and not -leaf.ndim <= dim < leaf.ndim:
-        raise SplitError(
-            f"scatter: every tensor needs the batch on dim {dim}, got shape {tuple(leaf.shape)} in {path}. "
-            f"Wrap it in everygpu.Replicated(...) if every replica needs it whole."
-        )
 
 
 def _is_on(value: Any, device: torch.device) -> bool:

@@ -24,9 +24,11 @@ from everygpu.parallel.sharded.layout import (
     inference_mode,
     joined_strides,
     layout_of,
+    materialize,
     move,
     same_rows,
 )
+from everygpu.parallel.transforms import check_tangents
 from everygpu.torch_private.modes import without_torch_function
 from everygpu.torch_private.tensors import make_wrapper_subclass, reshape_alias, throw_on_data_ptr
 
@@ -247,11 +249,9 @@ def joined_values(x: ShardedBatch) -> Tensor:
     return x._joined.get()
 
 
-def _materialize(x: Tensor) -> Tensor:
-    """Allocate zeros without storage and resolve lazy conjugation, which ``__torch_dispatch__`` comes too late for."""
-    if x._is_zerotensor():
-        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    return x.resolve_conj().resolve_neg()
+def _with_zeros(found: Sequence[Tensor | None], like: Sequence[Any], layout: ShardLayout) -> list[Tensor]:
+    places = zip(found, like, layout.devices)
+    return [torch.zeros(shape, dtype=dtype, device=d) if t is None else t for t, (shape, dtype), d in places]
 
 
 class Join(torch.autograd.Function):
@@ -261,7 +261,14 @@ class Join(torch.autograd.Function):
     def forward(ctx: Any, layout: ShardLayout, dim: int, *shards: Tensor) -> ShardedBatch:
         ctx.set_materialize_grads(False)
         ctx.layout, ctx.dim = layout, dim
-        return wrap([_materialize(s.detach()) for s in shards], layout, dim)
+        ctx.like = [(s.shape, s.dtype) for s in shards]
+        return wrap([materialize(s.detach()) for s in shards], layout, dim)
+
+    @staticmethod
+    def jvp(ctx: Any, _layout: None, _dim: None, *tangents: Tensor | None) -> Tensor:
+        check_tangents(tangents)
+        full = _with_zeros(tangents, ctx.like, ctx.layout)
+        return wrap([materialize(t.detach()) for t in full], ctx.layout, ctx.dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
@@ -282,9 +289,12 @@ class _Split(torch.autograd.Function):
         return tuple(p.detach() for p in x._parts)
 
     @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> tuple[Tensor, ...]:
+        return shards_of(tangent, ctx.layout, ctx.dim)
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if all(g is None for g in grads):
             return None
-        places = zip(grads, ctx.like, ctx.layout.devices)
-        full = [torch.zeros(shape, dtype=dtype, device=d) if g is None else g for g, (shape, dtype), d in places]
+        full = _with_zeros(grads, ctx.like, ctx.layout)
         return Join.apply(ctx.layout, ctx.dim, *full)  # type: ignore[no-untyped-call]

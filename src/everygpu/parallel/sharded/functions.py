@@ -65,6 +65,10 @@ class _JoinedValues(torch.autograd.Function):
     def forward(ctx: Any, x: ShardedBatch) -> Tensor:
         return joined_values(x).detach()
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return joined_values(tangent) if isinstance(tangent, ShardedBatch) else tangent
+
 
 def _deepcopied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     x, memo = args

@@ -69,6 +69,13 @@ def same_rows(a: ShardLayout, b: ShardLayout) -> bool:
     return a is b or (a.sizes == b.sizes and a.devices == b.devices and a.home == b.home)
 
 
+def materialize(x: Tensor) -> Tensor:
+    """Allocate zeros without storage and resolve lazy conjugation, which ``__torch_dispatch__`` comes too late for."""
+    if x._is_zerotensor():
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    return x.resolve_conj().resolve_neg()
+
+
 class Memory:
     """State that a batch shares with its views, as plain tensors share a storage."""
 

@@ -6,6 +6,7 @@ split, which keeps the gradients of hand-written losses off the primary device.
 
 import inspect
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from everygpu.parallel.sharded.batch import Join, ShardedBatch, has_shards, join, parts_of
+from everygpu.parallel.sharded.batch import Join, ShardedBatch, has_shards, join, parts_of, shards_of
 from everygpu.parallel.sharded.dispatch import Args, Kwargs, Rule
-from everygpu.parallel.sharded.layout import move_to_each
+from everygpu.parallel.sharded.layout import ShardLayout, move_to_each
 from everygpu.parallel.sharded.operands import HALF, dims_of, sum_parts
 from everygpu.torch_private.autograd import are_transforms_active
 from everygpu.torch_private.modes import without_torch_function
@@ -117,9 +118,13 @@ class _RowReduction(torch.autograd.Function):
         ctx.plan, ctx.layout, ctx.dim, ctx.dtype = plan, x._layout, x.shard_dim, x.dtype
         ctx.shapes = [[n if d == ctx.dim else s for d, s in enumerate(x.shape)] for n in x._layout.sizes]
         if plan.is_weighted:
-            return _weighted_sum(x, plan)
+            return _weighted_sum(parts_of(x), x._layout, plan)
         result: Tensor = func(x, plan.dims, plan.keepdim, dtype=plan.dtype)
         return result
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _func: None, _plan: None) -> Tensor:
+        return _weighted_sum(shards_of(tangent, ctx.layout, ctx.dim), ctx.layout, ctx.plan)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -135,13 +140,13 @@ class _RowReduction(torch.autograd.Function):
             return Join.apply(ctx.layout, ctx.dim, *parts), None, None  # type: ignore[no-untyped-call]
 
 
-def _weighted_sum(x: ShardedBatch, plan: _ReductionPlan) -> Tensor:
-    dtype = plan.dtype or x.dtype
+def _weighted_sum(shards: Sequence[Tensor], layout: ShardLayout, plan: _ReductionPlan) -> Tensor:
+    dtype = plan.dtype or shards[0].dtype
     wide = torch.float32 if dtype in HALF else dtype
-    parts = zip(parts_of(x), plan.factors)
+    parts = zip(shards, plan.factors)
     # The result of a replica without rows has weight 0, and is left out even if it is nan.
     sums = [part.to(wide).sum(plan.dims, plan.keepdim) * factor for part, factor in parts if factor]
-    return sum_parts(sums, x._layout).to(dtype)
+    return sum_parts(sums, layout).to(dtype)
 
 
 def composed_loss(func: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -27,6 +27,7 @@ from everygpu.parallel.engines.processes.packing import describe_all, pack, unpa
 from everygpu.parallel.engines.processes.recompute import Recomputation, copy_buffers
 from everygpu.parallel.engines.processes.shared_tensors import SharedTensor
 from everygpu.parallel.engines.thread_state import Modes
+from everygpu.parallel.transforms import check_unbatched
 from everygpu.torch_private.autograd import keeps_graph
 from everygpu.torch_private.tensors import make_coalesced
 
@@ -149,6 +150,7 @@ class RemoteCall:
         if torch.is_grad_enabled():
             self._recomputed = self._recompute(grads)
             return
+        check_unbatched(grads)
         helper = self.helper
         self._grads = [None if g is None else helper.exporter.own(_dense(g)) for g in grads]
         shared = describe_all(self._grads, helper.exporter, lends=False)

@@ -1,0 +1,60 @@
+"""What can't go through several replicas: transforms and tracers of torch, which know one thread and one device."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from everygpu.errors import CallError
+from everygpu.torch_private.autograd import are_batched, are_transforms_active
+
+
+def check_transforms() -> None:
+    """Refuse a forward on several devices within a transform of ``torch.func``, or while torch traces it.
+
+    Raises:
+        CallError: naming the module to call in place of the wrapper.
+    """
+    found = _find_transform()
+    if found is not None:
+        what, example = found
+        raise CallError(
+            f"DataParallel: {what} needs a module on one device, got a DataParallel of several replicas. Pass "
+            f"the module itself, as in {example}."
+        )
+
+
+def check_tangents(tangents: Iterable[Tensor | None]) -> None:
+    """Refuse forward-mode differentiation under ``vmap``.
+
+    Raises:
+        CallError: saying the ways out.
+    """
+    if are_batched(tangents):
+        raise CallError(
+            "DataParallel: forward-mode differentiation under vmap, as jacobian does it with vectorize=True, needs a "
+            "module on one device. Pass the module itself, model.module, or strategy='reverse-mode'."
+        )
+
+
+def check_unbatched(grads: Iterable[Tensor | None]) -> None:
+    """Refuse gradients that lie in no memory, where they are to be sent to another process.
+
+    Raises:
+        CallError: saying the ways out.
+    """
+    if are_batched(grads):
+        raise CallError(
+            "DataParallel: batched gradients, as of is_grads_batched=True or vmap, can't go to helper processes. Pass "
+            "engine='threads' to DataParallel, or create_graph=True to torch.autograd.grad."
+        )
+
+
+def _find_transform() -> tuple[str, str] | None:
+    if are_transforms_active():
+        return "a transform of torch.func, such as vmap or grad,", "torch.func.vmap(model.module)(x)"
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return "torch.jit.trace", "torch.jit.trace(model.module, x)"
+    if torch.compiler.is_exporting():
+        return "torch.export", "torch.export.export(model.module, (x,))"
+    return None

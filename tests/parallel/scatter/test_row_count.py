@@ -1,0 +1,161 @@
+"""The number of rows of a batch, and tensors with an entry per device."""
+
+import pytest
+import torch
+from torch import nn
+
+from everygpu import DataParallel, Feeder, Replicated, Rows, TrainStep, scatter
+from everygpu.errors import SplitError
+from everygpu.parallel.cuda_graphs.static_batch import StaticBatch, describe_batch
+from everygpu.parallel.scatter.row_count import find_rows
+from everygpu.parallel.scatter.split import ScatterSpec
+
+
+class TestAgreement:
+    def test_tensors_anywhere_agree(self):
+        named = [("args[0]", {"a": [torch.ones(5, 2)]}), ("args[1]", 7), ('kwargs["y"]', torch.ones(5))]
+        assert find_rows(named, 0) == 5
+
+    def test_any_dim(self):
+        assert find_rows([("x", torch.ones(2, 5)), ("y", torch.ones(3, 5, 4))], 1) == 5
+        assert find_rows([("x", torch.ones(2, 5)), ("y", torch.ones(5))], -1) == 5
+
+    @pytest.mark.parametrize(
+        "value",
+        [None, 3, "text", torch.tensor(4.0), [], {}, Replicated(torch.ones(3)), {"a": Replicated([torch.ones(2)])}],
+        ids=repr,
+    )
+    def test_no_tensor_to_split(self, value):
+        assert find_rows([("args[0]", value)], 0) is None
+
+    def test_no_rows_are_rows(self):
+        assert find_rows([("args[0]", torch.ones(0, 3))], 0) == 0
+
+    def test_disagreement_names_both_tensors_and_the_way_out(self):
+        named = [("args[0]", torch.ones(9, 2)), ('kwargs["mask"]', {"m": torch.ones(2, 9)})]
+        with pytest.raises(SplitError, match=r"got 9 in args\[0\] and 2 in kwargs\[\"mask\"\]\[\"m\"\]") as caught:
+            find_rows(named, 0)
+        assert "(2, 9)" in str(caught.value)
+        assert "Replicated" in str(caught.value)
+
+    def test_tensor_without_the_dim(self):
+        with pytest.raises(SplitError, match=r"the batch on dim 1, got shape \(4,\) in args\[0\]"):
+            find_rows([("args[0]", torch.ones(4))], 1)
+
+    @pytest.mark.parametrize("dim", [2, -3])
+    def test_dim_out_of_range(self, dim):
+        with pytest.raises(SplitError, match="Replicated"):
+            find_rows([("x", torch.ones(2, 2))], dim)
+
+    @pytest.mark.parametrize(
+        ("named", "says"),
+        [
+            ([("args[0]", torch.ones(2)), ("args[1]", [torch.ones(3)])], True),
+            ([("args[0]", torch.ones(2)), ("args[1]", torch.ones(3))], False),
+            ([("batch[0]", torch.ones(2)), ("batch[1]", {"a": torch.ones(3)})], False),
+        ],
+        ids=["in a list", "an argument", "in a dict"],
+    )
+    def test_tensors_in_lists_may_be_rows(self, named, says):
+        with pytest.raises(SplitError) as caught:
+            find_rows(named, 0)
+        assert ("everygpu.Rows" in str(caught.value)) == says
+
+
+class Weighted(nn.Module):
+    """Returns a loss as transformers' models do: the sum over a replica's rows by a number of the caller's."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, x, num_items):
+        return {"loss": self.linear(x).sum() / num_items, "rows": x[:, 0]}
+
+
+class TestEntryPerDevice:
+    @pytest.mark.parametrize("shape", [(3,), (3, 1)])
+    @pytest.mark.parametrize("make", [torch.Tensor.clone, torch.Tensor.numpy], ids=["tensor", "array"])
+    def test_each_device_gets_its_own(self, devices, shape, make):
+        used = devices(3)
+        numbers = make(torch.arange(float(len(used))).view(len(used), *shape[1:]))
+        shards = scatter((torch.ones(7, 2), numbers), used)
+        assert [s[1].shape for s in shards] == [(1, *shape[1:])] * len(used)
+        assert [s[1].item() for s in shards] == list(range(len(used)))
+
+    @pytest.mark.parametrize(("dim", "shape"), [(1, (1, 3)), (-1, (3,)), (-2, (3, 1))])
+    def test_along_the_dim_of_the_rows(self, dim, shape):
+        shards = scatter((torch.ones(7, 7), torch.arange(3).view(shape)), ["cpu"] * 3, dim)
+        assert [s[1].item() for s in shards] == [0, 1, 2]
+
+    def test_replicas_without_rows_get_none(self):
+        numbers = torch.arange(4)
+        assert [s[1].tolist() for s in scatter((torch.ones(2), numbers), ["cpu"] * 4)] == [[0], [1]]
+        shards = scatter((torch.ones(3), numbers), ["cpu"] * 4, split=[0, 1, 0, 2])
+        assert [(len(s[0]), s[1].tolist()) for s in shards] == [(1, [1]), (2, [3])]
+
+    @pytest.mark.parametrize(
+        "inputs",
+        [
+            (torch.ones(9), torch.ones(8), torch.ones(2)),
+            (torch.ones(9), torch.ones(3)),
+            (torch.ones(9), torch.ones(2, 2)),
+            (torch.ones(9), Rows(["a", "b"])),
+        ],
+        ids=["the others differ", "another number", "more than one each", "rows"],
+    )
+    def test_others_are_refused(self, inputs):
+        with pytest.raises(SplitError, match="the same number of rows"):
+            scatter(inputs, ["cpu"] * 2)
+
+    def test_as_many_rows_as_devices_are_rows(self):
+        first, second = scatter((torch.ones(2, 3), torch.arange(2)), ["cpu"] * 2)
+        assert (first[1].tolist(), second[1].tolist()) == ([0], [1])
+        assert scatter(torch.arange(2), ["cpu"] * 2)[1].tolist() == [1]
+
+    @pytest.mark.parametrize("gather", ["sharded", "joined"])
+    @pytest.mark.parametrize("num_rows", [6, 5, 2])
+    def test_results_are_not_weighed_by_rows(self, devices, num_rows, gather):
+        """The mean over replicas of sums by the same number is that of the whole batch, whatever their rows are."""
+        used = devices(2)
+        module, x = Weighted().to(used[0]), torch.randn(num_rows, 3, device=used[0])
+        total = torch.tensor([[num_rows / 2.0]], device=used[0])
+        expected = module(x, total)["loss"] / 2
+        found = DataParallel(module, used, gather=gather)(x, total.expand(2, -1))
+        assert found["rows"].shape == (num_rows,)
+        torch.testing.assert_close(found["loss"].mean(), expected.squeeze())
+
+    @pytest.mark.parametrize("num_rows", [5, 1])
+    def test_the_feeder_sends_each_device_its_own(self, devices, num_rows):
+        used = devices(3)
+        batch = {"x": torch.ones(num_rows, 3), "num_items": torch.arange(1.0, len(used) + 1)}
+        (sent,) = list(Feeder([batch], used))
+        assert sent["num_items"].tolist() == batch["num_items"].tolist()
+        shards = scatter(sent, used)
+        assert [s["num_items"].tolist() for s in shards] == [[i + 1.0] for i in range(len(shards))]
+        assert [s["num_items"].device for s in shards] == used[: len(shards)]
+        if num_rows > 1:
+            assert [p.device for p in sent["num_items"].shards] == used
+
+    @pytest.mark.parametrize("num_rows", [5, 1])
+    def test_a_recording_has_a_place_for_each(self, devices, num_rows):
+        used = devices(3)
+        route = ScatterSpec(devices=tuple(used), dim=0, split="chunk")
+        batch = ((torch.ones(num_rows, 3),), {"num_items": torch.arange(1.0, len(used) + 1)}, ())
+        held = StaticBatch(batch, route)
+        other = ((torch.zeros(num_rows, 3),), {"num_items": torch.arange(2.0, len(used) + 2)}, ())
+        assert describe_batch(batch, route) == describe_batch(other, route)
+        held.write(other)
+        args, kwargs, _ = held.read()
+        shards = scatter((args, kwargs), used)
+        assert [s[1]["num_items"].tolist() for s in shards] == [[i + 2.0] for i in range(len(shards))]
+        assert describe_batch(held.read(), route) == describe_batch(batch, route)
+
+    def test_a_training_step(self):
+        """A step computes with the batch at fixed addresses, as a recording would."""
+        x, total = torch.randn(5, 3), torch.full((2, 1), 2.5)
+        module = Weighted()
+        expected = module(x, total[:1])["loss"].item() / 2
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        step = TrainStep(DataParallel(module, ["cpu"] * 2), None, optimizer)
+        assert step((x, total)).item() == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,172 @@
+"""Lists whose items are each a row, from the loader to the outputs."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from everygpu import DataParallel, Feeder, Rows, gather, scatter
+from everygpu.checkpoint.dealing import slice_rows
+from everygpu.errors import GatherError, SplitError
+from everygpu.feed.batch_size import resize
+from everygpu.parallel.cuda_graphs.static_batch import NotStatic, describe_batch
+from everygpu.parallel.scatter.split import ScatterSpec
+
+WORDS = ["a", "b", "c", "d", "e"]
+
+
+def images(device="cpu"):
+    return Rows(torch.full((3, 4 + i, 5), float(i), device=device) for i in range(5))
+
+
+class Detect(nn.Module):
+    """Takes images of several sizes, and returns what it finds in each."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, images, x):
+        assert len(images) == len(x)
+        assert all(image.device == self.scale.device for image in images)
+        found = [{"box": image[0] * self.scale, "name": "i" * i} for i, image in enumerate(images)]
+        return {"found": Rows(found), "mean": x.mean(1)}
+
+
+class TestInputs:
+    def test_each_replica_gets_its_items(self, devices):
+        used = devices(2)
+        shards = scatter((Rows(WORDS), {"x": torch.ones(5, 2)}), used)
+        assert [s[0] for s in shards] == [WORDS[:3], WORDS[3:]]
+        assert {type(s[0]) for s in shards} == {Rows}
+        assert [len(s[1]["x"]) for s in shards] == [3, 2]
+
+    def test_tensors_in_items_are_moved_and_not_cut(self, devices):
+        used = devices(2)
+        rows = Rows({"image": image, "name": "x", "more": [image]} for image in images(used[0]))
+        shards = scatter(rows, used)
+        for device, shard in zip(used, shards):
+            assert {row["image"].device for row in shard} == {row["more"][0].device for row in shard} == {device}
+        assert [row["image"].shape[1] for shard in shards for row in shard] == [4, 5, 6, 7, 8]
+
+    def test_gradients_flow_back(self, devices):
+        used = devices(2)
+        rows = Rows(torch.ones(i + 1, device=used[0], requires_grad=True) for i in range(3))
+        sum((i + 1) * row.sum().to(used[0]) for i, s in enumerate(scatter(rows, used)) for row in s).backward()
+        assert [row.grad.tolist() for row in rows] == [[1], [1, 1], [2, 2, 2]]
+
+    @pytest.mark.parametrize("dim", [0, 1, -1])
+    def test_whatever_the_dim(self, dim):
+        first, second = scatter({"x": torch.ones(5, 5), "words": Rows(WORDS)}, ["cpu"] * 2, dim)
+        assert (first["words"], second["words"]) == (WORDS[:3], WORDS[3:])
+        assert first["x"].shape[dim] == 3
+
+    def test_more_devices_than_items(self):
+        assert scatter(Rows(["a", "b"]), ["cpu"] * 4) == [["a"], ["b"]]
+
+    def test_none_make_one_empty_shard(self):
+        (shard,) = scatter({"words": Rows(), "x": torch.ones(0, 2)}, ["cpu"] * 3)
+        assert shard["words"] == []
+        assert type(shard["words"]) is Rows
+
+    def test_number_must_be_that_of_the_others(self):
+        with pytest.raises(SplitError, match=r"got 4 in args\[0\]\[0\] and 5 in args\[0\]\[1\]"):
+            scatter((torch.ones(4), Rows(WORDS)), ["cpu"] * 2)
+
+    def test_a_recording_declines(self):
+        route = ScatterSpec(devices=(torch.device("cpu"),) * 2, dim=0, split="chunk")
+        with pytest.raises(NotStatic, match="Rows"):
+            describe_batch(((Rows(WORDS),), {}, ()), route)
+
+
+class TestOutputs:
+    def test_are_joined_in_order(self, devices):
+        used = devices(2)
+        outputs = [Rows({"box": torch.ones(i, device=d)} for i in ns) for d, ns in zip(used, [(1, 2), (3,)])]
+        joined = gather(outputs, used[0])
+        assert type(joined) is Rows
+        assert [len(row["box"]) for row in joined] == [1, 2, 3]
+        assert {row["box"].device for row in joined} == {used[0]}
+
+    def test_tensors_on_the_cpu_stay_there(self, devices):
+        used = devices(2)
+        joined = gather([Rows([torch.ones(1)]), Rows([torch.ones(2)])], used[0])
+        assert {row.device.type for row in joined} == {"cpu"}
+
+    def test_all_replicas_must_return_them(self):
+        with pytest.raises(GatherError, match=r"out\[\"a\"\].*Rows from replica 0 and list from replica 1"):
+            gather([{"a": Rows(["x"])}, {"a": ["x"]}], "cpu")
+
+    @pytest.mark.parametrize("num_replicas", [1, 2, 3])
+    def test_of_a_model(self, devices, num_replicas):
+        used = devices(num_replicas)
+        module = Detect().to(used[0])
+        out = DataParallel(module, used, engine="threads")(images(used[0]), torch.ones(5, 2, device=used[0]))
+        assert [row["box"].shape for row in out["found"]] == [(4 + i, 5) for i in range(5)]
+        assert {row["box"].device for row in out["found"]} == {used[0]}
+        assert out["mean"].shape == (5,)
+        sum(row["box"].sum() for row in out["found"]).backward()
+        assert module.scale.grad.item() == sum(i * (4 + i) * 5 for i in range(5))
+
+    def test_through_helper_processes(self, helpers):
+        module = Detect()
+        model = DataParallel(module, ["cpu"] * 2, engine="processes")
+        with helpers.serving():
+            out = model(images(), torch.ones(5, 2))
+        assert model.engine_in_use == "processes"
+        assert [(row["box"].shape, row["name"]) for row in out["found"]] == [
+            ((4, 5), ""), ((5, 5), "i"), ((6, 5), "ii"), ((7, 5), ""), ((8, 5), "i"),
+        ]  # fmt: skip
+        sum(row["box"].sum() for row in out["found"]).backward()
+        assert module.scale.grad.item() == sum(i * (4 + i) * 5 for i in range(5))
+        model.release()
+
+
+def collate(samples):
+    return {"words": Rows(word for word, _ in samples), "images": Rows(image for _, image in samples)}
+
+
+class TestLoaders:
+    def test_the_feeder_sends_tensors_to_their_replicas(self, devices):
+        used = devices(2)
+        loader = DataLoader(list(zip(WORDS, images())), batch_size=5, collate_fn=collate)
+        (batch,) = list(Feeder(loader, used))
+        assert batch["words"] == WORDS
+        assert type(batch["images"]) is Rows
+        assert [image.device for image in batch["images"]] == [used[0]] * 3 + [used[1]] * 2
+        shards = scatter(batch, used)
+        assert [len(s["images"]) for s in shards] == [3, 2]
+        assert shards[1]["images"][0].data_ptr() == batch["images"][3].data_ptr()
+
+    @pytest.mark.parametrize("num_rows", [0, 1, 3])
+    def test_the_feeder_with_few_of_them(self, devices, num_rows):
+        *_, last = used = devices(2)
+        rows = images()[:num_rows]
+        ((batch,),) = list(Feeder([(Rows(rows),)], used))
+        assert [image.device for image in batch] == [used[0], used[0], last][:num_rows]
+
+    def test_the_feeder_for_one_device(self, devices):
+        (device,) = devices(1)[:1]
+        (batch,) = list(Feeder([{"rows": images()}], [device]))
+        assert {image.device for image in batch["rows"]} == {device}
+
+    @pytest.mark.parametrize("part", [slice(0, 2), slice(2, 5), slice(0, 0), slice(5, 5)])
+    def test_ranks_are_dealt_their_own(self, part):
+        own = slice_rows({"words": Rows(WORDS), "x": torch.arange(5)}, part, 0)
+        assert own["words"] == WORDS[part]
+        assert type(own["words"]) is Rows
+        assert own["x"].tolist() == list(range(5))[part]
+
+    def test_batches_of_other_sizes(self):
+        assert resize((Rows(["a", "b"]), torch.arange(2)), 5, 0)[0] == ["a", "b", "a", "b", "a"]
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_are_rows(again):
+    rows = again(Rows(WORDS))
+    assert rows == WORDS
+    assert type(rows) is Rows
+    assert repr(rows) == f"Rows({WORDS!r})"

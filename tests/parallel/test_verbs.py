@@ -1,0 +1,438 @@
+"""Classes made of ``DataParallel`` override scatter, replicate, parallel_apply and gather, or call them."""
+
+import copy
+import logging
+import threading
+from itertools import chain
+
+import pytest
+import torch
+from torch import nn
+
+import everygpu
+from everygpu import DataParallel, ShardedBatch
+from everygpu.errors import CallError, OptimizerError, OptionError
+from tests.parallel.oracle import assert_same_grads
+
+VERBS = ["scatter", "replicate", "parallel_apply", "gather"]
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x, *, scale=1.0):
+        return self.last(self.norm(self.first(x)).tanh()) * scale
+
+
+class Noted(DataParallel):
+    """Overrides all four, notes their calls, and leaves the work to ``super()``."""
+
+    def __init__(self, *args, **kwargs):
+        self.calls = []
+        super().__init__(*args, **kwargs)
+        self.calls = []
+
+    def scatter(self, inputs, kwargs, device_ids):
+        self.calls.append(("scatter", inputs, kwargs, device_ids))
+        return super().scatter(inputs, kwargs, device_ids)
+
+    def replicate(self, module, device_ids):
+        self.calls.append(("replicate", module, device_ids))
+        return super().replicate(module, device_ids)
+
+    def parallel_apply(self, replicas, inputs, kwargs):
+        self.calls.append(("parallel_apply", replicas, inputs, kwargs))
+        return super().parallel_apply(replicas, inputs, kwargs)
+
+    def gather(self, outputs, output_device):
+        self.calls.append(("gather", outputs, output_device))
+        return super().gather(outputs, output_device)
+
+
+class Outer(DataParallel):
+    """Overrides forward as libraries do: by the four verbs."""
+
+    def forward(self, *inputs, **kwargs):
+        inputs, kwargs = self.scatter(inputs, kwargs, self.device_ids)
+        replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
+        return self.gather(self.parallel_apply(replicas, inputs, kwargs), self.output_device)
+
+
+@pytest.fixture(params=["threads", "graphs", "processes"])
+def any_engine(request):
+    return request.param
+
+
+class TestOverrides:
+    def test_a51_are_called_in_torchs_order(self, devices, any_engine):
+        used = devices(3)
+        model, bare = Noted(Mlp().to(used[0]), used, engine=any_engine), Mlp().to(used[0])
+        x = torch.randn(7, 3, device=used[0])
+        model.eval(), bare.eval()
+        out = model(x, scale=2.0)
+        torch.testing.assert_close(everygpu.gather(out), bare(x, scale=2.0))
+        assert type(out) is ShardedBatch
+        assert [call[0] for call in model.calls] == VERBS
+        scatter, replicate, apply, gather = model.calls
+        assert scatter[2:] == ({"scale": 2.0}, model.device_ids)
+        assert scatter[1][0] is x
+        assert replicate[1:] == (model.module, model.device_ids)
+        assert apply[1][0] is model.module
+        assert [len(args) for args in apply[2]] == [1] * 3
+        assert gather[2] == model.output_device
+        assert model.engine_in_use == "threads"
+
+    def test_train_as_one_device(self, devices):
+        used = devices(3)
+        model, bare = Noted(Mlp().double().to(used[0]), used), Mlp().double().to(used[0])
+        model.norm.eval(), bare.norm.eval()
+        x = torch.randn(7, 3, device=used[0], dtype=torch.float64)
+        for _ in range(3):
+            model(x).square().mean().backward()
+            bare(x).square().mean().backward()
+        assert_same_grads(model, bare)
+
+    def test_replicas_persist(self):
+        model = Noted(Mlp(), ["cpu"] * 2)
+        for _ in range(2):
+            model(torch.randn(4, 3))
+        first, second = (call[1] for call in model.calls if call[0] == "parallel_apply")
+        assert first[1] is second[1]
+
+    @pytest.mark.parametrize("verb", VERBS)
+    def test_each_by_itself(self, verb):
+        model, x = DataParallel(Mlp().eval(), ["cpu"] * 2), torch.randn(5, 3)
+        expected, calls = model(x), []
+        plain = getattr(model, verb)
+        setattr(model, verb, lambda *args: calls.append(verb) or plain(*args))
+        torch.testing.assert_close(model(x), expected)
+        assert calls == [verb]
+        delattr(model, verb)
+        torch.testing.assert_close(model(x), expected)
+        assert calls == [verb]
+
+    def test_a_fallback_speaks(self, caplog):
+        with caplog.at_level(logging.WARNING, logger="everygpu"):
+            Noted(Mlp(), ["cpu"] * 2, engine="processes")
+        (record,) = caplog.records
+        assert "in threads, whatever the engine, as Noted has its own scatter and" in record.getMessage()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="everygpu"):
+            Noted(Mlp(), ["cpu"] * 2)
+        assert not caplog.records
+
+    def test_only_scatter_counts_on_one_device(self):
+        model = Noted(Mlp().eval(), ["cpu"])
+        x = torch.randn(5, 3)
+        torch.testing.assert_close(model(x), model.module(x))
+        assert [call[0] for call in model.calls] == ["scatter"]
+
+    @pytest.mark.parametrize("num", [1, 2])
+    def test_calls_without_arguments(self, num):
+        class Constant(nn.Module):
+            def forward(self):
+                return torch.ones(1, 2)
+
+        class Nothing(Noted):
+            def scatter(self, inputs, kwargs, device_ids):
+                return (), ()
+
+        assert Noted(Constant(), ["cpu"] * num)().shape == (1, 2)
+        assert Nothing(Constant(), ["cpu"] * num)().shape == (1, 2)
+
+    def test_survive_copies(self):
+        twin = copy.deepcopy(Noted(Mlp().eval(), ["cpu"] * 2))
+        twin(torch.randn(4, 3))
+        assert [call[0] for call in twin.calls] == VERBS
+
+    def test_errors_name_the_replica(self):
+        class Failing(Mlp):
+            def forward(self, x):
+                if len(x) == 2:
+                    raise ValueError("mine")
+                return x
+
+        model = Noted(Failing(), ["cpu"] * 2)
+        with pytest.raises(ValueError, match="mine") as caught:
+            model(torch.randn(5, 3))
+        assert "replica 1 on cpu" in str(caught.value.__cause__)
+        with pytest.raises(OptionError, match="1 kwargs"):
+            model.parallel_apply([model.module] * 2, [(1,), (2,)], [{}])
+
+    def test_buffers_and_seeds_are_forwards(self):
+        x = torch.randn(9, 3) * torch.arange(9)[:, None]
+        plain, noted = DataParallel(Mlp(), ["cpu"] * 3, buffers="mean"), Noted(Mlp(), ["cpu"] * 3, buffers="mean")
+        plain(x), noted(x)
+        torch.testing.assert_close(noted.norm.running_mean, plain.norm.running_mean)
+        torch.manual_seed(1)
+        dropped = [DataParallel(nn.Dropout(), ["cpu"] * 2)(torch.ones(6, 3))]
+        torch.manual_seed(1)
+        dropped.append(Noted(nn.Dropout(), ["cpu"] * 2)(torch.ones(6, 3)))
+        assert torch.equal(*dropped)
+
+    def test_a_device_without_rows(self):
+        x, seen = torch.randn(4, 3), []
+
+        class Weighed(Noted):
+            def gather(self, outputs, output_device):
+                seen.append(outputs.rows)
+                return super().gather(outputs, output_device)
+
+        model = Weighed(Mlp().eval(), ["cpu"] * 3, split=[0, 1, 1])
+        torch.testing.assert_close(model(x), model.module(x))
+        assert seen == [(2, 2)]
+
+    def test_frozen(self):
+        model = Noted(Mlp().eval(), ["cpu"] * 2)
+        x = torch.randn(4, 3)
+        with model.frozen(), torch.no_grad():
+            before = model(x).clone()
+            model.last.bias.data.add_(1)  # against the promise: the second replica keeps what it has
+            after = model(x)
+        assert not torch.equal(after[:2], before[:2])
+        assert torch.equal(after[2:], before[2:])
+
+
+class Loss(nn.Module):
+    """Returns the mean over its rows."""
+
+    def forward(self, x):
+        return x.mean()
+
+
+class TestRows:
+    """Losses per replica are weighed by rows where the shares are ours."""
+
+    x = torch.arange(5.0)[:, None]
+
+    @pytest.mark.parametrize("make", [Noted, Outer])
+    def test_are_known(self, make):
+        out = make(Loss(), ["cpu"] * 2)(self.x)
+        assert out.shard_rows == (3, 2)
+        assert out.mean() == self.x.mean()
+
+    def test_are_known_beside_threads_of_ones_own(self):
+        class Own(DataParallel):
+            def parallel_apply(self, replicas, inputs, kwargs):
+                return [replica(*args, **kw) for replica, args, kw in zip(replicas, inputs, kwargs)]
+
+        assert Own(Loss(), ["cpu"] * 2)(self.x).shard_rows == (3, 2)
+
+    @pytest.mark.parametrize("make", [DataParallel, Outer])
+    def test_are_unknown_of_other_shares(self, make):
+        class Own(make):
+            def scatter(self, inputs, kwargs, device_ids):
+                (x,) = inputs
+                return [(x[:1],), (x[1:],)], None
+
+        out = Own(Loss(), ["cpu"] * 2)(self.x)
+        assert type(out) is torch.Tensor
+        assert out.tolist() == [0.0, 2.5]
+
+    def test_are_unknown_of_shares_that_were_changed(self):
+        class Own(DataParallel):
+            def scatter(self, inputs, kwargs, device_ids):
+                args, kwargs = super().scatter(inputs, kwargs, device_ids)
+                return [(args[0][0][:1],), args[1]], kwargs
+
+        assert type(Own(Loss(), ["cpu"] * 2)(self.x)) is torch.Tensor
+
+    def test_dont_count_with_joined_outputs(self):
+        out = Noted(Loss(), ["cpu"] * 2, gather="joined")(self.x)
+        assert type(out) is torch.Tensor
+        assert out.tolist() == [1.0, 3.5]
+
+
+class TestForwardOverrides:
+    def test_equal_one_device(self, devices):
+        used = devices(3)
+        model, bare = Outer(Mlp().double().to(used[0]), used), Mlp().double().to(used[0])
+        model.norm.eval(), bare.norm.eval()
+        x = torch.randn(7, 3, device=used[0], dtype=torch.float64)
+        for m in (model, bare):
+            for _ in range(2):
+                m(x, scale=2.0).square().mean().backward()
+        assert_same_grads(model, bare)
+
+    def test_replicas_persist_in_one_thread(self):
+        model = Outer(Mlp(), ["cpu"] * 2)
+        first, second = (model.replicate(model.module, model.device_ids) for _ in range(2))
+        assert first[1] is second[1]
+        found = []
+        thread = threading.Thread(target=lambda: found.extend(model.replicate(model.module, ["cpu"] * 2)))
+        thread.start()
+        thread.join()
+        assert found[1] is not first[1]
+
+    def test_replicates_other_modules(self):
+        model = Outer(Mlp(), ["cpu"] * 2)
+        replicas = model.replicate(model.module.first, ["cpu", "cpu"])
+        assert replicas[0] is model.module.first
+        assert [tuple(r.weight.shape) for r in replicas] == [(4, 3)] * 2
+
+    def test_a_kernel_over_devices(self):
+        """As GPyTorch's MultiDeviceKernel: of two classes, with shares that it keeps, and a gather of its own."""
+
+        class Kernel(nn.Module):
+            def __init__(self, length=1.0, **kwargs):
+                super().__init__()
+                self.register_parameter("length", nn.Parameter(torch.tensor(length)))
+
+            def forward(self, x1, x2, diag=False):
+                return torch.exp(-torch.cdist(x1, x2) / self.length)
+
+        class MultiDevice(DataParallel, Kernel):
+            def __init__(self, base_kernel, device_ids, output_device=None):
+                DataParallel.__init__(
+                    self, module=base_kernel, device_ids=device_ids, output_device=output_device, dim=-2
+                )
+                self.output_device = output_device if output_device else device_ids[0]
+                self.__cached = torch.empty(1)
+
+            @property
+            def base_kernel(self):
+                return self.module
+
+            def forward(self, x1, x2, **kwargs):
+                if not torch.equal(x1, self.__cached):
+                    self._x1_scattered, self._kwargs = self.scatter((x1,), kwargs, self.device_ids)
+                    self.__cached = x1
+                inputs = tuple((x1_[0], x2.to(x1_[0].device)) for x1_ in self._x1_scattered)
+                replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
+                return self.gather(self.parallel_apply(replicas, inputs, self._kwargs), self.output_device)
+
+            def gather(self, outputs, output_device):
+                return torch.cat([o.to(output_device) for o in outputs], self.dim)
+
+        kernel, x = Kernel(2.0), torch.randn(7, 3, dtype=torch.float64)
+        model = MultiDevice(kernel, [torch.device("cpu")] * 3)
+        assert model.base_kernel is kernel
+        for _ in range(2):
+            kernel.zero_grad()
+            out = model(x, x)
+            torch.testing.assert_close(out, kernel(x, x))
+            (expected,) = torch.autograd.grad(kernel(x, x).sum(), kernel.length)
+            out.sum().backward()
+            torch.testing.assert_close(kernel.length.grad, expected)
+
+    def test_a_list_of_graphs(self):
+        """As PyG's DataParallel: scatter takes two arguments and returns one value per replica."""
+
+        class Graphs(DataParallel):
+            def forward(self, data_list):
+                for t in chain(self.module.parameters(), self.module.buffers()):
+                    assert t.device == self.src_device_obj
+                inputs = self.scatter(data_list, self.device_ids)
+                replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
+                return self.gather(self.parallel_apply(replicas, inputs, None), self.output_device)
+
+            def scatter(self, data_list, device_ids):
+                size = -(-len(data_list) // len(device_ids))
+                return [torch.stack(data_list[i : i + size]) for i in range(0, len(data_list), size)]
+
+        model = Graphs(Mlp().eval(), ["cpu"] * 3)
+        graphs = list(torch.randn(7, 3))
+        torch.testing.assert_close(model(graphs), model.module(torch.stack(graphs)))
+
+    def test_a_share_of_the_devices(self, devices):
+        """As BalancedDataParallel: without the first device, and with ``parallel_apply`` of another signature."""
+        used = devices(3)
+
+        class Balanced(DataParallel):
+            def __init__(self, first_rows, *args, **kwargs):
+                self.first_rows = first_rows
+                super().__init__(*args, **kwargs)
+
+            def forward(self, *inputs, **kwargs):
+                device_ids = self.device_ids if self.first_rows else self.device_ids[1:]
+                inputs, kwargs = self.scatter(inputs, kwargs, device_ids)
+                replicas = self.replicate(self.module, self.device_ids)[len(self.device_ids) - len(device_ids) :]
+                return self.gather(self.parallel_apply(replicas, device_ids, inputs, kwargs), self.output_device)
+
+            def parallel_apply(self, replicas, device_ids, inputs, kwargs):
+                return super().parallel_apply(replicas, inputs, kwargs)
+
+        model, x = Balanced(0, Mlp().eval().to(used[0]), used), torch.randn(4, 3, device=used[0])
+        out = model(x)
+        assert [shard.device for shard in out.shards] == list(used[1:])
+        torch.testing.assert_close(everygpu.gather(out), model.module(x))
+
+
+class MMStyle(DataParallel):
+    """As mmcv's MMDataParallel: scatter for containers of its own, and a step of the module."""
+
+    def __init__(self, *args, dim=0, **kwargs):
+        super().__init__(*args, dim=dim, **kwargs)
+        self.dim = dim
+
+    def forward(self, *inputs, **kwargs):
+        return super().forward(*inputs, **kwargs)
+
+    def scatter(self, inputs, kwargs, device_ids):
+        return super().scatter(tuple(i["data"] for i in inputs), kwargs, device_ids)
+
+    def train_step(self, *inputs, **kwargs):
+        assert len(self.device_ids) == 1
+        for t in chain(self.module.parameters(), self.module.buffers()):
+            assert t.device == self.src_device_obj
+        inputs, kwargs = self.scatter(inputs, kwargs, self.device_ids)
+        return self.module.train_step(*inputs[0], **kwargs[0])
+
+
+class Stepping(Mlp):
+    def train_step(self, x, optimizer):
+        return {"loss": self(x).square().mean(), "optimizer": optimizer}
+
+
+class TestMMDataParallel:
+    def test_train_step(self):
+        model, x = MMStyle(Stepping(), ["cpu"]), torch.randn(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        found = model.train_step({"data": x}, optimizer=optimizer)
+        assert found["optimizer"] is optimizer
+        torch.testing.assert_close(found["loss"], model.module(x).square().mean())
+        assert found["loss"].requires_grad
+
+    @pytest.mark.parametrize("num", [1, 2])
+    def test_forward(self, num):
+        model, x = MMStyle(Stepping().eval(), ["cpu"] * num), torch.randn(4, 3)
+        torch.testing.assert_close(model({"data": x}), model.module(x))
+
+
+class TestTrainStep:
+    def make(self, kind, **options):
+        net = Mlp()
+        net.norm = nn.Identity()
+        model = kind(net, ["cpu"] * 2)
+        return everygpu.TrainStep(model, nn.MSELoss(), torch.optim.AdamW(model.parameters(), 0.1), **options)
+
+    @pytest.mark.parametrize("kind", [Noted, Outer])
+    def test_uses_overrides(self, kind):
+        steps = [self.make(kind), self.make(DataParallel)]
+        for _ in range(4):
+            x, y = torch.randn(5, 3), torch.randn(5, 2)
+            torch.testing.assert_close(*(step(x, y) for step in steps))
+        for a, b in zip(*(step.model.parameters() for step in steps)):
+            torch.testing.assert_close(a, b)
+        if kind is Noted:
+            assert [call[0] for call in steps[0].model.calls] == VERBS * 4
+
+    def test_refuses_what_would_pass_them_by(self):
+        model = Noted(Mlp(), ["cpu"] * 2)
+        optimizer = everygpu.ShardedOptimizer(torch.optim.SGD(model.parameters(), 0.1), ["cpu"] * 2)
+        with pytest.raises(OptimizerError, match="Pass the optimizer that it was made of"):
+            everygpu.TrainStep(model, nn.MSELoss(), optimizer)
+        with pytest.raises(OptionError, match="Noted with its own scatter and replicate"):
+            everygpu.TrainStep(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), 0.1), capture=True)
+
+    def test_is_made_anew_for_later_ones(self):
+        step = self.make(DataParallel)
+        step(torch.randn(4, 3), torch.randn(4, 2))
+        step.model.scatter = step.model.scatter
+        with pytest.raises(CallError, match="Make a new TrainStep"):
+            step(torch.randn(4, 3), torch.randn(4, 2))
