@@ -162,6 +162,20 @@ def test_batched_tensors_are_told_from_others():
 # modes
 
 
+def test_torch_function_can_be_enabled_within():
+    class Seen(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return "seen"
+
+    x = torch.ones(1).as_subclass(Seen)
+    with modes.without_torch_function():
+        assert x.tanh() != "seen"
+        with modes.with_torch_function():
+            assert x.tanh() == "seen"
+        assert x.tanh() != "seen"
+
+
 def test_after_backward_calls_when_all_gradients_are_there():
     x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     seen = []
