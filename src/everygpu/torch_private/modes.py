@@ -11,6 +11,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 from torch.utils import _mode_utils
 from torch.utils._device import DeviceContext as _DeviceContext
 from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import _disable_current_modes
 
 DeviceContext = _DeviceContext
 """The function mode of ``with torch.device(...)`` and ``torch.set_default_device``, whose class isn't exported."""
@@ -36,6 +37,10 @@ def function_modes() -> list[Any]:
 def num_dispatch_modes() -> int:
     """Count the ``TorchDispatchMode``s that are entered now; torch can only enter and leave them."""
     return torch._C._len_torch_dispatch_stack()
+
+
+without_dispatch_modes = _disable_current_modes
+"""The context manager in which no ``TorchDispatchMode`` is entered; tensor subclasses are dispatched as before."""
 
 
 @contextmanager

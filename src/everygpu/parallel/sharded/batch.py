@@ -27,7 +27,7 @@ from everygpu.parallel.sharded.layout import (
     move,
     same_rows,
 )
-from everygpu.torch_private.modes import without_torch_function
+from everygpu.torch_private.modes import num_dispatch_modes, without_torch_function
 from everygpu.torch_private.tensors import make_wrapper_subclass, reshape_alias, throw_on_data_ptr
 
 
@@ -99,7 +99,8 @@ class ShardedBatch(Tensor):
         args: Args = (),
         kwargs: Kwargs | None = None,
     ) -> Any:
-        rule = cls._dispatch.rules.get(func)
+        # A mode that is still entered doesn't know the batch: under make_fx's, what is made of it would be a constant.
+        rule = None if num_dispatch_modes() else cls._dispatch.rules.get(func)
         with without_torch_function(), _streams_of(args):
             result = NotImplemented if rule is None else rule(func, args, kwargs or {})
             return cls._dispatch.run_joined(func, args, kwargs or {}) if result is NotImplemented else result
@@ -162,6 +163,8 @@ def shards_of(x: Tensor, layout: ShardLayout, dim: int) -> tuple[Tensor, ...]:
     if isinstance(x, ShardedBatch) and has_shards(x) and x.shard_dim == dim and same_rows(x._layout, layout):
         return tuple(_Split.apply(x))  # type: ignore[no-untyped-call]
     joined = join(x) if isinstance(x, ShardedBatch) else x
+    if not joined.ndim:
+        return (joined,)  # resized to one number in place
     return tuple(move(part, d) for part, d in zip(torch.split(joined, list(layout.sizes), dim), layout.devices))
 
 

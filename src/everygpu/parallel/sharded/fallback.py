@@ -93,6 +93,17 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
+def _cut_again(x: ShardedBatch, shape: Sequence[int]) -> None:
+    """Find the rows in a new shape; where none has as many, cut its first dimension as evenly as it can be."""
+    layout = replace(x._layout, weights=None)
+    rows = [x.shard_dim, *range(len(shape))]
+    dim = next((d for d in rows if d < len(shape) and shape[d] == layout.num_rows), None)
+    if dim is None:
+        num_rows, count = shape[0] if shape else 0, len(layout.sizes)
+        layout = replace(layout, sizes=tuple(num_rows // count + (i < num_rows % count) for i in range(count)))
+    x._layout, x.shard_dim = layout, dim or 0
+
+
 def _match_shape(x: ShardedBatch) -> None:
     """Set the shape of a batch whose joined tensor was reshaped in place, as by ``unsqueeze_``.
 
@@ -103,7 +114,7 @@ def _match_shape(x: ShardedBatch) -> None:
     place = (joined.shape, joined.stride(), joined.storage_offset())
     if place == (x.shape, x.stride(), x.storage_offset()):
         return
-    x._layout = replace(x._layout, weights=None)
+    _cut_again(x, joined.shape)
     reach = place[2] + sum((n - 1) * step for n, step in zip(*place[:2])) + 1
     with below_python_dispatch():
         if joined.numel():

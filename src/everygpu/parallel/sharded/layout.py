@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from everygpu import comm
-from everygpu.torch_private.modes import without_torch_function
+from everygpu.torch_private.modes import num_dispatch_modes, without_dispatch_modes, without_torch_function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +101,8 @@ class JoinedValues:
         with self.memory.lock:
             if self.tensor is None:
                 with (
+                    # A mode's tensors, such as fake ones, must not outlive it in the batch.
+                    without_dispatch_modes() if num_dispatch_modes() else nullcontext(),
                     without_torch_function(),
                     inference_mode(self.is_inference),
                     torch.no_grad(),
@@ -133,7 +135,7 @@ def concatenate(
     parts: Sequence[Tensor], layout: ShardLayout, dim: int, shape: Sequence[int], strides: Sequence[int]
 ) -> Tensor:
     """Copy the parts into one tensor of the given shape and strides, where the joined tensor lives."""
-    joined = torch.empty_strided(shape, strides, dtype=parts[0].dtype, device=layout.home)
+    joined = parts[0].new_empty_strided(shape, strides, device=layout.home)  # fake, if the parts are
     for target, part in zip(torch.split(joined, list(layout.sizes), dim), parts):
         comm.fill(target, part)
     return joined

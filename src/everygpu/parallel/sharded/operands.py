@@ -59,7 +59,7 @@ def shard_operand(value: Any, spec: ShardSpec) -> Sequence[Any] | None:
     x = joined_values(value) if isinstance(value, ShardedBatch) else value
     if x.ndim == 0 and x.device.type == "cpu":
         return constant(x, spec.layout)
-    if x.device != spec.layout.home or x.layout != torch.strided:
+    if not _is_movable(x, spec.layout):
         return None
     dim = x.ndim - spec.from_right
     if dim < 0 or (x.shape[dim] == 1 != spec.layout.num_rows):
@@ -80,7 +80,7 @@ def parts_matching(x: ShardedBatch, spec: ShardSpec) -> Sequence[Tensor] | None:
 
 def split_rows(x: Tensor, dim: int, layout: ShardLayout) -> list[Tensor] | None:
     """Split a plain tensor as the batch is split; None if it has other rows or is elsewhere."""
-    if x.shape[dim] != layout.num_rows or x.device != layout.home:
+    if x.shape[dim] != layout.num_rows or not _is_movable(x, layout):
         return None
     return [move(part, d) for part, d in zip(torch.split(x, list(layout.sizes), dim), layout.devices)]
 
@@ -95,19 +95,28 @@ def shard_rows(value: Any, spec: ShardSpec) -> Sequence[Tensor] | None:
 
 
 def replicate_operand(x: Tensor, layout: ShardLayout) -> list[Tensor] | None:
-    """Copy an operand whole to every part's device; None if it is not on the batch's device."""
+    """Copy an operand whole to every part's device; None if it is sparse or elsewhere."""
     plain = joined_values(x) if isinstance(x, ShardedBatch) else x
-    return move_to_each(plain, layout.devices) if plain.device == layout.home else None
+    return move_to_each(plain, layout.devices) if _is_movable(plain, layout) else None
+
+
+def _is_movable(x: Tensor, layout: ShardLayout) -> bool:
+    return x.device == layout.home and x.layout == torch.strided
 
 
 def call_on_parts(
     func: Any, columns: Sequence[Sequence[Any] | None], kwargs: Kwargs, layout: ShardLayout
 ) -> list[Any] | None:
-    """Call an operation once per part, with one entry of each column; None if a column is None."""
+    """Call an operation once per part, with one entry of each column; None if a column is None, or the call fails."""
     rows = [c for c in columns if c is not None]
     if len(rows) < len(columns):
         return None
-    return [func(*operands, **kwargs) for operands in zip(*rows)]
+    try:
+        return [func(*operands, **kwargs) for operands in zip(*rows)]
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, IndexError):
+        return None  # The call on the joined tensor fails, too, with a message about its shape.
 
 
 def move_home(parts: Sequence[Tensor], layout: ShardLayout) -> list[Tensor]:
