@@ -84,6 +84,10 @@ class ShardedBatch(Tensor):
         """Return the joined tensor as another class; torch calls no ``__torch_function__`` here."""
         return join(self).as_subclass(cls)
 
+    def __repr__(self, *, tensor_contents: str | None = None) -> str:
+        """Print the joined values; torch's errors do so without a call of ``__torch_function__``."""
+        return str(self.__torch_function__(Tensor.__repr__, (), (self,), {"tensor_contents": tensor_contents}))
+
     @classmethod
     @not_compiled
     def __torch_function__(cls, func: Any, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None) -> Any:
