@@ -4,6 +4,7 @@ Importing the compiler takes seconds, so it is imported where it is used. None o
 off the compiler's objects is said beside each.
 """
 
+import functools
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
@@ -35,6 +36,13 @@ _OpOverload = torch._ops.OpOverload
 def is_operator(func: Any) -> bool:
     """Tell whether ``__torch_dispatch__`` was given an operator; ``torch.ops`` exports no class of these."""
     return isinstance(func, _OpOverload)
+
+
+@functools.cache
+def has_decomposition(func: Any) -> bool:
+    """Tell whether an operator is composed of others, into which ``decompose`` takes it apart."""
+    composed = torch._C.DispatchKey.CompositeImplicitAutograd
+    return is_operator(func) and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composed)
 
 
 def is_scripted(func: Any) -> bool:

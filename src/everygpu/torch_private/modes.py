@@ -64,8 +64,15 @@ def reading_lazy_values() -> AbstractContextManager[None]:
     Below ``__torch_dispatch__`` torch leaves the keys for that out, and reads raw memory; ``linalg.pinv`` and others
     mark tensors that they make on the way. ``FunctionalTensor`` sets keys by the same guard.
     """
-    keys = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
-    lazy = functools.reduce(operator.or_, map(torch._C.DispatchKeySet, keys))
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(include, exclude - lazy)
+    guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(include, exclude - _LAZY)
     return guard
+
+
+_LAZY = functools.reduce(
+    operator.or_,
+    map(
+        torch._C.DispatchKeySet,
+        (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor),
+    ),
+)

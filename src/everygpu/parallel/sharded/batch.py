@@ -6,9 +6,8 @@ backward. Operations with a rule run on the parts; all others run on the joined 
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from everygpu.parallel.compiler.eval_frame import not_compiled
 from everygpu.parallel.sharded.dispatch import Args, Dispatch, Kwargs
 from everygpu.parallel.sharded.layout import (
+    NOTHING,
     JoinedValues,
     Memory,
     ShardLayout,
@@ -111,9 +111,14 @@ class ShardedBatch(Tensor):
 
 
 def _streams_of(args: Args) -> AbstractContextManager[object]:
-    operands = itertools.chain.from_iterable(a if isinstance(a, (list, tuple)) else [a] for a in args)
-    batch = next((a for a in operands if isinstance(a, ShardedBatch)), None)
-    return nullcontext() if batch is None else batch._layout.on_streams()
+    for arg in args:
+        if isinstance(arg, ShardedBatch):
+            return arg._layout.on_streams()
+        if isinstance(arg, (list, tuple)):
+            for item in arg:
+                if isinstance(item, ShardedBatch):
+                    return item._layout.on_streams()
+    return NOTHING
 
 
 def shard_batch(
@@ -180,12 +185,16 @@ def wrap(parts: Sequence[Tensor], layout: ShardLayout, dim: int) -> ShardedBatch
     shape = list(parts[0].shape)
     shape[dim] = layout.num_rows
     is_inference = torch.is_inference_mode_enabled()
-    return _new(shape, joined_strides(parts, shape, dim), 0, parts, layout, dim, is_inference=is_inference)
+    strides = joined_strides(parts, shape, dim)
+    batch = _new(shape, strides, 0, parts, layout, dim, is_inference, Memory())
+    make = functools.partial(concatenate, batch._parts, layout, dim, shape, strides)
+    batch._joined = JoinedValues(layout=layout, is_inference=is_inference, make=make)
+    return batch
 
 
 def wrap_view(
     base: ShardedBatch,
-    like: Tensor,
+    place: tuple[Sequence[int], Sequence[int], int],
     parts: Sequence[Tensor],
     layout: ShardLayout,
     dim: int,
@@ -195,25 +204,22 @@ def wrap_view(
 
     Args:
         base: The batch that the view is of.
-        like: A tensor of the view's shape and strides, and its offset within the base.
+        place: The view's shape, strides and offset in the base's memory.
         parts: The same view of each of the base's parts.
         layout: Of the view's rows.
         dim: The dimension of the view's rows.
         view: From the base's joined values to the view of them.
     """
     base._memory.is_viewed = True
-    offset = int(base.storage_offset() + like.storage_offset())
-    batch = _new(like.shape, like.stride(), offset, parts, layout, dim, is_inference=base.is_inference())
-    batch._memory = base._memory
-    joined = base._joined
-    batch._joined = JoinedValues(
-        memory=base._memory,
-        layout=layout,
-        is_inference=base.is_inference(),
-        make=lambda: view(joined.get()),
-        is_view=True,
-    )
+    joined, (shape, strides, offset) = base._joined, place
+    batch = _new(shape, strides, offset, parts, layout, dim, base.is_inference(), base._memory)
+    make = functools.partial(_view_of, view, joined)
+    batch._joined = JoinedValues(layout=layout, is_inference=joined.is_inference, make=make, is_view=True)
     return batch
+
+
+def _view_of(view: Callable[[Tensor], Tensor], joined: JoinedValues) -> Tensor:
+    return view(joined.get())
 
 
 def _new(
@@ -223,10 +229,10 @@ def _new(
     parts: Sequence[Tensor],
     layout: ShardLayout,
     dim: int,
-    *,
     is_inference: bool,
+    memory: Memory,
 ) -> ShardedBatch:
-    with without_torch_function(), inference_mode(is_inference):
+    with inference_mode(is_inference):
         batch: ShardedBatch = make_wrapper_subclass(
             ShardedBatch, shape, strides, offset, dtype=parts[0].dtype, device=layout.home
         )
@@ -235,9 +241,8 @@ def _new(
     batch.shard_dim = dim
     batch._parts = tuple(parts)
     batch._layout = layout
-    batch._memory = Memory()
+    batch._memory = memory
     batch._reused_versions = None
-    set_parts(batch, batch._parts)
     return batch
 
 
@@ -246,7 +251,7 @@ def set_parts(x: ShardedBatch, parts: Sequence[Tensor]) -> None:
     x._parts = tuple(parts)
     with without_torch_function():
         make = functools.partial(concatenate, x._parts, x._layout, x.shard_dim, x.shape, x.stride())
-        x._joined = JoinedValues(memory=x._memory, layout=x._layout, is_inference=x.is_inference(), make=make)
+        x._joined = JoinedValues(layout=x._layout, is_inference=x.is_inference(), make=make)
 
 
 def joined_values(x: ShardedBatch) -> Tensor:

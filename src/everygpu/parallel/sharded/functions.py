@@ -22,9 +22,8 @@ from everygpu.torch_private.tensors import swap_tensors
 
 def function_for(func: Any) -> Rule:
     """Return the replacement of a function; by default one that calls the function itself."""
-    if is_scripted(func):
-        return _on_joined  # its fused kernels take pointers
-    return FUNCTIONS.get(func, _call)
+    # The fused kernels of scripts take pointers.
+    return FUNCTIONS.get(func) or (_on_joined if is_scripted(func) else _call)
 
 
 def _call(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -103,7 +102,7 @@ def _set_data(func: Any, args: Args, kwargs: Kwargs) -> None:
         x._memory.is_joined = True
         joined = (join(value) if isinstance(value, ShardedBatch) else value).detach()
         x._joined = JoinedValues(
-            memory=x._memory, layout=x._layout, is_inference=x.is_inference(), make=joined.detach, tensor=joined
+            layout=x._layout, is_inference=x.is_inference(), make=joined.detach, tensor=joined
         )
 
 

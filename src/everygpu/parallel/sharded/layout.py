@@ -6,13 +6,18 @@ import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from everygpu import comm
 from everygpu.torch_private.modes import num_dispatch_modes, without_dispatch_modes, without_torch_function
+
+
+NOTHING = nullcontext()
+"""A context that may be entered again and again: making one takes as long as a small operation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +34,8 @@ class ShardLayout:
     home_stream: torch.cuda.Stream | None
     streams: tuple[torch.cuda.Stream, ...]
     """Streams of the other GPUs on which the parts were computed."""
+    lock: AbstractContextManager[Any] = field(default_factory=threading.RLock, compare=False)
+    """Held while joined values are made; made once a layout, as most batches are never joined."""
 
     @property
     def num_rows(self) -> int:
@@ -42,11 +49,13 @@ class ShardLayout:
 
     def on_streams(self) -> AbstractContextManager[object]:
         """Make the parts' streams current: autograd's threads restore the stream of one device only."""
-        others = [s for s in self.streams if torch.cuda.current_stream(s.device) != s]
+        others = [s for s in self.streams if torch.cuda.current_stream(s.device) != s] if self.streams else []
+        if not others:
+            return NOTHING
         stack = ExitStack()
         for stream in others:
             stack.enter_context(torch.cuda.stream(stream))
-        return stack if others else nullcontext()
+        return stack
 
 
 def layout_of(
@@ -72,13 +81,12 @@ def same_rows(a: ShardLayout, b: ShardLayout) -> bool:
 class Memory:
     """State that a batch shares with its views, as plain tensors share a storage."""
 
-    __slots__ = ("is_joined", "is_viewed", "lock")
+    __slots__ = ("is_joined", "is_viewed")
 
     def __init__(self) -> None:
         self.is_joined = False
         """The joined tensor was written, or returned as memory to write: it is current from now on, not the parts."""
         self.is_viewed = False
-        self.lock = threading.RLock()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -89,7 +97,6 @@ class JoinedValues:
     graph, and a reference from view to base would then keep both alive.
     """
 
-    memory: Memory
     layout: ShardLayout
     is_inference: bool
     make: Callable[[], Tensor]
@@ -98,7 +105,7 @@ class JoinedValues:
 
     def get(self) -> Tensor:
         """Return the joined values, the same memory every time."""
-        with self.memory.lock:
+        with self.layout.lock:
             if self.tensor is None:
                 with (
                     # A mode's tensors, such as fake ones, must not outlive it in the batch.
@@ -115,7 +122,7 @@ class JoinedValues:
 
 def inference_mode(on: bool) -> AbstractContextManager[object]:
     """Switch inference mode on or off, if it is not so already."""
-    return nullcontext() if on == torch.is_inference_mode_enabled() else torch.inference_mode(on)
+    return NOTHING if on == torch.is_inference_mode_enabled() else torch.inference_mode(on)
 
 
 @contextmanager
@@ -143,8 +150,10 @@ def concatenate(
 
 def joined_strides(parts: Sequence[Tensor], shape: Sequence[int], dim: int) -> list[int]:
     """Return strides in the order of the parts' if these are dense, as an operation on the joined tensor would."""
-    order = list(range(len(shape)))[::-1]
     model = max(parts, key=lambda p: p.shape[dim])
+    if dim == 0 and model.shape[0] > 1 and all(p.is_contiguous() for p in parts) and model.numel():
+        return list(model.stride())  # none depends on the number of rows
+    order = list(range(len(shape)))[::-1]
     # A single row is contiguous in any order: only its strides tell where the rows are.
     if model.shape[dim] == 1 or not all(p.is_contiguous() for p in parts):
         by_stride = sorted(order, key=lambda d: (model.stride(d), -d))

@@ -35,17 +35,20 @@ class ShardSpec(NamedTuple):
 
 def shared_spec(*values: Any) -> ShardSpec | None:
     """Return the layout that all batches among the values share, or None."""
-    specs = [ShardSpec(v._layout, v.ndim - v.shard_dim) for v in values if isinstance(v, ShardedBatch) and has_parts(v)]
-    if not specs:
-        return None
-    first, *others = specs
-    for other in others:
-        if other.from_right != first.from_right or not same_rows(other.layout, first.layout):
+    found: ShardSpec | None = None
+    for v in values:
+        if not isinstance(v, ShardedBatch) or not has_parts(v):
+            continue
+        layout, from_right = v._layout, v.ndim - v.shard_dim
+        if found is None:
+            found = ShardSpec(layout, from_right)
+        elif from_right != found.from_right or not same_rows(layout, found.layout):
             return None
-    weights = {f.layout.weights for f in specs} - {None}
-    if len(weights) > 1:
-        return None
-    return next((f for f in specs if f.layout.weights is not None), first)
+        elif layout.weights is not None and layout.weights != found.layout.weights:
+            if found.layout.weights is not None:
+                return None
+            found = ShardSpec(layout, from_right)
+    return found
 
 
 def shard_operand(value: Any, spec: ShardSpec) -> Sequence[Any] | None:

@@ -36,13 +36,25 @@ def view_rule(view_parts: Callable[[Any, ShardedBatch, Kwargs], View | None]) ->
         dim, layout, parts = seen
         again = functools.partial(_apply, func, args[1:], kwargs)
         if isinstance(like, Tensor):
-            return wrap_view(x, like, parts, layout, dim, again)
+            return wrap_view(x, _place(x, like), parts, layout, dim, again)
         return [
-            wrap_view(x, one, column, layout, dim, functools.partial(_pick, again, i))
+            wrap_view(x, _place(x, one), column, layout, dim, functools.partial(_pick, again, i))
             for i, (one, column) in enumerate(zip(like, zip(*parts)))
         ]
 
     return rule
+
+
+def _place(x: ShardedBatch, like: Tensor) -> tuple[Sequence[int], Sequence[int], int]:
+    return like.shape, like.stride(), int(x.storage_offset() + like.storage_offset())
+
+
+def _alias(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``alias`` and ``detach``, which autograd calls for most of what it saves."""
+    (x,) = args
+    if not isinstance(x, ShardedBatch) or not has_parts(x):
+        return NotImplemented
+    return wrap_view(x, (x.shape, x.stride(), int(x.storage_offset())), x._parts, x._layout, x.shard_dim, func)
 
 
 def _apply(func: Any, args: Args, kwargs: Kwargs, x: Tensor) -> Any:
@@ -55,10 +67,6 @@ def _pick(view: Callable[[Tensor], Any], index: int, x: Tensor) -> Any:
 
 def _meta_like(x: ShardedBatch) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-
-
-def _same(func: Any, x: ShardedBatch, call: Kwargs) -> View | None:
-    return x.shard_dim, x._layout, [func(p) for p in x._parts]
 
 
 def _permuted(func: Any, x: ShardedBatch, call: Kwargs) -> View | None:
@@ -206,7 +214,7 @@ def _alike_by_part(func: Any, x: ShardedBatch, call: Kwargs) -> ShardedBatch:
 
 
 VIEWS: dict[Any, Rule] = rules_for(
-    (view_rule(_same), "alias detach"),
+    (_alias, "alias detach"),
     (view_rule(_permuted), "transpose.int t permute"),
     (view_rule(_unsqueezed), "unsqueeze"),
     (view_rule(_squeezed), "squeeze.default squeeze.dim squeeze.dims"),
