@@ -1,14 +1,11 @@
 """torch's own databases of operators and modules: each call with plain tensors, and with batches in their place."""
 
-import functools
-import itertools
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from everygpu.errors import EveryGPUError
 from everygpu.parallel.sharded.batch import ShardedBatch
@@ -61,7 +58,9 @@ def call(function: Callable[..., Any], tree: Any) -> tuple[Any, BaseException | 
         return None, error
 
 
-def differences(function: Callable[..., Any], tree: Any, places: list[int], dim: int = 0, grads: bool = False) -> str | None:
+def differences(
+    function: Callable[..., Any], tree: Any, places: list[int], dim: int = 0, grads: bool = False
+) -> str | None:
     """Call a function on plain operands, and with some of them as batches; say what differs, or None."""
     whole, mine = Operands(tree, []), Operands(tree, places, dim)
     expected, refusal = call(function, whole.tree)
@@ -129,7 +128,13 @@ def _compare_leaf(a: Any, b: Any) -> str | None:
         if sum(shapes) != a.shape[a.shard_dim]:
             return f"shards {shapes} of {a.shape}"
         try:
-            torch.testing.assert_close(torch.cat([s.detach() for s in shards], a.shard_dim), plain(a.detach()), equal_nan=True, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(
+                torch.cat([s.detach() for s in shards], a.shard_dim),
+                plain(a.detach()),
+                equal_nan=True,
+                rtol=1e-6,
+                atol=1e-6,
+            )
         except AssertionError as e:
             return f"shards: {str(e)[:200]}"
     try:

@@ -26,6 +26,7 @@ from everygpu.parallel.sharded.layout import (
     layout_of,
     move,
     same_rows,
+    split,
 )
 from everygpu.torch_private.modes import num_dispatch_modes, without_torch_function
 from everygpu.torch_private.tensors import make_wrapper_subclass, reshape_alias, throw_on_data_ptr
@@ -67,7 +68,7 @@ class ShardedBatch(Tensor):
     _layout: ShardLayout
     _memory: Memory
     _parts: tuple[Tensor, ...]
-    _joined: JoinedValues
+    _kept: JoinedValues | None
     _reused_versions: tuple[int, ...] | None
 
     @property
@@ -80,13 +81,22 @@ class ShardedBatch(Tensor):
         """Rows of the batch behind each result per replica; None when the shards have rows of their own."""
         return self._layout.weights
 
+    @property
+    def _joined(self) -> JoinedValues:
+        with self._layout.lock, without_torch_function():
+            if self._kept is None:
+                place = (self.shard_dim, self.shape, self.stride())
+                make = functools.partial(concatenate, self._parts, self._layout, *place)
+                self._kept = JoinedValues(layout=self._layout, is_inference=self.is_inference(), make=make)
+            return self._kept
+
     def as_subclass(self, cls: type[Any]) -> Any:
         """Return the joined tensor as another class; torch calls no ``__torch_function__`` here."""
         return join(self).as_subclass(cls)
 
-    def __repr__(self, *, tensor_contents: str | None = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         """Print the joined values; torch's errors do so without a call of ``__torch_function__``."""
-        return str(self.__torch_function__(Tensor.__repr__, (), (self,), {"tensor_contents": tensor_contents}))
+        return self.__torch_function__(Tensor.__repr__, (), (self,), {"tensor_contents": tensor_contents})
 
     @classmethod
     @not_compiled
@@ -145,6 +155,10 @@ def has_shards(x: ShardedBatch) -> bool:
     return not x._memory.is_joined
 
 
+def was_joined(x: ShardedBatch) -> bool:
+    return x._kept is not None and x._kept.tensor is not None
+
+
 def has_parts(x: ShardedBatch) -> bool:
     """Tell whether ``parts_of`` can return parts that keep the layout."""
     return x._layout.weights is not None or has_shards(x)
@@ -154,7 +168,7 @@ def parts_of(x: ShardedBatch) -> tuple[Tensor, ...]:
     """Return the parts without a graph; results per replica also from the joined tensor, to keep their weights."""
     if has_shards(x):
         return x._parts
-    cuts = torch.split(joined_values(x), list(x._layout.sizes), x.shard_dim)
+    cuts = split(joined_values(x), x._layout, x.shard_dim)
     return tuple(move(part, d) for part, d in zip(cuts, x._layout.devices))
 
 
@@ -174,7 +188,7 @@ def shards_of(x: Tensor, layout: ShardLayout, dim: int) -> tuple[Tensor, ...]:
     joined = join(x) if isinstance(x, ShardedBatch) else x
     if not joined.ndim:
         return (joined,)  # resized to one number in place
-    return tuple(move(part, d) for part, d in zip(torch.split(joined, list(layout.sizes), dim), layout.devices))
+    return tuple(move(part, d) for part, d in zip(split(joined, layout, dim), layout.devices))
 
 
 # Below autograd.
@@ -185,11 +199,7 @@ def wrap(parts: Sequence[Tensor], layout: ShardLayout, dim: int) -> ShardedBatch
     shape = list(parts[0].shape)
     shape[dim] = layout.num_rows
     is_inference = torch.is_inference_mode_enabled()
-    strides = joined_strides(parts, shape, dim)
-    batch = _new(shape, strides, 0, parts, layout, dim, is_inference, Memory())
-    make = functools.partial(concatenate, batch._parts, layout, dim, shape, strides)
-    batch._joined = JoinedValues(layout=layout, is_inference=is_inference, make=make)
-    return batch
+    return _new(shape, joined_strides(parts, shape, dim), 0, parts, layout, dim, is_inference, Memory())
 
 
 def wrap_view(
@@ -212,14 +222,11 @@ def wrap_view(
     """
     base._memory.is_viewed = True
     joined, (shape, strides, offset) = base._joined, place
-    batch = _new(shape, strides, offset, parts, layout, dim, base.is_inference(), base._memory)
-    make = functools.partial(_view_of, view, joined)
-    batch._joined = JoinedValues(layout=layout, is_inference=joined.is_inference, make=make, is_view=True)
+    offset += int(base.storage_offset())
+    batch = _new(shape, strides, offset, parts, layout, dim, joined.is_inference, base._memory)
+    make: Callable[[], Tensor] = lambda: view(joined.get())  # noqa: E731
+    batch._kept = JoinedValues(layout=layout, is_inference=joined.is_inference, make=make, is_view=True)
     return batch
-
-
-def _view_of(view: Callable[[Tensor], Tensor], joined: JoinedValues) -> Tensor:
-    return view(joined.get())
 
 
 def _new(
@@ -242,16 +249,8 @@ def _new(
     batch._parts = tuple(parts)
     batch._layout = layout
     batch._memory = memory
-    batch._reused_versions = None
+    batch._kept = batch._reused_versions = None
     return batch
-
-
-def set_parts(x: ShardedBatch, parts: Sequence[Tensor]) -> None:
-    """Replace the parts of a batch that has no views."""
-    x._parts = tuple(parts)
-    with without_torch_function():
-        make = functools.partial(concatenate, x._parts, x._layout, x.shard_dim, x.shape, x.stride())
-        x._joined = JoinedValues(layout=x._layout, is_inference=x.is_inference(), make=make)
 
 
 def joined_values(x: ShardedBatch) -> Tensor:

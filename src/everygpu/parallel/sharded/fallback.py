@@ -31,7 +31,7 @@ def _run_whole(func: Any, args: Args, kwargs: Kwargs) -> Any:
         b._memory.is_joined = True
         if b._memory.is_viewed:
             # Views are made of the tensor that the batch had, whose shape must not change.
-            b._joined = replace(b._joined, tensor=joined_values(b).detach())
+            b._kept = replace(b._joined, tensor=joined_values(b).detach())
     joined = {id(joined_values(b)): b for b in batches}
     plain_args, plain_kwargs = map_tensors(_plain, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)

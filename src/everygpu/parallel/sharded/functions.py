@@ -101,9 +101,7 @@ def _set_data(func: Any, args: Args, kwargs: Kwargs) -> None:
         x._memory = Memory()
         x._memory.is_joined = True
         joined = (join(value) if isinstance(value, ShardedBatch) else value).detach()
-        x._joined = JoinedValues(
-            layout=x._layout, is_inference=x.is_inference(), make=joined.detach, tensor=joined
-        )
+        x._kept = JoinedValues(layout=x._layout, is_inference=x.is_inference(), make=joined.detach, tensor=joined)
 
 
 def _backward(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -163,13 +161,12 @@ def _members(names: str) -> list[Any]:
 
 FUNCTIONS: dict[Any, Rule] = {
     **dict.fromkeys(
-        _members(
-            "numpy __array__ __dlpack__ share_memory_ apply_ map_ map2_ __reduce_ex__"
-        ),
+        _members("numpy __array__ __dlpack__ share_memory_ apply_ map_ map2_ __reduce_ex__"),
         _on_joined,
     ),
     **dict.fromkeys(
-        _members("data_ptr const_data_ptr mutable_data_ptr untyped_storage storage _typed_storage is_shared"), _on_memory
+        _members("data_ptr const_data_ptr mutable_data_ptr untyped_storage storage _typed_storage is_shared"),
+        _on_memory,
     ),
     torch.linalg.matrix_rank: _on_joined,  # as for any subclass, torch doesn't write ``out``
     Tensor.__cuda_array_interface__.__get__: _on_joined,

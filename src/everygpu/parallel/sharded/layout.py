@@ -15,7 +15,6 @@ from torch import Tensor
 from everygpu import comm
 from everygpu.torch_private.modes import num_dispatch_modes, without_dispatch_modes, without_torch_function
 
-
 NOTHING = nullcontext()
 """A context that may be entered again and again: making one takes as long as a small operation."""
 
@@ -143,16 +142,21 @@ def concatenate(
 ) -> Tensor:
     """Copy the parts into one tensor of the given shape and strides, where the joined tensor lives."""
     joined = parts[0].new_empty_strided(shape, strides, device=layout.home)  # fake, if the parts are
-    for target, part in zip(torch.split(joined, list(layout.sizes), dim), parts):
+    for target, part in zip(split(joined, layout, dim), parts):
         comm.fill(target, part)
     return joined
 
 
-def joined_strides(parts: Sequence[Tensor], shape: Sequence[int], dim: int) -> list[int]:
+def split(x: Tensor, layout: ShardLayout, dim: int) -> Sequence[Tensor]:
+    """Cut a tensor as a layout says; ``torch.split`` is two functions in Python around this one."""
+    return torch.split_with_sizes(x, layout.sizes, dim)
+
+
+def joined_strides(parts: Sequence[Tensor], shape: Sequence[int], dim: int) -> Sequence[int]:
     """Return strides in the order of the parts' if these are dense, as an operation on the joined tensor would."""
+    if dim == 0 and parts[0].numel() and parts[0].shape[0] > 1 and all(p.is_contiguous() for p in parts):
+        return parts[0].stride()  # none depends on the number of rows
     model = max(parts, key=lambda p: p.shape[dim])
-    if dim == 0 and model.shape[0] > 1 and all(p.is_contiguous() for p in parts) and model.numel():
-        return list(model.stride())  # none depends on the number of rows
     order = list(range(len(shape)))[::-1]
     # A single row is contiguous in any order: only its strides tell where the rows are.
     if model.shape[dim] == 1 or not all(p.is_contiguous() for p in parts):
@@ -171,12 +175,13 @@ def _is_dense(x: Tensor, order: Sequence[int]) -> bool:
 
 def move(x: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to a device; see ``move_to_each``."""
-    (moved,) = move_to_each(x, [device])
-    return moved
+    return x if x.device == device else move_to_each(x, [device])[0]
 
 
 def move_to_each(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
     """Copy a tensor to several devices; one that is expanded, as gradients of sums are, is copied unexpanded."""
+    if all(d == x.device for d in devices):
+        return [x] * len(devices)
     repeated = [d for d in range(x.ndim) if x.stride(d) == 0 and x.shape[d] > 1]
     seed = x
     for d in repeated:

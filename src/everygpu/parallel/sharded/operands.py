@@ -10,7 +10,7 @@ from torch import Tensor
 from everygpu import comm
 from everygpu.parallel.sharded.batch import ShardedBatch, has_parts, joined_values, parts_of, wrap
 from everygpu.parallel.sharded.dispatch import Kwargs
-from everygpu.parallel.sharded.layout import ShardLayout, move, move_to_each, same_rows
+from everygpu.parallel.sharded.layout import ShardLayout, move, move_to_each, same_rows, split
 
 Declined = Any
 """NotImplemented, which a rule returns to run on the joined tensor instead."""
@@ -85,7 +85,7 @@ def split_rows(x: Tensor, dim: int, layout: ShardLayout) -> list[Tensor] | None:
     """Split a plain tensor as the batch is split; None if it has other rows or is elsewhere."""
     if x.shape[dim] != layout.num_rows or not _is_movable(x, layout):
         return None
-    return [move(part, d) for part, d in zip(torch.split(x, list(layout.sizes), dim), layout.devices)]
+    return [move(part, d) for part, d in zip(split(x, layout, dim), layout.devices)]
 
 
 def shard_rows(value: Any, spec: ShardSpec) -> Sequence[Tensor] | None:
@@ -124,6 +124,8 @@ def call_on_parts(
 
 def move_home(parts: Sequence[Tensor], layout: ShardLayout) -> list[Tensor]:
     """Copy results to the device of the batch."""
+    if all(p.device == layout.home for p in parts):
+        return list(parts)
     return comm.copy_from_each(parts, layout.home)
 
 
