@@ -206,6 +206,9 @@ def test_dispatch_modes_are_counted():
     assert modes.num_dispatch_modes() == 0
     with TorchDispatchMode():
         assert modes.num_dispatch_modes() == 1
+        with modes.without_dispatch_modes():
+            assert modes.num_dispatch_modes() == 0
+        assert modes.num_dispatch_modes() == 1
 
 
 MATRIX = torch.tensor([[1 + 2j, 3j], [0.5, 1 - 1j], [2, 1 + 1j]])
@@ -406,8 +409,10 @@ def test_frames_can_be_left_alone():
 
 
 def test_operators_and_scripts_are_told():
-    assert compiler.is_operator(torch.ops.aten.add.Tensor)
-    assert not compiler.is_operator(torch.add)
+    composed, primitive = torch.ops.aten.linear.default, torch.ops.aten.add.Tensor
+    assert compiler.has_decomposition(composed)
+    assert composed.decompose(torch.ones(2, 2), torch.ones(2, 2)).tolist() == [[2, 2], [2, 2]]
+    assert not any(compiler.has_decomposition(f) for f in (primitive, torch.add, torch.cond))
     assert not compiler.is_scripted(torch.add)
 
 

@@ -4,6 +4,7 @@ Importing the compiler takes seconds, so it is imported where it is used. None o
 off the compiler's objects is said beside each.
 """
 
+import functools
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
@@ -32,14 +33,23 @@ InductorWrapper: Any = torch._TorchCompileInductorWrapper
 _OpOverload = torch._ops.OpOverload
 
 
-def is_operator(func: Any) -> bool:
-    """Tell whether ``__torch_dispatch__`` was given an operator; ``torch.ops`` exports no class of these."""
-    return isinstance(func, _OpOverload)
+@functools.cache
+def has_decomposition(func: Any) -> bool:
+    """Tell whether ``decompose`` takes what ``__torch_dispatch__`` was given apart; it looks that up at each call, and
+    ``torch.ops`` exports no class of operators, which have it.
+    """
+    if not isinstance(func, _OpOverload):
+        return False
+    name: str = func.name()  # type: ignore[no-untyped-call]
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 def is_scripted(func: Any) -> bool:
     """Tell whether a function was made by ``torch.jit.script``; ``torch.jit`` exports no method's class."""
-    return isinstance(func, (torch._C.ScriptFunction, torch._C.ScriptMethod))
+    return isinstance(func, _SCRIPTS)
+
+
+_SCRIPTS = (torch._C.ScriptFunction, torch._C.ScriptMethod)
 
 
 def tracing_context() -> Any:

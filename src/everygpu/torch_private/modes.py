@@ -11,6 +11,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 from torch.utils import _mode_utils
 from torch.utils._device import DeviceContext as _DeviceContext
 from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import _disable_current_modes
 
 DeviceContext = _DeviceContext
 """The function mode of ``with torch.device(...)`` and ``torch.set_default_device``, whose class isn't exported."""
@@ -41,6 +42,10 @@ def num_dispatch_modes() -> int:
     return torch._C._len_torch_dispatch_stack()
 
 
+without_dispatch_modes = _disable_current_modes
+"""The context manager in which no ``TorchDispatchMode`` is entered; tensor subclasses are dispatched as before."""
+
+
 @contextmanager
 def below_python_dispatch() -> Iterator[None]:
     """Run operations on wrapper tensors' metadata alone, past ``__torch_dispatch__``.
@@ -62,8 +67,15 @@ def reading_lazy_values() -> AbstractContextManager[None]:
     Below ``__torch_dispatch__`` torch leaves the keys for that out, and reads raw memory; ``linalg.pinv`` and others
     mark tensors that they make on the way. ``FunctionalTensor`` sets keys by the same guard.
     """
-    keys = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
-    lazy = functools.reduce(operator.or_, map(torch._C.DispatchKeySet, keys))
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(include, exclude - lazy)
+    guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(include, exclude - _LAZY)
     return guard
+
+
+_LAZY = functools.reduce(
+    operator.or_,
+    map(
+        torch._C.DispatchKeySet,
+        (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor),
+    ),
+)

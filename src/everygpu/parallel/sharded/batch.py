@@ -6,9 +6,8 @@ backward. Operations with a rule run on the parts; all others run on the joined 
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from everygpu.parallel.compiler.eval_frame import not_compiled
 from everygpu.parallel.sharded.dispatch import Args, Dispatch, Kwargs
 from everygpu.parallel.sharded.layout import (
+    NOTHING,
     JoinedValues,
     Memory,
     ShardLayout,
@@ -27,9 +27,10 @@ from everygpu.parallel.sharded.layout import (
     materialize,
     move,
     same_rows,
+    split,
 )
 from everygpu.parallel.transforms import check_tangents
-from everygpu.torch_private.modes import without_torch_function
+from everygpu.torch_private.modes import num_dispatch_modes, without_torch_function
 from everygpu.torch_private.tensors import make_wrapper_subclass, reshape_alias, throw_on_data_ptr
 
 
@@ -69,7 +70,7 @@ class ShardedBatch(Tensor):
     _layout: ShardLayout
     _memory: Memory
     _parts: tuple[Tensor, ...]
-    _joined: JoinedValues
+    _kept: JoinedValues | None
     _reused_versions: tuple[int, ...] | None
 
     @property
@@ -82,9 +83,22 @@ class ShardedBatch(Tensor):
         """Rows of the batch behind each result per replica; None when the shards have rows of their own."""
         return self._layout.weights
 
+    @property
+    def _joined(self) -> JoinedValues:
+        with self._layout.lock, without_torch_function():
+            if self._kept is None:
+                place = (self.shard_dim, self.shape, self.stride())
+                make = functools.partial(concatenate, self._parts, self._layout, *place)
+                self._kept = JoinedValues(layout=self._layout, is_inference=self.is_inference(), make=make)
+            return self._kept
+
     def as_subclass(self, cls: type[Any]) -> Any:
         """Return the joined tensor as another class; torch calls no ``__torch_function__`` here."""
         return join(self).as_subclass(cls)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        """Print the joined values; torch's errors do so without a call of ``__torch_function__``."""
+        return self.__torch_function__(Tensor.__repr__, (), (self,), {"tensor_contents": tensor_contents})
 
     @classmethod
     @not_compiled
@@ -101,16 +115,22 @@ class ShardedBatch(Tensor):
         args: Args = (),
         kwargs: Kwargs | None = None,
     ) -> Any:
-        rule = cls._dispatch.rules.get(func)
+        # A mode that is still entered doesn't know the batch: under make_fx's, what is made of it would be a constant.
+        rule = None if num_dispatch_modes() else cls._dispatch.rules.get(func)
         with without_torch_function(), _streams_of(args):
             result = NotImplemented if rule is None else rule(func, args, kwargs or {})
             return cls._dispatch.run_joined(func, args, kwargs or {}) if result is NotImplemented else result
 
 
 def _streams_of(args: Args) -> AbstractContextManager[object]:
-    operands = itertools.chain.from_iterable(a if isinstance(a, (list, tuple)) else [a] for a in args)
-    batch = next((a for a in operands if isinstance(a, ShardedBatch)), None)
-    return nullcontext() if batch is None else batch._layout.on_streams()
+    for arg in args:
+        if isinstance(arg, ShardedBatch):
+            return arg._layout.on_streams()
+        if isinstance(arg, (list, tuple)):
+            for item in arg:
+                if isinstance(item, ShardedBatch):
+                    return item._layout.on_streams()
+    return NOTHING
 
 
 def shard_batch(
@@ -137,6 +157,10 @@ def has_shards(x: ShardedBatch) -> bool:
     return not x._memory.is_joined
 
 
+def was_joined(x: ShardedBatch) -> bool:
+    return x._kept is not None and x._kept.tensor is not None
+
+
 def has_parts(x: ShardedBatch) -> bool:
     """Tell whether ``parts_of`` can return parts that keep the layout."""
     return x._layout.weights is not None or has_shards(x)
@@ -146,7 +170,7 @@ def parts_of(x: ShardedBatch) -> tuple[Tensor, ...]:
     """Return the parts without a graph; results per replica also from the joined tensor, to keep their weights."""
     if has_shards(x):
         return x._parts
-    cuts = torch.split(joined_values(x), list(x._layout.sizes), x.shard_dim)
+    cuts = split(joined_values(x), x._layout, x.shard_dim)
     return tuple(move(part, d) for part, d in zip(cuts, x._layout.devices))
 
 
@@ -164,7 +188,9 @@ def shards_of(x: Tensor, layout: ShardLayout, dim: int) -> tuple[Tensor, ...]:
     if isinstance(x, ShardedBatch) and has_shards(x) and x.shard_dim == dim and same_rows(x._layout, layout):
         return tuple(_Split.apply(x))  # type: ignore[no-untyped-call]
     joined = join(x) if isinstance(x, ShardedBatch) else x
-    return tuple(move(part, d) for part, d in zip(torch.split(joined, list(layout.sizes), dim), layout.devices))
+    if not joined.ndim:
+        return (joined,)  # resized to one number in place
+    return tuple(move(part, d) for part, d in zip(split(joined, layout, dim), layout.devices))
 
 
 # Below autograd.
@@ -175,12 +201,12 @@ def wrap(parts: Sequence[Tensor], layout: ShardLayout, dim: int) -> ShardedBatch
     shape = list(parts[0].shape)
     shape[dim] = layout.num_rows
     is_inference = torch.is_inference_mode_enabled()
-    return _new(shape, joined_strides(parts, shape, dim), 0, parts, layout, dim, is_inference=is_inference)
+    return _new(shape, joined_strides(parts, shape, dim), 0, parts, layout, dim, is_inference, Memory())
 
 
 def wrap_view(
     base: ShardedBatch,
-    like: Tensor,
+    place: tuple[Sequence[int], Sequence[int], int],
     parts: Sequence[Tensor],
     layout: ShardLayout,
     dim: int,
@@ -190,24 +216,18 @@ def wrap_view(
 
     Args:
         base: The batch that the view is of.
-        like: A tensor of the view's shape and strides, and its offset within the base.
+        place: The view's shape, strides and offset in the base's memory.
         parts: The same view of each of the base's parts.
         layout: Of the view's rows.
         dim: The dimension of the view's rows.
         view: From the base's joined values to the view of them.
     """
     base._memory.is_viewed = True
-    offset = int(base.storage_offset() + like.storage_offset())
-    batch = _new(like.shape, like.stride(), offset, parts, layout, dim, is_inference=base.is_inference())
-    batch._memory = base._memory
-    joined = base._joined
-    batch._joined = JoinedValues(
-        memory=base._memory,
-        layout=layout,
-        is_inference=base.is_inference(),
-        make=lambda: view(joined.get()),
-        is_view=True,
-    )
+    joined, (shape, strides, offset) = base._joined, place
+    offset += int(base.storage_offset())
+    batch = _new(shape, strides, offset, parts, layout, dim, joined.is_inference, base._memory)
+    make: Callable[[], Tensor] = lambda: view(joined.get())  # noqa: E731
+    batch._kept = JoinedValues(layout=layout, is_inference=joined.is_inference, make=make, is_view=True)
     return batch
 
 
@@ -218,10 +238,10 @@ def _new(
     parts: Sequence[Tensor],
     layout: ShardLayout,
     dim: int,
-    *,
     is_inference: bool,
+    memory: Memory,
 ) -> ShardedBatch:
-    with without_torch_function(), inference_mode(is_inference):
+    with inference_mode(is_inference):
         batch: ShardedBatch = make_wrapper_subclass(
             ShardedBatch, shape, strides, offset, dtype=parts[0].dtype, device=layout.home
         )
@@ -230,18 +250,9 @@ def _new(
     batch.shard_dim = dim
     batch._parts = tuple(parts)
     batch._layout = layout
-    batch._memory = Memory()
-    batch._reused_versions = None
-    set_parts(batch, batch._parts)
+    batch._memory = memory
+    batch._kept = batch._reused_versions = None
     return batch
-
-
-def set_parts(x: ShardedBatch, parts: Sequence[Tensor]) -> None:
-    """Replace the parts of a batch that has no views."""
-    x._parts = tuple(parts)
-    with without_torch_function():
-        make = functools.partial(concatenate, x._parts, x._layout, x.shard_dim, x.shape, x.stride())
-        x._joined = JoinedValues(memory=x._memory, layout=x._layout, is_inference=x.is_inference(), make=make)
 
 
 def joined_values(x: ShardedBatch) -> Tensor:

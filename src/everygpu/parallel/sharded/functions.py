@@ -1,10 +1,12 @@
 """Functions of a ``ShardedBatch`` that never reach ``__torch_dispatch__``: memory, printing, copies, the mean."""
 
 import copy
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from everygpu.errors import GatherError, LossError
 from everygpu.parallel.sharded.batch import ShardedBatch, join, joined_values
@@ -20,9 +22,8 @@ from everygpu.torch_private.tensors import swap_tensors
 
 def function_for(func: Any) -> Rule:
     """Return the replacement of a function; by default one that calls the function itself."""
-    if is_scripted(func):
-        return _on_joined  # its fused kernels take pointers
-    return FUNCTIONS.get(func, _call)
+    # The fused kernels of scripts take pointers.
+    return FUNCTIONS.get(func) or (_on_joined if is_scripted(func) else _call)
 
 
 def _call(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -42,10 +43,15 @@ _NO_DATA_ERRORS = ("data is not allocated yet", "Cannot access data pointer", "i
 
 def _on_joined(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Call the function on the joined tensor, whose memory may be written through the result."""
-    x = next((a for a in args if isinstance(a, ShardedBatch)), None)
     joined = [join(a) if isinstance(a, ShardedBatch) else a for a in args]
     result = func(*joined, **{k: join(v) if isinstance(v, ShardedBatch) else v for k, v in kwargs.items()})
-    return x if any(result is j for j in joined) else result
+    return next((a for a, j in zip(args, joined) if result is j), result)
+
+
+def _on_memory(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Call a function that returns the memory itself, whatever modes are entered."""
+    args[0]._memory.is_joined = True
+    return func(joined_values(args[0]), *args[1:], **kwargs)
 
 
 def _on_values(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -99,9 +105,7 @@ def _set_data(func: Any, args: Args, kwargs: Kwargs) -> None:
         x._memory = Memory()
         x._memory.is_joined = True
         joined = (join(value) if isinstance(value, ShardedBatch) else value).detach()
-        x._joined = JoinedValues(
-            memory=x._memory, layout=x._layout, is_inference=x.is_inference(), make=joined.detach, tensor=joined
-        )
+        x._kept = JoinedValues(layout=x._layout, is_inference=x.is_inference(), make=joined.detach, tensor=joined)
 
 
 def _backward(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -139,18 +143,36 @@ def _reshaped_in_place(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     return x
 
 
+def _with_all_arguments(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Call a function with an argument that torch doesn't hand over; the frame of torch's own function has it."""
+    frame, name = inspect.currentframe(), _LOST_ARGUMENTS[func]
+    while frame is not None and frame.f_code is not func.__code__:
+        frame = frame.f_back
+    lost = {} if frame is None else {name: frame.f_locals[name]}
+    return ROW_REDUCTIONS.get(func, _call)(func, args, {**kwargs, **lost})
+
+
+_LOST_ARGUMENTS: dict[Any, str] = {
+    F.l1_loss: "weight",
+    torch.chain_matmul: "out",
+    Tensor.dim_order: "ambiguity_check",
+}
+
+
 def _members(names: str) -> list[Any]:
     return [getattr(Tensor, name) for name in names.split() if hasattr(Tensor, name)]
 
 
 FUNCTIONS: dict[Any, Rule] = {
     **dict.fromkeys(
-        _members(
-            "numpy data_ptr untyped_storage storage _typed_storage __array__ __dlpack__ share_memory_ is_shared "
-            "apply_ map_ map2_ __reduce_ex__ const_data_ptr mutable_data_ptr"
-        ),
+        _members("numpy __array__ __dlpack__ share_memory_ apply_ map_ map2_ __reduce_ex__"),
         _on_joined,
     ),
+    **dict.fromkeys(
+        _members("data_ptr const_data_ptr mutable_data_ptr untyped_storage storage _typed_storage is_shared"),
+        _on_memory,
+    ),
+    torch.linalg.matrix_rank: _on_joined,  # as for any subclass, torch doesn't write ``out``
     Tensor.__cuda_array_interface__.__get__: _on_joined,
     **dict.fromkeys(_members("t_ transpose_ unsqueeze_ squeeze_ swapaxes_ swapdims_ as_strided_"), _reshaped_in_place),
     Tensor.tolist: _on_values,
@@ -160,5 +182,6 @@ FUNCTIONS: dict[Any, Rule] = {
     Tensor.backward: _backward,
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     **ROW_REDUCTIONS,
+    **dict.fromkeys(_LOST_ARGUMENTS, _with_all_arguments),
 }
 """Replacements of functions, by function."""

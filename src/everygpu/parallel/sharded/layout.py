@@ -6,13 +6,17 @@ import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from everygpu import comm
-from everygpu.torch_private.modes import without_torch_function
+from everygpu.torch_private.modes import num_dispatch_modes, without_dispatch_modes, without_torch_function
+
+NOTHING = nullcontext()
+"""A context that may be entered again and again: making one takes as long as a small operation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +33,8 @@ class ShardLayout:
     home_stream: torch.cuda.Stream | None
     streams: tuple[torch.cuda.Stream, ...]
     """Streams of the other GPUs on which the parts were computed."""
+    lock: AbstractContextManager[Any] = field(default_factory=threading.RLock, compare=False)
+    """Held while joined values are made; made once a layout, as most batches are never joined."""
 
     @property
     def num_rows(self) -> int:
@@ -42,11 +48,13 @@ class ShardLayout:
 
     def on_streams(self) -> AbstractContextManager[object]:
         """Make the parts' streams current: autograd's threads restore the stream of one device only."""
-        others = [s for s in self.streams if torch.cuda.current_stream(s.device) != s]
+        others = [s for s in self.streams if torch.cuda.current_stream(s.device) != s] if self.streams else []
+        if not others:
+            return NOTHING
         stack = ExitStack()
         for stream in others:
             stack.enter_context(torch.cuda.stream(stream))
-        return stack if others else nullcontext()
+        return stack
 
 
 def layout_of(
@@ -79,13 +87,12 @@ def materialize(x: Tensor) -> Tensor:
 class Memory:
     """State that a batch shares with its views, as plain tensors share a storage."""
 
-    __slots__ = ("is_joined", "is_viewed", "lock")
+    __slots__ = ("is_joined", "is_viewed")
 
     def __init__(self) -> None:
         self.is_joined = False
         """The joined tensor was written, or returned as memory to write: it is current from now on, not the parts."""
         self.is_viewed = False
-        self.lock = threading.RLock()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -96,7 +103,6 @@ class JoinedValues:
     graph, and a reference from view to base would then keep both alive.
     """
 
-    memory: Memory
     layout: ShardLayout
     is_inference: bool
     make: Callable[[], Tensor]
@@ -105,9 +111,11 @@ class JoinedValues:
 
     def get(self) -> Tensor:
         """Return the joined values, the same memory every time."""
-        with self.memory.lock:
+        with self.layout.lock:
             if self.tensor is None:
                 with (
+                    # A mode's tensors, such as fake ones, must not outlive it in the batch.
+                    without_dispatch_modes() if num_dispatch_modes() else nullcontext(),
                     without_torch_function(),
                     inference_mode(self.is_inference),
                     torch.no_grad(),
@@ -120,7 +128,7 @@ class JoinedValues:
 
 def inference_mode(on: bool) -> AbstractContextManager[object]:
     """Switch inference mode on or off, if it is not so already."""
-    return nullcontext() if on == torch.is_inference_mode_enabled() else torch.inference_mode(on)
+    return NOTHING if on == torch.is_inference_mode_enabled() else torch.inference_mode(on)
 
 
 @contextmanager
@@ -140,16 +148,23 @@ def concatenate(
     parts: Sequence[Tensor], layout: ShardLayout, dim: int, shape: Sequence[int], strides: Sequence[int]
 ) -> Tensor:
     """Copy the parts into one tensor of the given shape and strides, where the joined tensor lives."""
-    joined = torch.empty_strided(shape, strides, dtype=parts[0].dtype, device=layout.home)
-    for target, part in zip(torch.split(joined, list(layout.sizes), dim), parts):
+    joined = parts[0].new_empty_strided(shape, strides, device=layout.home)  # fake, if the parts are
+    for target, part in zip(split(joined, layout, dim), parts):
         comm.fill(target, part)
     return joined
 
 
-def joined_strides(parts: Sequence[Tensor], shape: Sequence[int], dim: int) -> list[int]:
+def split(x: Tensor, layout: ShardLayout, dim: int) -> Sequence[Tensor]:
+    """Cut a tensor as a layout says; ``torch.split`` is two functions in Python around this one."""
+    return torch.split_with_sizes(x, layout.sizes, dim)
+
+
+def joined_strides(parts: Sequence[Tensor], shape: Sequence[int], dim: int) -> Sequence[int]:
     """Return strides in the order of the parts' if these are dense, as an operation on the joined tensor would."""
-    order = list(range(len(shape)))[::-1]
+    if dim == 0 and parts[0].numel() and parts[0].shape[0] > 1 and all(p.is_contiguous() for p in parts):
+        return parts[0].stride()  # none depends on the number of rows
     model = max(parts, key=lambda p: p.shape[dim])
+    order = list(range(len(shape)))[::-1]
     # A single row is contiguous in any order: only its strides tell where the rows are.
     if model.shape[dim] == 1 or not all(p.is_contiguous() for p in parts):
         by_stride = sorted(order, key=lambda d: (model.stride(d), -d))
@@ -167,12 +182,13 @@ def _is_dense(x: Tensor, order: Sequence[int]) -> bool:
 
 def move(x: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to a device; see ``move_to_each``."""
-    (moved,) = move_to_each(x, [device])
-    return moved
+    return x if x.device == device else move_to_each(x, [device])[0]
 
 
 def move_to_each(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
     """Copy a tensor to several devices; one that is expanded, as gradients of sums are, is copied unexpanded."""
+    if all(d == x.device for d in devices):
+        return [x] * len(devices)
     repeated = [d for d in range(x.ndim) if x.stride(d) == 0 and x.shape[d] > 1]
     seed = x
     for d in repeated:

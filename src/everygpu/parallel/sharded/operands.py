@@ -10,7 +10,7 @@ from torch import Tensor
 from everygpu import comm
 from everygpu.parallel.sharded.batch import ShardedBatch, has_parts, joined_values, parts_of, wrap
 from everygpu.parallel.sharded.dispatch import Kwargs
-from everygpu.parallel.sharded.layout import ShardLayout, move, move_to_each, same_rows
+from everygpu.parallel.sharded.layout import ShardLayout, move, move_to_each, same_rows, split
 
 Declined = Any
 """NotImplemented, which a rule returns to run on the joined tensor instead."""
@@ -35,17 +35,20 @@ class ShardSpec(NamedTuple):
 
 def shared_spec(*values: Any) -> ShardSpec | None:
     """Return the layout that all batches among the values share, or None."""
-    specs = [ShardSpec(v._layout, v.ndim - v.shard_dim) for v in values if isinstance(v, ShardedBatch) and has_parts(v)]
-    if not specs:
-        return None
-    first, *others = specs
-    for other in others:
-        if other.from_right != first.from_right or not same_rows(other.layout, first.layout):
+    found: ShardSpec | None = None
+    for v in values:
+        if not isinstance(v, ShardedBatch) or not has_parts(v):
+            continue
+        layout, from_right = v._layout, v.ndim - v.shard_dim
+        if found is None:
+            found = ShardSpec(layout, from_right)
+        elif from_right != found.from_right or not same_rows(layout, found.layout):
             return None
-    weights = {f.layout.weights for f in specs} - {None}
-    if len(weights) > 1:
-        return None
-    return next((f for f in specs if f.layout.weights is not None), first)
+        elif layout.weights is not None and layout.weights != found.layout.weights:
+            if found.layout.weights is not None:
+                return None
+            found = ShardSpec(layout, from_right)
+    return found
 
 
 def shard_operand(value: Any, spec: ShardSpec) -> Sequence[Any] | None:
@@ -59,7 +62,7 @@ def shard_operand(value: Any, spec: ShardSpec) -> Sequence[Any] | None:
     x = joined_values(value) if isinstance(value, ShardedBatch) else value
     if x.ndim == 0 and x.device.type == "cpu":
         return constant(x, spec.layout)
-    if x.device != spec.layout.home or x.layout != torch.strided:
+    if not _is_movable(x, spec.layout):
         return None
     dim = x.ndim - spec.from_right
     if dim < 0 or (x.shape[dim] == 1 != spec.layout.num_rows):
@@ -80,9 +83,9 @@ def parts_matching(x: ShardedBatch, spec: ShardSpec) -> Sequence[Tensor] | None:
 
 def split_rows(x: Tensor, dim: int, layout: ShardLayout) -> list[Tensor] | None:
     """Split a plain tensor as the batch is split; None if it has other rows or is elsewhere."""
-    if x.shape[dim] != layout.num_rows or x.device != layout.home:
+    if x.shape[dim] != layout.num_rows or not _is_movable(x, layout):
         return None
-    return [move(part, d) for part, d in zip(torch.split(x, list(layout.sizes), dim), layout.devices)]
+    return [move(part, d) for part, d in zip(split(x, layout, dim), layout.devices)]
 
 
 def shard_rows(value: Any, spec: ShardSpec) -> Sequence[Tensor] | None:
@@ -95,23 +98,34 @@ def shard_rows(value: Any, spec: ShardSpec) -> Sequence[Tensor] | None:
 
 
 def replicate_operand(x: Tensor, layout: ShardLayout) -> list[Tensor] | None:
-    """Copy an operand whole to every part's device; None if it is not on the batch's device."""
+    """Copy an operand whole to every part's device; None if it is sparse or elsewhere."""
     plain = joined_values(x) if isinstance(x, ShardedBatch) else x
-    return move_to_each(plain, layout.devices) if plain.device == layout.home else None
+    return move_to_each(plain, layout.devices) if _is_movable(plain, layout) else None
+
+
+def _is_movable(x: Tensor, layout: ShardLayout) -> bool:
+    return x.device == layout.home and x.layout == torch.strided
 
 
 def call_on_parts(
     func: Any, columns: Sequence[Sequence[Any] | None], kwargs: Kwargs, layout: ShardLayout
 ) -> list[Any] | None:
-    """Call an operation once per part, with one entry of each column; None if a column is None."""
+    """Call an operation once per part, with one entry of each column; None if a column is None, or the call fails."""
     rows = [c for c in columns if c is not None]
     if len(rows) < len(columns):
         return None
-    return [func(*operands, **kwargs) for operands in zip(*rows)]
+    try:
+        return [func(*operands, **kwargs) for operands in zip(*rows)]
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, IndexError):
+        return None  # The call on the joined tensor fails, too, with a message about its shape.
 
 
 def move_home(parts: Sequence[Tensor], layout: ShardLayout) -> list[Tensor]:
     """Copy results to the device of the batch."""
+    if all(p.device == layout.home for p in parts):
+        return list(parts)
     return comm.copy_from_each(parts, layout.home)
 
 

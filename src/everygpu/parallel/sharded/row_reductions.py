@@ -19,7 +19,7 @@ from everygpu.parallel.sharded.dispatch import Args, Kwargs, Rule
 from everygpu.parallel.sharded.layout import ShardLayout, move_to_each
 from everygpu.parallel.sharded.operands import HALF, dims_of, sum_parts
 from everygpu.torch_private.autograd import are_transforms_active
-from everygpu.torch_private.modes import without_torch_function
+from everygpu.torch_private.modes import num_dispatch_modes, without_torch_function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +98,8 @@ def _plan(call: Kwargs, *, is_mean: bool) -> _ReductionPlan | None:
     factors: tuple[float, ...] | None = None
     if is_mean and sum(x.shard_rows or ()) > 0:
         factors = tuple(share * x._layout.num_rows / count for share in x._layout.shares)
-    elif not (has_shards(x) and x.requires_grad and torch.is_grad_enabled()):
-        return None
+    elif not (has_shards(x) and x.requires_grad and torch.is_grad_enabled()) or num_dispatch_modes():
+        return None  # torch's own: make_fx's mode would take a gradient made of parts for a constant
     plain = (1 / count if is_mean else 1.0,) * len(x._layout.sizes)
     return _ReductionPlan(
         dims=dims,
@@ -154,8 +154,9 @@ def composed_loss(func: Any, args: Args, kwargs: Kwargs) -> Any:
     call = inspect.signature(func).bind(*args, **kwargs).arguments
     reduction = call.pop("reduction", "mean")
     is_old = call.get("size_average") is not None or call.get("reduce") is not None
+    is_weighted = func is F.l1_loss and call.get("weight") is not None  # then torch divides by the weights' sum
     with without_torch_function():
-        if is_old or reduction not in _REDUCTIONS[func is F.kl_div]:
+        if is_old or is_weighted or reduction not in _REDUCTIONS[func is F.kl_div]:
             return func(*args, **kwargs)
         losses = func(**call, reduction="none")
         result = reduce_rows(torch.mean if reduction == "mean" else torch.sum, (losses,), {})

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from everygpu.parallel.sharded.batch import ShardedBatch, has_shards, set_parts
+from everygpu.parallel.sharded.batch import ShardedBatch, has_shards, was_joined
 from everygpu.parallel.sharded.dispatch import Args, Kwargs, Rule, rules_for
 from everygpu.parallel.sharded.operands import call_on_parts, shard_operand, shared_spec, wrap_results
 
@@ -12,7 +12,7 @@ from everygpu.parallel.sharded.operands import call_on_parts, shard_operand, sha
 def pointwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Pointwise operations, with broadcasting."""
     spec = shared_spec(*args)
-    if spec is None or any(isinstance(v, Tensor) for v in kwargs.values()):
+    if spec is None or (kwargs and any(isinstance(v, Tensor) for v in kwargs.values())):
         return NotImplemented
     parts = call_on_parts(func, [shard_operand(a, spec) for a in args], kwargs, spec.layout)
     return NotImplemented if parts is None else wrap_results(spec, parts)
@@ -21,16 +21,16 @@ def pointwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def in_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """In-place pointwise operations: replace the parts of a batch that has no views and was never joined."""
     x, *others = args
-    if not isinstance(x, ShardedBatch) or x._memory.is_viewed or x._joined.tensor is not None or not has_shards(x):
+    if not isinstance(x, ShardedBatch) or x._memory.is_viewed or was_joined(x) or not has_shards(x):
         return NotImplemented
     spec = shared_spec(*args)
-    if spec is None or any(isinstance(v, Tensor) for v in kwargs.values()):
+    if spec is None or (kwargs and any(isinstance(v, Tensor) for v in kwargs.values())):
         return NotImplemented
     fresh = [p.clone() for p in x._parts]
     parts = call_on_parts(func, [fresh, *(shard_operand(a, spec) for a in others)], kwargs, spec.layout)
     if parts is None:
         return NotImplemented
-    set_parts(x, parts)
+    x._parts, x._kept = tuple(parts), None
     return x
 
 

@@ -4,42 +4,70 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from everygpu import comm
-from everygpu.parallel.sharded.batch import ShardedBatch, has_parts, parts_of, wrap, wrap_view
+from everygpu.parallel.sharded.batch import ShardedBatch, has_parts, parts_of, was_joined, wrap, wrap_view
 from everygpu.parallel.sharded.dispatch import Args, Kwargs, Rule, named, rules_for
-from everygpu.parallel.sharded.layout import ShardLayout, layout_of
+from everygpu.parallel.sharded.layout import layout_of
 
 KEEP = torch.preserve_format
 
-View = tuple[int, ShardLayout, Sequence[Any]]
-"""The dimension of a view's rows, their layout, and the view of each part."""
+Cut = tuple[tuple[int, ...], int, tuple[int, ...]]
+"""A batch's shape, the dimension of its rows, and the rows of each part."""
 
 
-def view_rule(view_parts: Callable[[Any, ShardedBatch, Kwargs], View | None]) -> Rule:
+class PartViews(NamedTuple):
+    """The view of each part."""
+
+    dim: int
+    """The dimension of the view's rows."""
+    sizes: tuple[int, ...]
+    """Rows of each part of the view."""
+    func: Any
+    """The operation on a part."""
+    args: Sequence[Args]
+    """Its further arguments, for each part."""
+
+
+def view_rule(view_parts: Callable[[Any, Cut, Args, Kwargs], PartViews | None]) -> Rule:
     """Make a rule for an operation that returns one view of its first argument, or several."""
+
+    # What is asked for depends on shapes alone, and computing it takes longer than the views.
+    @functools.lru_cache(maxsize=2048)
+    def plan(func: Any, cut: Cut, strides: tuple[int, ...], rest: Args, named_rest: Args) -> Any:
+        given = [list(a) if isinstance(a, tuple) else a for a in rest]
+        kwargs = dict(named_rest)
+        # torch's own check that the joined tensor has such a view.
+        like = func(torch.empty_strided(cut[0], strides, device="meta"), *given, **kwargs)
+        places = [(t.shape, t.stride(), t.storage_offset()) for t in ([like] if isinstance(like, Tensor) else like)]
+        call = named(func, (None, *given), kwargs)
+        return isinstance(like, Tensor), places, view_parts(func, cut, tuple(given), call)
 
     def rule(func: Any, args: Args, kwargs: Kwargs) -> Any:
         x = args[0]
         if not isinstance(x, ShardedBatch) or not has_parts(x):
             return NotImplemented
-        # torch's own check that the joined tensor has such a view.
-        like = func(_meta_like(x), *args[1:], **kwargs)
-        # Once the joined tensor is current, only the shapes of the parts are.
-        seen = view_parts(func, x, named(func, args, kwargs))
-        if seen is None:
+        rest = tuple([tuple(a) if isinstance(a, list) else a for a in args[1:]])
+        layout = x._layout
+        is_one, places, views = plan(
+            func, (tuple(x.shape), x.shard_dim, layout.sizes), x.stride(), rest, tuple(kwargs.items())
+        )
+        if views is None or (views.sizes != layout.sizes and layout.weights is not None):
             return NotImplemented
-        dim, layout, parts = seen
+        if views.sizes != layout.sizes:
+            layout = replace(layout, sizes=views.sizes)
+        # Once the joined tensor is current, only the shapes of the parts are.
+        parts = [views.func(p, *more) for p, more in zip(x._parts, views.args)]
         again = functools.partial(_apply, func, args[1:], kwargs)
-        if isinstance(like, Tensor):
-            return wrap_view(x, like, parts, layout, dim, again)
+        if is_one:
+            return wrap_view(x, places[0], parts, layout, views.dim, again)
         return [
-            wrap_view(x, one, column, layout, dim, functools.partial(_pick, again, i))
-            for i, (one, column) in enumerate(zip(like, zip(*parts)))
+            wrap_view(x, place, column, layout, views.dim, functools.partial(_pick, again, i))
+            for i, (place, column) in enumerate(zip(places, zip(*parts)))
         ]
 
     return rule
@@ -57,84 +85,83 @@ def _meta_like(x: ShardedBatch) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
-def _same(func: Any, x: ShardedBatch, call: Kwargs) -> View | None:
-    return x.shard_dim, x._layout, [func(p) for p in x._parts]
+def _alias(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``alias`` and ``detach``, which autograd calls for most of what it saves."""
+    (x,) = args
+    if not isinstance(x, ShardedBatch) or not has_parts(x):
+        return NotImplemented
+    return wrap_view(x, (x.shape, x.stride(), 0), x._parts, x._layout, x.shard_dim, func)
 
 
-def _permuted(func: Any, x: ShardedBatch, call: Kwargs) -> View | None:
-    rest = {k: v for k, v in call.items() if k != "self"}
+def _permuted(func: Any, cut: Cut, rest: Args, call: Kwargs) -> PartViews | None:
+    shape, row, sizes = cut
     # Find the rows' new dimension by the same call on a tensor whose dimensions differ in size.
-    marker = torch.empty([2 + d for d in range(x.ndim)], device="meta")
-    dim = list(func(marker, **rest).shape).index(2 + x.shard_dim)
-    return dim, x._layout, [func(p, **rest) for p in x._parts]
+    marker = torch.empty([2 + d for d in range(len(shape))], device="meta")
+    return PartViews(list(func(marker, *rest).shape).index(2 + row), sizes, func, [rest] * len(sizes))
 
 
-def _unsqueezed(func: Any, x: ShardedBatch, call: Kwargs) -> View | None:
-    at = call["dim"] % (x.ndim + 1)
-    return x.shard_dim + (at <= x.shard_dim), x._layout, [p.unsqueeze(at) for p in x._parts]
+def _unsqueezed(func: Any, cut: Cut, rest: Args, call: Kwargs) -> PartViews | None:
+    shape, row, sizes = cut
+    return PartViews(row + (call["dim"] % (len(shape) + 1) <= row), sizes, func, [rest] * len(sizes))
 
 
-def _squeezed(func: Any, x: ShardedBatch, call: Kwargs) -> View | None:
-    asked = call.get("dim", tuple(range(x.ndim)))
-    dims = [d % x.ndim for d in (asked if isinstance(asked, (tuple, list)) else [asked])]
-    gone = [d for d in dims if x.shape[d] == 1]
-    if x.shard_dim in gone:
+def _squeezed(func: Any, cut: Cut, rest: Args, call: Kwargs) -> PartViews | None:
+    shape, row, sizes = cut
+    asked = call.get("dim", tuple(range(len(shape))))
+    dims = [d % len(shape) for d in (asked if isinstance(asked, (tuple, list)) else [asked])]
+    gone = [d for d in dims if shape[d] == 1]
+    if row in gone:
         return None
     # A part with one row keeps its rows' dimension, if the whole does.
-    return x.shard_dim - sum(d < x.shard_dim for d in gone), x._layout, [p.squeeze(gone) for p in x._parts]
+    return PartViews(row - sum(d < row for d in gone), sizes, torch.squeeze, [(gone,)] * len(sizes))
 
 
-def _selected(func: Any, x: ShardedBatch, call: Kwargs) -> View | None:
-    at = call["dim"] % x.ndim
-    if at == x.shard_dim:
-        return None
-    return x.shard_dim - (at < x.shard_dim), x._layout, [p.select(at, call["index"]) for p in x._parts]
+def _selected(func: Any, cut: Cut, rest: Args, call: Kwargs) -> PartViews | None:
+    shape, row, sizes = cut
+    at = call["dim"] % len(shape)
+    return None if at == row else PartViews(row - (at < row), sizes, func, [rest] * len(sizes))
 
 
-def _sliced(func: Any, x: ShardedBatch, call: Kwargs) -> View | None:
-    at = call.get("dim", 0) % x.ndim
-    rest = [call.get("start"), call.get("end"), call.get("step", 1)]
-    if at == x.shard_dim:
-        is_all = range(x.shape[at])[slice(*rest)] == range(x.shape[at])
-        return (at, x._layout, [func(p, at) for p in x._parts]) if is_all else None
-    return x.shard_dim, x._layout, [func(p, at, *rest) for p in x._parts]
+def _sliced(func: Any, cut: Cut, rest: Args, call: Kwargs) -> PartViews | None:
+    shape, row, sizes = cut
+    at = call.get("dim", 0) % len(shape)
+    taken = [call.get("start"), call.get("end"), call.get("step", 1)]
+    if at != row:
+        return PartViews(row, sizes, func, [(at, *taken)] * len(sizes))
+    is_all = range(shape[at])[slice(*taken)] == range(shape[at])
+    return PartViews(row, sizes, func, [(at,)] * len(sizes)) if is_all else None
 
 
-def _expanded(func: Any, x: ShardedBatch, call: Kwargs) -> View | None:
+def _expanded(func: Any, cut: Cut, rest: Args, call: Kwargs) -> PartViews | None:
+    shape, row, sizes = cut
     size = list(call["size"])
-    dim = x.shard_dim + len(size) - x.ndim
-    if size[dim] not in (-1, x.shape[x.shard_dim]):
+    dim = row + len(size) - len(shape)
+    if size[dim] not in (-1, shape[row]):
         return None
-    parts = [p.expand([*size[:dim], p.shape[x.shard_dim], *size[dim + 1 :]]) for p in x._parts]
-    return dim, x._layout, parts
+    return PartViews(dim, sizes, func, [([*size[:dim], n, *size[dim + 1 :]],) for n in sizes])
 
 
-def _divided(func: Any, x: ShardedBatch, call: Kwargs) -> View | None:
+def _divided(func: Any, cut: Cut, rest: Args, call: Kwargs) -> PartViews | None:
     """``split`` and ``unbind`` along another dimension than the rows'."""
-    at = call.get("dim", 0) % x.ndim
-    if at == x.shard_dim:
-        return None
-    rest = {k: v for k, v in call.items() if k != "self"}
-    gone = func == torch.ops.aten.unbind.int and at < x.shard_dim
-    return x.shard_dim - gone, x._layout, [func(p, **rest) for p in x._parts]
+    shape, row, sizes = cut
+    at = call.get("dim", 0) % len(shape)
+    gone = func == torch.ops.aten.unbind.int and at < row
+    return None if at == row else PartViews(row - gone, sizes, func, [rest] * len(sizes))
 
 
-def _reshaped(func: Any, x: ShardedBatch, call: Kwargs) -> View | None:
+def _reshaped(func: Any, cut: Cut, rest: Args, call: Kwargs) -> PartViews | None:
     """``view`` with whole rows on one dimension: ``view(-1, classes)`` merges, ``view(rows, steps, -1)`` splits."""
-    shape = _whole_shape(call["size"], x.numel())
-    row = None if shape is None else _row_dimension(x, shape)
-    if shape is None or row is None:
+    shape, row, sizes = cut
+    new = _whole_shape(call["size"], math.prod(shape))
+    at = None if new is None else _row_dimension(shape, row, new)
+    if new is None or at is None:
         return None
     # Elements of one index of the new dimension, and of the old one.
-    unit, old = math.prod(shape[row + 1 :]), math.prod(x.shape[x.shard_dim + 1 :])
-    if any(n * old % unit for n in x._layout.sizes):
+    unit, old = math.prod(new[at + 1 :]), math.prod(shape[row + 1 :])
+    if any(n * old % unit for n in sizes):
         return None
-    sizes = tuple(n * old // unit for n in x._layout.sizes)
-    layout = x._layout if sizes == x._layout.sizes else replace(x._layout, sizes=sizes)
-    if layout is not x._layout and layout.weights is not None:
-        return None
-    parts = [p.reshape([*shape[:row], n, *shape[row + 1 :]]) for p, n in zip(x._parts, sizes)]
-    return row, layout, parts
+    counts = tuple(n * old // unit for n in sizes)
+    return PartViews(at, counts, torch.reshape, [([*new[:at], n, *new[at + 1 :]],) for n in counts])
 
 
 def _whole_shape(size: Sequence[int], numel: int) -> list[int] | None:
@@ -142,12 +169,12 @@ def _whole_shape(size: Sequence[int], numel: int) -> list[int] | None:
     return None if not numel else [numel // known if n == -1 else n for n in size]
 
 
-def _row_dimension(x: ShardedBatch, shape: Sequence[int]) -> int | None:
+def _row_dimension(shape: Sequence[int], row: int, new: Sequence[int]) -> int | None:
     """Return the new dimension that begins where the rows' did: as many elements are in front of it."""
-    front = math.prod(x.shape[: x.shard_dim])
-    starts = [d for d in range(len(shape)) if math.prod(shape[:d]) == front]
-    exact = [d for d in starts if shape[d] == x.shape[x.shard_dim]]
-    return next(iter(exact or [d for d in starts if shape[d] > 1]), None)
+    front = math.prod(shape[:row])
+    starts = [d for d in range(len(new)) if math.prod(new[:d]) == front]
+    exact = [d for d in starts if new[d] == shape[row]]
+    return next(iter(exact or [d for d in starts if new[d] > 1]), None)
 
 
 # Copies.
@@ -177,7 +204,7 @@ def _sent(x: ShardedBatch, device: torch.device, call: Kwargs) -> Any:
     if x._layout.weights is not None:
         layout = layout_of(device, [device] * len(x._layout.sizes), x._layout.sizes, x._layout.weights)
         return wrap([comm.copy(p.to(call.get("dtype") or p.dtype), device) for p in parts_of(x)], layout, x.shard_dim)
-    if x._joined.tensor is not None or not x.is_contiguous() or call.get("memory_format", KEEP) not in (None, KEEP):
+    if was_joined(x) or not x.is_contiguous() or call.get("memory_format", KEEP) not in (None, KEEP):
         return NotImplemented
     parts = [p.to(call.get("dtype") or p.dtype) for p in x._parts]
     return torch.cat([comm.copy(p, device).contiguous() for p in parts], x.shard_dim)
@@ -206,7 +233,7 @@ def _alike_by_part(func: Any, x: ShardedBatch, call: Kwargs) -> ShardedBatch:
 
 
 VIEWS: dict[Any, Rule] = rules_for(
-    (view_rule(_same), "alias detach"),
+    (_alias, "alias detach"),
     (view_rule(_permuted), "transpose.int t permute"),
     (view_rule(_unsqueezed), "unsqueeze"),
     (view_rule(_squeezed), "squeeze.default squeeze.dim squeeze.dims"),
