@@ -50,6 +50,13 @@ class TestRewrapping:
         optimizer.step()
         torch.testing.assert_close(module.weight.detach(), expected)
 
+    def test_where_ours_is_in_the_place_of_torchs(self, monkeypatch):
+        """Libraries that wrap models themselves then take it."""
+        torchs, module, x = nn.DataParallel(nn.Linear(4, 2)), nn.Linear(4, 2), torch.randn(3, 4)
+        monkeypatch.setattr(nn, "DataParallel", everygpu.DataParallel)
+        torch.testing.assert_close(nn.DataParallel(module, CPUS)(x) + 0, module(x))
+        assert nn.DataParallel(torchs, CPUS).module is torchs.module
+
     def test_train_step_takes_the_module_out_of_torchs(self):
         module, x = nn.Linear(4, 2), torch.randn(3, 4)
         step = everygpu.TrainStep(nn.DataParallel(module), torch.mean, sgd(module))
