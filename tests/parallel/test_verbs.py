@@ -11,7 +11,7 @@ from torch import nn
 
 import everygpu
 from everygpu import DataParallel, ShardedBatch
-from everygpu.errors import CallError, OptimizerError, OptionError
+from everygpu.errors import CallError, GatherError, OptimizerError, OptionError
 from tests.parallel.oracle import assert_same_grads
 
 VERBS = ["scatter", "replicate", "parallel_apply", "gather"]
@@ -169,6 +169,20 @@ class TestOverrides:
         assert "replica 1 on cpu" in str(caught.value.__cause__)
         with pytest.raises(OptionError, match="1 kwargs"):
             model.parallel_apply([model.module] * 2, [(1,), (2,)], [{}])
+
+    def test_arguments_must_be_as_many_as_replicas(self):
+        model = DataParallel(Mlp(), ["cpu"] * 2)
+        model.scatter = lambda inputs, kwargs, device_ids: ([inputs, inputs], [kwargs])
+        with pytest.raises(OptionError, match="2 modules, 2 inputs, 1 kwargs and 2 devices"):
+            model(torch.randn(4, 3))
+        model.scatter = lambda inputs, kwargs, device_ids: ([inputs] * 3, None)
+        with pytest.raises(OptionError, match="2 modules, 3 inputs, 3 kwargs and 2 devices"):
+            model(torch.randn(4, 3))
+        model.scatter = lambda inputs, kwargs, device_ids: ([], [kwargs])
+        with pytest.raises(OptionError, match="0 modules, 0 inputs, 1 kwargs and 0 devices"):
+            model(torch.randn(4, 3))
+        with pytest.raises(GatherError, match="at least one replica"):
+            model.gather(model.parallel_apply([], [], None), "cpu")
 
     def test_buffers_and_seeds_are_forwards(self):
         x = torch.randn(9, 3) * torch.arange(9)[:, None]

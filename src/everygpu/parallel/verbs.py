@@ -11,7 +11,7 @@ from torch import nn
 
 from everygpu.devices import spread_seeds
 from everygpu.devices.parse import DeviceLike, parse_target
-from everygpu.errors import CallError
+from everygpu.errors import CallError, GatherError
 from everygpu.parallel.compiler.eval_frame import not_compiled
 from everygpu.parallel.drop_in import DropIn
 from everygpu.parallel.engines.thread_state import fresh_casts
@@ -145,13 +145,13 @@ class Verbs(DropIn):
         positions = inputs.positions if is_known else range(len(replicas))  # type: ignore[attr-defined]
         devices = [self.replica_devices[p] for p in positions[: len(self.replica_devices)]]
         args = [tuple(i) if isinstance(i, (tuple, list)) else (i,) for i in inputs]
+        more = list(kwargs or [{}] * len(args))
         with fresh_casts():
             spread_seeds(self.replica_devices)
-            if self._lock.is_inside() and len(replicas) == len(args) == len(devices):
-                calls = [(r, a, k) for r, a, k in zip(replicas, args, kwargs or [{}] * len(args))]
-                outputs = ReplicaOutputs(self._threads.run(calls, devices, positions))
+            if self._lock.is_inside() and 0 < len(replicas) == len(args) == len(more) == len(devices):
+                outputs = ReplicaOutputs(self._threads.run(list(zip(replicas, args, more)), devices, positions))
             else:
-                outputs = ReplicaOutputs(parallel_apply(replicas, args, kwargs, devices))
+                outputs = ReplicaOutputs(parallel_apply(replicas, args, more, devices or None))
         outputs.rows = inputs.rows if is_known else None  # type: ignore[attr-defined]
         return outputs
 
@@ -166,6 +166,8 @@ class Verbs(DropIn):
         Source:
             ``torch.nn.DataParallel.gather``.
         """
+        if not outputs:
+            raise GatherError("gather: needs the output of at least one replica, got none.")
         known = outputs if isinstance(outputs, ReplicaOutputs) else ReplicaOutputs()
         rows = known.rows if self.gather_rule == "sharded" else None
         joiner = Joiner(device=parse_target(output_device), dim=self.dim, rows=rows, **known.joins)
