@@ -112,6 +112,15 @@ class TestPickles:
         again = pickle.loads(pickle.dumps(twin))
         torch.testing.assert_close(again(x), model(x))
 
+    def test_of_another_machine_give_the_module(self):
+        state = self.old(DataParallel(build(), ["cpu"]))
+        state["device_ids"] = [torch.device("cuda", 98), torch.device("cuda", 99)]
+        state["output_device"] = state["device_ids"][1]
+        twin = DataParallel.__new__(DataParallel)
+        twin.__setstate__(state)
+        assert (twin.device_ids, twin.output_device) == ([98, 99], 99)
+        assert type(twin.module) is Net
+
     @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
     def test_keep_what_they_are(self, how):
         model = DataParallel(build(), ["cpu"] * 2, output_device=-1, gather="joined")
