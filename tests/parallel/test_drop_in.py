@@ -11,7 +11,7 @@ from torch import nn
 import everygpu
 from everygpu import DataParallel
 from everygpu.devices.parse import device_id, parse_target
-from everygpu.errors import DeviceError
+from everygpu.errors import DeviceError, OptionError
 from everygpu.keys import unwrap
 from everygpu.parallel.replicas.placement import without_wrappers
 from tests.parallel.test_data_parallel import Net, build
@@ -77,6 +77,15 @@ def test_attributes_of_the_module_stay_in_reach():
     assert (model.devices, model.gather_all) == ("mine", 3)
     model.devices = "set"
     assert net.devices == "set"
+
+
+def test_the_rule_of_gather_can_be_set():
+    model, x = DataParallel(build(), ["cpu"] * 2), torch.randn(4, 3)
+    assert type(model(x)) is everygpu.ShardedBatch
+    model.gather_rule = "joined"
+    assert type(model(x)) is torch.Tensor
+    with pytest.raises(OptionError, match="got 'joined'. Set gather_rule"):
+        model.gather = "joined"
 
 
 def test_what_libraries_do_next():

@@ -11,7 +11,7 @@ from torch import nn
 
 from everygpu.devices import spread_seeds
 from everygpu.devices.parse import DeviceLike, parse_target
-from everygpu.errors import CallError, GatherError
+from everygpu.errors import CallError, GatherError, OptionError
 from everygpu.parallel.compiler.eval_frame import not_compiled
 from everygpu.parallel.drop_in import DropIn
 from everygpu.parallel.engines.thread_state import fresh_casts
@@ -73,6 +73,10 @@ class Verbs(DropIn):
         def _one_at_a_time(self, function: Any) -> Any: ...
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "gather" and isinstance(value, str):
+            raise OptionError(
+                f"DataParallel: gather must be a method, as torch.nn.DataParallel's, got {value!r}. Set gather_rule."
+            )
         super().__setattr__(name, value)
         self._follow_override(name)
 
