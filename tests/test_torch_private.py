@@ -147,18 +147,6 @@ def test_transformations_are_told():
     assert seen == [(False, False), (True, True), (True, False)]
 
 
-def test_batched_tensors_are_told_from_others():
-    x, seen = torch.ones(2, requires_grad=True), []
-    y = x * 2
-    y.register_hook(lambda grad: seen.append(autograd.is_batched(grad)))
-    y.sum().backward(retain_graph=True)
-    torch.autograd.grad(y, x, torch.ones(3, 2), is_grads_batched=True, retain_graph=True)
-    torch.func.vmap(lambda v: torch.autograd.grad(y, x, v, retain_graph=True))(torch.ones(3, 2))
-    assert seen == [False, True, True]
-    assert not autograd.are_batched([None, torch.ones(1)])
-    assert autograd.are_batched([]) is False
-
-
 # modes
 
 

@@ -45,6 +45,9 @@ class DataParallel(MethodCalls):
         model = everygpu.DataParallel(module)
         criterion(model(x), y).backward()
 
+    It is a ``torch.nn.DataParallel`` for code that looks at it or makes a class of it: forward calls whichever of
+    ``scatter``, ``replicate``, ``parallel_apply`` and ``gather`` is overridden, in torch's order.
+
     Args:
         module: Any ``torch.nn.Module``. It is the first replica itself: its buffers and attributes change as
             in a run on one device. It is moved to ``device_ids[0]`` if it is elsewhere, and taken out of a

@@ -150,6 +150,47 @@ def test_a_module_that_is_another_before_a_second_backward(recording: Devices) -
     torch.testing.assert_close(out.detach() + 0, model.module(x.to(used[0])).detach())
 
 
+def test_batched_gradients(recording: Devices) -> None:
+    used = recording(2)
+    model, (x, _) = train_until_recorded(Short(), used, "graphs", []), make_batches(NUM_STEPS)[-1]
+    x, seeds = x.to(used[0]), torch.randn(3, len(x), 5, device=used[0])
+    params = list(model.parameters())
+    found = torch.autograd.grad(model(x), params, seeds, is_grads_batched=True)
+    assert model.engine_in_use == "graphs"
+    expected = torch.autograd.grad(model.module(x), params, seeds, is_grads_batched=True)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_outputs_are_differentiated_again_as_they_are(recording: Devices) -> None:
+    """A ``ShardedBatch``'s own backward runs without torch's functions, by which a forward that is run again defers."""
+    used = recording(2)
+    model, (x, _) = train_until_recorded(Short(), used, "graphs", []), make_batches(NUM_STEPS)[-1]
+    x, seeds, params = x.to(used[0]), torch.randn(len(x), 5, device=used[0]), list(model.parameters())
+    for create_graph in (True, False):
+        found, expected = (
+            torch.autograd.grad(f(x), params, seeds, create_graph=create_graph) for f in (model, model.module)
+        )
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_methods_and_overrides_beside_recordings(recording: Devices) -> None:
+    used = recording(2)
+    model, (x, _) = train_until_recorded(Short(), used, "graphs", []), make_batches(NUM_STEPS)[-1]
+    x = x.to(used[0])
+    found = model.call_method("forward", x)
+    torch.testing.assert_close(everygpu.gather(found), model.module(x), rtol=1e-4, atol=1e-5)
+    model(x).sum().backward()
+    assert model.engine_in_use == "graphs"
+    calls: list[Any] = []
+    model.gather = lambda *args: calls.append(args) or type(model).gather(model, *args)
+    torch.testing.assert_close(everygpu.gather(model(x)), model.module(x), rtol=1e-4, atol=1e-5)
+    assert len(calls) == 1
+    assert model.engine_in_use == "threads"
+    del model.gather
+
+
 class Pair(nn.Module):
     """Two heads; the graphs of both have saved their weights, as a layer comes before."""
 

@@ -16,6 +16,7 @@ from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
 from everygpu.parallel.engines.engine import Outputs, RunOn
 from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.parallel.replicas.substitution import in_place_of
+from everygpu.torch_private.modes import with_torch_function
 
 
 class ReplicaCall:
@@ -62,12 +63,14 @@ class ReplicaCall:
     def run_again(self, replicas: ReplicaSet, recorded: RecordedPass) -> list[Any]:
         """Run the replicas that were recorded; return what they returned."""
         where = recorded.sync, recorded.leaves, recorded.rewind.homes
-        return self.run(replicas, recorded.batch, *where, may_defer=recorded.has_deferred)[0]
+        with with_torch_function():
+            return self.run(replicas, recorded.batch, *where, may_defer=recorded.has_deferred)[0]
 
     def run_connected(self, replicas: ReplicaSet, recorded: RecordedPass) -> list[Any]:
         """Run replicas whose parameters are connected to the module's."""
         args, kwargs, _ = recorded.batch.read()
-        return self._run_on(replicas, args, kwargs, may_defer=recorded.has_deferred)[0]
+        with with_torch_function():  # which a ShardedBatch's own functions, such as a backward's, are without
+            return self._run_on(replicas, args, kwargs, may_defer=recorded.has_deferred)[0]
 
     def _run_on(
         self, replicas: ReplicaSet, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_defer: bool

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from everygpu import tree
 from everygpu.parallel.buckets.grouping import group_by_storage
 from everygpu.parallel.buckets.plan import BucketPlan, plan_bucket
+from everygpu.parallel.transforms import check_unbatched
 from everygpu.ranks.claims import Claim
 from everygpu.ranks.group import Group
 from everygpu.torch_private.autograd import NO_BACKWARD, after_backward, backward_id, will_execute
@@ -252,6 +253,7 @@ class _Total(torch.autograd.Function):
 
 
 def _add_up(grad: Tensor, factor: _Factor, group: Group) -> Tensor:
+    check_unbatched([grad])
     is_sparse = grad.layout is not torch.strided
     total = grad.to_dense() if is_sparse else grad.clone(memory_format=torch.contiguous_format)
     factor.scale_(total)
