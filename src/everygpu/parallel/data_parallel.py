@@ -239,8 +239,8 @@ class DataParallel(ModuleWrapper):
 
     def _joiner(self, shards: list[Shard]) -> Joiner:
         weights = tuple(s.weight for s in shards) if self.gather == "sharded" else None
-        rows = [s.rows for s in shards if s.rows is not None]
-        return Joiner(device=self.output_device, dim=self.dim, rows=weights, num_rows=tuple(rows))
+        rows = tuple(s.rows for s in shards if s.rows is not None)
+        return Joiner(device=self.output_device, dim=self.dim, rows=weights, num_rows=rows)
 
     def _settle_buffers(self, replicas: ReplicaSet, shards: list[Shard]) -> None:
         positions = [s.position for s in shards]

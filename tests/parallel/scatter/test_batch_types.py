@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from everygpu import DataParallel, Feeder, Replicated, gather, register_batch, scatter
+from everygpu import DataParallel, Feeder, Replicated, TrainStep, gather, register_batch, scatter
 from everygpu.checkpoint.dealing import slice_rows
 from everygpu.errors import GatherError, OptionError, SplitError
 from everygpu.feed.batch_size import resize
@@ -115,6 +115,26 @@ class TestRegistered:
 
     def test_batches_of_other_sizes(self):
         assert resize(ragged(), 7, 0).lengths.tolist() == [1, 4, 2, 0, 3, 1, 4]
+
+    def test_another_number_of_parts_is_an_error(self):
+        class Whole(Ragged):
+            pass
+
+        register_batch(
+            Whole, split=lambda batch, rows: [batch], join=Ragged.join, rows=lambda batch: len(batch.lengths)
+        )
+        with pytest.raises(SplitError, match=r"a part of a \S*Whole for each number of rows in \[3, 2\], got 1"):
+            scatter(ragged(Whole), ["cpu"] * 2)
+
+    def test_among_the_targets_of_a_step(self, devices):
+        used = devices(2)
+        module = nn.Linear(1, 1).to(used[0])
+        step = TrainStep(
+            DataParallel(module, used),
+            lambda out, target: (gather(out)[:, 0] - target.lengths.float()).square().mean(),
+            torch.optim.SGD(module.parameters(), lr=0.0),
+        )
+        assert step(torch.ones(5, 1), ragged()).isfinite()
 
     def test_a_recording_declines(self):
         route = ScatterSpec(devices=(torch.device("cpu"),) * 2, dim=0, split="chunk")

@@ -108,6 +108,9 @@ class TestEntryPerDevice:
         with pytest.raises(SplitError, match="the same number of rows"):
             scatter(inputs, ["cpu"] * 2)
 
+    def test_a_rank_with_one_device(self):
+        assert find_rows([("args[0]", torch.ones(5, 2)), ("args[1]", torch.ones(1))], 0, 1) == 5
+
     def test_as_many_rows_as_devices_are_rows(self):
         first, second = scatter((torch.ones(2, 3), torch.arange(2)), ["cpu"] * 2)
         assert (first[1].tolist(), second[1].tolist()) == ([0], [1])
