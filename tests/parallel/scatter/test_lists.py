@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from everygpu import DataParallel, Feeder, Replicated, Rows, scatter
-from everygpu.parallel.scatter.lists import warned_kinds
+from everygpu.parallel.scatter.lists import warn_of_entries, warned_kinds
 
 CPUS = ["cpu"] * 2
 
@@ -65,6 +65,23 @@ class TestOfObjects:
                 return x
 
         DataParallel(Model(), CPUS)(torch.ones(2), "mode", kind="x")
+        assert said.messages == []
+
+
+class TestOfEntriesPerDevice:
+    def test_vectors_are_cut_with_a_word(self, said):
+        warn_of_entries.cache_clear()
+        for _ in range(2):
+            scatter({"x": torch.ones(5, 2), "size": torch.ones(2)}, CPUS)
+        (message,) = said.messages
+        assert message.startswith('scatter: args[0]["size"] has 2 numbers')
+        assert "everygpu.Replicated(...)" in message
+
+    def test_others_without(self, said):
+        warn_of_entries.cache_clear()
+        scatter((torch.ones(5, 2), torch.ones(2, 1)), CPUS)
+        scatter((torch.ones(2, 2), torch.ones(2)), CPUS)
+        scatter((torch.ones(5, 2), torch.ones(1)), ["cpu"])
         assert said.messages == []
 
 

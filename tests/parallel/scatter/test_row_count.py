@@ -9,6 +9,7 @@ from everygpu.errors import SplitError
 from everygpu.parallel.cuda_graphs.static_batch import StaticBatch, describe_batch
 from everygpu.parallel.scatter.row_count import find_rows
 from everygpu.parallel.scatter.split import ScatterSpec
+from everygpu.parallel.sharded.batch import shard_batch
 
 
 class TestAgreement:
@@ -93,6 +94,10 @@ class TestEntryPerDevice:
         assert [s[1].tolist() for s in scatter((torch.ones(2), numbers), ["cpu"] * 4)] == [[0], [1]]
         shards = scatter((torch.ones(3), numbers), ["cpu"] * 4, split=[0, 1, 0, 2])
         assert [(len(s[0]), s[1].tolist()) for s in shards] == [(1, [1]), (2, [3])]
+        spread = shard_batch(list(numbers.split(1)), torch.device("cpu"), 0)
+        shards = scatter((torch.ones(3), spread), ["cpu"] * 4, split=[0, 1, 0, 2])
+        assert [s[1].tolist() for s in shards] == [[1], [3]]
+        assert shards[1][1].data_ptr() == numbers[3].data_ptr()
 
     @pytest.mark.parametrize(
         "inputs",
@@ -146,6 +151,7 @@ class TestEntryPerDevice:
         route = ScatterSpec(devices=tuple(used), dim=0, split="chunk")
         batch = ((torch.ones(num_rows, 3),), {"num_items": torch.arange(1.0, len(used) + 1)}, ())
         held = StaticBatch(batch, route)
+        assert len(held.tensors()) == (2 if num_rows == 1 else 2 * len(used))
         other = ((torch.zeros(num_rows, 3),), {"num_items": torch.arange(2.0, len(used) + 2)}, ())
         assert describe_batch(batch, route) == describe_batch(other, route)
         held.write(other)
