@@ -170,3 +170,10 @@ def test_copies_are_rows(again):
     assert rows == WORDS
     assert type(rows) is Rows
     assert repr(rows) == f"Rows({WORDS!r})"
+
+
+def test_gathered_rows_are_theirs(devices):
+    *_, last = devices(2)
+    rows = images()
+    assert gather(rows) == rows
+    assert {image.device for image in gather(rows, last)} == {last}

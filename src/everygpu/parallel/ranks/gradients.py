@@ -83,8 +83,9 @@ class RankGradients:
         self._num_forwards += 1
         reach = partial(_call_reach, weakref.proxy(self), self._num_forwards, self._weights[-1])
         for _, leaf in tree.leaves(output, ""):
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.grad_fn.register_prehook(reach)
+            for tensor in tree.tensors_in(leaf):
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(reach)
 
     def reach(self, forward: int, weight: float | Tensor) -> None:
         """Count a forward among those of the backward that is running."""

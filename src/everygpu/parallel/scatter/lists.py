@@ -40,6 +40,17 @@ def warn_of_lists(
 
 
 @functools.cache
+def warn_of_entries(path: str, num_devices: int) -> None:
+    """Warn once of a vector with as many numbers as there are devices, which other vectors may have by chance."""
+    logger.warning(
+        "scatter: %s has %d numbers, as many as there are devices, and other inputs agree on another number of rows: "
+        "each replica gets the number at its device's position. Wrap it in everygpu.Replicated(...) if every replica "
+        "needs all of them; in shape (%d, 1) they are taken so without this warning, which is said once.",
+        path, num_devices, num_devices,
+    )  # fmt: skip
+
+
+@functools.cache
 def warned_kinds() -> "weakref.WeakSet[type]":
     """Return the classes of items of whose lists this process has warned."""
     return weakref.WeakSet()
