@@ -126,7 +126,15 @@ class TestOverrides:
         assert "in threads, whatever the engine, as Noted has its own scatter and" in record.getMessage()
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="everygpu"):
+            model = Outer(Mlp(), ["cpu"] * 2, engine="processes")
+            for _ in range(2):
+                model(torch.randn(4, 3))
+        (record,) = caplog.records
+        assert "as Outer has its own forward." in record.getMessage()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="everygpu"):
             Noted(Mlp(), ["cpu"] * 2)
+            Outer(Mlp(), ["cpu"] * 2)(torch.randn(4, 3))
         assert not caplog.records
 
     def test_only_scatter_counts_on_one_device(self):

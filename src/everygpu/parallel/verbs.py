@@ -14,6 +14,7 @@ from everygpu.devices.parse import DeviceLike, parse_target
 from everygpu.errors import CallError, GatherError, OptionError
 from everygpu.parallel.compiler.eval_frame import not_compiled
 from everygpu.parallel.drop_in import DropIn
+from everygpu.parallel.engines.engine import Engine
 from everygpu.parallel.engines.thread_state import fresh_casts
 from everygpu.parallel.engines.threads import Workers, parallel_apply
 from everygpu.parallel.forward_lock import ForwardLock
@@ -39,7 +40,10 @@ class Verbs(DropIn):
     split: Split
     gather_rule: str
     buffers_rule: str
+    _engine: Engine
     _threads: Workers
+    _has_told: bool
+    """Whether a log line says that replicas run in threads."""
     _lock: ForwardLock
     _ranks: RankModel | None
     _replicas: ReplicaSet | None
@@ -138,6 +142,9 @@ class Verbs(DropIn):
             if self._lock.is_inside() and 0 < len(replicas) == len(args) == len(more) == len(devices):
                 outputs = ReplicaOutputs(self._threads.run(list(zip(replicas, args, more)), devices, positions))
             else:
+                if not self._lock.is_inside() and self._engine is not self._threads and not self._has_told:
+                    self._has_told = True
+                    log_fallback(self, ["forward"])
                 outputs = ReplicaOutputs(parallel_apply(replicas, args, more, devices or None))
         outputs.follow(inputs if is_known else None)  # type: ignore[arg-type]
         return outputs
@@ -263,9 +270,9 @@ def overridden(wrapper: Verbs) -> tuple[str, ...]:
 
 
 def log_fallback(wrapper: Verbs, overrides: Sequence[str]) -> None:
-    """Say that replicas run in threads, as some of the four are overridden."""
+    """Say that replicas run in threads, as methods are overridden."""
     logger.warning(
-        "DataParallel: replicas run in threads, whatever the engine, as %s has its own %s, which forward calls.",
+        "DataParallel: replicas run in threads, whatever the engine, as %s has its own %s.",
         type(wrapper).__qualname__,
         " and ".join(overrides),
     )
