@@ -90,7 +90,7 @@ class TestRegistered:
         assert (second[0].shape, second[1].lengths.tolist()) == ((2, 2), [0, 3])
 
     def test_number_of_rows_must_be_that_of_the_others(self):
-        with pytest.raises(SplitError, match=r"got 4 in args\[0\]\[0\] and 5 in args\[0\]\[1\]\."):
+        with pytest.raises(SplitError, match=r"got 4 in args\[0\] and 5 in args\[1\]\."):
             scatter((torch.ones(4), ragged()), ["cpu"] * 2)
 
     def test_whole_on_purpose(self, devices):

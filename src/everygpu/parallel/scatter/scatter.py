@@ -77,6 +77,8 @@ def scatter(
         ``torch.nn.parallel.scatter.scatter``, which silently drops rows where tensors disagree.
     """
     devices = parse_devices(device_ids)
+    if type(inputs) is tuple and inputs and batch_type(inputs) is None:  # a call's arguments, most often
+        return [shard.args for shard in scatter_call(inputs, {}, devices, dim, split)]
     shards = scatter_call((inputs,), {}, devices, dim, split)
     return [shard.args[0] for shard in shards]
 
