@@ -138,6 +138,8 @@ class TestTrainer:
             ("llama", {}),
             ("llama", {"gradient_accumulation_steps": 2}),
             ("llama", {"gradient_checkpointing": True}),
+            ("llama", {"optim": "adafactor"}),
+            ("llama", {"auto_find_batch_size": True}),
             # BERT takes the mean whatever Trainer tells it, which it then should not multiply by the number of GPUs.
             ("bert", {"average_tokens_across_devices": False}),
             ("bert", {"compute_loss_func": sum_for_two_gpus}),
