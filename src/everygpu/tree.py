@@ -124,8 +124,13 @@ def find_tensor(value: Any) -> tuple[str, tuple[int, ...]] | None:
         return None
     for path, part in _parts_of(value):
         if has_dims(part):
-            return path, tuple(part.shape)
+            return path, shape_of(part)
     return None
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor or array; of a nested tensor, which may have none, the number of its rows."""
+    return (value.size(0),) if isinstance(value, torch.Tensor) and value.is_nested else tuple(value.shape)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

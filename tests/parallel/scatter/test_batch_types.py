@@ -253,6 +253,16 @@ class TestNestedTensors:
         joined.to_padded_tensor(0.0).sum().backward()
         assert rows[2].grad.tolist() == [[2.0] * 4] * 3
 
+    def test_an_error_in_forward_stays_as_it_is(self):
+        class Failing(nn.Module):
+            def forward(self, x):
+                raise ValueError("theirs")
+
+        nested = torch.nested.nested_tensor([torch.ones(1, 2), torch.ones(3, 2)])
+        with pytest.raises(ValueError, match="theirs") as caught:
+            DataParallel(Failing(), ["cpu"] * 2, engine="threads")(nested)
+        assert "called with args[0] (1,)" in str(caught.value.__cause__)
+
     @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
     def test_from_the_feeder(self, devices, layout):
         used = devices(2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from everygpu import DataParallel, Feeder, Replicated, gather, scatter
+from everygpu import DataParallel, Feeder, Replicated, comm, gather, scatter
 from everygpu.errors import SplitError
 
 X = torch.arange(1.0, 25.0).view(6, 4)
@@ -85,6 +85,17 @@ def test_whole_on_purpose(devices):
     used = devices(2)
     shards = scatter((torch.ones(2), Replicated(X.to_sparse_csr())), used)
     assert [s[1].to_dense().cpu().equal(X) for s in shards] == [True, True]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+@pytest.mark.parametrize("x", [X.to_sparse(), X], ids=["coo", "dense"])
+def test_a_device_without_memory_is_no_matter_of_layout(monkeypatch, x):
+    def run_out(*args, **kwargs):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(comm, "copy", run_out)
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        scatter((x, X.to_sparse_csr()), ["cpu"] * 2)
 
 
 def test_other_errors_stay_as_they_are():

@@ -118,7 +118,7 @@ def _compare(named: Named, dim: int, num_devices: int, *, warns: bool = False) -
     first_path, _, num_rows = rows[0]
     for path, leaf, size in rows:
         if size != num_rows:
-            shape = f" {tuple(leaf.shape)}" if tree.has_dims(leaf) else ""
+            shape = f" {tree.shape_of(leaf)}" if tree.has_dims(leaf) else ""
             of_rows = " A list whose items are each a row goes into everygpu.Rows(...)." if _is_in_list(path) else ""
             raise SplitError(
                 f"scatter: every tensor must have the same number of rows on dim {dim}, got {num_rows} in "
