@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -237,3 +238,11 @@ def test_paths_lead_through_every_level():
     value = {"boxes": [Point(1, Frozen([2]))]}
     paths = [path for path, _ in tree.leaves(value, "out")]
     assert paths == ['out["boxes"][0].x', 'out["boxes"][0].y.x[0]', 'out["boxes"][0].y.y']
+
+
+def test_tensors_in_an_object():
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    assert [t.shape for t in tree.tensors_in(packed)] == [(3,), (2,)]
+    holder = SimpleNamespace(a=1, b={"c": [torch.ones(4), torch.tensor(1.0)]})
+    assert [t.shape for t in tree.tensors_in(holder)] == [(4,), ()]
+    assert tree.tensors_in("text") == []

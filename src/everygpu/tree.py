@@ -122,15 +122,33 @@ def find_tensor(value: Any) -> tuple[str, tuple[int, ...]] | None:
     """
     if type(value) in _PLAIN_TYPES:
         return None
+    for path, part in _parts_of(value):
+        if has_dims(part):
+            return path, shape_of(part)
+    return None
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor or array; of a nested tensor, which may have none, the number of its rows."""
+    return (value.size(0),) if isinstance(value, torch.Tensor) and value.is_nested else tuple(value.shape)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """List the tensors that ``find_tensor`` can find within an object, and it itself if it is one."""
+    if type(value) in _PLAIN_TYPES:
+        return []
+    return [part for _, part in _parts_of(value) if isinstance(part, torch.Tensor)]
+
+
+def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield an object and what it holds, nearest first."""
     found, seen = [("", value)], {id(value)}
     for path, part in found:  # which grows meanwhile
-        if has_dims(part):
-            return path, tuple(part.shape)
+        yield path, part
         if len(found) < _MOST_OBJECTS:
             new = [(path + accessor, held) for accessor, held in itertools.islice(_held_by(part), _MOST_PARTS)]
             found += [(name, held) for name, held in new if id(held) not in seen]
             seen.update(id(held) for _, held in new)
-    return None
 
 
 def has_dims(value: Any) -> bool:

@@ -138,6 +138,8 @@ class TestTrainer:
             ("llama", {}),
             ("llama", {"gradient_accumulation_steps": 2}),
             ("llama", {"gradient_checkpointing": True}),
+            ("llama", {"optim": "adafactor"}),
+            ("llama", {"auto_find_batch_size": True}),
             # BERT takes the mean whatever Trainer tells it, which it then should not multiply by the number of GPUs.
             ("bert", {"average_tokens_across_devices": False}),
             ("bert", {"compute_loss_func": sum_for_two_gpus}),
@@ -186,6 +188,12 @@ class TestTrainer:
         loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")
         expected = {k: v.cpu() for k, v in trainer.model.state_dict().items()}
         torch.testing.assert_close(loaded.state_dict(), expected, rtol=0, atol=0)
+
+    def test_trainer_takes_the_model_itself(self, devices, tmp_path, monkeypatch):
+        """It looks at what the arguments of forward are called, and leaves all else out of the batch."""
+        monkeypatch.setitem(MODELS, "plain", lambda: everygpu.DataParallel(Plain(), devices(2)))
+        with pytest.raises(ValueError, match="batch received was empty"):
+            make_trainer(tmp_path, "plain", devices(2), 2).train()
 
     def test_best_model_is_loaded_at_the_end(self, devices, tmp_path):
         options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}

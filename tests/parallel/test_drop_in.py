@@ -11,7 +11,7 @@ from torch import nn
 import everygpu
 from everygpu import DataParallel
 from everygpu.devices.parse import device_id, parse_target
-from everygpu.errors import DeviceError
+from everygpu.errors import DeviceError, OptionError
 from everygpu.keys import unwrap
 from everygpu.parallel.replicas.placement import without_wrappers
 from tests.parallel.test_data_parallel import Net, build
@@ -79,6 +79,15 @@ def test_attributes_of_the_module_stay_in_reach():
     assert net.devices == "set"
 
 
+def test_the_rule_of_gather_can_be_set():
+    model, x = DataParallel(build(), ["cpu"] * 2), torch.randn(4, 3)
+    assert type(model(x)) is everygpu.ShardedBatch
+    model.gather_rule = "joined"
+    assert type(model(x)) is torch.Tensor
+    with pytest.raises(OptionError, match="got 'joined'. Set gather_rule"):
+        model.gather = "joined"
+
+
 def test_what_libraries_do_next():
     """As ``unwrap_model`` and training loops do, which branch on the class."""
     model = DataParallel(build(), ["cpu"] * 2)
@@ -111,6 +120,15 @@ class TestPickles:
         torch.testing.assert_close(twin(x), model(x))
         again = pickle.loads(pickle.dumps(twin))
         torch.testing.assert_close(again(x), model(x))
+
+    def test_of_another_machine_give_the_module(self):
+        state = self.old(DataParallel(build(), ["cpu"]))
+        state["device_ids"] = [torch.device("cuda", 98), torch.device("cuda", 99)]
+        state["output_device"] = state["device_ids"][1]
+        twin = DataParallel.__new__(DataParallel)
+        twin.__setstate__(state)
+        assert (twin.device_ids, twin.output_device) == ([98, 99], 99)
+        assert type(twin.module) is Net
 
     @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
     def test_keep_what_they_are(self, how):

@@ -134,6 +134,12 @@ class TestForwardMode:
 
         torch.testing.assert_close(product(on(2)), product(Mlp()))
 
+    def test_synchronized_statistics(self, x):
+        model = DataParallel(everygpu.SyncBatchNorm(4).double(), ["cpu"] * 2)
+        with pytest.raises(CallError, match="SyncBatchNorm: forward-mode differentiation needs eval mode"):
+            tangent(model, x, x)
+        torch.testing.assert_close(tangent(model.eval(), x, x), x / (1 + model.module.eps) ** 0.5)
+
     def test_batches_print(self, x):
         with forward_ad.dual_level():
             assert "ShardedBatch" in type(out := on(2)(forward_ad.make_dual(x, x))).__name__

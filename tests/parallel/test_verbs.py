@@ -11,7 +11,7 @@ from torch import nn
 
 import everygpu
 from everygpu import DataParallel, ShardedBatch
-from everygpu.errors import CallError, OptimizerError, OptionError
+from everygpu.errors import CallError, GatherError, OptimizerError, OptionError
 from tests.parallel.oracle import assert_same_grads
 
 VERBS = ["scatter", "replicate", "parallel_apply", "gather"]
@@ -57,7 +57,10 @@ class Noted(DataParallel):
 class Outer(DataParallel):
     """Overrides forward as libraries do: by the four verbs."""
 
+    num_forwards = 0
+
     def forward(self, *inputs, **kwargs):
+        self.num_forwards += 1
         inputs, kwargs = self.scatter(inputs, kwargs, self.device_ids)
         replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
         return self.gather(self.parallel_apply(replicas, inputs, kwargs), self.output_device)
@@ -123,7 +126,15 @@ class TestOverrides:
         assert "in threads, whatever the engine, as Noted has its own scatter and" in record.getMessage()
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="everygpu"):
+            model = Outer(Mlp(), ["cpu"] * 2, engine="processes")
+            for _ in range(2):
+                model(torch.randn(4, 3))
+        (record,) = caplog.records
+        assert "as Outer has its own forward." in record.getMessage()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="everygpu"):
             Noted(Mlp(), ["cpu"] * 2)
+            Outer(Mlp(), ["cpu"] * 2)(torch.randn(4, 3))
         assert not caplog.records
 
     def test_only_scatter_counts_on_one_device(self):
@@ -131,6 +142,9 @@ class TestOverrides:
         x = torch.randn(5, 3)
         torch.testing.assert_close(model(x), model.module(x))
         assert [call[0] for call in model.calls] == ["scatter"]
+        other = DataParallel(nn.Identity(), ["cpu"])
+        other.gather = None
+        assert other(x) is x
 
     @pytest.mark.parametrize("num", [1, 2])
     def test_calls_without_arguments(self, num):
@@ -163,6 +177,20 @@ class TestOverrides:
         assert "replica 1 on cpu" in str(caught.value.__cause__)
         with pytest.raises(OptionError, match="1 kwargs"):
             model.parallel_apply([model.module] * 2, [(1,), (2,)], [{}])
+
+    def test_arguments_must_be_as_many_as_replicas(self):
+        model = DataParallel(Mlp(), ["cpu"] * 2)
+        model.scatter = lambda inputs, kwargs, device_ids: ([inputs, inputs], [kwargs])
+        with pytest.raises(OptionError, match="2 modules, 2 inputs, 1 kwargs and 2 devices"):
+            model(torch.randn(4, 3))
+        model.scatter = lambda inputs, kwargs, device_ids: ([inputs] * 3, None)
+        with pytest.raises(OptionError, match="2 modules, 3 inputs, 3 kwargs and 2 devices"):
+            model(torch.randn(4, 3))
+        model.scatter = lambda inputs, kwargs, device_ids: ([], [kwargs])
+        with pytest.raises(OptionError, match="0 modules, 0 inputs, 1 kwargs and 0 devices"):
+            model(torch.randn(4, 3))
+        with pytest.raises(GatherError, match="at least one replica"):
+            model.gather(model.parallel_apply([], [], None), "cpu")
 
     def test_buffers_and_seeds_are_forwards(self):
         x = torch.randn(9, 3) * torch.arange(9)[:, None]
@@ -228,7 +256,7 @@ class TestRows:
         class Own(make):
             def scatter(self, inputs, kwargs, device_ids):
                 (x,) = inputs
-                return [(x[:1],), (x[1:],)], None
+                return [[x[:1]], x[1:]], None
 
         out = Own(Loss(), ["cpu"] * 2)(self.x)
         assert type(out) is torch.Tensor
@@ -419,7 +447,9 @@ class TestTrainStep:
             torch.testing.assert_close(*(step(x, y) for step in steps))
         for a, b in zip(*(step.model.parameters() for step in steps)):
             torch.testing.assert_close(a, b)
-        if kind is Noted:
+        if kind is Outer:
+            assert steps[0].model.num_forwards == 4
+        else:
             assert [call[0] for call in steps[0].model.calls] == VERBS * 4
 
     def test_refuses_what_would_pass_them_by(self):

@@ -140,6 +140,9 @@ def differentiate():
     (bare_first, bare_second), (first, second) = found
     torch.testing.assert_close(first, bare_first)
     assert_same(second, bare_second)
+    seeds = torch.ones(2, *targets[mine].shape, dtype=torch.float64)
+    with pytest.raises(CallError, match="can't go to other processes"):
+        torch.autograd.grad(model(ids[mine]), model.module.second.weight, seeds, is_grads_batched=True)
     # A penalty on gradients of inputs, as WGAN-GP has.
     for net in (bare, model):
         net.zero_grad()

@@ -47,7 +47,8 @@ class Feeder:
 
     Args:
         loader: Any iterable of batches: tensors of shape (..., rows, ...) in any nesting of containers.
-            ``Replicated`` values are copied whole to every device; what is no tensor stays as it is.
+            ``Replicated`` values are copied whole to every device, tensors in ``Rows`` to that of their row; what is
+            no tensor stays as it is.
         model_or_devices: A ``DataParallel``, whose devices, ``dim`` and ``split`` are taken; another module, whose
             device is; a ``TrainStep``; or devices as ``DataParallel`` takes them, None for all.
         prefetch: How many batches to have on the devices ahead of the one in use. 0: no thread, each batch is

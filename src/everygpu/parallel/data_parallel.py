@@ -45,6 +45,9 @@ class DataParallel(MethodCalls):
         model = everygpu.DataParallel(module)
         criterion(model(x), y).backward()
 
+    It is a ``torch.nn.DataParallel`` for code that looks at it or makes a class of it: forward calls whichever of
+    ``scatter``, ``replicate``, ``parallel_apply`` and ``gather`` is overridden, in torch's order.
+
     Args:
         module: Any ``torch.nn.Module``. It is the first replica itself: its buffers and attributes change as
             in a run on one device. It is moved to ``device_ids[0]`` if it is elsewhere, and taken out of a
@@ -87,8 +90,8 @@ class DataParallel(MethodCalls):
     """
 
     _transient = frozenset(
-        {"_replicas", "_outside", "_fresh", "_engine", "_threads", "_has_overrides", "_is_alone", "_lock", "_ranks",
-         "_first_parameter"}
+        {"_replicas", "_outside", "_has_told", "_fresh", "_engine", "_threads", "_has_overrides", "_is_alone", "_lock",
+         "_ranks", "_first_parameter"}
     )  # fmt: skip
 
     def __init__(
@@ -134,7 +137,7 @@ class DataParallel(MethodCalls):
     def _prepare(self) -> None:
         self._replicas: ReplicaSet | None = None
         self._fresh: set[int] | None = None
-        self._outside = None
+        self._outside, self._has_told = None, False
         overrides = overridden(self)
         is_one = len(self.replica_devices) == 1
         self._has_overrides = "scatter" in overrides if is_one else bool(overrides)

@@ -65,12 +65,15 @@ class DropIn(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
 
 
 def renamed(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a pickle's attributes by the names of now: devices were in ``device_ids``, the rule in ``gather``."""
+    """Return a pickle's attributes by the names of now: devices were in ``device_ids``, the rule in ``gather``.
+
+    Devices may be those of another machine: the module in the wrapper is wanted all the same.
+    """
     state = dict(state)
     if isinstance(state.get("gather"), str):
         state["gather_rule"] = state.pop("gather")
     if "device_ids" in state:
-        state["replica_devices"] = tuple(parse_devices(state.pop("device_ids")))
+        state["replica_devices"] = tuple(state.pop("device_ids"))
     if "output_device" in state:
-        state["_output_device"] = parse_target(state.pop("output_device"))
+        state["_output_device"] = state.pop("output_device")
     return state

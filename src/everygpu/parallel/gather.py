@@ -12,7 +12,7 @@ from everygpu import comm, tree
 from everygpu.devices.parse import DeviceLike, parse_target
 from everygpu.errors import GatherError, OptionError
 from everygpu.parallel.listed_rows import are_listed_rows
-from everygpu.parallel.scatter.batch_types import ROWS, batch_type, known_type, move_tree, open_known
+from everygpu.parallel.scatter.batch_types import ROWS, Rows, batch_type, known_type, move_tree, open_known
 from everygpu.parallel.scatter.ready_types import BatchType
 from everygpu.parallel.sharded.batch import ShardedBatch, join, shard_batch
 
@@ -47,7 +47,7 @@ def gather(outputs: Any, target_device: DeviceLike | None = None, dim: int = 0) 
         ``torch.nn.parallel.gather``, which loses None, strings and numbers, and warns at scalars.
     """
     device = None if target_device is None else parse_target(target_device)
-    if device is None or isinstance(outputs, Tensor):
+    if device is None or isinstance(outputs, (Tensor, Rows)):
         return _join_batches(outputs, device)
     if not outputs:
         raise GatherError("gather: needs the output of at least one replica, got none.")
@@ -57,7 +57,7 @@ def gather(outputs: Any, target_device: DeviceLike | None = None, dim: int = 0) 
 def _join_batches(output: Any, device: torch.device | None) -> Any:
     """Join the output of a ``DataParallel``; plain tensors stay as they are."""
     found = any(isinstance(leaf, ShardedBatch) for _, leaf in tree.leaves(output, ""))
-    if device is None and isinstance(output, list) and not found:
+    if device is None and isinstance(output, list) and not isinstance(output, Rows) and not found:
         raise OptionError("gather: a list of outputs needs a target_device to be joined on, got None.")
 
     def join_leaf(leaf: Any) -> Any:

@@ -46,7 +46,7 @@ def are_listed_rows(
 
 
 def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) or tree.is_array(leaf)
+    return (isinstance(leaf, Tensor) and not leaf.is_nested) or tree.is_array(leaf)
 
 
 def _size(leaf: Any) -> int:

@@ -45,8 +45,8 @@ def check_unbatched(grads: Iterable[Tensor | None]) -> None:
     """
     if are_batched(grads):
         raise CallError(
-            "DataParallel: batched gradients, as of is_grads_batched=True or vmap, can't go to helper processes. Pass "
-            "engine='threads' to DataParallel, or create_graph=True to torch.autograd.grad."
+            "DataParallel: batched gradients, as of is_grads_batched=True or vmap, can't go to other processes, which "
+            "are helpers or ranks. Pass engine='threads' to DataParallel; under torchrun, differentiate model.module."
         )
 
 

@@ -11,9 +11,10 @@ from torch import nn
 
 from everygpu.devices import spread_seeds
 from everygpu.devices.parse import DeviceLike, parse_target
-from everygpu.errors import CallError
+from everygpu.errors import CallError, GatherError, OptionError
 from everygpu.parallel.compiler.eval_frame import not_compiled
 from everygpu.parallel.drop_in import DropIn
+from everygpu.parallel.engines.engine import Engine
 from everygpu.parallel.engines.thread_state import fresh_casts
 from everygpu.parallel.engines.threads import Workers, parallel_apply
 from everygpu.parallel.forward_lock import ForwardLock
@@ -39,7 +40,10 @@ class Verbs(DropIn):
     split: Split
     gather_rule: str
     buffers_rule: str
+    _engine: Engine
     _threads: Workers
+    _has_told: bool
+    """Whether a log line says that replicas run in threads."""
     _lock: ForwardLock
     _ranks: RankModel | None
     _replicas: ReplicaSet | None
@@ -56,6 +60,10 @@ class Verbs(DropIn):
         def _one_at_a_time(self, function: Any) -> Any: ...
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "gather" and isinstance(value, str):
+            raise OptionError(
+                f"DataParallel: gather must be a method, as torch.nn.DataParallel's, got {value!r}. Set gather_rule."
+            )
         super().__setattr__(name, value)
         self._follow_override(name)
 
@@ -128,13 +136,16 @@ class Verbs(DropIn):
         positions = inputs.positions if is_known else range(len(replicas))  # type: ignore[attr-defined]
         devices = [self.replica_devices[p] for p in positions[: len(self.replica_devices)]]
         args = [tuple(i) if isinstance(i, (tuple, list)) else (i,) for i in inputs]
+        more = list(kwargs or [{}] * len(args))
         with fresh_casts():
             spread_seeds(self.replica_devices)
-            if self._lock.is_inside() and len(replicas) == len(args) == len(devices):
-                calls = [(r, a, k) for r, a, k in zip(replicas, args, kwargs or [{}] * len(args))]
-                outputs = ReplicaOutputs(self._threads.run(calls, devices, positions))
+            if self._lock.is_inside() and 0 < len(replicas) == len(args) == len(more) == len(devices):
+                outputs = ReplicaOutputs(self._threads.run(list(zip(replicas, args, more)), devices, positions))
             else:
-                outputs = ReplicaOutputs(parallel_apply(replicas, args, kwargs, devices))
+                if not self._lock.is_inside() and self._engine is not self._threads and not self._has_told:
+                    self._has_told = True
+                    log_fallback(self, ["forward"])
+                outputs = ReplicaOutputs(parallel_apply(replicas, args, more, devices or None))
         outputs.follow(inputs if is_known else None)  # type: ignore[arg-type]
         return outputs
 
@@ -149,6 +160,8 @@ class Verbs(DropIn):
         Source:
             ``torch.nn.DataParallel.gather``.
         """
+        if not outputs:
+            raise GatherError("gather: needs the output of at least one replica, got none.")
         known = outputs if isinstance(outputs, ReplicaOutputs) else ReplicaOutputs()
         weights = known.weights if self.gather_rule == "sharded" else None
         more = {"num_rows": known.counted, **known.joins}
@@ -257,9 +270,9 @@ def overridden(wrapper: Verbs) -> tuple[str, ...]:
 
 
 def log_fallback(wrapper: Verbs, overrides: Sequence[str]) -> None:
-    """Say that replicas run in threads, as some of the four are overridden."""
+    """Say that replicas run in threads, as methods are overridden."""
     logger.warning(
-        "DataParallel: replicas run in threads, whatever the engine, as %s has its own %s, which forward calls.",
+        "DataParallel: replicas run in threads, whatever the engine, as %s has its own %s.",
         type(wrapper).__qualname__,
         " and ".join(overrides),
     )

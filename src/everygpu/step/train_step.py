@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from everygpu import comm, tree
+from everygpu import tree
 from everygpu.devices.parse import parse_target
 from everygpu.errors import CopyError
 from everygpu.keys import unwrap
 from everygpu.parallel.cuda_graphs.static_batch import Batch
 from everygpu.parallel.engines.thread_state import fresh_casts
 from everygpu.parallel.replicas.module_tree import evaluating
+from everygpu.parallel.scatter.batch_types import move_tree, open_known
 from everygpu.parallel.sharded.batch import ShardedBatch
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.loss import as_batch, as_number, loss_in
@@ -266,10 +267,10 @@ class TrainStep:
         """Put targets where the output is; what is spread over the devices already stays."""
 
         def move(leaf: Any) -> Any:
-            plain = isinstance(leaf, Tensor) and not isinstance(leaf, ShardedBatch)
-            return comm.copy(leaf, parse_target(self.model.output_device)) if plain else leaf
+            home = parse_target(self.model.output_device)
+            return leaf if isinstance(leaf, ShardedBatch) else move_tree(leaf, home)
 
-        return tree.map_leaves(move, targets)
+        return tree.map_leaves(move, targets, open_known)
 
     @torch.no_grad()
     def _update(self, factor: float | Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from everygpu import DataParallel, Feeder, Replicated, gather, register_batch, scatter
+from everygpu import DataParallel, Feeder, Replicated, TrainStep, gather, register_batch, scatter
 from everygpu.checkpoint.dealing import slice_rows
 from everygpu.errors import GatherError, OptionError, SplitError
 from everygpu.feed.batch_size import resize
@@ -90,7 +90,7 @@ class TestRegistered:
         assert (second[0].shape, second[1].lengths.tolist()) == ((2, 2), [0, 3])
 
     def test_number_of_rows_must_be_that_of_the_others(self):
-        with pytest.raises(SplitError, match=r"got 4 in args\[0\]\[0\] and 5 in args\[0\]\[1\]\."):
+        with pytest.raises(SplitError, match=r"got 4 in args\[0\] and 5 in args\[1\]\."):
             scatter((torch.ones(4), ragged()), ["cpu"] * 2)
 
     def test_whole_on_purpose(self, devices):
@@ -115,6 +115,26 @@ class TestRegistered:
 
     def test_batches_of_other_sizes(self):
         assert resize(ragged(), 7, 0).lengths.tolist() == [1, 4, 2, 0, 3, 1, 4]
+
+    def test_another_number_of_parts_is_an_error(self):
+        class Whole(Ragged):
+            pass
+
+        register_batch(
+            Whole, split=lambda batch, rows: [batch], join=Ragged.join, rows=lambda batch: len(batch.lengths)
+        )
+        with pytest.raises(SplitError, match=r"a part of a \S*Whole for each number of rows in \[3, 2\], got 1"):
+            scatter(ragged(Whole), ["cpu"] * 2)
+
+    def test_among_the_targets_of_a_step(self, devices):
+        used = devices(2)
+        module = nn.Linear(1, 1).to(used[0])
+        step = TrainStep(
+            DataParallel(module, used),
+            lambda out, target: (gather(out)[:, 0] - target.lengths.float()).square().mean(),
+            torch.optim.SGD(module.parameters(), lr=0.0),
+        )
+        assert step(torch.ones(5, 1), ragged()).isfinite()
 
     def test_a_recording_declines(self):
         route = ScatterSpec(devices=(torch.device("cpu"),) * 2, dim=0, split="chunk")
@@ -196,7 +216,7 @@ class TestPackedSequences:
     @pytest.mark.parametrize(
         ("lengths", "is_sorted"), [([1, 4, 2, 5, 3], False), ([5, 4, 2, 2, 1], True), ([3, 3, 3, 3, 3], False)]
     )
-    def test_replicas_see_their_rows(self, devices, num_replicas, lengths, is_sorted):
+    def test_a63_replicas_see_their_rows(self, devices, num_replicas, lengths, is_sorted):
         used = devices(num_replicas)
         module = Recurrent().to(used[0])
         (x, batch), (y, again) = (packed(lengths, is_sorted=is_sorted, device=used[0]) for _ in range(2))
@@ -220,7 +240,7 @@ class TestPackedSequences:
 class TestNestedTensors:
     @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
     @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-    def test_replicas_see_their_rows(self, devices, layout):
+    def test_a63_replicas_see_their_rows(self, devices, layout):
         used = devices(2)
         rows = [torch.ones(i + 1, 4, device=used[0], requires_grad=True) for i in range(3)]
         nested = torch.nested.as_nested_tensor(rows, layout=layout)
@@ -233,6 +253,16 @@ class TestNestedTensors:
         joined.to_padded_tensor(0.0).sum().backward()
         assert rows[2].grad.tolist() == [[2.0] * 4] * 3
 
+    def test_an_error_in_forward_stays_as_it_is(self):
+        class Failing(nn.Module):
+            def forward(self, x):
+                raise ValueError("theirs")
+
+        nested = torch.nested.nested_tensor([torch.ones(1, 2), torch.ones(3, 2)])
+        with pytest.raises(ValueError, match="theirs") as caught:
+            DataParallel(Failing(), ["cpu"] * 2, engine="threads")(nested)
+        assert "called with args[0] (1,)" in str(caught.value.__cause__)
+
     @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
     def test_from_the_feeder(self, devices, layout):
         used = devices(2)
@@ -242,7 +272,7 @@ class TestNestedTensors:
         assert [s["x"].unbind()[0].shape for s in scatter(batch, used)] == [(1, 2), (3, 2)]
 
 
-def test_libraries_are_found_by_name(monkeypatch):
+def test_a63_libraries_are_found_by_name(monkeypatch):
     """Lists of a BatchEncoding's encodings are rows, once tokenizers is imported."""
     library = types.ModuleType("tokenizers")
     library.Encoding = type("Encoding", (), {})

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from everygpu import DataParallel, Feeder, Replicated, gather, scatter
+from everygpu import DataParallel, Feeder, Replicated, comm, gather, scatter
 from everygpu.errors import SplitError
 
 X = torch.arange(1.0, 25.0).view(6, 4)
@@ -21,7 +21,7 @@ class Product(nn.Module):
 
 class TestSparse:
     @pytest.mark.parametrize("dim", [0, 1, -1])
-    def test_rows_are_cut(self, devices, dim):
+    def test_a64_rows_are_cut(self, devices, dim):
         used = devices(2)
         shards = scatter(X.to(used[0]).to_sparse(), used, dim)
         assert [s.layout for s in shards] == [torch.sparse_coo] * 2
@@ -64,7 +64,7 @@ class TestSparse:
     ],
     ids=["coo with gradient", "csr", "csc", "bsr", "mkldnn", "per channel", "meta"],
 )
-def test_what_cannot_be_cut_is_named(make, says):
+def test_a64_what_cannot_be_cut_is_named(make, says):
     with pytest.raises(SplitError, match=says) as caught:
         scatter({"x": [make()]}, ["cpu"] * 2)
     assert 'shape (6, 4) in args[0]["x"][0]' in str(caught.value)
@@ -85,6 +85,17 @@ def test_whole_on_purpose(devices):
     used = devices(2)
     shards = scatter((torch.ones(2), Replicated(X.to_sparse_csr())), used)
     assert [s[1].to_dense().cpu().equal(X) for s in shards] == [True, True]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+@pytest.mark.parametrize("x", [X.to_sparse(), X], ids=["coo", "dense"])
+def test_a_device_without_memory_is_no_matter_of_layout(monkeypatch, x):
+    def run_out(*args, **kwargs):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(comm, "copy", run_out)
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        scatter((x, X.to_sparse_csr()), ["cpu"] * 2)
 
 
 def test_other_errors_stay_as_they_are():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from everygpu import DataParallel, Feeder, Replicated, Rows, scatter
-from everygpu.parallel.scatter.lists import warned_kinds
+from everygpu.parallel.scatter.lists import warn_of_entries, warned_kinds
 
 CPUS = ["cpu"] * 2
 
@@ -29,7 +29,7 @@ class TestOfObjects:
         [["a"] * 4, ("a",) * 4, [{"id": i} for i in range(4)], [Meta() for _ in range(4)], [(3, 4)] * 4, [{}] * 4],
         ids=["strings", "tuple", "dicts", "objects", "tuples", "empty dicts"],
     )
-    def test_as_many_as_rows_go_whole_with_a_word(self, said, items):
+    def test_a61_as_many_as_rows_go_whole_with_a_word(self, said, items):
         for _ in range(2):
             shards = scatter({"x": torch.ones(4, 2), "meta": items}, CPUS)
         assert all(len(s["meta"]) == 4 for s in shards)
@@ -68,13 +68,30 @@ class TestOfObjects:
         assert said.messages == []
 
 
+class TestOfEntriesPerDevice:
+    def test_vectors_are_cut_with_a_word(self, said):
+        warn_of_entries.cache_clear()
+        for _ in range(2):
+            scatter({"x": torch.ones(5, 2), "size": torch.ones(2)}, CPUS)
+        (message,) = said.messages
+        assert message.startswith('scatter: args[0]["size"] has 2 numbers')
+        assert "everygpu.Replicated(...)" in message
+
+    def test_others_without(self, said):
+        warn_of_entries.cache_clear()
+        scatter((torch.ones(5, 2), torch.ones(2, 1)), CPUS)
+        scatter((torch.ones(2, 2), torch.ones(2)), CPUS)
+        scatter((torch.ones(5, 2), torch.ones(1)), ["cpu"])
+        assert said.messages == []
+
+
 class TestOfTensors:
     @pytest.mark.parametrize("kind", [list, tuple])
-    def test_images_of_several_sizes_are_cut_with_a_word(self, said, kind):
+    def test_a62_images_of_several_sizes_are_cut_with_a_word(self, said, kind):
         for _ in range(2):
             scatter((kind([torch.ones(3, 4, 5), torch.ones(3, 6, 5)]), "mode"), CPUS)
         (message,) = said.messages
-        assert "args[0][0] is a " in message
+        assert "args[0] is a " in message
         assert "(3, 4, 5), (3, 6, 5)" in message
         assert "everygpu.Rows(...)" in message
         assert "everygpu.Replicated(...)" in message
@@ -101,6 +118,7 @@ class TestOfTensors:
         for a, b, names in Feeder([[x, y, ["a", "b", "c", "d"]]], CPUS):
             assert (len(a), len(b), len(names)) == (4, 4, 4)
             DataParallel(torch.nn.Bilinear(2, 3, 1), CPUS)(a, b)
+        scatter((x, y), CPUS)
         assert said.messages == []
         scatter(next(iter(Feeder([[x, y]], CPUS))), CPUS)
         assert len(said.messages) == 1

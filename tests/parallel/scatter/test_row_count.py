@@ -9,6 +9,7 @@ from everygpu.errors import SplitError
 from everygpu.parallel.cuda_graphs.static_batch import StaticBatch, describe_batch
 from everygpu.parallel.scatter.row_count import find_rows
 from everygpu.parallel.scatter.split import ScatterSpec
+from everygpu.parallel.sharded.batch import shard_batch
 
 
 class TestAgreement:
@@ -76,7 +77,7 @@ class Weighted(nn.Module):
 class TestEntryPerDevice:
     @pytest.mark.parametrize("shape", [(3,), (3, 1)])
     @pytest.mark.parametrize("make", [torch.Tensor.clone, torch.Tensor.numpy], ids=["tensor", "array"])
-    def test_each_device_gets_its_own(self, devices, shape, make):
+    def test_a60_each_device_gets_its_own(self, devices, shape, make):
         used = devices(3)
         numbers = make(torch.arange(float(len(used))).view(len(used), *shape[1:]))
         shards = scatter((torch.ones(7, 2), numbers), used)
@@ -93,6 +94,10 @@ class TestEntryPerDevice:
         assert [s[1].tolist() for s in scatter((torch.ones(2), numbers), ["cpu"] * 4)] == [[0], [1]]
         shards = scatter((torch.ones(3), numbers), ["cpu"] * 4, split=[0, 1, 0, 2])
         assert [(len(s[0]), s[1].tolist()) for s in shards] == [(1, [1]), (2, [3])]
+        spread = shard_batch(list(numbers.split(1)), torch.device("cpu"), 0)
+        shards = scatter((torch.ones(3), spread), ["cpu"] * 4, split=[0, 1, 0, 2])
+        assert [s[1].tolist() for s in shards] == [[1], [3]]
+        assert shards[1][1].data_ptr() == numbers[3].data_ptr()
 
     @pytest.mark.parametrize(
         "inputs",
@@ -108,6 +113,9 @@ class TestEntryPerDevice:
         with pytest.raises(SplitError, match="the same number of rows"):
             scatter(inputs, ["cpu"] * 2)
 
+    def test_a_rank_with_one_device(self):
+        assert find_rows([("args[0]", torch.ones(5, 2)), ("args[1]", torch.ones(1))], 0, 1) == 5
+
     def test_as_many_rows_as_devices_are_rows(self):
         first, second = scatter((torch.ones(2, 3), torch.arange(2)), ["cpu"] * 2)
         assert (first[1].tolist(), second[1].tolist()) == ([0], [1])
@@ -115,7 +123,7 @@ class TestEntryPerDevice:
 
     @pytest.mark.parametrize("gather", ["sharded", "joined"])
     @pytest.mark.parametrize("num_rows", [6, 5, 2])
-    def test_results_are_not_weighed_by_rows(self, devices, num_rows, gather):
+    def test_a60_results_are_not_weighed_by_rows(self, devices, num_rows, gather):
         """The mean over replicas of sums by the same number is that of the whole batch, whatever their rows are."""
         used = devices(2)
         module, x = Weighted().to(used[0]), torch.randn(num_rows, 3, device=used[0])
@@ -143,6 +151,7 @@ class TestEntryPerDevice:
         route = ScatterSpec(devices=tuple(used), dim=0, split="chunk")
         batch = ((torch.ones(num_rows, 3),), {"num_items": torch.arange(1.0, len(used) + 1)}, ())
         held = StaticBatch(batch, route)
+        assert len(held.tensors()) == (2 if num_rows == 1 else 2 * len(used))
         other = ((torch.zeros(num_rows, 3),), {"num_items": torch.arange(2.0, len(used) + 2)}, ())
         assert describe_batch(batch, route) == describe_batch(other, route)
         held.write(other)

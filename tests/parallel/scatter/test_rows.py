@@ -73,7 +73,7 @@ class TestInputs:
         assert type(shard["words"]) is Rows
 
     def test_number_must_be_that_of_the_others(self):
-        with pytest.raises(SplitError, match=r"got 4 in args\[0\]\[0\] and 5 in args\[0\]\[1\]"):
+        with pytest.raises(SplitError, match=r"got 4 in args\[0\] and 5 in args\[1\]"):
             scatter((torch.ones(4), Rows(WORDS)), ["cpu"] * 2)
 
     def test_a_recording_declines(self):
@@ -170,3 +170,10 @@ def test_copies_are_rows(again):
     assert rows == WORDS
     assert type(rows) is Rows
     assert repr(rows) == f"Rows({WORDS!r})"
+
+
+def test_gathered_rows_are_theirs(devices):
+    *_, last = devices(2)
+    rows = images()
+    assert gather(rows) == rows
+    assert {image.device for image in gather(rows, last)} == {last}

@@ -97,6 +97,13 @@ class _Normalize(torch.autograd.Function):
         return mean, var, *ys
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        raise CallError(
+            "SyncBatchNorm: forward-mode differentiation needs eval mode, got a layer in training. Use reverse mode, "
+            "or a normalization of each row, such as nn.GroupNorm."
+        )
+
+    @staticmethod
     def backward(ctx: Any, _mean: Any, _var: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         mean, var = ctx.statistics.mean, ctx.statistics.var
         xs, weights, biases = _by_kind(ctx.saved_tensors, ctx.num)

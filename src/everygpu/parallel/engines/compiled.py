@@ -175,7 +175,7 @@ def _leave_graph_memory(leaf: Any) -> Any:
 def _signature(call: Call) -> Any:
     module, args, kwargs = call
     leaves = [*tree.leaves(args, ""), *tree.leaves(dict(kwargs), "")]
-    shapes = tuple((p, x.shape, x.dtype) if isinstance(x, Tensor) else (p, type(x)) for p, x in leaves)
+    shapes = tuple((p, tree.shape_of(x), x.dtype) if isinstance(x, Tensor) else (p, type(x)) for p, x in leaves)
     return module.training, torch.is_grad_enabled(), shapes
 
 

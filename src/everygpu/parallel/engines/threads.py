@@ -266,7 +266,7 @@ def take_values(outcomes: list[Outcome], calls: Sequence[tuple[int, torch.device
 
 def _shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
     named = [*tree.leaves(args, "args"), *tree.leaves(dict(kwargs), "kwargs")]
-    return [f"{path} {tuple(leaf.shape)}" for path, leaf in named if isinstance(leaf, Tensor)]
+    return [f"{path} {tree.shape_of(leaf)}" for path, leaf in named if isinstance(leaf, Tensor)]
 
 
 def _device_of(module: nn.Module, inputs: Any) -> torch.device:

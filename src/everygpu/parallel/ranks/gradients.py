@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from everygpu import tree
 from everygpu.parallel.buckets.grouping import group_by_storage
 from everygpu.parallel.buckets.plan import BucketPlan, plan_bucket
+from everygpu.parallel.transforms import check_unbatched
 from everygpu.ranks.claims import Claim
 from everygpu.ranks.group import Group
 from everygpu.torch_private.autograd import NO_BACKWARD, after_backward, backward_id, will_execute
@@ -82,8 +83,9 @@ class RankGradients:
         self._num_forwards += 1
         reach = partial(_call_reach, weakref.proxy(self), self._num_forwards, self._weights[-1])
         for _, leaf in tree.leaves(output, ""):
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.grad_fn.register_prehook(reach)
+            for tensor in tree.tensors_in(leaf):
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(reach)
 
     def reach(self, forward: int, weight: float | Tensor) -> None:
         """Count a forward among those of the backward that is running."""
@@ -252,6 +254,7 @@ class _Total(torch.autograd.Function):
 
 
 def _add_up(grad: Tensor, factor: _Factor, group: Group) -> Tensor:
+    check_unbatched([grad])
     is_sparse = grad.layout is not torch.strided
     total = grad.to_dense() if is_sparse else grad.clone(memory_format=torch.contiguous_format)
     factor.scale_(total)

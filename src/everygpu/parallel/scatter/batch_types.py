@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from everygpu import comm, tree
-from everygpu.errors import OptionError
+from everygpu.errors import OptionError, SplitError
 from everygpu.parallel.scatter.ready_types import NESTED, BatchType, find_ready, move_by_method, row_type, spans
 from everygpu.parallel.scatter.split import Replicated
 from everygpu.parallel.sharded.batch import ShardedBatch
@@ -141,7 +141,7 @@ def known_type(value: Any) -> BatchType | None:
 
 def open_batch(value: Any) -> tree.Container | None:
     """Open one level of a container, as ``tree.open_container``; what has a ``batch_type`` stays whole."""
-    return tree.open_container(value) if batch_type(value) is None else None
+    return None if type(value) is Tensor or batch_type(value) is not None else tree.open_container(value)
 
 
 def move_tree(value: Any, device: torch.device) -> Any:
@@ -150,7 +150,7 @@ def move_tree(value: Any, device: torch.device) -> Any:
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Replicated):
             return move_tree(leaf.value, device)
-        known = known_type(leaf)
+        known = None if type(leaf) is Tensor and not leaf.is_nested else known_type(leaf)
         if known is not None:
             return known.move(leaf, device)
         return comm.copy(leaf, device) if isinstance(leaf, Tensor) else leaf
@@ -167,13 +167,23 @@ def slice_batch(batch: Any, kind: BatchType, part: slice) -> Any:
 
 
 def split_batch(batch: Any, kind: BatchType, rows: Sequence[int]) -> list[Any]:
-    """Cut a batch into parts of so many rows."""
-    return list(kind.split(batch, list(rows)))
+    """Cut a batch into parts of so many rows.
+
+    Raises:
+        SplitError: what is registered returns another number of parts.
+    """
+    parts = list(kind.split(batch, list(rows)))
+    if len(parts) != len(rows):
+        raise SplitError(
+            f"register_batch: split must return a part of a {type(batch).__qualname__} for each number of rows in "
+            f"{list(rows)}, got {len(parts)}. Return a list of {len(rows)}."
+        )
+    return parts
 
 
 def open_known(value: Any) -> tree.Container | None:
     """Open one level of a container; what has a ``known_type`` stays whole."""
-    return tree.open_container(value) if known_type(value) is None else None
+    return None if type(value) is Tensor or known_type(value) is not None else tree.open_container(value)
 
 
 def _are_rows(items: Sequence[Any]) -> bool:

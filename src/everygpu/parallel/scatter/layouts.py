@@ -26,9 +26,11 @@ def explain_layout(named: Sequence[tuple[str, object]], error: RuntimeError) -> 
     Raises:
         SplitError: there is one; from the error that torch raised.
     """
+    if isinstance(error, torch.OutOfMemoryError):
+        return
     for name, value in named:
         for path, leaf in tree.leaves(value, name, open_batch):
-            found = _unusual(leaf) if isinstance(leaf, Tensor) else None
+            found = _unusual(leaf) if isinstance(leaf, Tensor) and not leaf.is_nested else None
             if found is not None:
                 what, advice = found
                 raise SplitError(
@@ -42,7 +44,7 @@ def _unusual(x: Tensor) -> tuple[str, str] | None:
     if x.is_meta:
         return "meta", "It has no values: make it on a device."
     if x.layout is torch.sparse_coo:
-        return "sparse_coo", "Pass x.to_dense(), or one that takes no gradient."
+        return ("sparse_coo", "Pass x.to_dense(), or one that takes no gradient.") if x.requires_grad else None
     if x.layout is not torch.strided:
         what = str(x.layout).removeprefix("torch.").removeprefix("_")
         return what, f"Pass x.to_dense(){'' if what == 'mkldnn' else ', or x.to_sparse_coo() if it takes no gradient'}."

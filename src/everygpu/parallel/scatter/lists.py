@@ -31,7 +31,7 @@ def warn_of_lists(
     for items in lists:
         kind = type(items[0])
         if issubclass(kind, Tensor):
-            if len(items) == num_sized and Tensor not in warned and _differ_elsewhere(items, dim):
+            if len(items) == num_sized and Tensor not in warned and _differ_elsewhere(items, num_rows, dim):
                 warned.add(Tensor)
                 _warn_of_tensors(_path_of(items, named), items, dim)
         elif len(items) == num_rows and kind not in warned and _may_be_rows(items[0]):
@@ -40,15 +40,26 @@ def warn_of_lists(
 
 
 @functools.cache
+def warn_of_entries(path: str, num_devices: int) -> None:
+    """Warn once of a vector with as many numbers as there are devices, which other vectors may have by chance."""
+    logger.warning(
+        "scatter: %s has %d numbers, as many as there are devices, and other inputs agree on another number of rows: "
+        "each replica gets the number at its device's position. Wrap it in everygpu.Replicated(...) if every replica "
+        "needs all of them; in shape (%d, 1) they are taken so without this warning, which is said once.",
+        path, num_devices, num_devices,
+    )  # fmt: skip
+
+
+@functools.cache
 def warned_kinds() -> "weakref.WeakSet[type]":
     """Return the classes of items of whose lists this process has warned."""
     return weakref.WeakSet()
 
 
-def _differ_elsewhere(items: Sequence[Any], dim: int) -> bool:
-    """Tell whether tensors, which agree on ``dim``, are of equal depth and differ in another dimension."""
+def _differ_elsewhere(items: Sequence[Any], num_rows: int, dim: int) -> bool:
+    """Tell whether tensors with so many rows are of equal depth, and differ in another dimension."""
     first = items[0]
-    if any(not isinstance(x, Tensor) or x.is_nested or x.ndim != first.ndim for x in items):
+    if any(not isinstance(x, Tensor) or x.is_nested or x.ndim != first.ndim or x.shape[dim] != num_rows for x in items):
         return False
     at = dim % first.ndim
     return len({x.shape[:at] + x.shape[at + 1 :] for x in items}) > 1

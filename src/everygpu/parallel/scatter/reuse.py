@@ -11,7 +11,6 @@ from everygpu import tree
 from everygpu.parallel.buckets.copies import keep_requires_grad
 from everygpu.parallel.buckets.memory import version_of
 from everygpu.parallel.sharded.batch import ShardedBatch, has_shards
-from everygpu.torch_private.autograd import is_transforming
 
 
 def reuse_shards(
@@ -33,7 +32,7 @@ def reuse_shards(
     is_fit = layout.devices == tuple(devices) and layout.sizes == tuple(rows) and x.shard_dim == dim % x.ndim
     if not is_fit or not has_shards(x):
         return None
-    if x.requires_grad or is_transforming() or x._memory.is_viewed or x._joined.is_view or x._joined.tensor is not None:
+    if x.requires_grad or x._memory.is_viewed or x._joined.is_view or x._joined.tensor is not None:
         with keep_requires_grad(x):
             return [s.clone() for s in x.shards]
     x._reused_versions = _versions(x)

@@ -10,7 +10,7 @@ from torch import Tensor
 from everygpu import tree
 from everygpu.errors import SplitError
 from everygpu.parallel.scatter.batch_types import batch_type, open_batch
-from everygpu.parallel.scatter.lists import warn_of_lists
+from everygpu.parallel.scatter.lists import warn_of_entries, warn_of_lists
 from everygpu.torch_private.modes import num_dispatch_modes
 
 _WITHOUT_ROWS = frozenset({int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size})
@@ -51,7 +51,7 @@ def find_rows(named: Named, dim: int, num_devices: int = 0, *, warns: bool = Fal
         return None
     num_rows: int = sizes[0]
     if sizes.count(num_rows) != len(sizes):
-        num_rows = _compare(named, dim, num_devices)
+        num_rows = _compare(named, dim, num_devices, warns=warns)
     if warns and lists and num_devices > 1 and num_rows > 1:
         warn_of_lists(named, lists, num_rows, len(sizes), dim)
     return num_rows
@@ -111,20 +111,23 @@ def _count(value: Any, dim: int) -> int:
     return known.count(value) or 0
 
 
-def _compare(named: Named, dim: int, num_devices: int) -> int:
+def _compare(named: Named, dim: int, num_devices: int, *, warns: bool = False) -> int:
     """Return the number of rows that all but one entry per device agree on, or say which don't."""
     sized = [(path, leaf, _checked(path, leaf, dim)) for path, leaf in _sized(named)]
     rows = [found for found in sized if num_devices == 0 or _num_entries(found[1], dim) != num_devices] or sized
     first_path, _, num_rows = rows[0]
     for path, leaf, size in rows:
         if size != num_rows:
-            shape = f" {tuple(leaf.shape)}" if tree.has_dims(leaf) else ""
+            shape = f" {tree.shape_of(leaf)}" if tree.has_dims(leaf) else ""
             of_rows = " A list whose items are each a row goes into everygpu.Rows(...)." if _is_in_list(path) else ""
             raise SplitError(
                 f"scatter: every tensor must have the same number of rows on dim {dim}, got {num_rows} in "
                 f"{first_path} and {size} in {path}{shape}. Wrap an input that every replica "
                 f"needs whole in everygpu.Replicated(...).{of_rows}"
             )
+    for path, leaf, size in sized if warns and num_devices > 1 else ():
+        if size != num_rows and leaf.ndim == 1:  # (devices, 1) is no shape of sizes or weights
+            warn_of_entries(path, size)
     return num_rows
 
 

@@ -30,10 +30,15 @@ class Shard:
     """Of the replica in ``device_ids``."""
     rows: int | None
     """Rows of the batch; None when the call has no tensor to split."""
-    weight: int
-    """How much a result for all of them counts beside other replicas': the rows, or 1 where the caller normalizes."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    counts_alike: bool = False
+    """Whether a result for all rows counts as much as other replicas': the call came with an entry per device."""
+
+    @property
+    def weight(self) -> int:
+        """How much a result for all rows counts beside other replicas'."""
+        return 1 if self.rows is None or self.counts_alike else self.rows
 
 
 def scatter(
@@ -72,6 +77,8 @@ def scatter(
         ``torch.nn.parallel.scatter.scatter``, which silently drops rows where tensors disagree.
     """
     devices = parse_devices(device_ids)
+    if type(inputs) is tuple and inputs and batch_type(inputs) is None:  # a call's arguments, most often
+        return [shard.args for shard in scatter_call(inputs, {}, devices, dim, split)]
     shards = scatter_call((inputs,), {}, devices, dim, split)
     return [shard.args[0] for shard in shards]
 
@@ -104,9 +111,9 @@ def scatter_call(
         Shard(
             position=position,
             rows=None if plan is None else plan.rows[position],
-            weight=1 if plan is None or scatter_leaf.has_entries else plan.rows[position],
             args=tuple(column[i] for column in columns[: len(args)]),
             kwargs={key: column[i] for key, column in zip(kwargs, columns[len(args) :])},
+            counts_alike=scatter_leaf.has_entries,
         )
         for i, position in enumerate(active)
     ]
@@ -168,7 +175,8 @@ class _LeafScatter:
         reused = reuse_shards(x, self.devices, self.rows, self.dim) if isinstance(x, ShardedBatch) else None
         if reused is not None:
             return reused
-        if x.device.type == "cpu" and self.devices[0].type == "cuda" and not x.requires_grad:
+        is_plain = x.layout is torch.strided and not x.requires_grad
+        if is_plain and x.device.type == "cpu" and self.devices[0].type == "cuda":
             return _upload_rows(cut_rows(x, self.rows, self.dim), self.devices)
         return self._put(cut_rows(x, self.rows, self.dim), x)
 

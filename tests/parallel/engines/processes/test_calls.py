@@ -1,5 +1,7 @@
 """Calls in a helper: exceptions, second derivatives, and graphs without a backward."""
 
+import sys
+import types
 from collections.abc import Iterator
 
 import pytest
@@ -55,6 +57,23 @@ def test_graphs_without_a_backward_are_dropped(model: everygpu.DataParallel) -> 
     helper = model._engine._helpers[1]
     assert len(helper.calls) <= 1
     assert len(helper.dropped) <= 1
+
+
+def test_a_function_of_a_module_that_was_made_here(
+    helpers: HelperPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As PyG's layers have, whose modules are written while they are made."""
+    made = types.ModuleType("made_while_running")
+    exec("def double(x):\n    return x * 2", vars(made))
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    net = Net()
+    net.double = made.double
+    with helpers.serving():
+        model, x = everygpu.DataParallel(net, ["cpu"] * 2, engine="processes"), torch.ones(4, 4).double()
+        torch.testing.assert_close(model(x), net(x))
+        assert model.engine_in_use == "threads"
+        model.release()
+    assert "No module named 'made_while_running'" in caplog.text
 
 
 class Moving(nn.Sequential):

@@ -63,8 +63,17 @@ def unpack(packed: Packed, tensors: Sequence[Tensor], find: Callable[[str, int],
         packed: The message.
         tensors: One for each that it tells of.
         find: Returns what has a name.
+    Raises:
+        CannotTravelError: something in the value can't be made here, such as an object of a class whose module only the
+            other process has: PyG writes modules as it makes its layers.
     """
-    return _Unpickler(io.BytesIO(packed.data), tensors, find).load()
+    try:
+        return _Unpickler(io.BytesIO(packed.data), tensors, find).load()
+    except CannotTravelError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise CannotTravelError(f"a value can't be made in the other process ({reason})") from error
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
