@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-gpu lint clean
+.PHONY: demo test test-slow test-gpu lint clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/digits.py
@@ -12,6 +12,10 @@ demo: $(STAMP)
 # Tests start some two hundred processes: they find their code compiled, also where Python is told not to write it.
 test: $(STAMP)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=loadfile --no-loadscope-reorder
+
+# What takes minutes: all of torch's own samples of operators and modules.
+test-slow: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu" --numprocesses=auto
 
 # On a machine with two GPUs or more.
 test-gpu: $(STAMP)

@@ -247,8 +247,7 @@ def _new(
     throw_on_data_ptr(batch)
     batch.shard_dim = dim
     batch._parts = tuple(parts)
-    batch._layout = layout
-    batch._memory = memory
+    batch._layout, batch._memory = layout, memory
     batch._kept = batch._reused_versions = None
     return batch
 
