@@ -211,7 +211,6 @@ def test_layouts_that_torch_cannot_join_are_refused(convert, named):
     outputs = [{"x": convert(torch.ones(2, 2))} for _ in range(2)]
     with pytest.raises(GatherError, match=rf"out\[.x.\] must be strided.*{named}"):
         gather(outputs, "cpu")
-    assert gather(outputs[:1], "cpu")["x"].layout == outputs[0]["x"].layout
 
 
 @pytest.mark.filterwarnings("ignore:.*quantiz", "ignore:.*deprecated")

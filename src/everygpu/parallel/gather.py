@@ -101,7 +101,7 @@ def _can_stay_sharded(tensors: list[Tensor]) -> bool:
 def _check_layouts(tensors: list[Tensor], path: str) -> None:
     """Refuse what ``torch.cat`` can't join."""
     per_channel = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
-    for t in tensors if len(tensors) > 1 else ():
+    for t in tensors:
         is_per_channel = t.is_quantized and t.qscheme() in per_channel
         if is_per_channel or t.layout not in (torch.strided, torch.sparse_coo, torch.jagged):
             kind = "quantized per channel" if is_per_channel else f"of layout {t.layout}"
