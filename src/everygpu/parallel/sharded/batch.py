@@ -245,10 +245,9 @@ def _new(
         )
     # C++ code that takes a pointer must fail rather than read from nowhere.
     throw_on_data_ptr(batch)
-    batch.shard_dim = dim
-    batch._parts = tuple(parts)
-    batch._layout, batch._memory = layout, memory
-    batch._kept = batch._reused_versions = None
+    # At once: each attribute that is set on its own takes 0.2 us.
+    batch.__dict__.update(shard_dim=dim, _parts=tuple(parts), _layout=layout, _memory=memory)
+    batch.__dict__.update(_kept=None, _reused_versions=None)
     return batch
 
 
