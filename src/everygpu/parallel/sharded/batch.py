@@ -28,7 +28,7 @@ from everygpu.parallel.sharded.layout import (
     same_rows,
     split,
 )
-from everygpu.torch_private.modes import num_dispatch_modes, without_torch_function
+from everygpu.torch_private.modes import is_tracing, without_torch_function
 from everygpu.torch_private.tensors import make_wrapper_subclass, reshape_alias, throw_on_data_ptr
 
 
@@ -113,8 +113,8 @@ class ShardedBatch(Tensor):
         args: Args = (),
         kwargs: Kwargs | None = None,
     ) -> Any:
-        # A mode that is still entered doesn't know the batch: under make_fx's, what is made of it would be a constant.
-        rule = None if num_dispatch_modes() else cls._dispatch.rules.get(func)
+        # A trace that doesn't know the batch doesn't know its parts either: what is made of them would be a constant.
+        rule = None if is_tracing() else cls._dispatch.rules.get(func)
         with without_torch_function(), _streams_of(args):
             result = NotImplemented if rule is None else rule(func, args, kwargs or {})
             return cls._dispatch.run_joined(func, args, kwargs or {}) if result is NotImplemented else result
