@@ -5,7 +5,7 @@ BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
 CLIENTS := .venv-clients
 
-.PHONY: demo test test-clients test-gpu lint clean
+.PHONY: demo test test-slow test-clients test-gpu lint clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/digits.py
@@ -13,6 +13,10 @@ demo: $(STAMP)
 # Tests start some two hundred processes: they find their code compiled, also where Python is told not to write it.
 test: $(STAMP)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=loadfile --no-loadscope-reorder
+
+# What takes minutes: all of torch's own samples of operators and modules.
+test-slow: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu" --numprocesses=auto
 
 # transformers, Lightning and others around everygpu, in an environment of their own. On GPUs, too, where there are two.
 test-clients: $(CLIENTS)/.installed

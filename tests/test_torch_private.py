@@ -206,6 +206,7 @@ def test_dispatch_modes_are_counted():
     assert modes.num_dispatch_modes() == 0
     with TorchDispatchMode():
         assert modes.num_dispatch_modes() == 1
+        assert not modes.is_tracing()
         with modes.without_dispatch_modes():
             assert modes.num_dispatch_modes() == 0
         assert modes.num_dispatch_modes() == 1
@@ -227,6 +228,17 @@ def test_lazy_values_are_read_below_dispatch():
     seen = tensors.make_wrapper_subclass(Inverting, (1,), dtype=torch.complex64, device="cpu")
     with modes.without_torch_function():
         torch.testing.assert_close(torch.neg(seen), torch.linalg.pinv(MATRIX))
+
+
+def test_traces_are_told():
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    seen = []
+    with FakeTensorMode():
+        seen.append(modes.is_tracing())
+    make_fx(lambda x: (seen.append(modes.is_tracing()), x)[1])(torch.ones(1))
+    assert [*seen, modes.is_tracing()] == [True, True, False]
 
 
 # tensors
@@ -412,6 +424,7 @@ def test_operators_and_scripts_are_told():
     composed, primitive = torch.ops.aten.linear.default, torch.ops.aten.add.Tensor
     assert compiler.has_decomposition(composed)
     assert composed.decompose(torch.ones(2, 2), torch.ones(2, 2)).tolist() == [[2, 2], [2, 2]]
+    assert compiler.has_decomposition(torch.ops.aten.native_batch_norm.default)  # in Python
     assert not any(compiler.has_decomposition(f) for f in (primitive, torch.add, torch.cond))
     assert not compiler.is_scripted(torch.add)
 

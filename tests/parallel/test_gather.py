@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from everygpu import gather
+from everygpu import DataParallel, gather
 from everygpu.errors import GatherError
 
 PROPERTY = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -192,3 +193,35 @@ class TestErrors:
     def test_tensor_without_the_dim(self):
         with pytest.raises(GatherError, match=r"out\[0\] must have the batch on dim 1, got shape \(2,\)"):
             join([torch.ones(2)], [torch.ones(2)], dim=1)
+
+
+LAYOUTS = {
+    "csr": (Tensor.to_sparse_csr, "torch.sparse_csr"),
+    "mkldnn": (Tensor.to_mkldnn, "torch._mkldnn"),
+    "per channel": (
+        lambda x: torch.quantize_per_channel(x, torch.ones(2), torch.zeros(2), 1, torch.qint8),
+        "per channel",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:.*quantiz", "ignore:.*deprecated")
+@pytest.mark.parametrize(("convert", "named"), LAYOUTS.values(), ids=LAYOUTS)
+def test_layouts_that_torch_cannot_join_are_refused(convert, named):
+    outputs = [{"x": convert(torch.ones(2, 2))} for _ in range(2)]
+    with pytest.raises(GatherError, match=rf"out\[.x.\] must be strided.*{named}"):
+        gather(outputs, "cpu")
+
+
+@pytest.mark.filterwarnings("ignore:.*quantiz", "ignore:.*deprecated")
+def test_tensors_that_are_quantized_are_joined():
+    model = DataParallel(Quantizing(), ["cpu"] * 2, engine="threads")
+    assert model(torch.ones(3, 2)).dequantize().tolist() == [[1, 1]] * 3
+
+
+class Quantizing(nn.Linear):
+    def __init__(self):
+        super().__init__(1, 1)
+
+    def forward(self, x):
+        return torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)

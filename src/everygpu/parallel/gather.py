@@ -87,6 +87,7 @@ class Joiner:
 
     def join(self, tensors: list[Tensor], path: str) -> Tensor:
         """Join one tensor of the output."""
+        _check_layouts(tensors, path)
         target = torch.device("cpu") if all(t.device.type == "cpu" for t in tensors) else self.device
         stays_sharded = self.rows is not None and len(tensors) > 1 and _can_stay_sharded(tensors)
         entries, dim, rows = [_copy_if_shared(t) for t in tensors] if stays_sharded else tensors, self.dim, None
@@ -118,7 +119,20 @@ def _are_results_per_replica(tensors: list[Tensor], rows: tuple[int, ...] | None
 
 def _can_stay_sharded(tensors: list[Tensor]) -> bool:
     plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.layout == torch.strided for t in tensors)
-    return plain and len({t.dtype for t in tensors}) == 1
+    return plain and len({t.dtype for t in tensors}) == 1 and not tensors[0].is_quantized
+
+
+def _check_layouts(tensors: list[Tensor], path: str) -> None:
+    """Refuse what ``torch.cat`` can't join."""
+    per_channel = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
+    for t in tensors:
+        is_per_channel = t.is_quantized and t.qscheme() in per_channel
+        if is_per_channel or t.layout not in (torch.strided, torch.sparse_coo, torch.jagged):
+            kind = "quantized per channel" if is_per_channel else f"of layout {t.layout}"
+            raise GatherError(
+                f"gather: {path} must be strided, or sparse of layout torch.sparse_coo, got a tensor {kind}. "
+                f"torch can't join these: return its {'dequantize()' if is_per_channel else 'to_dense()'}."
+            )
 
 
 def _filled(t: Tensor, widths: Sequence[int], value: float) -> Tensor:

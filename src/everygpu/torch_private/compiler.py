@@ -33,15 +33,19 @@ InductorWrapper: Any = torch._TorchCompileInductorWrapper
 _OpOverload = torch._ops.OpOverload
 
 
-@functools.cache
 def has_decomposition(func: Any) -> bool:
     """Tell whether ``decompose`` takes what ``__torch_dispatch__`` was given apart; it looks that up at each call, and
     ``torch.ops`` exports no class of operators, which have it.
     """
-    if not isinstance(func, _OpOverload):
-        return False
-    name: str = func.name()  # type: ignore[no-untyped-call]
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, torch._C.DispatchKey.CompositeImplicitAutograd)
+    return isinstance(func, _OpOverload) and (_COMPOSED in func.py_kernels or _has_composed_kernel(func))
+
+
+_COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+@functools.cache
+def _has_composed_kernel(func: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSED)
 
 
 def is_scripted(func: Any) -> bool:

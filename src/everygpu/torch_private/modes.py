@@ -42,6 +42,15 @@ def num_dispatch_modes() -> int:
     return torch._C._len_torch_dispatch_stack()
 
 
+def is_tracing() -> bool:
+    """Tell whether the mode of fake tensors, or of ``make_fx``'s proxies, is entered now: they have a place each."""
+    return torch._C._len_torch_dispatch_stack() > 0 and any(
+        torch._C._get_dispatch_mode(key) is not None for key in _TRACING_MODES
+    )
+
+
+_TRACING_MODES = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
+
 without_dispatch_modes = _disable_current_modes
 """The context manager in which no ``TorchDispatchMode`` is entered; tensor subclasses are dispatched as before."""
 

@@ -30,7 +30,7 @@ from everygpu.parallel.sharded.layout import (
     split,
 )
 from everygpu.parallel.transforms import check_tangents
-from everygpu.torch_private.modes import num_dispatch_modes, without_torch_function
+from everygpu.torch_private.modes import is_tracing, without_torch_function
 from everygpu.torch_private.tensors import make_wrapper_subclass, reshape_alias, throw_on_data_ptr
 
 
@@ -115,8 +115,8 @@ class ShardedBatch(Tensor):
         args: Args = (),
         kwargs: Kwargs | None = None,
     ) -> Any:
-        # A mode that is still entered doesn't know the batch: under make_fx's, what is made of it would be a constant.
-        rule = None if num_dispatch_modes() else cls._dispatch.rules.get(func)
+        # A trace that doesn't know the batch doesn't know its parts either: what is made of them would be a constant.
+        rule = None if is_tracing() else cls._dispatch.rules.get(func)
         with without_torch_function(), _streams_of(args):
             result = NotImplemented if rule is None else rule(func, args, kwargs or {})
             return cls._dispatch.run_joined(func, args, kwargs or {}) if result is NotImplemented else result
@@ -247,11 +247,9 @@ def _new(
         )
     # C++ code that takes a pointer must fail rather than read from nowhere.
     throw_on_data_ptr(batch)
-    batch.shard_dim = dim
-    batch._parts = tuple(parts)
-    batch._layout = layout
-    batch._memory = memory
-    batch._kept = batch._reused_versions = None
+    # At once: each attribute that is set on its own takes 0.2 us.
+    batch.__dict__.update(shard_dim=dim, _parts=tuple(parts), _layout=layout, _memory=memory)
+    batch.__dict__.update(_kept=None, _reused_versions=None)
     return batch
 
 

@@ -148,7 +148,7 @@ def _with_all_arguments(func: Any, args: Args, kwargs: Kwargs) -> Any:
     frame, name = inspect.currentframe(), _LOST_ARGUMENTS[func]
     while frame is not None and frame.f_code is not func.__code__:
         frame = frame.f_back
-    lost = {} if frame is None else {name: frame.f_locals[name]}
+    lost = {name: frame.f_locals[name]} if frame is not None and name in frame.f_locals else {}
     return ROW_REDUCTIONS.get(func, _call)(func, args, {**kwargs, **lost})
 
 

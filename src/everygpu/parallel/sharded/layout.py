@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from everygpu import comm
-from everygpu.torch_private.modes import num_dispatch_modes, without_dispatch_modes, without_torch_function
+from everygpu.torch_private.modes import is_tracing, without_dispatch_modes, without_torch_function
 
 NOTHING = nullcontext()
 """A context that may be entered again and again: making one takes as long as a small operation."""
@@ -115,7 +115,7 @@ class JoinedValues:
             if self.tensor is None:
                 with (
                     # A mode's tensors, such as fake ones, must not outlive it in the batch.
-                    without_dispatch_modes() if num_dispatch_modes() else nullcontext(),
+                    without_dispatch_modes() if is_tracing() else nullcontext(),
                     without_torch_function(),
                     inference_mode(self.is_inference),
                     torch.no_grad(),

@@ -28,7 +28,7 @@ class ShardSpec(NamedTuple):
     def batch(self, parts: Sequence[Tensor]) -> ShardedBatch | Declined:
         """Wrap results whose rows are on the operands' dimension; NotImplemented for all others."""
         dim = parts[0].ndim - self.from_right
-        if dim < 0 or tuple(p.shape[dim] for p in parts) != self.layout.sizes:
+        if dim < 0 or tuple([p.shape[dim] for p in parts]) != self.layout.sizes:
             return NotImplemented
         return wrap(parts, self.layout, dim)
 

@@ -19,7 +19,7 @@ from everygpu.parallel.sharded.dispatch import Args, Kwargs, Rule
 from everygpu.parallel.sharded.layout import ShardLayout, move_to_each
 from everygpu.parallel.sharded.operands import HALF, dims_of, sum_parts
 from everygpu.torch_private.autograd import are_transforms_active
-from everygpu.torch_private.modes import num_dispatch_modes, without_torch_function
+from everygpu.torch_private.modes import is_tracing, without_torch_function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ def _plan(call: Kwargs, *, is_mean: bool) -> _ReductionPlan | None:
     factors: tuple[float, ...] | None = None
     if is_mean and sum(x.shard_rows or ()) > 0:
         factors = tuple(share * x._layout.num_rows / count for share in x._layout.shares)
-    elif not (has_shards(x) and x.requires_grad and torch.is_grad_enabled()) or num_dispatch_modes():
+    elif not (has_shards(x) and x.requires_grad and torch.is_grad_enabled()) or is_tracing():
         return None  # torch's own: make_fx's mode would take a gradient made of parts for a constant
     plain = (1 / count if is_mean else 1.0,) * len(x._layout.sizes)
     return _ReductionPlan(
