@@ -28,6 +28,7 @@ from everygpu.parallel.sharded.layout import (
     move,
     same_rows,
     split,
+    with_zeros,
 )
 from everygpu.parallel.transforms import check_tangents
 from everygpu.torch_private.modes import is_tracing, without_torch_function
@@ -109,11 +110,7 @@ class ShardedBatch(Tensor):
     @classmethod
     @not_compiled
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Args = (),
-        kwargs: Kwargs | None = None,
+        cls, func: Any, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         # A trace that doesn't know the batch doesn't know its parts either: what is made of them would be a constant.
         rule = None if is_tracing() else cls._dispatch.rules.get(func)
@@ -124,12 +121,9 @@ class ShardedBatch(Tensor):
 
 def _streams_of(args: Args) -> AbstractContextManager[object]:
     for arg in args:
-        if isinstance(arg, ShardedBatch):
-            return arg._layout.on_streams()
-        if isinstance(arg, (list, tuple)):
-            for item in arg:
-                if isinstance(item, ShardedBatch):
-                    return item._layout.on_streams()
+        for x in arg if isinstance(arg, (list, tuple)) else (arg,):
+            if isinstance(x, ShardedBatch):
+                return x._layout.on_streams()
     return NOTHING
 
 
@@ -258,11 +252,6 @@ def joined_values(x: ShardedBatch) -> Tensor:
     return x._joined.get()
 
 
-def _with_zeros(found: Sequence[Tensor | None], like: Sequence[Any], layout: ShardLayout) -> list[Tensor]:
-    places = zip(found, like, layout.devices)
-    return [torch.zeros(shape, dtype=dtype, device=d) if t is None else t for t, (shape, dtype), d in places]
-
-
 class Join(torch.autograd.Function):
     """Connect a batch to its shards."""
 
@@ -276,7 +265,7 @@ class Join(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _layout: None, _dim: None, *tangents: Tensor | None) -> Tensor:
         check_tangents(tangents)
-        full = _with_zeros(tangents, ctx.like, ctx.layout)
+        full = with_zeros(tangents, ctx.like, ctx.layout)
         return wrap([materialize(t.detach()) for t in full], ctx.layout, ctx.dim)
 
     @staticmethod
@@ -305,5 +294,5 @@ class _Split(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if all(g is None for g in grads):
             return None
-        full = _with_zeros(grads, ctx.like, ctx.layout)
+        full = with_zeros(grads, ctx.like, ctx.layout)
         return Join.apply(ctx.layout, ctx.dim, *full)  # type: ignore[no-untyped-call]

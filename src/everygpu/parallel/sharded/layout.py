@@ -195,3 +195,9 @@ def move_to_each(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
         seed = seed.narrow(d, 0, 1)
     copied = comm.copy_to_each(seed, devices)
     return [x if y is seed else y.expand(x.shape) if repeated else y for y in copied]
+
+
+def with_zeros(found: Sequence[Tensor | None], like: Sequence[Any], layout: ShardLayout) -> list[Tensor]:
+    """Return gradients or tangents of each part, zeros where there are none; ``like`` has the shapes and dtypes."""
+    places = zip(found, like, layout.devices)
+    return [torch.zeros(shape, dtype=dtype, device=d) if t is None else t for t, (shape, dtype), d in places]
