@@ -93,6 +93,19 @@ def test_runs_are_shown_with_what_holds_them_up(show):
     assert run[-1].endswith("s ago")
 
 
+def test_ranks_of_one_run_are_one_line(show):
+    own = os.getpid()
+    first, second, other = (Publisher("train.py", meets_at=f"box:{port}") for port in (1, 1, 2))
+    first.publish(Figures(devices=("cpu",), num_steps=8, steps_per_s=2.0, data_wait_pct=1.0))
+    second.publish(Figures(devices=("cpu",), num_steps=7, steps_per_s=3.0, data_wait_pct=5.0))
+    other.publish(Figures(devices=("cpu",), num_steps=1))
+    together, apart = rows_of(show("--once", library=None))
+    assert together[:-1] == ["train.py", f"{own},{own}", "cpu,cpu", "7", "2", "5.0%", "-", "-"]
+    assert apart[1:4] == [str(own), "cpu", "1"]
+    for publisher in (first, second, other):
+        publisher.close()
+
+
 @pytest.mark.parametrize("slowest", [None, 5, -1])
 def test_run_of_which_little_is_known(show, slowest):
     publisher = Publisher("cpu.py")

@@ -36,6 +36,16 @@ def test_a_pass_is_seen_while_it_goes_on(devices):
     assert read_runs() == []
 
 
+@pytest.mark.parametrize(("size", "place"), [("2", "box:29500"), ("1", None)])
+def test_ranks_publish_where_they_have_met(monkeypatch, size, place):
+    for name, value in {"RANK": "0", "WORLD_SIZE": size, "MASTER_ADDR": "box", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    board = Board([torch.device("cpu")])
+    board.show(1, lambda: REPORT)
+    assert [run.meets_at for run in read_runs()] == [place]
+    board.close()
+
+
 def test_figures_go_with_the_feeder():
     feeder = Feeder(BATCHES, ["cpu"], publish=True)
     assert len(list(feeder)) == 6
@@ -54,7 +64,7 @@ def test_nothing_is_published_unasked_on_the_cpu():
 def test_figures_are_made_only_when_they_are_due():
     now_s = [0.0]
     asked = []
-    board = Board([torch.device("cpu")], lambda: Publisher("train.py", clock=lambda: now_s[0]))
+    board = Board([torch.device("cpu")], lambda **_: Publisher("train.py", clock=lambda: now_s[0]))
 
     def recent():
         asked.append(now_s[0])

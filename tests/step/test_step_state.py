@@ -235,4 +235,18 @@ def test_the_scale_is_saved_and_loaded() -> None:
     assert scaler.get_scale() == 2.0**15
 
 
-# Randomness, checkpointing, evaluation, figures.
+def test_a_save_within_an_update_says_so(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    net = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    step = everygpu.TrainStep(everygpu.DataParallel(net, ["cpu"] * 2), F.cross_entropy, optimizer, accumulate=2)
+    told = []
+    for i in range(3):
+        step(torch.ones(4, 4), torch.zeros(4).long())
+        everygpu.save(tmp_path / str(i), model=net, train_step=step)
+        told.append([r.getMessage() for r in caplog.records if "batches of an update" in r.getMessage()])
+        caplog.clear()
+    assert [len(t) for t in told] == [1, 0, 1]
+    assert "after 1 of 2" in told[0][0]
+    step.flush()
+    step.state_dict()
+    assert not [r for r in caplog.records if "batches of an update" in r.getMessage()]

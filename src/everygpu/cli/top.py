@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import click
 from rich.console import Group, RenderableType
@@ -14,7 +14,7 @@ from rich.text import Text
 from everygpu.cli.live import interval_option, make_console, show_live
 from everygpu.cli.text import harmless
 from everygpu.devices import nvml
-from everygpu.devices.figures import Run, read_runs
+from everygpu.devices.figures import Figures, Run, read_runs
 from everygpu.devices.nvml import DeviceSample
 from everygpu.devices.reserve import Holder, find_holders
 from everygpu.units import format_size
@@ -110,12 +110,12 @@ def build_runs(view: View) -> Table:
     """Lay out the runs."""
     labels = {sample.uuid: sample.label for sample in view.samples}
     table = Table("run", "pid", "GPUs", "steps", "steps/s", "data wait", "comm.", "slowest", "seen", highlight=False)
-    for run in view.runs:
+    for pids, run in merge_ranks(view.runs):
         figures, slowest = run.figures, run.figures.slowest_replica
         names = [harmless(labels.get(uuid, uuid)).removeprefix("GPU ") for uuid in figures.devices]
         table.add_row(
             harmless(run.command),
-            str(run.pid),
+            ",".join(map(str, pids)),
             ",".join(names),
             str(figures.num_steps),
             "-" if figures.steps_per_s is None else f"{figures.steps_per_s:.3g}",
@@ -125,6 +125,31 @@ def build_runs(view: View) -> Table:
             f"{run.age_s:.0f} s ago",
         )
     return table
+
+
+def merge_ranks(runs: Sequence[Run]) -> list[tuple[list[int], Run]]:
+    """Make one run of the processes of this box that train together, with the ids of all.
+
+    It is as far and as fast as the last of them, and waits for data as long as the one that waits most.
+    """
+    together: dict[str, list[Run]] = {}
+    for run in runs:
+        together.setdefault(run.meets_at or f"process {run.pid}", []).append(run)
+    return [([run.pid for run in ranks], _merge(ranks)) for ranks in together.values()]
+
+
+def _merge(ranks: list[Run]) -> Run:
+    if len(ranks) == 1:
+        return ranks[0]
+    found = [run.figures for run in ranks]
+    figures = Figures(
+        devices=tuple(device for f in found for device in f.devices),
+        num_steps=min(f.num_steps for f in found),
+        steps_per_s=min((f.steps_per_s for f in found if f.steps_per_s is not None), default=None),
+        data_wait_pct=max((f.data_wait_pct for f in found if f.data_wait_pct is not None), default=None),
+        communication_pct=max((f.communication_pct for f in found if f.communication_pct is not None), default=None),
+    )
+    return replace(ranks[0], figures=figures, age_s=max(run.age_s for run in ranks))
 
 
 def _name_process(pid: int, used_bytes: int | None, view: View) -> str:

@@ -51,6 +51,8 @@ class Run:
     figures: Figures
     age_s: float
     """Seconds since it last wrote."""
+    meets_at: str | None = None
+    """Where this process has met the others that train with it; None for one alone."""
 
 
 class Publisher:
@@ -60,16 +62,23 @@ class Publisher:
     """
 
     def __init__(
-        self, command: str | None = None, *, interval_s: float = 1.0, clock: Callable[[], float] = time.monotonic
+        self,
+        command: str | None = None,
+        *,
+        meets_at: str | None = None,
+        interval_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin to publish.
 
         Args:
             command: What people know the run by; the script's name when left out.
+            meets_at: Where this process has met the others that train with it; their figures are shown as one run's.
             interval_s: Seconds between two writes, at least.
             clock: Seconds, growing.
         """
         self._command = name_command() if command is None else command
+        self._meets_at = meets_at
         self._interval_s = interval_s
         self._clock = clock
         self._due_s = clock()
@@ -88,7 +97,8 @@ class Publisher:
         if now < self._due_s or self._path is None or not self.close.alive or self._pid != os.getpid():
             return
         self._due_s = now + self._interval_s
-        record = {"format": _FORMAT, "pid": self._pid, "command": self._command, "written_s": time.time()}
+        record = {"format": _FORMAT, "pid": self._pid, "command": self._command, "meets_at": self._meets_at}
+        record["written_s"] = time.time()
         try:
             write_whole(self._path[0], json.dumps(record | {"figures": asdict(figures)}))
         except OSError as error:
@@ -173,6 +183,7 @@ def _parse(record: Any) -> Run:
             slowest_replica=None if told["slowest_replica"] is None else _whole(told["slowest_replica"]),
         ),
         age_s=max(0.0, time.time() - (_finite(record["written_s"]) or 0.0)),
+        meets_at=None if record.get("meets_at") is None else str(record["meets_at"]),
     )
 
 

@@ -19,6 +19,7 @@ from everygpu.feed.tuning_cache import describe_run, read_result, write_result
 from everygpu.parallel.scatter.batch_types import batch_type, open_batch, split_batch
 from everygpu.parallel.scatter.row_count import find_rows
 from everygpu.parallel.scatter.split import ScatterSpec
+from everygpu.ranks.group import Group, joined
 
 STEPS_PER_TRIAL = 2
 """The first step makes the optimizer's state, the second has it beside its activations."""
@@ -39,9 +40,9 @@ class BatchSizeReport:
     """What ``find_batch_size`` found."""
 
     num_rows: int
-    """The largest batch that fits, for all devices together."""
+    """The largest batch that fits, for all devices of all ranks together."""
     trials: tuple[BatchTrial, ...]
-    """In the order they were run."""
+    """In the order they were run; those of this rank, with rows for its devices."""
     is_cached: bool
     """Whether an earlier search had found it, and one trial has confirmed it."""
     is_limit: bool
@@ -75,6 +76,9 @@ def find_batch_size(
         report = everygpu.find_batch_size(step, next(iter(loader)), model, optimizer)
         loader = DataLoader(dataset, batch_size=report.num_rows)
 
+    Under torchrun each rank searches by itself, without the others, from the batch it is given on; the smallest that
+    was found counts for all, times the ranks.
+
     Args:
         step: Does everything that a training step does. Whatever it changes beside ``model`` and ``optimizer``
             stays changed.
@@ -83,7 +87,7 @@ def find_batch_size(
         model: A ``DataParallel``, or a module on one device.
         optimizer: Of the step.
         min_rows: The smallest size to try; one row per device when left out.
-        max_rows: The largest size to try.
+        max_rows: The largest size to try; under torchrun, both are for each rank.
         headroom_pct: Share of each GPU's memory that stays free: 0 to less than 100.
         cache: Remember the result for this model, step, batch, devices and versions, in the user's cache
             directory; a remembered result is tried once before it is returned.
@@ -108,19 +112,20 @@ def find_batch_size(
     start = _check_options(batch, route, lowest, max_rows, headroom_pct)
     search = _Search(step, batch, model, route, on_trial)
     key = describe_run(step, batch, model, optimizer, route, (lowest, max_rows, headroom_pct)) if cache else None
-    with limited_memory(route.devices, headroom_pct), restored(model, optimizer):
+    group = joined()
+    with limited_memory(route.devices, headroom_pct), restored(model, optimizer), _apart(group):
         known = read_result(key) if key is not None else None
-        if known is not None and search.fits(known):
-            return search.report(known, max_rows, is_cached=True)
-        found = find_size(search.fits, start, lowest, max_rows, grain=len(route.devices))
-    if found is None:
+        is_cached = known is not None and search.fits(known)
+        found = known if is_cached else find_size(search.fits, start, lowest, max_rows, grain=len(route.devices))
+    everywhere = [found] if group is None else group.gather(found)
+    if None in everywhere:
         raise torch.OutOfMemoryError(
             f"find_batch_size: {lowest} rows must fit, got out of memory. Pass a smaller min_rows, or make the "
             f"model's memory smaller: lower precision, activation checkpointing."
         )
-    if key is not None:
+    if key is not None and found is not None and not is_cached:
         write_result(key, found)
-    return search.report(found, max_rows, is_cached=False)
+    return search.report(min(size for size in everywhere if size), len(everywhere), max_rows, is_cached=is_cached)
 
 
 def _check_arguments(step: Any, model: Any, optimizer: Any, on_trial: Any) -> None:
@@ -187,10 +192,23 @@ class _Search:
             self._on_trial(trial)
         return error is None
 
-    def report(self, num_rows: int, max_rows: int, *, is_cached: bool) -> BatchSizeReport:
+    def report(self, num_rows: int, num_ranks: int, max_rows: int, *, is_cached: bool) -> BatchSizeReport:
         return BatchSizeReport(
-            num_rows=num_rows, trials=tuple(self._trials), is_cached=is_cached, is_limit=num_rows == max_rows
+            num_rows=num_rows * num_ranks,
+            trials=tuple(self._trials),
+            is_cached=is_cached,
+            is_limit=num_rows == max_rows,
         )
+
+
+@contextmanager
+def _apart(group: Group | None) -> Iterator[None]:
+    """Have a rank try sizes by itself; an error that ends the search reaches the others."""
+    if group is None:
+        yield
+        return
+    with group.telling(), group.apart():
+        yield
 
 
 def _attempt(step: Callable[[Any], object], batch: Any) -> str | None:

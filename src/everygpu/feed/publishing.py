@@ -1,11 +1,13 @@
 """A Feeder's figures, for ``everygpu top``."""
 
+import os
 from collections.abc import Callable, Sequence
 
 import torch
 
 from everygpu.devices import Figures, Publisher
 from everygpu.feed.waiting import FeedReport
+from everygpu.ranks.membership import find_membership
 
 
 class Board:
@@ -13,10 +15,10 @@ class Board:
 
     Args:
         devices: Of the replicas.
-        make_publisher: Called at the first step.
+        make_publisher: Called at the first step, as ``Publisher`` is.
     """
 
-    def __init__(self, devices: Sequence[torch.device], make_publisher: Callable[[], Publisher] = Publisher) -> None:
+    def __init__(self, devices: Sequence[torch.device], make_publisher: Callable[..., Publisher] = Publisher) -> None:
         self._devices = list(devices)
         self._make_publisher = make_publisher
         self._publisher: Publisher | None = None
@@ -29,7 +31,7 @@ class Board:
             recent: Averages the last steps; called only when they are needed.
         """
         if self._publisher is None:
-            self._publisher = self._make_publisher()
+            self._publisher = self._make_publisher(meets_at=_meeting_place())
         if not self._publisher.is_due:
             return
         report = recent()
@@ -46,6 +48,13 @@ class Board:
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
+
+
+def _meeting_place() -> str | None:
+    """Name where the ranks of this run have met; None for a process alone."""
+    if find_membership() is None or "MASTER_PORT" not in os.environ:
+        return None
+    return f"{os.environ.get('MASTER_ADDR', '')}:{os.environ['MASTER_PORT']}"
 
 
 def _name(device: torch.device) -> str:

@@ -6,9 +6,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from multiprocessing.util import Finalize
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from torch import Tensor
 from everygpu.errors import RankError
 from everygpu.ranks.claims import Claims
 from everygpu.ranks.differences import find_difference
+from everygpu.ranks.first_batch import FirstBatch
 from everygpu.ranks.meeting import open_store
 from everygpu.ranks.membership import Membership, find_membership
 from everygpu.ranks.peers import serve
@@ -43,9 +43,10 @@ class Group:
 
     def __init__(self, membership: Membership, control: "dist.ProcessGroup", watch: Watch) -> None:
         self.rank, self.size, self.local_rank, self.local_size = membership
-        self.claims = Claims()
+        self.claims, self.first_batch = Claims(), FirstBatch()
         self._control = control
         self._watch = watch
+        self._apart: dist.ProcessGroup | None = None
 
     @property
     def uses_nccl(self) -> bool:
@@ -65,11 +66,25 @@ class Group:
         try:
             yield
         except Exception as error:
+            if self._apart is not None:
+                raise
             reason = self._watch.reason_of(error)
             if reason is not None:
                 raise reason from error
             self._watch.tell(error, device)
             raise
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Have each rank be by itself within, as in a trial that may fail on one alone: it is told of no error, and all
+        that goes over ranks has this one's part only."""
+        alone, before = dist.new_group([self.rank], backend=_backend(), use_local_synchronization=True), self._control
+        self._apart = self._control = alone
+        try:
+            yield
+        finally:
+            self._apart, self._control = None, before
+            dist.destroy_process_group(alone)
 
     def check_same(self, what: str, value: object) -> None:
         """Make sure that all ranks have passed the same description, as before the first collective over what it names.
@@ -90,13 +105,13 @@ class Group:
     def gather(self, value: T) -> list[T]:
         """Return what each rank has passed; any value that can be pickled."""
         with self._communicating():
-            return _gather(value, self.size, self._control)
+            return _gather(value, self._control)
 
     def broadcast_object(self, value: T) -> T:
         """Return what rank 0 has passed."""
         found = [value]
         with self._communicating():
-            dist.broadcast_object_list(found, src=0, group=self._control)
+            dist.broadcast_object_list(found, src=self._first, group=self._control)
         return found[0]
 
     def barrier(self) -> None:
@@ -134,7 +149,7 @@ class Group:
     def broadcast(self, x: Tensor) -> None:
         """Copy rank 0's contiguous tensor into that of each other rank, in turn with the device's current stream."""
         with self._communicating():
-            dist.broadcast(x, src=0, group=self._group_of(x))
+            dist.broadcast(x, src=self._first, group=self._group_of(x))
 
     def all_reduce(self, x: Tensor) -> "dist.Work":
         """Begin to add a contiguous tensor up over all ranks, beside the device's current stream.
@@ -181,33 +196,11 @@ class Group:
             raise reason from error
 
     def _group_of(self, x: Tensor) -> "dist.ProcessGroup | None":
-        return self._control if x.device.type == "cpu" else None
+        return self._control if x.device.type == "cpu" else self._apart
 
-
-class SpreadBatch(NamedTuple):
-    """A batch of which each rank has some rows."""
-
-    group: Group
-    weight: float | Tensor
-    """What this rank's gradients will be multiplied by, beside other ranks'."""
-
-
-_batch: ContextVar[SpreadBatch | None] = ContextVar("everygpu_spread_batch", default=None)
-
-
-@contextmanager
-def forward_of(batch: SpreadBatch) -> Iterator[None]:
-    """Have layers within compute over the whole batch."""
-    token = _batch.set(batch)
-    try:
-        yield
-    finally:
-        _batch.reset(token)
-
-
-def batch_of_forward() -> SpreadBatch | None:
-    """Return what a layer computes over; None where its rows are all there are."""
-    return _batch.get()
+    @property
+    def _first(self) -> int:
+        return 0 if self._apart is None else self.rank
 
 
 def join() -> Group | None:
@@ -272,7 +265,7 @@ def _make_group(membership: Membership, is_ours: bool) -> Group:
     # A user's group may be NCCL's alone.
     control: Any = dist.group.WORLD if "gloo" in dist.get_backend_config() else dist.new_group(backend="gloo")
     store, me = serve(membership.rank)
-    watch = Watch(membership.rank, _gather(me, membership.size, control), store)
+    watch = Watch(membership.rank, _gather(me, control), store)
     group = Group(membership, control, watch)
     # At exit in any process, also in those of multiprocessing, where ``atexit`` calls nothing.
     Finalize(group, _leave, (watch, is_ours), exitpriority=0)
@@ -286,7 +279,7 @@ def _leave(watch: Watch, is_ours: bool) -> None:
         dist.destroy_process_group()
 
 
-def _gather(value: T, size: int, control: "dist.ProcessGroup") -> list[T]:
-    found: list[Any] = [None] * size
+def _gather(value: T, control: "dist.ProcessGroup") -> list[T]:
+    found: list[Any] = [None] * control.size()
     dist.all_gather_object(found, value, group=control)
     return found

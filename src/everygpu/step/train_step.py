@@ -195,6 +195,13 @@ class TrainStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what model and optimizer don't hold: counters, and the scale of the loss under ``"fp16"``."""
+        if self._num_batches:
+            logger.warning(
+                "TrainStep: saved after %d of %d batches of an update, whose gradients are not in the state: a resumed "
+                "run goes on without them. Save after a whole update, or call flush() before.",
+                self._num_batches,
+                self.accumulate,
+            )
         state: dict[str, Any] = {"num_steps": self._num_steps, "num_skipped": int(self._num_skipped.item())}
         if self._scale is not None:
             state["scale"] = self._scale.state_dict()

@@ -47,6 +47,8 @@ class BatchWeights:
         self._is_needed = accumulate > 1 or self._group is not None
         if not self._is_needed:
             return
+        if self._group is not None:
+            self._group.first_batch.compare(self._group, batch)
         self._here = here = self._count(batch)
         self._all = here if self._group is None else self._sum(here)
         if self._unit is None:

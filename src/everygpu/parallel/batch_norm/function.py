@@ -12,7 +12,8 @@ from torch import Tensor
 from everygpu import comm
 from everygpu.errors import CallError, CaptureError, ReplicaError
 from everygpu.parallel.buckets.copies import Streams
-from everygpu.ranks.group import Group, SpreadBatch, batch_of_forward
+from everygpu.ranks.group import Group
+from everygpu.ranks.spread_batch import SpreadBatch, batch_of_forward
 from everygpu.torch_private.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
 from everygpu.torch_private.modules import verify_batch_size
 

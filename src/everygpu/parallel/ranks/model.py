@@ -13,7 +13,8 @@ from everygpu.parallel.ranks.gradients import RankGradients
 from everygpu.parallel.ranks.start import copy_from_first
 from everygpu.parallel.scatter.row_count import find_rows, name_arguments
 from everygpu.ranks.claims import Claim
-from everygpu.ranks.group import Group, SpreadBatch, forward_of
+from everygpu.ranks.group import Group
+from everygpu.ranks.spread_batch import SpreadBatch, forward_of
 from everygpu.torch_private.autograd import NO_BACKWARD, backward_id
 
 Weight = Callable[..., float | Tensor]
@@ -68,6 +69,7 @@ class RankModel:
     def _begin(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
             return
+        self.group.first_batch.compare(self.group, (inputs, kwargs))
         self.copy_buffers(module)
         params = [p for p in module.parameters() if p.requires_grad]
         if self._gradients is None or not self._gradients.fits(params):
