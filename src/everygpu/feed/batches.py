@@ -13,7 +13,7 @@ from torch import Tensor
 
 from everygpu import tree
 from everygpu.comm.upload import Mark, mark, receive, upload
-from everygpu.parallel.scatter.batch_types import ROWS, batch_type, known_type, move_tree, open_batch, open_known
+from everygpu.parallel.scatter.batch_types import ROWS, batch_type, move_tree, open_batch, open_known
 from everygpu.parallel.scatter.ready_types import spans
 from everygpu.parallel.scatter.row_count import find_rows, has_entry_per_device
 from everygpu.parallel.scatter.split import Replicated, ScatterSpec, SplitPlan, plan_split
@@ -103,14 +103,21 @@ def _pack_items(items: Any, plan: SplitPlan | None, route: ScatterSpec) -> Parce
     """Send what is in a list of rows to the devices of their replicas."""
     rows = [len(items)] if plan is None else plan.rows
     places = [device for device, part in zip(route.devices, spans(rows)) for _ in items[part]]
-    sent = type(items)(_copy_tree(item, device, own=False) for item, device in zip(items, places))
-    tensors = [leaf for _, leaf in tree.leaves(sent, "") if isinstance(leaf, Tensor)]
-    return Parcel(tensors=tensors, unpack=lambda: sent)
+
+    def send(leaf: Any, device: torch.device) -> Any:
+        return _like(upload(leaf.detach(), device), leaf) if _is_plain(leaf) else leaf
+
+    sent = [tree.map_leaves(lambda x, d=d: send(x, d), item, open_known) for item, d in zip(items, places)]  # type: ignore[misc]
+    # What else there is moves on the consumer's streams.
+    return Parcel(
+        tensors=_plain_tensors(sent),
+        unpack=lambda: type(items)(move_tree(item, device) for item, device in zip(sent, places)),
+    )
 
 
 def _pack_replicated(marked: Replicated, route: ScatterSpec) -> Parcel:
     copies = [_copy_tree(marked.value, device, own=i > 0) for i, device in enumerate(route.devices)]
-    tensors = [leaf for _, leaf in tree.leaves(copies, "") if isinstance(leaf, Tensor)]
+    tensors = _plain_tensors(copies)
     if len(copies) == 1:
         return Parcel(tensors=tensors, unpack=lambda: copies[0])
     return Parcel(tensors=tensors, unpack=lambda: Replicated(copies[0], copies=copies))
@@ -118,13 +125,22 @@ def _pack_replicated(marked: Replicated, route: ScatterSpec) -> Parcel:
 
 def _copy_tree(value: Any, device: torch.device, *, own: bool) -> Any:
     def copy(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or known_type(leaf) is not None or leaf.layout is not torch.strided:
+        if not _is_plain(leaf):
             return move_tree(leaf, device)
         moved = upload(leaf.detach() if leaf.requires_grad else leaf, device)
         # Replicas on one device must not share memory: one may write into it.
         return moved.clone() if own and moved.device == leaf.device else moved
 
     return tree.map_leaves(copy, value, open_known)
+
+
+def _plain_tensors(value: Any) -> list[Tensor]:
+    return [leaf for _, leaf in tree.leaves(value, "", open_known) if _is_plain(leaf)]
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Tell whether a value is a tensor that can be sent ahead, on a stream of its own."""
+    return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
 
 
 def _like(x: Tensor, original: Tensor) -> Tensor:

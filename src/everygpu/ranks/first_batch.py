@@ -43,7 +43,7 @@ def _digest(batch: Any) -> str:
     """Return a digest of a batch's tensors; nothing where there is no row."""
     digest, is_empty = hashlib.sha256(), True
     for path, leaf in tree.leaves(batch, ""):
-        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.numel():
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_nested and leaf.numel():
             some = leaf.detach().flatten()[:_MOST_NUMBERS].tolist()
             digest.update(f"{path} {tuple(leaf.shape)} {some}".encode())
             is_empty = False

@@ -282,3 +282,28 @@ def test_a63_libraries_are_found_by_name(monkeypatch):
     library.Encoding = type("Encoding", (), {})
     encodings = [library.Encoding() for _ in range(3)]
     assert [s[1] for s in scatter((torch.ones(3), encodings), ["cpu"] * 2)] == [encodings[:2], encodings[2:]]
+
+
+class TableBase:
+    """What a tensordict has of what is used of it."""
+
+    def __init__(self, x, batch_size):
+        self.x, self.batch_size = x, batch_size
+
+    def split(self, rows, dim):
+        return [TableBase(part, (len(part),)) for part in self.x.split(rows, dim)]
+
+    def to(self, device):
+        return self
+
+
+def test_a63_tensordicts_have_their_rows_on_dim_0(monkeypatch):
+    library = types.ModuleType("tensordict")
+    library.TensorDictBase, library.is_tensorclass = TableBase, lambda kind: False
+    monkeypatch.setitem(sys.modules, "tensordict", library)
+    table = TableBase(torch.ones(3, 2), (3,))
+    assert [part.batch_size for part in scatter(table, ["cpu"] * 2)] == [(2,), (1,)]
+    with pytest.raises(SplitError, match=r"a TableBase must have its rows on dim 0, got dim=1 for args\[0\]"):
+        scatter(table, ["cpu"] * 2, 1)
+    with pytest.raises(SplitError, match="the TableBase object"):
+        scatter(TableBase(torch.ones(3, 2), ()), ["cpu"] * 2)

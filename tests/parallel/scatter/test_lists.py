@@ -80,6 +80,7 @@ class TestOfEntriesPerDevice:
     def test_others_without(self, said):
         warn_of_entries.cache_clear()
         scatter((torch.ones(5, 2), torch.ones(2, 1)), CPUS)
+        scatter([torch.ones(5, 2), torch.ones(2, 1)], CPUS)
         scatter((torch.ones(2, 2), torch.ones(2)), CPUS)
         scatter((torch.ones(5, 2), torch.ones(1)), ["cpu"])
         assert said.messages == []

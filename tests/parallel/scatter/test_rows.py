@@ -148,6 +148,16 @@ class TestLoaders:
         ((batch,),) = list(Feeder([(Rows(rows),)], used))
         assert [image.device for image in batch] == [used[0], used[0], last][:num_rows]
 
+    def test_the_feeder_sends_what_is_in_items(self, devices):
+        used = devices(2)
+        rows = Rows([{"x": torch.ones(2, requires_grad=True), "s": torch.eye(2).to_sparse(), "n": "name"}, ()])
+        (batch,) = list(Feeder([{"rows": rows}], used))
+        row = batch["rows"][0]
+        assert (row["x"].device, row["s"].device) == (used[0], used[0])
+        assert row["x"].requires_grad
+        assert row["s"].is_sparse
+        assert (row["n"], batch["rows"][1]) == ("name", ())
+
     def test_the_feeder_for_one_device(self, devices):
         (device,) = devices(1)[:1]
         (batch,) = list(Feeder([{"rows": images()}], [device]))
