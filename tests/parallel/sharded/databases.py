@@ -4,7 +4,6 @@ Importing the databases takes seconds and sets torch up for tests of its own, so
 ``python -m tests.parallel.sharded.databases NAME...`` says what differs for the operators of these names.
 """
 
-import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -239,18 +238,15 @@ def wrong_errors(operator: Operator) -> Iterator[str]:
 
 
 def main(*wanted: str) -> None:
-    """Say what differs for the operators of these names, or for a sample of so many."""
+    """Say what differs for the operators of these names."""
     sys.modules["scipy"] = None  # type: ignore[assignment]  # half the time of the import, for references not used here
     from torch.testing._internal.common_methods_invocations import op_db
 
     warnings.simplefilter("ignore")
-    if wanted[0].isdigit():
-        chosen = random.Random(0).sample(op_db, int(wanted[0]))
-    else:
-        chosen = [entry for entry in op_db if entry.name in wanted]
+    chosen = [entry for entry in op_db if entry.name in wanted]
     for entry in chosen:
         sys.stdout.writelines(f"{line}\n" for line in wrong_calls(Operator(entry, 1)))
-    print(f"{len(chosen)} operators")
+    print(f"{len({entry.name for entry in chosen})} operators")
 
 
 if __name__ == "__main__":
