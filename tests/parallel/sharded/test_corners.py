@@ -70,26 +70,23 @@ RESHAPED: list[Callable[[Tensor], Any]] = [
     lambda x: x.quantile(torch.tensor([0.5, 0.1], dtype=x.dtype), dim=1, keepdim=True),
     lambda x: x.clone().resize_(2, x.numel() // 2),
     lambda x: x.clone().resize_(1, x.numel()),
-    lambda x: reshaped_leaf(x).t_(),
-    lambda x: reshaped_leaf(x).unsqueeze_(0),
+    lambda x: reshaped_leaf(x, Tensor.t_),
+    lambda x: reshaped_leaf(x, lambda leaf: leaf.unsqueeze_(0)),
 ]
 
 
-def reshaped_leaf(x: Tensor) -> Any:
-    """A leaf that is written outside of the graph keeps its own memory."""
+def reshaped_leaf(x: Tensor, reshape: Callable[[Tensor], Tensor]) -> Tensor:
+    """Reshape a leaf outside of the graph: it stays a leaf, and so keeps its own memory."""
     leaf = x.detach().clone().requires_grad_()
-    torch.set_grad_enabled(False)
-    return leaf
+    with torch.no_grad():
+        return reshape(leaf)
 
 
 @pytest.mark.parametrize("make", RESHAPED)
 @pytest.mark.parametrize("sizes", [[3, 1], [2, 0, 2], [1, 1]])
 def test_shards_are_those_of_the_new_shape(make: Callable[[Tensor], Any], sizes: list[int]) -> None:
     whole = numbers(sum(sizes), C)
-    try:
-        expected, batch = make(whole * 1), make(lay_out(whole * 1, sizes))
-    finally:
-        torch.set_grad_enabled(True)
+    expected, batch = make(whole * 1), make(lay_out(whole * 1, sizes))
     assert isinstance(batch, ShardedBatch)
     assert len(batch.shards) == len(sizes)
     torch.testing.assert_close(torch.cat([s.detach() for s in batch.shards], batch.shard_dim), expected.detach())
