@@ -50,12 +50,14 @@ def search(makes_step):
     return report.num_rows, len(report.trials), as_before, [p.tolist() for p in join().gather(after)[1 - rank]], after
 
 
-def search_both_ways():
-    return [search(False), search(True)]
+def search_all_ways():
+    found = search(False), search(True)
+    fail_on_one()
+    return found
 
 
-def test_the_smallest_of_all_counts(tmp_path):
-    first, second = run_ranks(search_both_ways, size=2, folder=tmp_path)
+def test_the_smallest_of_all_counts_and_another_error_reaches_all(tmp_path):
+    first, second = run_ranks(search_all_ways, size=2, folder=tmp_path)
     for mine, theirs in zip(first, second):
         num_rows, num_trials, as_before, others, after = mine
         assert num_rows == theirs[0] == 2 * LIMITS[1]
@@ -76,8 +78,3 @@ def fail_on_one():
 
     with pytest.raises((everygpu.EveryGPUError, ValueError), match="in the user's step"):
         everygpu.find_batch_size(step, torch.ones(4, 2), model, cache=False, max_rows=16)
-    return True
-
-
-def test_another_error_reaches_all(tmp_path):
-    assert run_ranks(fail_on_one, size=2, folder=tmp_path) == [True, True]
