@@ -59,6 +59,11 @@ class DropIn(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         self._output_device = parse_target(value)
 
     @property
+    def output_device_obj(self) -> torch.device:
+        """``output_device`` as a ``torch.device``."""
+        return self._output_device
+
+    @property
     def src_device_obj(self) -> torch.device:  # type: ignore[override]
         """The device of the module's parameters and buffers."""
         return self.replica_devices[0]

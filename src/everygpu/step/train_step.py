@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from everygpu import tree
-from everygpu.devices.parse import parse_target
 from everygpu.errors import CopyError
 from everygpu.keys import unwrap
 from everygpu.parallel.cuda_graphs.static_batch import Batch
@@ -265,9 +264,9 @@ class TrainStep:
 
     def _at_home(self, targets: tuple[Any, ...]) -> Any:
         """Put targets where the output is; what is spread over the devices already stays."""
+        home = self.model.output_device_obj
 
         def move(leaf: Any) -> Any:
-            home = parse_target(self.model.output_device)
             return leaf if isinstance(leaf, ShardedBatch) else move_tree(leaf, home)
 
         return tree.map_leaves(move, targets, open_known)
