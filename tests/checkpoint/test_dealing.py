@@ -8,12 +8,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import everygpu
 from everygpu.checkpoint.dealing import Dealer, Dealing, DealtSampler
 from everygpu.errors import SplitError
+from everygpu.ranks.lockstep import Lockstep
 
 
 def dealings(kind, size):
@@ -65,6 +67,22 @@ def test_a_batch_without_rows_keeps_none_of_the_batch_it_was_made_of():
     dealing.take([torch.ones(1000), np.ones(1000)])
     tensor, array = dealing.lockstep.empty_batch()
     assert [len(tensor), len(array), tensor.untyped_storage().nbytes(), array.base] == [0, 0, 0, None]
+
+
+def test_a_batch_that_cant_be_without_rows_is_an_error_only_where_one_is_needed():
+    dealing, batch = dealings("sharded", 2)[0], pack_sequence([torch.ones(2), torch.ones(1)])
+    assert dealing.take(batch) is batch
+    with pytest.raises(SplitError, match="drop_last=True"):
+        dealing.lockstep.empty_batch()
+
+
+def test_all_ranks_learn_that_one_needs_a_batch_that_there_is_not():
+    other_has_ended = SimpleNamespace(rank=0, gather=lambda own: [own, (1, -1, 0)])
+    lockstep = Lockstep(other_has_ended, must_match=False)
+    for _ in range(2):
+        lockstep.note(lambda: [][0], int)
+    with pytest.raises(IndexError):
+        lockstep.goes_on(True)
 
 
 DATA = TensorDataset(torch.arange(8))

@@ -39,7 +39,10 @@ class Lockstep:
             make_digest: Makes a number of what the loader has given; called once, if batches have to match.
         """
         if self._num_ready == 0:
-            self._example = make_example()
+            try:
+                self._example = make_example()
+            except (LookupError, RuntimeError, TypeError, ValueError) as error:  # as a PackedSequence has none
+                self._example = error.with_traceback(None)
             self._digest = make_digest() if self._must_match else 0
         self._num_ready += 1
 
@@ -50,6 +53,7 @@ class Lockstep:
             has_batch: Whether this rank does; if not, its loader has ended.
         Raises:
             RankError: the loaders have to match, and one has ended before another; on all ranks at once.
+            Exception: one has ended before another, and there is no batch without rows; on all ranks at once.
         """
         position, self._num_asked = self._num_asked, self._num_asked + 1
         if not has_batch:
@@ -68,7 +72,13 @@ class Lockstep:
         return goes_on
 
     def empty_batch(self) -> Any:
-        """Return a batch without rows, of the structure that the others have."""
+        """Return a batch without rows, of the structure that the others have.
+
+        Raises:
+            Exception: there is none. The other ranks learn of it with their next batch.
+        """
+        if isinstance(self._example, Exception):
+            raise self._example
         return self._example
 
     def _ask(self) -> Callable[[], list[int]]:
@@ -76,6 +86,8 @@ class Lockstep:
 
     def _hear(self, found: list[int]) -> None:
         self._most_ready, self._first_end = found[0], -found[1]
+        if isinstance(self._example, Exception) and self._first_end < self._most_ready:
+            raise self._example
 
     def _ask_all(self) -> list[int]:
         """Ask at the first batch; a rank without any learns from the others what one looks like."""

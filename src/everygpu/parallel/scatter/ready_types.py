@@ -50,10 +50,13 @@ def row_type(move: Callable[[Any, torch.device], Any] = move_by_method) -> Batch
     return BatchType(count=refuse, split=refuse, join=refuse, move=move, is_row=True)
 
 
+_NO_ROWS = "Leave out a last batch with fewer rows than ranks, as by drop_last=True, or pass it"
+
+
 def _split_packed(batch: PackedSequence, rows: Sequence[int]) -> list[PackedSequence]:
     padded, lengths = pad_packed_sequence(batch, batch_first=True)
     if 0 in rows:
-        raise SplitError("scatter: a PackedSequence has 1 row or more, got none for a part of it. Pass it padded.")
+        raise SplitError(f"scatter: a PackedSequence has 1 row or more, got none for a part of it. {_NO_ROWS} padded.")
     return [_pack(padded[part], lengths[part], is_sorted=batch.sorted_indices is None) for part in spans(rows)]
 
 
@@ -78,7 +81,7 @@ def _move_packed(batch: PackedSequence, device: torch.device) -> PackedSequence:
 
 def _split_nested(batch: Tensor, rows: Sequence[int]) -> list[Tensor]:
     parts = batch.unbind()
-    return [_nest(parts[part], batch.layout) for part in spans(rows)]
+    return [_nest(parts[part], batch.layout) if parts[part] else _nest_nothing(batch) for part in spans(rows)]
 
 
 def _join_nested(batches: Sequence[Tensor]) -> Tensor:
@@ -87,6 +90,19 @@ def _join_nested(batches: Sequence[Tensor]) -> Tensor:
 
 def _nest(rows: Sequence[Tensor], layout: torch.layout) -> Tensor:
     nested: Tensor = torch.nested.as_nested_tensor(list(rows), layout=layout)
+    return nested
+
+
+def _nest_nothing(batch: Any) -> Tensor:
+    """Return a nested tensor like another, but without rows."""
+    if batch.layout is not torch.jagged:
+        raise SplitError(
+            f"scatter: a nested tensor of layout torch.strided has 1 row or more, got none for a part of it. "
+            f"{_NO_ROWS} with layout=torch.jagged."
+        )
+    ragged = next(d for d, size in enumerate(batch.shape) if isinstance(size, torch.SymInt))
+    values, offsets = batch.values().narrow(ragged - 1, 0, 0), torch.zeros_like(batch.offsets()[:1])
+    nested: Tensor = torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged)
     return nested
 
 
