@@ -1,6 +1,8 @@
 """A batch of shards can't be told from the joined tensor when it is written, reshaped in place or differentiated."""
 
+import copy
 import functools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -193,6 +195,13 @@ def retained_and_reshaped(x: Tensor) -> Any:
     return y.grad.shape
 
 
+def copied_once_written_and_reshaped(x: Tensor) -> Any:
+    y = x.detach() * 1
+    y[0] = 2
+    y.t_()
+    return copy.deepcopy(y), pickle.loads(pickle.dumps(y))
+
+
 def overwritten_after_it_was_saved(x: Tensor) -> Any:
     y = x.exp()
     z = y * 2
@@ -221,6 +230,7 @@ WRITING = [
     *RESHAPED,
     attributes_after_reshaping,
     retained_and_reshaped,
+    copied_once_written_and_reshaped,
     overwritten_after_it_was_saved,
 ]
 

@@ -137,6 +137,9 @@ def _reshaped_in_place(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         view = getattr(Tensor, func.__name__.removesuffix("_"))(*args, **kwargs)
         x.__class__, view.__class__ = view.__class__, x.__class__
         was = dict(x.__dict__)
+        if not isinstance(x, ShardedBatch):  # plain now: its parts are the batch's that it is a view of
+            for name in ShardedBatch.__annotations__:
+                x.__dict__.pop(name, None)
         x.__dict__.update(view.__dict__)  # attributes that were set on it stay
         view.__dict__.update(was)
         swap_tensors(x, view)
