@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import everygpu
+from everygpu.errors import CallError
 from tests.step.scenarios import Devices, Step, X, Y, adamw, check, train_on
 from tests.step.test_capture import Net, num_recordings
 
@@ -54,6 +55,19 @@ def test_kinds_of_batches_that_train_other_parameters_are_recorded(recording: De
     for head in ("other", "last") * 6:
         step(X, Y, head=head)
     assert num_recordings(step) == 2
+
+
+def test_a_method_that_is_overridden_later_is_no_part_of_the_recording(recording: Devices) -> None:
+    used = recording(2)
+    net = Net().to(used[0])
+    model = everygpu.DataParallel(net, used)
+    step = Step(model, F.cross_entropy, adamw(net))
+    for _ in range(6):
+        step(X, Y)
+    assert num_recordings(step) == 1
+    model.gather = model.gather
+    with pytest.raises(CallError, match="gather of the DataParallel"):
+        step(X, Y)
 
 
 def test_a_write_to_one_parameter(recording: Devices) -> None:

@@ -12,6 +12,7 @@ from everygpu.parallel.cuda_graphs.recorder import Capture
 from everygpu.parallel.cuda_graphs.recurrent_dropout import draw_seeds
 from everygpu.parallel.cuda_graphs.static_batch import Batch, StaticBatch
 from everygpu.parallel.scatter.split import ScatterSpec
+from everygpu.parallel.verbs import overridden
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.sharded_update import ShardedUpdate
 from everygpu.step.stats import Mark
@@ -60,7 +61,7 @@ class RecordableStep:
     def state(self) -> Any:
         step, model = self._step, self._step.model
         rules = (model.split, model.dim, model.engine, model.gather_rule, model.buffers_rule, model.output_device)
-        options = (step.accumulate, step.clip_norm, *rules)
+        options = (step.accumulate, step.clip_norm, overridden(model), *rules)
         return self._strategy.recorded_state(), options, id(step.loss), referents(step.loss)
 
     def unsupported_reason(self) -> str | None:
