@@ -75,14 +75,21 @@ def reference(accumulate, clip_norm):
     return losses, net.state_dict()
 
 
-def train(num_devices, options):
+class OwnAdamW(torch.optim.AdamW):
+    """Steps on the first device, as what a subclass does is unknown."""
+
+
+class OwnScatter(everygpu.DataParallel):
+    def scatter(self, inputs, kwargs, device_ids):
+        return super().scatter(inputs, kwargs, device_ids)
+
+
+def train(num_devices, options, optimizer=torch.optim.AdamW, wrapper=everygpu.DataParallel):
     group = join()
     net = make()
     net.is_first_rank = group.rank == 0
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
-    step = everygpu.TrainStep(
-        everygpu.DataParallel(net, ["cpu"] * num_devices), F.cross_entropy, optimizer, weight=num_tokens, **options
-    )
+    model, optimizer = wrapper(net, ["cpu"] * num_devices), optimizer(net.parameters(), lr=0.05)
+    step = everygpu.TrainStep(model, F.cross_entropy, optimizer, weight=num_tokens, **options)
     losses = []
     for i in range(len(STEPS)):
         x, y = batch(i)
@@ -95,16 +102,18 @@ CASES = {
     "one device each": (1, {}),
     "two devices each, clipped": (2, {"clip_norm": 0.2}),
     "accumulated": (1, {"accumulate": 3, "clip_norm": 0.5}),
+    "an optimizer of one's own": (1, {}, OwnAdamW),
+    "a scatter of one's own": (2, {"accumulate": 3, "clip_norm": 0.5}, torch.optim.AdamW, OwnScatter),
 }
 
 
 def train_each():
-    return {name: train(*case) for name, case in CASES.items()} | {"overflow": overflow()}
+    return {name: train(*case) for name, case in CASES.items()} | {"overflow": overflow(), "sparse": sparse()}
 
 
 def test_training_equals_one_device_and_an_overflow_on_one_rank_is_skipped_on_all(tmp_path):
     ranks = run_ranks(train_each, size=2, folder=tmp_path)
-    for name, (_, options) in CASES.items():
+    for name, (_, options, *_) in CASES.items():
         losses, values = reference(options.get("accumulate", 1), options.get("clip_norm"))
         for found, state, _ in (rank[name] for rank in ranks):
             assert found == pytest.approx(losses, rel=1e-4), name
@@ -112,6 +121,7 @@ def test_training_equals_one_device_and_an_overflow_on_one_rank_is_skipped_on_al
                 torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-5, msg=f"{name}: {key}")
         assert all(torch.equal(a, b) for a, b in zip(ranks[0][name][1].values(), ranks[1][name][1].values())), name
     assert [rank["overflow"] for rank in ranks] == [(1, True)] * 2
+    assert [rank["sparse"] for rank in ranks] == [[2.0, 1.0, 1.0, 2.0]] * 2
 
 
 def small_loss(output, y):
@@ -129,6 +139,22 @@ def overflow():
     before = copy.deepcopy(net.state_dict())
     step(x, y * float("inf") if group.rank else y)
     return step.stats().num_skipped, all(torch.equal(a, before[k]) for k, a in net.state_dict().items())
+
+
+def sparse():
+    """Rank 0 looks rows 1 and 2 of a table up, rank 1 row 1 twice; each step moves both by a half, on both ranks."""
+    net = nn.Embedding(4, 1, sparse=True)
+    nn.init.constant_(net.weight, 2.0)
+    step = everygpu.TrainStep(
+        everygpu.DataParallel(net, ["cpu"]), signs, torch.optim.SparseAdam(net.parameters(), lr=0.5)
+    )
+    for _ in range(2):
+        step(torch.tensor([1, 1] if join().rank else [1, 2]))
+    return [round(x, 3) for x in net.weight.flatten().tolist()]
+
+
+def signs(output):
+    return output.mean()
 
 
 def test_accumulated_batches_count_by_what_is_counted():

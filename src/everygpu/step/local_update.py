@@ -1,11 +1,14 @@
 """A step whose gradients and update are on one device."""
 
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from everygpu.parallel.data_parallel import DataParallel
+from everygpu.ranks.group import Group
 from everygpu.step.shards import all_params
 from everygpu.step.update import Share, is_fused
 
@@ -24,7 +27,9 @@ class LocalUpdate:
         """DataParallel does so at every forward."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        return self._model(*inputs, **kwargs)
+        ranks = self._model.rank_model  # another one after a release
+        with nullcontext() if ranks is None else ranks.apart(self._model.module):  # the step weighs ranks' losses
+            return self._model(*inputs, **kwargs)
 
     def leaves(self) -> list[Tensor]:
         return []
@@ -39,6 +44,8 @@ class LocalUpdate:
         """They stay where the user may look at them."""
 
     def reduce(self) -> list[Share]:
+        if self._model.rank_model is not None:
+            _add_up_ranks(self._model.rank_model.group, list(all_params(self._optimizer)))
         grads = [p.grad for p in all_params(self._optimizer) if p.grad is not None]
         return [Share(device=self._model.replica_devices[0], grads=grads)]
 
@@ -60,3 +67,16 @@ class LocalUpdate:
 
     def refresh(self) -> None:
         """DataParallel does so at every forward."""
+
+
+def _add_up_ranks(group: Group, params: list[Tensor]) -> None:
+    """Add gradients up over ranks; a parameter that only others have a gradient of gets theirs."""
+    own = {i: p.grad for i, p in enumerate(params) if p.grad is not None}
+    touched = sorted(group.union(set(own), len(params)))
+    sparse = group.union({i for i, grad in own.items() if grad.layout is not torch.strided}, len(params))
+    totals = {i: own[i].to_dense() if i in own else torch.zeros_like(params[i]) for i in touched}
+    totals = {i: total.contiguous() for i, total in totals.items()}
+    works = [group.all_reduce(total) for total in totals.values()]
+    for (i, total), work in zip(totals.items(), works):
+        work.wait()
+        params[i].grad = total.to_sparse(1) if i in sparse else total
