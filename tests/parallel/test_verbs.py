@@ -193,10 +193,11 @@ class TestOverrides:
             model.gather(model.parallel_apply([], [], None), "cpu")
 
     def test_buffers_and_seeds_are_forwards(self):
-        x = torch.randn(9, 3) * torch.arange(9)[:, None]
-        plain, noted = DataParallel(Mlp(), ["cpu"] * 3, buffers="mean"), Noted(Mlp(), ["cpu"] * 3, buffers="mean")
-        plain(x), noted(x)
-        torch.testing.assert_close(noted.norm.running_mean, plain.norm.running_mean)
+        x = torch.randn(8, 3) * torch.arange(8)[:, None]
+        plain, *others = (kind(Mlp(), ["cpu"] * 3, buffers="mean") for kind in (DataParallel, Noted, Outer))
+        for model in (plain, *others):
+            model(x), model(x)
+            torch.testing.assert_close(model.norm.running_mean, plain.norm.running_mean)
         torch.manual_seed(1)
         dropped = [DataParallel(nn.Dropout(), ["cpu"] * 2)(torch.ones(6, 3))]
         torch.manual_seed(1)

@@ -146,6 +146,8 @@ class Verbs(DropIn):
                     self._has_told = True
                     log_fallback(self, ["forward"])
                 outputs = ReplicaOutputs(parallel_apply(replicas, args, more, devices or None))
+                if not self._lock.is_inside() and self._outside is not None:
+                    self._settle_replicas(self._outside[1], replicas, inputs.rows if is_known else None)  # type: ignore[attr-defined]
         outputs.follow(inputs if is_known else None)  # type: ignore[arg-type]
         return outputs
 
@@ -210,17 +212,17 @@ class Verbs(DropIn):
         outputs = ReplicaOutputs(self.parallel_apply(calls, args, kwargs_of))
         note_writes((inputs, kwargs))
         known = known if known is not None and len(outputs) == len(known) else None
-        self._settle_replicas(replicas, None if known is None else known.rows)
+        self._settle_replicas(self._replicas, replicas, None if known is None else known.rows)
         outputs.follow(known)
         outputs.joins = joins
         return self.gather(outputs, self.output_device)
 
-    def _settle_replicas(self, replicas: Sequence[nn.Module], rows: tuple[int, ...] | None) -> None:
-        """Settle the buffers of replicas that are this wrapper's own."""
-        found = [] if self._replicas is None else [self._replicas.position_of(replica) for replica in replicas]
+    def _settle_replicas(self, known: ReplicaSet | None, replicas: Sequence[Any], rows: tuple[int, ...] | None) -> None:
+        """Settle the buffers of replicas, if they are those that are known."""
+        found = [] if known is None else [known.position_of(replica) for replica in replicas]
         positions = [p for p in found if p is not None]
-        if self._replicas is not None and positions and len(positions) == len(replicas):
-            self._settle_buffers(self._replicas, positions, rows or (1,) * len(positions))
+        if known is not None and positions and len(positions) == len(replicas):
+            self._settle_buffers(known, positions, rows or (1,) * len(positions))
 
     def _settle_buffers(self, replicas: ReplicaSet, positions: Sequence[int], rows: Sequence[int]) -> None:
         if positions[0] != 0:  # a split that gives the first device no rows
