@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import cloudpickle
 import torch
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from everygpu.comm.streams import current_stream
 from everygpu.parallel.buckets.memory import versions_of
 from everygpu.parallel.engines.processes.connection import Connection
 from everygpu.parallel.engines.processes.ends import follow
+from everygpu.parallel.engines.processes.exceptions import pack_exception
 from everygpu.parallel.engines.processes.generators import cuda_state, set_generators
 from everygpu.parallel.engines.processes.globals_receiver import GlobalsReceiver
 from everygpu.parallel.engines.processes.gradients import GradientSender
@@ -186,12 +186,7 @@ class Helper:
 def _failure(call: int, error: BaseException) -> Failed:
     is_refused = isinstance(error, CannotTravelError)
     trace = "".join(traceback.format_exception(error))
-    try:
-        data = cloudpickle.dumps(error.with_traceback(None))
-        cloudpickle.loads(data)  # some classes of exceptions are made of more than their message
-    except Exception:  # noqa: BLE001 - what can't be pickled is told in words
-        data = cloudpickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
-    return Failed(call=call, error=data, trace=trace, is_refused=is_refused)
+    return Failed(call=call, error=pack_exception(error), trace=trace, is_refused=is_refused)
 
 
 def main(args: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from everygpu.comm.streams import current_stream
-from everygpu.errors import WorkerError
+from everygpu.errors import ReplicaError, WorkerError
 from everygpu.parallel.engines.processes.child import HelperChild
 from everygpu.parallel.engines.processes.helper import HELPER_FLAG, MAIN_FLAG
 from everygpu.parallel.engines.processes.messages import Failed, Housekeeping, Ready, lent_with
@@ -202,12 +202,21 @@ class HelperProcess:
         except EOFError as error:
             raise self._ended() from error
 
-    def raise_failure(self, message: Failed) -> NoReturn:
-        """Raise what has been raised in the helper; its ``__cause__`` has the traceback."""
+    def raise_failure(self, message: Failed, *, in_backward: bool) -> NoReturn:
+        """Raise what has been raised in the helper; its ``__cause__`` has the traceback, and names this replica.
+
+        Args:
+            message: Of a call.
+            in_backward: The replica is named here. In forward ``take_values`` does so, which knows the shapes.
+        """
         raised: BaseException = cloudpickle.loads(message.error)
         if message.is_refused:
             raise CannotTravelError(str(raised))
-        raise raised from HelperTracebackError(message.trace)
+        cause: Exception = HelperTracebackError(message.trace)
+        if in_backward:
+            where = ReplicaError(f"backward: {self._name} failed.")
+            where.__cause__, cause = cause, where
+        raise raised from cause
 
     def hang_up(self) -> None:
         """Have the helper end, without waiting for it."""

@@ -266,7 +266,7 @@ class RemoteCall:
         self.helper.read_until(lambda: self._failure is not None or find() is not None)
         failure, self._failure = self._failure, None
         if failure is not None:
-            self.helper.raise_failure(failure)
+            self.helper.raise_failure(failure, in_backward=self._returned is not None)
         return find()
 
     def _recompute(self, grads: Sequence[Tensor | None]) -> Recomputation:
