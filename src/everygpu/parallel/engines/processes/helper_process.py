@@ -216,7 +216,10 @@ class HelperProcess:
         if in_backward:
             where = ReplicaError(f"backward: {self._name} failed.")
             where.__cause__, cause = cause, where
-        raise raised from cause
+        try:
+            raise raised from cause
+        finally:
+            del raised  # the traceback holds this frame, and those of all callers: their activations, too
 
     def hang_up(self) -> None:
         """Have the helper end, without waiting for it."""
