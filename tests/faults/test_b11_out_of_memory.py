@@ -1,0 +1,144 @@
+"""b11: a replica that runs out of memory stops the call within 5 s; memory is free again, the next step right."""
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo import lookup_backend
+
+import everygpu
+from everygpu.parallel.engines import compiled
+from tests import tape
+from tests.faults.failing import CompiledNet, Net, RecordableNet, make_batch, raise_as
+from tests.parallel.engines.processes.pool import HelperPool
+
+NUM = 2
+IN_BACKWARD = ["hook", "function"]
+IN_REPLICAS = ["forward", *IN_BACKWARD]
+PLACES = [*IN_REPLICAS, "loss", "update"]
+OUTSIDE: dict[str, tuple[Any, str]] = {
+    "loss": (F, "mse_loss"),
+    "update": (torch.optim.AdamW, "step"),
+    "launch": (tape.Tape, "replay"),
+}
+X, Y = make_batch(NUM), torch.arange(2.0 * len(make_batch(NUM))).reshape(-1, 2)
+
+Train = Callable[[], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def without_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def loss_of(output: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(output, y)
+
+
+class Run:
+    """A model that trains in one of the ways there are, beside one device that does the same."""
+
+    def __init__(self, way: str, engine: str = "threads", *, net: type[Net] = Net, **options: Any) -> None:
+        self.net, self.plain = (CompiledNet() if engine == "compile" else net()), net()
+        self.model = everygpu.DataParallel(self.net, ["cpu"] * NUM, engine=engine)
+        self.num_batches = options.get("accumulate", 1)
+        optimizer: Any = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+        self.reference = torch.optim.AdamW(self.plain.parameters(), lr=0.01)
+        if way == "TrainStep":
+            step = everygpu.TrainStep(self.model, loss_of, optimizer, **options)
+            self.train: Train = lambda: step(X, Y)
+            self.was_launched = lambda: step.stats().engine == "graphs"
+            return
+        optimizer = everygpu.ShardedOptimizer(optimizer, ["cpu"] * NUM) if way == "ShardedOptimizer" else optimizer
+
+        def train() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(self.model(X), Y)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        self.train = train
+
+    def train_batches(self) -> None:
+        """Train on the batches of one update."""
+        for _ in range(self.num_batches):
+            self.train()
+
+    def train_well(self) -> None:
+        """Update once, here and on one device; parameters must be equal, and no activation be left."""
+        self.train_batches()
+        self.reference.zero_grad()
+        F.mse_loss(self.plain(X), Y).backward()
+        self.reference.step()
+        torch.testing.assert_close(list(self.net.parameters()), list(self.plain.parameters()), rtol=1e-4, atol=1e-5)
+
+    def fail(self, place: str, replica: int) -> None:
+        """Run out of memory in a place."""
+        self.net.place, self.net.replica = place if place in IN_REPLICAS else "", replica
+        start = time.monotonic()
+        with pytest.MonkeyPatch.context() as patch:
+            if place in OUTSIDE:
+                patch.setattr(*OUTSIDE[place], lambda *_, **__: raise_as("memory"))
+            with pytest.raises(torch.OutOfMemoryError, match="2 TiB"):
+                self.train_batches()
+        assert time.monotonic() - start < 5
+        self.net.place = ""
+
+    def num_left(self) -> list[float]:
+        """Return how many activations are alive in each replica's process."""
+        self.net.place = "nowhere, count"
+        with torch.no_grad():
+            counts = self.model(X)[:: len(X) // NUM, 0].tolist()
+        self.net.place = ""
+        return counts
+
+
+WAYS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "threads": [("loop", {}), ("ShardedOptimizer", {}), ("TrainStep", {}), ("TrainStep", {"accumulate": 2})],
+    "processes": [("loop", {}), ("TrainStep", {"accumulate": 2})],
+    "compile": [("loop", {}), ("TrainStep", {})],
+}
+
+
+@pytest.mark.parametrize("engine", WAYS)
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
+def test_b11_wherever_a_replica_runs_out_of_memory(
+    engine: str, helpers: HelperPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
+    monkeypatch.setattr(compiled, "inductor", lambda mode, cuts: lookup_backend("eager"))
+    with helpers.serving():
+        for way, options in WAYS[engine]:
+            run = Run(way, engine, **options)
+            run.train_well()
+            assert run.model.engine_in_use == engine
+            for place in PLACES:
+                for replica in range(NUM) if place in IN_REPLICAS else (0,):
+                    run.fail(place, replica)
+                    # What a failed backward leaves in its queue, torch's engine lets go at the next backward.
+                    assert place in IN_BACKWARD or not any(run.num_left()), f"{way}: {place} of replica {replica}"
+                    run.train_well()
+                    assert not any(run.num_left()), f"{way}: {place} of replica {replica}"
+            run.model.release()
+
+
+def test_b11_a_recorded_step_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before there is a recording, and in its launches: acted out on the CPU."""
+    tape.prepare([torch.device("cpu")], monkeypatch, fused=True, switch="everygpu.step.fused.can_fuse")
+    run = Run("TrainStep", net=RecordableNet)
+    for i in range(14):
+        if i in (0, 1):
+            run.fail("loss", 0)
+        if run.was_launched():
+            run.fail("launch", 0)
+        run.train_well()
+    assert run.was_launched()
