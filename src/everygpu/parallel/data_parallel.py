@@ -17,7 +17,7 @@ from everygpu.parallel.engines.engine import Around, Engine, EngineContext
 from everygpu.parallel.engines.table import choose_engine, make_engine
 from everygpu.parallel.engines.thread_state import fresh_casts
 from everygpu.parallel.engines.threads import Workers
-from everygpu.parallel.forward_lock import ForwardLock
+from everygpu.parallel.forward_lock import kept_lock
 from everygpu.parallel.gather import Joiner, gather_outputs
 from everygpu.parallel.method_calls import MethodCalls
 from everygpu.parallel.options import check_options
@@ -119,11 +119,8 @@ class DataParallel(MethodCalls):
         num = len(self.replica_devices)
         check_options(split, num, dim, engine=engine, gather=gather, buffers=buffers, bucket_cap_mb=bucket_cap_mb)
         self.dim = dim
-        self.bucket_cap_mb = bucket_cap_mb
-        self._weight = weight
-        self.gather_rule = gather
-        self.engine = engine
-        self.buffers_rule = buffers
+        self.engine, self.bucket_cap_mb, self._weight = engine, bucket_cap_mb, weight
+        self.gather_rule, self.buffers_rule = gather, buffers
         self.strict_device = strict_device
         self._makes_graphs = engine != "graphs"  # one of all replicas can't have others in it
         self.module = module
@@ -144,7 +141,7 @@ class DataParallel(MethodCalls):
         self._engine = self._make_engine(overrides)
         self._threads = self._engine if isinstance(self._engine, Workers) else Workers(len(self.replica_devices) - 1)
         self._is_alone = is_one and not self._has_overrides and not self._engine.launches
-        self._lock = ForwardLock()
+        self._lock = kept_lock(vars(self).get("_lock"))
         group = join()
         more = self.dim, len(self.replica_devices), self.bucket_cap_mb, self._weight
         self._ranks = None if group is None else RankModel(group, *more)
@@ -291,7 +288,10 @@ class DataParallel(MethodCalls):
             self.release()
 
     def release(self) -> None:
-        """Give up the replicas, their memory and their threads; the next forward makes new ones."""
+        """Give up the replicas, their memory and their threads, after forwards in other threads; the next makes new."""
+        self._lock.run_apart(self._end)
+
+    def _end(self) -> None:
         self._engine.close()
         self._threads.close()
         self._prepare()

@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from everygpu.errors import CallError
+from everygpu.parallel.engines.scheduler import is_in_replica
 
 # Which wrappers' forwards the present call is inside of, in this thread and in the replicas' threads.
 _running: ContextVar[frozenset[object]] = ContextVar("everygpu_running", default=frozenset())
@@ -50,3 +51,21 @@ class ForwardLock:
                 return function(*args)
             finally:
                 _running.reset(token)
+
+    def run_apart(self, function: Callable[[], Any]) -> None:
+        """Call a function while no other thread runs a forward: at once in the verbs of one, and in a forked child.
+
+        Raises:
+            CallError: a replica calls it, whose end it would wait for.
+        """
+        if self.is_inside() and is_in_replica():
+            raise CallError("DataParallel: a replica can't release its wrapper. Call release() after forward.")
+        if self.is_forked() or self.is_inside():
+            function()
+        else:
+            self.run(function)
+
+
+def kept_lock(before: ForwardLock | None) -> ForwardLock:
+    """Return the lock that threads may be waiting for; a new one at the start, and in a forked child."""
+    return ForwardLock() if before is None or before.is_forked() else before

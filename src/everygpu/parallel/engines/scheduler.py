@@ -36,6 +36,11 @@ def is_recomputing() -> bool:
     return backward_id() not in (NO_BACKWARD, _forward_backward_id.get())
 
 
+def is_in_replica() -> bool:
+    """Tell whether a replica makes the present call, side by side with others."""
+    return _replica_context.get() is not None
+
+
 class Cancelled(Exception):  # noqa: N818 - no error: another replica's is
     """A replica did not go on, because another one had failed."""
 
