@@ -5,10 +5,14 @@ import os
 import stat
 import sys
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 
 from everygpu import folders
+from everygpu.devices.figures import Figures, Publisher
+from everygpu.devices.reserve import reserve
+from everygpu.feed.tuning_cache import write_result
 from everygpu.folders import cache_folder, open_own, read_json, runtime_folder, write_whole
 
 pwd = pytest.importorskip("pwd")
@@ -33,6 +37,28 @@ def test_runtime_folder_is_where_the_session_says(tmp_path):
     assert folder == tmp_path / "everygpu"
     assert folder.is_dir()
     assert mode(folder) == 0o700
+
+
+def test_what_is_written_is_for_this_user_alone(tmp_path, monkeypatch):
+    """Whatever umask says; so SECURITY.md tells it."""
+    for name in ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    before = os.umask(0)
+    try:
+        held = reserve(lambda holders: [SimpleNamespace(uuid="GPU-1")])
+        publisher = Publisher()
+        publisher.publish(Figures(devices=("GPU-1",), num_steps=1))
+        write_result("key", 8)
+        written = list((tmp_path / "everygpu").rglob("*"))
+        modes = {path.relative_to(tmp_path).parts[1]: mode(path) for path in written if path.is_dir()}
+        files = {mode(path) for path in written if path.is_file()}
+    finally:
+        os.umask(before)
+        held.release()
+        publisher.close()
+    assert modes == {"reserved": 0o700, "figures": 0o700, "batch_size": 0o700}
+    assert len(written) > 6
+    assert files == {0o600}
 
 
 @pytest.mark.parametrize("told", [None, "", "/no/such/folder"])

@@ -122,7 +122,7 @@ def read_runs() -> list[Run]:
 
 def _folder() -> Path:
     folder = runtime_folder() / "figures"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
 

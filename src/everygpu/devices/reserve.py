@@ -98,7 +98,7 @@ def _folder() -> Path | None:
     """Make the folder of the locks, and see that its file system has locks."""
     try:
         folder = runtime_folder() / "reserved"
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         probe = try_lock(folder / "probe")
         if probe is not None:
             probe.release()

@@ -63,7 +63,7 @@ def write_result(key: str, num_rows: int) -> None:
     """Remember a number of rows; a cache that can't be written is left as it is."""
     with contextlib.suppress(OSError):
         path = _path_of(key)
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         write_whole(path, json.dumps({"num_rows": num_rows}))
 
 
