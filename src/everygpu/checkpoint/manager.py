@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from everygpu.checkpoint.run_directory import (
 from everygpu.checkpoint.save import Taken, collect_states, wait_for_devices, with_generators, write_checkpoint
 from everygpu.checkpoint.snapshot import Copying, Snapshot, SnapshotMemory
 from everygpu.checkpoint.states import require_names
+from everygpu.checkpoint.stop_point import StopPoint
 from everygpu.errors import CheckpointError, CheckpointForeignError
 from everygpu.ranks.group import joined
 
@@ -52,6 +53,9 @@ class CheckpointManager:
     raised on all. Where only rank 0 saves, as under ``if everygpu.is_main()``, nothing waits. All ranks load the same
     files: the directory must be one that all boxes see.
 
+    SIGTERM and SIGUSR1 end a run, in the ``with`` block or after the first save, at the next `save`: it is written
+    whatever ``every`` says, and the exit code is 143. A second signal ends the process at once.
+
     Not safe for several threads. Several processes that save to one directory exclude each other. Ctrl-C may come at
     any moment: a checkpoint is whole or not there, and the next save works. The interpreter's end waits for
     background saves.
@@ -71,6 +75,7 @@ class CheckpointManager:
         every: int = 1,
         keep_best: Mapping[str, Mode] | None = None,
         asynchronous: bool = False,
+        signals: Collection[int] | None = None,
     ) -> None:
         """Say where and how checkpoints are kept; nothing is read or written yet.
 
@@ -82,6 +87,7 @@ class CheckpointManager:
                 instance ``{"accuracy": "max"}``.
             asynchronous: Whether `save` copies the state to host memory and writes it in a thread, while
                 training goes on. The memory, one copy of the state, is kept until `close`.
+            signals: Which of SIGTERM and SIGUSR1 end the run at a save, by default both; ``()`` for none.
         Raises:
             OptionError: an option is outside what it may be.
         """
@@ -92,6 +98,7 @@ class CheckpointManager:
         self.every = require_positive("every", every)
         self.keep_best = {name: require_mode(name, mode) for name, mode in (keep_best or {}).items()}
         self.asynchronous = asynchronous
+        self._stop = StopPoint(str(self._name), signals)
         self._background = Background()
         self._verdicts = Verdicts()
         self._written_by_rank_0: str | None = None
@@ -121,12 +128,15 @@ class CheckpointManager:
         Raises:
             CheckpointError: as `everygpu.save` raises it, here or in the background since the last call.
             OptionError: the step is no whole number from 0 on, or a metric no number.
+            SystemExit: with 143, once it is written, where a signal has asked for that.
         """
         require_names(misplaced, "save", "save(step, model=model)")
         if joined() is None:  # else errors are raised at steps at which all ranks do
             self._background.check()
         require_step(step, "save")
-        if step % self.every != 0 and not force:
+        self._stop.listen(self)
+        is_last = self._stop.is_here()
+        if step % self.every != 0 and not force and not is_last:
             return None
         self._written_by_rank_0 = None
         ranks = one_writer()
@@ -134,7 +144,11 @@ class CheckpointManager:
         begun, written = ranks.next_key(name), ranks.next_key(f"{name} in the background")
         ranks.write(begun, lambda: self._save(step, finite_numbers(metrics or {}), what, written))
         self._written_by_rank_0 = None if ranks.is_writing or not self.asynchronous else written
-        return step_path(self.directory, step)
+        path = step_path(self.directory, step)
+        if is_last:
+            self.wait()
+            self._stop.end(path)
+        return path
 
     def load(self, step: int | None = None, *misplaced: NoReturn, **what: Any) -> dict[str, Any]:
         """Load the newest checkpoint that is whole, or that of a step.
@@ -191,23 +205,28 @@ class CheckpointManager:
         Raises:
             CheckpointError: what went wrong in the background.
         """
-        try:
-            self.wait()
-        finally:
-            while self._spare:
-                self._spare.pop().release()
+        self._close(has_failed=False)
 
     def __enter__(self) -> "CheckpointManager":
+        self._stop.listen(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            self.close()
+            self._close(has_failed=error is not None)
         except CheckpointError:
             if error is None:  # else the log has it, and the block's own error is the one to see
                 raise
+
+    def _close(self, *, has_failed: bool) -> None:
+        try:
+            self.wait()
+        finally:
+            while self._spare:
+                self._spare.pop().release()
+            self._stop.leave(self, has_failed=has_failed)
 
     def _save(self, step: int, metrics: dict[str, float], what: dict[str, Any], written: str) -> None:
         self._background.wait()

@@ -164,6 +164,12 @@ class Group:
         """Write something down for other ranks, which read it when they like; no collective."""
         self._watch.news.set(f"note/{key}", text)
 
+    def find_note(self, key: str) -> str | None:
+        """Return a note if it has been left by now."""
+        with self._communicating():
+            news = self._watch.news
+            return str(news.get(f"note/{key}").decode()) if news.check([f"note/{key}"]) else None
+
     def read_note(self, key: str, limit_s: float = math.inf) -> str:
         """Wait for a note of rank 0.
 
