@@ -1,0 +1,216 @@
+"""b18: SIGTERM and SIGUSR1 in training, evaluation, warm-up and a save: a checkpoint, then exit 143."""
+
+import faulthandler
+import gc
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import everygpu
+from everygpu import CheckpointManager
+from everygpu.errors import OptionError
+from tests.faults.inject import fork
+from tests.faults.test_b10_resume import Training, read
+from tests.ranks.harness import running
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
+    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
+]
+stop_signals = import_module("everygpu.checkpoint.stop_signals")
+TERM, USR1 = signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM)
+Hook = Callable[[str], object]
+
+
+def end_of(work: Callable[[], object]) -> int:
+    """Do work in a process of its own; return its exit code, or the negative signal that killed it."""
+
+    def exiting() -> None:
+        try:
+            work()
+        except SystemExit as stop:
+            os._exit(int(stop.code or 0))
+
+    return os.waitstatus_to_exitcode(os.waitpid(fork(exiting), 0)[1])
+
+
+def send(*signals: int) -> None:
+    for number in signals:
+        os.kill(os.getpid(), number)
+
+
+def at(place: str, *signals: int) -> Hook:
+    """Make what sends this process signals at a place of the training."""
+    return lambda here: send(*signals) if here == place else None
+
+
+def train(directory: Path, on: Hook, **options: Any) -> None:
+    """Train for four steps, with an evaluation after the second one."""
+    model = torch.nn.Linear(2, 1)
+    with CheckpointManager(directory, **{"every": 1000, **options}) as checkpoints:
+        on("warm-up")
+        for step in range(1, 5):
+            on(f"step {step}")
+            checkpoints.save(step, model=model)
+            if step == 2:
+                on("evaluation")
+        on("end")
+    on("outside")
+
+
+def saved_in(directory: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in directory.glob("step-*"))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("place", "step"), [("warm-up", 1), ("step 2", 2), ("evaluation", 3)])
+def test_b18_is_saved_at_the_next_step(tmp_path: Path, place: str, step: int, asynchronous: bool) -> None:
+    number = USR1 if place == "step 2" else TERM
+    assert end_of(partial(train, tmp_path / "run", at(place, number), asynchronous=asynchronous)) == 143
+    assert saved_in(tmp_path / "run") == [step]
+    everygpu.load(tmp_path / "run", model=torch.nn.Linear(2, 1))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_b18_in_a_save(tmp_path: Path, asynchronous: bool) -> None:
+    real, calls = os.fsync, []
+
+    def fsync(descriptor: int) -> None:
+        real(descriptor)
+        calls.append(send(TERM) if not calls else None)
+
+    def work() -> None:
+        os.fsync = fsync
+        train(tmp_path / "run", lambda place: time.sleep(0.02), every=1, asynchronous=asynchronous)
+
+    assert end_of(work) == 143
+    assert saved_in(tmp_path / "run") == [1, 2]
+
+
+def test_b18_a_resumed_run_goes_on_to_the_last_bit(tmp_path: Path) -> None:
+    def go_on(name: str, seed: int, stop_at: int) -> None:
+        training = Training(tmp_path / name, 2, num_workers=0, seed=seed)
+        training.resume()
+        plain = training.train
+
+        def step(samples: torch.Tensor) -> str:
+            if training.step + 1 == stop_at:
+                send(TERM)
+            return plain(samples)
+
+        training.train = step  # type: ignore[method-assign]
+        training.run(tmp_path / f"{name}.log", up_to=14)
+
+    assert end_of(partial(go_on, "whole", 1, 0)) == 0
+    assert end_of(partial(go_on, "run", 1, 11)) == 143
+    assert saved_in(tmp_path / "run")[-1] == 11  # of which no multiple was due
+    assert end_of(partial(go_on, "run", 50, 0)) == 0
+    assert read(tmp_path / "run.log") == read(tmp_path / "whole.log")
+    assert [step for step, _ in read(tmp_path / "run.log")] == [*range(1, 15)]
+
+
+@pytest.mark.parametrize(
+    ("signals", "again_s", "end"),
+    [((TERM, TERM), 0.0, -TERM), ((TERM, TERM), 60.0, 143), ((TERM, USR1), 60.0, -USR1)],
+)
+def test_b18_a_second_one_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: tuple[int, ...], again_s: float, end: int
+) -> None:
+    monkeypatch.setattr(stop_signals, "AGAIN_S", again_s)
+    assert end_of(partial(train, tmp_path / "run", at("step 2", *signals))) == end
+    assert saved_in(tmp_path / "run") == ([2] if end == 143 else [])
+
+
+def test_b18_after_the_last_save_it_ends_the_run_as_without_us(tmp_path: Path) -> None:
+    assert end_of(partial(train, tmp_path / "run", at("end", TERM))) == -TERM
+    assert end_of(partial(train, tmp_path / "run", at("outside", TERM))) == -TERM
+
+
+def test_b18_of_a_handler_of_the_users_both_are_called(tmp_path: Path) -> None:
+    def work() -> None:
+        heard: list[int] = []
+        own = lambda number, frame: heard.append(number)  # noqa: E731
+        signal.signal(TERM, own)
+        try:
+            train(tmp_path / "run", at("step 2", TERM))
+        finally:
+            assert heard == [TERM]
+            assert signal.getsignal(TERM) is own
+
+    assert end_of(work) == 143
+
+
+@pytest.mark.parametrize("what", ["ignored", "of C", "set later", "not asked for"])
+def test_b18_what_the_user_has_set_stays(tmp_path: Path, what: str) -> None:
+    def work() -> None:
+        with open(tmp_path / "stacks", "w") as file:
+            if what == "ignored":
+                signal.signal(USR1, signal.SIG_IGN)
+            if what == "of C":
+                faulthandler.register(USR1, file)
+
+            def on(place: str) -> None:
+                if place == "step 2" and what == "set later":
+                    signal.signal(USR1, lambda number, frame: file.write("thread"))
+                at("step 3", USR1)(place)
+
+            train(tmp_path / "run", on, signals=() if what == "not asked for" else None)
+            send(USR1)
+
+    assert end_of(work) == (-USR1 if what == "not asked for" else 0)
+    assert (tmp_path / "stacks").read_text().lower().count("thread") == {"of C": 2, "set later": 2}.get(what, 0)
+    assert saved_in(tmp_path / "run") == []
+
+
+def is_heard(number: int) -> bool:
+    return signal.getsignal(number) is not signal.SIG_DFL
+
+
+def test_b18_handlers_are_there_while_a_manager_is_in_use(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    first, second = CheckpointManager(tmp_path / "1"), CheckpointManager(tmp_path / "2", signals=[TERM])
+    assert not is_heard(TERM)
+    first.save(1, model=model)
+    with second:
+        assert is_heard(TERM)
+        assert end_of(lambda: os._exit(is_heard(TERM) or is_heard(USR1))) == 0, "a forked process has them"
+        first.close()
+        assert is_heard(TERM)
+        assert not is_heard(USR1)
+    assert not is_heard(TERM)
+    first.save(2, model=model)
+    assert is_heard(USR1)
+    del first
+    gc.collect()
+    assert not is_heard(USR1)
+    with pytest.raises(OptionError, match="SIGTERM and signal.SIGUSR1"):
+        CheckpointManager(tmp_path, signals=[signal.SIGINT])
+
+
+def train_by_ranks(directory: Path, signalled: int) -> None:
+    rank = int(os.environ["RANK"])
+    model = everygpu.DataParallel(torch.nn.Linear(2, 1), ["cpu"])
+    with CheckpointManager(directory, every=1000) as checkpoints:
+        for step in range(1, 10_000):
+            model(torch.ones(2, 2)).sum().backward()
+            if step == 3 and rank == signalled:
+                send(TERM)
+            checkpoints.save(step, model=model)
+
+
+@pytest.mark.usefixtures("warm_python")
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_b18_all_ranks_stop_at_the_same_step(tmp_path: Path, signalled: int) -> None:
+    with running(train_by_ranks, tmp_path / "run", signalled, size=2, folder=tmp_path / "results") as ranks:
+        assert ranks.wait() == [143, 143], ranks.said
+    assert not any("RankError" in said for said in ranks.said)
+    (step,) = saved_in(tmp_path / "run")
+    assert step == 4 if signalled == 0 else step in (4, 5)
