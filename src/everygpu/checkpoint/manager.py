@@ -144,11 +144,10 @@ class CheckpointManager:
         begun, written = ranks.next_key(name), ranks.next_key(f"{name} in the background")
         ranks.write(begun, lambda: self._save(step, finite_numbers(metrics or {}), what, written))
         self._written_by_rank_0 = None if ranks.is_writing or not self.asynchronous else written
-        path = step_path(self.directory, step)
         if is_last:
             self.wait()
-            self._stop.end(path)
-        return path
+            self._stop.end(step_path(self.directory, step))
+        return step_path(self.directory, step)
 
     def load(self, step: int | None = None, *misplaced: NoReturn, **what: Any) -> dict[str, Any]:
         """Load the newest checkpoint that is whole, or that of a step.
@@ -205,7 +204,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: what went wrong in the background.
         """
-        self._close(has_failed=False)
+        self._close(None)
 
     def __enter__(self) -> "CheckpointManager":
         self._stop.listen(self)
@@ -214,19 +213,20 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
+        if isinstance(error, KeyboardInterrupt):  # the interpreter's end, and the next call, wait: a second ends it now
+            return
         try:
-            self._close(has_failed=error is not None)
+            self.wait()
         except CheckpointError:
             if error is None:  # else the log has it, and the block's own error is the one to see
                 raise
-
-    def _close(self, *, has_failed: bool) -> None:
-        try:
-            self.wait()
         finally:
             while self._spare:
                 self._spare.pop().release()
-            self._stop.leave(self, has_failed=has_failed)
+            self._stop.leave(self, has_failed=error is not None)
 
     def _save(self, step: int, metrics: dict[str, float], what: dict[str, Any], written: str) -> None:
         self._background.wait()

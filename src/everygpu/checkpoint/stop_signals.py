@@ -2,10 +2,14 @@
 
 A handler notes the first one, which a `CheckpointManager` looks for at its next save. The second one does what it
 would do without us, so a process that doesn't come to a save can be ended.
+
+Ctrl-C raises KeyboardInterrupt, as ever. Pressed twice, it ends the process: a KeyboardInterrupt that comes while the
+first one closes workers is lost in a finalizer, and one in a thread's last wait makes it wait again.
 """
 
 import ctypes
 import logging
+import math
 import os
 import signal
 import sys
@@ -27,6 +31,8 @@ STOPPING = tuple(signal.Signals[name] for name in ("SIGTERM", "SIGUSR1") if hasa
 """Windows has no SIGUSR1."""
 AGAIN_S = 0.5
 """The same signal within this time is the same request: a launcher passes on what every process of a job gets."""
+PRESS_S, TWICE_S = 0.2, 2.0
+"""Ctrl-C that comes twice between these times has been pressed twice."""
 
 
 class _Installed(NamedTuple):
@@ -45,7 +51,7 @@ class StopSignals:
         """The signal that has asked the run to end."""
         self.is_ending = False
         """Whether what it asked for is done, so that others like it change nothing."""
-        self._heard_at = 0.0
+        self._heard_at = self._pressed_at = -math.inf
         self._users: dict[int, tuple[frozenset[signal.Signals], weakref.finalize[[int], object]]] = {}
         self._installed: dict[signal.Signals, _Installed] = {}
         if hasattr(os, "register_at_fork"):
@@ -58,7 +64,7 @@ class StopSignals:
         finalizer = weakref.finalize(user, self._drop, id(user))
         finalizer.atexit = False
         self._users[id(user)] = (signals, finalizer)
-        for number in signals:
+        for number in {*signals, signal.SIGINT}:
             # Another one, set later than ours, may call ours, which would call it.
             if number not in self._installed or signal.getsignal(number) is signal.SIG_DFL:
                 self._install(number)
@@ -82,20 +88,25 @@ class StopSignals:
                 self._restore(number)
 
     def _wanted(self) -> set[signal.Signals]:
-        return {number for signals, _ in self._users.values() for number in signals}
+        return {number for signals, _ in self._users.values() for number in {*signals, signal.SIGINT}}
+
+    def _handler_of(self, number: signal.Signals) -> Callable[[int, FrameType | None], None]:
+        return self._interrupt if number is signal.SIGINT else self._hear
 
     def _install(self, number: signal.Signals) -> None:
         before = signal.getsignal(number)
+        if number is signal.SIGINT and (before is not signal.default_int_handler or hasattr(sys, "ps1")):
+            return  # a notebook's process is not ours to end
         # What C code has installed, as faulthandler.register, is hidden from Python, and would be lost.
         if before is None or before is signal.SIG_IGN or (before is signal.SIG_DFL and _address(number)):
             return
-        signal.signal(number, self._hear)
+        signal.signal(number, self._handler_of(number))
         self._installed[number] = _Installed(before, _address(number))
 
     def _restore(self, number: signal.Signals) -> None:
         """Put the handler of before back, unless another one has replaced ours."""
         before, address = self._installed[number]
-        if signal.getsignal(number) == self._hear and _address(number) == address:
+        if signal.getsignal(number) == self._handler_of(number) and _address(number) == address:
             signal.signal(number, before)
             del self._installed[number]
 
@@ -125,6 +136,15 @@ class StopSignals:
         elif not callable(before):
             signal.signal(asked, signal.SIG_DFL)
             signal.raise_signal(asked)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        since, self._pressed_at = time.monotonic() - self._pressed_at, time.monotonic()
+        if since < PRESS_S:
+            return
+        if since < TWICE_S and self._users:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        signal.default_int_handler(number, frame)
 
     @staticmethod
     def act(number: signal.Signals) -> None:
