@@ -10,6 +10,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from everygpu.cli.launch import Launch, launch, pass_on
 
 
+@pytest.fixture(autouse=True)
+def put_back(monkeypatch):
+    """Have what a launch sets for torchrun taken back."""
+    monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", "SIGTERM")
+
+
 def test_alone_on_a_box():
     arguments = Launch(num_processes=2).arguments("dir/train.py", ["--lr", "1"])
     assert arguments == ["--standalone", "--nproc-per-node", "2", "dir/train.py", "--lr", "1"]
@@ -34,6 +40,7 @@ def failure(exitcode):
         (ChildFailedError("train.py", {1: failure(-9)}), 137, "process 1 ended with exit code -9."),
         (SignalException("x", signal.SIGINT), 130, "stopped by SIGINT; so were the processes."),
         (SignalException("x", signal.SIGTERM), 143, "stopped by SIGTERM; so were the processes."),
+        (SignalException("x", signal.SIGUSR1), 143, "stopped by SIGUSR1; so were the processes."),
     ],
 )
 def test_endings(monkeypatch, ending, code, words):

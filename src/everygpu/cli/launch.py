@@ -4,6 +4,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from everygpu.exit_codes import STOPPED
+
+_HANDLED_VARIABLE = "PET_SIGNALS_TO_HANDLE"
+"""The default of torchrun's ``--signals-to-handle``: signals that it passes on to the processes, and ends."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
@@ -53,13 +58,16 @@ def launch(plan: Launch, script: str, args: Sequence[str]) -> tuple[int, str | N
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    os.environ.setdefault(_HANDLED_VARIABLE, "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     try:
         run.main(plan.arguments(script, args))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         return _shell_code(failure.exitcode), f"process {rank} ended with exit code {failure.exitcode}."
     except SignalException as error:
-        return 128 + int(error.sigval), f"stopped by {error.sigval.name}; so were the processes."
+        name = error.sigval.name
+        code = STOPPED if name == "SIGUSR1" else 128 + int(error.sigval)  # as a CheckpointManager takes it
+        return code, f"stopped by {name}; so were the processes."
     return 0, None
 
 

@@ -16,6 +16,7 @@ from everygpu.cli.filters import Filters, filter_options
 from everygpu.cli.launch import Launch, launch, pass_on
 from everygpu.cli.numbers import FiniteRange
 from everygpu.cli.plan import NO_GPU, Manners, Plan, Request, parse_request, plan_run
+from everygpu.cli.restarts import Command, run_again
 from everygpu.cli.script import run_module, run_script
 from everygpu.cli.text import harmless
 from everygpu.devices import nvml
@@ -80,6 +81,13 @@ def torchrun_options(command: Callable[..., None]) -> Callable[..., None]:
     help="How DataParallel cuts batches where the script doesn't say: 'weighted' measures the GPUs.",
 )
 @click.option(
+    "--restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="Start the script again, N times at most, when it is killed, loses a GPU, or ends with exit code 5 or 6.",
+)
+@click.option(
     "--processes",
     metavar="N|auto",
     callback=_read_processes,
@@ -99,6 +107,7 @@ def run_chosen(
     share: bool,
     cpu: bool,
     split: str | None,
+    restarts: int,
     processes: int | None,
     nnodes: str | None,
     rdzv_endpoint: str | None,
@@ -117,6 +126,8 @@ def run_chosen(
     if not is_module and not os.path.isfile(script):
         raise click.BadParameter(f"File {script!r} does not exist. For a module, write -m.", param_hint="'SCRIPT'")
     _check_launch(processes, nnodes, rdzv_endpoint, passed_on)
+    if restarts:
+        sys.exit(_run_again(restarts, gpus, nnodes, len(args)))
     wait_s = 0.0 if not wait else math.inf if timeout is None else timeout
     manners = Manners(share=share, wait_s=wait_s, tell=_tell)
     plan = Plan(environ=NO_GPU) if cpu else _plan_devices(ask_for_each(processes, gpus), filters, manners)
@@ -131,6 +142,16 @@ def run_chosen(
     code, note = launch(replace(meeting, passed_on=passed_on, is_module=is_module), script, args)
     _tell(note)
     sys.exit(code)
+
+
+def _run_again(num_restarts: int, gpus: Request, nnodes: str | None, num_args: int) -> int:
+    if nnodes is not None:
+        raise click.UsageError("--restarts is for one box: for several, --max-restarts starts all processes again.")
+    written = sys.argv[sys.argv.index("run") + 1 :]
+    end = len(written) - num_args - 1
+    options = written[: end - (written[end - 1] == "--")]
+    command = Command(options=options, script=written[len(options) :], indices=gpus.indices, count=gpus.count)
+    return run_again(command, num_restarts, _tell)
 
 
 def _plan_devices(request: Request, filters: Filters, manners: Manners) -> Plan:

@@ -8,8 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from types import CodeType, ModuleType
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
+from everygpu.exit_codes import INTERRUPTED
 
 
 def run_module(name: str, args: Sequence[str]) -> str | int | None:

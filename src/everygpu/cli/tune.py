@@ -16,8 +16,8 @@ from rich.table import Table
 from everygpu.child import python_command
 from everygpu.cli.numbers import FiniteRange
 from everygpu.cli.output import Output
-from everygpu.cli.script import INTERRUPTED
 from everygpu.cli.text import harmless
+from everygpu.exit_codes import INTERRUPTED
 from everygpu.units import format_size
 
 MAX_ROWS = 2**16
