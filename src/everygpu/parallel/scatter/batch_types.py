@@ -148,9 +148,11 @@ def move_tree(value: Any, device: torch.device) -> Any:
     """Put every tensor of a nested value on one device, unwrapping ``Replicated``; no copy where it is there."""
 
     def move(leaf: Any) -> Any:
+        if type(leaf) is Tensor:  # nested ones, too
+            return leaf if leaf.device == device else comm.copy(leaf, device)
         if isinstance(leaf, Replicated):
             return move_tree(leaf.value, device)
-        known = None if type(leaf) is Tensor and not leaf.is_nested else known_type(leaf)
+        known = known_type(leaf)
         if known is not None:
             return known.move(leaf, device)
         return comm.copy(leaf, device) if isinstance(leaf, Tensor) else leaf
