@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,3 +92,20 @@ def test_b17_twice_ends_it_at_once(tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(timeout=2) == -signal.SIGINT  # 130 in a shell
         wait_until_gone(process.pid)
+
+
+def test_b17_a_block_that_ctrl_c_leaves_doesnt_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_left, real = threading.Event(), os.fsync
+
+    def fsync(descriptor: int) -> None:
+        assert is_left.wait(20), "the block waits for its save"
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    checkpoints = everygpu.CheckpointManager(tmp_path / "run", asynchronous=True)
+    checkpoints.save(1, x=1)
+    with pytest.raises(KeyboardInterrupt), checkpoints:
+        raise KeyboardInterrupt
+    is_left.set()
+    checkpoints.close()
+    assert everygpu.load(tmp_path / "run") == {"step": 1, "x": 1}

@@ -95,6 +95,12 @@ def test_b18_in_a_save(tmp_path: Path, asynchronous: bool) -> None:
     assert saved_in(tmp_path / "run") == [1, 2]
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_b18_a_save_that_fails_is_no_143(tmp_path: Path, asynchronous: bool) -> None:
+    (tmp_path / "run").write_text("in the way")
+    assert end_of(partial(train, tmp_path / "run", at("step 2", TERM), asynchronous=asynchronous)) == 1
+
+
 def test_b18_a_resumed_run_goes_on_to_the_last_bit(tmp_path: Path) -> None:
     def go_on(name: str, seed: int, stop_at: int) -> None:
         training = Training(tmp_path / name, 2, num_workers=0, seed=seed)
@@ -109,6 +115,7 @@ def test_b18_a_resumed_run_goes_on_to_the_last_bit(tmp_path: Path) -> None:
         training.train = step  # type: ignore[method-assign]
         training.run(tmp_path / f"{name}.log", up_to=14)
 
+    Training(tmp_path / "first", 1, num_workers=0).run([], up_to=1)  # torch imports its rest, once for all forks
     assert end_of(partial(go_on, "whole", 1, 0)) == 0
     assert end_of(partial(go_on, "run", 1, 11)) == 143
     assert saved_in(tmp_path / "run")[-1] == 11  # of which no multiple was due
@@ -148,7 +155,7 @@ def test_b18_of_a_handler_of_the_users_both_are_called(tmp_path: Path) -> None:
     assert end_of(work) == 143
 
 
-@pytest.mark.parametrize("what", ["ignored", "of C", "set later", "not asked for"])
+@pytest.mark.parametrize("what", ["ignored", "of C", "of C later", "set later", "not asked for"])
 def test_b18_what_the_user_has_set_stays(tmp_path: Path, what: str) -> None:
     def work() -> None:
         with open(tmp_path / "stacks", "w") as file:
@@ -160,13 +167,15 @@ def test_b18_what_the_user_has_set_stays(tmp_path: Path, what: str) -> None:
             def on(place: str) -> None:
                 if place == "step 2" and what == "set later":
                     signal.signal(USR1, lambda number, frame: file.write("thread"))
+                if place == "step 2" and what == "of C later":
+                    faulthandler.register(USR1, file)
                 at("step 3", USR1)(place)
 
             train(tmp_path / "run", on, signals=() if what == "not asked for" else None)
             send(USR1)
 
     assert end_of(work) == (-USR1 if what == "not asked for" else 0)
-    assert (tmp_path / "stacks").read_text().lower().count("thread") == {"of C": 2, "set later": 2}.get(what, 0)
+    assert (tmp_path / "stacks").read_text().lower().count("thread") == {"ignored": 0, "not asked for": 0}.get(what, 2)
     assert saved_in(tmp_path / "run") == []
 
 
