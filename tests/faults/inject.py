@@ -203,7 +203,11 @@ def _is_of_python(path: object) -> bool:
 
 
 def _seconds(work: Callable[[], object]) -> float:
+    """Time what is done, when nothing else holds it up: kills at random times are to come before its end as well."""
     work()
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
+    found = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - begin)
+    return min(found)

@@ -109,7 +109,7 @@ WAYS: dict[str, list[tuple[str, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("engine", WAYS)
+@pytest.mark.parametrize("engine", [pytest.param(e, marks=pytest.mark.slow if e == "compile" else ()) for e in WAYS])
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
 def test_b11_wherever_a_replica_runs_out_of_memory(
     engine: str, helpers: HelperPool, monkeypatch: pytest.MonkeyPatch

@@ -75,6 +75,7 @@ def test_b12_in_threads() -> None:
     check_all(everygpu.DataParallel(net, ["cpu"] * 2, engine="threads"), net, "threads")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
 def test_b12_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
