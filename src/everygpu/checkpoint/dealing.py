@@ -28,12 +28,11 @@ from everygpu.errors import OptionError, RankError
 from everygpu.parallel.scatter.batch_types import batch_type, open_batch, slice_batch
 from everygpu.parallel.scatter.row_count import find_rows
 from everygpu.parallel.scatter.split import plan_split
+from everygpu.ranks.first_batch import batch_digest
 from everygpu.ranks.group import Group, join
 from everygpu.ranks.lockstep import Lockstep
 
 logger = logging.getLogger("everygpu")
-
-_MOST_VALUES = 1024
 
 Kind: TypeAlias = Literal["indexed", "whole", "sharded"]
 """A rank reads its own rows; it reads all and keeps its own; or its loader has only its own."""
@@ -76,8 +75,8 @@ class Dealing:
             num_rows = find_rows([("batch", batch)], dim)
             own = batch if num_rows is None else slice_rows(batch, self._share(num_rows), dim)
         if self.lockstep is not None:
-            empty = slice(0, 0)
-            self.lockstep.note(lambda: tree.map_leaves(_detached, slice_rows(own, empty, dim)), lambda: _digest(batch))
+            empty, digest = slice(0, 0), functools.partial(batch_digest, batch)
+            self.lockstep.note(lambda: tree.map_leaves(_detached, slice_rows(own, empty, dim)), digest)
         return own
 
     def deal(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -258,12 +257,3 @@ def slice_rows(batch: Any, rows: slice, dim: int) -> Any:
 def _detached(leaf: Any) -> Any:
     """Copy what has no rows, so that it doesn't keep the batch it was cut from."""
     return leaf.clone() if isinstance(leaf, Tensor) else leaf.copy() if tree.is_array(leaf) else leaf
-
-
-def _digest(batch: Any) -> int:
-    """Tell batches apart by the first values of each tensor."""
-    found = 0
-    for path, leaf in tree.leaves(batch, ""):
-        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
-            found = zlib.crc32(repr((path, leaf.shape, leaf.flatten()[:_MOST_VALUES].tolist())).encode(), found)
-    return found
