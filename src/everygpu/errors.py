@@ -12,6 +12,7 @@
     ├── CallError (RuntimeError)              a call comes where, or asks for what, the object can't do
     ├── CopyError (TypeError)                 an object that can't be copied or pickled was to be
     ├── LossError (ValueError)                the loss returned no single number; a RuntimeError, too
+    ├── NonFiniteError (FloatingPointError)   a loss or gradients are nan or infinite
     ├── ReplicaError (RuntimeError)           names the replica an exception came from
     ├── RankError (RuntimeError)              processes that train together differ, or one of them has failed
     ├── WorkerError (RuntimeError)            a process of the loader, or of a replica, died
@@ -90,6 +91,10 @@ class CopyError(EveryGPUError, TypeError):
 
 class LossError(EveryGPUError, ValueError, RuntimeError):
     """The loss function, or the model in its place, returned no single number. torch raises RuntimeError."""
+
+
+class NonFiniteError(EveryGPUError, FloatingPointError):
+    """A loss or gradients are nan or infinite; parameters are as before."""
 
 
 class ReplicaError(EveryGPUError, RuntimeError):

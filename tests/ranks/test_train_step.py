@@ -1,6 +1,7 @@
 """A training step on several ranks is that of one device on the whole batch."""
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -108,7 +109,11 @@ CASES = {
 
 
 def train_each():
-    return {name: train(*case) for name, case in CASES.items()} | {"overflow": overflow(), "sparse": sparse()}
+    return {name: train(*case) for name, case in CASES.items()} | {
+        "overflow": overflow(),
+        "nonfinite": nonfinite(),
+        "sparse": sparse(),
+    }
 
 
 def test_training_equals_one_device_and_an_overflow_on_one_rank_is_skipped_on_all(tmp_path):
@@ -121,6 +126,10 @@ def test_training_equals_one_device_and_an_overflow_on_one_rank_is_skipped_on_al
                 torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-5, msg=f"{name}: {key}")
         assert all(torch.equal(a, b) for a, b in zip(ranks[0][name][1].values(), ranks[1][name][1].values())), name
     assert [rank["overflow"] for rank in ranks] == [(1, True)] * 2
+    skipped, message = ranks[0]["nonfinite"]
+    assert skipped == ranks[1]["nonfinite"][0] == (1, True)
+    assert "got others in update 2. First in a forward of the same batch: the batch itself" in message
+    assert "on cpu (replica 0), rank 1." in message
     assert [rank["sparse"] for rank in ranks] == [[2.0, 1.0, 1.0, 2.0]] * 2
 
 
@@ -139,6 +148,24 @@ def overflow():
     before = copy.deepcopy(net.state_dict())
     step(x, y * float("inf") if group.rank else y)
     return step.stats().num_skipped, all(torch.equal(a, before[k]) for k, a in net.state_dict().items())
+
+
+def nonfinite():
+    group = join()
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    step = everygpu.TrainStep(everygpu.DataParallel(net, ["cpu"]), F.mse_loss, optimizer)
+    messages = []
+    logger = logging.getLogger("everygpu.step.finite_check").parent
+    handler = logging.StreamHandler(type("Messages", (), {"write": messages.append, "flush": int}))
+    logger.addHandler(handler)
+    x, y = torch.randn(3, 2), torch.randn(3, 1)
+    step(x, y)
+    before = copy.deepcopy(net.state_dict())
+    step(x * float("nan") if group.rank else x, y)
+    logger.removeHandler(handler)
+    skipped = step.stats().num_skipped, all(torch.equal(a, before[k]) for k, a in net.state_dict().items())
+    return skipped, "".join(messages)
 
 
 def sparse():

@@ -165,6 +165,7 @@ def check_in_place(name, num_devices, dtype, clip_norm):
                     if t.grad is not None
                 ]
                 q.grad = sum(found).float() if found else None
+        held = update._sources._grads  # a recording's memory stays where it is; here it must be kept
         assert update.touched() == touched
         update.write_tables()
         chunks = list(itertools.product(range(len(flat_params.plans)), range(num_devices)))
@@ -179,6 +180,7 @@ def check_in_place(name, num_devices, dtype, clip_norm):
             for b, rank in chunks:
                 factor = clip_factor(norm, clip_norm)
                 fused.launch_range(fused.spans[b], rank, update.rows, factor=factor, is_reduced=True)
+        del held
         fused.finish(touched)
         step_plainly(stock, dtype)
         for i, (p, q) in enumerate(zip(params, plain)):

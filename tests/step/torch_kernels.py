@@ -72,7 +72,14 @@ def _add(
 
 
 def _reduce(
-    grads: Tensor, targets: Tensor, squares: Tensor, rows: Tensor, lengths: Tensor, *, span: BlockRange
+    grads: Tensor,
+    targets: Tensor,
+    squares: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    status: Tensor,
+    *,
+    span: BlockRange,
 ) -> None:
     for block in range(span.first, span.first + span.num_blocks):
         squares[block] = 0
@@ -80,6 +87,8 @@ def _reduce(
             total = _sum(grads, block, int(lengths[block]), span.dtype)
             _at(int(targets[0, block]), BLOCK_NUMEL, span.dtype).copy_(total)
             squares[block] = total.square().sum()
+            if not total.isfinite().all():
+                _note_sources(status, grads, block, int(lengths[block]), span.dtype)
 
 
 def _update(
@@ -90,6 +99,7 @@ def _update(
     rows: Tensor,
     lengths: Tensor,
     table: Tensor,
+    status: Tensor,
     factor: Tensor,
     *,
     span: BlockRange,
@@ -104,10 +114,20 @@ def _update(
             for found in (values, states)
         )
         grad = _sum(grads, block, int(lengths[block]), span.dtype) * factor * options[0]
+        if not grad.isfinite().all():
+            _note_sources(status, grads, block, int(lengths[block]), span.dtype)
+            continue
         wide = [s.float() for s in kept]
         new = rule(places[rank].float().clone(), grad, wide, options)
         for place, value in [*((p, new) for p in places), *zip(kept, wide)]:
             place.copy_(value)
+
+
+def _note_sources(status: Tensor, grads: Tensor, block: int, length: int, dtype: torch.dtype) -> None:
+    found = _at(int(status), grads.shape[0], torch.float32)
+    for source, address in enumerate(grads[:, block].tolist()):
+        if not _at(address, length, dtype).isfinite().all():
+            found[source] = 1
 
 
 def _sum(grads: Tensor, block: int, length: int, dtype: torch.dtype) -> Tensor:

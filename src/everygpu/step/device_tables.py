@@ -40,6 +40,12 @@ class DeviceTables:
     """For each bucket, one chunk for each of the rule's states."""
     addresses: list[list[int]]
     """Of the states' chunks: asking each would take longer than comparing."""
+    status: Tensor
+    """Address of the numbers that say which devices' gradients aren't finite, shape (1,)."""
+    unread_status: Tensor
+    """Likewise of one that no device reads: of a sum it isn't known from which device a value came."""
+    unread: Tensor
+    """The memory that ``unread_status`` refers to."""
     one: Tensor
     options: Tensor
     """Shape (parameters, columns): rows of hyperparameters, as many as there are different ones."""
@@ -91,6 +97,12 @@ class DeviceTables:
         if steps:
             foreach_add_(steps, 1)
 
+    def uncount(self, counted: set[int]) -> None:
+        """Take an update of parameters back."""
+        steps = [state["step"] for f, state in self.parts() if f.piece.index in counted and "step" in state]
+        if steps:
+            foreach_add_(steps, -1)
+
     def _first_state(self, f: Fragment, group: Options) -> State:
         if not self.rule.keeps_states(group):
             return {}
@@ -106,7 +118,12 @@ class DeviceTables:
 
 
 def make_tables(
-    rule: UpdateRule, flat_params: FlatParameters, shards: Shards, spans: Sequence[BlockRange], rank: int
+    rule: UpdateRule,
+    flat_params: FlatParameters,
+    shards: Shards,
+    spans: Sequence[BlockRange],
+    rank: int,
+    status: Tensor,
 ) -> DeviceTables:
     """Make the tables of one device.
 
@@ -116,6 +133,7 @@ def make_tables(
         shards: Their states.
         spans: Each bucket's blocks.
         rank: Which device.
+        status: Begins with a number for each device, on the first one.
     """
     plans, device = flat_params.plans, flat_params.devices[rank]
     states = [[plan.make_chunk(device) for _ in rule.states] for plan in plans]
@@ -123,6 +141,7 @@ def make_tables(
     grads = _find_blocks(flat_params.grads, begins, spans, device)
     num_blocks = sum(span.num_blocks for span in spans)
     shape = max(1, len(flat_params.params)), len(rule.columns)
+    unread = torch.zeros(1, dtype=torch.float32, device=device)
     return DeviceTables(
         device=device,
         rule=rule,
@@ -136,6 +155,9 @@ def make_tables(
         squares=torch.zeros(num_blocks, dtype=torch.float32, device=device),
         states=states,
         addresses=[[chunk.data_ptr() for chunk in chunks] for chunks in states],
+        status=torch.tensor([status.data_ptr()], dtype=torch.int64, device=device),
+        unread_status=torch.tensor([unread.data_ptr()], dtype=torch.int64, device=device),
+        unread=unread,
         one=torch.ones((), dtype=torch.float32, device=device),
         options=torch.zeros(shape, dtype=torch.float32, device=device),
         written=set(),

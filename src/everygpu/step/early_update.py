@@ -17,6 +17,9 @@ from everygpu.step.fused import FusedUpdate
 from everygpu.step.hyperparameters import HyperparameterTable
 from everygpu.step.update import clip_factor
 
+_LOSS = -1
+"""Stands among the buckets for what is done when the loss is there."""
+
 
 class EarlyUpdate:
     """Updates each bucket when all devices have its gradients, beside what is left of the backward; when recording.
@@ -39,7 +42,20 @@ class EarlyUpdate:
         self._overlaps = overlaps
         self._marks = ReadyEvents(flat_params.devices)
         self._touched: set[int] = set()
+        self._is_checked = False
+        self._factors: list[Tensor | None] = [None] * len(flat_params.devices)
         self._sources = GradTables(flat_params.plans, flat_params.devices, flat_params.devices)
+
+    @property
+    def status(self) -> Tensor:
+        """Of the update; see ``FiniteCheck``."""
+        return self._fused.status
+
+    def check(self, loss: Tensor) -> None:
+        """Have the update be left out where the loss, of shape (), isn't finite; before the backward."""
+        self._is_checked = True
+        self._fused.begin(loss)
+        self._marks.mark(_LOSS)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -71,13 +87,16 @@ class EarlyUpdate:
             The norm before that, shape (), if it had to be known.
         """
         if clip_norm is None:
-            self._run_on_buckets(self._update)
+            self._run_on_buckets(self._update, has_gate=self._is_checked)
             return None
         # What can begin early is adding up: before the first update the last gradient must be known.
         self._run_on_buckets(self._reduce)
         synchronize_streams(self._flat_params.devices)
         norm = self._fused.norm_of_reduced(self.rows)
         factor = clip_factor(norm, clip_norm)
+        if self._is_checked:
+            self._fused.leave_out_unless_finite(norm)
+            factor = factor * self._fused.gate
         for rank, d in enumerate(self._flat_params.devices):
             scale = comm.copy(factor, d)
             with queueing_on(d):
@@ -88,7 +107,12 @@ class EarlyUpdate:
 
     def _update(self, b: int, rank: int) -> None:
         self._fused.launch_range(
-            self._fused.spans[b], rank, self.rows, is_reduced=False, grads=self._sources.tables[rank]
+            self._fused.spans[b],
+            rank,
+            self.rows,
+            factor=self._factors[rank],
+            is_reduced=False,
+            grads=self._sources.tables[rank],
         )
 
     def _reduce(self, b: int, rank: int) -> None:
@@ -98,15 +122,26 @@ class EarlyUpdate:
         plans = enumerate(self._flat_params.plans)
         return [b for b, plan in plans if any(slot.index in self.rows.row_of for slot in plan.slots)]
 
-    def _run_on_buckets(self, launch: Callable[[int, int], None]) -> None:
-        """Have each device do something with its chunk of each bucket, when all have the bucket's gradients."""
+    def _send_gate(self) -> None:
+        self._factors = list(comm.copy_to_each(self._fused.gate, self._flat_params.devices))
+
+    def _run_on_buckets(self, launch: Callable[[int, int], None], *, has_gate: bool = False) -> None:
+        """Have each device do something with its chunk of each bucket, when all have the bucket's gradients.
+
+        Args:
+            launch: Called with a bucket and a device.
+            has_gate: All devices must have the update's gate before.
+        """
 
         def work(b: int) -> None:
             for rank, d in enumerate(self._flat_params.devices):
                 with queueing_on(d):
                     launch(b, rank)
 
-        self._marks.run_beside({b: functools.partial(work, b) for b in self._used_buckets()})
+        works: dict[int, Callable[[], None]] = {b: functools.partial(work, b) for b in self._used_buckets()}
+        if has_gate:
+            works[_LOSS] = self._send_gate
+        self._marks.run_beside(works)
 
     def write_tables(self) -> None:
         """After the recording, before its first launch: tell the kernels where the gradients are."""

@@ -88,15 +88,32 @@ class FusedUpdate:
         self.num_blocks = sum(span.num_blocks for span in self.spans)
         comm.connect(flat_params.devices)
         ranks = range(len(flat_params.devices))
-        self._tables = [make_tables(rule, flat_params, shards, self.spans, rank) for rank in ranks]
+        self.status = torch.zeros(len(flat_params.devices) + 1, dtype=torch.float32, device=flat_params.devices[0])
+        """Of the last update; see ``FiniteCheck``."""
+        self._tables = [make_tables(rule, flat_params, shards, self.spans, rank, self.status) for rank in ranks]
         self._hyperparameters = Hyperparameters(optimizer, rule, flat_params.params, self._tables, self.spans)
 
-    def run(self, touched: set[int], *, factor: float, is_reduced: bool) -> None:
+    def begin(self, loss: Tensor) -> None:
+        """Begin a status, before any kernel of an update: it is left out where a loss, of shape (), isn't finite."""
+        self.status[:-1].zero_()
+        torch.add(self._tables[0].one, comm.copy(loss, self.status.device), alpha=0, out=self.status[-1])
+
+    def leave_out_unless_finite(self, value: Tensor) -> None:
+        """Leave the update out where a value isn't finite, of shape () and on the first device."""
+        self.status[-1].add_(value, alpha=0)
+
+    @property
+    def gate(self) -> Tensor:
+        """What the factor is multiplied by: 1, or nan where the update is left out; on the first device."""
+        return self.status[-1]
+
+    def run(self, touched: set[int], *, factor: float | Tensor, is_reduced: bool) -> None:
         """Update every touched parameter once, on all devices.
 
         Args:
             touched: Parameters that have a gradient.
-            factor: What the gradients are multiplied by.
+            factor: What the gradients are multiplied by; a tensor has shape (). Where that gives values that aren't
+                finite, the block is left alone.
             is_reduced: Each device's own chunk of the gradients is the sum of all already.
         """
         self.launch(self.prepare(touched), factor=factor, is_reduced=is_reduced)
@@ -114,15 +131,26 @@ class FusedUpdate:
             d.adopt_states()
         return self._hyperparameters.send(touched)
 
-    def launch(self, rows: HyperparameterTable, *, factor: float, is_reduced: bool) -> None:
+    def launch(self, rows: HyperparameterTable, *, factor: float | Tensor, is_reduced: bool) -> None:
         """Queue the kernels; this alone may be part of a CUDA graph. See ``run``."""
         synchronize_streams(self._flat_params.devices)
         for rank, d in enumerate(self._tables):
+            scale = self._factor_on(d.device, factor)
             with queueing_on(d.device):
-                scale = None if factor == 1 else torch.full((), factor, dtype=torch.float32, device=d.device)
                 for span in self.whole:
                     self.launch_range(span, rank, rows, factor=scale, is_reduced=is_reduced)
         synchronize_streams(self._flat_params.devices)
+
+    @staticmethod
+    def _factor_on(device: torch.device, factor: float | Tensor) -> Tensor | None:
+        if isinstance(factor, Tensor):
+            return comm.copy(factor.float(), device)
+        return None if factor == 1 else torch.full((), factor, dtype=torch.float32, device=device)
+
+    def uncount(self, counted: set[int]) -> None:
+        """Take an update of parameters back that ``finish`` has counted, and the kernels left out."""
+        for d in self._tables:
+            d.uncount(counted)
 
     def finish(self, touched: set[int]) -> None:
         """Keep the states as the stock optimizers would, once the kernels are queued."""
@@ -137,7 +165,7 @@ class FusedUpdate:
         from everygpu.step.kernels import reduce  # needs Triton, which not every machine has
 
         d = self._tables[rank]
-        reduce.run(grads, d.own_grads, d.squares, rows.blocks[rank], d.lengths, span=span, rank=rank)
+        reduce.run(grads, d.own_grads, d.squares, rows.blocks[rank], d.lengths, d.status, span=span, rank=rank)
 
     def norm_of_reduced(self, rows: HyperparameterTable) -> Tensor:
         """Return the norm of what ``reduce_range`` has added up, as one vector; shape (), on the first device.
@@ -176,5 +204,6 @@ class FusedUpdate:
         d = self._tables[rank]
         if grads is None:
             grads = d.own_grads if is_reduced else d.grads
-        tables = (d.values, d.state_blocks, rows.blocks[rank], d.lengths, d.options)
+        status = d.unread_status if is_reduced else d.status
+        tables = (d.values, d.state_blocks, rows.blocks[rank], d.lengths, d.options, status)
         self._rule.launch(grads, *tables, factor=d.one if factor is None else factor, span=span, rank=rank)

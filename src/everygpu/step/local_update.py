@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from everygpu.parallel.data_parallel import DataParallel
+from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.ranks.group import Group
 from everygpu.step.shards import all_params
 from everygpu.step.update import Share, is_fused
@@ -31,6 +32,9 @@ class LocalUpdate:
         with nullcontext() if ranks is None else ranks.apart(self._model.module):  # the step weighs ranks' losses
             return self._model(*inputs, **kwargs)
 
+    def replicas(self) -> ReplicaSet:
+        return self._model.make_replicas()
+
     def leaves(self) -> list[Tensor]:
         return []
 
@@ -49,7 +53,7 @@ class LocalUpdate:
         grads = [p.grad for p in all_params(self._optimizer) if p.grad is not None]
         return [Share(device=self._model.replica_devices[0], grads=grads)]
 
-    def apply(self, found_inf: Tensor | None) -> None:
+    def apply(self, found_inf: Tensor | None, *, is_common: bool = True) -> None:
         optimizer: Any = self._optimizer
         if found_inf is None:
             optimizer.step()
@@ -62,8 +66,11 @@ class LocalUpdate:
         elif not found_inf.item():
             optimizer.step()
 
-    def fuse(self, factor: float) -> bool:
-        return False
+    def fuse(self, factor: float | Tensor, losses: Tensor | None) -> None:
+        return None
+
+    def uncount(self, counted: set[int]) -> None:
+        """The optimizer counts its updates itself."""
 
     def refresh(self) -> None:
         """DataParallel does so at every forward."""

@@ -4,10 +4,13 @@ from collections import UserDict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from everygpu import tree
 from everygpu.errors import LossError
 from everygpu.parallel.cuda_graphs.static_batch import Batch
+from everygpu.parallel.scatter.batch_types import move_tree, open_known
 from everygpu.parallel.sharded.batch import ShardedBatch
 
 
@@ -19,6 +22,15 @@ def as_batch(inputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any], *, w
     if isinstance(inputs, (dict, UserDict)) and not more:  # Hugging Face's collators return a UserDict
         return (), {**{str(k): v for k, v in inputs.items()}, **kwargs}, left
     return (inputs, *more), kwargs, left
+
+
+def move_targets(targets: tuple[Any, ...], home: torch.device) -> Any:
+    """Put targets where the output is; what is spread over the devices already stays."""
+
+    def move(leaf: Any) -> Any:
+        return leaf if isinstance(leaf, ShardedBatch) else move_tree(leaf, home)
+
+    return tree.map_leaves(move, targets, open_known)
 
 
 def loss_in(output: Any) -> Any:

@@ -1,6 +1,7 @@
 """What a training step may be made of."""
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 from everygpu.errors import OptimizerError, OptionError
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.verbs import overridden
+from everygpu.step.finite_check import RULES
 from everygpu.step.local_update import LocalUpdate
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.sharded_update import ShardedUpdate
@@ -21,7 +23,7 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 logger = logging.getLogger("everygpu")
 
 
-def check_options(loss: Any, precision: Any, accumulate: Any, clip_norm: Any, weight: Any = None) -> None:
+def check_options(loss: Any, precision: Any, accumulate: Any, clip_norm: Any, on_nonfinite: Any, weight: Any) -> None:
     """Refuse options that a step can't have."""
     if weight is not None and not callable(weight):
         raise OptionError(
@@ -35,10 +37,17 @@ def check_options(loss: Any, precision: Any, accumulate: Any, clip_norm: Any, we
         )
     if precision not in PRECISIONS:
         raise OptionError(f"TrainStep: precision must be one of {tuple(PRECISIONS)}, got {precision!r}.")
+    if on_nonfinite not in RULES:
+        raise OptionError(f"TrainStep: on_nonfinite must be one of {RULES}, got {on_nonfinite!r}.")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise OptionError(f"TrainStep: accumulate must be a whole number of 1 or more, got {accumulate!r}.")
     if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
         raise OptionError(f"TrainStep: clip_norm must be a number above 0, or None, got {clip_norm!r}.")
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Have forward run under autocast, but for None."""
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def wrap_model(model: nn.Module, *, compile: bool) -> DataParallel:

@@ -16,7 +16,7 @@ from everygpu.parallel.verbs import overridden
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.sharded_update import ShardedUpdate
 from everygpu.step.stats import Mark
-from everygpu.step.update_strategy import UpdateStrategy
+from everygpu.step.update_strategy import FusedStatus, UpdateStrategy
 
 if TYPE_CHECKING:
     from everygpu.step.train_step import TrainStep
@@ -123,9 +123,7 @@ class RecordableStep:
             self._strategy.note_grads(recorded.touched)
         else:
             self._strategy.finish_update(recorded.update.rows)
-            self._step._num_steps += 1
-            if recorded.norm is not None:
-                self._step._last_norm = recorded.norm.clone()
+            self._step._updater.finish_recorded(FusedStatus(recorded.update.status, recorded.touched), recorded.norm)
         return recorded.loss.clone()
 
     def _updates_at_once(self) -> bool:

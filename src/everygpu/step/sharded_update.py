@@ -19,7 +19,8 @@ from everygpu.step.fused import FusedUpdate, has_plain_options, make_fused
 from everygpu.step.hyperparameters import HyperparameterTable
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.shards import Shards, all_params
-from everygpu.step.update import Share
+from everygpu.step.update import Share, nan_where
+from everygpu.step.update_strategy import FusedStatus
 
 
 class ShardedUpdate:
@@ -59,6 +60,9 @@ class ShardedUpdate:
             self._replicas = self._model.make_replicas(self._make_leaves, fixed=self._fixed)
         return self._model.forward_with(self._replicas, *inputs, **kwargs)
 
+    def replicas(self) -> ReplicaSet:
+        return self._replicas if self._replicas is not None else self._model.make_replicas()
+
     def leaves(self) -> list[Tensor]:
         # The hooks of a parameter are to see the sum of all replicas' gradients: its replicas are no leaves.
         return [p for p in self._flat_params.params if not has_hooks(p)] if len(self._model.replica_devices) > 1 else []
@@ -89,34 +93,44 @@ class ShardedUpdate:
             work.wait()
         return touched
 
-    def apply(self, found_inf: Tensor | None) -> None:
-        if found_inf is not None and not self._shards.is_fused():
+    def apply(self, found_inf: Tensor | None, *, is_common: bool = True) -> set[int] | None:
+        fused = self._kernels()
+        if is_common and found_inf is not None:
+            fused = None
+        if fused is None and found_inf is not None and not self._shards.is_fused():
             if found_inf.item():
-                return
+                return None
             found_inf = None
         if self._optimizer.has_pre_hooks():
             with self._flat_params.whole_grads(self._touched):
                 self._optimizer.before_step()
         # Forward and hooks may have written parameters; here each device updates its own copy of a chunk.
         self._flat_params.follow_edits()
-        fused = self._kernels()
-        if fused is not None and found_inf is None:
-            self._run_fused(fused, factor=1.0, is_reduced=True)
-            return
+        if fused is not None:
+            self._run_fused(fused, factor=1.0 if found_inf is None else nan_where(found_inf), is_reduced=True)
+            return self._touched
         try:
             self._shards.step(self._optimizer.param_groups, self._touched, found_inf)
         finally:  # or replicas would differ after an interruption
             self._flat_params.all_gather_params()
         self._optimizer.after_step()
+        return None
 
-    def fuse(self, factor: float) -> bool:
+    def fuse(self, factor: float | Tensor, losses: Tensor | None) -> FusedStatus | None:
         fused = self._whole_update()
         if fused is None or self._group is not None:
-            return False
+            return None
         self._flat_params.follow_edits()
         self._touched = self._flat_params.touched()
+        if losses is not None:
+            fused.begin(losses)
+            factor = fused.gate * factor
         self._run_fused(fused, factor=factor, is_reduced=False)
-        return True
+        return FusedStatus(fused.status, self._touched)
+
+    def uncount(self, counted: set[int]) -> None:
+        if self._fused is not None:
+            self._fused.uncount(counted)
 
     def refresh(self) -> None:
         self.prepare()
@@ -230,7 +244,7 @@ class ShardedUpdate:
         self._optimizer.attach(flat_params.params, self._shards)
         self._fused = make_fused(self._optimizer.module, flat_params, self._shards)
 
-    def _run_fused(self, fused: FusedUpdate, *, factor: float, is_reduced: bool) -> None:
+    def _run_fused(self, fused: FusedUpdate, *, factor: float | Tensor, is_reduced: bool) -> None:
         fused.run(self._touched, factor=factor, is_reduced=is_reduced)
         self._flat_params.note_update()
         self._optimizer.after_step()

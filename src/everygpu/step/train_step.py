@@ -2,25 +2,26 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from everygpu import tree
 from everygpu.errors import CopyError
 from everygpu.keys import unwrap
 from everygpu.parallel.cuda_graphs.static_batch import Batch
 from everygpu.parallel.engines.thread_state import fresh_casts
 from everygpu.parallel.replicas.module_tree import evaluating
-from everygpu.parallel.scatter.batch_types import move_tree, open_known
-from everygpu.parallel.sharded.batch import ShardedBatch
 from everygpu.step.early_update import EarlyUpdate
-from everygpu.step.loss import as_batch, as_number, loss_in
+from everygpu.step.finite_check import FiniteCheck
+from everygpu.step.first_nonfinite import name_first
+from everygpu.step.kept_stats import KeptStats
+from everygpu.step.loss import as_batch, as_number, loss_in, move_targets
 from everygpu.step.options import (
     PRECISIONS,
+    autocast,
     can_capture,
     check_gathering,
     check_options,
@@ -30,7 +31,8 @@ from everygpu.step.options import (
 from everygpu.step.partial_grads import refusing_partial_grads
 from everygpu.step.recordable_step import make_capture
 from everygpu.step.stats import Evaluation, StepStats, Stopwatch
-from everygpu.step.update import LossScale, clip, multiply, total_norm
+from everygpu.step.update import LossScale
+from everygpu.step.updater import Updater
 from everygpu.step.weights import BatchWeights, Weight
 
 logger = logging.getLogger("everygpu")
@@ -43,9 +45,9 @@ class TrainStep:
         for x, y in loader:
             loss = step(x, y)
 
-    Several devices give what one device gives on the whole batch. Each keeps its replica's parameters from step to
-    step, updates 1/N of them and hands them out. Parameters written in between, by ``load_state_dict`` or in place,
-    are noticed as far as torch counts the write: after ``p.data.clamp_()`` on GPUs call ``step.refresh()``.
+    Several devices give what one device gives on the whole batch. Each keeps its replica's parameters, updates 1/N of
+    them and hands them out. Parameters written in between, by ``load_state_dict`` or in place, are noticed as far as
+    torch counts the write: after ``p.data.clamp_()`` on GPUs call ``step.refresh()``.
 
     Args:
         model: A module, for every device there is, or a ``DataParallel``, whose ``bucket_cap_mb`` the step uses.
@@ -64,12 +66,17 @@ class TrainStep:
             graph over all devices, and launched by one call from then on, as long as nothing that it was made from
             changes; steps that can't be recorded run as they are. ``False``: never. ``True``: also where a module has
             hooks, which are then not called; raise where a step can't be recorded.
+        on_nonfinite: What becomes of an update with a loss or a gradient that is nan or infinite. ``"skip"``: it is
+            left out on the devices, which nothing waits for; a log line names the device and the first module with
+            such values, and ten in a row end the run with exit code 5. ``"raise"``: it is left out, and a call soon
+            after raises. ``"ignore"``: nothing looks for it.
         weight: Called as the step is, returns how much the batch counts among those of an update and of all ranks: what
             the loss is the mean of, such as the number of tokens that aren't ignored; the batch's rows when left out.
     Raises:
         CaptureError: under ``capture=True``, at a step that can't be recorded.
         ModuleError, DeviceError, PlacementError: the model can't be replicated; see ``DataParallel``.
         OptimizerError: this is no optimizer, or one that needs a closure; parameters share memory.
+        NonFiniteError: under ``on_nonfinite="raise"``, on GPUs within the next eight updates.
         OptionError: an option has no such value.
     """
 
@@ -84,9 +91,10 @@ class TrainStep:
         clip_norm: float | None = None,
         compile: bool = False,
         capture: bool | str = "auto",
+        on_nonfinite: str = "skip",
         weight: Weight | None = None,
     ) -> None:
-        check_options(loss, precision, accumulate, clip_norm, weight)
+        check_options(loss, precision, accumulate, clip_norm, on_nonfinite, weight)
         self.model = wrap_model(model, compile=compile)
         if loss is None:
             check_gathering(self.model)
@@ -102,11 +110,13 @@ class TrainStep:
         group = None if self._ranks is None else self._ranks.group
         self._weights = BatchWeights(weight, group, self._home, self.model.dim, len(self.model.device_ids))
         self._scale = LossScale(self._home) if precision == "fp16" else None
-        self._num_batches = self._num_steps = 0
+        self._num_batches = 0
         self._was_launched = False
-        self._num_skipped = torch.zeros((), dtype=torch.float32, device=self._home)
-        self._last_loss = self._last_norm = torch.full((), float("nan"), dtype=torch.float32, device=self._home)
+        self._last_loss = torch.full((), float("nan"), device=self._home)
         self._stopwatch = Stopwatch(self._home)
+        devices = self.model.replica_devices
+        self._check = FiniteCheck(self._home, devices, self._strategy.uncount, rule=on_nonfinite)
+        self._updater = Updater(self._strategy, self._home, len(devices), self._scale, self._check, self._stopwatch)
         self._capture = make_capture(self, self._strategy, must=capture is True) if captures else None
 
     def __call__(self, inputs: Any, *targets: Any, **kwargs: Any) -> Tensor:
@@ -131,7 +141,7 @@ class TrainStep:
 
     def _train(self, batch: Batch) -> Tensor:
         try:
-            num_steps = self._num_steps
+            num_steps = self._updater.num_steps
             self._begin(batch)
             loss = None if self._capture is None else self._capture.run(batch)
             self._was_launched = loss is not None
@@ -141,23 +151,26 @@ class TrainStep:
                     self._strategy.begin()
                 loss = self._learn(batch)
             loss = self._weights.mean(loss)
+            self._last_loss = loss
+            self._weights.end()
+            if self._updater.num_steps == num_steps:  # a recording may have had the update in it
+                self._updater.add_loss(self._weights.leave_out_empty(loss))
+                self._num_batches += 1
+                if self._num_batches == self.accumulate:
+                    self.flush()
+            self._check.look(lambda: self._name_first(batch))
         except BaseException:
             self._num_batches = 0
             self._weights.drop()
+            self._updater.drop()
             raise
-        self._last_loss = loss
-        self._weights.end()
-        if self._num_steps == num_steps:  # a recording may have had the update in it
-            self._num_batches += 1
-            if self._num_batches == self.accumulate:
-                self.flush()
         return loss
 
     def flush(self) -> None:
         """Update from the batches seen since the last update, though they are fewer than ``accumulate``."""
         seen, self._num_batches = self._num_batches, 0
         if seen:
-            self._update(self._weights.take_factor())
+            self._updater.run(self._weights.take_factor(), self.clip_norm)
 
     def evaluate(self, inputs: Any, *targets: Any, **kwargs: Any) -> Evaluation:
         """Run the model and the loss in eval mode, without gradients; arguments as for a call.
@@ -184,11 +197,12 @@ class TrainStep:
 
     def stats(self) -> StepStats:
         """Return the figures of the last step; waits for the device."""
+        self._check.wait()
         return StepStats(
             loss=self._last_loss.item(),
-            grad_norm=self._last_norm.item(),
-            num_steps=self._num_steps,
-            num_skipped=int(self._num_skipped.item()),
+            grad_norm=self._updater.norm.item(),
+            num_steps=self._updater.num_steps,
+            num_skipped=self._check.num_skipped,
             engine="graphs" if self._was_launched else self.model.engine_in_use,
             phase_s=self._stopwatch.read(),
         )
@@ -202,7 +216,8 @@ class TrainStep:
                 self._num_batches,
                 self.accumulate,
             )
-        state: dict[str, Any] = {"num_steps": self._num_steps, "num_skipped": int(self._num_skipped.item())}
+        self._check.wait()
+        state: dict[str, Any] = {"num_steps": self._updater.num_steps, "num_skipped": self._check.num_skipped}
         if self._scale is not None:
             state["scale"] = self._scale.state_dict()
         return state
@@ -210,8 +225,9 @@ class TrainStep:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take on a state that ``state_dict`` returned; batches seen since the last update are dropped."""
         self._num_batches = 0
-        self._num_steps = state["num_steps"]
-        self._num_skipped.fill_(state["num_skipped"])
+        self._updater.drop()
+        self._updater.num_steps = state["num_steps"]
+        self._check.restart(state["num_skipped"])
         if self._scale is not None and "scale" in state:
             self._scale.load_state_dict(state["scale"])
 
@@ -222,7 +238,7 @@ class TrainStep:
             f"TrainStep(model={type(unwrap(self.model)).__name__}, loss={loss}, "
             f"optimizer={type(self.optimizer).__name__}, device_ids={[str(d) for d in self.model.replica_devices]}, "
             f"precision={precision!r}, accumulate={self.accumulate}, clip_norm={self.clip_norm}, "
-            f"num_steps={self._num_steps})"
+            f"num_steps={self._updater.num_steps})"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -240,9 +256,14 @@ class TrainStep:
         self._stopwatch.start()
         if update is None:
             self._strategy.attach_grads()
+        stats = KeptStats(self.model.module) if self._check.is_on else None
         try:
             with torch.enable_grad(), fresh_casts():
                 loss, _ = self._compute(batch)
+                if stats is not None:
+                    stats.put_back_unless_finite(loss)
+                    if update is not None:
+                        update.check(loss.detach())
                 share = self._weights.scale(loss)
                 self._stopwatch.mark("forward")
                 with nullcontext() if update is None else update.watching():
@@ -255,43 +276,14 @@ class TrainStep:
 
     def _compute(self, batch: Batch) -> tuple[Tensor, Any]:
         args, kwargs, targets = batch
-        with self._autocast():
+        with autocast(self._home, self._dtype):
             output = self._strategy.forward(*args, **kwargs)
             if self.loss is None:
                 return as_number(loss_in(output), is_models=True), output
             with refusing_partial_grads(output, self._strategy.leaves):
-                return as_number(self.loss(output, *self._at_home(targets))), output
+                return as_number(self.loss(output, *move_targets(targets, self.model.output_device_obj))), output
 
-    def _at_home(self, targets: tuple[Any, ...]) -> Any:
-        """Put targets where the output is; what is spread over the devices already stays."""
-        home = self.model.output_device_obj
-
-        def move(leaf: Any) -> Any:
-            return leaf if isinstance(leaf, ShardedBatch) else move_tree(leaf, home)
-
-        return tree.map_leaves(move, targets, open_known)
-
-    @torch.no_grad()
-    def _update(self, factor: float | Tensor) -> None:
-        whole = self._scale is None and self.clip_norm is None
-        if isinstance(factor, Tensor) or not (whole and self._strategy.fuse(factor)):
-            self._update_in_turn(factor)
-        self._num_steps += 1
-        self._stopwatch.mark("update")
-
-    def _update_in_turn(self, factor: float | Tensor) -> None:
-        shares = self._strategy.reduce()
-        self._stopwatch.mark("reduce")
-        if isinstance(factor, Tensor) or factor != 1:
-            multiply(shares, factor)
-        found_inf = None if self._scale is None else self._scale.unscale(shares)
-        if self.clip_norm is not None:
-            self._last_norm = total_norm(shares, self._home)
-            clip(shares, self._last_norm, self.clip_norm)
-        self._strategy.apply(found_inf)
-        if self._scale is not None and found_inf is not None:
-            self._scale.update(found_inf)
-            self._num_skipped += found_inf
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._dtype is None else torch.autocast(self._home.type, self._dtype)
+    def _name_first(self, batch: Batch) -> str | None:
+        args, kwargs, _ = batch
+        with autocast(self._home, self._dtype):
+            return name_first(self.model, self._strategy.replicas, args, kwargs)

@@ -1,6 +1,6 @@
 """From gradients to new parameters: unscaled, clipped, applied, on every device that holds a share of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,6 @@ class Share:
     grads: list[Tensor]
 
 
-Apply = Callable[[Tensor | None], None]
-"""Steps the optimizer; takes a tensor that is not 0 where fused optimizers are to do nothing."""
-
-
 class LossScale:
     """Keeps small gradients of float16 from vanishing: the loss is multiplied, the gradients divided again.
 
@@ -37,12 +33,12 @@ class LossScale:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._scale = torch.full((), FIRST_SCALE, dtype=torch.float32, device=device)
+        self.value = torch.full((), FIRST_SCALE, dtype=torch.float32, device=device)
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
 
     def scale(self, loss: Tensor) -> Tensor:
         """Multiply a loss; what was multiplied before the scale changes must be divided before, too."""
-        return loss * comm.copy(self._scale, loss.device)
+        return loss * comm.copy(self.value, loss.device)
 
     def unscale(self, shares: Sequence[Share]) -> Tensor:
         """Divide gradients in place.
@@ -51,18 +47,18 @@ class LossScale:
             Shape (): 1 where any gradient is not finite, else 0.
         """
         found = [self._unscale(share) for share in shares if share.grads]
-        home = self._scale.device
+        home = self.value.device
         copies = [comm.copy(f, home) for f in found]
-        return torch.stack(copies).amax() if copies else torch.zeros_like(self._scale)
+        return torch.stack(copies).amax() if copies else torch.zeros_like(self.value)
 
     def update(self, found_inf: Tensor) -> None:
         """Lower the scale after a step that was skipped, raise it after many that were not."""
-        update_scale_(self._scale, self._growth, found_inf, GROWTH, BACKOFF, GROWTH_INTERVAL)
+        update_scale_(self.value, self._growth, found_inf, GROWTH, BACKOFF, GROWTH_INTERVAL)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in ``torch.amp.GradScaler``'s format."""
         return {
-            "scale": self._scale.item(),
+            "scale": self.value.item(),
             "growth_factor": GROWTH,
             "backoff_factor": BACKOFF,
             "growth_interval": GROWTH_INTERVAL,
@@ -71,12 +67,12 @@ class LossScale:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take on a scale that this class or a ``torch.amp.GradScaler`` saved."""
-        self._scale.fill_(state["scale"])
+        self.value.fill_(state["scale"])
         self._growth.fill_(state["_growth_tracker"])
 
     def _unscale(self, share: Share) -> Tensor:
         found_inf = torch.zeros((), dtype=torch.float32, device=share.device)
-        inverse = self._scale.double().reciprocal().float()
+        inverse = self.value.double().reciprocal().float()
         unscale_(share.grads, found_inf, comm.copy(inverse, share.device))
         return found_inf
 
@@ -103,6 +99,11 @@ def clip(shares: Sequence[Share], norm: Tensor, max_norm: float) -> None:
             foreach_mul_(share.grads, comm.copy(factor, share.device))
 
 
+def nan_where(found_inf: Tensor) -> Tensor:
+    """Return a factor with which the kernels of a fused update leave all as it was where ``found_inf`` is not 0."""
+    return torch.where(found_inf != 0, float("nan"), 1.0)
+
+
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """Return what a gradient of some norm is multiplied by; shape ()."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -121,5 +122,11 @@ def is_fused(optimizer: Optimizer) -> bool:
 
 
 def _norms(grads: Sequence[Tensor]) -> list[Tensor]:
+    if not grads:
+        return []
     wide = torch.float64 if any(g.dtype in (torch.float64, torch.complex128) for g in grads) else torch.float32
-    return [norm.to(wide) for norm in foreach_norm(list(grads))] if grads else []
+    dense = [g if g.layout is torch.strided else g.coalesce().values() for g in grads]
+    halves = [g for g in dense if g.dtype is torch.float16]  # the norm of many would be too large for their dtype
+    rest = [g for g in dense if g.dtype is not torch.float16]
+    norms = [*foreach_norm(halves, 2, torch.float32)] if halves else []
+    return [norm.to(wide) for norm in norms + ([*foreach_norm(rest)] if rest else [])]

@@ -1,10 +1,20 @@
 """Where the gradients of a training step are, and what applies them."""
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.step.update import Share
+
+
+class FusedStatus(NamedTuple):
+    """What kernels say of an update that they were queued for."""
+
+    status: Tensor
+    """See ``FiniteCheck``."""
+    counted: set[int]
+    """Parameters that an update is counted for, whether the kernels leave it out or not."""
 
 
 class UpdateStrategy(Protocol):
@@ -15,6 +25,9 @@ class UpdateStrategy(Protocol):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model on all devices."""
+
+    def replicas(self) -> ReplicaSet:
+        """Return the replicas that forward runs on."""
 
     def leaves(self) -> list[Tensor]:
         """List the parameters of which each replica has a leaf of its own."""
@@ -31,11 +44,26 @@ class UpdateStrategy(Protocol):
     def reduce(self) -> list[Share]:
         """Add the gradients of all replicas up, and return each device's part."""
 
-    def apply(self, found_inf: Tensor | None) -> None:
-        """Step the optimizer; not at all where ``found_inf`` is not 0."""
+    def apply(self, found_inf: Tensor | None, *, is_common: bool = True) -> set[int] | None:
+        """Step the optimizer; not at all where ``found_inf`` is not 0.
 
-    def fuse(self, factor: float) -> bool:
-        """Reduce, multiply by a factor and apply in one go; or do nothing and return False."""
+        Args:
+            found_inf: Shape (), on the first device.
+            is_common: It is often not 0: such an update may not be counted even for a while.
+        Returns:
+            Parameters that an update is counted for whatever ``found_inf`` is; None where the optimizer knows.
+        """
+
+    def fuse(self, factor: float | Tensor, losses: Tensor | None) -> FusedStatus | None:
+        """Reduce, multiply by a factor and apply in one go; or do nothing and return None.
+
+        Args:
+            factor: A tensor has shape () and is on the first device.
+            losses: Their sum; nothing is updated where it isn't finite.
+        """
+
+    def uncount(self, counted: set[int]) -> None:
+        """Have an update of parameters not be counted."""
 
     def refresh(self) -> None:
         """Send the parameters to every device."""

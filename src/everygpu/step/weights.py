@@ -81,6 +81,12 @@ class BatchWeights:
         self._group.all_reduce(total).wait()
         return total / self._all
 
+    def leave_out_empty(self, loss: Tensor) -> Tensor:
+        """Return what must be finite of a loss: 0 for a batch without rows, whose mean is nan."""
+        if not self._is_needed or self._group is not None:
+            return loss
+        return torch.where(comm.copy(self._share, loss.device) == 0, 0, loss)
+
     def take_factor(self) -> float | Tensor:
         """Return what the sum of the batches' gradients is multiplied by, and begin with the next update."""
         total, self._total = self._total, 0.0

@@ -40,6 +40,11 @@ class ReadyEvents:
 
         return note
 
+    def mark(self, group: int) -> None:
+        """Have a group be ready with what is queued on all devices now."""
+        for replica, d in enumerate(self._devices):
+            self._ready[group, replica] = torch.cuda.current_stream(d).record_event()
+
     @contextmanager
     def watching(self, groups: Sequence[Sequence[Sequence[Tensor]]], register: Register) -> Iterator[None]:
         """Note the moments of a backward within.

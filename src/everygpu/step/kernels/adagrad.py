@@ -22,6 +22,7 @@ def _adagrad(
     rows,
     lengths,
     table,
+    found,
     factor,
     first,
     end,
@@ -42,12 +43,13 @@ def _adagrad(
             # What is here arrives while the gradients are on their way.
             value = tl.load(at(values, rank * stride + block, KIND) + inside).to(tl.float32)
             total = tl.load(sum_at).to(tl.float32)
-            grad = scaled_sum(grads, lengths, block, stride, rank, factor, options, SOURCES, BLOCK, KIND)
-            grad += tl.load(options + 1) * value
-            total += grad * grad
-            tl.store(sum_at, total.to(KIND))
-            value -= tl.load(options + 2) * grad / (tl.sqrt(total) + tl.load(options + 3))
-            store_on_all(values, block, stride, inside, value, rank, DEVICES, KIND)
+            grad, kept = scaled_sum(grads, lengths, block, stride, rank, factor, options, found, SOURCES, BLOCK, KIND)
+            if kept:
+                grad += tl.load(options + 1) * value
+                total += grad * grad
+                tl.store(sum_at, total.to(KIND))
+                value -= tl.load(options + 2) * grad / (tl.sqrt(total) + tl.load(options + 3))
+                store_on_all(values, block, stride, inside, value, rank, DEVICES, KIND)
 
 
 run = partial(run_update, _adagrad)

@@ -21,6 +21,7 @@ def _adam(
     rows,
     lengths,
     table,
+    found,
     factor,
     first,
     end,
@@ -43,15 +44,16 @@ def _adam(
             value = tl.load(at(values, rank * stride + block, KIND) + inside).to(tl.float32)
             mean = tl.load(mean_at).to(tl.float32)
             square = tl.load(square_at).to(tl.float32)
-            grad = scaled_sum(grads, lengths, block, stride, rank, factor, options, SOURCES, BLOCK, KIND)
-            grad += tl.load(options + 2) * value
-            mean += tl.load(options + 4) * (grad - mean)
-            square = tl.load(options + 5) * square + tl.load(options + 6) * grad * grad
-            tl.store(mean_at, mean.to(KIND))
-            tl.store(square_at, square.to(KIND))
-            value *= tl.load(options + 1)
-            value -= tl.load(options + 8) * mean / (tl.sqrt(square) * tl.load(options + 9) + tl.load(options + 7))
-            store_on_all(values, block, stride, inside, value, rank, DEVICES, KIND)
+            grad, kept = scaled_sum(grads, lengths, block, stride, rank, factor, options, found, SOURCES, BLOCK, KIND)
+            if kept:
+                grad += tl.load(options + 2) * value
+                mean += tl.load(options + 4) * (grad - mean)
+                square = tl.load(options + 5) * square + tl.load(options + 6) * grad * grad
+                tl.store(mean_at, mean.to(KIND))
+                tl.store(square_at, square.to(KIND))
+                value *= tl.load(options + 1)
+                value -= tl.load(options + 8) * mean / (tl.sqrt(square) * tl.load(options + 9) + tl.load(options + 7))
+                store_on_all(values, block, stride, inside, value, rank, DEVICES, KIND)
 
 
 run = partial(run_update, _adam)

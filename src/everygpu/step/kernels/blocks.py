@@ -1,4 +1,4 @@
-"""What the kernels of all optimizers share: sums over devices, writes to devices, and the launch."""
+"""What the kernels of all optimizers share: sums over devices, a look at them, writes to devices, and the launch."""
 
 from typing import Any
 
@@ -11,12 +11,50 @@ from everygpu.parallel.buckets.plan import BLOCK_NUMEL, BlockRange
 
 
 @triton.jit
+def is_finite(block):
+    """Tell whether all values of a block are finite: zero times any other is not zero."""
+    return tl.sum(block * 0.0, axis=0) == 0.0
+
+
+@triton.jit
+def note_sources(
+    found, grads, lengths, block, stride, rank, SOURCES: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr
+) -> None:
+    """Write down which devices' gradients of a block are not finite."""
+    inside = tl.arange(0, BLOCK)
+    inside_length = inside < tl.load(lengths + block)
+    for step in tl.static_range(SOURCES):
+        source = (rank + step) % SOURCES
+        grad = tl.load(at(grads, source * stride + block, KIND) + inside, mask=inside_length, other=0.0).to(tl.float32)
+        if not is_finite(grad):
+            tl.store(at(found, 0, tl.float32) + source, 1.0)
+
+
+@triton.jit
 def scaled_sum(
-    grads, lengths, block, stride, rank, factor, options, SOURCES: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr
+    grads,
+    lengths,
+    block,
+    stride,
+    rank,
+    factor,
+    options,
+    found,
+    SOURCES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
 ):
-    """Add one block of gradients up; multiplied by the factor, and by the sign that begins each row of options."""
+    """Add one block of gradients up; multiplied by the factor, and by the sign that begins each row of options.
+
+    Returns:
+        The sum, and whether all of it is finite.
+    """
     total = sum_blocks(grads, lengths, block, stride, rank, SOURCES, BLOCK, KIND, tl.float32)
-    return total * tl.load(factor) * tl.load(options)
+    grad = total * tl.load(factor) * tl.load(options)
+    kept = is_finite(grad)
+    if not kept:
+        note_sources(found, grads, lengths, block, stride, rank, SOURCES, BLOCK, KIND)
+    return grad, kept
 
 
 @triton.jit
@@ -34,6 +72,7 @@ def run_update(
     rows: Tensor,
     lengths: Tensor,
     table: Tensor,
+    found: Tensor,
     *,
     factor: Tensor,
     span: BlockRange,
@@ -53,10 +92,11 @@ def run_update(
         table: Hyperparameters, shape (rows, columns), float32; see ``UpdateRule.columns``.
         factor: What the sum of the gradients is multiplied by; shape (), float32.
         span: Which blocks.
+        found: Address of a number for each device, shape (1,): 1 where its gradients are not finite.
         rank: This device's place in ``values``.
     """
     kernel[grid(grads, span)](
-        grads, values, states, rows, lengths, table, factor, *numbers(grads, span), rank,
+        grads, values, states, rows, lengths, table, found, factor, *numbers(grads, span), rank,
         SOURCES=grads.shape[0], DEVICES=values.shape[0], COLUMNS=table.shape[1], BLOCK=BLOCK_NUMEL,
         KIND=KINDS[span.dtype][0],
     )  # fmt: skip

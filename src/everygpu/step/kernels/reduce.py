@@ -6,7 +6,7 @@ from torch import Tensor
 
 from everygpu.comm.kernels import KINDS, at, sum_blocks
 from everygpu.parallel.buckets.plan import BLOCK_NUMEL, BlockRange
-from everygpu.step.kernels.blocks import grid, numbers
+from everygpu.step.kernels.blocks import grid, is_finite, note_sources, numbers
 
 
 @triton.jit(do_not_specialize=["first", "end", "stride", "rank"])
@@ -16,6 +16,7 @@ def _reduce(
     squares,
     rows,
     lengths,
+    found,
     first,
     end,
     stride,
@@ -30,11 +31,21 @@ def _reduce(
             total = sum_blocks(grads, lengths, block, stride, rank, SOURCES, BLOCK, KIND, tl.float32)
             tl.store(at(targets, block, KIND) + tl.arange(0, BLOCK), total.to(KIND))
             square = tl.sum(total * total, axis=0)
+            if not is_finite(total):
+                note_sources(found, grads, lengths, block, stride, rank, SOURCES, BLOCK, KIND)
         tl.store(squares + block, square)
 
 
 def run(
-    grads: Tensor, targets: Tensor, squares: Tensor, rows: Tensor, lengths: Tensor, *, span: BlockRange, rank: int
+    grads: Tensor,
+    targets: Tensor,
+    squares: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    found: Tensor,
+    *,
+    span: BlockRange,
+    rank: int,
 ) -> None:
     """Add gradients up, on the current stream of their device; others as for ``blocks.run_update``.
 
@@ -43,6 +54,6 @@ def run(
         squares: Where the sum of each block's squares goes, shape (blocks,), float32.
     """
     _reduce[grid(grads, span)](
-        grads, targets, squares, rows, lengths, *numbers(grads, span), rank,
+        grads, targets, squares, rows, lengths, found, *numbers(grads, span), rank,
         SOURCES=grads.shape[0], BLOCK=BLOCK_NUMEL, KIND=KINDS[span.dtype][0],
     )  # fmt: skip

@@ -21,6 +21,7 @@ def _sgd(
     rows,
     lengths,
     table,
+    found,
     factor,
     first,
     end,
@@ -38,16 +39,17 @@ def _sgd(
         if row >= 0:
             options = table + row * COLUMNS
             value = tl.load(at(values, rank * stride + block, KIND) + inside).to(tl.float32)
-            grad = scaled_sum(grads, lengths, block, stride, rank, factor, options, SOURCES, BLOCK, KIND)
-            grad += tl.load(options + 1) * value
-            momentum = tl.load(options + 2)
-            if momentum != 0:
-                momentum_at = at(states, block, KIND) + inside
-                kept = momentum * tl.load(momentum_at).to(tl.float32) + tl.load(options + 3) * grad
-                tl.store(momentum_at, kept.to(KIND))
-                nesterov = tl.load(options + 4)
-                grad = nesterov * (grad + momentum * kept) + (1 - nesterov) * kept
-            store_on_all(values, block, stride, inside, value - tl.load(options + 5) * grad, rank, DEVICES, KIND)
+            grad, kept = scaled_sum(grads, lengths, block, stride, rank, factor, options, found, SOURCES, BLOCK, KIND)
+            if kept:
+                grad += tl.load(options + 1) * value
+                momentum = tl.load(options + 2)
+                if momentum != 0:
+                    momentum_at = at(states, block, KIND) + inside
+                    kept = momentum * tl.load(momentum_at).to(tl.float32) + tl.load(options + 3) * grad
+                    tl.store(momentum_at, kept.to(KIND))
+                    nesterov = tl.load(options + 4)
+                    grad = nesterov * (grad + momentum * kept) + (1 - nesterov) * kept
+                store_on_all(values, block, stride, inside, value - tl.load(options + 5) * grad, rank, DEVICES, KIND)
 
 
 run = partial(run_update, _sgd)

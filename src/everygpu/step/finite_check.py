@@ -1,0 +1,155 @@
+"""Updates whose loss or gradients are not finite: noted on the device, told on the host some updates later."""
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from everygpu.errors import NonFiniteError
+from everygpu.exit_codes import NOT_FINITE
+
+logger = logging.getLogger("everygpu")
+
+RULES = ("skip", "raise", "ignore")
+LAG = 8
+"""Updates that may be queued after one before the host reads its status: so it hardly ever waits for the device."""
+MAX_IN_ROW = 10
+"""As many updates left out one after another end the run."""
+MADE, SCALED = 1.0, 2.0
+"""Values of a status: the update was made; it was left out as a scaled gradient of float16 was too large."""
+
+Find = Callable[[], str | None]
+"""Names the first value that isn't finite, by another forward of the same batch."""
+
+
+class _Update(NamedTuple):
+    number: int
+    status: Tensor
+    """On the host, once the event has come."""
+    event: "torch.cuda.Event | None"
+    touched: set[int] | None
+    """Parameters whose updates were counted already, where kernels left the update out."""
+
+
+class FiniteCheck:
+    """Reads the status of each update.
+
+    A status has shape (devices + 1,): for each device 1 where gradients of its replica are known not to be finite; at
+    last ``MADE``, ``SCALED``, or nan for an update that was left out.
+
+    Args:
+        home: Where statuses are.
+        devices: One per replica, for messages.
+        uncount: Called with parameters that an update was counted for, and had none.
+        rule: One of ``RULES``.
+    """
+
+    def __init__(
+        self,
+        home: torch.device,
+        devices: Sequence[torch.device],
+        uncount: Callable[[set[int]], None],
+        *,
+        rule: str,
+    ) -> None:
+        self.is_on = rule != "ignore"
+        self.num_skipped = 0
+        self._raises = rule == "raise"
+        self._devices = list(devices)
+        self._uncount = uncount
+        self._lag = LAG if home.type == "cuda" else 0
+        # Not where a default device would have it.
+        self._rows = torch.zeros(self._lag + 1, len(devices) + 1, device="cpu", pin_memory=home.type == "cuda")
+        self._queued: deque[_Update] = deque()
+        self._num_in_row = 0
+        self._error: NonFiniteError | None = None
+
+    def submit(self, number: int, status: Tensor, touched: set[int] | None = None) -> None:
+        """Queue the status of an update to be read."""
+        row = self._rows[number % len(self._rows)]
+        row.copy_(status, non_blocking=True)
+        event = torch.cuda.current_stream(status.device).record_event() if status.device.type == "cuda" else None
+        self._queued.append(_Update(number, row, event, touched))
+
+    def restart(self, num_skipped: int) -> None:
+        """Go on from a state that was saved."""
+        self._queued.clear()
+        self._error, self._num_in_row, self.num_skipped = None, 0, num_skipped
+
+    def look(self, find: Find) -> None:
+        """Read what is due.
+
+        Args:
+            find: Searches the batch of the newest update.
+        Raises:
+            NonFiniteError: an update was left out, where that raises.
+            SystemExit: with exit code 5: so many were, one after another.
+        """
+        # Once one was found the next are waited for, as the batch that may have the same is still there.
+        self._read(0 if self._num_in_row else self._lag, find)
+        error, self._error = self._error, None
+        if error is not None and self._raises:
+            raise error
+        if error is not None:
+            logger.error("%s", error)
+            raise SystemExit(NOT_FINITE) from error
+
+    def wait(self) -> None:
+        """Read all that there is; what is to be raised is raised by ``look``."""
+        self._read(0, lambda: None)
+
+    def _read(self, lag: int, find: Find) -> None:
+        while len(self._queued) > lag:
+            update = self._queued.popleft()
+            if update.event is not None:
+                update.event.synchronize()
+            self._judge(update, find if not self._queued else lambda: None)
+
+    def _judge(self, update: _Update, find: Find) -> None:
+        *found, value = update.status.tolist()
+        places = [f"{d} (replica {i})" for i, (d, is_bad) in enumerate(zip(self._devices, found)) if is_bad]
+        if value == SCALED:
+            self.num_skipped += 1
+        elif math.isnan(value):
+            self._note_left_out(update, places, find)
+        else:
+            self._num_in_row = 0
+            if places:
+                logger.warning(
+                    "TrainStep: update %d has gradients that are not finite, though its loss is, from %s: blocks of "
+                    "1,024 values of a parameter that have one stayed as they were.",
+                    update.number,
+                    " and ".join(places),
+                )
+
+    def _note_left_out(self, update: _Update, places: list[str], find: Find) -> None:
+        self.num_skipped += 1
+        self._num_in_row += 1
+        if update.touched is not None:
+            self._uncount(update.touched)
+        is_last = self._num_in_row >= MAX_IN_ROW
+        if not (self._raises or is_last or self._num_in_row == 1):
+            return
+        message = _describe(update.number, places, find())
+        if self._raises:
+            self._error = self._error or NonFiniteError(message)
+        elif is_last:
+            self._error = NonFiniteError(
+                f"{message} It was update {self._num_in_row} in a row: the run ends with exit code {NOT_FINITE}."
+            )
+        else:
+            logger.warning("%s", message)
+
+
+def _describe(number: int, places: Sequence[str], first: str | None) -> str:
+    where = f" of {' and '.join(places)}" if places else ""
+    what = f" First in a forward of the same batch: {first}." if first else ""
+    return (
+        f"TrainStep: the loss and all gradients must be finite, got others in update {number}{where}.{what} The update "
+        f"is left out: parameters and optimizer are as before. Look at this batch and at the learning rate; "
+        f"torch.autograd.set_detect_anomaly(True) finds the operation."
+    )

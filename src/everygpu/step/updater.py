@@ -1,0 +1,108 @@
+"""From the gradients of some batches to new parameters."""
+
+import torch
+from torch import Tensor
+
+from everygpu import comm
+from everygpu.step.finite_check import MADE, SCALED, FiniteCheck
+from everygpu.step.stats import Stopwatch
+from everygpu.step.update import LossScale, clip, multiply, total_norm
+from everygpu.step.update_strategy import FusedStatus, UpdateStrategy
+
+
+class Updater:
+    """Adds gradients up, checks and clips them, and steps the optimizer.
+
+    Args:
+        strategy: Where the gradients are.
+        home: Where the loss is.
+        num_devices: Of this process.
+        scale: Of the loss, under float16.
+        check: Reads whether updates were finite.
+        stopwatch: Of the step.
+    """
+
+    def __init__(
+        self,
+        strategy: UpdateStrategy,
+        home: torch.device,
+        num_devices: int,
+        scale: LossScale | None,
+        check: FiniteCheck,
+        stopwatch: Stopwatch,
+    ) -> None:
+        self.num_steps = 0
+        self.norm = torch.full((), float("nan"), dtype=torch.float32, device=home)
+        """Of the last gradient, before it was clipped."""
+        self._strategy = strategy
+        self._home = home
+        self._num_devices = num_devices
+        self._scale = scale
+        self._check = check
+        self._stopwatch = stopwatch
+        self._losses: Tensor | None = None
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Have an update left out where the loss of one of its batches isn't finite."""
+        if self._check.is_on:
+            self._losses = loss if self._losses is None else self._losses + loss
+
+    def drop(self) -> None:
+        """Forget the batches of this update."""
+        self._losses = None
+
+    @torch.no_grad()
+    def run(self, factor: float | Tensor, clip_norm: float | None) -> None:
+        """Update from all gradients since the last one.
+
+        Args:
+            factor: What they are multiplied by.
+            clip_norm: The largest norm that they may have then.
+        """
+        losses, self._losses = self._losses, None
+        is_whole = self._scale is None and clip_norm is None
+        self.num_steps += 1
+        made = self._strategy.fuse(factor, losses) if is_whole else None
+        if made is None:
+            self._run_in_turn(factor, clip_norm, losses)
+        elif losses is not None:
+            self._check.submit(self.num_steps, made.status, made.counted)
+        self._stopwatch.mark("update")
+
+    def finish_recorded(self, made: FusedStatus, norm: Tensor | None) -> None:
+        """Take note of an update that a recording has queued."""
+        self.num_steps += 1
+        if norm is not None:
+            self.norm = norm.clone()
+        if self._check.is_on:
+            self._check.submit(self.num_steps, made.status, made.counted)
+
+    def _run_in_turn(self, factor: float | Tensor, clip_norm: float | None, losses: Tensor | None) -> None:
+        shares = self._strategy.reduce()
+        self._stopwatch.mark("reduce")
+        if isinstance(factor, Tensor) or factor != 1:
+            multiply(shares, factor)
+        found_inf = None if self._scale is None else self._scale.unscale(shares)
+        if clip_norm is not None or losses is not None:
+            self.norm = total_norm(shares, self._home)
+        if clip_norm is not None:
+            clip(shares, self.norm, clip_norm)
+        value = None if losses is None else self._judge(losses, found_inf)
+        if value is not None:
+            found_inf = (value != MADE).float()
+        counted = self._strategy.apply(found_inf, is_common=self._scale is not None)
+        if self._scale is not None and found_inf is not None:
+            self._scale.update(found_inf)
+        if value is not None:
+            status = torch.zeros(self._num_devices + 1, device=self._home)
+            status[-1] = value
+            self._check.submit(self.num_steps, status, counted)
+
+    def _judge(self, losses: Tensor, found_inf: Tensor | None) -> Tensor:
+        """Return the value of the status; see ``FiniteCheck``."""
+        value = comm.copy(losses, self._home) * 0 + MADE
+        if self._scale is None or found_inf is None:
+            return (self.norm * 0 + value).float()
+        # A scale that is too large is lowered. Where it isn't, the gradients themselves are not finite.
+        is_bad = value.isnan() | ((found_inf != 0) & (self._scale.value < 1))
+        return torch.where(is_bad, float("nan"), torch.where(found_inf != 0, SCALED, MADE))

@@ -1,0 +1,356 @@
+"""b19: a loss or gradients that are nan or infinite in one replica."""
+
+import copy
+import logging
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import everygpu
+from everygpu.errors import NonFiniteError, OptionError
+from everygpu.step.finite_check import MAX_IN_ROW
+from tests import tape
+
+X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+Y = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+
+
+class Spoilt(nn.Module):
+    """Gives what ``spoil`` makes of its rows whose first value is 7."""
+
+    def __init__(self, spoil=lambda x: x * float("nan")):
+        super().__init__()
+        self.spoil = spoil
+
+    def forward(self, x):
+        return torch.where(x[:, :1] == 7, self.spoil(x), x)
+
+
+class BadGrad(torch.autograd.Function):
+    """Finite, with gradients that are not in rows whose first value is 7."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return torch.where(x[:, :1] == 7, float("inf"), grad)
+
+
+class BackwardSpoilt(nn.Module):
+    def forward(self, x):
+        return BadGrad.apply(x)
+
+
+def make_bad_grads(first_value):
+    """A net whose gradients before its second module aren't finite where the first value is 7."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 6), BackwardSpoilt(), nn.Linear(6, 3))
+    write_first_value(net, first_value)
+    return net
+
+
+@torch.no_grad()
+def write_first_value(net, value):
+    """Have the first module give this for every row."""
+    net[0].weight[0].zero_()
+    net[0].bias[0] = value
+
+
+def make_net(spoil=lambda x: x * float("nan"), norm=nn.Identity):
+    torch.manual_seed(0)
+    return nn.Sequential(Spoilt(spoil), nn.Linear(6, 16), norm(), nn.ReLU(), nn.Linear(16, 3))
+
+
+def batch(bad_row=None):
+    x = X.clone()
+    if bad_row is not None:
+        x[bad_row, 0] = 7
+    return x, Y
+
+
+def make(used, *, net=None, optimizer=torch.optim.AdamW, **options):
+    net = make_net() if net is None else net
+    net.to(used[0])
+    made = optimizer(net.parameters(), lr=0.01)
+    return net, everygpu.TrainStep(everygpu.DataParallel(net, used), nn.functional.mse_loss, made, **options)
+
+
+def run(step, bad_rows):
+    for row in bad_rows:
+        step(*batch(bad_row=row))
+
+
+def numbers(net, step):
+    """Parameters, buffers and optimizer state of now."""
+    return copy.deepcopy((net.state_dict(), step.optimizer.state_dict()["state"]))
+
+
+def assert_same(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def warnings_of(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+SETUPS = {
+    "one device": (1, {}),
+    "two": (2, {}),
+    "clipped": (2, {"clip_norm": 0.1}),
+    "fp16": (2, {"precision": "fp16"}),
+    "not spread": (2, {"optimizer": lambda p, lr: Plain(p, lr)}),
+    "not captured": (2, {"capture": False}),
+}
+
+
+class Plain(torch.optim.Adam):
+    """A subclass may do anything: it steps on the first device."""
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_b19_an_update_is_left_out_and_named(devices, caplog, setup):
+    count, options = SETUPS[setup]
+    used = devices(count)
+    net, step = make(used, net=make_net(norm=lambda: nn.BatchNorm1d(16)), **options)
+    for _ in range(3):
+        step(*batch())
+    step.stats()
+    before = numbers(net, step)
+    assert math.isnan(step(*batch(bad_row=7)).item())
+    num_skipped = step.stats().num_skipped
+    after = numbers(net, step)
+    for state in (before[0], after[0]):
+        state.pop("2.num_batches_tracked")
+    assert_same(after, before)
+    assert num_skipped == 1 + (setup == "fp16" and used[0].type == "cuda") * (num_skipped - 1)
+    (message,) = warnings_of(caplog)
+    assert "got others in update 4" in message
+    if used[0].type == "cpu":  # where the batch is at hand when it is told
+        assert f"module 0 (Spoilt) on cpu (replica {count - 1})" in message
+    step(*batch())
+    assert all(p.isfinite().all() for p in net.parameters())
+    assert not torch.equal(net[1].weight, before[0]["1.weight"])
+
+
+def test_b19_as_if_the_batch_had_not_been(devices):
+    used = devices(2)
+    net, step = make(used, net=make_net())
+    other, plain = make(used, net=make_net())
+    for i in range(6):
+        if i in (0, 3):
+            step(*batch(bad_row=0))
+            step.stats()
+        step(*batch())
+        plain(*batch())
+    assert_same(net.state_dict(), other.state_dict())
+
+
+@pytest.mark.usefixtures("helpers")
+def test_b19_in_helper_processes(devices, caplog):
+    used = devices(2)
+    net = make_net()
+    model = everygpu.DataParallel(net, used, engine="processes")
+    step = everygpu.TrainStep(model, nn.functional.mse_loss, torch.optim.SGD(net.parameters(), lr=0.1))
+    step(*batch())
+    before = copy.deepcopy(net.state_dict())
+    step(*batch(bad_row=5))
+    step.stats()
+    assert_same(net.state_dict(), before)
+    assert "replica 1" in warnings_of(caplog)[0] or used[0].type == "cuda"
+    model.release()
+
+
+def test_b19_one_batch_of_several(devices, caplog):
+    net, step = make(devices(2), accumulate=3)
+    for _ in range(3):
+        step(*batch())
+    before = numbers(net, step)
+    for row in (None, 1, None):
+        step(*batch(bad_row=row))
+    assert step.stats().num_skipped == 1
+    assert_same(numbers(net, step), before)
+    step(*batch())
+    step.flush()
+    assert step.stats().num_skipped == 1
+
+
+def test_b19_only_gradients(devices, caplog):
+    net, step = make(devices(2), net=make_bad_grads(1))
+    step(*batch())
+    write_first_value(net, 7)
+    before = copy.deepcopy(net[0].state_dict())
+    assert step(*batch()).isfinite()
+    step.stats()
+    assert_same(net[0].state_dict(), before)
+    assert all(p.isfinite().all() for p in net.parameters())
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_b19_what_is_named(devices, caplog):
+    used = devices(2)
+    if used[0].type != "cpu":
+        pytest.skip("on GPUs the batch is gone by then, unless the next one has the same")
+    _, step = make(used, net=make_net())
+    x, y = batch()
+    x[6, 2] = float("nan")
+    step(x, y)
+    assert "the batch itself, on cpu (replica 1)" in warnings_of(caplog)[-1]
+    step(*batch())
+    step(x, y * float("inf"))
+    _, other = make(used, net=make_net())
+    other(X, Y * float("inf"))
+    assert "First in a forward" not in warnings_of(caplog)[-1], "the loss is, not the model"
+    with torch.no_grad():
+        other.model.module[4].bias[1] = float("inf")
+    other(*batch())
+    other(*batch())
+    net, step = make(used, net=make_net())
+    step(*batch())
+    with torch.no_grad():
+        net[4].bias[1] = float("nan")
+    step(*batch())
+    assert "parameter 4.bias" in warnings_of(caplog)[-1]
+
+
+def test_b19_raise(devices):
+    used = devices(2)
+    net, step = make(used, on_nonfinite="raise")
+    step(*batch())
+    before = numbers(net, step)
+    with pytest.raises(NonFiniteError, match="must be finite, got others in update 2"):
+        run(step, [0] if used[0].type == "cpu" else [0] * 9)  # on GPUs a few updates later
+    assert_same(numbers(net, step), before)
+    step(*batch())
+
+
+def test_b19_ignore(devices, caplog):
+    used = devices(1)
+    net, step = make(used, on_nonfinite="ignore", capture=False)
+    step(*batch(bad_row=0))
+    assert net[1].weight.isnan().any()
+    assert step.stats().num_skipped == 0
+    assert not warnings_of(caplog)
+
+
+def test_b19_ten_in_a_row_end_the_run(devices, caplog):
+    net, step = make(devices(2))
+    step(*batch())
+    step.stats()
+    before = numbers(net, step)
+    with pytest.raises(SystemExit) as end:
+        run(step, [3] * 30)
+    assert end.value.code == 5
+    assert isinstance(end.value.__cause__, NonFiniteError)
+    assert_same(numbers(net, step), before)
+    first, last = warnings_of(caplog)
+    assert "got others in update 2" in first
+    assert f"update {MAX_IN_ROW} in a row" in last
+    assert "module 0 (Spoilt)" in last
+    assert "replica 0" in last
+
+
+def test_b19_others_in_between_begin_anew(devices, caplog):
+    _, step = make(devices(2))
+    for i in range(30):
+        step(*batch(bad_row=0 if i % 10 else None))
+    assert step.stats().num_skipped == 27
+
+
+def test_b19_counters_are_saved(devices):
+    _, step = make(devices(2))
+    step(*batch())
+    step(*batch(bad_row=0))
+    state = step.state_dict()
+    assert (state["num_steps"], state["num_skipped"]) == (2, 1)
+    _, other = make(devices(2))
+    other.load_state_dict(state)
+    assert other.stats().num_skipped == 1
+
+
+def test_b19_forward_is_run_again_without_a_trace(devices, caplog):
+    used = devices(2)
+    net, step = make(used, net=nn.Sequential(make_net(norm=lambda: nn.BatchNorm1d(16)), nn.Dropout(0.5)))
+    step(*batch())
+    generator = torch.get_rng_state()
+    step(*batch())
+    drawn = torch.get_rng_state()
+    torch.set_rng_state(generator)
+    step(*batch(bad_row=2))
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert int(net[0][2].num_batches_tracked) == 3
+    assert not torch.nn.modules.module._global_forward_hooks
+
+
+def test_b19_a_second_forward_that_fails_is_no_error(devices, caplog):
+    used = devices(2)
+
+    class Once(nn.Module):
+        num_calls = 0
+
+        def forward(self, x):
+            Once.num_calls += 1
+            if Once.num_calls > 2:
+                raise ZeroDivisionError
+            return x * float("nan")
+
+    _, step = make(used, net=nn.Sequential(nn.Linear(6, 3), Once()))
+    step(*batch())
+    step.stats()
+    assert "got others in update 1" in warnings_of(caplog)[0]
+
+
+@pytest.mark.parametrize("value", ["", "stop", None, True, 0])
+def test_b19_bad_options(value):
+    with pytest.raises(OptionError, match="on_nonfinite must be one of"):
+        make([torch.device("cpu")], on_nonfinite=value)
+
+
+class TestRecorded:
+    """Steps recorded as a CUDA graph, acted out for CPU replicas."""
+
+    @pytest.fixture(params=["fused", "unfused"])
+    def used(self, request, devices, monkeypatch):
+        found = devices(2)
+        tape.prepare(found, monkeypatch, fused=request.param == "fused", switch="everygpu.step.fused.can_fuse")
+        return found
+
+    @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5}, {"accumulate": 2}], ids=str)
+    def test_b19_an_update_is_left_out(self, used, caplog, options):
+        net, step = make(used, net=make_net(norm=lambda: nn.BatchNorm1d(16)), **options)
+        for _ in range(10):
+            step(*batch())
+        assert step.stats().engine == "graphs"
+        before = numbers(net, step)
+        for _ in range(options.get("accumulate", 1)):
+            step(*batch(bad_row=7))
+        assert step.stats().engine == "graphs"
+        after = numbers(net, step)
+        for state in (before[0], after[0]):
+            state.pop("2.num_batches_tracked")
+        assert_same(after, before)
+        assert step.stats().num_skipped == 1
+        (message,) = warnings_of(caplog)
+        assert "(replica 1)" in message or step._strategy._fused is None
+        for _ in range(4):
+            step(*batch())
+        assert step.stats().engine == "graphs"
+        assert all(p.isfinite().all() for p in net.parameters())
+        assert not torch.equal(net[1].weight, before[0]["1.weight"])
+
+    def test_b19_only_gradients(self, used, caplog):
+        net, step = make(used, net=make_bad_grads(1))
+        for _ in range(10):
+            step(*batch())
+        write_first_value(net, 7)
+        before = copy.deepcopy(net[0].state_dict())
+        assert step(*batch()).isfinite()
+        step.stats()
+        assert_same(net[0].state_dict(), before)
+        assert all(p.isfinite().all() for p in net.parameters())
+        assert len(warnings_of(caplog)) == 1
