@@ -114,13 +114,14 @@ def _update(
             for found in (values, states)
         )
         grad = _sum(grads, block, int(lengths[block]), span.dtype) * factor * options[0]
-        if not grad.isfinite().all():
+        is_kept = ~grad.isfinite()
+        if is_kept.any():
             _note_sources(status, grads, block, int(lengths[block]), span.dtype)
-            continue
-        wide = [s.float() for s in kept]
-        new = rule(places[rank].float().clone(), grad, wide, options)
-        for place, value in [*((p, new) for p in places), *zip(kept, wide)]:
-            place.copy_(value)
+        wide = [s.float().clone() for s in kept]
+        before = places[rank].float()
+        new = rule(before.clone(), grad, wide, options)
+        for place, value in [*((p, torch.where(is_kept, before, new)) for p in places), *zip(kept, wide)]:
+            place.copy_(torch.where(is_kept, place.float(), value))
 
 
 def _note_sources(status: Tensor, grads: Tensor, block: int, length: int, dtype: torch.dtype) -> None:

@@ -120,8 +120,8 @@ class FiniteCheck:
             self._num_in_row = 0
             if places:
                 logger.warning(
-                    "TrainStep: update %d has gradients that are not finite, though its loss is, from %s: blocks of "
-                    "1,024 values of a parameter that have one stayed as they were.",
+                    "TrainStep: update %d has gradients that are not finite, though its loss is, from %s: values of "
+                    "parameters that have one stayed as they were.",
                     update.number,
                     " and ".join(places),
                 )

@@ -112,8 +112,8 @@ class FusedUpdate:
 
         Args:
             touched: Parameters that have a gradient.
-            factor: What the gradients are multiplied by; a tensor has shape (). Where that gives values that aren't
-                finite, the block is left alone.
+            factor: What the gradients are multiplied by; a tensor has shape (). Values of parameters are left alone
+                where that isn't finite.
             is_reduced: Each device's own chunk of the gradients is the sum of all already.
         """
         self.launch(self.prepare(touched), factor=factor, is_reduced=is_reduced)

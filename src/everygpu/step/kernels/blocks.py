@@ -11,50 +11,36 @@ from everygpu.parallel.buckets.plan import BLOCK_NUMEL, BlockRange
 
 
 @triton.jit
-def is_finite(block):
-    """Tell whether all values of a block are finite: zero times any other is not zero."""
-    return tl.sum(block * 0.0, axis=0) == 0.0
+def scaled_sum(
+    grads, lengths, block, stride, rank, factor, options, SOURCES: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr
+):
+    """Add one block of gradients up; multiplied by the factor, and by the sign that begins each row of options."""
+    total = sum_blocks(grads, lengths, block, stride, rank, SOURCES, BLOCK, KIND, tl.float32)
+    return total * tl.load(factor) * tl.load(options)
 
 
 @triton.jit
 def note_sources(
-    found, grads, lengths, block, stride, rank, SOURCES: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr
+    bad, found, grads, rows, lengths, first, end, stride, SOURCES: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr
 ) -> None:
-    """Write down which devices' gradients of a block are not finite."""
-    inside = tl.arange(0, BLOCK)
-    inside_length = inside < tl.load(lengths + block)
-    for step in tl.static_range(SOURCES):
-        source = (rank + step) % SOURCES
-        grad = tl.load(at(grads, source * stride + block, KIND) + inside, mask=inside_length, other=0.0).to(tl.float32)
-        if not is_finite(grad):
-            tl.store(at(found, 0, tl.float32) + source, 1.0)
+    """Write down which devices' gradients are not finite, once a program is through with its blocks.
 
+    Looked at block by block, as they come, this would hold up the blocks behind: a sum over a block waits for all of
+    its threads.
 
-@triton.jit
-def scaled_sum(
-    grads,
-    lengths,
-    block,
-    stride,
-    rank,
-    factor,
-    options,
-    found,
-    SOURCES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    KIND: tl.constexpr,
-):
-    """Add one block of gradients up; multiplied by the factor, and by the sign that begins each row of options.
-
-    Returns:
-        The sum, and whether all of it is finite.
+    Args:
+        bad: 0 where all gradients so far were finite, else nan; shape (BLOCK,).
     """
-    total = sum_blocks(grads, lengths, block, stride, rank, SOURCES, BLOCK, KIND, tl.float32)
-    grad = total * tl.load(factor) * tl.load(options)
-    kept = is_finite(grad)
-    if not kept:
-        note_sources(found, grads, lengths, block, stride, rank, SOURCES, BLOCK, KIND)
-    return grad, kept
+    if tl.sum(bad, axis=0) != 0.0:
+        inside = tl.arange(0, BLOCK)
+        for block in range(first + tl.program_id(0), end, tl.num_programs(0)):
+            if tl.load(rows + block) >= 0:
+                filled = inside < tl.load(lengths + block)
+                for source in tl.static_range(SOURCES):
+                    place = at(grads, source * stride + block, KIND) + inside
+                    grad = tl.load(place, mask=filled, other=0.0).to(tl.float32)
+                    if tl.sum(grad * 0.0, axis=0) != 0.0:
+                        tl.store(at(found, 0, tl.float32) + source, 1.0)
 
 
 @triton.jit

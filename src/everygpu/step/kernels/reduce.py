@@ -6,7 +6,7 @@ from torch import Tensor
 
 from everygpu.comm.kernels import KINDS, at, sum_blocks
 from everygpu.parallel.buckets.plan import BLOCK_NUMEL, BlockRange
-from everygpu.step.kernels.blocks import grid, is_finite, note_sources, numbers
+from everygpu.step.kernels.blocks import grid, note_sources, numbers
 
 
 @triton.jit(do_not_specialize=["first", "end", "stride", "rank"])
@@ -25,15 +25,16 @@ def _reduce(
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
 ) -> None:
+    bad = tl.zeros((BLOCK,), tl.float32)
     for block in range(first + tl.program_id(0), end, tl.num_programs(0)):
         square = 0.0
         if tl.load(rows + block) >= 0:
             total = sum_blocks(grads, lengths, block, stride, rank, SOURCES, BLOCK, KIND, tl.float32)
             tl.store(at(targets, block, KIND) + tl.arange(0, BLOCK), total.to(KIND))
             square = tl.sum(total * total, axis=0)
-            if not is_finite(total):
-                note_sources(found, grads, lengths, block, stride, rank, SOURCES, BLOCK, KIND)
+            bad += total * 0.0
         tl.store(squares + block, square)
+    note_sources(bad, found, grads, rows, lengths, first, end, stride, SOURCES, BLOCK, KIND)
 
 
 def run(
