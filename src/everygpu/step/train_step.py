@@ -115,8 +115,8 @@ class TrainStep:
         self._last_loss = torch.full((), float("nan"), device=self._home)
         self._stopwatch = Stopwatch(self._home)
         devices = self.model.replica_devices
-        self._check = FiniteCheck(self._home, devices, self._strategy.uncount, rule=on_nonfinite)
-        self._updater = Updater(self._strategy, self._home, len(devices), self._scale, self._check, self._stopwatch)
+        self._finite_check = FiniteCheck(self._home, devices, self._strategy.uncount, rule=on_nonfinite)
+        self._updater = Updater(self._strategy, self._home, len(devices), self._scale, self._finite_check, self._stopwatch)
         self._capture = make_capture(self, self._strategy, must=capture is True) if captures else None
 
     def __call__(self, inputs: Any, *targets: Any, **kwargs: Any) -> Tensor:
@@ -158,7 +158,7 @@ class TrainStep:
                 self._num_batches += 1
                 if self._num_batches == self.accumulate:
                     self.flush()
-            self._check.look(lambda: self._name_first(batch))
+            self._finite_check.look(lambda: self._name_first(batch))
         except BaseException:
             self._num_batches = 0
             self._weights.drop()
@@ -197,12 +197,12 @@ class TrainStep:
 
     def stats(self) -> StepStats:
         """Return the figures of the last step; waits for the device."""
-        self._check.wait()
+        self._finite_check.wait()
         return StepStats(
             loss=self._last_loss.item(),
             grad_norm=self._updater.norm.item(),
             num_steps=self._updater.num_steps,
-            num_skipped=self._check.num_skipped,
+            num_skipped=self._finite_check.num_skipped,
             engine="graphs" if self._was_launched else self.model.engine_in_use,
             phase_s=self._stopwatch.read(),
         )
@@ -216,8 +216,8 @@ class TrainStep:
                 self._num_batches,
                 self.accumulate,
             )
-        self._check.wait()
-        state: dict[str, Any] = {"num_steps": self._updater.num_steps, "num_skipped": self._check.num_skipped}
+        self._finite_check.wait()
+        state: dict[str, Any] = {"num_steps": self._updater.num_steps, "num_skipped": self._finite_check.num_skipped}
         if self._scale is not None:
             state["scale"] = self._scale.state_dict()
         return state
@@ -227,7 +227,7 @@ class TrainStep:
         self._num_batches = 0
         self._updater.drop()
         self._updater.num_steps = state["num_steps"]
-        self._check.restart(state["num_skipped"])
+        self._finite_check.restart(state["num_skipped"])
         if self._scale is not None and "scale" in state:
             self._scale.load_state_dict(state["scale"])
 
@@ -256,7 +256,7 @@ class TrainStep:
         self._stopwatch.start()
         if update is None:
             self._strategy.attach_grads()
-        stats = KeptStats(self.model.module) if self._check.is_on else None
+        stats = KeptStats(self.model.module) if self._finite_check.is_on else None
         try:
             with torch.enable_grad(), fresh_casts():
                 loss, _ = self._compute(batch)
