@@ -12,7 +12,7 @@
     ├── CallError (RuntimeError)              a call comes where, or asks for what, the object can't do
     ├── CopyError (TypeError)                 an object that can't be copied or pickled was to be
     ├── LossError (ValueError)                the loss returned no single number; a RuntimeError, too
-    ├── ReplicaError (RuntimeError)           names the replica an exception came from
+    ├── ReplicaError (RuntimeError)           names the replica an exception came from, or that differs
     ├── RankError (RuntimeError)              processes that train together differ, or one of them has failed
     ├── WorkerError (RuntimeError)            a process of the loader, or of a replica, died
     ├── FeedTimeoutError (TimeoutError)       no batch came in time
@@ -93,7 +93,7 @@ class LossError(EveryGPUError, ValueError, RuntimeError):
 
 
 class ReplicaError(EveryGPUError, RuntimeError):
-    """Names the replica, device and shards behind an exception; it is that exception's ``__cause__``."""
+    """Names the replica, device and shards behind an exception, whose ``__cause__`` it is; or replicas that differ."""
 
 
 class RankError(EveryGPUError, RuntimeError):

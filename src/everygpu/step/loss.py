@@ -4,10 +4,13 @@ from collections import UserDict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from everygpu import tree
 from everygpu.errors import LossError
 from everygpu.parallel.cuda_graphs.static_batch import Batch
+from everygpu.parallel.scatter.batch_types import move_tree, open_known
 from everygpu.parallel.sharded.batch import ShardedBatch
 
 
@@ -51,6 +54,15 @@ def as_number(loss: Any, *, is_models: bool = False) -> Tensor:
             f"Take its mean, as with reduction='mean'."
         )
     return loss.reshape(())
+
+
+def at_device(targets: tuple[Any, ...], device: torch.device) -> Any:
+    """Put targets on a device, such as where the output is; what is spread over the devices already stays."""
+
+    def move(leaf: Any) -> Any:
+        return leaf if isinstance(leaf, ShardedBatch) else move_tree(leaf, device)
+
+    return tree.map_leaves(move, targets, open_known)
 
 
 def _is_one_each(loss: ShardedBatch) -> bool:

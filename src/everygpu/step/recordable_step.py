@@ -115,7 +115,10 @@ class RecordableStep:
             return True
         recorded.update.write_tables()
         rows = self._strategy.prepare_update(recorded.touched)
-        return rows is not None and rows.row_of == recorded.update.rows.row_of
+        if rows is None or rows.row_of != recorded.update.rows.row_of:
+            return False
+        self._step._check_replicas()
+        return True
 
     def finish(self, recorded: _Recorded) -> Tensor:
         self._step._stopwatch.marks = dict(recorded.marks)

@@ -9,16 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from everygpu import tree
 from everygpu.errors import CopyError
 from everygpu.keys import unwrap
 from everygpu.parallel.cuda_graphs.static_batch import Batch
 from everygpu.parallel.engines.thread_state import fresh_casts
 from everygpu.parallel.replicas.module_tree import evaluating
-from everygpu.parallel.scatter.batch_types import move_tree, open_known
-from everygpu.parallel.sharded.batch import ShardedBatch
 from everygpu.step.early_update import EarlyUpdate
-from everygpu.step.loss import as_batch, as_number, loss_in
+from everygpu.step.loss import as_batch, as_number, at_device, loss_in
 from everygpu.step.options import (
     PRECISIONS,
     can_capture,
@@ -29,6 +26,7 @@ from everygpu.step.options import (
 )
 from everygpu.step.partial_grads import refusing_partial_grads
 from everygpu.step.recordable_step import make_capture
+from everygpu.step.replica_check import make_check
 from everygpu.step.stats import Evaluation, StepStats, Stopwatch
 from everygpu.step.update import LossScale, clip, multiply, total_norm
 from everygpu.step.weights import BatchWeights, Weight
@@ -71,6 +69,7 @@ class TrainStep:
         ModuleError, DeviceError, PlacementError: the model can't be replicated; see ``DataParallel``.
         OptimizerError: this is no optimizer, or one that needs a closure; parameters share memory.
         OptionError: an option has no such value.
+        ReplicaError: from a step whose check finds other bits, and no majority that could mend them.
     """
 
     def __init__(
@@ -85,6 +84,7 @@ class TrainStep:
         compile: bool = False,
         capture: bool | str = "auto",
         weight: Weight | None = None,
+        check_every: int | None = None,
     ) -> None:
         check_options(loss, precision, accumulate, clip_norm, weight)
         self.model = wrap_model(model, compile=compile)
@@ -107,6 +107,7 @@ class TrainStep:
         self._num_skipped = torch.zeros((), dtype=torch.float32, device=self._home)
         self._last_loss = self._last_norm = torch.full((), float("nan"), dtype=torch.float32, device=self._home)
         self._stopwatch = Stopwatch(self._home)
+        self._check_replicas = make_check(self.model, self._strategy, check_every)
         self._capture = make_capture(self, self._strategy, must=capture is True) if captures else None
 
     def __call__(self, inputs: Any, *targets: Any, **kwargs: Any) -> Tensor:
@@ -260,19 +261,11 @@ class TrainStep:
             if self.loss is None:
                 return as_number(loss_in(output), is_models=True), output
             with refusing_partial_grads(output, self._strategy.leaves):
-                return as_number(self.loss(output, *self._at_home(targets))), output
-
-    def _at_home(self, targets: tuple[Any, ...]) -> Any:
-        """Put targets where the output is; what is spread over the devices already stays."""
-        home = self.model.output_device_obj
-
-        def move(leaf: Any) -> Any:
-            return leaf if isinstance(leaf, ShardedBatch) else move_tree(leaf, home)
-
-        return tree.map_leaves(move, targets, open_known)
+                return as_number(self.loss(output, *at_device(targets, self.model.output_device_obj))), output
 
     @torch.no_grad()
     def _update(self, factor: float | Tensor) -> None:
+        self._check_replicas()
         whole = self._scale is None and self.clip_norm is None
         if isinstance(factor, Tensor) or not (whole and self._strategy.fuse(factor)):
             self._update_in_turn(factor)

@@ -1,0 +1,150 @@
+"""A look for bits that have flipped: copies of parameters that have to be the same, compared now and then."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from everygpu.errors import OptionError, ReplicaError
+from everygpu.parallel.buckets.kept import KeptBucket
+from everygpu.parallel.buckets.plan import plan_buckets
+from everygpu.parallel.data_parallel import DataParallel
+from everygpu.parallel.replicas.module_tree import is_dense
+from everygpu.step.copy_differences import Difference, find_differences, mend
+from everygpu.step.sharded_update import ShardedUpdate
+from everygpu.step.update_strategy import UpdateStrategy
+
+logger = logging.getLogger("everygpu")
+
+_ADVICE = (
+    "Bits flip in faulty hardware: run everygpu doctor, and look for ECC errors in nvidia-smi -q -d ECC. Where code of "
+    "yours writes parameters through .data, call step.refresh() after it."
+)
+
+
+def make_check(model: DataParallel, strategy: UpdateStrategy, every: Any) -> Callable[[], None]:
+    """Return what is called before each update.
+
+    Args:
+        model: Runs the replicas.
+        strategy: Keeps their parameters.
+        every: Updates from one comparison to the next; None for none.
+    Raises:
+        OptionError: it is no whole number of 1 or more.
+    """
+    if every is None:
+        return _no_check
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise OptionError(
+            f"TrainStep: check_every must be a whole number of updates, 1 or more, or None, got {every!r}."
+        )
+    keeps_copies = isinstance(strategy, ShardedUpdate) and len(model.replica_devices) > 1
+    if model.rank_model is None and not keeps_copies:
+        logger.warning(
+            "TrainStep: check_every=%d compares nothing: parameters are kept on %s alone.",
+            every,
+            model.replica_devices[0],
+        )
+        return _no_check
+    return ReplicaCheck(model, strategy, every).before_update
+
+
+class ReplicaCheck:
+    """Compares what replicas and ranks keep of each parameter, before every so many updates.
+
+    Before, as an update writes a parameter anew on every device from the one that updates it: what had flipped there
+    is in all copies then, and what had flipped elsewhere is gone.
+
+    Args:
+        model: Runs the replicas.
+        strategy: Keeps their parameters.
+        every: Updates from one comparison to the next.
+    """
+
+    def __init__(self, model: DataParallel, strategy: UpdateStrategy, every: int) -> None:
+        self._model = model
+        self._strategy = strategy
+        self._every = every
+        # Counted here: under ranks, all have to compare at once, whatever states were loaded.
+        self._num_updates = self._num_at_last = 0
+
+    def before_update(self) -> None:
+        """Count an update, and compare if it is time to.
+
+        Raises:
+            ReplicaError: copies differ, and no majority tells which is right; on all ranks.
+        """
+        self._num_updates += 1
+        if self._num_updates % self._every == 0:
+            with torch.inference_mode(False), torch.no_grad():
+                self._compare()
+            self._num_at_last = self._num_updates
+
+    def _compare(self) -> None:
+        ranks = self._model.rank_model
+        differences = find_differences(self._kept(), None if ranks is None else ranks.group)
+        undecided = [d for d in differences if not d.is_decided]
+        if undecided:
+            raise ReplicaError(self._refusal(undecided[0], len(differences)))
+        of_copies: dict[str, list[tuple[Difference, int]]] = {}
+        for d in differences:
+            mend(d)
+            for i, copy in enumerate(d.copies):
+                if d.wrong_elements(i).numel():
+                    of_copies.setdefault(copy, []).append((d, i))
+        for copy, found in of_copies.items():
+            logger.warning("%s", self._notice(copy, found))
+
+    def _kept(self) -> list[KeptBucket]:
+        """Return what this process keeps; under ranks that is every parameter, also where it has a single replica."""
+        found = self._strategy.kept()
+        if self._model.rank_model is None:
+            return found
+        known = {id(p) for bucket in found for p in bucket.params.values()}
+        rest = [p for p in self._model.module.parameters() if id(p) not in known and is_dense(p)]
+        params = dict(enumerate(rest))
+        return found + [
+            KeptBucket(plan=plan, params={s.index: params[s.index] for s in plan.slots}, flats=[], is_flat=False)
+            for plan in plan_buckets(rest, 1)
+        ]
+
+    def _refusal(self, d: Difference, num_params: int) -> str:
+        values = ", ".join(f"{d.describe(0, i)} in {copy}" for i, copy in enumerate(d.copies))
+        return (
+            f"TrainStep: replicas must have the same parameters, got other bits in {_count(d.num_elements)} of "
+            f"{self._name(d)}, the first at {list(d.index_of(0))}: {values}{_and_more(num_params)}. No majority tells "
+            f"which are right. Load a checkpoint that is {self._age()} updates old or older: the copies were the same "
+            f"then. {_ADVICE}"
+        )
+
+    def _notice(self, copy: str, found: list[tuple[Difference, int]]) -> str:
+        d, i = found[0]
+        elements = d.wrong_elements(i)
+        first = int(elements[0])
+        return (
+            f"TrainStep: {copy} had other bits than most of {len(d.copies)} copies in {_count(elements.numel())} of "
+            f"{self._name(d)}, the first at {list(d.index_of(first))}: {d.describe(first, i)} instead of "
+            f"{d.describe(first)}{_and_more(len(found))}. They are mended; the last check was {self._age()} updates "
+            f"ago. {_ADVICE}"
+        )
+
+    def _age(self) -> int:
+        return self._num_updates - self._num_at_last
+
+    def _name(self, d: Difference) -> str:
+        param = d.bucket.params[d.slot.index]
+        names = (name for name, p in self._model.module.named_parameters() if p is param)
+        return next(names, f"a parameter of shape {tuple(param.shape)}")
+
+
+def _and_more(num_params: int) -> str:
+    return f", and of {num_params - 1} more parameters" if num_params > 1 else ""
+
+
+def _count(num_elements: int) -> str:
+    return f"{num_elements} element{'s' * (num_elements > 1)}"
+
+
+def _no_check() -> None:
+    pass
