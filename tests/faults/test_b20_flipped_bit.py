@@ -263,6 +263,23 @@ class Encoder(PlainNet):
         return super().forward(x)
 
 
+def test_writes_of_the_loss_are_no_flips(devices: Devices) -> None:
+    """They reach the primary alone, and are sent before copies are compared."""
+    trial, plain = Trial(devices(3)), Trial(devices(3), check_every=None)
+
+    def write(net: Net) -> None:
+        with torch.no_grad():
+            net.first.bias.mul_(0.5)
+            net.last.bias.data = net.last.bias.data * 0.5
+
+    with warnings() as lines:
+        for _ in range(3):
+            assert trial.train(lambda: write(trial.net)) == plain.train(lambda: write(plain.net))
+    assert not lines
+    for ours, expected in zip(trial.net.parameters(), plain.net.parameters()):
+        assert ours.equal(expected)
+
+
 ALL_EDITS = {**EDITS, "refresh": None, "in forward": None}
 
 
