@@ -41,11 +41,17 @@ def frozen(step: Step, replica: int) -> Tensor:
     return bucket.flats[replica - 1]
 
 
+@pytest.mark.parametrize("check_every", [1, 2])
 @pytest.mark.parametrize("replica", [0, 1])
 @pytest.mark.parametrize("find", [trainable, frozen])
-def test_a_flip_between_launches(recording: Devices, find: Callable[[Step, int], Tensor], replica: int) -> None:
+def test_a_flip_between_launches(
+    recording: Devices, find: Callable[[Step, int], Tensor], replica: int, check_every: int
+) -> None:
     used = recording(3)
-    step, plain = make(used, 1), make(used, None)
+    step, plain = make(used, check_every), make(used, None)
+    if check_every == 2:  # the next step compares
+        for one in (step, plain):
+            one(X, Y)
     attempts = step._capture._num_attempts
     bits = find(step, replica).view(-1).view(torch.int32)
     bits[2] = int(bits[2]) ^ 1 << 3
@@ -56,13 +62,14 @@ def test_a_flip_between_launches(recording: Devices, find: Callable[[Step, int],
             return
         step(X, Y)
         assert f"replica {replica} ({used[replica]}) had other bits than most of 3 copies" in lines.pop()
-        step(X, Y)
+        for _ in range(check_every):
+            step(X, Y)
     assert not lines
     assert step.stats().engine == "graphs"
     assert num_recordings(step) == 1
     assert step._capture._num_attempts == attempts, "nothing was recorded again"
     assert_replicas_bit_equal(step)
-    for _ in range(2):
+    for _ in range(1 + check_every):
         plain(X, Y)
     for ours, expected in zip(step.model.module.parameters(), plain.model.module.parameters()):
         torch.testing.assert_close(ours, expected)
@@ -70,7 +77,7 @@ def test_a_flip_between_launches(recording: Devices, find: Callable[[Step, int],
 
 def test_steps_are_recorded_and_compute_the_same(recording: Devices) -> None:
     used = recording(2)
-    steps = [make(used, 1), make(used, None)]
+    steps = [make(used, 3), make(used, None)]
     with warnings() as lines:
         for step in steps:
             for _ in range(3):
@@ -79,3 +86,44 @@ def test_steps_are_recorded_and_compute_the_same(recording: Devices) -> None:
     assert not lines
     for ours, expected in zip(*(step.model.module.parameters() for step in steps)):
         assert ours.equal(expected)
+
+
+class Flipping(Net):
+    """Flips bits of a weight that backward doesn't read, in the replica whose rows begin with 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.zeros((), dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        with torch.no_grad():
+            self.first.weight.data.view(torch.int32)[0, 0].bitwise_xor_(self.mask * x[0, 0].int())
+        return found
+
+
+def test_with_a_check_before_each_update_flips_within_a_launch_are_found(recording: Devices) -> None:
+    used = recording(3)
+    x = X.clone()
+    x[:, 0] = 0
+    x[len(x) // len(used) : 2 * len(x) // len(used), 0] = 1
+    torch.manual_seed(0)
+    net = Flipping().to(used[0])
+    step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net), check_every=1)
+    with warnings() as lines:
+        for _ in range(NUM_BEFORE):
+            step(x, Y)
+        assert step.stats().engine == "graphs"
+        assert not lines
+        net.mask.fill_(1 << 20)
+        if len(used) == 2:
+            with pytest.raises(ReplicaError, match="1 element of first.weight"):
+                step(x, Y)
+            return
+        step(x, Y)
+        net.mask.fill_(0)
+        assert f"replica 1 ({used[1]}) had other bits than most of 3 copies in 1 element of first.weight" in lines.pop()
+        step(x, Y)
+    assert not lines
+    assert step.stats().engine == "graphs"
+    assert num_recordings(step) == 1

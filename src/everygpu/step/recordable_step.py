@@ -117,7 +117,8 @@ class RecordableStep:
         rows = self._strategy.prepare_update(recorded.touched)
         if rows is None or rows.row_of != recorded.update.rows.row_of:
             return False
-        self._step._check_replicas()
+        if self._step._check is not None:
+            self._step._check.before_update()
         return True
 
     def finish(self, recorded: _Recorded) -> Tensor:
@@ -133,7 +134,9 @@ class RecordableStep:
 
     def _updates_at_once(self) -> bool:
         step = self._step
-        return step.accumulate == 1 and step._scale is None and step._ranks is None
+        # A check before each update has to find what flipped in forward and backward, too.
+        is_left = step._check is not None and step._check.every == 1
+        return step.accumulate == 1 and step._scale is None and step._ranks is None and not is_left
 
 
 def make_capture(step: "TrainStep", strategy: UpdateStrategy, *, must: bool) -> Capture[Tensor] | None:

@@ -1,7 +1,6 @@
 """A look for bits that have flipped: copies of parameters that have to be the same, compared now and then."""
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,8 +22,8 @@ _ADVICE = (
 )
 
 
-def make_check(model: DataParallel, strategy: UpdateStrategy, every: Any) -> Callable[[], None]:
-    """Return what is called before each update.
+def make_check(model: DataParallel, strategy: UpdateStrategy, every: Any) -> "ReplicaCheck | None":
+    """Return what is called before each update; None where there is nothing to compare, which is logged.
 
     Args:
         model: Runs the replicas.
@@ -34,7 +33,7 @@ def make_check(model: DataParallel, strategy: UpdateStrategy, every: Any) -> Cal
         OptionError: it is no whole number of 1 or more.
     """
     if every is None:
-        return _no_check
+        return None
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise OptionError(
             f"TrainStep: check_every must be a whole number of updates, 1 or more, or None, got {every!r}."
@@ -46,8 +45,8 @@ def make_check(model: DataParallel, strategy: UpdateStrategy, every: Any) -> Cal
             every,
             model.replica_devices[0],
         )
-        return _no_check
-    return ReplicaCheck(model, strategy, every).before_update
+        return None
+    return ReplicaCheck(model, strategy, every)
 
 
 class ReplicaCheck:
@@ -65,7 +64,7 @@ class ReplicaCheck:
     def __init__(self, model: DataParallel, strategy: UpdateStrategy, every: int) -> None:
         self._model = model
         self._strategy = strategy
-        self._every = every
+        self.every = every
         # Counted here: under ranks, all have to compare at once, whatever states were loaded.
         self._num_updates = self._num_at_last = 0
 
@@ -76,7 +75,7 @@ class ReplicaCheck:
             ReplicaError: copies differ, and no majority tells which is right; on all ranks.
         """
         self._num_updates += 1
-        if self._num_updates % self._every == 0:
+        if self._num_updates % self.every == 0:
             with torch.inference_mode(False), torch.no_grad():
                 self._compare()
             self._num_at_last = self._num_updates
@@ -144,7 +143,3 @@ def _and_more(num_params: int) -> str:
 
 def _count(num_elements: int) -> str:
     return f"{num_elements} element{'s' * (num_elements > 1)}"
-
-
-def _no_check() -> None:
-    pass

@@ -107,7 +107,7 @@ class TrainStep:
         self._num_skipped = torch.zeros((), dtype=torch.float32, device=self._home)
         self._last_loss = self._last_norm = torch.full((), float("nan"), dtype=torch.float32, device=self._home)
         self._stopwatch = Stopwatch(self._home)
-        self._check_replicas = make_check(self.model, self._strategy, check_every)
+        self._check = make_check(self.model, self._strategy, check_every)
         self._capture = make_capture(self, self._strategy, must=capture is True) if captures else None
 
     def __call__(self, inputs: Any, *targets: Any, **kwargs: Any) -> Tensor:
@@ -265,7 +265,8 @@ class TrainStep:
 
     @torch.no_grad()
     def _update(self, factor: float | Tensor) -> None:
-        self._check_replicas()
+        if self._check is not None:
+            self._check.before_update()
         whole = self._scale is None and self.clip_norm is None
         if isinstance(factor, Tensor) or not (whole and self._strategy.fuse(factor)):
             self._update_in_turn(factor)
