@@ -234,7 +234,7 @@ def test_many_at_once_are_counted() -> None:
     with warnings() as lines:
         trial.train(*(trial.flip(2, name, 1, i) for name in ("first.weight", "last.weight") for i in (3, 5, 20)))
     (line,) = lines
-    assert re.search(r"in 3 elements of last.weight, the first at \[0, 3\]: .*, and of 1 more parameters\.", line)
+    assert re.search(r"in 3 elements of last.weight, the first at \[0, 3\]: .*, and of 1 other parameter\.", line)
     trial.assert_same()
 
 

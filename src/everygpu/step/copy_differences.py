@@ -72,9 +72,10 @@ class Difference:
 
     def describe(self, element: int, copy: int | None = None) -> str:
         """Return an element's value and its bits, in a copy or in most of them."""
-        bits = self.right if copy is None else self.bits[copy]
-        value = bits.view(self.bucket.plan.dtype)[element : element + 1].clone()
-        return f"{value.item()!r} (0x{bytes(value.view(torch.uint8).tolist())[::-1].hex()})"
+        per_element = _integers_per_element(self.bucket.plan.dtype)
+        bits = (self.right if copy is None else self.bits[copy])[element * per_element :][:per_element].clone()
+        value = bits.view(self.bucket.plan.dtype).item()
+        return f"{value!r} (0x{bytes(bits.view(torch.uint8).tolist())[::-1].hex()})"
 
 
 def find_differences(buckets: Sequence[KeptBucket], group: Group | None) -> list[Difference]:

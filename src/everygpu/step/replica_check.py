@@ -1,11 +1,10 @@
 """A look for bits that have flipped: copies of parameters that have to be the same, compared now and then."""
 
 import logging
-from typing import Any
 
 import torch
 
-from everygpu.errors import OptionError, ReplicaError
+from everygpu.errors import ReplicaError
 from everygpu.parallel.buckets.kept import KeptBucket
 from everygpu.parallel.buckets.plan import plan_buckets
 from everygpu.parallel.data_parallel import DataParallel
@@ -22,22 +21,16 @@ _ADVICE = (
 )
 
 
-def make_check(model: DataParallel, strategy: UpdateStrategy, every: Any) -> "ReplicaCheck | None":
+def make_check(model: DataParallel, strategy: UpdateStrategy, every: int | None) -> "ReplicaCheck | None":
     """Return what is called before each update; None where there is nothing to compare, which is logged.
 
     Args:
         model: Runs the replicas.
         strategy: Keeps their parameters.
         every: Updates from one comparison to the next; None for none.
-    Raises:
-        OptionError: it is no whole number of 1 or more.
     """
     if every is None:
         return None
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise OptionError(
-            f"TrainStep: check_every must be a whole number of updates, 1 or more, or None, got {every!r}."
-        )
     keeps_copies = isinstance(strategy, ShardedUpdate) and len(model.replica_devices) > 1
     if model.rank_model is None and not keeps_copies:
         logger.warning(
@@ -110,26 +103,25 @@ class ReplicaCheck:
 
     def _refusal(self, d: Difference, num_params: int) -> str:
         values = ", ".join(f"{d.describe(0, i)} in {copy}" for i, copy in enumerate(d.copies))
+        elements = _count(d.num_elements, "element")
         return (
-            f"TrainStep: replicas must have the same parameters, got other bits in {_count(d.num_elements)} of "
-            f"{self._name(d)}, the first at {list(d.index_of(0))}: {values}{_and_more(num_params)}. No majority tells "
-            f"which are right. Load a checkpoint that is {self._age()} updates old or older: the copies were the same "
-            f"then. {_ADVICE}"
+            f"TrainStep: replicas must have the same parameters, got other bits in {elements} of {self._name(d)}, "
+            f"the first at {list(d.index_of(0))}: {values}{_and_more(num_params)}. No majority tells which are right. "
+            f"Load a checkpoint that is {self._age()} old or older: the copies were the same then. {_ADVICE}"
         )
 
     def _notice(self, copy: str, found: list[tuple[Difference, int]]) -> str:
         d, i = found[0]
-        elements = d.wrong_elements(i)
-        first = int(elements[0])
+        wrong = d.wrong_elements(i)
+        first, elements = int(wrong[0]), _count(wrong.numel(), "element")
         return (
-            f"TrainStep: {copy} had other bits than most of {len(d.copies)} copies in {_count(elements.numel())} of "
-            f"{self._name(d)}, the first at {list(d.index_of(first))}: {d.describe(first, i)} instead of "
-            f"{d.describe(first)}{_and_more(len(found))}. They are mended; the last check was {self._age()} updates "
-            f"ago. {_ADVICE}"
+            f"TrainStep: {copy} had other bits than most of {len(d.copies)} copies in {elements} of {self._name(d)}, "
+            f"the first at {list(d.index_of(first))}: {d.describe(first, i)} instead of {d.describe(first)}"
+            f"{_and_more(len(found))}. They are mended; the last check was {self._age()} ago. {_ADVICE}"
         )
 
-    def _age(self) -> int:
-        return self._num_updates - self._num_at_last
+    def _age(self) -> str:
+        return _count(self._num_updates - self._num_at_last, "update")
 
     def _name(self, d: Difference) -> str:
         param = d.bucket.params[d.slot.index]
@@ -138,8 +130,8 @@ class ReplicaCheck:
 
 
 def _and_more(num_params: int) -> str:
-    return f", and of {num_params - 1} more parameters" if num_params > 1 else ""
+    return f", and of {_count(num_params - 1, 'other parameter')}" if num_params > 1 else ""
 
 
-def _count(num_elements: int) -> str:
-    return f"{num_elements} element{'s' * (num_elements > 1)}"
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number > 1)}"

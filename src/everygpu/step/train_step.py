@@ -64,12 +64,14 @@ class TrainStep:
             hooks, which are then not called; raise where a step can't be recorded.
         weight: Called as the step is, returns how much the batch counts among those of an update and of all ranks: what
             the loss is the mean of, such as the number of tokens that aren't ignored; the batch's rows when left out.
+        check_every: Before every so many updates, compare all replicas' and ranks' parameters bit by bit: where one
+            has other bits than most, it is mended from them, with a warning; see "Flipped bits" in docs/reliability.md.
     Raises:
         CaptureError: under ``capture=True``, at a step that can't be recorded.
         ModuleError, DeviceError, PlacementError: the model can't be replicated; see ``DataParallel``.
         OptimizerError: this is no optimizer, or one that needs a closure; parameters share memory.
         OptionError: an option has no such value.
-        ReplicaError: from a step whose check finds other bits, and no majority that could mend them.
+        ReplicaError: from a step whose check finds parameters that differ, and no majority to mend them from.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class TrainStep:
         weight: Weight | None = None,
         check_every: int | None = None,
     ) -> None:
-        check_options(loss, precision, accumulate, clip_norm, weight)
+        check_options(loss, precision, accumulate, clip_norm, weight, check_every)
         self.model = wrap_model(model, compile=compile)
         if loss is None:
             check_gathering(self.model)
