@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from everygpu import comm
-from everygpu.comm.streams import queueing_on
 from everygpu.parallel.buckets.kept import KeptBucket
 from everygpu.parallel.buckets.plan import Slot
 from everygpu.ranks.group import Group
@@ -101,11 +100,10 @@ def mend(difference: Difference) -> None:
     for i, memory in enumerate(bucket.memory()):
         wrong = difference.is_wrong(difference.num_before + i)
         if wrong.any():
-            with queueing_on(memory.device):
-                places, values = (t[wrong].to(memory.device) for t in (difference.places, right))
-                memory.view(_integers(memory.dtype))[places] = values
-                if i == 0:
-                    bucket.put_back(difference.slot, memory)
+            places, values = (t[wrong].to(memory.device) for t in (difference.places, right))
+            memory.view(_integers(memory.dtype))[places] = values
+            if i == 0:
+                bucket.put_back(difference.slot, memory)
 
 
 def _digests(buckets: Sequence[KeptBucket]) -> list[list[int]]:
@@ -130,8 +128,7 @@ def _digest(memory: Tensor) -> Tensor:
     that cancel, which takes the same bit of two words in one bucket in opposite directions; they would cost as much
     memory as a bucket.
     """
-    with queueing_on(memory.device):
-        return _words(memory).sum()
+    return _words(memory).sum()
 
 
 def _words(memory: Tensor, num_words: int = 1) -> Tensor:
