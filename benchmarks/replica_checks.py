@@ -40,7 +40,7 @@ def seconds(step: everygpu.TrainStep, rows: int) -> float:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print one line for the figures, below the machine."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--width", type=int, default=870, help="of the layers")
+    parser.add_argument("--width", type=int, default=900, help="of the layers")
     parser.add_argument("--rows", type=int, default=64, help="of a batch, for each replica")
     parser.add_argument("--turns", type=int, default=30, help="steps of either kind")
     options = parser.parse_args(arguments)
@@ -58,10 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     middle, quarter = statistics.median(more), len(more) // 4
     num_params = sum(p.numel() for p in steps[2].model.parameters())
     print(describe_machine())
+    share = middle / plain
     print(
         f"{num_params / 1e6:.1f} M parameters, {len(devices)} replicas: {1e3 * plain:.2f} ms a step, "
         f"{1e3 * middle:.2f} ms more with a check (half of the turns within {1e3 * more[quarter]:.2f} to "
-        f"{1e3 * more[-quarter - 1]:.2f}): {middle / plain:.2%} of a step, {middle / plain / 100:.3%} at check_every=100"
+        f"{1e3 * more[-quarter - 1]:.2f}): {share:.2%} of a step, at check_every=100 {share / 100:.3%}"
     )
 
 
