@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from everygpu import comm
-from everygpu.parallel.buckets.kept import KeptBucket
+from everygpu.parallel.buckets.kept import WORD_BYTES, KeptBucket
 from everygpu.parallel.buckets.plan import Slot
 from everygpu.ranks.group import Group
 
 T = TypeVar("T")
 
-_WORD_BYTES, _BLOCK_WORDS = 8, 128
+_BLOCK_BYTES = 1024
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -128,14 +128,16 @@ def _digest(memory: Tensor) -> Tensor:
     that cancel, which takes the same bit of two words in one bucket in opposite directions; they would cost as much
     memory as a bucket.
     """
-    return _words(memory).sum()
+    return torch.stack([words.sum() for words in _split(memory, WORD_BYTES)]).sum()
 
 
-def _words(memory: Tensor, num_words: int = 1) -> Tensor:
-    """Return memory as words of 8 bytes; whole groups of them, with zeros at the end."""
+def _split(memory: Tensor, row_bytes: int) -> list[Tensor]:
+    """Return memory as words in rows, shape (rows, words), without copying it, and one more row, with zeros at the end,
+    for what is left."""
     data = memory.view(torch.uint8)
-    missing = -data.numel() % (num_words * _WORD_BYTES)
-    return (F.pad(data, (0, missing)) if missing else data).view(torch.int64)
+    size = data.numel() // row_bytes * row_bytes
+    rest = [F.pad(data[size:], (0, row_bytes + size - data.numel()))] if size < data.numel() else []
+    return [part.view(torch.int64).view(-1, row_bytes // WORD_BYTES) for part in (data[:size], *rest)]
 
 
 def _compare(bucket: KeptBucket, group: Group | None) -> Iterator[Difference]:
@@ -165,13 +167,23 @@ def _suspect_bits(bucket: KeptBucket, group: Group | None) -> tuple[Tensor, Tens
     Returns:
         What each copy has there, as integers, shape (copies, integers), and where it is in a copy, shape (integers,).
     """
-    blocks = [_words(memory, _BLOCK_WORDS).view(-1, _BLOCK_WORDS) for memory in bucket.memory()]
-    sums = _gather(group, [block.sum(1).cpu() for block in blocks])
+    blocks = [_split(memory, _BLOCK_BYTES) for memory in bucket.memory()]
+    sums = _gather(group, [torch.cat([part.sum(1).cpu() for part in parts]) for parts in blocks])
     which = _differing(torch.stack([s for rank in sums for s in rank]))
-    rows = _gather(group, [block[which.to(block.device)].cpu() for block in blocks])
+    rows = _gather(group, [_rows(parts, which) for parts in blocks])
     bits = torch.stack([row.flatten() for rank in rows for row in rank]).view(_integers(bucket.plan.dtype))
-    size = _BLOCK_WORDS * _WORD_BYTES // bits.element_size()
+    size = _BLOCK_BYTES // bits.element_size()
     return bits, (which[:, None] * size + torch.arange(size, device="cpu")).flatten()
+
+
+def _rows(parts: Sequence[Tensor], which: Tensor) -> Tensor:
+    """Copy some rows of what ``_split`` has returned to the host."""
+    first, found = 0, []
+    for part in parts:
+        inside = which[(which >= first) & (which < first + len(part))] - first
+        found.append(part[inside.to(part.device)].cpu())
+        first += len(part)
+    return torch.cat(found)
 
 
 def _differing(rows: Tensor) -> Tensor:
@@ -193,8 +205,8 @@ def _gather(group: Group | None, value: T) -> list[T]:
 
 def _integers(dtype: torch.dtype) -> torch.dtype:
     """Return the integers that a dtype's elements are seen as; two for one of 16 bytes."""
-    return _INTEGERS[min(dtype.itemsize, _WORD_BYTES)]
+    return _INTEGERS[min(dtype.itemsize, WORD_BYTES)]
 
 
 def _integers_per_element(dtype: torch.dtype) -> int:
-    return max(1, dtype.itemsize // _WORD_BYTES)
+    return max(1, dtype.itemsize // WORD_BYTES)

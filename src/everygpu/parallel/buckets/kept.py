@@ -7,6 +7,9 @@ from torch import Tensor
 
 from everygpu.parallel.buckets.plan import BucketPlan, Slot
 
+WORD_BYTES = 8
+"""Memory is compared by words of this size, and begins at a multiple of it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptBucket:
@@ -21,14 +24,20 @@ class KeptBucket:
     """Whether they are side by side on the primary device."""
 
     def memory(self) -> list[Tensor]:
-        """Return each copy's flat memory, the primary's first, which is a copy of the parameters where it isn't flat.
+        """Return each copy's flat memory, the primary's first, up to the end of the last parameter.
 
-        Without what lies behind the last parameter: it depends on the number of devices.
+        Parameters that aren't side by side on the primary device are copied, unless there is just one.
         """
-        first = next(iter(self.params.values()))
-        flats = self.flats if self.is_flat else [self.plan.flatten(self.params, first.device), *self.flats]
+        flats = self.flats if self.is_flat else [self._on_primary(), *self.flats]
         end = max(slot.start + slot.numel for slot in self.plan.slots)
-        return [flat[: -(-end // 8) * 8] for flat in flats]
+        return [flat[:end] for flat in flats]
+
+    def _on_primary(self) -> Tensor:
+        slot, p = self.plan.slots[0], self.params[self.plan.slots[0].index]
+        is_whole = len(self.params) == 1 and slot.start == 0 and p.stride() == slot.strides
+        if is_whole and p.storage_offset() * p.element_size() % WORD_BYTES == 0:
+            return p.data.as_strided((p.numel(),), (1,))  # uncopied, as it may be large; writes to it aren't counted
+        return self.plan.flatten(self.params, p.device)
 
     def put_back(self, slot: Slot, memory: Tensor) -> None:
         """Have a parameter be what is in the primary's memory, as ``memory`` returned it."""
