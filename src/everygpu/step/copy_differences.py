@@ -15,7 +15,10 @@ from everygpu.ranks.group import Group
 
 T = TypeVar("T")
 
-_BLOCK_BYTES = 1024
+_LARGE_BYTES, _NUM_ROWS = 2**21, 61
+_BLOCK_BYTES, _PART_ROWS = 1024, 2**15
+
+_LOW = 2**32 - 1
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -78,7 +81,7 @@ class Difference:
 
 
 def find_differences(buckets: Sequence[KeptBucket], group: Group | None) -> list[Difference]:
-    """Compare all copies: by one number for each bucket, and only what differs then in full.
+    """Compare all copies: by one number for each bucket, then in full what differs.
 
     Args:
         buckets: The same ones on each rank.
@@ -86,6 +89,7 @@ def find_differences(buckets: Sequence[KeptBucket], group: Group | None) -> list
     Returns:
         The same on each rank, by parameter.
     """
+    buckets = [bucket for bucket in buckets if any(slot.numel for slot in bucket.plan.slots)]
     ranks = _gather(group, _digests(buckets))
     found: list[Difference] = []
     for index, bucket in enumerate(buckets):
@@ -108,27 +112,56 @@ def mend(difference: Difference) -> None:
 
 def _digests(buckets: Sequence[KeptBucket]) -> list[list[int]]:
     """Return a number for each bucket's copies; waits for the devices once."""
-    sums = [[_digest(memory) for memory in bucket.memory()] for bucket in buckets]
-    flat = [s for row in sums for s in row]
-    if not flat:
-        return []
-    devices = list(dict.fromkeys(s.device for s in flat))
-    of_devices = [[i for i, s in enumerate(flat) if s.device == d] for d in devices]
-    # One copy from each device, and one to the host.
-    together = comm.copy_from_each([torch.stack([flat[i] for i in members]) for members in of_devices], devices[0])
-    order = [i for members in of_devices for i in members]
-    numbers = iter([n for _, n in sorted(zip(order, torch.cat(together).tolist()))])
-    return [[next(numbers) for _ in row] for row in sums]
+    columns = [[_columns(memory) for memory in bucket.memory()] for bucket in buckets]
+    # Those with copies on all devices first: a bucket has the same place among the columns of each copy.
+    order = sorted(range(len(buckets)), key=lambda b: -len(columns[b]))
+    copies = [[b for b in order if len(columns[b]) > i] for i in range(max(map(len, columns), default=0))]
+    sums = [_mixed_sums([columns[b][i] for b in members]) for i, members in enumerate(copies)]
+    found: list[list[int]] = [[] for _ in buckets]
+    if sums:
+        numbers = iter(torch.cat(comm.copy_from_each(sums, sums[0].device)).tolist())
+        for members in copies:
+            before = 0
+            for b in members:
+                until = next(numbers)
+                found[b].append((until - before) % 2**64)
+                before = until
+    return found
 
 
-def _digest(memory: Tensor) -> Tensor:
-    """Return a number of memory's bits, shape (): the sum of its words as integers, modulo 2**64.
+def _columns(memory: Tensor) -> list[Tensor]:
+    """Return memory as integers of 8 bytes; large memory added up, modulo 2**64, to 1/61 of its size.
 
-    Any one flipped bit changes it, also that of a nan or of the sign of zero. Weights by position would find two flips
-    that cancel, which takes the same bit of two words in one bucket in opposite directions; they would cost as much
-    memory as a bucket.
+    Any one flipped bit changes a sum. What is added up lies far apart, at a distance that is no power of 2: faults that
+    flip several bits, which could cancel, have other patterns.
     """
-    return torch.stack([words.sum() for words in _split(memory, WORD_BYTES)]).sum()
+    words, *rest = (part.flatten() for part in _split(memory, WORD_BYTES))
+    if memory.nbytes < _LARGE_BYTES:
+        return [words, *rest]
+    length = len(words) // _NUM_ROWS
+    whole = words[: _NUM_ROWS * length].view(_NUM_ROWS, length)
+    return [whole.sum(0), words[_NUM_ROWS * length :], *rest]
+
+
+def _mixed_sums(columns: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return the sum of all columns up to the end of each bucket's, as integers, shape (buckets,).
+
+    Before, each is changed by a bijection of its own, so that flips of the same bit in two of them don't cancel: high
+    bits have an effect on low ones, and weights are odd.
+    """
+    ends = torch.tensor([sum(map(len, parts)) for parts in columns], device="cpu").cumsum(0) - 1
+    mixed = torch.cat([part for parts in columns for part in parts])
+    mixed ^= (mixed >> 32) & _LOW
+    mixed *= torch.arange(1, 2 * len(mixed), 2, device=mixed.device)
+    return mixed.cumsum(0)[ends.to(mixed.device)]
+
+
+def _row_sums(rows: Tensor) -> Tensor:
+    """Return a number for each row of words, each changed as by ``_mixed_sums``; a part of the rows at a time."""
+    weights = torch.arange(1, 2 * rows.shape[1], 2, device=rows.device)
+    parts = (rows[i : i + _PART_ROWS] for i in range(0, len(rows), _PART_ROWS))
+    found = [((part ^ ((part >> 32) & _LOW)) * weights).sum(1) for part in parts]
+    return torch.cat(found) if found else rows.new_zeros(0)
 
 
 def _split(memory: Tensor, row_bytes: int) -> list[Tensor]:
@@ -168,7 +201,7 @@ def _suspect_bits(bucket: KeptBucket, group: Group | None) -> tuple[Tensor, Tens
         What each copy has there, as integers, shape (copies, integers), and where it is in a copy, shape (integers,).
     """
     blocks = [_split(memory, _BLOCK_BYTES) for memory in bucket.memory()]
-    sums = _gather(group, [torch.cat([part.sum(1).cpu() for part in parts]) for parts in blocks])
+    sums = _gather(group, [torch.cat([_row_sums(part).cpu() for part in parts]) for parts in blocks])
     which = _differing(torch.stack([s for rank in sums for s in rank]))
     rows = _gather(group, [_rows(parts, which) for parts in blocks])
     bits = torch.stack([row.flatten() for rank in rows for row in rank]).view(_integers(bucket.plan.dtype))

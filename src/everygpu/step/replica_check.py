@@ -70,10 +70,11 @@ class ReplicaCheck:
         self._num_updates += 1
         if self._num_updates % self.every == 0:
             with torch.inference_mode(False), torch.no_grad():
-                self._compare()
+                self.compare()
             self._num_at_last = self._num_updates
 
-    def _compare(self) -> None:
+    def compare(self) -> None:
+        """Compare now; all ranks have to. See ``before_update``."""
         ranks = self._model.rank_model
         differences = find_differences(self._kept(), None if ranks is None else ranks.group)
         undecided = [d for d in differences if not d.is_decided]

@@ -24,13 +24,14 @@ class KeptBucket:
     """Whether they are side by side on the primary device."""
 
     def memory(self) -> list[Tensor]:
-        """Return each copy's flat memory, the primary's first, up to the end of the last parameter.
+        """Return each copy's flat memory, the primary's first.
 
         Parameters that aren't side by side on the primary device are copied, unless there is just one.
         """
-        flats = self.flats if self.is_flat else [self._on_primary(), *self.flats]
+        if self.is_flat:
+            return self.flats
         end = max(slot.start + slot.numel for slot in self.plan.slots)
-        return [flat[:end] for flat in flats]
+        return [flat[:end] for flat in (self._on_primary(), *self.flats)]
 
     def _on_primary(self) -> Tensor:
         slot, p = self.plan.slots[0], self.params[self.plan.slots[0].index]
