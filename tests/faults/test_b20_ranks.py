@@ -74,3 +74,34 @@ def test_ranks_are_compared(tmp_path: Path) -> None:
         )
         assert wanted in line, index
     assert not results[1][0], "rank 0 says it for all"
+
+
+def train_pair() -> tuple[str, str]:
+    group = join()
+    device = torch.device("cuda", group.local_rank)
+    net = RankNet().to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = everygpu.TrainStep(everygpu.DataParallel(net, [device]), F.cross_entropy, optimizer, check_every=2)
+    x, y = torch.randn(2, 3, generator=torch.Generator().manual_seed(group.rank)), torch.tensor([0, 1])
+    for _ in range(9):
+        step(x.to(device), y.to(device))
+    engine = step.stats().engine
+    if group.rank == 1:
+        net.first.weight.data.view(torch.int32)[1, 2] ^= 1 << 20
+    try:
+        step(x.to(device), y.to(device))
+    except ReplicaError as error:
+        return engine, str(error)
+    return engine, ""
+
+
+@pytest.mark.gpu
+def test_ranks_with_a_gpu_each_are_compared(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    (engine, first), (_, second) = run_ranks(train_pair, size=2, folder=tmp_path)
+    assert engine == "graphs"
+    assert first == second
+    assert "1 element of first.weight, the first at [1, 2]: " in first
+    assert "in rank 0, replica 0 (cuda:0), " in first
+    assert "in rank 1, replica 0 (cuda:1). No majority" in first
