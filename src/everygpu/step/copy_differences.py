@@ -33,20 +33,14 @@ class Difference:
     """Where they are in a copy's memory, as integers; shape (places,). An element of 16 bytes has two."""
     bits: Tensor
     """What each copy has there; shape (copies, places)."""
+    right: Tensor
+    """What more than half of the copies have there; shape (places,)."""
+    is_decided: bool
+    """Whether there is such a majority at every place."""
     copies: list[str]
     """Where each copy is."""
     num_before: int
     """Copies of ranks before this one."""
-
-    @property
-    def right(self) -> Tensor:
-        """What most copies have; shape (places,)."""
-        return self.bits.mode(0).values
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether more than half of the copies agree at every place."""
-        return bool(((self.bits == self.right).sum(0) * 2 > len(self.bits)).all())
 
     @property
     def num_elements(self) -> int:
@@ -80,22 +74,20 @@ class Difference:
         return f"{value!r} (0x{bytes(bits.view(torch.uint8).tolist())[::-1].hex()})"
 
 
-def find_differences(buckets: Sequence[KeptBucket], group: Group | None) -> list[Difference]:
+def find_differences(buckets: Sequence[KeptBucket], group: Group | None) -> Iterator[list[Difference]]:
     """Compare all copies: by one number for each bucket, then in full what differs.
 
     Args:
         buckets: The same ones on each rank.
         group: The ranks, if there are several.
-    Returns:
-        The same on each rank, by parameter.
+    Yields:
+        The parameters of a bucket that differ; the same on each rank. One bucket at a time, as that may be all of it.
     """
     buckets = [bucket for bucket in buckets if any(slot.numel for slot in bucket.plan.slots)]
     ranks = _gather(group, _digests(buckets))
-    found: list[Difference] = []
     for index, bucket in enumerate(buckets):
         if len({digest for rank in ranks for digest in rank[index]}) > 1:
-            found += _compare(bucket, group)
-    return found
+            yield list(_compare(bucket, group))
 
 
 def mend(difference: Difference) -> None:
@@ -140,7 +132,7 @@ def _columns(memory: Tensor) -> list[Tensor]:
         return [words, *rest]
     length = len(words) // _NUM_ROWS
     whole = words[: _NUM_ROWS * length].view(_NUM_ROWS, length)
-    return [whole.sum(0), words[_NUM_ROWS * length :], *rest]
+    return [whole.sum(0), words[_NUM_ROWS * length :].clone(), *rest]  # and no view, which would keep all of it
 
 
 def _mixed_sums(columns: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -184,14 +176,30 @@ def _compare(bucket: KeptBucket, group: Group | None) -> Iterator[Difference]:
         inside = differing[(differing >= slot.start) & (differing < slot.start + slot.numel)]
         if inside.numel():
             mine = (inside[:, None] * per_element + torch.arange(per_element, device="cpu")).flatten()
+            found = bits[:, torch.searchsorted(places, mine)]
+            right, is_decided = _majority(found)
             yield Difference(
                 bucket=bucket,
                 slot=slot,
                 places=mine,
-                bits=bits[:, torch.searchsorted(places, mine)],
+                bits=found,
+                right=right,
+                is_decided=is_decided,
                 copies=_name_copies(devices),
                 num_before=sum(map(len, devices[:own])),
             )
+
+
+def _majority(rows: Tensor) -> tuple[Tensor, bool]:
+    """Return what more than half of the rows have, column by column, and whether there is such a thing in each."""
+    right, is_decided = rows[0].clone(), torch.zeros(rows.shape[1], dtype=torch.bool, device="cpu")
+    for row in rows:
+        agrees = (rows == row).sum(0) * 2 > len(rows)
+        right = torch.where(agrees, row, right)
+        is_decided |= agrees
+        if is_decided.all():
+            return right, True
+    return right, False
 
 
 def _suspect_bits(bucket: KeptBucket, group: Group | None) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """A look for bits that have flipped: copies of parameters that have to be the same, compared now and then."""
 
 import logging
+from collections import Counter
 
 import torch
 
@@ -76,18 +77,21 @@ class ReplicaCheck:
     def compare(self) -> None:
         """Compare now; all ranks have to. See ``before_update``."""
         ranks = self._model.rank_model
-        differences = find_differences(self._kept(), None if ranks is None else ranks.group)
-        undecided = [d for d in differences if not d.is_decided]
-        if undecided:
-            raise ReplicaError(self._refusal(undecided[0], len(differences)))
-        of_copies: dict[str, list[tuple[Difference, int]]] = {}
-        for d in differences:
-            mend(d)
-            for i, copy in enumerate(d.copies):
-                if d.wrong_elements(i).numel():
-                    of_copies.setdefault(copy, []).append((d, i))
-        for copy, found in of_copies.items():
-            logger.warning("%s", self._notice(copy, found))
+        notices: dict[str, str] = {}
+        num_params: Counter[str] = Counter()
+        for differences in find_differences(self._kept(), None if ranks is None else ranks.group):
+            undecided = next((d for d in differences if not d.is_decided), None)
+            if undecided is not None:
+                raise ReplicaError(self._refusal(undecided, len(differences)))
+            for d in differences:
+                mend(d)
+                for i, copy in enumerate(d.copies):
+                    if d.wrong_elements(i).numel():
+                        num_params[copy] += 1
+                        notices.setdefault(copy, self._notice(copy, d, i))
+        for copy, notice in notices.items():
+            more = _and_more(num_params[copy])
+            logger.warning("%s%s. They are mended; the last check was %s ago. %s", notice, more, self._age(), _ADVICE)
 
     def _kept(self) -> list[KeptBucket]:
         """Return what this process keeps; under ranks that is every parameter, also where it has a single replica."""
@@ -111,14 +115,12 @@ class ReplicaCheck:
             f"Load a checkpoint that is {self._age()} old or older: the copies were the same then. {_ADVICE}"
         )
 
-    def _notice(self, copy: str, found: list[tuple[Difference, int]]) -> str:
-        d, i = found[0]
+    def _notice(self, copy: str, d: Difference, i: int) -> str:
         wrong = d.wrong_elements(i)
         first, elements = int(wrong[0]), _count(wrong.numel(), "element")
         return (
             f"TrainStep: {copy} had other bits than most of {len(d.copies)} copies in {elements} of {self._name(d)}, "
             f"the first at {list(d.index_of(first))}: {d.describe(first, i)} instead of {d.describe(first)}"
-            f"{_and_more(len(found))}. They are mended; the last check was {self._age()} ago. {_ADVICE}"
         )
 
     def _age(self) -> str:
