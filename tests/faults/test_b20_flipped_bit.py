@@ -380,4 +380,4 @@ def test_where_there_is_nothing_to_compare() -> None:
 
 def test_what_a_check_costs_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     run_script("benchmarks/replica_checks.py", "--width", 8, "--rows", 2, "--turns", 2)
-    assert "ms more with a check" in capsys.readouterr().out
+    assert "of a step, with check_every=100" in capsys.readouterr().out
