@@ -277,6 +277,17 @@ def test_an_index_is_the_parameters_own_whatever_its_layout() -> None:
         trial.assert_same()
 
 
+def test_what_was_mended_before_an_error_is_told_too() -> None:
+    trial = Trial([torch.device("cpu")] * 4)
+    trial.train()
+    faults = [trial.flip(1, "first.bias"), *(trial.flip(j, "frozen") for j in (2, 3))]
+    with warnings() as lines, pytest.raises(ReplicaError, match="1 element of frozen"):
+        trial.train(*faults)
+    (line,) = lines
+    assert "1 element of first.bias" in line
+    assert trial.bits(1, "first.bias").equal(trial.bits(0, "first.bias"))
+
+
 def test_many_at_once_are_counted() -> None:
     trial = Trial([torch.device("cpu")] * 3)
     trial.train()

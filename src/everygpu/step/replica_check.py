@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from collections.abc import Iterator
 
 import torch
 
@@ -76,22 +77,29 @@ class ReplicaCheck:
 
     def compare(self) -> None:
         """Compare now; all ranks have to. See ``before_update``."""
-        ranks = self._model.rank_model
         notices: dict[str, str] = {}
         num_params: Counter[str] = Counter()
+        try:
+            for copy, d, i in self._mended():
+                num_params[copy] += 1
+                notices.setdefault(copy, self._notice(copy, d, i))
+        finally:  # also of what was mended before an error
+            for copy, notice in notices.items():
+                more = _and_more(num_params[copy])
+                logger.warning(
+                    "%s%s. They are mended; the last check was %s ago. %s", notice, more, self._age(), _ADVICE
+                )
+
+    def _mended(self) -> Iterator[tuple[str, Difference, int]]:
+        """Mend what differs; yield each copy that was not as most are, by name and number, parameter by parameter."""
+        ranks = self._model.rank_model
         for differences in find_differences(self._kept(), None if ranks is None else ranks.group):
             undecided = next((d for d in differences if not d.is_decided), None)
             if undecided is not None:
                 raise ReplicaError(self._refusal(undecided, len(differences)))
             for d in differences:
                 mend(d)
-                for i, copy in enumerate(d.copies):
-                    if d.wrong_elements(i).numel():
-                        num_params[copy] += 1
-                        notices.setdefault(copy, self._notice(copy, d, i))
-        for copy, notice in notices.items():
-            more = _and_more(num_params[copy])
-            logger.warning("%s%s. They are mended; the last check was %s ago. %s", notice, more, self._age(), _ADVICE)
+                yield from ((copy, d, i) for i, copy in enumerate(d.copies) if d.wrong_elements(i).numel())
 
     def _kept(self) -> list[KeptBucket]:
         """Return what this process keeps; under ranks that is every parameter, also where it has a single replica."""
