@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from everygpu import comm
+from everygpu.parallel.buckets.kept import KeptBucket
 from everygpu.parallel.buckets.memory import num_uses, same_bytes, versions_of
 from everygpu.parallel.buckets.plan import BucketPlan, plan_buckets
 from everygpu.parallel.buckets.sizes import update_bucket_bytes
@@ -107,10 +108,14 @@ class FlatParameters:
 
     def follow_edits(self) -> None:
         """Send what was written to the parameters since the last step: loaded, clamped, swapped for averages."""
+        self.follow_counted_edits()
+        self._send([b for b in range(len(self.plans)) if self._differs(b)])
+
+    def follow_counted_edits(self) -> None:
+        """Send what was moved, or written as far as torch counts it."""
         if self._is_moved():
             self.adopt()
         self.send_written()
-        self._send([b for b in range(len(self.plans)) if self._differs(b)])
 
     def send_written(self) -> None:
         """Send what torch counts as written since the last step, where parameters are in their places."""
@@ -119,6 +124,15 @@ class FlatParameters:
             return
         written = {i for i, (now, then) in enumerate(zip(versions, self._versions)) if now != then}
         self._send([b for b, plan in enumerate(self.plans) if any(s.index in written for s in plan.slots)])
+
+    def kept(self) -> list[KeptBucket]:
+        """Return every device's copies, after edits that torch counts were sent; others would be lost by sending."""
+        self.follow_counted_edits()
+        params = dict(enumerate(self.params))
+        return [
+            KeptBucket(plan=plan, params={s.index: params[s.index] for s in plan.slots}, flats=flats, is_flat=True)
+            for plan, flats in zip(self.plans, self.values)
+        ]
 
     def begin(self) -> None:
         """Start with gradients of zero."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from everygpu.parallel.buckets.kept import KeptBucket
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.ranks.group import Group
@@ -74,6 +75,9 @@ class LocalUpdate:
 
     def refresh(self) -> None:
         """DataParallel does so at every forward."""
+
+    def kept(self) -> list[KeptBucket]:
+        return []  # replicas' copies are written anew before each forward
 
 
 def _add_up_ranks(group: Group, params: list[Tensor]) -> None:

@@ -24,15 +24,6 @@ def as_batch(inputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any], *, w
     return (inputs, *more), kwargs, left
 
 
-def move_targets(targets: tuple[Any, ...], home: torch.device) -> Any:
-    """Put targets where the output is; what is spread over the devices already stays."""
-
-    def move(leaf: Any) -> Any:
-        return leaf if isinstance(leaf, ShardedBatch) else move_tree(leaf, home)
-
-    return tree.map_leaves(move, targets, open_known)
-
-
 def loss_in(output: Any) -> Any:
     """Find the loss in what a model returned."""
     if isinstance(output, Tensor):
@@ -63,6 +54,15 @@ def as_number(loss: Any, *, is_models: bool = False) -> Tensor:
             f"Take its mean, as with reduction='mean'."
         )
     return loss.reshape(())
+
+
+def at_device(targets: tuple[Any, ...], device: torch.device) -> Any:
+    """Put targets on a device, such as where the output is; what is spread over the devices already stays."""
+
+    def move(leaf: Any) -> Any:
+        return leaf if isinstance(leaf, ShardedBatch) else move_tree(leaf, device)
+
+    return tree.map_leaves(move, targets, open_known)
 
 
 def _is_one_each(loss: ShardedBatch) -> bool:

@@ -23,7 +23,9 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 logger = logging.getLogger("everygpu")
 
 
-def check_options(loss: Any, precision: Any, accumulate: Any, clip_norm: Any, on_nonfinite: Any, weight: Any) -> None:
+def check_options(
+    loss: Any, precision: Any, accumulate: Any, clip_norm: Any, on_nonfinite: Any, weight: Any, check_every: Any
+) -> None:
     """Refuse options that a step can't have."""
     if weight is not None and not callable(weight):
         raise OptionError(
@@ -43,6 +45,12 @@ def check_options(loss: Any, precision: Any, accumulate: Any, clip_norm: Any, on
         raise OptionError(f"TrainStep: accumulate must be a whole number of 1 or more, got {accumulate!r}.")
     if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
         raise OptionError(f"TrainStep: clip_norm must be a number above 0, or None, got {clip_norm!r}.")
+    if check_every is not None and (
+        isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 1
+    ):
+        raise OptionError(
+            f"TrainStep: check_every must be a whole number of updates, 1 or more, or None, got {check_every!r}."
+        )
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:

@@ -115,7 +115,11 @@ class RecordableStep:
             return True
         recorded.update.write_tables()
         rows = self._strategy.prepare_update(recorded.touched)
-        return rows is not None and rows.row_of == recorded.update.rows.row_of
+        if rows is None or rows.row_of != recorded.update.rows.row_of:
+            return False
+        if self._step._replica_check is not None:
+            self._step._replica_check.before_update()
+        return True
 
     def finish(self, recorded: _Recorded) -> Tensor:
         self._step._stopwatch.marks = dict(recorded.marks)
@@ -128,7 +132,9 @@ class RecordableStep:
 
     def _updates_at_once(self) -> bool:
         step = self._step
-        return step.accumulate == 1 and step._scale is None and step._ranks is None
+        # A check before each update has to find what flipped in forward and backward, too.
+        is_left = step._replica_check is not None and step._replica_check.every == 1
+        return step.accumulate == 1 and step._scale is None and step._ranks is None and not is_left
 
 
 def make_capture(step: "TrainStep", strategy: UpdateStrategy, *, must: bool) -> Capture[Tensor] | None:

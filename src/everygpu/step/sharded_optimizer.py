@@ -27,7 +27,8 @@ class ShardedOptimizer(Optimizer):
 
     The stock optimizer stays the one to ask: its ``param_groups`` are read at every step, so learning-rate
     schedulers and edits take effect at the next; its ``state_dict()`` gives the whole state in torch's own format,
-    which loads into plain torch and back, whatever the number of devices. Between steps its ``state`` is empty.
+    which loads into plain torch and back, whatever the number of devices. Between steps its ``state`` is empty. Each
+    part of the state exists once: ``TrainStep(check_every=...)``, which compares copies, can't see a bit flip in it.
 
     Args:
         optimizer: One of torch.optim that updates each element by itself: ASGD, Adadelta, Adagrad, Adam, AdamW,

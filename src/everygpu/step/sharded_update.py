@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from everygpu.parallel.buckets.kept import KeptBucket
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.replicas.module_tree import has_hooks
 from everygpu.parallel.replicas.placement import place_module
@@ -139,6 +140,10 @@ class ShardedUpdate:
             # Now, as a step that is recorded sends no frozen parameters.
             self._replicas.forget()
             self._replicas.refresh(range(len(self._model.replica_devices)))
+
+    def kept(self) -> list[KeptBucket]:
+        frozen = [] if self._replicas is None else self._replicas.kept()
+        return [*self._flat_params.kept(), *frozen]
 
     # How a step is recorded.
 

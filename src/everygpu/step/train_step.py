@@ -18,7 +18,7 @@ from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.finite_check import FiniteCheck
 from everygpu.step.first_nonfinite import name_first
 from everygpu.step.kept_stats import KeptStats
-from everygpu.step.loss import as_batch, as_number, loss_in, move_targets
+from everygpu.step.loss import as_batch, as_number, at_device, loss_in
 from everygpu.step.options import (
     PRECISIONS,
     autocast,
@@ -30,6 +30,7 @@ from everygpu.step.options import (
 )
 from everygpu.step.partial_grads import refusing_partial_grads
 from everygpu.step.recordable_step import make_capture
+from everygpu.step.replica_check import make_check
 from everygpu.step.stats import Evaluation, StepStats, Stopwatch
 from everygpu.step.update import LossScale
 from everygpu.step.updater import Updater
@@ -72,12 +73,15 @@ class TrainStep:
             after raises. ``"ignore"``: nothing looks for it.
         weight: Called as the step is, returns how much the batch counts among those of an update and of all ranks: what
             the loss is the mean of, such as the number of tokens that aren't ignored; the batch's rows when left out.
+        check_every: Before every so many updates, compare all replicas' and ranks' parameters bit by bit: where one
+            has other bits than most, it is mended from them, with a warning; see "Flipped bits" in docs/reliability.md.
     Raises:
         CaptureError: under ``capture=True``, at a step that can't be recorded.
         ModuleError, DeviceError, PlacementError: the model can't be replicated; see ``DataParallel``.
         OptimizerError: this is no optimizer, or one that needs a closure; parameters share memory.
         NonFiniteError: under ``on_nonfinite="raise"``, on GPUs within the next eight updates.
         OptionError: an option has no such value.
+        ReplicaError: from a step whose check finds parameters that differ, and no majority to mend them from.
     """
 
     def __init__(
@@ -93,8 +97,9 @@ class TrainStep:
         capture: bool | str = "auto",
         on_nonfinite: str = "skip",
         weight: Weight | None = None,
+        check_every: int | None = None,
     ) -> None:
-        check_options(loss, precision, accumulate, clip_norm, on_nonfinite, weight)
+        check_options(loss, precision, accumulate, clip_norm, on_nonfinite, weight, check_every)
         self.model = wrap_model(model, compile=compile)
         if loss is None:
             check_gathering(self.model)
@@ -116,7 +121,10 @@ class TrainStep:
         self._stopwatch = Stopwatch(self._home)
         devices = self.model.replica_devices
         self._finite_check = FiniteCheck(self._home, devices, self._strategy.uncount, rule=on_nonfinite)
-        self._updater = Updater(self._strategy, self._home, len(devices), self._scale, self._finite_check, self._stopwatch)
+        self._updater = Updater(
+            self._strategy, self._home, len(devices), self._scale, self._finite_check, self._stopwatch
+        )
+        self._replica_check = make_check(self.model, self._strategy, check_every)
         self._capture = make_capture(self, self._strategy, must=capture is True) if captures else None
 
     def __call__(self, inputs: Any, *targets: Any, **kwargs: Any) -> Tensor:
@@ -170,6 +178,8 @@ class TrainStep:
         """Update from the batches seen since the last update, though they are fewer than ``accumulate``."""
         seen, self._num_batches = self._num_batches, 0
         if seen:
+            if self._replica_check is not None:
+                self._replica_check.before_update()
             self._updater.run(self._weights.take_factor(), self.clip_norm)
 
     def evaluate(self, inputs: Any, *targets: Any, **kwargs: Any) -> Evaluation:
@@ -281,7 +291,7 @@ class TrainStep:
             if self.loss is None:
                 return as_number(loss_in(output), is_models=True), output
             with refusing_partial_grads(output, self._strategy.leaves):
-                return as_number(self.loss(output, *move_targets(targets, self.model.output_device_obj))), output
+                return as_number(self.loss(output, *at_device(targets, self.model.output_device_obj))), output
 
     def _name_first(self, batch: Batch) -> str | None:
         args, kwargs, _ = batch

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from everygpu.parallel.buckets.kept import KeptBucket
 from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.step.update import Share
 
@@ -67,3 +68,6 @@ class UpdateStrategy(Protocol):
 
     def refresh(self) -> None:
         """Send the parameters to every device."""
+
+    def kept(self) -> list[KeptBucket]:
+        """Return the parameters of which each device keeps a copy from step to step."""

@@ -1,5 +1,7 @@
 """From the gradients of some batches to new parameters."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,8 +17,7 @@ class Updater:
 
     Args:
         strategy: Where the gradients are.
-        home: Where the loss is.
-        num_devices: Of this process.
+        devices: One per replica; the loss is on the first.
         scale: Of the loss, under float16.
         check: Reads whether updates were finite.
         stopwatch: Of the step.
@@ -25,18 +26,17 @@ class Updater:
     def __init__(
         self,
         strategy: UpdateStrategy,
-        home: torch.device,
-        num_devices: int,
+        devices: Sequence[torch.device],
         scale: LossScale | None,
         check: FiniteCheck,
         stopwatch: Stopwatch,
     ) -> None:
         self.num_steps = 0
-        self.norm = torch.full((), float("nan"), dtype=torch.float32, device=home)
+        self.norm = torch.full((), float("nan"), dtype=torch.float32, device=devices[0])
         """Of the last gradient, before it was clipped."""
         self._strategy = strategy
-        self._home = home
-        self._num_devices = num_devices
+        self._home = devices[0]
+        self._num_devices = len(devices)
         self._scale = scale
         self._check = check
         self._stopwatch = stopwatch

@@ -39,6 +39,7 @@ class Bucket:
             before its backward still counts.
         trust_versions: Send only when an original or its ``.data`` was replaced, or written as far as torch counts
             it: not in place through ``.data``; after that call ``forget``.
+        kept: Take note of where the originals are, so that ``current_copies`` knows whether copies are theirs.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Bucket:
         keep_storage: bool = False,
         fixed: bool = False,
         trust_versions: bool = False,
+        kept: bool = False,
     ) -> None:
         self.device = device
         self.devices = list(devices)
@@ -58,6 +60,7 @@ class Bucket:
         self._plan = plan_bucket(originals, range(len(originals)), 1, together=keep_storage, unit=unit)
         self._fixed = fixed
         self._trust_versions = trust_versions
+        self._kept = kept or trust_versions
         self._uses: list[weakref.ref[Use]] = []
         # Gradients on their way to the primary device: where they come from, their copy, and when that is there.
         self._ahead: list[tuple[Tensor, Tensor, Any]] = []
@@ -124,7 +127,7 @@ class Bucket:
             current = self._copies[i]
             if current is None or (current is not target and not same_bytes(current.flat, target.flat)):
                 self._copies[i] = target
-            if self._trust_versions and (copy := self._copies[i]) is not None:
+            if self._kept and (copy := self._copies[i]) is not None:
                 copy.hold_memory(originals)
 
     def forget(self) -> None:
@@ -132,6 +135,12 @@ class Bucket:
         for copy in self._copies:
             if copy is not None:
                 copy.hold_memory(())
+
+    def current_copies(self, originals: Sequence[Tensor]) -> list[Tensor]:
+        """Return the flat memory of each copy, if ``kept``; none where originals were replaced or written since."""
+        versions = list(zip(map(weakref.ref, originals), versions_of(originals)))
+        copies = [copy for copy in self._copies if copy is not None and copy.is_of(versions, originals)]
+        return [copy.flat for copy in copies] if len(copies) == len(self._copies) else []
 
     def _writable(self, replica: int, versions: list[_Version]) -> "_Copy":
         """Return memory for a copy: that in use, unless what is in it is still needed."""

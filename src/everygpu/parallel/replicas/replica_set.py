@@ -10,6 +10,7 @@ from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.parallel.buckets.bucket import Bucket
 from everygpu.parallel.buckets.copies import broadcast_tensor
 from everygpu.parallel.buckets.grouping import group_by_storage
+from everygpu.parallel.buckets.kept import KeptBucket
 from everygpu.parallel.buckets.sizes import REPLICA_BYTES
 from everygpu.parallel.replicas.attributes import ReplicaModule
 from everygpu.parallel.replicas.module_tree import ModuleTree, has_hooks, is_dense
@@ -121,6 +122,15 @@ class ReplicaSet:
         for bucket in self._buckets:
             bucket.forget()
 
+    def kept(self) -> list[KeptBucket]:
+        """Return the frozen parameters, with the copies that replicas keep; without those that are out of date."""
+        found = []
+        for members, bucket in self._frozen:
+            params = [self._tree.tensors[i] for i in members]
+            copies = bucket.current_copies(params)
+            found.append(KeptBucket(plan=bucket.plan, params=dict(enumerate(params)), flats=copies, is_flat=False))
+        return found
+
     def take_buffers(self, position: int) -> None:
         """Copy the buffers of the first replica that ran into the module, which did not run."""
         with torch.no_grad():
@@ -184,6 +194,7 @@ class ReplicaSet:
         self._unbucketed = sorted(set(sent) - set(flat))
         self._members: list[list[int]] = []
         self._buckets: list[Bucket] = []
+        self._frozen: list[tuple[list[int], Bucket]] = []
         frozen = [i for i in flat if self._make_leaves is not None and _is_frozen(tensors[i])]
         trusted = trusts_versions(self._devices)
         # A bucket each: a node whose backward computes other parameters' gradients calls a hook without a gradient.
@@ -200,8 +211,11 @@ class ReplicaSet:
                         keep_storage=together,
                         fixed=self._fixed,
                         trust_versions=trusted and which is frozen,
+                        kept=which is frozen,
                     )
                 )
+                if which is frozen:
+                    self._frozen.append((members, self._buckets[-1]))
 
     def _release(self, replica: int) -> None:
         """Drop a replica's tensors, so that their memory may be written."""

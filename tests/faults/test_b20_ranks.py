@@ -1,0 +1,107 @@
+"""b20: a bit of one rank's copy of a weight flips."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import everygpu
+from everygpu.errors import ReplicaError
+from everygpu.ranks.group import join
+from tests.faults.warned import warnings
+from tests.ranks.harness import run_ranks
+
+
+class RankNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(3, 2)
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) * self.frozen
+
+
+class OwnSGD(torch.optim.SGD):
+    """Steps on the first device, as what a subclass does is unknown."""
+
+
+def train_rank() -> tuple[list[str], str, list[list[float]]]:
+    group = join()
+    x, y = torch.randn(2, 3, generator=torch.Generator().manual_seed(group.rank)), torch.tensor([0, 1])
+    values = []
+
+    def flip(rank: int, p: Tensor, element: int, bit: int = 20) -> None:
+        if group.rank == rank:
+            p.data.view(-1).view(torch.int32)[element] ^= 1 << bit
+
+    with warnings() as lines:
+        for kind in (OwnSGD, torch.optim.SGD):
+            net = RankNet()
+            model = everygpu.DataParallel(net, ["cpu"])
+            step = everygpu.TrainStep(model, F.cross_entropy, kind(net.parameters(), lr=0.1), check_every=2)
+            for flipped in (None, net.first.weight, net.frozen):
+                step(x, y)
+                if flipped is not None:
+                    flip(1, flipped, 1)
+                step(x, y)
+            step(x, y)
+            values += [p.flatten().tolist() for p in net.parameters()]
+        flip(0, net.frozen, 0)
+        flip(2, net.frozen, 0, bit=21)
+        try:
+            step(x, y)
+        except ReplicaError as error:
+            return lines, str(error), values
+    return lines, "", values
+
+
+@pytest.mark.usefixtures("warm_python")
+def test_ranks_are_compared(tmp_path: Path) -> None:
+    results = run_ranks(train_rank, size=3, folder=tmp_path)
+    assert results[0][2] == results[1][2] == results[2][2]
+    assert len({text for _, text, _ in results}) == 1
+    assert "1 element of frozen, the first at [0]: " in results[0][1]
+    assert "in rank 0, replica 0 (cpu), 1.0 (0x3f800000) in rank 1, replica 0 (cpu), " in results[0][1]
+    assert len(results[0][0]) == 4
+    for index, (line, name) in enumerate(zip(results[0][0], ["first.weight", "frozen"] * 2)):
+        place = [0, 1] if name == "first.weight" else [1]
+        wanted = (
+            f"rank 1, replica 0 (cpu) had other bits than most of 3 copies in 1 element of {name}, the first at {place}"
+        )
+        assert wanted in line, index
+    assert not results[1][0], "rank 0 says it for all"
+
+
+def train_pair() -> tuple[str, str]:
+    group = join()
+    device = torch.device("cuda", group.local_rank)
+    net = RankNet().to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = everygpu.TrainStep(everygpu.DataParallel(net, [device]), F.cross_entropy, optimizer, check_every=2)
+    x, y = torch.randn(2, 3, generator=torch.Generator().manual_seed(group.rank)), torch.tensor([0, 1])
+    for _ in range(9):
+        step(x.to(device), y.to(device))
+    engine = step.stats().engine
+    if group.rank == 1:
+        net.first.weight.data.view(torch.int32)[1, 2] ^= 1 << 20
+    try:
+        step(x.to(device), y.to(device))
+    except ReplicaError as error:
+        return engine, str(error)
+    return engine, ""
+
+
+@pytest.mark.gpu
+def test_ranks_with_a_gpu_each_are_compared(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    (engine, first), (_, second) = run_ranks(train_pair, size=2, folder=tmp_path)
+    assert engine == "graphs"
+    assert first == second
+    assert "1 element of first.weight, the first at [1, 2]: " in first
+    assert "in rank 0, replica 0 (cuda:0), " in first
+    assert "in rank 1, replica 0 (cuda:1). No majority" in first

@@ -1,0 +1,124 @@
+"""Copies are compared between launches of recorded steps, which stay valid."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import everygpu
+from everygpu.errors import ReplicaError
+from tests.faults.warned import warnings
+from tests.step.scenarios import NUM_BEFORE, Devices, Step, X, Y, adamw
+from tests.step.test_capture import Net, num_recordings
+from tests.step.test_train_step import assert_replicas_bit_equal
+
+
+def make(used: list[torch.device], check_every: int | None) -> Step:
+    torch.manual_seed(0)
+    net = Net().to(used[0])
+    step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net), check_every=check_every)
+    for _ in range(NUM_BEFORE):
+        step(X, Y)
+    assert num_recordings(step) == 1
+    return step
+
+
+def trainable(step: Step, replica: int) -> Tensor:
+    """Return a replica's copy of the first layer's weight."""
+    flat_params = step._strategy._flat_params
+    return flat_params._slots[replica][
+        next(i for i, p in enumerate(flat_params.params) if p is step.model.module.first.weight)
+    ]
+
+
+def frozen(step: Step, replica: int) -> Tensor:
+    """Return a replica's copy of the frozen weight."""
+    if replica == 0:
+        return step.model.module.frozen.data
+    (bucket,) = step._strategy.kept()[-1:]
+    return bucket.flats[replica - 1]
+
+
+@pytest.mark.parametrize(
+    ("find", "replica", "check_every"), [(trainable, 0, 2), (trainable, 1, 1), (frozen, 0, 1), (frozen, 1, 2)]
+)
+def test_a_flip_between_launches(
+    recording: Devices, find: Callable[[Step, int], Tensor], replica: int, check_every: int
+) -> None:
+    used = recording(3)
+    step = make(used, check_every)
+    if check_every == 2:  # the next step compares
+        step(X, Y)
+    attempts = step._capture._num_attempts
+    bits = find(step, replica).view(-1).view(torch.int32)
+    bits[2] = int(bits[2]) ^ 1 << 3
+    with warnings() as lines:
+        if len(used) == 2:
+            with pytest.raises(ReplicaError, match=f"1 element of {'first.weight' if find is trainable else 'frozen'}"):
+                step(X, Y)
+            return
+        step(X, Y)
+        assert f"replica {replica} ({used[replica]}) had other bits than most of 3 copies" in lines.pop()
+        for _ in range(check_every):
+            step(X, Y)
+    assert not lines
+    assert step.stats().engine == "graphs"
+    assert num_recordings(step) == 1
+    assert step._capture._num_attempts == attempts, "nothing was recorded again"
+    assert_replicas_bit_equal(step)
+
+
+def test_steps_are_recorded_and_compute_the_same(recording: Devices) -> None:
+    used = recording(2)
+    steps = [make(used, 3), make(used, None)]
+    with warnings() as lines:
+        for step in steps:
+            for _ in range(3):
+                step(X, Y)
+            assert step.stats().engine == "graphs"
+    assert not lines
+    for ours, expected in zip(*(step.model.module.parameters() for step in steps)):
+        torch.testing.assert_close(ours, expected)
+
+
+class Flipping(Net):
+    """Flips bits of a weight that backward doesn't read, in the replica whose rows begin with 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.zeros((), dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        with torch.no_grad():
+            self.first.weight.data.view(torch.int32)[0, 0].bitwise_xor_(self.mask * x[0, 0].int())
+        return found
+
+
+def test_with_a_check_before_each_update_flips_within_a_launch_are_found(recording: Devices) -> None:
+    used = recording(3)
+    x = X.clone()
+    x[:, 0] = 0
+    x[len(x) // len(used) : 2 * len(x) // len(used), 0] = 1
+    torch.manual_seed(0)
+    net = Flipping().to(used[0])
+    step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net), check_every=1)
+    with warnings() as lines:
+        for _ in range(NUM_BEFORE):
+            step(x, Y)
+        assert step.stats().engine == "graphs"
+        assert not lines
+        net.mask.fill_(1 << 20)
+        if len(used) == 2:
+            with pytest.raises(ReplicaError, match="1 element of first.weight"):
+                step(x, Y)
+            return
+        step(x, Y)
+        net.mask.fill_(0)
+        assert f"replica 1 ({used[1]}) had other bits than most of 3 copies in 1 element of first.weight" in lines.pop()
+        step(x, Y)
+    assert not lines
+    assert step.stats().engine == "graphs"
+    assert num_recordings(step) == 1
