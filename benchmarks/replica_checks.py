@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     x, y = torch.randn(rows, 1000, device=devices[0]), torch.randint(0, 1000, (rows,), device=devices[0])
     steps, checks = [], []
     for turn in range(options.turns + 10):
-        times = seconds(lambda: step(x, y).item()), seconds(step._check.compare)
+        times = seconds(lambda: step(x, y).item()), seconds(step._replica_check.compare)
         if turn >= 10:
             steps.append(times[0])
             checks.append(times[1])
