@@ -20,6 +20,7 @@ from everygpu.cli.restarts import Command, run_again
 from everygpu.cli.script import run_module, run_script
 from everygpu.cli.text import harmless
 from everygpu.devices import nvml
+from everygpu.watchdog.watch import TIMEOUT_S, VARIABLE, watch_as_told
 
 _SPLITS = {"chunk": "chunk", "even": "even", "weighted": "auto"}
 SPLIT_VARIABLE = "EVERYGPU_SPLIT"
@@ -88,6 +89,14 @@ def torchrun_options(command: Callable[..., None]) -> Callable[..., None]:
     help="Start the script again, N times at most, when it is killed, loses a GPU, or ends with exit code 5 or 6.",
 )
 @click.option(
+    "--watchdog",
+    type=FiniteRange(min=0),
+    default=TIMEOUT_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="End a script that stands still for so long, with exit code 6, and show where; 0 for never.",
+)
+@click.option(
     "--processes",
     metavar="N|auto",
     callback=_read_processes,
@@ -108,6 +117,7 @@ def run_chosen(
     cpu: bool,
     split: str | None,
     restarts: int,
+    watchdog: float,
     processes: int | None,
     nnodes: str | None,
     rdzv_endpoint: str | None,
@@ -135,7 +145,9 @@ def run_chosen(
     os.environ.update(plan.environ)
     if split is not None:
         os.environ[SPLIT_VARIABLE] = _SPLITS[split]
+    os.environ[VARIABLE] = str(watchdog)
     if processes is None:
+        watch_as_told()
         sys.exit(_run_here(plan, run_module if is_module else run_script, script, args))
     num = processes or max(1, plan.num_gpus)
     meeting = Launch(num_processes=num, nnodes=nnodes, rdzv_endpoint=rdzv_endpoint)

@@ -17,6 +17,7 @@ from everygpu.parallel.engines.thread_state import fresh_casts
 from everygpu.parallel.replicas.module_tree import evaluating
 from everygpu.parallel.scatter.batch_types import move_tree, open_known
 from everygpu.parallel.sharded.batch import ShardedBatch
+from everygpu.progress import running
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.loss import as_batch, as_number, loss_in
 from everygpu.step.options import (
@@ -245,7 +246,7 @@ class TrainStep:
                 loss, _ = self._compute(batch)
                 share = self._weights.scale(loss)
                 self._stopwatch.mark("forward")
-                with nullcontext() if update is None else update.watching():
+                with nullcontext() if update is None else update.watching(), running("backward", self._home):
                     torch.autograd.backward(share if self._scale is None else self._scale.scale(share))
         finally:
             if update is None:
@@ -274,8 +275,9 @@ class TrainStep:
     @torch.no_grad()
     def _update(self, factor: float | Tensor) -> None:
         whole = self._scale is None and self.clip_norm is None
-        if isinstance(factor, Tensor) or not (whole and self._strategy.fuse(factor)):
-            self._update_in_turn(factor)
+        with running("update", self._home):
+            if isinstance(factor, Tensor) or not (whole and self._strategy.fuse(factor)):
+                self._update_in_turn(factor)
         self._num_steps += 1
         self._stopwatch.mark("update")
 
