@@ -1,7 +1,7 @@
 """A model that waits for ever in one replica, where a helper process can import it."""
 
+import os
 import threading
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,9 +9,10 @@ from torch import Tensor, nn
 ROWS = 2
 
 
-def wait_for_ever(_: Any = None) -> None:
-    """Wait for what never comes."""
-    threading.Event().wait()
+def wait_for_ever(release: str = "") -> None:
+    """Wait for what never comes, or for a file."""
+    while not os.path.exists(release):
+        threading.Event().wait(0.01 if release else None)
 
 
 class Net(nn.Module):
@@ -20,15 +21,15 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 2)
-        self.place, self.replica = "", 1
+        self.place, self.replica, self.release = "", 1, ""
 
     def forward(self, x: Tensor) -> Tensor:
         is_this = bool((x[:, 0] == self.replica).all())
         if is_this and self.place == "forward":
-            wait_for_ever()
+            wait_for_ever(self.release)
         y: Tensor = self.layer(x)
         if is_this and self.place == "backward":
-            y.register_hook(wait_for_ever)
+            y.register_hook(lambda _: wait_for_ever(self.release))
         return y
 
 

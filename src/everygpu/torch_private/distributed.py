@@ -20,7 +20,8 @@ def open_collectives(limit: int = 20) -> list[str]:
     if dump is None:
         return []
     record = json.loads(dump(True, True))
-    entries = [entry for entry in record.get("entries", []) if entry.get("state") != "completed"]
+    # gloo's stay "scheduled", and are retired.
+    entries = [e for e in record.get("entries", []) if e.get("state") != "completed" and not e.get("retired")]
     return [_describe(entry) for entry in entries[-limit:]]
 
 

@@ -20,7 +20,7 @@ from everygpu.progress import Operation, Progress
 DEBUGGERS = frozenset({"bdb", "pdb", "ipdb", "pudb", "pydevd", "IPython.core.debugger"})
 PATIENCE, MOST_PATIENCE_S = 0.1, 10.0
 """A rank that waits for others does so for longer, by this share of the timeout: the one that is stuck speaks first."""
-BUSY = 0.5
+BUSY = 0.1
 """A thread that computes on the CPU for this share of the time moves, though it may be in one long call."""
 _OUTPUTS = {"backward": "tensors", "grad": "outputs"}
 """What the functions of ``torch.autograd`` call the tensors that they begin from."""

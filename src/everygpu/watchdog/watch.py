@@ -53,10 +53,10 @@ class Watch:
 def watch(timeout: float = TIMEOUT_S) -> Watch:
     """End this process when it no longer goes on, and say where it is stuck::
 
-        everygpu.watch(timeout=300)  # to the end of the process, as `everygpu run` does with 600
-
-        with everygpu.watch(timeout=60):  # or for a while
+        with everygpu.watch(timeout=300):
             train(x, y)
+
+    Without ``with`` it lasts to the end of the process, as in a script that ``everygpu run`` has started.
 
     A replica's forward, a helper process, a backward, an update, a collective over ranks, a recording's launch or a GPU
     that stands still for so long is named, with its device; the stacks of all threads and helper processes are written
