@@ -19,6 +19,12 @@ from everygpu.devices import nvml
 from tests.cli.runs import command_of, everygpu, install_driver
 
 
+@pytest.fixture(autouse=True)
+def unwatched(monkeypatch):
+    """Watch scripts in processes of their own only: this one goes on after them."""
+    monkeypatch.setattr("everygpu.cli.run.watch", lambda timeout: None)
+
+
 @pytest.fixture
 def script(tmp_path):
     """Write a script into a folder of its own, and return its path."""
