@@ -21,8 +21,10 @@ from tests.cli.runs import command_of, everygpu, install_driver
 
 @pytest.fixture(autouse=True)
 def unwatched(monkeypatch):
-    """Watch scripts in processes of their own only: this one goes on after them."""
-    monkeypatch.setattr("everygpu.cli.run.watch", lambda timeout: None)
+    """Watch scripts in processes of their own only: this one goes on after them. Gives the timeouts asked for."""
+    asked = []
+    monkeypatch.setattr("everygpu.cli.run.watch", asked.append)
+    return asked
 
 
 @pytest.fixture
@@ -157,6 +159,13 @@ class TestInThisProcess:
         result = CliRunner().invoke(main, ["run", str(script(f"import sys; sys.exit({ending})"))])
         assert result.exit_code == code
         assert "no NVIDIA GPU found" in result.stderr
+
+    @pytest.mark.parametrize(
+        ("option", "asked"), [([], [600]), (["--watchdog", "60"], [60]), (["--watchdog", "0"], [])]
+    )
+    def test_scripts_are_watched(self, script, option, asked, unwatched):
+        assert CliRunner().invoke(main, ["run", *option, str(script(""))]).exit_code == 0
+        assert unwatched == asked
 
     def test_traceback_is_the_scripts_own(self, script, capsys, monkeypatch):
         monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # torch.distributed sets its own

@@ -105,7 +105,14 @@ else:
 
 
 @pytest.mark.usefixtures("warm_python")
-@pytest.mark.parametrize(("args", "code"), [(["719"], STUCK), (["710"], 1), (["719", "caught"], 0)])
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (["719"], STUCK),
+        pytest.param(["710"], 1, marks=pytest.mark.slow),
+        pytest.param(["719", "caught"], 0, marks=pytest.mark.slow),
+    ],
+)
 def test_b21_a_run_that_loses_a_gpu(tmp_path: Path, args: list[str], code: int) -> None:
     (tmp_path / "train.py").write_text(LOSES_A_GPU)
     asked = command_of("run", "--cpu", "train.py", *args)

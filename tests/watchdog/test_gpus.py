@@ -17,7 +17,7 @@ class FakeLibrary:
     def __init__(self) -> None:
         self.hung: set[int] = set()
         self.blocked: dict[int, threading.Event] = {}
-        self.failed = False
+        self.failed = self.captures = False
         self.calls: list[str] = []
         self.threads: set[str] = set()
         self._current = 0
@@ -45,6 +45,8 @@ class FakeLibrary:
             self._events[len(self._events) + 1] = self._current
         if name == "cuEventRecord" and self._current in self.blocked:
             self.blocked[self._current].wait()
+        if name == "cuEventRecord" and self.captures:
+            return 906
         if name == "cuEventQuery":
             return NOT_READY if self._events[getattr(args[0], "value")] in self.hung else 0  # noqa: B009
         return 0
@@ -109,6 +111,17 @@ def test_after_an_error_no_further_call_is_made(library: FakeLibrary) -> None:
     watch.thread.join(5)
     assert not watch.thread.is_alive()
     assert watch.pending() == {}
+
+
+def test_a_capture_puts_it_off(library: FakeLibrary) -> None:
+    library.captures = True
+    library.hung = {0}
+    watch = watching(library)
+    until(lambda: library.calls.count("cuEventRecord") > 3)
+    assert library.calls.count("cuEventQuery") == 0
+    library.captures = False
+    until(lambda: list(watch.pending()) == [0])
+    end(watch)
 
 
 def test_without_a_driver_nothing_is_pending() -> None:

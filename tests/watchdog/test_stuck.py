@@ -37,7 +37,7 @@ def beside(function: Callable[[threading.Event], object]) -> Iterator[None]:
 
 def settled(judge: Judge, now_s: float) -> list[tuple[str, float]]:
     """Look until the thread is where it waits."""
-    time.sleep(0.05)
+    time.sleep(0.03)
     return [(str(place).partition(",")[0], place.since_s) for place in judge.look(now_s)]
 
 

@@ -5,12 +5,15 @@ hold the GIL. On streams other than the default one work is seen once the defaul
 """
 
 import ctypes
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 NOT_READY = 600
 """``CUDA_ERROR_NOT_READY`` of cuda.h."""
+OF_CAPTURE = range(900, 909)
+"""Codes of calls that another thread's capture forbids for now: another look comes."""
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 
@@ -26,7 +29,8 @@ class Driver:
     """
 
     def __init__(self, library: Any = None) -> None:
-        self._library = ctypes.CDLL("libcuda.so.1") if library is None else library
+        name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+        self._library = ctypes.CDLL(name) if library is None else library
         self._contexts: dict[int, ctypes.c_void_p] = {}
         # Or queries would spoil the captures of other threads, which torch.cuda.graph makes in the strictest mode.
         self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_RELAXED)))
@@ -37,12 +41,16 @@ class Driver:
         self._call("cuDeviceGetCount", ctypes.byref(count))
         return [index for index in range(count.value) if self._is_used(index)]
 
-    def record(self, device: int) -> ctypes.c_void_p:
-        """Queue an event on a GPU's default stream; return it."""
+    def record(self, device: int) -> ctypes.c_void_p | None:
+        """Queue an event on a GPU's default stream; return it, or None where that isn't possible now."""
         self._enter(device)
         event = ctypes.c_void_p()
         self._call("cuEventCreate", ctypes.byref(event), _NO_TIMING)
-        self._call("cuEventRecord", event, None)
+        code = self._library.cuEventRecord(event, None)
+        if code in OF_CAPTURE:
+            self._library.cuEventDestroy_v2(event)
+            return None
+        _check("cuEventRecord", code)
         return event
 
     def is_done(self, device: int, event: ctypes.c_void_p) -> bool:
@@ -66,9 +74,12 @@ class Driver:
         self._call("cuCtxSetCurrent", self._contexts[device])
 
     def _call(self, name: str, *args: Any) -> None:
-        code = getattr(self._library, name)(*args)
-        if code:
-            raise RuntimeError(f"{name} failed with code {code}")
+        _check(name, getattr(self._library, name)(*args))
+
+
+def _check(name: str, code: int) -> None:
+    if code:
+        raise RuntimeError(f"{name} failed with code {code}")
 
 
 class GpuWatch:
@@ -113,5 +124,5 @@ class GpuWatch:
         if device not in events:
             self._pending[device] = self._clock_s()  # before the call, which waits where the GPU's queue is full
             events[device] = driver.record(device)
-        if driver.is_done(device, events[device]):
+        if events[device] is None or driver.is_done(device, events[device]):
             del events[device], self._pending[device]
