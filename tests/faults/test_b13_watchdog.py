@@ -92,6 +92,14 @@ def train_alone() -> None:
     everygpu.DataParallel(net, ["cpu"])(make_batch()[2:])
 
 
+def train_with_a_barrier() -> None:
+    """Train while the first replica waits for the other at a synchronised layer."""
+    net = Net()
+    net.layer, net.place = everygpu.SyncBatchNorm(4), "forward"
+    everygpu.watch(timeout=SOON_S)
+    everygpu.DataParallel(net, ["cpu"] * 2, engine="threads")(make_batch())
+
+
 def train_while_saving(folder: Path) -> None:
     def save(check: object) -> None:
         time.sleep(3 * SOON_S)
@@ -113,6 +121,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
         "alone": train_alone,
         "loop": lambda: train("threads", "backward"),
         "step": train_by_step,
+        "barrier": train_with_a_barrier,
         "save": lambda: train_while_saving(folder),
     }
     train_by_step("")  # torch imports its rest, once for all forks
@@ -134,9 +143,15 @@ def test_b13_a_replica_in_a_thread(ends: Ends, replica: int) -> None:
     assert f"forward of replica {replica} on cpu, in thread " in first_line(said)
     assert f"hanging.py, line {LINE}, in wait_for_ever" in first_line(said)
     assert "The process ends with exit code 6." in first_line(said)
-    assert "so does" not in said, "a replica that waits for another one is none that is stuck"
     assert f'hanging.py", line {LINE} in wait_for_ever' in said
     assert 'test_b13_watchdog.py"' in said  # of the main thread
+
+
+def test_b13_a_replica_that_waits_for_another_is_none_that_is_stuck(ends: Ends) -> None:
+    code, said = ends["barrier"]
+    assert code == STUCK, said
+    assert "stands still: forward of replica 1 on cpu, in thread " in first_line(said)
+    assert "so does" not in said
 
 
 def test_b13_the_only_replica(ends: Ends) -> None:
@@ -304,11 +319,11 @@ def stopped() -> None:
     if not os.fork():
         time.sleep(0.05)
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(LONG_S)
+        time.sleep(4 * SOON_S)
         os.kill(pid, signal.SIGCONT)
         os._exit(0)
-    everygpu.watch(timeout=SOON_S)
-    train_slowly(lambda: time.sleep(SOON_S / 2))
+    everygpu.watch(timeout=2 * SOON_S)
+    train_slowly(lambda: time.sleep(5 * SOON_S))
 
 
 def debugged() -> None:
@@ -341,11 +356,15 @@ def nested() -> None:
 
 
 def forked() -> None:
+    hook = sys.excepthook
     everygpu.watch(timeout=SOON_S)
 
     def work() -> None:
         train_slowly(lambda: time.sleep(LONG_S))
         assert not progress().is_watched
+        assert sys.excepthook is hook
+        with everygpu.watch():
+            assert "everygpu-watch" in [thread.name for thread in threading.enumerate()]
 
     assert os.waitpid(fork(work), 0)[1] == 0
 

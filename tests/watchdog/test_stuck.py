@@ -129,7 +129,7 @@ def test_one_backward_is_told_from_the_next_at_the_same_place(judge: Judge) -> N
     def work(over: threading.Event) -> None:
         for step in (*steps, over):
             y = torch.ones(1, requires_grad=True) * 2
-            y.register_hook(lambda _, step=step: step.wait() and None)
+            y.register_hook(lambda _, step=step: step.wait(5) and None)
             y.backward()
 
     with beside(work):
