@@ -151,7 +151,7 @@ def test_b13_a_replica_that_waits_for_another_is_none_that_is_stuck(ends: Ends) 
     code, said = ends["barrier"]
     assert code == STUCK, said
     assert "stands still: forward of replica 1 on cpu, in thread " in first_line(said)
-    assert "so does" not in said
+    assert "this stands still, too" not in said
 
 
 def test_b13_the_only_replica(ends: Ends) -> None:

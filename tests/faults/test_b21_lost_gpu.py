@@ -139,6 +139,16 @@ def test_b21_the_hook_of_the_script_is_called_and_comes_back(monkeypatch: pytest
         sys.excepthook(ValueError, error, None)
         assert shown == [error]
     assert sys.excepthook is own
+    with everygpu.watch():
+        ours = sys.excepthook
+        sys.excepthook = lambda *given: ours(*given)  # as that of ranks does
+    with everygpu.watch():
+        sys.excepthook(ValueError, error, None)
+        assert shown == [error, error]
+    sys.excepthook = ours
+    with everygpu.watch():
+        pass
+    assert sys.excepthook is own
     assert not progress().is_watched
 
 

@@ -44,7 +44,7 @@ def end_process(late: Sequence[str], timeout_s: float | None, gpus: GpuWatch | N
         head = f"everygpu: {_place()}a run must go on within {timeout_s:g} s, but this stands still: {late[0]}."
         _write(f"{head} The process ends with exit code {STUCK}. {_ADVICE}\n")
         for other in late[1:]:
-            _write(f"everygpu: {_place()}so does: {other}\n")
+            _write(f"everygpu: {_place()}this stands still, too: {other}\n")
         write_stacks()
         _wait_for(RECORD_S, _write_flight_record)
     _finish_save()

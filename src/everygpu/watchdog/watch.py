@@ -101,6 +101,8 @@ class _Watchdog:
 
     def __init__(self) -> None:
         self._begin()
+        self._hook: Any = None
+        """What ours calls, as long as something may call ours."""
         self._changing = threading.RLock()
         atexit.register(self._stop)
         if hasattr(os, "register_at_fork"):
@@ -111,7 +113,6 @@ class _Watchdog:
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
         self._gpus: GpuWatch | None = None
-        self._hook: Any = None
         self._clock_s = 0.0
 
     def join(self, watch: Watch) -> None:
@@ -128,7 +129,8 @@ class _Watchdog:
                     self._stop()
 
     def _start(self) -> None:
-        self._hook, sys.excepthook = sys.excepthook, self._excepthook
+        if self._hook is None:  # or one that was set since calls ours
+            self._hook, sys.excepthook = sys.excepthook, self._excepthook
         self._thread = threading.Thread(target=self._run, args=(self._is_over,), name="everygpu-watch", daemon=True)
         self._thread.start()
         progress().is_watched = True
@@ -153,7 +155,7 @@ class _Watchdog:
 
     def _restore(self) -> None:
         if self._hook is not None and sys.excepthook == self._excepthook:
-            sys.excepthook = self._hook
+            sys.excepthook, self._hook = self._hook, None
 
     def _timeout_s(self) -> float:
         newest = self.watches[-1:]
@@ -197,9 +199,8 @@ class _Watchdog:
         return [f"{text}, since {_time_of_day(now_s - since_s)}" for since_s, text in late]
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        hook = self._hook or sys.__excepthook__
-        hook(kind, error, trace)
-        loss = find_loss(error)
+        self._hook(kind, error, trace)
+        loss = find_loss(error) if self.watches else None
         if loss is not None:
             end_process([loss], None, self._gpus)
 
