@@ -33,7 +33,7 @@ def test_b21_errors_of_a_lost_gpu_are_told_from_others(monkeypatch: pytest.Monke
         said = find_loss(error_of(code))
         assert said is not None
         assert f"got CUDA's error {code}: this process can't use it any more" in said
-    for error in (error_of(1), error_of(2), error_of(710), error_of(900), error_of(None), RuntimeError(), ValueError()):
+    for error in (error_of(1), error_of(2), error_of(710), error_of(720), error_of(None), RuntimeError(), ValueError()):
         assert find_loss(error) is None
     assert find_loss(torch.OutOfMemoryError()) is None
 

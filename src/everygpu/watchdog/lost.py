@@ -10,7 +10,7 @@ from everygpu.errors import ReplicaError
 
 NVML_S = 5.0
 """NVML, which a GPU that has fallen off the bus may hold up, has this long to answer."""
-LOST = frozenset({46, 100, 214, 219, 220, 226, 700, 702, 714, 715, 716, 717, 718, 719, 720, 721, 802, 999})
+LOST = frozenset({46, 100, 214, 220, 226, 700, 702, 709, 714, 715, 716, 717, 718, 719, 721, 999})
 """Codes of ``cudaError_t`` after which each call of the process fails: faults of memory, links and kernels, GPUs that
 are not there. Not among them are those of one call, such as a wrong argument, and 710, ``cudaErrorAssert``: another try
 would meet the same index out of range again."""
