@@ -19,14 +19,6 @@ from everygpu.devices import nvml
 from tests.cli.runs import command_of, everygpu, install_driver
 
 
-@pytest.fixture(autouse=True)
-def unwatched(monkeypatch):
-    """Watch scripts in processes of their own only: this one goes on after them. Gives the timeouts asked for."""
-    asked = []
-    monkeypatch.setattr("everygpu.cli.run.watch", asked.append)
-    return asked
-
-
 @pytest.fixture
 def script(tmp_path):
     """Write a script into a folder of its own, and return its path."""
