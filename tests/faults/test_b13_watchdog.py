@@ -30,10 +30,11 @@ from tests.ranks.harness import running
 from tests.ranks.test_failures import be_stuck, end_of, join_soon
 
 pytestmark = [
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
+    pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks at processes as Linux shows them"),
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
 ]
-SOON_S, LONG_S = 0.2, 0.5
+SOON_S = 0.2
+CALM_S, LONG_S = 0.4, 0.9
 LINE = wait_for_ever.__code__.co_firstlineno + 3
 
 
@@ -310,31 +311,36 @@ def train_slowly(wait: Callable[[], object]) -> None:
 
 
 def slow_code() -> None:
-    everygpu.watch(timeout=SOON_S)
+    everygpu.watch(timeout=CALM_S)
     time.sleep(LONG_S)
 
 
 def stopped() -> None:
-    pid = os.getpid()
-    if not os.fork():
-        time.sleep(0.05)
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(4 * SOON_S)
-        os.kill(pid, signal.SIGCONT)
-        os._exit(0)
-    everygpu.watch(timeout=2 * SOON_S)
-    train_slowly(lambda: time.sleep(5 * SOON_S))
+    def wait() -> None:
+        pid = os.getpid()
+        if not os.fork():
+            time.sleep(0.05)
+            while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+                time.sleep(0.01)  # until it sleeps
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(3 * CALM_S)
+            os.kill(pid, signal.SIGCONT)
+            os._exit(0)
+        time.sleep(3.5 * CALM_S)
+
+    everygpu.watch(timeout=CALM_S)
+    train_slowly(wait)
 
 
 def debugged() -> None:
     scope: dict[str, Any] = {"__name__": "pdb"}
     exec("def interaction(wait, seconds): wait(seconds)", scope)
-    everygpu.watch(timeout=SOON_S)
+    everygpu.watch(timeout=CALM_S)
     train_slowly(lambda: scope["interaction"](time.sleep, LONG_S))
 
 
 def in_many_threads() -> None:
-    everygpu.watch(timeout=SOON_S)
+    everygpu.watch(timeout=CALM_S)
     threads = [threading.Thread(target=step_for, args=(LONG_S,)) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -343,21 +349,21 @@ def in_many_threads() -> None:
 
 
 def over() -> None:
-    with everygpu.watch(timeout=SOON_S):
+    with everygpu.watch(timeout=CALM_S):
         pass
     assert not any(thread.name.startswith("everygpu-watch") for thread in threading.enumerate())
     train_slowly(lambda: time.sleep(LONG_S))
 
 
 def nested() -> None:
-    everygpu.watch(timeout=SOON_S)
+    everygpu.watch(timeout=CALM_S)
     with everygpu.watch(timeout=60):
         train_slowly(lambda: time.sleep(LONG_S))
 
 
 def forked() -> None:
     hook = sys.excepthook
-    everygpu.watch(timeout=SOON_S)
+    everygpu.watch(timeout=CALM_S)
 
     def work() -> None:
         train_slowly(lambda: time.sleep(LONG_S))
