@@ -416,6 +416,7 @@ print(x.sum().item())
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("index", [0, 1])
 def test_b13_a_kernel_that_hangs(tmp_path: Path, index: int) -> None:
     if torch.cuda.device_count() <= index:

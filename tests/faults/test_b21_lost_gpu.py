@@ -167,6 +167,7 @@ torch.as_tensor(Beyond(), device="cuda")[1 << 41].item()
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_b21_an_illegal_access_ends_a_run(tmp_path: Path) -> None:
     """What is nearest to a lost GPU and can be done to one that others use: the context is lost, the GPU isn't."""
     if not torch.cuda.is_available():

@@ -135,6 +135,7 @@ def test_without_a_driver_nothing_is_pending() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_real_gpu_that_is_busy_is_pending_and_captures_go_on() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
