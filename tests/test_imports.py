@@ -15,10 +15,10 @@ from tests.source import ROOT, tree_of
 
 LAYERS = [
     {"errors", "torch_private"},
-    {"tree", "units", "keys", "folders", "child", "exit_codes"},
+    {"tree", "units", "keys", "folders", "child", "exit_codes", "progress"},
     {"locks", "ranks"},
     {"devices"},
-    {"comm"},
+    {"comm", "watchdog"},
     {"parallel"},
     {"step"},
     {"checkpoint"},

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from everygpu.step.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
     from everygpu.step.stats import StepStats as StepStats
     from everygpu.step.train_step import TrainStep as TrainStep
+    from everygpu.watchdog import watch as watch
 
 __version__ = "0.1.0.dev0"
 
@@ -66,6 +67,7 @@ _HOME = {
     "select_devices": "devices",
     "tune_workers": "feed",
     "visible_devices": "devices",
+    "watch": "watchdog",
 }
 
 __all__ = sorted(_HOME)

@@ -3,7 +3,7 @@
 NOT_FINITE = 5
 """Numbers of the training are no longer finite."""
 STUCK = 6
-"""The watchdog has ended a run that didn't go on."""
+"""The watchdog has ended a run that stood still, or that has lost a GPU."""
 INTERRUPTED = 130
 """After Ctrl-C: 128 and the signal, as a shell says it."""
 STOPPED = 143

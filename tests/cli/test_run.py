@@ -152,6 +152,13 @@ class TestInThisProcess:
         assert result.exit_code == code
         assert "no NVIDIA GPU found" in result.stderr
 
+    @pytest.mark.parametrize(
+        ("option", "asked"), [([], [600]), (["--watchdog", "60"], [60]), (["--watchdog", "0"], [])]
+    )
+    def test_scripts_are_watched(self, script, option, asked, unwatched):
+        assert CliRunner().invoke(main, ["run", *option, str(script(""))]).exit_code == 0
+        assert unwatched == asked
+
     def test_traceback_is_the_scripts_own(self, script, capsys, monkeypatch):
         monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # torch.distributed sets its own
         path = script("def f():\n    raise ValueError('mine')\nf()")

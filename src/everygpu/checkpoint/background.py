@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeAlias
 
+from everygpu.progress import SAVING_THREAD
+
 logger = logging.getLogger("everygpu")
 
 Check: TypeAlias = Callable[[], None]
@@ -126,7 +128,7 @@ class _Task:
     def _start_thread(self) -> bool:
         # No daemon: the interpreter waits for it at its end. Begun by another thread: when ``Thread.start`` is
         # interrupted, the new thread may wait forever for a lock that it left taken.
-        thread = threading.Thread(target=self._run, name="everygpu-save", daemon=False)
+        thread = threading.Thread(target=self._run, name=SAVING_THREAD, daemon=False)
         starting, is_begun = threading.Lock(), []
         starting.acquire()
 

@@ -20,6 +20,7 @@ from everygpu.cli.restarts import Command, run_again
 from everygpu.cli.script import run_module, run_script
 from everygpu.cli.text import harmless
 from everygpu.devices import nvml
+from everygpu.watchdog.watch import TIMEOUT_S, VARIABLE, watch
 
 _SPLITS = {"chunk": "chunk", "even": "even", "weighted": "auto"}
 SPLIT_VARIABLE = "EVERYGPU_SPLIT"
@@ -88,6 +89,14 @@ def torchrun_options(command: Callable[..., None]) -> Callable[..., None]:
     help="Start the script again, N times at most, when it is killed, loses a GPU, or ends with exit code 5 or 6.",
 )
 @click.option(
+    "--watchdog",
+    type=FiniteRange(min=0),
+    default=TIMEOUT_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="End a script that stands still for so long, with exit code 6, and show where; 0 for never.",
+)
+@click.option(
     "--processes",
     metavar="N|auto",
     callback=_read_processes,
@@ -108,6 +117,7 @@ def run_chosen(
     cpu: bool,
     split: str | None,
     restarts: int,
+    watchdog: float,
     processes: int | None,
     nnodes: str | None,
     rdzv_endpoint: str | None,
@@ -136,7 +146,8 @@ def run_chosen(
     if split is not None:
         os.environ[SPLIT_VARIABLE] = _SPLITS[split]
     if processes is None:
-        sys.exit(_run_here(plan, run_module if is_module else run_script, script, args))
+        sys.exit(_run_here(plan, watchdog, run_module if is_module else run_script, script, args))
+    os.environ[VARIABLE] = str(watchdog)
     num = processes or max(1, plan.num_gpus)
     meeting = Launch(num_processes=num, nnodes=nnodes, rdzv_endpoint=rdzv_endpoint)
     code, note = launch(replace(meeting, passed_on=passed_on, is_module=is_module), script, args)
@@ -183,8 +194,14 @@ def _check_launch(
 
 
 def _run_here(
-    plan: Plan, run: Callable[[str, Sequence[str]], str | int | None], script: str, args: tuple[str, ...]
+    plan: Plan,
+    watchdog_s: float,
+    run: Callable[[str, Sequence[str]], str | int | None],
+    script: str,
+    args: tuple[str, ...],
 ) -> str | int | None:
+    if watchdog_s:
+        watch(watchdog_s)
     code = run(script, args)
     if plan.num_gpus and code in (None, 0):
         _warn_if_unused(plan.num_gpus)

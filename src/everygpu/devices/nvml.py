@@ -108,6 +108,29 @@ def sample_devices(library: Any = None) -> list[DeviceSample] | None:
     return [sample for sample in samples if sample is not None]
 
 
+def find_lost(library: Any = None) -> list[str]:
+    """Name the GPUs that no longer answer, with NVML's reason, as "GPU 1: GPU is lost".
+
+    Args:
+        library: What to call in place of the ``pynvml`` module.
+    """
+    nvml = _import_pynvml() if library is None else library
+    if nvml is None:
+        return []
+    found = []
+    try:
+        with _opened(nvml):
+            for index in range(nvml.nvmlDeviceGetCount()):
+                try:
+                    nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(index))
+                except nvml.NVMLError as error:
+                    if error.value == nvml.NVML_ERROR_GPU_IS_LOST:
+                        found.append(f"GPU {index}: {error}")
+    except nvml.NVMLError:  # no driver, or none of its library's version
+        return []
+    return found
+
+
 def sample_driver(library: Any = None) -> DriverSample | NvmlFailure:
     """Ask NVML for the driver's version, or say why that can't be asked.
 

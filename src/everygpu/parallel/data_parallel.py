@@ -257,7 +257,7 @@ class DataParallel(MethodCalls):
         if name is None:
             output = self._engine.run_alone((self.module, inputs, kwargs), device)
         else:
-            output = getattr(self.module, name)(*inputs, **kwargs)
+            output = self._threads.run_alone((getattr(self.module, name), inputs, kwargs), device)
         return output if self._output_device == device else move_tree(output, self._output_device)
 
     def _one_at_a_time(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from everygpu.errors import RankError
+from everygpu.progress import running
 from everygpu.ranks.claims import Claims
 from everygpu.ranks.differences import find_difference
 from everygpu.ranks.first_batch import FirstBatch
@@ -21,6 +22,7 @@ from everygpu.ranks.meeting import open_store
 from everygpu.ranks.membership import Membership, find_membership
 from everygpu.ranks.peers import serve
 from everygpu.ranks.printing import log_once
+from everygpu.ranks.sum import Sum
 from everygpu.ranks.watch import Watch
 
 T = TypeVar("T")
@@ -104,25 +106,25 @@ class Group:
 
     def gather(self, value: T) -> list[T]:
         """Return what each rank has passed; any value that can be pickled."""
-        with self._communicating():
+        with self._communicating("gather over ranks"):
             return _gather(value, self._control)
 
     def broadcast_object(self, value: T) -> T:
         """Return what rank 0 has passed."""
         found = [value]
-        with self._communicating():
+        with self._communicating("broadcast over ranks"):
             dist.broadcast_object_list(found, src=self._first, group=self._control)
         return found[0]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        with self._communicating():
+        with self._communicating("barrier over ranks"):
             dist.barrier(group=self._control)
 
     def sum_numbers(self, values: Sequence[float]) -> list[float]:
         """Add numbers up over all ranks, each with its own place."""
         total = torch.tensor(values, dtype=torch.float64, device="cpu")
-        with self._communicating():
+        with self._communicating("sum over ranks"):
             dist.all_reduce(total, group=self._control)
         return [float(v) for v in total]
 
@@ -130,7 +132,7 @@ class Group:
         """Return the numbers that any rank has passed; all are below a limit."""
         found = torch.zeros(limit, dtype=torch.uint8, device="cpu")
         found[list(numbers)] = 1
-        with self._communicating():
+        with self._communicating("union over ranks"):
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._control)
         return set(found.nonzero().flatten().tolist())
 
@@ -140,7 +142,7 @@ class Group:
         work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._control, async_op=True)
 
         def wait() -> list[int]:
-            with self._communicating():
+            with self._communicating("maximum over ranks"):
                 work.wait()
             return [int(v) for v in largest]
 
@@ -148,17 +150,16 @@ class Group:
 
     def broadcast(self, x: Tensor) -> None:
         """Copy rank 0's contiguous tensor into that of each other rank, in turn with the device's current stream."""
-        with self._communicating():
+        with self._communicating("broadcast over ranks"):
             dist.broadcast(x, src=self._first, group=self._group_of(x))
 
-    def all_reduce(self, x: Tensor) -> "dist.Work":
+    def all_reduce(self, x: Tensor) -> "Sum":
         """Begin to add a contiguous tensor up over all ranks, beside the device's current stream.
 
         Returns:
             What has the current stream wait for the sum, by ``wait()``.
         """
-        work: dist.Work = dist.all_reduce(x, group=self._group_of(x), async_op=True)
-        return work
+        return Sum(dist.all_reduce(x, group=self._group_of(x), async_op=True))
 
     def leave_note(self, key: str, text: str) -> None:
         """Write something down for other ranks, which read it when they like; no collective."""
@@ -166,7 +167,7 @@ class Group:
 
     def find_note(self, key: str) -> str | None:
         """Return a note if it has been left by now."""
-        with self._communicating():
+        with self._communicating("note of a rank"):
             news = self._watch.news
             return str(news.get(f"note/{key}").decode()) if news.check([f"note/{key}"]) else None
 
@@ -190,11 +191,12 @@ class Group:
         return str(news.get(f"note/{key}").decode())
 
     @contextmanager
-    def _communicating(self) -> Iterator[None]:
+    def _communicating(self, what: str) -> Iterator[None]:
         """Have a call that fails because of another rank raise what that has failed with."""
         self._watch.check()
         try:
-            yield
+            with running(what, waits_for="ranks"):
+                yield
         except RuntimeError as error:
             reason = self._watch.reason_of(error)
             if reason is None:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from everygpu.errors import RankError
+from everygpu.progress import SAVING_S, is_saving
 from everygpu.ranks.peers import ENDED, FAILURE, PERIOD_S, Peer, Ping, connect, off_key
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ ASLEEP_S = 1.5
 """A rank whose watch itself has not run for this long was stopped, or busy: it counts anew."""
 GRACE_S = 1.5
 """A script has this long to reach a call of ours, which raises, until its process is ended."""
-SAVING_S = 60.0
-"""A checkpoint that is being written has this long to be finished before its process is ended."""
 LEAVE_S, LEAVE_FAILED_S = 5.0, 1.0
 """A rank waits no longer at its end for those that watch it."""
 BROKEN_S = SILENT_S + 2 * PERIOD_S
@@ -205,7 +204,7 @@ class Watch:
             now = time.monotonic()
             if self._is_delivered and threading.main_thread().is_alive():
                 limit = now + LEAVE_S
-            elif now > limit and not (_is_saving() and now < heard_at + SAVING_S):
+            elif now > limit and not (is_saving() and now < heard_at + SAVING_S):
                 self._exit(failure)
 
     def _exit(self, failure: Failure) -> None:
@@ -234,7 +233,3 @@ def _ended_key(rank: int) -> str:
 def _is_of_communication(error: BaseException) -> bool:
     """Tell an error that the end of another rank can bring about; gloo's have no type of their own."""
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
-
-
-def _is_saving() -> bool:
-    return any(thread.name == "everygpu-save" for thread in threading.enumerate())

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import OptimizerError
 from everygpu.parallel.buckets.sizes import check_bucket_cap
+from everygpu.progress import running
 from everygpu.step.chunk_memory import ChunkMemory, ChunkShards
 from everygpu.step.shards import ELEMENTWISE, Shards, State, all_params, can_shard
 
@@ -97,7 +98,8 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         with torch.no_grad():
             self._call_before()  # and torch calls this object's own hooks
-            self._own_shards().step_alone(self.param_groups)
+            with running("update"):
+                self._own_shards().step_alone(self.param_groups)
             self._call_after()
         return loss
 

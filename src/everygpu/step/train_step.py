@@ -14,6 +14,7 @@ from everygpu.keys import unwrap
 from everygpu.parallel.cuda_graphs.static_batch import Batch
 from everygpu.parallel.engines.thread_state import fresh_casts
 from everygpu.parallel.replicas.module_tree import evaluating
+from everygpu.progress import running
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.finite_check import FiniteCheck
 from everygpu.step.first_nonfinite import name_first
@@ -274,7 +275,7 @@ class TrainStep:
                         update.check(loss.detach())
                 share = self._weights.scale(loss)
                 self._stopwatch.mark("forward")
-                with nullcontext() if update is None else update.watching():
+                with nullcontext() if update is None else update.watching(), running("backward", self._home):
                     torch.autograd.backward(share if self._scale is None else self._scale.scale(share))
         finally:
             if update is None:

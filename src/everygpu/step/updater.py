@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from everygpu import comm
+from everygpu.progress import running
 from everygpu.step.finite_check import MADE, SCALED, FiniteCheck
 from everygpu.step.stats import Stopwatch
 from everygpu.step.update import LossScale, clip, multiply, total_norm
@@ -62,10 +63,11 @@ class Updater:
         losses, self._losses = self._losses, None
         is_whole = self._scale is None and clip_norm is None
         self.num_steps += 1
-        made = self._strategy.fuse(factor, losses) if is_whole else None
-        if made is None:
-            self._run_in_turn(factor, clip_norm, losses)
-        elif losses is not None:
+        with running("update", self._home):
+            made = self._strategy.fuse(factor, losses) if is_whole else None
+            if made is None:
+                self._run_in_turn(factor, clip_norm, losses)
+        if made is not None and losses is not None:
             self._check.submit(self.num_steps, made.status, made.counted)
         self._stopwatch.mark("update")
 

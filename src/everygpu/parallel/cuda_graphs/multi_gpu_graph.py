@@ -12,6 +12,7 @@ import torch
 from everygpu import comm
 from everygpu.comm.streams import kept_stream, queueing_on
 from everygpu.parallel.cuda_graphs.capture_lock import CAPTURE_LOCK
+from everygpu.progress import running
 from everygpu.torch_private.cuda import clear_cublas_workspaces, end_route_to_pool, release_pool, route_stream_to_pool
 
 T = TypeVar("T")
@@ -96,7 +97,8 @@ class MultiGpuGraph:
                 state.fill()
             for stream in others:
                 home.wait_stream(stream)
-            self._graph.replay()
+            with running("launch of a recording", self._devices[0]):
+                self._graph.replay()
             for stream in others:
                 stream.wait_stream(home)
             if may_draw:

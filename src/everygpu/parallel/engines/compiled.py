@@ -23,6 +23,7 @@ from everygpu.parallel.compiler.split_graph import WHOLE, SplitPolicy
 from everygpu.parallel.engines.engine import Call, Engine
 from everygpu.parallel.engines.thread_state import on_device
 from everygpu.parallel.engines.threads import Outcome, Workers, attempt, take_values
+from everygpu.progress import running
 from everygpu.torch_private.modes import DeviceContext
 
 MAX_SIGNATURES = 8
@@ -92,7 +93,7 @@ class CompiledReplicas(Engine):
             if binding is None or inputs is None:
                 outcomes.append(attempt(lambda p=position, c=call, d=device: self._call(p, c, d)))  # type: ignore[misc]
             else:
-                outcomes.append(attempt(lambda i=inputs, d=device: _on(d, binding.run, i)))  # type: ignore[misc]
+                outcomes.append(attempt(lambda p=position, i=inputs, d=device: _on(d, p, binding.run, i)))  # type: ignore[misc]
         return outcomes
 
     def _run_eagerly(
@@ -106,7 +107,7 @@ class CompiledReplicas(Engine):
         if function is None or known is not module:
             function = self._compile(_as_function(module))
             self._compiled[position] = module, function
-        return _on(device, function, *args, **kwargs)
+        return _on(device, position, function, *args, **kwargs)
 
     def _accepts(self, calls: Sequence[Call]) -> bool:
         if len(calls) > 1 and any(isinstance(m, SyncBatchNorm) for m in calls[0][0].modules()):
@@ -122,8 +123,8 @@ class CompiledReplicas(Engine):
         self._compiled.clear()
 
 
-def _on(device: torch.device, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with on_device(device, current_stream(device), DeviceContext):
+def _on(device: torch.device, position: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with running("forward", device, position), on_device(device, current_stream(device), DeviceContext):
         return function(*args, **kwargs)
 
 

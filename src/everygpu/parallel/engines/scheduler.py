@@ -10,6 +10,7 @@ import torch
 
 from everygpu.errors import ReplicaError
 from everygpu.parallel.buckets.copies import Streams
+from everygpu.progress import running
 from everygpu.torch_private.autograd import NO_BACKWARD, backward_id
 
 Combine = Callable[[list[Any]], list[Any]]
@@ -60,7 +61,8 @@ def barrier(value: Any, combine: Combine) -> Any:
     if context is None:
         return combine([value])[0]
     scheduler, index = context
-    return scheduler.barrier(index, value, combine)
+    with running("barrier", replica=index, waits_for="replicas"):
+        return scheduler.barrier(index, value, combine)
 
 
 class ReplicaScheduler:

@@ -20,6 +20,7 @@ from everygpu.errors import OptionError, ReplicaError
 from everygpu.parallel.engines.engine import Call, Engine
 from everygpu.parallel.engines.scheduler import Cancelled, ReplicaScheduler
 from everygpu.parallel.engines.thread_state import FactoryUse, MakeMode, ThreadState, leave_checkpoints, on_device
+from everygpu.progress import running
 
 Outcome = tuple[Any, BaseException | None]
 """What a replica returned, or raised."""
@@ -150,7 +151,7 @@ class Workers(Engine):
         state = ThreadState(list(devices))
         scheduler = ReplicaScheduler(devices, in_order=state.counts_saved_tensors)
         names = positions if positions is not None else range(len(calls))
-        jobs = [_Job(scheduler, i, call) for i, call in enumerate(calls)]
+        jobs = [_Job(scheduler, i, *each) for i, each in enumerate(zip(calls, devices, names))]
         futures: list[Future[Any]] = []
         mode = self._factories.mode_for(calls[0][0])
         try:
@@ -170,7 +171,10 @@ class Workers(Engine):
     def run_alone(self, call: Call, device: torch.device) -> Any:
         """Call the module as it is: no thread, no thread state to carry over."""
         module, args, kwargs = call
-        return module(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return module(*args, **kwargs)
+        with running("forward", device, 0):
+            return module(*args, **kwargs)
 
     def close(self) -> None:
         """End the threads."""
@@ -206,14 +210,17 @@ def _nothing() -> None:
 class _Job:
     """One replica's call."""
 
-    def __init__(self, scheduler: ReplicaScheduler, index: int, call: Call) -> None:
+    def __init__(
+        self, scheduler: ReplicaScheduler, index: int, call: Call, device: torch.device, position: int
+    ) -> None:
         self._scheduler, self._index = scheduler, index
+        self._device, self._position = device, position
         self._module, self._args, self._kwargs = call
 
     def __call__(self) -> Any:
         try:
             self._scheduler.enter(self._index)
-            with self._scheduler.context(self._index):
+            with self._scheduler.context(self._index), running("forward", self._device, self._position):
                 return self._module(*self._args, **self._kwargs)
         except BaseException as error:
             self._scheduler.stop()

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
@@ -19,6 +18,7 @@ from everygpu.parallel.buckets.plan import BucketPlan, plan_bucket
 from everygpu.parallel.transforms import check_unbatched
 from everygpu.ranks.claims import Claim
 from everygpu.ranks.group import Group
+from everygpu.ranks.sum import Sum
 from everygpu.torch_private.autograd import NO_BACKWARD, after_backward, backward_id, will_execute
 
 
@@ -157,7 +157,7 @@ class _Factor:
         self._may_be_zero = any(isinstance(w, Tensor) for w in weights) or (bool(weights) and not any(weights))
         self._own = torch.stack(parts).sum()
         self._total = self._own.clone()
-        self._work: dist.Work | None = group.all_reduce(self._total)
+        self._work: Sum | None = group.all_reduce(self._total)
         self._share = self._own
 
     def scale_(self, grad: Tensor) -> None:
@@ -183,7 +183,7 @@ class _Bucket:
     def clear(self) -> None:
         self._kept: dict[int, Tensor | None] = {}
         self._grads: dict[int, Tensor | None] = {}
-        self._sent: tuple[Tensor, dist.Work] | None = None
+        self._sent: tuple[Tensor, Sum] | None = None
 
     @property
     def has_some(self) -> bool:

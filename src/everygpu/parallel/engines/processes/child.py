@@ -14,6 +14,7 @@ from everygpu.comm.ipc import Flags
 from everygpu.parallel.engines.processes.connection import Connection, connected
 from everygpu.parallel.engines.processes.ends import describe_end, remove_shared_memory
 from everygpu.parallel.engines.processes.helper import HELPER_FLAG
+from everygpu.progress import Helper, progress
 
 END_S = 5.0
 """A helper that hasn't ended by then is killed."""
@@ -54,7 +55,13 @@ class HelperChild:
             undo.callback(self._process.kill)
             self._watch = threading.Thread(target=self._wait, name="everygpu-helper-watch", daemon=True)
             self._watch.start()
+            progress().helpers[self.pid] = Helper(name, self._kill)
             undo.pop_all()
+
+    @property
+    def pid(self) -> int:
+        """The id of its process."""
+        return self._process.pid
 
     def note_start(self) -> None:
         """Take note that it runs, and writes to this process's standard error."""
@@ -119,11 +126,17 @@ class HelperChild:
     def _wait(self) -> None:
         """Once it has ended, let streams and threads go on that wait for it, and say so."""
         code = self._process.wait()
+        progress().helpers.pop(self.pid, None)
         self.flags.release(HELPER_FLAG)
         self.connection.cut()  # a fork made at the wrong moment may keep the other end open
         remove_shared_memory(self._process.pid)
         if self._is_wanted and code:
             logger.error("DataParallel: %s: %s.", self._name, describe_end(code))
+
+    def _kill(self) -> None:
+        """End it with this process, without a call of CUDA's."""
+        self._is_wanted = False
+        self._process.kill()
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():

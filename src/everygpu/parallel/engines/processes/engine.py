@@ -22,6 +22,7 @@ from everygpu.parallel.engines.processes.remote_call import RemoteCall
 from everygpu.parallel.engines.thread_state import FactoryUse
 from everygpu.parallel.engines.threads import Outcome, Workers, attempt, run_here, take_values
 from everygpu.parallel.replicas.replica_set import ReplicaSet
+from everygpu.progress import running
 from everygpu.torch_private.autograd import is_transforming
 from everygpu.torch_private.modes import DeviceContext, function_modes
 
@@ -169,8 +170,8 @@ class ProcessReplicas(Engine):
             raise
         mode = self._factories.mode_for(calls[0][0])
         local = [
-            partial(run_here, partial(module, *args, **kwargs), device, mode)
-            for (module, args, kwargs), device in zip(calls, devices)
+            partial(run_here, partial(_forward, device, name, module, *args, **kwargs), device, mode)
+            for (module, args, kwargs), device, name in zip(calls, devices, names)
         ]
         try:
             # A replica's first answer comes before the call here: what is refused then runs in threads, all of it once.
@@ -223,6 +224,11 @@ class ProcessReplicas(Engine):
             helper.hang_up()
         for helper in helpers:
             helper.close()
+
+
+def _forward(device: torch.device, position: int, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    with running("forward", device, position):
+        return module(*args, **kwargs)
 
 
 def unsupported_reason(devices: Sequence[torch.device]) -> str | None:

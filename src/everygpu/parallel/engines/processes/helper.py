@@ -1,6 +1,7 @@
 """A helper process: one device's replica, with an interpreter of its own."""
 
 import contextlib
+import faulthandler
 import io
 import operator
 import os
@@ -38,6 +39,7 @@ from everygpu.parallel.engines.processes.packing import CannotTravelError, descr
 from everygpu.parallel.engines.processes.settings import apply_settings
 from everygpu.parallel.engines.processes.shared_tensors import Exporter, Importer
 from everygpu.parallel.engines.thread_state import FactoryUse, fresh_casts, leave_checkpoints, on_device
+from everygpu.progress import STACKS_SIGNAL
 
 MAIN_FLAG, HELPER_FLAG = 0, 64
 """Which of the flags each process's stream writes; each has a cache line of its own."""
@@ -200,6 +202,8 @@ def main(args: Sequence[str]) -> None:
     for fd in (socket_fd, flags_fd):
         os.set_inheritable(fd, False)
     end = socket.socket(fileno=socket_fd)
+    if STACKS_SIGNAL is not None:
+        faulthandler.register(STACKS_SIGNAL, all_threads=True)  # on what is standard error then
     watch = threading.Thread(target=follow, args=(parent, end), daemon=True)
     watch.start()
     device = torch.device(args[4])

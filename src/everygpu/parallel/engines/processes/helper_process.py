@@ -20,6 +20,7 @@ from everygpu.parallel.engines.processes.packing import CannotTravelError
 from everygpu.parallel.engines.processes.settings import Settings, read_settings, with_imported
 from everygpu.parallel.engines.processes.shared_tensors import Exporter, Importer, SharedTensor
 from everygpu.parallel.engines.processes.used_globals import Path
+from everygpu.progress import running
 
 START_S = 60.0
 """A helper that hasn't started by then is given up."""
@@ -139,7 +140,8 @@ class HelperProcess:
             WorkerError: the helper has ended.
         """
         try:
-            with self._sending:  # a backward and a forward may be under way in two threads
+            # A backward and a forward may be under way in two threads.
+            with self._sending, running("message", self.device, self.position, self._child.pid):
                 self._connection.send(message)
         except EOFError as error:
             raise self._ended() from error
@@ -161,16 +163,21 @@ class HelperProcess:
             self._connection.give_up()
             raise self._ended() from error
 
-    def read_until(self, is_done: Callable[[], bool]) -> None:
+    def read_until(self, is_done: Callable[[], bool], what: str) -> None:
         """Read messages, each for its call, until one thread's call has what it waits for.
 
         One thread reads at a time, for all others.
 
         Args:
             is_done: Tells whether the calling thread's call has it.
+            what: The call's forward, or its backward.
         Raises:
             WorkerError: the helper has ended.
         """
+        with running(what, self.device, self.position, self._child.pid):
+            self._read_until(is_done)
+
+    def _read_until(self, is_done: Callable[[], bool]) -> None:
         me = threading.get_ident()
         while True:
             try:

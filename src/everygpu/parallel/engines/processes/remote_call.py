@@ -263,7 +263,8 @@ class RemoteCall:
 
     def _await(self, find: Callable[[], Any]) -> Any:
         """Read messages until there is what a function finds, and return that."""
-        self.helper.read_until(lambda: self._failure is not None or find() is not None)
+        what = "forward" if self._returned is None else "backward"
+        self.helper.read_until(lambda: self._failure is not None or find() is not None, what)
         failure, self._failure = self._failure, None
         if failure is not None:
             self.helper.raise_failure(failure, in_backward=self._returned is not None)

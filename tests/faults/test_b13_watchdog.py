@@ -1,0 +1,431 @@
+"""b13: a replica, a helper process, a backward or a rank that stands still is named, and the run ends with code 6."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import everygpu
+from everygpu.checkpoint.background import Background
+from everygpu.errors import OptionError
+from everygpu.exit_codes import STUCK
+from everygpu.progress import progress
+from everygpu.watchdog.end import write_stacks
+from everygpu.watchdog.stuck import Judge
+from tests.cli.runs import command_of
+from tests.faults.hanging import Net, make_batch, wait_for_ever
+from tests.faults.inject import fork
+from tests.parallel.engines.processes.pool import HelperPool
+from tests.ranks.harness import running
+from tests.ranks.test_failures import be_stuck, end_of, join_soon
+
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks at processes as Linux shows them"),
+    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
+]
+SOON_S = 0.2
+CALM_S, LONG_S = 0.4, 0.9
+LINE = wait_for_ever.__code__.co_firstlineno + 3
+
+
+class Child:
+    """Work in a process of its own, which has begun.
+
+    Args:
+        path: Where its standard error goes.
+        work: Done there.
+    """
+
+    def __init__(self, path: Path, work: Callable[[], object]) -> None:
+        self._path = path
+        self._pid = fork(lambda: self._run(work))
+
+    def _run(self, work: Callable[[], object]) -> None:
+        with self._path.open("w") as file:
+            os.dup2(file.fileno(), 2)
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 - to the end of the process
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            raise
+
+    def end(self) -> tuple[int, str]:
+        """Wait for it; return its exit code, and what it has written to standard error."""
+        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1]), self._path.read_text()
+
+
+def train(engine: str, place: str, replica: int = 1, then: Callable[[], object] = int) -> None:
+    """Train a step, and one in which a replica waits for ever."""
+    net, x = Net(), make_batch()
+    model = everygpu.DataParallel(net, ["cpu"] * 2, engine=engine)
+    model(x).sum().backward()
+    assert model.engine_in_use == engine
+    net.place, net.replica = place, replica
+    then()
+    everygpu.watch(timeout=SOON_S)
+    model(x).sum().backward()
+
+
+def train_by_step(place: str = "backward") -> None:
+    net = Net()
+    net.place = place
+    model = everygpu.DataParallel(net, ["cpu"] * 2)
+    step = everygpu.TrainStep(model, lambda y: y.sum(), torch.optim.SGD(net.parameters(), 0.1))
+    with everygpu.watch(timeout=SOON_S if place else 600):
+        step(make_batch())
+
+
+def train_alone() -> None:
+    net = Net()
+    net.place = "forward"
+    everygpu.watch(timeout=SOON_S)
+    everygpu.DataParallel(net, ["cpu"])(make_batch()[2:])
+
+
+def train_with_a_barrier() -> None:
+    """Train while the first replica waits for the other at a synchronised layer."""
+    net = Net()
+    net.layer, net.place = everygpu.SyncBatchNorm(4), "forward"
+    everygpu.watch(timeout=SOON_S)
+    everygpu.DataParallel(net, ["cpu"] * 2, engine="threads")(make_batch())
+
+
+def train_while_saving(folder: Path) -> None:
+    def save(check: object) -> None:
+        time.sleep(3 * SOON_S)
+        (folder / "saved").touch()
+
+    train("threads", "forward", then=lambda: Background().start(save))
+
+
+Ends = dict[str, tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    """How each of these ends: all wait at once."""
+    folder = tmp_path_factory.mktemp("ends")
+    works: dict[str, Callable[[], object]] = {
+        "replica 0": lambda: train("threads", "forward", 0),
+        "replica 1": lambda: train("threads", "forward", 1),
+        "alone": train_alone,
+        "loop": lambda: train("threads", "backward"),
+        "step": train_by_step,
+        "barrier": train_with_a_barrier,
+        "save": lambda: train_while_saving(folder),
+    }
+    train_by_step("")  # torch imports its rest, once for all forks
+    children = {name: Child(folder / name, work) for name, work in {**works, **CALM}.items()}
+    found = {name: child.end() for name, child in children.items()}
+    assert (folder / "saved").exists()
+    return found
+
+
+def first_line(said: str) -> str:
+    return said.partition("\n")[0]
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_b13_a_replica_in_a_thread(ends: Ends, replica: int) -> None:
+    code, said = ends[f"replica {replica}"]
+    assert code == STUCK, said
+    assert f"a run must go on within {SOON_S:g} s, but this stands still: " in first_line(said)
+    assert f"forward of replica {replica} on cpu, in thread " in first_line(said)
+    assert f"hanging.py, line {LINE}, in wait_for_ever" in first_line(said)
+    assert "The process ends with exit code 6." in first_line(said)
+    assert f'hanging.py", line {LINE} in wait_for_ever' in said
+    assert 'test_b13_watchdog.py"' in said  # of the main thread
+
+
+def test_b13_a_replica_that_waits_for_another_is_none_that_is_stuck(ends: Ends) -> None:
+    code, said = ends["barrier"]
+    assert code == STUCK, said
+    assert "stands still: forward of replica 1 on cpu, in thread " in first_line(said)
+    assert "this stands still, too" not in said
+
+
+def test_b13_the_only_replica(ends: Ends) -> None:
+    code, said = ends["alone"]
+    assert code == STUCK, said
+    assert "forward of replica 0 on cpu, in thread MainThread" in first_line(said)
+
+
+@pytest.mark.parametrize("how", ["loop", "step"])
+def test_b13_a_backward(ends: Ends, how: str) -> None:
+    code, said = ends[how]
+    assert code == STUCK, said
+    assert f"stands still: backward{'' if how == 'loop' else ' on cpu'}, in thread MainThread" in first_line(said)
+    assert f"hanging.py, line {LINE}, in wait_for_ever" in first_line(said)
+
+
+def test_b13_a_save_is_finished_first(ends: Ends) -> None:
+    code, said = ends["save"]
+    assert code == STUCK, said
+    assert "a checkpoint is being saved, which is finished first" in said
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
+def test_b13_a_compiled_replica(tmp_path: Path) -> None:
+    code, said = Child(tmp_path / "stderr", lambda: train("compile", "forward")).end()
+    assert code == STUCK, said
+    assert "forward of replica 1 on cpu" in first_line(said)
+
+
+def test_b13_a_helper_process_is_named(tmp_path: Path, helpers: HelperPool, capfd: pytest.CaptureFixture[str]) -> None:
+    """The judge and what is written, without the process's end; that is among the slow ones."""
+    net, x = Net(), make_batch()
+    pid = 0
+    with helpers.serving(), everygpu.watch(timeout=600):
+        model = everygpu.DataParallel(net, ["cpu"] * 2, engine="processes")
+        model(x).sum().backward()
+        for place in ("forward", "backward", "stopped"):
+            net.place, net.release = place, str(tmp_path / place)
+            if place == "stopped":
+                os.kill(pid, signal.SIGSTOP)
+            thread = threading.Thread(target=lambda: model(x).sum().backward())
+            thread.start()
+            pid = found = find_helper("forward" if place == "stopped" else place)
+            write_stacks()
+            own = capfd.readouterr().err.partition(f"everygpu: process {found}, the helper of replica 1 on cpu:\n")[2]
+            assert own.startswith("it is stopped") if place == "stopped" else f"line {LINE} in wait_for_ever" in own
+            Path(net.release).touch()
+            os.kill(pid, signal.SIGCONT)
+            thread.join()
+
+
+def find_helper(what: str) -> int:
+    """Look until a thread stands still in a helper's call; return the helper's process."""
+    judge, looks = Judge(progress()), 0.0
+    while True:
+        looks += 1
+        for place in judge.look(looks):
+            match = re.fullmatch(rf"{what} of replica 1 on cpu, in its helper process (\d+), in thread .*", str(place))
+            if match is not None and looks - place.since_s >= 3:
+                assert int(match[1]) in progress().helpers
+                return int(match[1])
+        assert looks < 500
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["forward", "backward", "stopped"])
+def test_b13_a_helper_process(tmp_path: Path, place: str) -> None:
+    pids: Path = tmp_path / "pids"
+
+    def note() -> None:
+        pids.write_text(" ".join(map(str, progress().helpers)))
+        if place == "stopped":
+            for pid in progress().helpers:
+                os.kill(pid, signal.SIGSTOP)
+
+    code, said = Child(tmp_path / "stderr", lambda: train("processes", place, then=note)).end()
+    assert code == STUCK, said
+    (pid,) = map(int, pids.read_text().split())
+    where = "forward" if place == "stopped" else place
+    assert f"{where} of replica 1 on cpu, in its helper process {pid}" in first_line(said)
+    own = said.partition(f"everygpu: process {pid}, the helper of replica 1 on cpu:\n")[2]
+    assert own.startswith("it is stopped") if place == "stopped" else f"line {LINE} in wait_for_ever" in own
+    limit = time.monotonic() + 5
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < limit, "the helper lives on"
+        time.sleep(0.02)
+
+
+def wait_for_a_rank() -> None:
+    group = join_soon()
+    everygpu.watch(timeout=SOON_S)
+    if group.rank == 1:
+        be_stuck()
+    group.barrier()
+
+
+@pytest.mark.usefixtures("warm_python")
+def test_b13_a_rank_that_waits_for_another(tmp_path: Path) -> None:
+    with running(wait_for_a_rank, size=2, folder=tmp_path) as ranks:
+        (code, said), (other, _) = [end_of(process) for process in ranks.processes]
+    assert code == STUCK, said
+    assert other == 1
+    place = f"rank 0 (host {os.uname().nodename}, process {ranks.processes[0].pid})"
+    assert f"everygpu: {place}: a run must go on within 0.2 s" in said
+    assert "barrier over ranks, in thread MainThread" in said
+    (line,) = [line for line in said.splitlines() if "a collective that is not done: " in line]
+    assert "gloo:barrier, number " in line
+
+
+HANGS_ONCE = """
+import os, everygpu
+from tests.faults.hanging import Net, make_batch
+net = Net()
+net.place = "" if os.path.exists("again") else "forward"
+open("again", "w").close()
+everygpu.DataParallel(net, ["cpu"] * 2)(make_batch())
+print("done")
+"""
+
+
+@pytest.mark.usefixtures("warm_python")
+@pytest.mark.parametrize("restarts", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_b13_everygpu_run_ends_it_and_starts_it_again(tmp_path: Path, restarts: int) -> None:
+    (tmp_path / "train.py").write_text(HANGS_ONCE)
+    asked = command_of("run", "--cpu", "--watchdog", SOON_S, "--restarts", restarts, "train.py")
+    asked["env"]["PYTHONPATH"] += os.pathsep + str(Path(__file__).parents[2])
+    done = subprocess.run(**asked, cwd=tmp_path, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == ((0, "done\n") if restarts else (STUCK, "")), done.stderr
+    assert "forward of replica 1 on cpu" in done.stderr
+    again = "exit code 6, the watchdog ended it: started again from its newest checkpoint"
+    assert (again in done.stderr) is (restarts > 0)
+
+
+def step_for(seconds: float) -> None:
+    """Train for a while on two replicas."""
+    net, x = Net(), make_batch()
+    model = everygpu.DataParallel(net, ["cpu"] * 2, engine="threads")
+    limit = time.monotonic() + seconds
+    model(x).sum().backward()
+    while time.monotonic() < limit:
+        model(x).sum().backward()
+        time.sleep(0.01)
+
+
+def train_slowly(wait: Callable[[], object]) -> None:
+    """Run a forward that waits, without computing."""
+
+    class Slow(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            wait()
+            return x
+
+    everygpu.DataParallel(Slow(), ["cpu"])(torch.ones(2))
+
+
+def slow_code() -> None:
+    everygpu.watch(timeout=CALM_S)
+    time.sleep(LONG_S)
+
+
+def stopped() -> None:
+    def wait() -> None:
+        pid = os.getpid()
+        if not os.fork():
+            time.sleep(0.05)
+            while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+                time.sleep(0.01)  # until it sleeps
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(3 * CALM_S)
+            os.kill(pid, signal.SIGCONT)
+            os._exit(0)
+        time.sleep(3.5 * CALM_S)
+
+    everygpu.watch(timeout=CALM_S)
+    train_slowly(wait)
+
+
+def debugged() -> None:
+    scope: dict[str, Any] = {"__name__": "pdb"}
+    exec("def interaction(wait, seconds): wait(seconds)", scope)
+    everygpu.watch(timeout=CALM_S)
+    train_slowly(lambda: scope["interaction"](time.sleep, LONG_S))
+
+
+def in_many_threads() -> None:
+    everygpu.watch(timeout=CALM_S)
+    threads = [threading.Thread(target=step_for, args=(LONG_S,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def over() -> None:
+    with everygpu.watch(timeout=CALM_S):
+        pass
+    assert not any(thread.name.startswith("everygpu-watch") for thread in threading.enumerate())
+    train_slowly(lambda: time.sleep(LONG_S))
+
+
+def nested() -> None:
+    everygpu.watch(timeout=CALM_S)
+    with everygpu.watch(timeout=60):
+        train_slowly(lambda: time.sleep(LONG_S))
+
+
+def forked() -> None:
+    hook = sys.excepthook
+    everygpu.watch(timeout=CALM_S)
+
+    def work() -> None:
+        train_slowly(lambda: time.sleep(LONG_S))
+        assert not progress().is_watched
+        assert sys.excepthook is hook
+        with everygpu.watch():
+            assert "everygpu-watch" in [thread.name for thread in threading.enumerate()]
+
+    assert os.waitpid(fork(work), 0)[1] == 0
+
+
+CALM: dict[str, Callable[[], object]] = {
+    work.__name__: work for work in (slow_code, stopped, debugged, in_many_threads, over, nested, forked)
+}
+
+
+@pytest.mark.parametrize("name", CALM)
+def test_b13_no_false_alarm(ends: Ends, name: str) -> None:
+    assert ends[name] == (0, "")
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), True, "600", None])
+def test_b13_timeouts_are_numbers(timeout: object) -> None:
+    with pytest.raises(OptionError, match="watch: timeout must be more than 0 seconds"):
+        everygpu.watch(timeout=timeout)  # type: ignore[arg-type]
+    assert not progress().is_watched
+
+
+def test_b13_watches_end_in_any_order() -> None:
+    hook = sys.excepthook
+    first, second = everygpu.watch(), everygpu.watch(timeout=5)
+    assert repr(second) == "Watch(timeout=5)"
+    first.close()
+    assert progress().is_watched
+    second.close()
+    second.close()
+    assert not progress().is_watched
+    assert sys.excepthook is hook
+
+
+HUNG_GPU = """
+import sys, torch, everygpu
+device = torch.device("cuda", int(sys.argv[1]))
+everygpu.watch(timeout=3)
+x = torch.ones(8, device=device)
+with torch.cuda.device(device):
+    torch.cuda._sleep(1 << 40)
+print(x.sum().item())
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+@pytest.mark.parametrize("index", [0, 1])
+def test_b13_a_kernel_that_hangs(tmp_path: Path, index: int) -> None:
+    if torch.cuda.device_count() <= index:
+        pytest.skip(f"needs {index + 1} CUDA devices")
+    (tmp_path / "train.py").write_text(HUNG_GPU)
+    asked = [sys.executable, "train.py", str(index)]
+    path = str(Path(__file__).parents[2] / "src")
+    environ = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(asked, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == STUCK, done.stderr
+    assert f"this stands still: cuda:{index}: its queue" in first_line(done.stderr)
+    assert 'train.py", line 8 in <module>' in done.stderr
