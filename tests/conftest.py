@@ -128,6 +128,7 @@ def warm_python(warm_server: WarmPython) -> Iterator[None]:
 def driver_is_open() -> None:
     """Have the GPUs' driver open its files here, once, and not in the first test that asks for it."""
     torch.cuda.device_count()
+    torch.cuda.is_available()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -162,7 +162,7 @@ class Beyond:
     __cuda_array_interface__ = {"shape": (1 << 42,), "typestr": "|u1", "data": (x.data_ptr(), False), "version": 3}
 
 
-torch.as_tensor(Beyond(), device="cuda")[1 << 41].item()
+(torch.as_tensor(Beyond(), device="cuda")[1 << 41 :][:8] + 1).cpu()
 """
 
 
