@@ -1,0 +1,97 @@
+"""Faults at random moments of the digits example: what is whole, what is left, and whether resumed runs are the same.
+
+    python -m benchmarks.fault_soak                                    # 1,000 faults in threads and in processes
+    python -m benchmarks.fault_soak --faults 100 --peers torch,dcp,lightning
+    python -m benchmarks.fault_soak --seed 7 --engines processes --only "kill -9 of a helper"
+
+Runs on the CPU. benchmarks/soak.py is another one: long runs without faults, on GPUs. Ends with status 1 if
+everygpu loses or damages a checkpoint, resumes with other numbers, leaves something behind, or hangs.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.fault_soak.driver import CLASSES, Driver, Record, count_wrong
+from benchmarks.fault_soak.kinds import TWO, kinds
+from benchmarks.fault_soak.processes import Starter, put_back_mounts, use_private_mounts
+from benchmarks.fault_soak.ways import WAYS
+
+from everygpu.bench.report import describe_machine
+
+
+def make_table(name: str, records: Sequence[Record]) -> str:
+    """Write a Markdown table of one way: a row for each kind of fault."""
+    lines = [f"| {name} | tried | " + " | ".join(CLASSES) + " |", "|---" * (len(CLASSES) + 2) + "|"]
+    for row in [*kinds(), TWO, "all"]:
+        num = sum(row in ("all", name) for record in records for name in record.rows)
+        # What is wrong after several faults in one run is counted with the last.
+        wrong = count_wrong([record for record in records if row in ("all", record.rows[-1])])
+        if num:
+            lines.append(f"| {row} | {num} | " + " | ".join(str(wrong[c]) for c in CLASSES) + " |")
+    return "\n".join(lines)
+
+
+def as_json(record: Record) -> dict[str, Any]:
+    return {
+        "way": record.setup.name,
+        "loop": record.setup.loop,
+        "row": record.rows[-1],
+        "seconds": round(record.seconds, 3),
+        "faults": [fault.as_json() for fault in record.faults],
+        "wrong": record.wrong,
+        "said": record.said.read_text()[-3000:] if record.wrong else "",
+    }
+
+
+def say(number: int, records: Sequence[Record]) -> None:
+    """Say what was wrong in a training."""
+    for record in records:
+        for name, what in record.wrong:
+            print(f"{number}: {record.setup} run {record.number}: {name}: {what}; {record.faults}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=1000, help="for each engine and peer")
+    parser.add_argument("--engines", default="threads,processes")
+    parser.add_argument("--peers", default="", help=", ".join(way for way in WAYS if way != "everygpu"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="kinds of faults, separated by commas")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    tries = [("everygpu", engine) for engine in options.engines.split(",") if engine]
+    tries += [(peer, "") for peer in options.peers.split(",") if peer and WAYS[peer].is_there()]
+    only = tuple(name.strip() for name in options.only.split(",") if name)
+    records: list[Record] = []
+    with tempfile.TemporaryDirectory() as folder:
+        disk = Path(folder, "disk")
+        disk.mkdir()
+        print(f"a small disk and a /dev/shm of its own: {use_private_mounts(disk)}", flush=True)
+        starter = Starter()
+        try:
+            for way, engine in tries:
+                begin = time.monotonic()
+                driver = Driver(starter, disk, options.seed, only)
+                driver.put(way, engine, options.faults, say)
+                name = driver.records[0].setup.name
+                print(make_table(name, driver.records), f"\n\n{time.monotonic() - begin:.0f} s\n", flush=True)
+                records += driver.records
+            if options.json:
+                options.json.write_text(json.dumps([as_json(record) for record in records], indent=1))
+        finally:
+            starter.close()
+            put_back_mounts(disk)
+    print(", ".join(f"{name} {value}" for name, value in describe_machine().items() if value), f"seed {options.seed}")
+    return int(any(record.wrong for record in records if record.setup.way == "everygpu"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""One run under faults: a training script that tells what it does, and does to itself what it is told.
+
+    python -m benchmarks.fault_soak.run '{"setup": ..., "plan": [...], ...}'   # writes lines to descriptor 3
+
+It resumes, trains, saves, and goes on to the last step unless something ends it.
+"""
+
+import contextlib
+import gc
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.fault_soak.helper_server import ForkedServer, fork_server
+from benchmarks.fault_soak.kinds import Fault, kinds
+from benchmarks.fault_soak.processes import children_of
+from benchmarks.fault_soak.task import EVALUATE_EVERY, LAST_STEP, datasets, digest_of
+from benchmarks.fault_soak.ways import WAYS, EveryGPU, Setup, Training
+from tests.faults.inject import die_at
+
+import everygpu
+
+TOLD_TO = 3
+_LONGEST_FORK_S = 20
+_NUM_LOOKS = 6
+_FULL_FOR = 4
+"""Steps for which a disk stays full."""
+
+
+def prepare() -> None:
+    """Import what a run needs, before it is forked."""
+    torch.set_num_threads(1)
+    model = everygpu.DataParallel(torch.nn.Linear(1, 1), ["cpu"] * 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 1)).sum().backward()
+    optimizer.step()
+    everygpu.Feeder([torch.ones(2)], ["cpu"])
+
+
+def tell(*words: object) -> None:
+    """Tell the driver."""
+    os.write(TOLD_TO, (" ".join(map(str, words)) + "\n").encode())
+
+
+class Faults:
+    """Does what the plan says, where it says."""
+
+    def __init__(self, plan: list[Fault], training: Training, root: Path, helpers: ForkedServer) -> None:
+        self._plan, self._training, self._root, self._helpers = plan, training, root, helpers
+        self._forks: list[tuple[Fault, int]] = []
+        self._full_until: int | None = None
+        self._limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        self.batch: Any = None
+
+    def at(self, step: int, phase: str) -> None:
+        """Do what is to be done at a place of a step."""
+        if self._full_until is not None and step >= self._full_until:
+            self.empty_disk()
+        self._look_after_forks()
+        while self._plan and self._plan[0].step < step:
+            self._plan.pop(0)
+        while self._plan and (self._plan[0].step, self._plan[0].phase) == (step, phase):
+            self._do(self._plan.pop(0))
+
+    def _do(self, fault: Fault) -> None:
+        options = kinds()[fault.kind].options
+        workers = [child.pid for child in multiprocessing.active_children()]
+        # By the driver at some moment, or by itself between two steps of a save: peers have none that Python sees.
+        itself = "dies" in options and fault.chance < 0.5 and isinstance(self._training, EveryGPU)
+        tell("fault", fault.number, json.dumps({"worker": workers, "helper": self._helpers.pids, "itself": itself}))
+        if itself:
+            die_at(1 + int(2 * fault.chance * options["dies"]))
+        if "fails" in options and self.batch is not None:
+            self._training.net.fail_at(options["fails"], options["error"], self.batch[0], fault.replica)
+        if "tells" in options:
+            self._training.samples.tell(options["tells"])
+        if fault.phase == "data" and fault.signals:
+            self._training.samples.tell("slow")
+        if "fills" in options:
+            self._fill_disk(int(fault.chance * options["fills"]))
+            self._full_until = fault.step + _FULL_FOR
+        if "forks" in options:
+            self._fork(fault, options["forks"])
+
+    def _fill_disk(self, free_bytes: int) -> None:
+        """Leave little room on a disk of this run alone; elsewhere, little room for each file."""
+        if os.path.ismount(self._root.parent):
+            found = os.statvfs(self._root)
+            fill = max(0, found.f_bavail * found.f_frsize - free_bytes)
+            with open(self._root.parent / "fill", "wb") as file:
+                os.posix_fallocate(file.fileno(), 0, max(1, fill))
+        else:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (free_bytes // 2, self._limits[1]))
+
+    def empty_disk(self) -> None:
+        """Make room again."""
+        self._full_until = None
+        (self._root.parent / "fill").unlink(missing_ok=True)
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._limits)
+
+    def _fork(self, fault: Fault, what: str) -> None:
+        pid = os.fork()
+        if pid:
+            self._forks.append((fault, pid))
+            return
+        signal.alarm(_LONGEST_FORK_S)
+        if what == "ends":
+            sys.exit(0)
+        if what == "calls":
+            self._call()
+        os._exit(0)
+
+    def _call(self) -> None:
+        """Call the model, as an evaluation in a forked process does; end with 1 where what comes out is wrong."""
+        try:
+            images = datasets()[1][:64][0]
+            found = self._training.evaluate(images)
+            net = self._training.net.eval()
+            torch.testing.assert_close(torch.as_tensor(found), net(images).detach())
+        except everygpu.EveryGPUError as error:
+            os.write(2, f"the fork's call: {error}\n".encode())
+        except BaseException as error:  # noqa: BLE001 - it must not go on as a second training
+            os.write(2, f"the fork's call: {error!r}\n".encode())
+            os._exit(1)
+
+    def _look_after_forks(self) -> None:
+        for fault, pid in tuple(self._forks):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                self._forks.remove((fault, pid))
+                tell("fork", fault.number, os.waitstatus_to_exitcode(status))
+
+    def forks(self) -> set[int]:
+        """Return the ids of forks that haven't been waited for."""
+        return {pid for _, pid in self._forks}
+
+    def finish(self) -> None:
+        """Wait for forks."""
+        while self._forks:
+            self._look_after_forks()
+            time.sleep(0.005)
+
+
+class Run:
+    """One training from the newest checkpoint to the last step."""
+
+    def __init__(self, options: dict[str, Any], helpers: ForkedServer) -> None:
+        self._setup = Setup(**options["setup"])
+        self._digests, self._pid = options["digests"], os.getpid()
+        root = Path(options["root"])
+        self._training = WAYS[self._setup.way].begin(self._setup, root, options["seed"])
+        plan = [Fault(**{**fault, "signals": tuple(map(tuple, fault["signals"]))}) for fault in options["plan"]]
+        self._faults = Faults(plan, self._training, root, helpers)
+
+    def go(self) -> None:
+        with self._block():
+            step = self._resume()
+            while step < LAST_STEP:
+                try:
+                    step = self._train(step)
+                    continue
+                except Exception as error:
+                    if not self._setup.goes_on or os.getpid() != self._pid:
+                        raise
+                    tell("caught", type(error).__name__)
+                step = self._recover()  # here no frame of the step that failed is left, and with it its batch
+            self._training.end_pass()
+            self._faults.finish()
+            self._training.close()
+            tell("saved all")
+
+    def _block(self) -> contextlib.AbstractContextManager[Any]:
+        training = self._training
+        is_used = isinstance(training, EveryGPU) and self._setup.in_block
+        return training.checkpoints if is_used else contextlib.nullcontext()
+
+    def _resume(self) -> int:
+        step = self._training.resume()
+        tell("resumed", step, digest_of(*self._training.states()) if step else "")
+        return step
+
+    def _recover(self) -> int:
+        """Go back to the newest checkpoint, as docs/reliability.md says."""
+        self._faults.empty_disk()
+        self._training.net.place, self._faults.batch = "", None
+        self._training.end_pass()
+        with contextlib.suppress(everygpu.EveryGPUError):  # a save in the background may have met the fault, too
+            self._training.wait()
+        self._count()
+        return self._resume()
+
+    def _train(self, step: int) -> int:
+        """Train to the end of the pass, or to the last step."""
+        at, training = self._faults.at, self._training
+        batches = training.batches()
+        while step < LAST_STEP:
+            at(step + 1, "data")
+            batch = next(batches, None)
+            if batch is None:
+                break
+            step += 1
+            self._faults.batch = batch
+            loss = training.train(*batch, lambda phase: at(step, phase))  # noqa: B023
+            tell("step", step, float(loss).hex(), digest_of(*training.states()) if self._digests else "")
+            at(step, "save")
+            self._save(step)
+            if step % EVALUATE_EVERY == 0:
+                training.evaluate(datasets()[1][:64][0])
+        self._faults.batch = batch = batches = None  # they hold memory that workers share
+        training.end_pass()
+        self._count()
+        return step
+
+    def _save(self, step: int) -> None:
+        tell("saves", step)
+        if self._training.save(step):
+            tell("returned", step)
+        else:
+            tell("not due", step)
+
+    def _count(self) -> None:
+        """Tell how many threads, files and children there are between two passes."""
+        with contextlib.suppress(everygpu.EveryGPUError):
+            self._training.wait()
+        torch.ones((), requires_grad=True).backward()  # torch's engine keeps nodes of a failed one until the next
+        gc.collect()
+        # A thread that has been joined is in the system's list for a moment yet.
+        threads = min(_num_tasks() for _ in range(_NUM_LOOKS))
+        num_children = len(set(children_of(os.getpid())) - self._faults.forks())
+        names = [thread.name for thread in threading.enumerate()]
+        tell("between", threads, len(os.listdir("/proc/self/fd")), num_children, *names, *_open_files())
+
+
+def _num_tasks() -> int:
+    time.sleep(0.005)
+    return len(os.listdir("/proc/self/task"))
+
+
+def _open_files() -> list[str]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{name}").replace(" ", "-"))
+    return found
+
+
+def main() -> None:
+    options, pid = json.loads(sys.argv[1]), os.getpid()
+    torch.set_num_threads(1)
+    helpers = fork_server()
+    if helpers is None:
+        return
+    tell("begun", os.getpid(), helpers.pid)
+    try:
+        Run(options, helpers).go()
+    except BaseException as error:
+        if os.getpid() == pid:  # no fork
+            tell("raised", type(error).__name__, str(error).replace("\n", " ")[:300])
+        raise
+
+
+if __name__ == "__main__":
+    main()
