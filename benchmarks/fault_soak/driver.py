@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fault_soak.kinds import CONT, GIVEN_UP_S, TWO, Fault, draw_plan, kinds
+from benchmarks.fault_soak.kinds import CONT, GIVEN_UP_S, TERM, TWO, USR1, Fault, draw_plan, kinds
 from benchmarks.fault_soak.processes import SHARED, Child, Starter
 from benchmarks.fault_soak.task import digest_of
 from benchmarks.fault_soak.ways import LOOPS, WAYS, Setup, read_newest
@@ -23,6 +23,7 @@ from tests.faults.inject import files_of, flip_bit, truncate
 from everygpu.checkpoint.verify import examine
 
 LONGEST_RUN_S = 30.0
+_ENDS_WITHOUT_US = (-TERM, -USR1)
 CLASSES = ("corrupt or lost", "wrong step", "different losses", "leaks", "hung", "wrong end")
 
 
@@ -258,8 +259,8 @@ class Driver:
         older = sorted(int(path.name.removeprefix("step-")) for path in root.glob("step-*"))[:-1]
         if setup.way == "everygpu" and not older:
             return newest
-        paths = {"everygpu": root / f"step-{newest[0]:08d}", "torch": root / "checkpoint.pt"}
-        files = files_of(paths.get(setup.way, root / f"{newest[0]:08d}"))
+        names = {"everygpu": "step-{:08d}", "torch": "checkpoint.pt", "dcp": "{:08d}", "lightning": "{:08d}.ckpt"}
+        files = files_of(root / names[setup.way].format(newest[0]))
         chance.choice([flip_bit, truncate])(chance.choice(files), chance)
         return (older[-1], "") if setup.way == "everygpu" else newest
 
@@ -379,9 +380,17 @@ def _check_end(setup: Setup, log: Log, child: Child, record: Record) -> None:
     for raised in log.caught:
         if setup.way == "everygpu" and not any(raised in kind.errors for kind in allowed):
             record.wrong.append(("wrong end", f"caught {raised}"))
-    is_right = any(kind.is_right(child.code or 0, log.raised, setup.way) for kind in allowed)
+    allowed_now = _ENDS_WITHOUT_US if _is_before_a_save(setup, log) else ()
+    is_right = child.code in allowed_now or any(
+        kind.is_right(child.code or 0, log.raised, setup.way) for kind in allowed
+    )
     if not is_right and not (child.code == 0 and log.has_finished):
         record.wrong.append(("wrong end", f"ended with {child.code}, {log.raised}: {log.message}"))
+
+
+def _is_before_a_save(setup: Setup, log: Log) -> bool:
+    """Tell whether signals did what they do without a CheckpointManager, as its documents say."""
+    return not setup.in_block and log.last_step <= (log.resumed[0][0] if log.resumed else 0) + 1
 
 
 def count_wrong(records: list[Record]) -> Counter[str]:

@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 SHARED = Path("/dev/shm")
 ENDS_WITHIN_S = 20.0
 """How long what a run has started may go on after it: torch's workers look every 5 s whether their parent lives."""
+_RUN = "from benchmarks.fault_soak.run import main; main()"  # as imported, whatever the files say by now
 _TOLD_TO = 3
 _PR_SET_CHILD_SUBREAPER = 36
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 0x40000
@@ -85,9 +87,15 @@ class Child:
 
 
 class Starter:
-    """Starts runs, and adopts what they leave behind."""
+    """Starts runs, and adopts what they leave behind.
 
-    def __init__(self) -> None:
+    Args:
+        modules: What runs need besides, imported once.
+    """
+
+    def __init__(self, modules: Sequence[str] = ()) -> None:
+        os.environ["FAULT_SOAK_IMPORTS"] = ",".join(modules)
+        os.environ["FAULT_SOAK_PATH"] = os.environ.get("PYTHONPATH", "")
         self._warm = WarmPython(Path(__file__).with_name("server.py"))
         self._server = set(children_of(os.getpid()))
         self.left: list[Left] = []
@@ -97,10 +105,11 @@ class Starter:
         """Start a run."""
         told, its = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(its, True)
-        environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
+        path = f"{ROOT}:{ROOT / 'src'}:{os.environ['FAULT_SOAK_PATH']}"
+        environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         nothing = os.open(os.devnull, os.O_RDWR)
         error = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        args = ["python", "-m", "benchmarks.fault_soak.run", json.dumps(options)]
+        args = ["python", "-c", _RUN, json.dumps(options)]
         try:
             files = {0: nothing, 1: error, 2: error, _TOLD_TO: its}
             pid = self._warm.fork(args, files, str(ROOT), environ, True)

@@ -1,6 +1,6 @@
 """One run under faults: a training script that tells what it does, and does to itself what it is told.
 
-    python -m benchmarks.fault_soak.run '{"setup": ..., "plan": [...], ...}'   # writes lines to descriptor 3
+    python -c "from benchmarks.fault_soak.run import main; main()" '{"setup": ..., ...}'   # writes to descriptor 3
 
 It resumes, trains, saves, and goes on to the last step unless something ends it.
 """
@@ -23,7 +23,7 @@ from benchmarks.fault_soak.helper_server import ForkedServer, fork_server
 from benchmarks.fault_soak.kinds import Fault, kinds
 from benchmarks.fault_soak.processes import children_of
 from benchmarks.fault_soak.task import EVALUATE_EVERY, LAST_STEP, datasets, digest_of
-from benchmarks.fault_soak.ways import WAYS, EveryGPU, Setup, Training
+from benchmarks.fault_soak.ways import WAYS, EveryGPU, Setup, Training, has_saved
 from tests.faults.inject import die_at
 
 import everygpu
@@ -69,6 +69,10 @@ class Faults:
             self._plan.pop(0)
         while self._plan and (self._plan[0].step, self._plan[0].phase) == (step, phase):
             self._do(self._plan.pop(0))
+
+    def take(self, batch: Any) -> None:
+        """Take note of the batch that is trained on."""
+        self.batch = batch
 
     def _do(self, fault: Fault) -> None:
         options = kinds()[fault.kind].options
@@ -155,7 +159,7 @@ class Run:
     def __init__(self, options: dict[str, Any], helpers: ForkedServer) -> None:
         self._setup = Setup(**options["setup"])
         self._digests, self._pid = options["digests"], os.getpid()
-        root = Path(options["root"])
+        self._root = root = Path(options["root"])
         self._training = WAYS[self._setup.way].begin(self._setup, root, options["seed"])
         plan = [Fault(**{**fault, "signals": tuple(map(tuple, fault["signals"]))}) for fault in options["plan"]]
         self._faults = Faults(plan, self._training, root, helpers)
@@ -168,7 +172,9 @@ class Run:
                     step = self._train(step)
                     continue
                 except Exception as error:
-                    if not self._setup.goes_on or os.getpid() != self._pid:
+                    if not (
+                        self._setup.goes_on and os.getpid() == self._pid and has_saved(self._setup.way, self._root)
+                    ):
                         raise
                     tell("caught", type(error).__name__)
                 step = self._recover()  # here no frame of the step that failed is left, and with it its batch
@@ -182,7 +188,14 @@ class Run:
         is_used = isinstance(training, EveryGPU) and self._setup.in_block
         return training.checkpoints if is_used else contextlib.nullcontext()
 
+    def _can_go_on(self) -> bool:
+        """Tell whether to catch an error: there is a checkpoint to go back to, and this is no fork."""
+        is_asked = self._setup.goes_on and os.getpid() == self._pid
+        return is_asked and has_saved(self._setup.way, self._root)
+
     def _resume(self) -> int:
+        if self._setup.way == "lightning":  # tells it when its Trainer has loaded
+            return 0
         step = self._training.resume()
         tell("resumed", step, digest_of(*self._training.states()) if step else "")
         return step
@@ -200,6 +213,8 @@ class Run:
     def _train(self, step: int) -> int:
         """Train to the end of the pass, or to the last step."""
         at, training = self._faults.at, self._training
+        if self._setup.way == "lightning":
+            return self._fit()
         batches = training.batches()
         while step < LAST_STEP:
             at(step + 1, "data")
@@ -212,12 +227,31 @@ class Run:
             tell("step", step, float(loss).hex(), digest_of(*training.states()) if self._digests else "")
             at(step, "save")
             self._save(step)
-            if step % EVALUATE_EVERY == 0:
-                training.evaluate(datasets()[1][:64][0])
+            self._evaluate(step)
         self._faults.batch = batch = batches = None  # they hold memory that workers share
         training.end_pass()
         self._count()
         return step
+
+    def _fit(self) -> int:
+        """Have a Trainer train to the last step."""
+        training: Any = self._training
+        training.digests = self._digests
+        training.fit(
+            on=self._faults.at,
+            tell=tell,
+            take=self._faults.take,
+            after_step=self._evaluate,
+            digest=lambda: digest_of(*training.states()),
+        )
+        self._faults.batch = None
+        training.end_pass()
+        self._count()
+        return LAST_STEP
+
+    def _evaluate(self, step: int) -> None:
+        if step % EVALUATE_EVERY == 0:
+            self._training.evaluate(datasets()[1][:64][0])
 
     def _save(self, step: int) -> None:
         tell("saves", step)
@@ -265,7 +299,3 @@ def main() -> None:
         if os.getpid() == pid:  # no fork
             tell("raised", type(error).__name__, str(error).replace("\n", " ")[:300])
         raise
-
-
-if __name__ == "__main__":
-    main()

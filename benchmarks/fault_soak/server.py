@@ -1,6 +1,8 @@
 """Python that has imported all that a run needs, and forks runs; tests/warm_python.py asks it to."""
 
 import gc
+import importlib
+import os
 import socket
 import sys
 from pathlib import Path
@@ -10,10 +12,12 @@ ROOT = Path(__file__).parents[2]
 
 def main() -> None:
     """Serve until the driver has ended; in each fork, run what was asked for."""
-    sys.path[:1] = [str(ROOT), str(ROOT / "src")]
+    sys.path[:1] = [str(ROOT), str(ROOT / "src"), *filter(None, os.environ["FAULT_SOAK_PATH"].split(":"))]
     from benchmarks.fault_soak import run, task
     from tests import warm_server
 
+    for name in filter(None, os.environ["FAULT_SOAK_IMPORTS"].split(",")):
+        importlib.import_module(name)
     task.datasets()
     run.prepare()
     gc.collect()

@@ -296,10 +296,17 @@ class Way:
         return importlib.util.find_spec(self.module) is not None
 
 
+def _lightning(setup: Setup, root: Path, seed: int) -> Any:
+    from benchmarks.fault_soak.lightning_way import LightningTraining  # takes seconds
+
+    return LightningTraining(setup, root, seed)
+
+
 WAYS = {
     "everygpu": Way(name="everygpu", module="everygpu", begin=EveryGPU),
     "torch": Way(name="torch.save", module="torch", begin=TorchSave, is_asynchronous=False),
     "dcp": Way(name="DCP", module="torch.distributed", begin=Distributed),
+    "lightning": Way(name="Lightning", module="lightning", begin=_lightning, is_asynchronous=False),
 }
 
 
@@ -308,7 +315,16 @@ def _newest_of(way: str, root: Path) -> Path | None:
     if way == "torch":
         path = root / "checkpoint.pt"
         return path if path.exists() else None
+    if way == "lightning":
+        return max(root.glob("*.ckpt"), default=None)
     return max((path.parent for path in root.glob("*/.metadata")), default=None)
+
+
+def has_saved(way: str, root: Path) -> bool:
+    """Tell whether there is a checkpoint to go back to."""
+    if way == "everygpu":
+        return everygpu.CheckpointManager(root).latest() is not None
+    return _newest_of(way, root) is not None
 
 
 def read_newest(way: str, root: Path) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
@@ -327,6 +343,10 @@ def read_newest(way: str, root: Path) -> tuple[int, dict[str, Any], dict[str, An
     path = _newest_of(way, root)
     if path is None:
         return None
+    if way == "lightning":
+        from benchmarks.fault_soak.lightning_way import read
+
+        return read(path)
     if way == "dcp":
         state = load_distributed(path, Distributed(Setup(way=way), root, 0)._collect(0))
     else:
