@@ -24,13 +24,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class WarmPython:
-    """Forks a Python that has imported torch.
+    """Forks a Python that has imported torch."""
 
-    Args:
-        server: What it runs.
-    """
-
-    def __init__(self, server: Path = SERVER) -> None:
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._server: subprocess.Popen[bytes] | None = None
         if sys.platform != "linux":
@@ -38,7 +34,7 @@ class WarmPython:
         self._control, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
             environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-            command = [sys.executable, str(server), str(its.fileno())]
+            command = [sys.executable, str(SERVER), str(its.fileno())]
             self._server = subprocess.Popen(
                 command, pass_fds=[its.fileno()], env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
             )

@@ -10,6 +10,7 @@ everygpu loses or damages a checkpoint, resumes with other numbers, leaves somet
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -19,9 +20,11 @@ from typing import Any
 
 import torch
 from benchmarks.fault_soak.driver import CLASSES, Driver, Record, count_wrong
+from benchmarks.fault_soak.fork_server import start_server
 from benchmarks.fault_soak.kinds import TWO, kinds
 from benchmarks.fault_soak.processes import Starter, put_back_mounts, use_private_mounts
-from benchmarks.fault_soak.ways import WAYS
+from benchmarks.fault_soak.run import prepare
+from benchmarks.fault_soak.ways import WAYS, Setup
 
 from everygpu.bench.report import describe_machine
 
@@ -64,31 +67,45 @@ def main() -> int:
     parser.add_argument("--peers", default="", help=", ".join(way for way in WAYS if way != "everygpu"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="kinds of faults, separated by commas")
+    parser.add_argument("--plan", help='these faults of one training, as "kill -9@7,SIGTERM@9", in place of drawn ones')
+    parser.add_argument("--setup", default="{}", help="of that training, as JSON")
+    parser.add_argument("--quick", action="store_true", help="runs end before modules do, orphaned workers soon")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     tries = [("everygpu", engine) for engine in options.engines.split(",") if engine]
     tries += [(peer, "") for peer in options.peers.split(",") if peer and WAYS[peer].is_there()]
-    only = tuple(name.strip() for name in options.only.split(",") if name)
+    folder = Path(tempfile.mkdtemp())
+    disk = folder / "disk"
+    disk.mkdir()
+    has_mounts = use_private_mounts(disk)
+    server = start_server(lambda: prepare([way for way, _ in tries], 0.2 if options.quick else 5.0))
+    if server is None:  # this was a run
+        return 0
+    print(f"a small disk and a /dev/shm of its own: {has_mounts}", flush=True)
+    try:
+        return put_faults(options, tries, Starter(server), disk)
+    finally:
+        server.close()
+        put_back_mounts(disk)
+        shutil.rmtree(folder)
+
+
+def put_faults(options: argparse.Namespace, tries: list[tuple[str, str]], starter: Starter, disk: Path) -> int:
+    """Put faults on each way, and print the tables; return the exit status."""
     records: list[Record] = []
-    with tempfile.TemporaryDirectory() as folder:
-        disk = Path(folder, "disk")
-        disk.mkdir()
-        print(f"a small disk and a /dev/shm of its own: {use_private_mounts(disk)}", flush=True)
-        starter = Starter(["benchmarks.fault_soak.lightning_way"] if ("lightning", "") in tries else [])
-        try:
-            for way, engine in tries:
-                begin = time.monotonic()
-                driver = Driver(starter, disk, options.seed, only)
-                driver.put(way, engine, options.faults, say)
-                name = driver.records[0].setup.name
-                print(make_table(name, driver.records), f"\n\n{time.monotonic() - begin:.0f} s\n", flush=True)
-                records += driver.records
-            if options.json:
-                options.json.write_text(json.dumps([as_json(record) for record in records], indent=1))
-        finally:
-            starter.close()
-            put_back_mounts(disk)
+    for way, engine in tries:
+        begin = time.monotonic()
+        driver = Driver(starter, disk, options.seed, is_quick=options.quick)
+        if options.plan:
+            driver.put_plan(Setup(way=way, engine=engine, **json.loads(options.setup)), options.plan, say)
+        else:
+            driver.put(way, engine, options.faults, say, tuple(filter(None, options.only.split(","))))
+        print(make_table(driver.records[0].setup.name, driver.records), flush=True)
+        print(f"\n{time.monotonic() - begin:.0f} s\n", flush=True)
+        records += driver.records
+        if options.json:
+            options.json.write_text(json.dumps([as_json(record) for record in records], indent=1))
     print(", ".join(f"{name} {value}" for name, value in describe_machine().items() if value), f"seed {options.seed}")
     return int(any(record.wrong for record in records if record.setup.way == "everygpu"))
 

@@ -9,12 +9,13 @@ import signal
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fault_soak.kinds import CONT, GIVEN_UP_S, TERM, TWO, USR1, Fault, draw_plan, kinds
+from benchmarks.fault_soak.kinds import CONT, GIVEN_UP_S, TERM, TWO, USR1, Fault, draw_plan, kinds, read_plan
 from benchmarks.fault_soak.processes import SHARED, Child, Starter
 from benchmarks.fault_soak.task import digest_of
 from benchmarks.fault_soak.ways import LOOPS, WAYS, Setup, read_newest
@@ -74,30 +75,43 @@ class Record:
         return [TWO if steps[fault.step] > 1 else fault.kind for fault in self.faults]
 
 
+Report = Callable[[int, list[Record]], object]
+"""Is told how many faults there were, and of the runs of a training."""
+
+
 class Driver:
-    """Trains in one way, with faults, until there were enough of them.
+    """Trains with faults.
 
     Args:
         starter: Starts the runs.
         disk: A directory on a disk that may be filled.
         seed: Of the faults.
+        is_quick: Whether runs end before their modules do.
     """
 
-    def __init__(self, starter: Starter, disk: Path, seed: int, only: tuple[str, ...] = ()) -> None:
-        self._starter, self._disk, self._seed, self._only = starter, disk, seed, only
+    def __init__(self, starter: Starter, disk: Path, seed: int, *, is_quick: bool = False) -> None:
+        self._starter, self._disk, self._seed, self._is_quick = starter, disk, seed, is_quick
         self._references: dict[tuple[Any, ...], Log] = {}
         self.records: list[Record] = []
         self._num_runs = 0
 
-    def put(self, way: str, engine: str, num_faults: int, report: Any) -> None:
-        """Put so many faults on one way."""
+    def put(self, way: str, engine: str, num_faults: int, report: Report, only: Sequence[str] = ()) -> None:
+        """Put so many faults on one way, of some kinds only where they are named."""
         done = chain = 0
         while done < num_faults:
             chance = random.Random(f"{self._seed} {way} {engine} {chain}")
-            records = self._train(_draw_setup(chance, way, engine), draw_plan(chance, engine, self._only), chance)
+            setup, plan = _draw_setup(chance, way, engine), draw_plan(chance, engine, only)
+            records = self._train(setup, plan, chance)
             done += sum(len(record.faults) for record in records)
             chain += 1
             report(done, records)
+        self._await_all()
+
+    def put_plan(self, setup: Setup, text: str, report: Report) -> None:
+        """Put the faults of a plan on one training."""
+        chance = random.Random(self._seed)
+        records = self._train(setup, read_plan(text, chance), chance)
+        report(sum(len(record.faults) for record in records), records)
         self._await_all()
 
     def _train(self, setup: Setup, plan: list[Fault], chance: random.Random) -> list[Record]:
@@ -157,6 +171,7 @@ class Driver:
             "root": str(root),
             "seed": self._num_runs,
             "digests": digests,
+            "is_quick": self._is_quick,
         }
         child, log = self._starter.start(options, said), Log()
         record = Record(setup=setup, number=self._num_runs, faults=log.done, said=said)

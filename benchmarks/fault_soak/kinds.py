@@ -137,6 +137,12 @@ def draw_plan(chance: random.Random, engine: str, only: Sequence[str] = ()) -> l
     return sorted(plan, key=lambda fault: (fault.step, PHASES.index(fault.phase)))
 
 
+def read_plan(text: str, chance: random.Random) -> list[Fault]:
+    """Read kinds and steps, as "kill -9@7,SIGTERM@9"; the rest is drawn."""
+    pairs = [part.rsplit("@", 1) for part in text.split(",")]
+    return [_draw(chance, kinds()[name], int(step), number) for number, (name, step) in enumerate(pairs)]
+
+
 def _draw(chance: random.Random, kind: Kind, step: int, number: int) -> Fault:
     return Fault(
         number=number,

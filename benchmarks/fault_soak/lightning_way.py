@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.fault_soak.task import DATA_TIMEOUT_S, KEEP, LAST_STEP, SAVE_EVERY, Net, Samples, make_loader
+from benchmarks.fault_soak.task import DATA_TIMEOUT_S, KEEP, SAVE_EVERY, Net, Samples, make_loader
 from benchmarks.fault_soak.task import make_optimizer as make_plain_optimizer
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -107,7 +107,7 @@ class LightningTraining:
     """One training; ``fit`` goes on from the newest checkpoint to the last step."""
 
     def __init__(self, setup: Any, root: Path, seed: int) -> None:
-        self._root = root
+        self._root, self._num_steps = root, setup.num_steps
         torch.manual_seed(seed if newest_of(root) else 0)
         self.net, self.samples = Net(), Samples()
         self.digests = False
@@ -128,7 +128,7 @@ class LightningTraining:
         self._trainer = Trainer(
             accelerator="cpu",
             devices=1,
-            max_steps=LAST_STEP,
+            max_steps=self._num_steps,
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,

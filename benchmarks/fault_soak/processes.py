@@ -7,12 +7,11 @@ import os
 import select
 import signal
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.warm_python import WarmPython
+from benchmarks.fault_soak.fork_server import ForkServer
 
 ROOT = Path(__file__).parents[2]
 SHARED = Path("/dev/shm")
@@ -90,14 +89,11 @@ class Starter:
     """Starts runs, and adopts what they leave behind.
 
     Args:
-        modules: What runs need besides, imported once.
+        server: Forks them.
     """
 
-    def __init__(self, modules: Sequence[str] = ()) -> None:
-        os.environ["FAULT_SOAK_IMPORTS"] = ",".join(modules)
-        os.environ["FAULT_SOAK_PATH"] = os.environ.get("PYTHONPATH", "")
-        self._warm = WarmPython(Path(__file__).with_name("server.py"))
-        self._server = set(children_of(os.getpid()))
+    def __init__(self, server: ForkServer) -> None:
+        self._warm, self._server = server, {server.pid}
         self.left: list[Left] = []
         self._codes: dict[int, int] = {}
 
@@ -105,7 +101,7 @@ class Starter:
         """Start a run."""
         told, its = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(its, True)
-        path = f"{ROOT}:{ROOT / 'src'}:{os.environ['FAULT_SOAK_PATH']}"
+        path = f"{ROOT}:{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"
         environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         nothing = os.open(os.devnull, os.O_RDWR)
         error = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

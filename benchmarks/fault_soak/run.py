@@ -5,24 +5,28 @@
 It resumes, trains, saves, and goes on to the last step unless something ends it.
 """
 
+import atexit
 import contextlib
 import gc
+import importlib
 import json
 import multiprocessing
 import os
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.fault_soak.helper_server import ForkedServer, fork_server
+from benchmarks.fault_soak.fork_server import ForkServer, start_server
 from benchmarks.fault_soak.kinds import Fault, kinds
 from benchmarks.fault_soak.processes import children_of
-from benchmarks.fault_soak.task import EVALUATE_EVERY, LAST_STEP, datasets, digest_of
+from benchmarks.fault_soak.task import EVALUATE_EVERY, datasets, digest_of
 from benchmarks.fault_soak.ways import WAYS, EveryGPU, Setup, Training, has_saved
 from tests.faults.inject import die_at
 
@@ -35,14 +39,20 @@ _FULL_FOR = 4
 """Steps for which a disk stays full."""
 
 
-def prepare() -> None:
-    """Import what a run needs, before it is forked."""
+def prepare(ways: Sequence[str], worker_check_s: float) -> None:
+    """Import what runs need, before they are forked; say how often workers look whether their parent lives."""
+    torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = worker_check_s
+    for way in ways:
+        importlib.import_module(WAYS[way].module)
     torch.set_num_threads(1)
     model = everygpu.DataParallel(torch.nn.Linear(1, 1), ["cpu"] * 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 1)).sum().backward()
     optimizer.step()
     everygpu.Feeder([torch.ones(2)], ["cpu"])
+    datasets()
+    gc.collect()
+    gc.freeze()
 
 
 def tell(*words: object) -> None:
@@ -53,7 +63,7 @@ def tell(*words: object) -> None:
 class Faults:
     """Does what the plan says, where it says."""
 
-    def __init__(self, plan: list[Fault], training: Training, root: Path, helpers: ForkedServer) -> None:
+    def __init__(self, plan: list[Fault], training: Training, root: Path, helpers: ForkServer) -> None:
         self._plan, self._training, self._root, self._helpers = plan, training, root, helpers
         self._forks: list[tuple[Fault, int]] = []
         self._full_until: int | None = None
@@ -156,7 +166,7 @@ class Faults:
 class Run:
     """One training from the newest checkpoint to the last step."""
 
-    def __init__(self, options: dict[str, Any], helpers: ForkedServer) -> None:
+    def __init__(self, options: dict[str, Any], helpers: ForkServer) -> None:
         self._setup = Setup(**options["setup"])
         self._digests, self._pid = options["digests"], os.getpid()
         self._root = root = Path(options["root"])
@@ -167,7 +177,7 @@ class Run:
     def go(self) -> None:
         with self._block():
             step = self._resume()
-            while step < LAST_STEP:
+            while step < self._setup.num_steps:
                 try:
                     step = self._train(step)
                     continue
@@ -216,7 +226,7 @@ class Run:
         if self._setup.way == "lightning":
             return self._fit()
         batches = training.batches()
-        while step < LAST_STEP:
+        while step < self._setup.num_steps:
             at(step + 1, "data")
             batch = next(batches, None)
             if batch is None:
@@ -247,7 +257,7 @@ class Run:
         self._faults.batch = None
         training.end_pass()
         self._count()
-        return LAST_STEP
+        return self._setup.num_steps
 
     def _evaluate(self, step: int) -> None:
         if step % EVALUATE_EVERY == 0:
@@ -286,16 +296,31 @@ def _open_files() -> list[str]:
     return found
 
 
+def _start_helpers_by(server: ForkServer) -> None:
+    """Have this process, and none that it forks, start Python by forks of the server."""
+    plain = subprocess.Popen
+
+    def start_as_ever() -> None:
+        subprocess.Popen = plain
+
+    os.register_at_fork(after_in_child=start_as_ever)
+    subprocess.Popen = server._popen()
+
+
 def main() -> None:
-    options, pid = json.loads(sys.argv[1]), os.getpid()
+    options, pid, code = json.loads(sys.argv[1]), os.getpid(), [0]
     torch.set_num_threads(1)
-    helpers = fork_server()
-    if helpers is None:
+    if options["is_quick"]:  # all but the end of modules: the first function that is registered is called last
+        atexit.register(lambda: os._exit(code[0]))
+    helpers = start_server()
+    if helpers is None:  # this is a helper, which has ended
         return
+    _start_helpers_by(helpers)
     tell("begun", os.getpid(), helpers.pid)
     try:
         Run(options, helpers).go()
     except BaseException as error:
         if os.getpid() == pid:  # no fork
             tell("raised", type(error).__name__, str(error).replace("\n", " ")[:300])
+        code[:] = [int(error.code or 0) if isinstance(error, SystemExit) else 1]
         raise

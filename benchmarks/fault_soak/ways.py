@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from benchmarks.fault_soak.task import DATA_TIMEOUT_S, KEEP, SAVE_EVERY, Net, Samples, make_loader, make_optimizer
+from benchmarks.fault_soak.task import (
+    DATA_TIMEOUT_S,
+    KEEP,
+    LAST_STEP,
+    SAVE_EVERY,
+    Net,
+    Samples,
+    make_loader,
+    make_optimizer,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -32,6 +41,7 @@ class Setup:
     """Whether the script catches errors, loads the newest checkpoint and goes on, or ends with them."""
     in_block: bool = False
     """Whether the manager is used in a ``with`` block."""
+    num_steps: int = LAST_STEP
     saves_feeder: bool = False
     """Whether the position is saved of the Feeder, or of the loader below it."""
 
@@ -293,7 +303,7 @@ class Way:
     """Whether it has background saves."""
 
     def is_there(self) -> bool:
-        return importlib.util.find_spec(self.module) is not None
+        return importlib.util.find_spec(self.module.partition(".")[0]) is not None
 
 
 def _lightning(setup: Setup, root: Path, seed: int) -> Any:
@@ -305,8 +315,8 @@ def _lightning(setup: Setup, root: Path, seed: int) -> Any:
 WAYS = {
     "everygpu": Way(name="everygpu", module="everygpu", begin=EveryGPU),
     "torch": Way(name="torch.save", module="torch", begin=TorchSave, is_asynchronous=False),
-    "dcp": Way(name="DCP", module="torch.distributed", begin=Distributed),
-    "lightning": Way(name="Lightning", module="lightning", begin=_lightning, is_asynchronous=False),
+    "dcp": Way(name="DCP", module="torch.distributed.checkpoint", begin=Distributed),
+    "lightning": Way(name="Lightning", module="lightning.pytorch", begin=_lightning, is_asynchronous=False),
 }
 
 
