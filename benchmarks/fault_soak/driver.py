@@ -11,6 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from benchmarks.fault_soak.kinds import CONT, GIVEN_UP_S, TERM, TWO, USR1, Fault
 from benchmarks.fault_soak.processes import SHARED, Child, Starter
 from benchmarks.fault_soak.task import digest_of
 from benchmarks.fault_soak.ways import LOOPS, WAYS, Setup, read_newest
-from tests.faults.inject import files_of, flip_bit, truncate
+from tests.faults.inject import files_of
 
 from everygpu.checkpoint.verify import examine
 
@@ -132,8 +133,7 @@ class Driver:
             self._compare(log, reference, record)
             done = {fault.number for fault in log.done}
             plan = [fault for fault in plan if fault.number not in done]
-            is_damaged = any(kinds()[fault.kind].damages for fault in log.done)
-            expected = self._look(setup, root, log, child, record, chance, is_damaged=is_damaged)
+            expected = self._look(setup, root, log, child, record, chance)
             for left in self._starter.overdue():
                 left.run.wrong.append(("leaks", f"{left.what} (pid {left.pid}) goes on"))
             if log.has_finished:
@@ -221,8 +221,7 @@ class Driver:
                 record.wrong.append(("wrong end", f"fork {number} ended with {code}"))
 
     def _look(
-        self, setup: Setup, root: Path, log: Log, child: Child, record: Record, chance: random.Random, *,
-        is_damaged: bool,
+        self, setup: Setup, root: Path, log: Log, child: Child, record: Record, chance: random.Random
     ) -> tuple[int, str] | None:  # fmt: skip
         """Check how a run has ended and what is on the disk; return what the next one must resume from."""
         _check_end(setup, log, child, record)
@@ -238,8 +237,9 @@ class Driver:
         if found is not None and not least <= found[0] <= most:
             what = "corrupt or lost" if found[0] == 0 else "wrong step"
             record.wrong.append((what, f"newest is {found[0]}, not between {least} and {most}"))
-        if found is not None and found[0] and is_damaged and not log.has_finished:
-            found = self._damage(setup, root, record, chance, found)
+        damages = [damage for fault in log.done if (damage := kinds()[fault.kind].damage)]
+        if found is not None and found[0] and damages and not log.has_finished:
+            found = _damage(setup, root, partial(damages[0], chance=chance), found)
         if found is None:
             _clear(root)
         return found
@@ -267,18 +267,6 @@ class Driver:
                     record.wrong.append(("corrupt or lost", f"{saved.name}/{fault.file} {fault.problem}"))
         return step, found
 
-    def _damage(
-        self, setup: Setup, root: Path, record: Record, chance: random.Random, newest: tuple[int, str]
-    ) -> tuple[int, str] | None:
-        """Damage the newest checkpoint; return what is the newest one then. The last one that there is stays whole."""
-        older = sorted(int(path.name.removeprefix("step-")) for path in root.glob("step-*"))[:-1]
-        if setup.way == "everygpu" and not older:
-            return newest
-        names = {"everygpu": "step-{:08d}", "torch": "checkpoint.pt", "dcp": "{:08d}", "lightning": "{:08d}.ckpt"}
-        files = files_of(root / names[setup.way].format(newest[0]))
-        chance.choice([flip_bit, truncate])(chance.choice(files), chance)
-        return (older[-1], "") if setup.way == "everygpu" else newest
-
     def _await_all(self) -> None:
         """Wait for what has outlived its run; look at what is left in shared memory."""
         while self._starter.left:
@@ -294,6 +282,17 @@ class Driver:
 def _clear(root: Path) -> None:
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir()
+
+
+def _damage(setup: Setup, root: Path, damage: Callable[[Path], None], newest: tuple[int, str]) -> tuple[int, str]:
+    """Damage the newest checkpoint; return what is the newest one then. The last one that there is stays whole."""
+    older = sorted(int(path.name.removeprefix("step-")) for path in root.glob("step-*"))[:-1]
+    if setup.way == "everygpu" and not older:
+        return newest
+    names = {"everygpu": "step-{:08d}", "torch": "checkpoint.pt", "dcp": "{:08d}", "lightning": "{:08d}.ckpt"}
+    files = files_of(root / names[setup.way].format(newest[0]))
+    damage(files[newest[0] % len(files)])
+    return (older[-1], "") if setup.way == "everygpu" else newest
 
 
 def _resumed_wrongly(log: Log, expected: tuple[int, str] | None, reference: Log) -> list[tuple[str, str]]:

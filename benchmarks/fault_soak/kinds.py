@@ -2,11 +2,13 @@
 
 import random
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from benchmarks.fault_soak.task import LAST_STEP, NUM_REPLICAS
+from tests.faults.inject import flip_bit, truncate
 
 PHASES = ("data", "forward", "backward", "update", "save")
 FIRST_STEP, LAST_FAULT = 2, LAST_STEP - 8
@@ -38,8 +40,8 @@ class Kind:
     engines: tuple[str, ...] = ()
     """Those it makes sense for; all if empty."""
     weight: float = 1.0
-    damages: bool = False
-    """Whether the newest checkpoint is damaged after the run's end."""
+    damage: Callable[[Path, random.Random], None] | None = None
+    """What is done to a file of the newest checkpoint after the run's end."""
     options: dict[str, Any] = field(default_factory=dict)
     """Of what the run does to itself."""
 
@@ -70,10 +72,10 @@ def _kinds() -> tuple[Kind, ...]:
         Kind(name="kill -9 of a helper", ends=(GOES_ON,), errors=_WORKER, target="helper", engines=_HELPER,
              signals=((soon, KILL),), weight=2),
         Kind(name="kill -9 of a worker", ends=(GOES_ON,), errors=_WORKER, target="worker", signals=((soon, KILL),)),
-        Kind(name="main stopped, continued", ends=(GOES_ON,), signals=pause),
-        Kind(name="helper stopped, continued", ends=(GOES_ON,), target="helper", engines=_HELPER, signals=pause),
-        Kind(name="worker stopped, continued", ends=(GOES_ON,), target="worker", signals=pause),
-        Kind(name="helper stopped for good, run killed", ends=(-KILL,), target="helper", engines=_HELPER,
+        Kind(name="main stopped and continued", ends=(GOES_ON,), signals=pause),
+        Kind(name="helper stopped and continued", ends=(GOES_ON,), target="helper", engines=_HELPER, signals=pause),
+        Kind(name="worker stopped and continued", ends=(GOES_ON,), target="worker", signals=pause),
+        Kind(name="helper stopped for good", ends=(-KILL,), target="helper", engines=_HELPER,
              signals=((soon, STOP),), weight=0.5, options={"gives up": True}),
         Kind(name="worker stopped for good", ends=(GOES_ON,), errors=("FeedTimeoutError", *_WORKER), target="worker",
              signals=((soon, STOP),), weight=0.5),
@@ -92,7 +94,8 @@ def _kinds() -> tuple[Kind, ...]:
         Kind(name="out of memory in backward", ends=(), errors=("OutOfMemoryError",), phases=("forward",),
              options={"fails": "backward", "error": "memory"}),
         Kind(name="full disk", ends=(GOES_ON,), errors=_FULL, phases=("save",), options={"fills": 700_000}, weight=2),
-        Kind(name="damaged file", ends=(-KILL,), signals=((soon, KILL),), damages=True, weight=2),
+        Kind(name="kill -9 and a bit flipped", ends=(-KILL,), signals=((soon, KILL),), damage=flip_bit),
+        Kind(name="kill -9 and a file cut off", ends=(-KILL,), signals=((soon, KILL),), damage=truncate),
         Kind(name="fork that exits", ends=(GOES_ON,), options={"forks": "exits"}),
         Kind(name="fork that ends as a script does", ends=(GOES_ON,), errors=_WORKER, options={"forks": "ends"}),
         Kind(name="fork that calls the model", ends=(GOES_ON,), options={"forks": "calls"}),

@@ -19,7 +19,7 @@ pytestmark = [
 ]
 PLAN = (
     "exception in forward@5,out of memory in backward@6,fork that calls the model@7,exception in a worker@8,"
-    "full disk@9,fork that exits@10,damaged file@12,SIGTERM@14"
+    "full disk@9,fork that exits@10,kill -9 and a bit flipped@12,SIGTERM@14"
 )
 
 
