@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.fault_soak.driver import CLASSES, Driver, Record, count_wrong
+from benchmarks.fault_soak.checks import CLASSES, Record, count_wrong
+from benchmarks.fault_soak.driver import Driver
 from benchmarks.fault_soak.fork_server import start_server
 from benchmarks.fault_soak.kinds import TWO, kinds
 from benchmarks.fault_soak.processes import Starter, put_back_mounts, use_private_mounts
 from benchmarks.fault_soak.run import prepare
-from benchmarks.fault_soak.ways import WAYS, Setup
+from benchmarks.fault_soak.setup import Setup
+from benchmarks.fault_soak.ways import WAYS
 
 from everygpu.bench.report import describe_machine
 
@@ -46,6 +48,7 @@ def as_json(record: Record) -> dict[str, Any]:
         "way": record.setup.name,
         "loop": record.setup.loop,
         "row": record.rows[-1],
+        "code": record.code,
         "seconds": round(record.seconds, 3),
         "faults": [fault.as_json() for fault in record.faults],
         "wrong": record.wrong,

@@ -54,7 +54,7 @@ class Kind:
             return True
         if raised is not None and raised != "KeyboardInterrupt" and raised != "SystemExit":
             return raised in self.errors
-        return code in self.ends or (code == 0 and GOES_ON in self.ends)
+        return code in self.ends
 
 
 _WORKER = ("WorkerError", "RuntimeError")

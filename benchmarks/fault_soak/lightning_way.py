@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.fault_soak.setup import Setup, newest_of
 from benchmarks.fault_soak.task import DATA_TIMEOUT_S, KEEP, SAVE_EVERY, Net, Samples, make_loader
 from benchmarks.fault_soak.task import make_optimizer as make_plain_optimizer
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -106,9 +107,9 @@ class TellingCheckpoint(ModelCheckpoint):
 class LightningTraining:
     """One training; ``fit`` goes on from the newest checkpoint to the last step."""
 
-    def __init__(self, setup: Any, root: Path, seed: int) -> None:
+    def __init__(self, setup: Setup, root: Path, seed: int) -> None:
         self._root, self._num_steps = root, setup.num_steps
-        torch.manual_seed(seed if newest_of(root) else 0)
+        torch.manual_seed(seed if newest_of("lightning", root) else 0)
         self.net, self.samples = Net(), Samples()
         self.digests = False
         self._trainer: Any = None
@@ -134,7 +135,7 @@ class LightningTraining:
             enable_model_summary=False,
             callbacks=[Generators(), Telling(self), TellingCheckpoint(self._root, tell)],
         )
-        newest = newest_of(self._root)
+        newest = newest_of("lightning", self._root)
         if newest is None:
             tell("resumed", 0, "")
         self._trainer.fit(Classifier(self.net, on), data, ckpt_path=newest, weights_only=False)
@@ -156,11 +157,6 @@ class LightningTraining:
 
     def states(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return self.net.state_dict(), self._trainer.optimizers[0].state_dict()
-
-
-def newest_of(root: Path) -> Path | None:
-    """Return the newest checkpoint; its name is its step."""
-    return max(root.glob("*.ckpt"), default=None)
 
 
 def read(path: Path) -> tuple[int, dict[str, Any], dict[str, Any]]:

@@ -1,0 +1,134 @@
+"""The faults that a run does to itself, and those it asks the driver for."""
+
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.fault_soak.fork_server import ForkServer
+from benchmarks.fault_soak.kinds import Fault, kinds
+from benchmarks.fault_soak.own import EveryGPU
+from benchmarks.fault_soak.setup import Training
+from benchmarks.fault_soak.task import datasets
+from tests.faults.inject import die_at
+
+import everygpu
+
+TOLD_TO = 3
+_LONGEST_FORK_S = 20
+_FULL_FOR = 4
+"""Steps for which a disk stays full."""
+
+
+def tell(*words: object) -> None:
+    """Tell the driver."""
+    os.write(TOLD_TO, (" ".join(map(str, words)) + "\n").encode())
+
+
+class Faults:
+    """Does what the plan says, where it says."""
+
+    def __init__(self, plan: list[Fault], training: Training, root: Path, helpers: ForkServer) -> None:
+        self._plan, self._training, self._root, self._helpers = plan, training, root, helpers
+        self._forks: list[tuple[Fault, int]] = []
+        self._full_until: int | None = None
+        self._limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        self.batch: Any = None
+
+    def at(self, step: int, phase: str) -> None:
+        """Do what is to be done at a place of a step."""
+        if self._full_until is not None and step >= self._full_until:
+            self.empty_disk()
+        self._look_after_forks()
+        while self._plan and self._plan[0].step < step:
+            self._plan.pop(0)
+        while self._plan and (self._plan[0].step, self._plan[0].phase) == (step, phase):
+            self._do(self._plan.pop(0))
+
+    def take(self, batch: Any) -> None:
+        """Take note of the batch that is trained on."""
+        self.batch = batch
+
+    def _do(self, fault: Fault) -> None:
+        options = kinds()[fault.kind].options
+        workers = [child.pid for child in multiprocessing.active_children()]
+        # By the driver at some moment, or by itself between two steps of a save: peers have none that Python sees.
+        itself = "dies" in options and fault.chance < 0.5 and isinstance(self._training, EveryGPU)
+        tell("fault", fault.number, json.dumps({"worker": workers, "helper": self._helpers.pids, "itself": itself}))
+        if itself:
+            die_at(1 + int(2 * fault.chance * options["dies"]))
+        if "fails" in options and self.batch is not None:
+            self._training.net.fail_at(options["fails"], options["error"], self.batch[0], fault.replica)
+        if "tells" in options:
+            self._training.samples.tell(options["tells"])
+        if fault.phase == "data" and fault.signals:
+            self._training.samples.tell("slow")
+        if "fills" in options:
+            self._fill_disk(int(fault.chance * options["fills"]))
+            self._full_until = fault.step + _FULL_FOR
+        if "forks" in options:
+            self._fork(fault, options["forks"])
+
+    def _fill_disk(self, free_bytes: int) -> None:
+        """Leave little room on a disk of this run alone; elsewhere, little room for each file."""
+        if os.path.ismount(self._root.parent):
+            found = os.statvfs(self._root)
+            fill = max(0, found.f_bavail * found.f_frsize - free_bytes)
+            with open(self._root.parent / "fill", "wb") as file:
+                os.posix_fallocate(file.fileno(), 0, max(1, fill))
+        else:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (free_bytes // 2, self._limits[1]))
+
+    def empty_disk(self) -> None:
+        """Make room again."""
+        self._full_until = None
+        (self._root.parent / "fill").unlink(missing_ok=True)
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._limits)
+
+    def _fork(self, fault: Fault, what: str) -> None:
+        pid = os.fork()
+        if pid:
+            self._forks.append((fault, pid))
+            return
+        signal.alarm(_LONGEST_FORK_S)
+        if what == "ends":
+            sys.exit(0)
+        if what == "calls":
+            self._call()
+        os._exit(0)
+
+    def _call(self) -> None:
+        """Call the model, as an evaluation in a forked process does; end with 1 where what comes out is wrong."""
+        try:
+            images = datasets()[1][:64][0]
+            found = self._training.evaluate(images)
+            net = self._training.net.eval()
+            torch.testing.assert_close(torch.as_tensor(found), net(images).detach())
+        except everygpu.EveryGPUError as error:
+            os.write(2, f"the fork's call: {error}\n".encode())
+        except BaseException as error:  # noqa: BLE001 - it must not go on as a second training
+            os.write(2, f"the fork's call: {error!r}\n".encode())
+            os._exit(1)
+
+    def _look_after_forks(self) -> None:
+        for fault, pid in tuple(self._forks):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                self._forks.remove((fault, pid))
+                tell("fork", fault.number, os.waitstatus_to_exitcode(status))
+
+    def forks(self) -> set[int]:
+        """Return the ids of forks that haven't been waited for."""
+        return {pid for _, pid in self._forks}
+
+    def finish(self) -> None:
+        """Wait for forks."""
+        while self._forks:
+            self._look_after_forks()
+            time.sleep(0.005)
