@@ -35,7 +35,7 @@ class Chain:
     def _begin_anew(self) -> None:
         self._expected: int | None = None
         """The step that the next run must resume from."""
-        self._left: set[str] = set()
+        self._left: checks.Left = set()
         """What is in the directory besides checkpoints."""
         self._damaged: tuple[Path, Path, int] | None = None
         """A checkpoint, and its file that was damaged, with the time at which that was written."""
@@ -62,8 +62,9 @@ class Chain:
         if self._damaged and not _is_as_damaged(*self._damaged[1:]):
             self._damaged = None
         left = checks.leftovers(self.setup, self.root)
-        wrong = checks.check_leftovers(self.setup, log, record.code, self._left & left, left)
-        self._left = left - {name for name, _ in wrong}
+        wrong = checks.check_leftovers(self.setup, log, record.code, self._left, left)
+        named = {name for name, _ in wrong}
+        self._left = {one for one in left if one[0] not in named}
         record.wrong += [("leaks", f"{name} {what}") for name, what in wrong]
         damaged = self._damaged[0] if self._damaged else None
         step, unreadable = checks.read_whole(self.setup, self.root, self._reference, damaged)

@@ -140,15 +140,20 @@ def read_whole(setup: Setup, root: Path, reference: Log, damaged: Path | None) -
     return step, [("corrupt or lost", f"{path.name}/{fault.file} {fault.problem}") for path, fault in faults]
 
 
-def leftovers(setup: Setup, root: Path) -> set[str]:
+Left = set[tuple[str, int]]
+"""Names in a directory, each with its inode: the same name may have been left anew."""
+
+
+def leftovers(setup: Setup, root: Path) -> Left:
     """List what is in a training's directory that is no checkpoint."""
-    found = {path.name for path in root.iterdir() if not _CHECKPOINT[setup.way].fullmatch(path.name)}
-    return found | {path.name for path in root.glob("*") if setup.way == "dcp" and not (path / ".metadata").exists()}
+    found = {path for path in root.iterdir() if not _CHECKPOINT[setup.way].fullmatch(path.name)}
+    found |= {path for path in root.iterdir() if setup.way == "dcp" and not (path / ".metadata").exists()}
+    return {(path.name, path.lstat().st_ino) for path in found}
 
 
-def check_leftovers(setup: Setup, log: Log, code: int, before: Collection[str], now: Collection[str]) -> Wrong:
-    """Say what is left where nothing was killed, or where a save has been done since; by name, not by class."""
+def check_leftovers(setup: Setup, log: Log, code: int, before: Left, now: Left) -> list[tuple[str, str]]:
+    """Say what is left where nothing was killed, or where a save has been done since: names, and after what."""
     if code in (0, 1, 143):
-        return [(name, f"is left after an end with {code}") for name in sorted(now)]
+        return [(name, f"is left after an end with {code}") for name, _ in sorted(now)]
     has_saved = log.announced(asynchronous=setup.asynchronous, is_orderly=False)
-    return [(name, "is left after the next save") for name in sorted(before) if has_saved]
+    return [(name, "is left after the next save") for name, _ in sorted(before & now) if has_saved]

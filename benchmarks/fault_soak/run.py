@@ -84,8 +84,8 @@ class Run:
         return training.checkpoints if is_used else contextlib.nullcontext()
 
     def _can_go_on(self) -> bool:
-        """Tell whether to catch an error: there is a checkpoint to go back to, and this is no fork."""
-        is_asked = self._setup.goes_on and os.getpid() == self._pid
+        """Tell whether to catch an error: there is a checkpoint that could be read, and this is no fork."""
+        is_asked = self._setup.goes_on and os.getpid() == self._pid and self._faults.batch is not None
         return is_asked and has_saved(self._setup.way, self._root)
 
     def _resume(self) -> int:
