@@ -57,7 +57,9 @@ def as_json(record: Record) -> dict[str, Any]:
 
 
 def say(number: int, records: Sequence[Record]) -> None:
-    """Say what was wrong in a training."""
+    """Say what was wrong in a training, and when another hundred faults are done."""
+    if number // 100 > (number - sum(len(record.faults) for record in records)) // 100:
+        print(f"{number} faults", flush=True)
     for record in records:
         for name, what in record.wrong:
             print(f"{number}: {record.setup} run {record.number}: {name}: {what}; {record.faults}", flush=True)

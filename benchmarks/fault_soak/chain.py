@@ -55,7 +55,7 @@ class Chain:
         record.wrong += checks.check_numbers(log, self._reference)
         record.wrong += checks.check_end(self.setup, log, record.code) if not record.wrong else []
         self._look(log, record)
-        return log.has_finished
+        return log.has_finished and record.code == 0
 
     def _look(self, log: Log, record: Record) -> None:
         """Look at what is on the disk; damage it, where that is the fault."""

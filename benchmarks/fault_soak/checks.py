@@ -152,8 +152,11 @@ def leftovers(setup: Setup, root: Path) -> Left:
 
 
 def check_leftovers(setup: Setup, log: Log, code: int, before: Left, now: Left) -> list[tuple[str, str]]:
-    """Say what is left where nothing was killed, or where a save has been done since: names, and after what."""
-    if code in (0, 1, 143):
+    """Say what is left where nothing was killed, or where a save has been done since: names, and after what.
+
+    Without a free descriptor a directory can't be removed.
+    """
+    if code in (0, 1, 143) and not any("files" in kinds()[fault.kind].options for fault in log.done):
         return [(name, f"is left after an end with {code}") for name, _ in sorted(now)]
     has_saved = log.announced(asynchronous=setup.asynchronous, is_orderly=False)
     return [(name, "is left after the next save") for name, _ in sorted(before & now) if has_saved]

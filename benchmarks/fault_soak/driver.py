@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.fault_soak.chain import Chain
 from benchmarks.fault_soak.checks import Record
+from benchmarks.fault_soak.faults import FILL
 from benchmarks.fault_soak.kinds import CONT, Fault, draw_plan, read_plan
 from benchmarks.fault_soak.log import Log
 from benchmarks.fault_soak.processes import SHARED, Child, Starter
@@ -107,7 +108,9 @@ class Driver:
         for pid in [*stopped, *child.names] if child.code == -signal.SIGKILL else stopped:
             send(pid, CONT)
         self._starter.adopt(child, record)
-        (self._disk / "fill").unlink(missing_ok=True)
+        (self._disk / FILL).unlink(missing_ok=True)
+        if os.path.ismount(SHARED):
+            (SHARED / FILL).unlink(missing_ok=True)
         return log, record
 
     def _follow(self, child: Child, log: Log, plan: list[Fault], record: Record) -> Pending:

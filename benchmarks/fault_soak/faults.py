@@ -14,6 +14,7 @@ import torch
 from benchmarks.fault_soak.fork_server import ForkServer
 from benchmarks.fault_soak.kinds import Fault, kinds
 from benchmarks.fault_soak.own import EveryGPU
+from benchmarks.fault_soak.processes import SHARED
 from benchmarks.fault_soak.setup import Training
 from benchmarks.fault_soak.task import datasets
 from tests.faults.inject import die_at
@@ -22,6 +23,7 @@ import everygpu
 
 TOLD_TO = 3
 _LONGEST_FORK_S = 20
+FILL = "fill"
 _FULL_FOR = 4
 """Steps for which a disk stays full."""
 
@@ -31,6 +33,13 @@ def tell(*words: object) -> None:
     os.write(TOLD_TO, (" ".join(map(str, words)) + "\n").encode())
 
 
+def _leave(free_bytes: int, folder: Path) -> None:
+    """Fill what a folder is on, but for so much."""
+    found = os.statvfs(folder)
+    with open(folder / FILL, "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, max(1, found.f_bavail * found.f_frsize - free_bytes))
+
+
 class Faults:
     """Does what the plan says, where it says."""
 
@@ -38,13 +47,13 @@ class Faults:
         self._plan, self._training, self._root, self._helpers = plan, training, root, helpers
         self._forks: list[tuple[Fault, int]] = []
         self._full_until: int | None = None
-        self._limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        self._limits = {which: resource.getrlimit(which) for which in (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)}
         self.batch: Any = None
 
     def at(self, step: int, phase: str) -> None:
         """Do what is to be done at a place of a step."""
         if self._full_until is not None and step >= self._full_until:
-            self.empty_disk()
+            self.make_room()
         self._look_after_forks()
         while self._plan and self._plan[0].step < step:
             self._plan.pop(0)
@@ -71,6 +80,12 @@ class Faults:
             self._training.samples.tell("slow")
         if "fills" in options:
             self._fill_disk(int(fault.chance * options["fills"]))
+        if "files" in options:
+            most = len(os.listdir("/proc/self/fd")) + int(fault.chance * options["files"])
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, self._limits[resource.RLIMIT_NOFILE][1]))
+        if "shared" in options and os.path.ismount(SHARED):
+            _leave(int(fault.chance * options["shared"]), SHARED)
+        if {"fills", "files", "shared"} & options.keys():
             self._full_until = fault.step + _FULL_FOR
         if "forks" in options:
             self._fork(fault, options["forks"])
@@ -78,18 +93,17 @@ class Faults:
     def _fill_disk(self, free_bytes: int) -> None:
         """Leave little room on a disk of this run alone; elsewhere, little room for each file."""
         if os.path.ismount(self._root.parent):
-            found = os.statvfs(self._root)
-            fill = max(0, found.f_bavail * found.f_frsize - free_bytes)
-            with open(self._root.parent / "fill", "wb") as file:
-                os.posix_fallocate(file.fileno(), 0, max(1, fill))
+            _leave(free_bytes, self._root.parent)
         else:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (free_bytes // 2, self._limits[1]))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (free_bytes // 2, self._limits[resource.RLIMIT_FSIZE][1]))
 
-    def empty_disk(self) -> None:
-        """Make room again."""
+    def make_room(self) -> None:
+        """Undo what fills disks and memory, and limits."""
         self._full_until = None
-        (self._root.parent / "fill").unlink(missing_ok=True)
-        resource.setrlimit(resource.RLIMIT_FSIZE, self._limits)
+        for folder in (self._root.parent, SHARED):
+            (folder / FILL).unlink(missing_ok=True)
+        for which, limits in self._limits.items():
+            resource.setrlimit(which, limits)
 
     def _fork(self, fault: Fault, what: str) -> None:
         pid = os.fork()

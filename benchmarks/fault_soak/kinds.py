@@ -11,6 +11,8 @@ from benchmarks.fault_soak.task import LAST_STEP, NUM_REPLICAS
 from tests.faults.inject import flip_bit, truncate
 
 PHASES = ("data", "forward", "backward", "update", "save")
+END = "end"
+"""After the last step: a save may still be on, and the interpreter ends."""
 FIRST_STEP, LAST_FAULT = 2, LAST_STEP - 8
 """Data is fetched so many batches ahead that what its loader is told later may not come."""
 LONGEST_GAP = 9
@@ -60,6 +62,7 @@ class Kind:
 _WORKER = ("WorkerError", "RuntimeError")
 _HELPER = ("processes",)
 _FULL = ("CheckpointError", "RuntimeError", "CheckpointException", "OSError")
+_NO_FILES = (*_FULL, "WorkerError", "EOFError", "ConnectionResetError")
 
 
 def _kinds() -> tuple[Kind, ...]:
@@ -94,6 +97,11 @@ def _kinds() -> tuple[Kind, ...]:
         Kind(name="out of memory in backward", ends=(), errors=("OutOfMemoryError",), phases=("forward",),
              options={"fails": "backward", "error": "memory"}),
         Kind(name="full disk", ends=(GOES_ON,), errors=_FULL, phases=("save",), options={"fills": 700_000}, weight=2),
+        Kind(name="too many open files", ends=(GOES_ON,), errors=_NO_FILES, options={"files": 8}),
+        Kind(name="full /dev/shm", ends=(GOES_ON,), errors=_NO_FILES, options={"shared": 300_000}),
+        Kind(name="kill -9 at the end", ends=(-KILL,), signals=((0.1, KILL),), phases=(END,)),
+        Kind(name="SIGTERM at the end", ends=(-TERM, 143), signals=((0.1, TERM),), phases=(END,)),
+        Kind(name="Ctrl-C at the end", ends=(-INT,), signals=((0.1, INT),), phases=(END,)),
         Kind(name="kill -9 and a bit flipped", ends=(-KILL,), signals=((soon, KILL),), damage=flip_bit),
         Kind(name="kill -9 and a file cut off", ends=(-KILL,), signals=((soon, KILL),), damage=truncate),
         Kind(name="fork that exits", ends=(GOES_ON,), options={"forks": "exits"}),
@@ -130,14 +138,17 @@ def kinds() -> dict[str, Kind]:
 def draw_plan(chance: random.Random, engine: str, only: Sequence[str] = ()) -> list[Fault]:
     """Draw the faults of one training, in the order of its steps; some of them are two at once."""
     fitting = [k for k in _kinds() if (not k.engines or engine in k.engines) and (not only or k.name in only)]
+    at_end = [k for k in fitting if END in k.phases]
+    fitting = [k for k in fitting if k not in at_end]
     plan: list[Fault] = []
     step = FIRST_STEP + chance.randrange(LONGEST_GAP)
-    while step <= LAST_FAULT:
+    while fitting and step <= LAST_FAULT:
         for _ in range(2 if chance.random() < 0.08 else 1):
             kind = chance.choices(fitting, [k.weight for k in fitting])[0]
             plan.append(_draw(chance, kind, step, len(plan)))
         step += 1 + chance.randrange(LONGEST_GAP)
-    return sorted(plan, key=lambda fault: (fault.step, PHASES.index(fault.phase)))
+    plan += [_draw(chance, chance.choice(at_end), LAST_STEP, len(plan))] if at_end else []
+    return sorted(plan, key=lambda fault: (fault.step, (*PHASES, END).index(fault.phase)))
 
 
 def read_plan(text: str, chance: random.Random) -> list[Fault]:

@@ -36,8 +36,8 @@ class Log:
 
     @property
     def was_full(self) -> bool:
-        """Whether the disk was full, so that saves may have failed."""
-        return any("fills" in kinds()[fault.kind].options for fault in self.done)
+        """Whether saves may have failed: the disk was full, or no more files could be opened."""
+        return any({"fills", "files"} & kinds()[fault.kind].options.keys() for fault in self.done)
 
     def take_in(self, line: str, plan: list[Fault]) -> tuple[Fault, dict[str, Any]] | None:
         """Take note of a line; return the fault that it tells of, with the processes that there are."""

@@ -22,7 +22,7 @@ _TOLD_TO = 3
 _PR_SET_CHILD_SUBREAPER = 36
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 0x40000
 _MNT_DETACH = 2
-_DISK_BYTES = 12 * 2**20
+_DISK_BYTES, _SHARED_BYTES = 12 * 2**20, 128 * 2**20
 
 
 def children_of(pid: int) -> list[int]:
@@ -41,7 +41,7 @@ def use_private_mounts(disk: Path) -> bool:
     if call.unshare(_CLONE_NEWNS) or call.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None):
         return False
     size = f"size={_DISK_BYTES}".encode()
-    made = call.mount(b"tmpfs", str(SHARED).encode(), b"tmpfs", 0, None)
+    made = call.mount(b"tmpfs", str(SHARED).encode(), b"tmpfs", 0, f"size={_SHARED_BYTES}".encode())
     return not made and not call.mount(b"tmpfs", str(disk).encode(), b"tmpfs", 0, size)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from benchmarks.fault_soak.faults import Faults, tell
 from benchmarks.fault_soak.fork_server import ForkServer, start_server
-from benchmarks.fault_soak.kinds import Fault
+from benchmarks.fault_soak.kinds import END, Fault
 from benchmarks.fault_soak.processes import children_of
 from benchmarks.fault_soak.task import EVALUATE_EVERY, datasets, digest_of
 from benchmarks.fault_soak.ways import WAYS, EveryGPU, Setup, has_saved
@@ -75,7 +75,9 @@ class Run:
                 step = self._recover()  # here no frame of the step that failed is left, and with it its batch
             self._training.end_pass()
             self._faults.finish()
-            self._training.close()
+            self._faults.at(step, END)
+            if self._setup.in_block:  # others leave the last save to the interpreter's end
+                self._training.close()
             tell("saved all")
 
     def _block(self) -> contextlib.AbstractContextManager[Any]:
@@ -97,7 +99,7 @@ class Run:
 
     def _recover(self) -> int:
         """Go back to the newest checkpoint, as docs/reliability.md says."""
-        self._faults.empty_disk()
+        self._faults.make_room()
         self._training.net.place, self._faults.batch = "", None
         self._training.end_pass()
         with contextlib.suppress(everygpu.EveryGPUError):  # a save in the background may have met the fault, too
