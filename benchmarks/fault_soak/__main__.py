@@ -19,35 +19,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.fault_soak.checks import CLASSES, Record, count_wrong
+from benchmarks.fault_soak.checks import Record
 from benchmarks.fault_soak.driver import Driver
 from benchmarks.fault_soak.fork_server import start_server
-from benchmarks.fault_soak.kinds import TWO, kinds
 from benchmarks.fault_soak.processes import Starter, put_back_mounts, use_private_mounts
 from benchmarks.fault_soak.run import prepare
 from benchmarks.fault_soak.setup import Setup
+from benchmarks.fault_soak.tables import compare, make_table
 from benchmarks.fault_soak.ways import WAYS
 
 from everygpu.bench.report import describe_machine
-
-
-def make_table(name: str, records: Sequence[Record]) -> str:
-    """Write a Markdown table of one way: a row for each kind of fault."""
-    lines = [f"| {name} | tried | " + " | ".join(CLASSES) + " |", "|---" * (len(CLASSES) + 2) + "|"]
-    for row in [*kinds(), TWO, "all"]:
-        num = sum(row in ("all", name) for record in records for name in record.rows)
-        # What is wrong after several faults in one run is counted with the last.
-        wrong = count_wrong([record for record in records if row in ("all", record.rows[-1])])
-        if num:
-            lines.append(f"| {row} | {num} | " + " | ".join(str(wrong[c]) for c in CLASSES) + " |")
-    return "\n".join(lines)
 
 
 def as_json(record: Record) -> dict[str, Any]:
     return {
         "way": record.setup.name,
         "loop": record.setup.loop,
-        "row": record.rows[-1],
         "code": record.code,
         "seconds": round(record.seconds, 3),
         "faults": [fault.as_json() for fault in record.faults],
@@ -76,7 +63,11 @@ def main() -> int:
     parser.add_argument("--setup", default="{}", help="of that training, as JSON")
     parser.add_argument("--quick", action="store_true", help="runs end before modules do, orphaned workers soon")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--read", type=Path, nargs="*", help="only compare what --json wrote to these files")
     options = parser.parse_args()
+    if options.read:
+        print(compare([run for path in options.read for run in json.loads(path.read_text())]))
+        return 0
     torch.set_num_threads(1)
     tries = [("everygpu", engine) for engine in options.engines.split(",") if engine]
     tries += [(peer, "") for peer in options.peers.split(",") if peer and WAYS[peer].is_there()]
@@ -98,7 +89,7 @@ def main() -> int:
 
 def put_faults(options: argparse.Namespace, tries: list[tuple[str, str]], starter: Starter, disk: Path) -> int:
     """Put faults on each way, and print the tables; return the exit status."""
-    records: list[Record] = []
+    runs: list[dict[str, Any]] = []
     for way, engine in tries:
         begin = time.monotonic()
         driver = Driver(starter, disk, options.seed, is_quick=options.quick)
@@ -106,13 +97,14 @@ def put_faults(options: argparse.Namespace, tries: list[tuple[str, str]], starte
             driver.put_plan(Setup(way=way, engine=engine, **json.loads(options.setup)), options.plan, say)
         else:
             driver.put(way, engine, options.faults, say, tuple(filter(None, options.only.split(","))))
-        print(make_table(driver.records[0].setup.name, driver.records), flush=True)
-        print(f"\n{time.monotonic() - begin:.0f} s\n", flush=True)
-        records += driver.records
+        found = [as_json(record) for record in driver.records]
+        print(make_table(found[0]["way"], found), f"\n\n{time.monotonic() - begin:.0f} s\n", sep="", flush=True)
+        runs += found
         if options.json:
-            options.json.write_text(json.dumps([as_json(record) for record in records], indent=1))
+            options.json.write_text(json.dumps(runs, indent=1))
+    print(compare(runs) + "\n")
     print(", ".join(f"{name} {value}" for name, value in describe_machine().items() if value), f"seed {options.seed}")
-    return int(any(record.wrong for record in records if record.setup.way == "everygpu"))
+    return int(any(run["wrong"] for run in runs if run["way"].startswith("everygpu")))
 
 
 if __name__ == "__main__":

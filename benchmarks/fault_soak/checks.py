@@ -3,12 +3,11 @@
 import re
 import signal
 import warnings
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.fault_soak.kinds import TERM, TWO, USR1, Fault, kinds
+from benchmarks.fault_soak.kinds import TERM, USR1, Fault, kinds
 from benchmarks.fault_soak.log import Log
 from benchmarks.fault_soak.setup import Setup
 from benchmarks.fault_soak.task import digest_of
@@ -41,17 +40,6 @@ class Record:
     code: int = 0
     seconds: float = 0.0
     wrong: Wrong = field(default_factory=list)
-
-    @property
-    def rows(self) -> list[str]:
-        """The name of each fault's row: that of its kind, or of two at once."""
-        steps = Counter(fault.step for fault in self.faults)
-        return [TWO if steps[fault.step] > 1 else fault.kind for fault in self.faults]
-
-
-def count_wrong(records: Collection[Record]) -> Counter[str]:
-    """Count the runs in which something of each class was wrong."""
-    return Counter(name for record in records for name in {name for name, _ in record.wrong})
 
 
 def check_beginning(log: Log, expected: int | None, reference: Log) -> Wrong:

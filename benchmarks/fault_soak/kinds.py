@@ -110,9 +110,6 @@ def _kinds() -> tuple[Kind, ...]:
     )  # fmt: skip
 
 
-TWO = "two at once"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """One fault, drawn."""
