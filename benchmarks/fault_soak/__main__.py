@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from benchmarks.fault_soak.fork_server import start_server
 from benchmarks.fault_soak.processes import Starter, put_back_mounts, use_private_mounts
 from benchmarks.fault_soak.run import prepare
 from benchmarks.fault_soak.setup import Setup
-from benchmarks.fault_soak.tables import compare, make_table
+from benchmarks.fault_soak.tables import Runs, compare, make_table
 from benchmarks.fault_soak.ways import WAYS
 
 from everygpu.bench.report import describe_machine
@@ -36,6 +37,7 @@ def as_json(record: Record) -> dict[str, Any]:
         "way": record.setup.name,
         "loop": record.setup.loop,
         "code": record.code,
+        "raised": record.raised,
         "seconds": round(record.seconds, 3),
         "faults": [fault.as_json() for fault in record.faults],
         "wrong": record.wrong,
@@ -50,6 +52,17 @@ def say(number: int, records: Sequence[Record]) -> None:
     for record in records:
         for name, what in record.wrong:
             print(f"{number}: {record.setup} run {record.number}: {name}: {what}; {record.faults}", flush=True)
+
+
+def take_note(path: Path | None, before: Runs, driver: Driver, number: int, records: Sequence[Record]) -> None:
+    """Say what was wrong in a training; write what there is so far, should the rest never come."""
+    say(number, records)
+    write(path, [*before, *map(as_json, driver.records)])
+
+
+def write(path: Path | None, runs: Runs) -> None:
+    if path is not None:
+        path.write_text(json.dumps(runs, indent=1))
 
 
 def main() -> int:
@@ -93,15 +106,15 @@ def put_faults(options: argparse.Namespace, tries: list[tuple[str, str]], starte
     for way, engine in tries:
         begin = time.monotonic()
         driver = Driver(starter, disk, options.seed, is_quick=options.quick)
+        report = partial(take_note, options.json, tuple(runs), driver)
         if options.plan:
-            driver.put_plan(Setup(way=way, engine=engine, **json.loads(options.setup)), options.plan, say)
+            driver.put_plan(Setup(way=way, engine=engine, **json.loads(options.setup)), options.plan, report)
         else:
-            driver.put(way, engine, options.faults, say, tuple(filter(None, options.only.split(","))))
+            driver.put(way, engine, options.faults, report, tuple(filter(None, options.only.split(","))))
         found = [as_json(record) for record in driver.records]
         print(make_table(found[0]["way"], found), f"\n\n{time.monotonic() - begin:.0f} s\n", sep="", flush=True)
         runs += found
-        if options.json:
-            options.json.write_text(json.dumps(runs, indent=1))
+        write(options.json, runs)
     print(compare(runs) + "\n")
     print(", ".join(f"{name} {value}" for name, value in describe_machine().items() if value), f"seed {options.seed}")
     return int(any(run["wrong"] for run in runs if run["way"].startswith("everygpu")))

@@ -46,7 +46,7 @@ class Chain:
         """Check what a run has done, and what is on the disk; tell whether the training has come to its end."""
         if wrong := checks.check_beginning(log, self._expected, self._reference):
             # That is the last fault's doing. What follows from it isn't counted again: the training begins anew.
-            self.records[-1].wrong += wrong
+            self.records[-1].wrong += [(name, f"{what} (run {record.number})") for name, what in wrong]
             self._begin_anew()
             return False
         self.records.append(record)

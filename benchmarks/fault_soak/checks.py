@@ -38,6 +38,7 @@ class Record:
     said: Path
     """What it has written to standard error."""
     code: int = 0
+    raised: str | None = None
     seconds: float = 0.0
     wrong: Wrong = field(default_factory=list)
 
@@ -78,7 +79,8 @@ def check_end(setup: Setup, log: Log, code: int) -> Wrong:
         if not any(raised in kind.errors for kind in allowed):
             wrong.append(f"caught {raised}")
     is_right = code == 0 and log.has_finished
-    is_right |= code in _ENDS_WITHOUT_US and _is_before_a_save(setup, log)
+    is_second = sum(number in (TERM, USR1) for kind in allowed for _, number in kind.signals) > 1  # ends it at once
+    is_right |= code in _ENDS_WITHOUT_US and (is_second or _is_before_a_save(setup, log))
     if not is_right and not any(kind.is_right(code, log.raised, setup.way) for kind in allowed):
         wrong.append(f"ended with {code}, {log.raised}: {log.message}")
     return [("wrong end", what) for what in wrong]
@@ -144,7 +146,9 @@ def check_leftovers(setup: Setup, log: Log, code: int, before: Left, now: Left) 
 
     Without a free descriptor a directory can't be removed.
     """
-    if code in (0, 1, 143) and not any("files" in kinds()[fault.kind].options for fault in log.done):
-        return [(name, f"is left after an end with {code}") for name, _ in sorted(now)]
+    had_files = not any("files" in kinds()[fault.kind].options for fault in log.done)
+    new = now - before if code in (0, 1, 143) and had_files else set()
     has_saved = log.announced(asynchronous=setup.asynchronous, is_orderly=False)
-    return [(name, "is left after the next save") for name, _ in sorted(before & now) if has_saved]
+    old = before & now if has_saved else set()
+    wrong = [(name, f"is left after an end with {code}") for name, _ in sorted(new)]
+    return wrong + [(name, "is left after the next save") for name, _ in sorted(old)]

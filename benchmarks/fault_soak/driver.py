@@ -102,6 +102,7 @@ class Driver:
         record = Record(setup=setup, number=self._num_runs, faults=log.done, said=said)
         begin = time.monotonic()
         pending = self._follow(child, log, plan, record)
+        record.raised = log.raised
         record.code, record.seconds = child.code or 0, time.monotonic() - begin
         # What was stopped by a fault that the run hasn't outlived is let go: only then can it end.
         stopped = [pid for _, number, pid in pending if number == CONT]

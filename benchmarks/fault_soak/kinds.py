@@ -35,7 +35,7 @@ class Kind:
     errors: tuple[str, ...] = ()
     """The exceptions it may raise."""
     target: str = "main"
-    """The process that gets the signals: the main one, a helper or a worker of the loader."""
+    """The process that gets the signals: the main one, a helper or a worker of the loader; or all of them."""
     signals: tuple[tuple[float, int], ...] = ()
     """Seconds since the one before, at most, and the number."""
     phases: tuple[str, ...] = PHASES
@@ -84,6 +84,8 @@ def _kinds() -> tuple[Kind, ...]:
              signals=((soon, STOP),), weight=0.5),
         Kind(name="SIGTERM", ends=(143,), signals=((soon, TERM),)),
         Kind(name="SIGUSR1", ends=(143,), signals=((soon, USR1),)),
+        Kind(name="SIGTERM to all processes", ends=(143,), errors=("WorkerError",), target="all",
+             signals=((soon, TERM),)),
         Kind(name="Ctrl-C", ends=(-INT,), signals=((soon, INT),)),
         Kind(name="Ctrl-C twice", ends=(-INT,), signals=((soon, INT), (0.4, INT))),
         Kind(name="exception in forward", ends=(), errors=("ValueError",), phases=("forward",),

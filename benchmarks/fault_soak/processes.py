@@ -113,6 +113,7 @@ class Starter:
         finally:
             for file in (nothing, error, its):
                 os.close(file)
+        self._codes.pop(pid, None)  # of an earlier process with the same id
         return Child(pid, told, said)
 
     def reap(self) -> None:
@@ -134,6 +135,7 @@ class Starter:
         deadline = time.monotonic() + ENDS_WITHIN_S
         for pid in set(children_of(os.getpid())) - known:
             what = child.names.get(pid, "another process")
+            self._codes.pop(pid, None)
             self.left.append(Left(pid=pid, what=what, run=run, deadline=deadline))
 
     def overdue(self) -> list[Left]:

@@ -24,14 +24,15 @@ def signals_of(fault: Fault, child: Child, found: dict[str, Any]) -> Pending:
     kind, when = kinds()[fault.kind], time.monotonic()
     for name in ("worker", "helper"):
         child.names.update(dict.fromkeys(found[name], f"a {name}"))
-    pids = [child.pid] if kind.target == "main" else found[kind.target]
+    groups = {"main": [child.pid], **found, "all": [child.pid, *found["worker"], *found["helper"]]}
+    pids = groups[kind.target]
     if found["itself"] or not pids:
         return []
-    pid = pids[-1] if kind.target == "helper" else pids[int(fault.chance * len(pids))]
+    chosen = {"helper": pids[-1:], "all": pids}.get(kind.target, [pids[int(fault.chance * len(pids))]])
     signals: Pending = []
     for after_s, number in fault.signals:
         when += after_s
-        signals.append((when, number, pid))
+        signals += [(when, number, pid) for pid in chosen]
     if kind.options.get("gives up"):
         signals.append((when + GIVEN_UP_S, signal.SIGKILL, child.pid))
     return signals
