@@ -50,6 +50,10 @@ class Faults:
         self._full_until: int | None = None
         self._limits = {which: resource.getrlimit(which) for which in (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)}
         self.batch: Any = None
+        self.is_caught = False
+        """Whether Ctrl-C is caught, and the training goes on, as in the next cell of a notebook."""
+        if any("caught" in kinds()[fault.kind].options for fault in plan):
+            sys.ps1 = ">>> "  # there is a prompt, as in a notebook
 
     def at(self, step: int, phase: str) -> None:
         """Do what is to be done at a place of a step."""
@@ -73,6 +77,7 @@ class Faults:
         tell("fault", fault.number, json.dumps({"worker": workers, "helper": self._helpers.pids, "itself": itself}))
         if itself:
             die_at(1 + int(2 * fault.chance * options["dies"]))
+        self.is_caught = "caught" in options
         if "fails" in options and self.batch is not None:
             self._training.net.fail_at(options["fails"], options["error"], self.batch[0], fault.replica)
         if "tells" in options:

@@ -87,6 +87,8 @@ def _kinds() -> tuple[Kind, ...]:
         Kind(name="SIGTERM to all processes", ends=(143,), errors=("WorkerError",), target="all",
              signals=((soon, TERM),)),
         Kind(name="Ctrl-C", ends=(-INT,), signals=((soon, INT),)),
+        Kind(name="Ctrl-C as in a notebook", ends=(-INT,), errors=("KeyboardInterrupt",), signals=((soon, INT),),
+             options={"caught": True}),
         Kind(name="Ctrl-C twice", ends=(-INT,), signals=((soon, INT), (0.4, INT))),
         Kind(name="exception in forward", ends=(), errors=("ValueError",), phases=("forward",),
              options={"fails": "forward", "error": "value"}),

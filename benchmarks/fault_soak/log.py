@@ -69,7 +69,9 @@ class Log:
 
     def _resume(self, step: int, digest: str) -> None:
         """Take note of a load; one that isn't the first comes after an error that the script has caught."""
-        if self.resumed and not self.was_full and step != max(self.returned, default=self.resumed[0][0]):
+        done = max(self.returned, default=self.resumed[0][0] if self.resumed else 0)
+        begun = max([done, *self.begun])  # an interrupt may come when it is written, and the call has not returned
+        if self.resumed and not self.was_full and not done <= step <= begun:
             self.wrong.append(("wrong step", f"went back to {step}, where {self.returned} were saved"))
         self.resumed.append((step, digest))
 

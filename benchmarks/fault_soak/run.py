@@ -66,10 +66,9 @@ class Run:
                 try:
                     step = self._train(step)
                     continue
-                except Exception as error:
-                    if not (
-                        self._setup.goes_on and os.getpid() == self._pid and has_saved(self._setup.way, self._root)
-                    ):
+                except (Exception, KeyboardInterrupt) as error:
+                    is_caught = isinstance(error, Exception) or self._faults.is_caught
+                    if not (is_caught and self._can_go_on()):
                         raise
                     tell("caught", type(error).__name__)
                 step = self._recover()  # here no frame of the step that failed is left, and with it its batch
