@@ -18,7 +18,7 @@ from benchmarks.fault_soak.kinds import CONT, Fault, draw_plan, read_plan
 from benchmarks.fault_soak.log import Log
 from benchmarks.fault_soak.processes import SHARED, Child, Starter
 from benchmarks.fault_soak.setup import LOOPS, Setup
-from benchmarks.fault_soak.signals import Pending, send, send_due, signals_of
+from benchmarks.fault_soak.signals import Pending, has_ended_at_once, send, send_due, signals_of
 from benchmarks.fault_soak.ways import WAYS
 
 LONGEST_RUN_S = 30.0
@@ -106,7 +106,7 @@ class Driver:
         record.code, record.seconds = child.code or 0, time.monotonic() - begin
         # What was stopped by a fault that the run hasn't outlived is let go: only then can it end.
         stopped = [pid for _, number, pid in pending if number == CONT]
-        for pid in [*stopped, *child.names] if child.code == -signal.SIGKILL else stopped:
+        for pid in [*stopped, *child.names] if has_ended_at_once(record) else stopped:
             send(pid, CONT)
         self._starter.adopt(child, record)
         (self._disk / FILL).unlink(missing_ok=True)

@@ -6,7 +6,8 @@ import signal
 import time
 from typing import Any
 
-from benchmarks.fault_soak.kinds import GIVEN_UP_S, Fault, kinds
+from benchmarks.fault_soak.checks import Record
+from benchmarks.fault_soak.kinds import GIVEN_UP_S, INT, KILL, TERM, USR1, Fault, kinds
 from benchmarks.fault_soak.processes import Child
 
 Pending = list[tuple[float, int, int]]
@@ -36,6 +37,12 @@ def signals_of(fault: Fault, child: Child, found: dict[str, Any]) -> Pending:
     if kind.options.get("gives up"):
         signals.append((when + GIVEN_UP_S, signal.SIGKILL, child.pid))
     return signals
+
+
+def has_ended_at_once(record: Record) -> bool:
+    """Tell whether a run couldn't see its processes out: it was killed, or a second signal has ended it."""
+    asking = [n for fault in record.faults for _, n in fault.signals if n in (INT, TERM, USR1)]
+    return record.code == -KILL or (-record.code in asking and len(asking) > 1)
 
 
 def send_due(pending: Pending) -> Pending:
