@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from benchmarks.fault_soak.setup import Setup, newest_of
-from benchmarks.fault_soak.task import DATA_TIMEOUT_S, KEEP, SAVE_EVERY, Net, Samples, make_loader
+from benchmarks.fault_soak.task import DATA_TIMEOUT_S, KEEP, SAVE_EVERY, Net, Samples, digest_of, make_loader
 from benchmarks.fault_soak.task import make_optimizer as make_plain_optimizer
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -138,6 +138,8 @@ class LightningTraining:
         newest = newest_of("lightning", self._root)
         if newest is None:
             tell("resumed", 0, "")
+        elif (found := read(newest))[0] >= self._num_steps:  # a Trainer that has nothing to do calls no hooks
+            tell("resumed", found[0], digest_of(*found[1:]))
         self._trainer.fit(Classifier(self.net, on), data, ckpt_path=newest, weights_only=False)
 
     def evaluate(self, images: Tensor) -> Tensor:
