@@ -144,7 +144,7 @@ class Driver:
             self._note_overdue()
             time.sleep(0.05)
         for path in SHARED.iterdir() if os.path.ismount(SHARED) and self.records else ():
-            self.records[-1].wrong.append(("leaks", f"{path} is left"))
+            self.records[-1].wrong.append(("leaks", f"{path} of {path.stat().st_size} bytes is left"))
             with contextlib.suppress(OSError):
                 path.unlink()
 

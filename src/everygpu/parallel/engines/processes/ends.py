@@ -48,6 +48,7 @@ def remove_shared_memory(pid: int) -> None:
     """Remove what a process that has ended left in /dev/shm.
 
     torch gives each piece of shared host memory a name, and takes the name away at once. SIGKILL may come in between.
+    Where there is too little room, torch raises an error and leaves the name, with as much as there was room for.
     """
     for path in _SHARED.glob(f"torch_{pid}_*"):
         with contextlib.suppress(OSError):
