@@ -15,6 +15,7 @@ import torch.utils.data
 
 from everygpu.errors import WorkerError
 from everygpu.feed.channel import ChannelClosed
+from everygpu.parallel.engines.processes.ends import remove_shared_memory
 from everygpu.torch_private.data import LoaderIterator, remove_worker_pids
 
 _POLL_S = 0.1
@@ -88,6 +89,8 @@ class Source:
             if self._has_killed or not iterator._persistent_workers:
                 iterator._shutdown_workers()
                 self.kill_workers()
+                for worker in self._workers:
+                    remove_shared_memory(worker.pid)
 
     def kill_workers(self) -> None:
         """End worker processes that wouldn't end by themselves, as one that is stopped never would."""

@@ -145,6 +145,16 @@ def check_interrupt(model: everygpu.DataParallel) -> None:
     torch.testing.assert_close(step(model), wanted)
 
 
+def check_signals(model: everygpu.DataParallel) -> None:
+    """Send the helper the signals with which schedulers end a job: the main process's save comes after this step."""
+    wanted = step(model)
+    (pid,) = helpers_of(os.getpid())
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        os.kill(pid, number)
+    torch.testing.assert_close(step(model), wanted)
+    assert helpers_of(os.getpid()) == [pid]
+
+
 def check_threads(model: everygpu.DataParallel) -> None:
     """Have three threads use the model at once."""
     wanted, wrong = step(model), []
@@ -167,15 +177,16 @@ def test_loans_interrupts_threads_and_deaths(caplog):
     model = everygpu.DataParallel(Mortal(os.getpid()), ["cpu"] * 2, engine="processes")
     check_loans(model)
     check_interrupt(model)
+    check_signals(model)
     check_threads(model)
     check_death(model, "forward", signal.SIGKILL)
     check_death(model, "backward", signal.SIGSEGV)
     y = model(X)
     (pid,) = helpers_of(os.getpid())
     caplog.clear()
-    os.kill(pid, signal.SIGTERM)
-    wait_for(lambda: "SIGTERM" in caplog.text)  # it is said at once
-    with pytest.raises(WorkerError, match="SIGTERM"):
+    os.kill(pid, signal.SIGABRT)
+    wait_for(lambda: "SIGABRT" in caplog.text)  # it is said at once
+    with pytest.raises(WorkerError, match="SIGABRT"):
         model(X)
     assert not helpers_of(os.getpid())
     model.release()

@@ -35,10 +35,20 @@ def follow(parent: int, end: socket.socket) -> None:
     os._exit(1)
 
 
+def leave_signals_to_parent() -> None:
+    """Go on at the signals that ask a whole job to end, as schedulers send them to each of its processes.
+
+    The main process saves at them after this step, which it can't do without this process, and then ends both.
+    """
+    for name in ("SIGTERM", "SIGUSR1"):
+        signal.signal(signal.Signals[name], lambda *_: None)  # a program that this process starts doesn't ignore them
+
+
 def remove_shared_memory(pid: int) -> None:
     """Remove what a process that has ended left in /dev/shm.
 
     torch gives each piece of shared host memory a name, and takes the name away at once. SIGKILL may come in between.
+    Where there is too little room, torch raises an error and leaves the name, with as much as there was room for.
     """
     for path in _SHARED.glob(f"torch_{pid}_*"):
         with contextlib.suppress(OSError):

@@ -19,7 +19,7 @@ from everygpu.comm.ipc import Flags
 from everygpu.comm.streams import current_stream
 from everygpu.parallel.buckets.memory import versions_of
 from everygpu.parallel.engines.processes.connection import Connection
-from everygpu.parallel.engines.processes.ends import follow
+from everygpu.parallel.engines.processes.ends import follow, leave_signals_to_parent
 from everygpu.parallel.engines.processes.exceptions import pack_exception
 from everygpu.parallel.engines.processes.generators import cuda_state, set_generators
 from everygpu.parallel.engines.processes.globals_receiver import GlobalsReceiver
@@ -198,6 +198,7 @@ def main(args: Sequence[str]) -> None:
         args: The file descriptors of the socket, of the flags and of the main process's standard error; the main
             process's id; and the replica's device.
     """
+    leave_signals_to_parent()
     socket_fd, flags_fd, stderr_fd, parent = map(int, args[:4])
     for fd in (socket_fd, flags_fd):
         os.set_inheritable(fd, False)

@@ -1,0 +1,87 @@
+"""Training with everygpu."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.fault_soak.setup import Setup
+from benchmarks.fault_soak.task import DATA_TIMEOUT_S, KEEP, SAVE_EVERY, Net, Samples, make_loader, make_optimizer
+from torch import Tensor
+from torch.nn import functional as F
+
+import everygpu
+
+
+class EveryGPU:
+    """DataParallel or TrainStep, a Feeder over a ResumableLoader, and a CheckpointManager."""
+
+    def __init__(self, setup: Setup, root: Path, seed: int) -> None:
+        self.checkpoints = everygpu.CheckpointManager(
+            root, keep=KEEP, every=SAVE_EVERY, asynchronous=setup.asynchronous
+        )
+        everygpu.seed_all(seed if self.checkpoints.latest() else 0)
+        self.net, self.samples = Net(), Samples()
+        self.model = everygpu.DataParallel(self.net, ["cpu"] * 2, engine=setup.engine)
+        self.optimizer = make_optimizer(self.model)
+        self._scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, gamma=0.99)
+        self._step: everygpu.TrainStep | None = None
+        if setup.loop == "ShardedOptimizer":
+            self.optimizer = everygpu.ShardedOptimizer(self.optimizer, ["cpu"] * 2)
+        if setup.loop == "TrainStep":
+            self._step = everygpu.TrainStep(self.model, F.cross_entropy, self.optimizer)
+        data = everygpu.ResumableLoader(make_loader(self.samples))
+        self._feeder = everygpu.Feeder(data, self.model, timeout=DATA_TIMEOUT_S)
+        self._parts = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self._scheduler,
+            "data": self._feeder if setup.saves_feeder else data,
+        }
+
+    def resume(self) -> int:
+        if not self.checkpoints.latest():
+            return 0
+        return int(self.checkpoints.load(**self._parts, rng=True)["step"])
+
+    def batches(self) -> Iterator[Any]:
+        return iter(self._feeder)
+
+    def end_pass(self) -> None:
+        self._feeder.close()
+
+    def train(self, images: Any, labels: Any, on: Callable[[str], object]) -> Tensor:
+        self.model.train()
+        on("forward")
+        if self._step is not None:
+            loss = self._step(images, labels)
+            on("backward")
+            on("update")
+        else:
+            loss = F.cross_entropy(self.model(images), labels)
+            on("backward")
+            self.optimizer.zero_grad()
+            loss.backward()
+            on("update")
+            self.optimizer.step()
+        self._scheduler.step()
+        return loss.detach()
+
+    @torch.no_grad()
+    def evaluate(self, images: Tensor) -> Tensor:
+        self.model.eval()
+        found: Tensor = self.model(images)
+        self.model.train()
+        return found
+
+    def save(self, step: int) -> bool:
+        return self.checkpoints.save(step, **self._parts) is not None
+
+    def wait(self) -> None:
+        self.checkpoints.wait()
+
+    def close(self) -> None:
+        self.checkpoints.close()
+
+    def states(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return self.net.state_dict(), self.optimizer.state_dict()
