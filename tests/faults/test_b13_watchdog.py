@@ -196,13 +196,23 @@ def test_b13_a_helper_process_is_named(tmp_path: Path, helpers: HelperPool, capf
                 os.kill(pid, signal.SIGSTOP)
             thread = threading.Thread(target=lambda: model(x).sum().backward())
             thread.start()
-            pid = found = find_helper("forward" if place == "stopped" else place)
-            write_stacks()
-            own = capfd.readouterr().err.partition(f"everygpu: process {found}, the helper of replica 1 on cpu:\n")[2]
-            assert own.startswith("it is stopped") if place == "stopped" else f"line {LINE} in wait_for_ever" in own
-            Path(net.release).touch()
-            os.kill(pid, signal.SIGCONT)
-            thread.join()
+            try:
+                pid = find_helper("forward" if place == "stopped" else place)
+                wait_for_stacks(pid, "it is stopped" if place == "stopped" else f"line {LINE} in wait_for_ever", capfd)
+            finally:  # or the helper would keep others waiting that it serves next
+                Path(net.release).touch()
+                os.kill(pid, signal.SIGCONT)
+                thread.join()
+
+
+def wait_for_stacks(pid: int, line: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Write stacks until a helper is seen at a line: it may not have come there yet."""
+    limit = time.monotonic() + 20
+    said = ""
+    while line not in said.partition(f"everygpu: process {pid}, the helper of replica 1 on cpu:\n")[2]:
+        assert time.monotonic() < limit, said
+        write_stacks()
+        said = capfd.readouterr().err
 
 
 def find_helper(what: str) -> int:
