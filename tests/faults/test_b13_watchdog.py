@@ -183,6 +183,7 @@ def test_b13_a_compiled_replica(tmp_path: Path) -> None:
     assert "forward of replica 1 on cpu" in first_line(said)
 
 
+@pytest.mark.slow
 def test_b13_a_helper_process_is_named(tmp_path: Path, helpers: HelperPool, capfd: pytest.CaptureFixture[str]) -> None:
     """The judge and what is written, without the process's end; that is among the slow ones."""
     net, x = Net(), make_batch()

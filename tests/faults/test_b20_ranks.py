@@ -60,6 +60,7 @@ def train_rank() -> tuple[list[str], str, list[list[float]]]:
 
 
 @pytest.mark.usefixtures("warm_python")
+@pytest.mark.slow
 def test_ranks_are_compared(tmp_path: Path) -> None:
     results = run_ranks(train_rank, size=3, folder=tmp_path)
     assert results[0][2] == results[1][2] == results[2][2]

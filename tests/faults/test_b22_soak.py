@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="sends signals, and reads /proc"),
     pytest.mark.skipif(find_spec("sklearn") is None, reason="trains on scikit-learn's digits"),
     pytest.mark.usefixtures("warm_python"),
@@ -41,7 +42,6 @@ def test_b22_one_fault_after_another(tmp_path: Path) -> None:
     assert not [record["wrong"] for record in records if record["wrong"]]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_b22_a_hundred_faults(tmp_path: Path) -> None:
     records = soak(tmp_path, "--engines", "threads,processes", "--faults", "50", "--seed", "22")

@@ -267,6 +267,7 @@ LOCAL_MODULE = """
 """
 
 
+@pytest.mark.slow
 def test_a_script_from_stdin_is_interrupted_goes_on_and_ends(tmp_path):
     tmp_path.joinpath("local_module.py").write_text(textwrap.dedent(LOCAL_MODULE))
     tmp_path.joinpath("elsewhere").mkdir()
