@@ -41,7 +41,10 @@ def leave_signals_to_parent() -> None:
     The main process saves at them after this step, which it can't do without this process, and then ends both.
     """
     for name in ("SIGTERM", "SIGUSR1"):
-        signal.signal(signal.Signals[name], lambda *_: None)  # a program that this process starts doesn't ignore them
+        if hasattr(signal, name):
+            signal.signal(
+                getattr(signal, name), lambda *_: None
+            )  # a program that this process starts doesn't ignore them
 
 
 def remove_shared_memory(pid: int) -> None:
