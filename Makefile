@@ -44,5 +44,20 @@ $(CLIENTS)/.installed: pyproject.toml constraints.txt
 	$(CLIENTS)/bin/python -m pip install --quiet -c constraints.txt -e ".[demo,dev,clients]"
 	touch $@
 
+# The wheel and the sdist in dist/, looked through, installed into fresh environments and tried there.
+RELEASE := .venv-release
+.PHONY: dist
+dist: $(RELEASE)/.installed
+	rm -rf dist
+	PIP_CONSTRAINT="$(CURDIR)/constraints.txt" $(RELEASE)/bin/python -m build
+	$(RELEASE)/bin/python -m twine check --strict dist/*
+	$(RELEASE)/bin/python -m pytest --noconftest -o timeout=1800 tests/release
+
+$(RELEASE)/.installed: constraints.txt
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet -c constraints.txt build twine pytest pytest-timeout
+	touch $@
+
 clean:
+	rm -rf dist $(RELEASE)
 	rm -rf $(VENV) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis
