@@ -115,7 +115,8 @@ def test_links_of_the_readme_lead_to_files_of_the_sdist(tree: Path) -> None:
 
 
 def test_it_trains_as_installed(installed: Installed) -> None:
-    place, version, of_metadata = installed.run("python", "-I", "-W", "error", "-c", USE).splitlines()
+    options = ["-I", "-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning"]  # torch's, which needs none
+    place, version, of_metadata = installed.run("python", *options, "-c", USE).splitlines()
     assert Path(place).is_relative_to(installed.folder)
     assert installed.artifact.name.startswith(f"everygpu-{version}")
     assert of_metadata == version
