@@ -44,5 +44,33 @@ $(CLIENTS)/.installed: pyproject.toml constraints.txt
 	$(CLIENTS)/bin/python -m pip install --quiet -c constraints.txt -e ".[demo,dev,clients]"
 	touch $@
 
+# The wheel and the sdist in dist/, looked through, installed into fresh environments and tried there.
+RELEASE := .venv-release
+.PHONY: dist
+dist: $(RELEASE)/.installed
+	rm -rf dist
+	PIP_CONSTRAINT="$(CURDIR)/constraints.txt" $(RELEASE)/bin/python -m build
+	$(RELEASE)/bin/python -m twine check --strict dist/*
+	$(RELEASE)/bin/python -m pytest --noconftest -o timeout=1800 tests/release
+
+$(RELEASE)/.installed: constraints.txt
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet -c constraints.txt build twine pytest pytest-timeout
+	touch $@
+
+# For docs/versions.md, with any Python and torch: make test-core PYTHON=python3.13 TORCH=2.15.0
+TORCH ?= 2.13.0
+CORE  := .venv-core
+.PHONY: test-core
+test-core:
+	$(PYTHON) -m venv --clear $(CORE)
+	grep -v '^torch' constraints.txt > $(CORE)/constraints.txt
+	$(CORE)/bin/python -m pip install --quiet "torch==$(TORCH)"
+	$(CORE)/bin/python -m pip install --quiet -c $(CORE)/constraints.txt . \
+		expecttest hypothesis numpy pytest pytest-timeout pytest-xdist
+	OMP_NUM_THREADS=1 $(CORE)/bin/python -m pytest tests/test_api.py tests/test_tree.py tests/test_network.py \
+		tests/test_torch_private*.py tests/parallel/test_gather.py tests/step/test_train_step.py tests/checkpoint/test_save.py
+
 clean:
+	rm -rf dist $(RELEASE) $(CORE)
 	rm -rf $(VENV) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis
