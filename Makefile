@@ -4,8 +4,9 @@ VENV    := .venv
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
 CLIENTS := .venv-clients
+DOCS    := .venv-docs
 
-.PHONY: demo test test-slow test-clients test-gpu lint clean
+.PHONY: demo test test-slow test-clients test-gpu lint docs clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/digits.py
@@ -32,6 +33,14 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The site: build/site/index.html; its search works by `python -m http.server -d build/site`. A broken link or an export
+# without a docstring is an error.
+docs: $(DOCS)/.installed
+	$(PYTHON) website/prepare.py
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict --config-file build/mkdocs.en.yml
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict --config-file build/mkdocs.zh-CN.yml
+	$(PYTHON) website/check.py
+
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
@@ -44,5 +53,10 @@ $(CLIENTS)/.installed: pyproject.toml constraints.txt
 	$(CLIENTS)/bin/python -m pip install --quiet -c constraints.txt -e ".[demo,dev,clients]"
 	touch $@
 
+$(DOCS)/.installed: website/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet -c constraints.txt -r website/requirements.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build $(VENV) $(CLIENTS) $(DOCS) .pytest_cache .mypy_cache .ruff_cache .hypothesis
