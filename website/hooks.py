@@ -30,3 +30,9 @@ def on_page_context(context: dict[str, Any], *, page: Any, config: Any, **kwargs
     for choice in config.extra["alternate"]:
         there = "/" if choice["lang"] == "en" else f"/{choice['lang']}/"
         choice["link"] = Relative(relpath(there + page.url, dirname(here + page.url)))
+
+
+def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> None:
+    """Leave out the column of neighbours for a page without any: code beside code needs the width."""
+    if page.parent is None:
+        page.meta.setdefault("hide", ["navigation"])

@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,10 @@ PEERS = {
     "dp": "`torch.nn.DataParallel`",
     "ddp": "DistributedDataParallel",
     "ddp_compiled": "DistributedDataParallel, compiled",
-    "ours": "`everygpu.DataParallel`, threads",
+    "ours": "`everygpu.DataParallel`, {engine}",
+    "ours_compiled": "`everygpu.DataParallel`, compiled",
+    "ours_processes": "`everygpu.DataParallel`, processes",
+    "ours_ranks": "`everygpu.DataParallel` under torchrun",
     "ours_graphs": "`everygpu.DataParallel`, graphs",
     "ours_graphs_compiled": "`everygpu.DataParallel`, graphs, compiled",
     "step": "`everygpu.TrainStep`",
@@ -143,7 +146,7 @@ def with_drawings(text: str) -> str:
 
     def inline(match: re.Match[str]) -> str:
         drawing = (ROOT / "docs" / match["path"]).read_text("utf-8")
-        return drawing[drawing.index("<svg") :].replace("\n\n", "\n").strip()
+        return f"<figure>\n{drawing.strip()}\n</figure>"
 
     return re.sub(r"^!\[[^\]]*\]\((?P<path>[\w/]+\.svg)\)$", inline, text, flags=re.MULTILINE)
 
@@ -258,9 +261,8 @@ def reports() -> dict[str, str]:
 def figures(measured: list[tuple[str, Mapping[str, Any]]]) -> str:
     """Write the page of the newest figures: a table for each model and number of GPUs, and the list of reports."""
     lines = [INTRODUCTION]
-    for (model, num_gpus), (name, report, rows) in sorted(newest_tables(measured).items()):
-        machine = report["machine"]
-        lines += [f"## {model}, {num_gpus} x {machine['gpus'][0]}", ""]
+    for (model, num_gpus, is_compiled), (name, machine, rows) in sorted(newest_tables(measured).items()):
+        lines += [f"## {model}{', compiled' * is_compiled}, {num_gpus} x {machine['gpus'][0]}", ""]
         versions = f"{machine['date']}, commit {machine['commit']}, torch {machine['torch']}"
         lines += [f"{versions}: [{name}](reports/{name})", ""]
         lines += ["| | ms a step | samples/s |", "|---|---|---|", *map(table_row, rows), ""]
@@ -271,28 +273,41 @@ def figures(measured: list[tuple[str, Mapping[str, Any]]]) -> str:
 INTRODUCTION = """# Newest figures
 
 For each model and number of GPUs this page shows the newest report in JSON that measured DistributedDataParallel and
-everygpu in the same call. Times are medians of rounds, with the least and most in brackets. Machines differ: compare
-within a table. The reports themselves say more, and some of them correct these tables; they are listed below, newest
-first. [Measuring](../benchmarks.md) says how to make such a report on your machine.
+everygpu in the same call, with `TrainStep` where there is one. Times are medians of rounds, with the least and most in
+brackets. Machines differ: compare within a table. Later reports without JSON replace some of these rows; all are listed
+below, newest first. [Measuring](../benchmarks.md) says how to make such a report on your machine.
 """
 
+Table = tuple[str, Mapping[str, Any], list[Mapping[str, Any]]]
+"""The report's file, its machine, and rows."""
 
-def newest_tables(measured: list[tuple[str, Mapping[str, Any]]]) -> dict[tuple[str, int], tuple[str, Any, list[Any]]]:
-    """Choose, for each model and number of GPUs, the newest report that has both a peer and ourselves."""
-    chosen: dict[tuple[str, int], tuple[str, Any, list[Any]]] = {}
-    for name, report in sorted(measured, key=lambda item: item[1]["machine"].get("date", "")):
-        rows = [row for row in report.get("rows", ()) if row.get("peer") in PEERS and {"ms", "num_devices"} <= set(row)]
-        for model in dict.fromkeys(row["model"] for row in rows):
-            its = [row for row in rows if row["model"] == model]
-            peers = {row["peer"] for row in its}
-            if peers & {"ddp", "ddp_compiled"} and any(peer.startswith(("ours", "step")) for peer in peers):
-                chosen[model, max(row["num_devices"] for row in its)] = name, report, its
-    return chosen
+
+def newest_tables(measured: list[tuple[str, Mapping[str, Any]]]) -> dict[tuple[str, int, bool], Table]:
+    """Choose for each model, number of GPUs, compiled or not: those with ``TrainStep`` first, then the newest."""
+    found: dict[tuple[str, int, bool], list[tuple[bool, str, Table]]] = {}
+    for name, report in measured:
+        machine = report["machine"]
+        for model, is_compiled, rows in tables_of(report.get("rows", ())):
+            peers = {row["peer"].removesuffix("_compiled") for row in rows}
+            if "ddp" in peers and peers & {"ours", "ours_graphs", "step"}:
+                key = model, max(row["num_devices"] for row in rows), is_compiled
+                found.setdefault(key, []).append(("step" in peers, machine["date"], (name, machine, rows)))
+    return {key: max(tables, key=lambda table: table[:2])[2] for key, tables in found.items()}
+
+
+def tables_of(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, bool, list[Mapping[str, Any]]]]:
+    """Sort a report's rows by model, and by whether they are compiled; others than of ``everygpu bench`` are left out."""
+    tables: dict[tuple[str, bool], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row.get("peer") in PEERS and {"ms", "num_devices"} <= set(row):
+            tables.setdefault((row["model"], row["peer"].endswith("_compiled")), []).append(row)
+    yield from ((*key, its) for key, its in tables.items())
 
 
 def table_row(row: Mapping[str, Any]) -> str:
+    name = PEERS[row["peer"]].format(engine=row.get("engine") or "threads")
     times = f"{row['ms']:.2f} ({row['ms_min']:.2f} to {row['ms_max']:.2f})"
-    return f"| {PEERS[row['peer']]} | {times} | {row['samples_per_s']:,.0f} |"
+    return f"| {name} | {times} | {row['samples_per_s']:,.0f} |"
 
 
 def title(path: Path) -> str:
