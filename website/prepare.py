@@ -296,7 +296,7 @@ def newest_tables(measured: list[tuple[str, Mapping[str, Any]]]) -> dict[tuple[s
 
 
 def tables_of(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, bool, list[Mapping[str, Any]]]]:
-    """Sort a report's rows by model, and by whether they are compiled; others than of ``everygpu bench`` are left out."""
+    """Sort a report's rows by model, and by whether they are compiled; other rows are left out."""
     tables: dict[tuple[str, bool], list[Mapping[str, Any]]] = {}
     for row in rows:
         if row.get("peer") in PEERS and {"ms", "num_devices"} <= set(row):

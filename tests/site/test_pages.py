@@ -74,7 +74,7 @@ def shape(text):
     }
 
 
-@pytest.mark.parametrize("page", sorted(path.name.split(".")[0] for path in DOCS.glob("*.zh-CN.md")) or PAGES)
+@pytest.mark.parametrize("page", PAGES)
 def test_chinese_pages_say_the_same(page):
     english, chinese = ((DOCS / f"{page}{ending}.md").read_text("utf-8") for ending in ("", ".zh-CN"))
     assert shape(chinese) == shape(english)
