@@ -1,4 +1,4 @@
-"""Docstrings as Markdown: examples after ``::`` become blocks of Python code."""
+"""Docstrings as Markdown: examples after ``::`` become blocks of Python code, and sections are told apart."""
 
 import re
 from typing import Any
@@ -11,7 +11,12 @@ class Examples(Extension):
 
     def on_object(self, *, obj: Object, **kwargs: Any) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = as_markdown(obj.docstring.value)
+            obj.docstring.value = as_markdown(with_sections(obj.docstring.value))
+
+
+def with_sections(text: str) -> str:
+    """Put the empty line before each section that Griffe's parser looks for."""
+    return re.sub(r"\n+(?=(?:Args|Returns|Yields|Raises|Source):\n)", "\n\n", text)
 
 
 def as_markdown(text: str) -> str:

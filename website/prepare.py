@@ -130,7 +130,12 @@ def own_pages(language: str) -> dict[str, str]:
     """
     paths = {path.name: path for path in (ROOT / "docs").glob("*.md") if path.suffixes == [".md"]}
     paths |= {path.name.replace(f".{language}.", "."): path for path in (ROOT / "docs").glob(f"*.{language}.md")}
-    return {name: with_drawings(with_links(path.read_text("utf-8"))) for name, path in paths.items()}
+    return {name: with_drawings(with_links(joined(path.read_text("utf-8")))) for name, path in paths.items()}
+
+
+def joined(text: str) -> str:
+    """Join lines within Chinese text: a browser shows the end of a line as a space."""
+    return re.sub(r"(?<=[\u3000-\u9fff\uff00-\uffef])\n *(?=[\u4e00-\u9fff])", "", text)
 
 
 def with_links(text: str) -> str:

@@ -114,6 +114,10 @@ def test_links_lead_within_the_site():
     )
 
 
+def test_lines_of_chinese_text_are_joined():
+    assert prepare.joined("一行。\n  二行 a\n三\n\n四\n* 五\nsix\nseven") == "一行。二行 a\n三\n\n四\n* 五\nsix\nseven"
+
+
 def row(peer, **more):
     return {
         "model": "m",
