@@ -34,11 +34,11 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 # The site: build/site/index.html; its search works by `python -m http.server -d build/site`. A broken link or an export
-# without a docstring is an error.
+# without a docstring is an error (mkdocs --quiet would hide warnings from --strict).
 docs: $(DOCS)/.installed
 	$(PYTHON) website/prepare.py
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict --config-file build/mkdocs.en.yml
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict --config-file build/mkdocs.zh-CN.yml
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --config-file build/mkdocs.en.yml
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --config-file build/mkdocs.zh-CN.yml
 	$(PYTHON) website/check.py
 
 $(STAMP): pyproject.toml constraints.txt
