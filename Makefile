@@ -4,8 +4,9 @@ VENV    := .venv
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
 CLIENTS := .venv-clients
+DOCS    := .venv-docs
 
-.PHONY: demo test test-slow test-clients test-gpu lint clean
+.PHONY: demo test test-slow test-clients test-core test-gpu lint docs dist clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/digits.py
@@ -32,6 +33,14 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The site: build/site/index.html; its search works by `python -m http.server -d build/site`. A broken link or an export
+# without a docstring is an error (mkdocs --quiet would hide warnings from --strict).
+docs: $(DOCS)/.installed
+	$(PYTHON) website/prepare.py
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --config-file build/mkdocs.en.yml
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --config-file build/mkdocs.zh-CN.yml
+	$(PYTHON) website/check.py
+
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
@@ -46,7 +55,6 @@ $(CLIENTS)/.installed: pyproject.toml constraints.txt
 
 # The wheel and the sdist in dist/, looked through, installed into fresh environments and tried there.
 RELEASE := .venv-release
-.PHONY: dist
 dist: $(RELEASE)/.installed
 	rm -rf dist
 	PIP_CONSTRAINT="$(CURDIR)/constraints.txt" $(RELEASE)/bin/python -m build
@@ -61,7 +69,6 @@ $(RELEASE)/.installed: constraints.txt
 # For docs/versions.md, with any Python and torch: make test-core PYTHON=python3.13 TORCH=2.15.0
 TORCH ?= 2.13.0
 CORE  := .venv-core
-.PHONY: test-core
 test-core:
 	$(PYTHON) -m venv --clear $(CORE)
 	grep -v '^torch' constraints.txt > $(CORE)/constraints.txt
@@ -71,6 +78,10 @@ test-core:
 	OMP_NUM_THREADS=1 $(CORE)/bin/python -m pytest tests/test_api.py tests/test_tree.py tests/test_network.py \
 		tests/test_torch_private*.py tests/parallel/test_gather.py tests/step/test_train_step.py tests/checkpoint/test_save.py
 
+$(DOCS)/.installed: website/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet -c constraints.txt -r website/requirements.txt
+	touch $@
+
 clean:
-	rm -rf dist $(RELEASE) $(CORE)
-	rm -rf $(VENV) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist $(VENV) $(CLIENTS) $(DOCS) $(RELEASE) $(CORE) .pytest_cache .mypy_cache .ruff_cache .hypothesis

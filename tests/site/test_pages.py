@@ -1,0 +1,158 @@
+"""The pages of the site: their code runs, both languages say the same, and the reference has every export."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from website import check, prepare
+
+import everygpu
+
+DOCS = Path(__file__).parents[2] / "docs"
+FENCE = re.compile(r"^```python(?: title=\"(?P<title>[^\"]*)\")?\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = ["index", "migration"]
+
+
+def blocks(text):
+    """Give the Python code of a page as pairs of title and code."""
+    return [(found["title"] or "", found["code"]) for found in FENCE.finditer(text)]
+
+
+@pytest.fixture
+def two_replicas(monkeypatch, tmp_path):
+    """Have models without a list of devices get two replicas on the CPU, as a machine with two GPUs has."""
+    module = importlib.import_module("everygpu.parallel.data_parallel")  # the package has a function of this name
+    monkeypatch.setattr(module, "own_devices", lambda group: ["cpu"] * 2)
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+
+
+def run_page(name):
+    """Run a page's blocks from top to bottom, as one script; what stands on a "before" side only has to compile."""
+    names = {}
+    for title, code in blocks((DOCS / f"{name}.md").read_text("utf-8")):
+        compiled = compile(code, f"<{name}>", "exec")
+        if not title.startswith("before"):
+            exec(compiled, names)
+    return names
+
+
+@pytest.mark.usefixtures("two_replicas")
+def test_start_does_what_it_says(capsys):
+    names = run_page("index")
+    printed = capsys.readouterr().out.splitlines()
+    loss = re.fullmatch(r"loss (0\.\d+) on 2 replicas", printed[0])
+    assert loss is not None
+    assert float(loss[1]) < 0.2
+    assert printed[1:3] == ["torch.Size([64, 2])", "[(32, 2), (32, 2)]"]
+    assert printed[3].startswith("scatter: ")
+    assert torch.equal(names["bare"].weight.cpu(), names["bare"].weight)
+
+
+@pytest.mark.usefixtures("two_replicas")
+def test_migration_trains_on_two_replicas(capsys):
+    names = run_page("migration")
+    assert len(names["model"].replica_devices) == 2
+    assert len(capsys.readouterr().out.splitlines()) == 2  # an epoch's mean, twice
+    assert {path.name for path in Path().rglob("*") if path.parent.name in ("", "run")} >= {
+        "model.pt",
+        "state",
+        "fabric",
+    }
+
+
+def shape(text):
+    """Give what both languages have in common: levels of headings, code, rows of tables, and where links lead."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return {
+        "headings": [len(found) for found in re.findall(r"^(#+) ", prose, re.MULTILINE)],
+        "code": re.findall(r"^```.*?^```$", text, re.MULTILINE | re.DOTALL),
+        "items": len(re.findall(r"^(?:\*|\d\.|\|) ", prose, re.MULTILINE)),
+        "links": sorted(link.replace(".zh-CN.md", ".md").split("#")[0] for link in re.findall(r"\]\(([^)]+)\)", prose)),
+    }
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_chinese_pages_say_the_same(page):
+    english, chinese = ((DOCS / f"{page}{ending}.md").read_text("utf-8") for ending in ("", ".zh-CN"))
+    assert shape(chinese) == shape(english)
+
+
+def test_a_page_that_lacks_something_is_seen():
+    page = "# A\n\n```python\nx = 1\n```\n\n* [b](c.md)\n"
+    assert shape(page) == shape(page.replace("A", "甲").replace("c.md", "c.zh-CN.md"))
+    for old, new in (("# A", "A"), ("x = 1", "x = 2"), ("* ", ""), ("c.md", "d.md")):
+        assert shape(page) != shape(page.replace(old, new))
+
+
+def test_the_reference_has_each_export_once():
+    pages = prepare.reference()
+    named = [line for name in pages for line in pages[name].splitlines() if line.startswith("::: ")]
+    expected = [f"::: everygpu.{name}" for name in everygpu.__all__ if name != "EveryGPUError"]
+    assert sorted(named) == sorted([*expected, "::: everygpu.errors"])
+
+
+def test_missing_docstrings_are_named(monkeypatch, tmp_path):
+    (tmp_path / "__init__.py").write_text('_HOME = {"f": "step", "A": "step"}\n')
+    (tmp_path / "step.py").write_text(
+        'def f(): pass\nclass A:\n    "Do."\n    def g(self): pass\n    def _h(self): pass\n'
+    )
+    monkeypatch.setattr(prepare, "SOURCE", tmp_path)
+    with pytest.raises(SystemExit, match=r"found none for f, A\.g\."):
+        prepare.reference()
+
+
+def test_links_lead_within_the_site():
+    page = (
+        "[a](../benchmarks/reports/2026-11-22.md) [b](../examples/charlm.py) [c](index.zh-CN.md#d) "
+        "[e](../benchmarks/reports)"
+    )
+    assert prepare.with_links(page) == (
+        "[a](benchmarks/reports/2026-11-22.md) [b](examples/charlm.md) [c](index.md#d) [e](benchmarks/index.md)"
+    )
+
+
+def test_lines_of_chinese_text_are_joined():
+    assert prepare.joined("一行。\n  二行 a\n三\n\n四\n* 五\nsix\nseven") == "一行。二行 a\n三\n\n四\n* 五\nsix\nseven"
+
+
+def row(peer, **more):
+    return {
+        "model": "m",
+        "peer": peer,
+        "num_devices": 2,
+        "ms": 2.0,
+        "ms_min": 1.0,
+        "ms_max": 3.0,
+        "samples_per_s": 9.0,
+        **more,
+    }
+
+
+def test_the_newest_figures_with_a_peer_are_shown():
+    def report(date, *rows):
+        return {"machine": {"date": date, "commit": "c", "torch": "t", "gpus": ["G"] * 2}, "rows": rows}
+
+    measured = [
+        ("new.json", report("2026-02", row("ddp", ms=5.0), row("step", ms=4.0))),
+        ("old.json", report("2026-01", row("ddp", ms=7.0), row("step"))),
+        ("alone.json", report("2026-03", row("step", ms=6.0))),
+        ("no_step.json", report("2026-03", row("ddp", ms=8.0), row("ours"))),
+    ]
+    page = prepare.figures(measured)
+    assert "## m, 2 x G" in page
+    assert "| DistributedDataParallel | 5.00 (1.00 to 3.00) | 9 |\n| `everygpu.TrainStep` | 4.00" in page
+    assert not any(name in page for name in ("old.json", "alone.json", "no_step.json"))
+
+
+def test_what_the_network_would_give_is_seen():
+    assert check.loads_from_network('<script src="https://a.b/c.js"></script><style>@import "//x/y.css"</style>') != []
+    assert check.loads_from_network('<link rel="stylesheet" href="https://fonts.a/css">') != []
+    assert (
+        check.loads_from_network(
+            '<a href="https://a.b"></a><script src="c.js"></script><link rel="canonical" href="https://a">'
+        )
+        == []
+    )

@@ -1,0 +1,38 @@
+"""What MkDocs calls while it builds the site."""
+
+from posixpath import dirname, relpath
+from typing import Any
+
+from jinja2 import pass_context
+
+
+class Relative(str):
+    """A link that is relative to its page already; MkDocs itself knows of no pages above those of one language."""
+
+    __slots__ = ()
+
+
+def on_env(env: Any, **kwargs: Any) -> Any:
+    """Leave such links as they are."""
+    resolve = env.filters["url"]
+
+    @pass_context
+    def url(context: Any, value: str) -> str:
+        return value if isinstance(value, Relative) else resolve(context, value)
+
+    env.filters["url"] = url
+    return env
+
+
+def on_page_context(context: dict[str, Any], *, page: Any, config: Any, **kwargs: Any) -> None:
+    """Have the choice of languages lead to the same page; both languages have the same pages."""
+    here = "/zh-CN/" if config.theme["language"] == "zh" else "/"
+    for choice in config.extra["alternate"]:
+        there = "/" if choice["lang"] == "en" else f"/{choice['lang']}/"
+        choice["link"] = Relative(relpath(there + page.url, dirname(here + page.url)))
+
+
+def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> None:
+    """Leave out the column of neighbours for a page without any: code beside code needs the width."""
+    if page.parent is None:
+        page.meta.setdefault("hide", ["navigation"])

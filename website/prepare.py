@@ -1,0 +1,323 @@
+"""Write what MkDocs builds the site from, into build/: the pages of docs/, the reports, the examples and the reference.
+
+The pages in docs/ stay where they are, so that their links work on a code host as well. Needs nothing but Python::
+
+    python website/prepare.py && mkdocs build --strict --config-file build/mkdocs.en.yml
+"""
+
+import ast
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "everygpu"
+REPORTS = ROOT / "benchmarks" / "reports"
+EXAMPLES = ROOT / "examples"
+
+LANGUAGES = {"en": "en", "zh-CN": "zh"}
+"""The languages of the site, with the theme's names of them."""
+
+TITLES = {
+    "Start": "开始",
+    "Migration": "迁移",
+    "Guides": "指南",
+    "Feeding the devices": "向设备供给数据",
+    "A whole step in one call": "一次调用完成一步",
+    "Checkpoints": "检查点",
+    "Checkpoint format": "检查点格式",
+    "Devices": "设备",
+    "Several boxes": "多台机器",
+    "Reliability": "可靠性",
+    "Differences to nn.DataParallel": "与 nn.DataParallel 的区别",
+    "Recipes": "配方",
+    "Examples": "示例",
+    "Reference": "参考",
+    "How it works": "工作原理",
+    "Benchmarks": "性能测试",
+    "Newest figures": "最新数据",
+    "Measuring": "如何测量",
+    "Reports": "报告",
+}
+"""The navigation in Chinese."""
+
+ROOMS = {
+    "parallel": "Data parallelism",
+    "step": "Training step",
+    "feed": "Feeding",
+    "checkpoint": "Checkpoints",
+    "devices": "Devices",
+    "ranks": "Several processes",
+    "watchdog": "Watchdog",
+    "errors": "Errors",
+}
+"""The rooms of the public API, each with the title of its page of the reference."""
+
+ORDINALS = (
+    *("second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "eleventh", "twelfth"),
+    *("thirteenth", "fourteenth", "fifteenth", "sixteenth", "seventeenth", "eighteenth", "nineteenth", "twentieth"),
+)
+"""What reports of one day are called after the first."""
+
+PEERS = {
+    "single": "one GPU",
+    "single_compiled": "one GPU, compiled",
+    "single_graph": "one GPU, one CUDA graph",
+    "dp": "`torch.nn.DataParallel`",
+    "ddp": "DistributedDataParallel",
+    "ddp_compiled": "DistributedDataParallel, compiled",
+    "ours": "`everygpu.DataParallel`, {engine}",
+    "ours_compiled": "`everygpu.DataParallel`, compiled",
+    "ours_processes": "`everygpu.DataParallel`, processes",
+    "ours_ranks": "`everygpu.DataParallel` under torchrun",
+    "ours_graphs": "`everygpu.DataParallel`, graphs",
+    "ours_graphs_compiled": "`everygpu.DataParallel`, graphs, compiled",
+    "step": "`everygpu.TrainStep`",
+    "step_compiled": "`everygpu.TrainStep`, compiled",
+}
+"""The rows of ``everygpu bench``, in the words of the page."""
+
+
+def main() -> None:
+    shutil.rmtree(ROOT / "build", ignore_errors=True)
+    generated = {**reference(), **examples(), **reports()}
+    for language in LANGUAGES:
+        write_pages(ROOT / "build" / "pages" / language, {**own_pages(language), **generated})
+        write(ROOT / "build" / f"mkdocs.{language}.yml", configuration(language))
+
+
+def write_pages(folder: Path, pages: Mapping[str, str]) -> None:
+    for name, text in pages.items():
+        write(folder / name, text)
+    shutil.copytree(ROOT / "docs" / "assets", folder / "assets")
+    shutil.copyfile(ROOT / "website" / "site.css", folder / "assets" / "site.css")
+    for path in REPORTS.glob("*.json"):
+        shutil.copyfile(path, folder / "benchmarks" / "reports" / path.name)
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def configuration(language: str) -> str:
+    """Fill in the parts of the navigation that are made of what is there, and the language."""
+    text = (ROOT / "website" / "mkdocs.yml").read_text(encoding="utf-8")
+    parts = {
+        "@examples": [{path.stem: f"examples/{path.stem}.md"} for path in sorted(EXAMPLES.glob("*.py"))],
+        "@reference": ["reference/index.md", *({ROOMS[room]: f"reference/{room}.md"} for room in exports_by_room())],
+        "@reports": [f"benchmarks/reports/{path.name}" for path in newest_first()],
+    }
+    if language != "en":
+        text = text.replace("pages/en", f"pages/{language}").replace("site_dir: site", f"site_dir: site/{language}")
+        text = text.replace("  name: material", f"  name: material\n  language: {LANGUAGES[language]}")
+        head, nav = text.split("\nnav:\n")
+        text = head + "\nnav:\n" + re.sub(r"(?<=- )([^:\n\"]+)(?=:)", lambda found: TITLES[found[1]], nav)
+    for name, entries in parts.items():
+        text = text.replace(f'"{name}"', json.dumps(entries))  # JSON is YAML
+    return text
+
+
+def own_pages(language: str) -> dict[str, str]:
+    """Give the pages of docs/, with links that lead within the site, and drawings as a part of the page.
+
+    ``page.zh-CN.md`` is the Chinese text of ``page.md``; a page without one is in English in both.
+    """
+    paths = {path.name: path for path in (ROOT / "docs").glob("*.md") if path.suffixes == [".md"]}
+    paths |= {path.name.replace(f".{language}.", "."): path for path in (ROOT / "docs").glob(f"*.{language}.md")}
+    return {name: with_drawings(with_links(joined(path.read_text("utf-8")))) for name, path in paths.items()}
+
+
+def joined(text: str) -> str:
+    """Join lines within Chinese text: a browser shows the end of a line as a space."""
+    return re.sub(r"(?<=[\u3000-\u9fff\uff00-\uffef])\n *(?=[\u4e00-\u9fff])", "", text)
+
+
+def with_links(text: str) -> str:
+    """Point links at the site's pages: of reports, of examples, and of the same language."""
+    text = text.replace("](../benchmarks/reports)", "](benchmarks/index.md)")
+    text = text.replace("](../benchmarks/reports/", "](benchmarks/reports/")
+    text = re.sub(r"(\]\([\w-]+)\.zh-CN\.md", r"\1.md", text)
+    return re.sub(r"\]\(\.\./examples/(\w+)\.py", r"](examples/\1.md", text)
+
+
+def with_drawings(text: str) -> str:
+    """Put drawings into the page itself, where they have its colours; the code host shows them as pictures."""
+
+    def inline(match: re.Match[str]) -> str:
+        drawing = (ROOT / "docs" / match["path"]).read_text("utf-8")
+        return f"<figure>\n{drawing.strip()}\n</figure>"
+
+    return re.sub(r"^!\[[^\]]*\]\((?P<path>[\w/]+\.svg)\)$", inline, text, flags=re.MULTILINE)
+
+
+def exports() -> dict[str, str]:
+    """Give each public name with the module that it is imported from, as ``everygpu/__init__.py`` says."""
+    body = parse(SOURCE / "__init__.py").body
+    (home,) = (node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOME")
+    return ast.literal_eval(home)
+
+
+def exports_by_room() -> dict[str, list[str]]:
+    """Sort the public names by room, in the order of ``ROOMS``."""
+    found: dict[str, list[str]] = {}
+    for name, module in exports().items():
+        found.setdefault(module.split(".")[0], []).append(name)
+    if unknown := set(found) - set(ROOMS):
+        raise SystemExit(f"website/prepare.py: ROOMS must have a title for {sorted(unknown)}. Add one.")
+    return {room: sorted(found[room], key=str.lower) for room in ROOMS if room in found}
+
+
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
+
+
+def definition(name: str, module: str) -> ast.ClassDef | ast.FunctionDef:
+    """Find where a module defines a name, or the module that it imports it from does."""
+    folder = SOURCE.joinpath(*module.split("."))
+    path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    for node in statements(parse(path)):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
+            return node
+        if isinstance(node, ast.ImportFrom) and any(name in (a.name, a.asname) for a in node.names):
+            return definition(name, str(node.module).removeprefix("everygpu."))
+    raise SystemExit(f"website/prepare.py: found no {name} in {path}, where everygpu/__init__.py has it from.")
+
+
+def statements(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Give a module's statements, and those that only type checkers read."""
+    for node in tree.body:
+        yield from node.body if isinstance(node, ast.If) else (node,)
+
+
+def undocumented(name: str, node: ast.ClassDef | ast.FunctionDef) -> Iterator[str]:
+    """Name what a reader of the reference would miss: the docstring of an export, or of a public method of it."""
+    if ast.get_docstring(node) is None:
+        yield name
+    for member in node.body if isinstance(node, ast.ClassDef) else ():
+        if isinstance(member, ast.FunctionDef) and not (member.name.startswith("_") or is_known(member)):
+            yield from undocumented(f"{name}.{member.name}", member)
+
+
+def is_known(function: ast.FunctionDef) -> bool:
+    """Tell whether a method is documented elsewhere: a property's setter, or what torch prints modules with."""
+    return function.name == "extra_repr" or any(
+        ast.unparse(decorator).endswith((".setter", ".deleter")) for decorator in function.decorator_list
+    )
+
+
+def reference() -> dict[str, str]:
+    """Write a page for each room, and one that lists all; an export without a docstring ends the build."""
+    missing = [m for name, module in exports().items() for m in undocumented(name, definition(name, module))]
+    if missing:
+        raise SystemExit(f"website/prepare.py: public names must have docstrings, found none for {', '.join(missing)}.")
+    pages, index = {}, ["# Reference", ""]
+    for room, names in exports_by_room().items():
+        whole = ["everygpu.errors"] if room == "errors" else [f"everygpu.{name}" for name in names]
+        pages[f"reference/{room}.md"] = f"# {ROOMS[room]}\n\n" + "\n".join(f"::: {name}\n" for name in whole)
+        index += [f"## [{ROOMS[room]}]({room}.md)", ""]
+        index += [f"* [`{name}`]({room}.md#{anchor(name, room)}): {summary(name)}" for name in names] + [""]
+    return pages | {"reference/index.md": "\n".join(index)}
+
+
+def anchor(name: str, room: str) -> str:
+    return f"everygpu.errors.{name}" if room == "errors" else f"everygpu.{name}"
+
+
+def summary(name: str) -> str:
+    first = (ast.get_docstring(definition(name, exports()[name])) or "").split("\n\n")[0]
+    return " ".join(first.replace("``", "`").split()).removesuffix("::").rstrip(":.") + "."
+
+
+def examples() -> dict[str, str]:
+    """Write a page for each example: its docstring, then its code."""
+    return {f"examples/{path.stem}.md": example(path) for path in EXAMPLES.glob("*.py")}
+
+
+def example(path: Path) -> str:
+    code = path.read_text("utf-8")
+    text = (ast.get_docstring(ast.parse(code)) or "").replace("``", "`")
+    return f"# {path.stem}\n\n{text}\n\n```python\n{code}```\n"
+
+
+def newest_first() -> list[Path]:
+    """Sort the written reports: by day, and within a day by number."""
+
+    def key(path: Path) -> tuple[str, int, str]:
+        number = next((ORDINALS.index(word) + 1 for word in path.stem.split("-") if word in ORDINALS), 0)
+        return path.stem[:10], number, path.stem
+
+    return sorted(REPORTS.glob("*.md"), key=key, reverse=True)
+
+
+def reports() -> dict[str, str]:
+    """Give the reports as they are, and a page with the newest figures."""
+    pages = {f"benchmarks/reports/{path.name}": path.read_text("utf-8") for path in newest_first()}
+    measured = [(path, json.loads(path.read_text("utf-8"))) for path in sorted(REPORTS.glob("*.json"))]
+    return pages | {"benchmarks/index.md": figures([(p.name, report) for p, report in measured])}
+
+
+def figures(measured: list[tuple[str, Mapping[str, Any]]]) -> str:
+    """Write the page of the newest figures: a table for each model and number of GPUs, and the list of reports."""
+    lines = [INTRODUCTION]
+    for (model, num_gpus, is_compiled), (name, machine, rows) in sorted(newest_tables(measured).items()):
+        lines += [f"## {model}{', compiled' * is_compiled}, {num_gpus} x {machine['gpus'][0]}", ""]
+        versions = f"{machine['date']}, commit {machine['commit']}, torch {machine['torch']}"
+        lines += [f"{versions}: [{name}](reports/{name})", ""]
+        lines += ["| | ms a step | samples/s |", "|---|---|---|", *map(table_row, rows), ""]
+    lines += ["## All reports, newest first", ""]
+    return "\n".join([*lines, *(f"* [{title(path)}](reports/{path.name})" for path in newest_first()), ""])
+
+
+INTRODUCTION = """# Newest figures
+
+For each model and number of GPUs this page shows the newest report in JSON that measured DistributedDataParallel and
+everygpu in the same call, with `TrainStep` where there is one. Times are medians of rounds, with the least and most in
+brackets. Machines differ: compare within a table. Later reports without JSON replace some of these rows; all are listed
+below, newest first. [Measuring](../benchmarks.md) says how to make such a report on your machine.
+"""
+
+Table = tuple[str, Mapping[str, Any], list[Mapping[str, Any]]]
+"""The report's file, its machine, and rows."""
+
+
+def newest_tables(measured: list[tuple[str, Mapping[str, Any]]]) -> dict[tuple[str, int, bool], Table]:
+    """Choose for each model, number of GPUs, compiled or not: those with ``TrainStep`` first, then the newest."""
+    found: dict[tuple[str, int, bool], list[tuple[bool, str, Table]]] = {}
+    for name, report in measured:
+        machine = report["machine"]
+        for model, is_compiled, rows in tables_of(report.get("rows", ())):
+            peers = {row["peer"].removesuffix("_compiled") for row in rows}
+            if "ddp" in peers and peers & {"ours", "ours_graphs", "step"}:
+                key = model, max(row["num_devices"] for row in rows), is_compiled
+                found.setdefault(key, []).append(("step" in peers, machine["date"], (name, machine, rows)))
+    return {key: max(tables, key=lambda table: table[:2])[2] for key, tables in found.items()}
+
+
+def tables_of(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, bool, list[Mapping[str, Any]]]]:
+    """Sort a report's rows by model, and by whether they are compiled; other rows are left out."""
+    tables: dict[tuple[str, bool], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row.get("peer") in PEERS and {"ms", "num_devices"} <= set(row):
+            tables.setdefault((row["model"], row["peer"].endswith("_compiled")), []).append(row)
+    yield from ((*key, its) for key, its in tables.items())
+
+
+def table_row(row: Mapping[str, Any]) -> str:
+    name = PEERS[row["peer"]].format(engine=row.get("engine") or "threads")
+    times = f"{row['ms']:.2f} ({row['ms_min']:.2f} to {row['ms_max']:.2f})"
+    return f"| {name} | {times} | {row['samples_per_s']:,.0f} |"
+
+
+def title(path: Path) -> str:
+    return path.read_text("utf-8").splitlines()[0].removeprefix("# ")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
