@@ -15,7 +15,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=loadfile --no-loadscope-reorder
 
-# What takes minutes: all of torch's own samples of operators and modules.
+# What takes minutes: torch's own samples of operators and modules, hundreds of faults and random programs.
 test-slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu" --numprocesses=auto
 

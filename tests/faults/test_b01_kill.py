@@ -14,11 +14,12 @@ pytestmark = [
 ]
 
 
-def test_b01_killed_at_200_random_times(tmp_path: Path) -> None:
-    outcome = kill_randomly(EVERYGPU, tmp_path, num_kills=200)
+@pytest.mark.parametrize("num_kills", [50, pytest.param(200, marks=pytest.mark.slow)])
+def test_b01_killed_at_random_times(tmp_path: Path, num_kills: int) -> None:
+    outcome = kill_randomly(EVERYGPU, tmp_path, num_kills=num_kills)
     assert outcome["lost"] == 0
-    assert outcome["old"] + outcome["new"] == 200
-    assert outcome["old"] >= 20
+    assert outcome["old"] + outcome["new"] == num_kills
+    assert outcome["old"] >= num_kills / 10
     EVERYGPU.save(tmp_path / "ckpt", Weights(0))
     assert sorted(os.listdir(tmp_path)) == ["ckpt", "timed"], "what the killed savers left was not cleared"
 

@@ -49,6 +49,7 @@ def test_b07_killed_at_every_boundary(tmp_path: Path, next_step: int) -> None:
     assert len(seen) >= 18
 
 
+@pytest.mark.slow
 def test_b07_killed_at_random_times(tmp_path: Path) -> None:
     chance = random.Random(0)
     save(tmp_path, 0)

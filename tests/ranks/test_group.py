@@ -125,6 +125,7 @@ def train_on_the_same_rows_and_on_others():
     return same, train_on(torch.ones(4, 2) + group.rank)
 
 
+@pytest.mark.slow
 def test_the_same_rows_on_all_ranks_are_told_once(tmp_path):
     first, second = run_ranks(train_on_the_same_rows_and_on_others, size=2, folder=tmp_path)
     (told,), others = first

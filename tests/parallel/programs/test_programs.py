@@ -20,8 +20,15 @@ from tests.parallel.programs.run import differences, run_program
 
 CPU = torch.device("cpu")
 GROUP = 20
+NUM_GROUPS = 2
+"""Of each setup; the others are among the slow tests."""
 CASES = [
-    pytest.param(name, range(first, first + GROUP), marks=setup.marks, id=f"{name}-{first}-{first + GROUP - 1}")
+    pytest.param(
+        name,
+        range(first, first + GROUP),
+        marks=[*setup.marks, *([pytest.mark.slow] if first >= NUM_GROUPS * GROUP else [])],
+        id=f"{name}-{first}-{first + GROUP - 1}",
+    )
     for name, setup in SETUPS.items()
     for first in range(0, setup.num_programs, GROUP)
 ]
