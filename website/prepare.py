@@ -33,6 +33,7 @@ TITLES = {
     "Checkpoint format": "检查点格式",
     "Devices": "设备",
     "Several boxes": "多台机器",
+    "Versions": "版本",
     "Reliability": "可靠性",
     "Differences to nn.DataParallel": "与 nn.DataParallel 的区别",
     "Recipes": "配方",
