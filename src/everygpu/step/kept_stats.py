@@ -45,8 +45,8 @@ class KeptStats:
 
 
 def _running_stats(module: nn.Module) -> list[Tensor]:
-    layers = [m for m in module.modules() if m.training]
-    found = [getattr(m, name, None) for m in layers for name in _NAMES]
+    # In each step that isn't launched as recorded: asking modules for attributes that they lack takes long.
+    found = [m._buffers.get(name) for m in module.modules() if m.training for name in _NAMES]
     return [t for t in found if isinstance(t, Tensor) and t.is_floating_point() and t.layout is torch.strided]
 
 

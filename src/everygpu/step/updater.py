@@ -85,7 +85,7 @@ class Updater:
         if isinstance(factor, Tensor) or factor != 1:
             multiply(shares, factor)
         found_inf = None if self._scale is None else self._scale.unscale(shares)
-        if clip_norm is not None or losses is not None:
+        if clip_norm is not None or (losses is not None and found_inf is None):  # a scale has looked at all already
             self.norm = total_norm(shares, self._home)
         if clip_norm is not None:
             clip(shares, self.norm, clip_norm)
