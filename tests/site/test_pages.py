@@ -4,20 +4,21 @@ import importlib
 import re
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from website import check, prepare
 
 import everygpu
+from everygpu.cli import main
+from tests.site.running import commands, run_page
 
 DOCS = Path(__file__).parents[2] / "docs"
-FENCE = re.compile(r"^```python(?: title=\"(?P<title>[^\"]*)\")?\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-PAGES = ["index", "migration"]
-
-
-def blocks(text):
-    """Give the Python code of a page as pairs of title and code."""
-    return [(found["title"] or "", found["code"]) for found in FENCE.finditer(text)]
+CHINESE = ["index", "migration"]
+"""The pages that are there in both languages."""
+RUN: list[str] = []
+"""The pages whose code runs as it stands, besides those below that are judged by what they print."""
+COMMANDS = [*sorted(path.stem for path in DOCS.glob("*.md") if path.suffixes == [".md"]), "README"]
 
 
 @pytest.fixture
@@ -27,16 +28,6 @@ def two_replicas(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "own_devices", lambda group: ["cpu"] * 2)
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-
-
-def run_page(name):
-    """Run a page's blocks from top to bottom, as one script; what stands on a "before" side only has to compile."""
-    names = {}
-    for title, code in blocks((DOCS / f"{name}.md").read_text("utf-8")):
-        compiled = compile(code, f"<{name}>", "exec")
-        if not title.startswith("before"):
-            exec(compiled, names)
-    return names
 
 
 @pytest.mark.usefixtures("two_replicas")
@@ -63,6 +54,40 @@ def test_migration_trains_on_two_replicas(capsys):
     }
 
 
+@pytest.mark.usefixtures("two_replicas")
+@pytest.mark.parametrize("page", RUN)
+def test_code_of_pages_runs(page):
+    run_page(page)
+
+
+@pytest.mark.parametrize("page", COMMANDS)
+def test_commands_of_pages_have_their_options(page):
+    for arguments in commands(page):
+        parse(main, arguments)
+
+
+def test_options_that_do_not_exist_are_seen():
+    parse(main, ["checkpoint", "show", "run/last"])
+    parse(main, ["run", "--gpus", "2", "train.py", "--lr", "1"])
+    for wrong in (["run", "--gpu-count", "2", "train.py"], ["checkpoint", "shew", "run/last"]):
+        with pytest.raises(click.NoSuchOption if wrong[0] == "run" else click.UsageError):
+            parse(main, wrong)
+
+
+def parse(command, arguments):
+    """Have click read a command's options, without running it; its files don't have to be there."""
+    if isinstance(command, click.Group) and not arguments[0].startswith("-"):
+        _, command, arguments = command.resolve_command(click.Context(command), arguments)
+        return parse(command, arguments)
+    try:
+        command.make_context("everygpu", [*arguments])
+    except click.exceptions.Exit:
+        pass  # --version
+    except click.BadParameter as error:
+        if "does not exist" not in str(error):
+            raise
+
+
 def shape(text):
     """Give what both languages have in common: levels of headings, code, rows of tables, and where links lead."""
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
@@ -74,7 +99,7 @@ def shape(text):
     }
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", CHINESE)
 def test_chinese_pages_say_the_same(page):
     english, chinese = ((DOCS / f"{page}{ending}.md").read_text("utf-8") for ending in ("", ".zh-CN"))
     assert shape(chinese) == shape(english)

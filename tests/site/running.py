@@ -1,0 +1,46 @@
+"""Run the code of a page from top to bottom, as one script.
+
+``setups/NAME.py``, where it exists, runs before it: the model, loader and files that a reader of NAME.md has.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+SETUPS = Path(__file__).parent / "setups"
+FENCE = re.compile(r"^```python(?: title=\"(?P<title>[^\"]*)\")?\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+SHELL = re.compile(r"^```sh\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def page_path(name: str) -> Path:
+    """Find a page: README, or one of docs/."""
+    return ROOT / f"{name}.md" if name.startswith("README") else ROOT / "docs" / f"{name}.md"
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """Give the Python code of a page as pairs of title and code."""
+    return [(found["title"] or "", found["code"]) for found in FENCE.finditer(text)]
+
+
+def run_page(name: str) -> dict[str, Any]:
+    """Run a page's blocks in one namespace; what stands on a "before" side only has to compile."""
+    names: dict[str, Any] = {}
+    setup = SETUPS / f"{name.lower().replace('-', '_')}.py"
+    if setup.exists():
+        exec(compile(setup.read_text("utf-8"), str(setup), "exec"), names)
+    for number, (title, code) in enumerate(blocks(page_path(name).read_text("utf-8")), 1):
+        compiled = compile(code, f"<{name}.md, block {number}>", "exec")
+        if not title.startswith("before"):
+            exec(compiled, names)
+    return names
+
+
+def commands(name: str) -> Iterator[list[str]]:
+    """Give the arguments of each ``everygpu`` command of a page."""
+    for found in SHELL.finditer(page_path(name).read_text("utf-8")):
+        for line in found["code"].splitlines():
+            if line.startswith("everygpu "):
+                yield shlex.split(line, comments=True)[1:]
