@@ -11,12 +11,12 @@ from website import check, prepare
 
 import everygpu
 from everygpu.cli import main
-from tests.site.running import commands, run_page
+from tests.site.running import commands, page_path, run_page
 
 DOCS = Path(__file__).parents[2] / "docs"
-CHINESE = ["index", "migration"]
+CHINESE = ["README", "data-parallel", "index", "migration"]
 """The pages that are there in both languages."""
-RUN: list[str] = []
+RUN = ["README", "data-parallel"]
 """The pages whose code runs as it stands, besides those below that are judged by what they print."""
 COMMANDS = [*sorted(path.stem for path in DOCS.glob("*.md") if path.suffixes == [".md"]), "README"]
 
@@ -101,7 +101,7 @@ def shape(text):
 
 @pytest.mark.parametrize("page", CHINESE)
 def test_chinese_pages_say_the_same(page):
-    english, chinese = ((DOCS / f"{page}{ending}.md").read_text("utf-8") for ending in ("", ".zh-CN"))
+    english, chinese = (page_path(page + ending).read_text("utf-8") for ending in ("", ".zh-CN"))
     assert shape(chinese) == shape(english)
 
 
