@@ -58,7 +58,7 @@ LOOP, STEP = "`DataParallel`, default", "`TrainStep`, default"
 MIXTURE = "mixture of experts", "the same, an earlier run"
 
 MODELS: dict[str, dict[str, tuple[Row | Line, ...]]] = {
-    "ResNet-18, 32²": {
+    "ResNet-18, 32 px": {
         "dp": (Row("resnet18", "dp"),),
         "loop": (Line(NINTH, "ResNet-18", LOOP),),
         "step": (Row("resnet18", "step"),),

@@ -105,6 +105,22 @@ def test_chinese_pages_say_the_same(page):
     assert shape(chinese) == shape(english)
 
 
+def anchors(text):
+    """Give what a link may name on a page, as code hosts make it of headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", ["README", "README.zh-CN"])
+def test_links_of_the_readme_lead_somewhere(page):
+    path = page_path(page)
+    links = [link.split("#") for link in re.findall(r"\]\(([^)]+)\)", path.read_text("utf-8"))]
+    assert {name for name, *_ in links if not (path.parent / name).exists()} == set()
+    named = {(name, anchor) for name, *rest in links for anchor in rest}
+    assert named
+    assert {(name, a) for name, a in named if a not in anchors((path.parent / name).read_text("utf-8"))} == set()
+
+
 def test_a_page_that_lacks_something_is_seen():
     page = "# A\n\n```python\nx = 1\n```\n\n* [b](c.md)\n"
     assert shape(page) == shape(page.replace("A", "甲").replace("c.md", "c.zh-CN.md"))
