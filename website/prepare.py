@@ -27,6 +27,7 @@ TITLES = {
     "Start": "开始",
     "Migration": "迁移",
     "Guides": "指南",
+    "Data parallelism": "数据并行",
     "Feeding the devices": "向设备供给数据",
     "A whole step in one call": "一次调用完成一步",
     "Checkpoints": "检查点",

@@ -11,12 +11,12 @@ from website import check, prepare
 
 import everygpu
 from everygpu.cli import main
-from tests.site.running import commands, run_page
+from tests.site.running import commands, page_path, run_page
 
 DOCS = Path(__file__).parents[2] / "docs"
-CHINESE = ["index", "migration"]
+CHINESE = ["README", "data-parallel", "index", "migration"]
 """The pages that are there in both languages."""
-RUN: list[str] = []
+RUN = ["README", "data-parallel"]
 """The pages whose code runs as it stands, besides those below that are judged by what they print."""
 COMMANDS = [*sorted(path.stem for path in DOCS.glob("*.md") if path.suffixes == [".md"]), "README"]
 
@@ -101,8 +101,27 @@ def shape(text):
 
 @pytest.mark.parametrize("page", CHINESE)
 def test_chinese_pages_say_the_same(page):
-    english, chinese = ((DOCS / f"{page}{ending}.md").read_text("utf-8") for ending in ("", ".zh-CN"))
+    english, chinese = (page_path(page + ending).read_text("utf-8") for ending in ("", ".zh-CN"))
     assert shape(chinese) == shape(english)
+
+
+def anchors(text):
+    """Give what a link may name on a page, as code hosts make it of headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", ["README", "README.zh-CN"])
+def test_links_of_the_readme_lead_somewhere(page):
+    path = page_path(page)
+    links = [link.split("#") for link in re.findall(r"\]\(([^)]+)\)", path.read_text("utf-8"))]
+    assert {name for name, *_ in links if not (path.parent / name).exists()} == set()
+    if page != "README":  # a Chinese text is linked where there is one
+        pages = {name for name, *_ in links if name.endswith(".md")} - {"README.md"}
+        assert {name for name in pages if (path.parent / name).with_suffix(".zh-CN.md").exists()} == set()
+    named = {(name, anchor) for name, *rest in links for anchor in rest}
+    assert named
+    assert {(name, a) for name, a in named if a not in anchors((path.parent / name).read_text("utf-8"))} == set()
 
 
 def test_a_page_that_lacks_something_is_seen():
