@@ -70,7 +70,7 @@ class Bar:
     def draw(self) -> None:
         """Show it as it is now."""
         if (measure := self._measure) is not None:
-            self.update(completed=min(measure(), self._task.total or 0))
+            self.update(completed=max(self._task.completed, min(measure(), self._task.total or 0)))
         with self._drawing:
             self._progress.start()
             self._progress.refresh()
