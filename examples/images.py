@@ -1,7 +1,7 @@
 """Train an image classifier and watch it: loss, rows per second, time left, waiting for data, a line for each device.
 
 The images are drawn while they are loaded, as augmented photographs would be, so the share of waiting for data means
-something. Copy this for a run that somebody looks at.
+something. Copy this for a run that you want to watch.
 
     python examples/images.py                           # all GPUs, or two replicas on the CPU
     python examples/images.py --replicas 3 --workers 2  # three replicas on the CPU, two processes that load data
@@ -105,7 +105,7 @@ def main() -> None:
     step = everygpu.TrainStep(model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters(), lr=3e-3))
     loading = {"batch_size": options.batch_size, "num_workers": options.workers, "pin_memory": on_gpus}
     train = everygpu.Feeder(DataLoader(Shapes(options.images), shuffle=True, **loading), model)
-    test = everygpu.Feeder(DataLoader(Shapes(512, first=10**6), **loading), model)
+    test = everygpu.Feeder(DataLoader(Shapes(options.images // 8, first=10**6), **loading), model)
 
     for epoch in range(1, options.epochs + 1):
         train_epoch(step, train, f"epoch {epoch}", options.images)

@@ -1,6 +1,7 @@
 """The examples, as their command lines say, judged by what they print."""
 
 import importlib
+import json
 import os
 import re
 import runpy
@@ -162,6 +163,21 @@ class TestResume:
         rest = run("resume.py", *options, tmp_path / "cut", "--pause", 0)
         assert "going on after step 80" in rest
         assert seen | dict(self.STEP.findall(rest)) == whole
+
+
+class TestNotebook:
+    """tests/clients has it run by Jupyter's own kernel, where that is installed."""
+
+    @pytest.mark.slow
+    def test_its_cells_train(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        cells = json.loads((EXAMPLES / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
+        code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        exec("\n".join(code), {})
+        assert re.findall(r"accuracy (\S+)", capsys.readouterr().out)[-1] in ("0.99", "1.00")
 
 
 class TestTutorial:
