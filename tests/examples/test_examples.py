@@ -165,6 +165,21 @@ class TestResume:
         assert seen | dict(self.STEP.findall(rest)) == whole
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("script", "options", "last"),
+    [
+        ("images.py", ["--epochs", 2], r"epoch 2 .* accuracy 0\.\d+"),
+        ("gan.py", ["--steps", 200], r"\d+% of the points near a spot, \d of 8 spots found"),
+        ("lengths.py", ["--epochs", 2], r"test accuracy 0\.\d+; \d+ shapes of batches"),
+        ("resume.py", ["--steps", 60, "--pause", 0], "all 60 steps are done, .*"),
+    ],
+)
+def test_on_all_gpus(run: Run, script: str, options: list, last: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert re.fullmatch(last, run(script, *options).strip().splitlines()[-1])
+
+
 class TestNotebook:
     """tests/clients has it run by Jupyter's own kernel, where that is installed."""
 
