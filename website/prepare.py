@@ -38,6 +38,7 @@ TITLES = {
     "Reliability": "可靠性",
     "Differences to nn.DataParallel": "与 nn.DataParallel 的区别",
     "Recipes": "配方",
+    "Gallery": "示例库",
     "Examples": "示例",
     "Reference": "参考",
     "How it works": "工作原理",
@@ -111,7 +112,7 @@ def configuration(language: str) -> str:
     """Fill in the parts of the navigation that are made of what is there, and the language."""
     text = (ROOT / "website" / "mkdocs.yml").read_text(encoding="utf-8")
     parts = {
-        "@examples": [{path.stem: f"examples/{path.stem}.md"} for path in sorted(EXAMPLES.glob("*.py"))],
+        "@examples": [{path.stem: f"examples/{path.stem}.md"} for path in example_files()],
         "@reference": ["reference/index.md", *({ROOMS[room]: f"reference/{room}.md"} for room in exports_by_room())],
         "@reports": [f"benchmarks/reports/{path.name}" for path in newest_first()],
     }
@@ -145,7 +146,7 @@ def with_links(text: str) -> str:
     text = text.replace("](../benchmarks/reports)", "](benchmarks/index.md)")
     text = text.replace("](../benchmarks/reports/", "](benchmarks/reports/")
     text = re.sub(r"(\]\([\w-]+)\.zh-CN\.md", r"\1.md", text)
-    return re.sub(r"\]\(\.\./examples/(\w+)\.py", r"](examples/\1.md", text)
+    return re.sub(r"\]\(\.\./examples/(\w+)\.(?:py|ipynb)", r"](examples/\1.md", text)
 
 
 def with_drawings(text: str) -> str:
@@ -237,15 +238,31 @@ def summary(name: str) -> str:
     return " ".join(first.replace("``", "`").split()).removesuffix("::").rstrip(":.") + "."
 
 
+def example_files() -> list[Path]:
+    return sorted([*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.ipynb")])
+
+
 def examples() -> dict[str, str]:
-    """Write a page for each example: its docstring, then its code."""
-    return {f"examples/{path.stem}.md": example(path) for path in EXAMPLES.glob("*.py")}
+    """Write a page for each example: of a script its docstring, then its code; of a notebook its cells."""
+    page = {".py": script, ".ipynb": notebook}
+    return {f"examples/{path.stem}.md": page[path.suffix](path) for path in example_files()}
 
 
-def example(path: Path) -> str:
+def script(path: Path) -> str:
     code = path.read_text("utf-8")
     text = (ast.get_docstring(ast.parse(code)) or "").replace("``", "`")
     return f"# {path.stem}\n\n{text}\n\n```python\n{code}```\n"
+
+
+def notebook(path: Path) -> str:
+    """Write text, code, and below it what it printed or returned."""
+    parts = []
+    for cell in json.loads(path.read_text("utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        shown = ["".join(out.get("text") or out["data"]["text/plain"]) for out in cell.get("outputs", ())]
+        parts += [f"```text\n{text.rstrip()}\n```" for text in shown]
+    return "\n\n".join(parts) + "\n"
 
 
 def newest_first() -> list[Path]:

@@ -60,7 +60,7 @@ def examine(monkeypatch, tmp_path):
     def run(library, build, *, environ=None, peers=None, system=tmp_path, **options):
         tests = []
 
-        def test(uuids, *, full):
+        def test(uuids, *, full, on_pair):
             tests.append((uuids, full))
             return peers or Outcome(pairs={(0, 1): PairReport(verdict="right"), (1, 0): PairReport(verdict="right")})
 

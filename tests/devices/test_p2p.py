@@ -39,7 +39,7 @@ def machine(monkeypatch, tmp_path):
     """Three GPUs with peer access, whose test says what is put into the returned object."""
     state = SimpleNamespace(outcome=Outcome(pairs=reports()), commands=[], peers=True, delay_s=0.0)
 
-    def examine(command, environ, num_devices, patience):
+    def examine(command, environ, num_devices, patience, on_pair):
         state.commands.append(command)
         time.sleep(state.delay_s)
         return state.outcome

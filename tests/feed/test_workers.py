@@ -101,6 +101,10 @@ class TestMeasuring:
         assert 0 < slow.first_batch_s < 5
         assert loader.num_workers == 0
 
+    def test_waiting_is_no_news_where_nothing_else_is_done(self, caplog):
+        tune_workers(DataLoader(torch.arange(400.0), batch_size=2), "cpu", candidates=[0])
+        assert caplog.messages == []
+
     def test_generators_are_as_before(self):
         generator = torch.Generator().manual_seed(1)
         for own in (None, generator):

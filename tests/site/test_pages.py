@@ -1,6 +1,7 @@
 """The pages of the site: their code runs, both languages say the same, and the reference has every export."""
 
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -150,12 +151,34 @@ def test_missing_docstrings_are_named(monkeypatch, tmp_path):
 
 def test_links_lead_within_the_site():
     page = (
-        "[a](../benchmarks/reports/2026-11-22.md) [b](../examples/charlm.py) [c](index.zh-CN.md#d) "
-        "[e](../benchmarks/reports)"
+        "[a](../benchmarks/reports/2026-11-22.md) [b](../examples/charlm.py) [n](../examples/notebook.ipynb) "
+        "[c](index.zh-CN.md#d) [e](../benchmarks/reports)"
     )
     assert prepare.with_links(page) == (
-        "[a](benchmarks/reports/2026-11-22.md) [b](examples/charlm.md) [c](index.md#d) [e](benchmarks/index.md)"
+        "[a](benchmarks/reports/2026-11-22.md) [b](examples/charlm.md) [n](examples/notebook.md) "
+        "[c](index.md#d) [e](benchmarks/index.md)"
     )
+
+
+def test_the_gallery_has_each_example():
+    names = [path.name for path in prepare.example_files()]
+    listed = re.findall(r"^\| \[(\S+)\]\(\.\./examples/\1\)", (DOCS / "gallery.md").read_text("utf-8"), re.MULTILINE)
+    assert sorted(listed) == names
+    assert {f"examples/{Path(name).stem}.md" for name in names} == set(prepare.examples())
+
+
+def test_a_notebook_becomes_a_page(tmp_path):
+    cells = [
+        {"cell_type": "markdown", "source": ["# A\n", "b"]},
+        {
+            "cell_type": "code",
+            "source": ["x = 1\n", "x"],
+            "outputs": [{"text": ["c\n"]}, {"data": {"text/plain": ["1"]}}],
+        },
+    ]
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
+    page = prepare.notebook(tmp_path / "a.ipynb")
+    assert page == "# A\nb\n\n```python\nx = 1\nx\n```\n\n```text\nc\n```\n\n```text\n1\n```\n"
 
 
 def test_lines_of_chinese_text_are_joined():

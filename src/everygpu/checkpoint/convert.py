@@ -3,7 +3,7 @@
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -30,6 +30,7 @@ from everygpu.errors import (
     CheckpointForeignError,
     OptionError,
 )
+from everygpu.tree import leaves
 
 Target: TypeAlias = Literal["everygpu", "torch", "safetensors", "dcp"]
 
@@ -64,6 +65,7 @@ def convert(
     add_prefix: str = "",
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
+    writing: Callable[[int], AbstractContextManager[object]] = nullcontext,
 ) -> Outcome:
     """Write a checkpoint in another format; what is at the destination stays until that is complete.
 
@@ -78,6 +80,7 @@ def convert(
         add_prefix: Put before every name, after that.
         dtype: For floating-point tensors of the model.
         overwrite: Whether a checkpoint at the destination may be replaced.
+        writing: Entered while the result is written, with the number of bytes that its tensors have.
     Raises:
         OptionError: no name begins with the prefix.
         CheckpointForeignError: something is at the destination and may not be replaced.
@@ -93,7 +96,8 @@ def convert(
     model = _cast(rename(model, new_name), dtype)
     versions = {new_name(f"{path}.".lstrip(".")).rstrip("."): about for path, about in contents.versions.items()}
     try:
-        left_out = _write(destination, target, contents, model, versions)
+        with writing(_count_bytes(contents, model, target)):
+            left_out = _write(destination, target, contents, model, versions)
     except CheckpointError:
         raise
     except OSError as cause:
@@ -159,6 +163,12 @@ def _cast(model: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
         return casts[key]
 
     return model if dtype is None else {name: cast(value) for name, value in model.items()}
+
+
+def _count_bytes(contents: Contents, model: Mapping[str, Any], target: Target) -> int:
+    parts = [contents.optimizer, contents.scheduler, contents.extras] if target == "everygpu" else []
+    found = (leaf for part in (model, *parts) for _, leaf in leaves(part, ""))
+    return sum(leaf.nbytes for leaf in found if isinstance(leaf, Tensor) and leaf.layout == torch.strided)
 
 
 def _write(

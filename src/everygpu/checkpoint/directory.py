@@ -108,6 +108,15 @@ def new_directory(target: Path) -> Iterator[Path]:
             raise
 
 
+def written_bytes(target: Path) -> int:
+    """Sum what this process has written of the file or directory that is to take the target's place."""
+    begin, total = f".{target.name}.tmp-{os.getpid()}-", 0
+    with suppress(OSError):  # it takes the target's place at any moment
+        for new in [entry for entry in target.parent.iterdir() if entry.name.startswith(begin)]:
+            total += sum(file.stat().st_size for file in (new.iterdir() if new.is_dir() else [new]))
+    return total
+
+
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
     """Open a new file with the permissions that umask leaves; it is on the disk when the block ends."""

@@ -126,12 +126,25 @@ def _examine_foreign(path: Path, advance: Callable[[int], None]) -> Report:
     has_archives = place.format in ("torch", "index")
     faults = []
     for file in members:
-        problem = find_archive_fault(file) if has_archives else None
+        rest = _Rest(file.stat().st_size, advance)
+        problem = find_archive_fault(file, rest.take) if has_archives else None
         if problem is not None:
             faults.append(Fault(file=file.name, problem=problem))
-        advance(file.stat().st_size)
+        rest.take(rest.num_bytes)  # what no checksum is of
     means = "structure, and checksums where torch.save wrote them" if has_archives else "structure; it has no checksums"
     return _report(words, members, means, faults)
+
+
+@dataclass(slots=True)
+class _Rest:
+    """The part of a file that is still to be read."""
+
+    num_bytes: int
+    advance: Callable[[int], None]
+
+    def take(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+        self.advance(num_bytes)
 
 
 def _report(words: str, members: list[Path], means: str, faults: list[Fault]) -> Report:

@@ -15,6 +15,7 @@ from rich.table import Table
 from everygpu.child import python_command
 from everygpu.cli.live import make_console
 from everygpu.cli.numbers import FiniteRange
+from everygpu.cli.progress_bar import Bar, show_bar
 from everygpu.cli.text import harmless
 from everygpu.errors import BenchmarkError, DeviceError, OptionError
 
@@ -104,7 +105,8 @@ def compare_ways(
     console.out(describe(machine, num_devices, on_cpu), highlight=False)
     rows: list[dict[str, Any]] = []
     try:
-        _measure_all(console, *names, timeout, conditions, rows)
+        with show_bar("measuring", len(names[0]) * len(names[1]), unit="rows") as bar:
+            _measure_all(console, bar, *names, timeout, conditions, rows)
     finally:
         if rows:  # what was measured is kept, however it ends
             _write(machine, report.add_efficiency(rows), json_file, report_file, plot_file)
@@ -144,6 +146,7 @@ def _check_files(*paths: Path | None) -> None:
 
 def _measure_all(
     console: Console,
+    bar: Bar,
     models: Sequence[str],
     peers: Sequence[str],
     timeout: float,
@@ -154,12 +157,16 @@ def _measure_all(
     from everygpu.bench.report import add_efficiency, describe_row
 
     for model in models:
-        console.out(f"\n{model}", highlight=False)
+        with bar.paused():
+            console.out(f"\n{model}", highlight=False)
         for peer in peers:
-            with console.status(f"{peer}…"):
-                rows.append(run_row(model, peer, timeout, conditions))
-            console.out(harmless(describe_row(rows[-1])), highlight=False)
-        print_table(console, add_efficiency(rows[-len(peers) :]))
+            bar.update(f"{model}: {peer}")
+            rows.append(run_row(model, peer, timeout, conditions))
+            bar.advance()
+            with bar.paused():
+                console.out(harmless(describe_row(rows[-1])), highlight=False)
+        with bar.paused():
+            print_table(console, add_efficiency(rows[-len(peers) :]))
 
 
 def _measure_apart(text: str) -> None:

@@ -9,6 +9,7 @@ import click
 from rich.table import Table
 
 from everygpu.cli.live import make_console
+from everygpu.cli.progress_bar import show_bar
 from everygpu.cli.text import harmless
 from everygpu.devices.checks import Finding
 from everygpu.devices.peer_run import Outcome, PairReport
@@ -28,7 +29,12 @@ def find_faults(quick: bool, as_json: bool) -> None:
     """
     from everygpu.devices.doctor import diagnose
 
-    diagnosis = diagnose(os.environ, test_peers=not quick)
+    with show_bar("looking at drivers and torch", unit="pairs", quiet=as_json) as bar:
+
+        def show_pairs(num_pairs: int, num_all: int) -> None:
+            bar.update("copying between GPUs", completed=num_pairs, total=num_all)
+
+        diagnosis = diagnose(os.environ, test_peers=not quick, on_pair=show_pairs)
     console = make_console()
     if as_json:
         pairs = {} if diagnosis.peers is None else diagnosis.peers.pairs

@@ -16,6 +16,7 @@ from rich.table import Table
 from everygpu.child import python_command
 from everygpu.cli.numbers import FiniteRange
 from everygpu.cli.output import Output
+from everygpu.cli.progress_bar import show_bar
 from everygpu.cli.text import harmless
 from everygpu.exit_codes import INTERRUPTED
 from everygpu.units import format_size
@@ -81,28 +82,30 @@ def tune_script(
     # The script's output goes to the tables' stream, so that stdout holds the JSON alone.
     with redirect_stdout(sys.stderr if as_json else sys.stdout):
         if batch_size:
-            found["batch_size"] = _tune_batch_size(console, script, args, which, headroom)
-        found["workers"] = _tune_workers(console, script, args, which, seconds)
+            found["batch_size"] = _tune_batch_size(console, as_json, script, args, which, headroom)
+        found["workers"] = _tune_workers(console, as_json, script, args, which, seconds)
     if as_json:
         Output(markup=False, emoji=False).out(json.dumps(found, indent=2), highlight=False)
 
 
-def _tune_workers(console: Console, script: str, args: Sequence[str], which: int, seconds: float) -> dict[str, Any]:
+def _tune_workers(
+    console: Console, quiet: bool, script: str, args: Sequence[str], which: int, seconds: float
+) -> dict[str, Any]:
     from dataclasses import asdict
 
     from everygpu.cli import observe
     from everygpu.devices import parse_devices
-    from everygpu.feed.workers import tune_workers
+    from everygpu.feed.workers import numbers_to_try, tune_workers
 
     loader, code = observe.find_loader(script, args, which)
     if loader is None:
         raise _explain_end(script, which, code)
-    with console.status("loading data…") as status:
+    with show_bar("loading data", len(numbers_to_try()), unit="trials", quiet=quiet) as bar:
         report = tune_workers(
             loader,
             parse_devices(None)[:1],  # what is asked is the loading: one device takes any batch
             seconds=seconds,
-            on_trial=lambda t: status.update(f"{t.num_workers} workers measured…"),
+            on_trial=lambda trial: bar.advance(),
         )
     table = Table("workers", "batches/s", "first batch", highlight=False)
     for t in report.trials:
@@ -130,15 +133,18 @@ def _explain_end(script: str, which: int, code: str | int | None, last: str = ""
     )
 
 
-def _tune_batch_size(console: Console, script: str, args: Sequence[str], which: int, headroom: float) -> dict[str, Any]:
+def _tune_batch_size(
+    console: Console, quiet: bool, script: str, args: Sequence[str], which: int, headroom: float
+) -> dict[str, Any]:
     from everygpu.feed.size_search import find_size
 
     table = Table("rows", "fits", "peak on one GPU", highlight=False)
     trials: list[dict[str, Any]] = []
-    with console.status("running the script as it is…") as status:
+    with show_bar("running the script as it is", unit="trials", quiet=quiet) as bar:
 
         def fits(num_rows: int) -> bool:
-            status.update(f"running the script with {num_rows} rows…")
+            bar.advance()
+            bar.update(f"running the script with {num_rows} rows")
             trials.append(try_rows(num_rows, script, args, which, headroom))
             return bool(trials[-1]["fits"])
 

@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,18 +30,25 @@ class Diagnosis:
         return all(finding.state != "error" for finding in self.findings)
 
 
-def diagnose(environ: Mapping[str, str], *, test_peers: bool = True, system: Path = Path("/")) -> Diagnosis:
+def diagnose(
+    environ: Mapping[str, str],
+    *,
+    test_peers: bool = True,
+    system: Path = Path("/"),
+    on_pair: Callable[[int, int], object] = lambda num_pairs, num_all: None,
+) -> Diagnosis:
     """Look at everything.
 
     Args:
         environ: As ``os.environ``.
         test_peers: Copy between the GPUs, which takes some seconds and 256 MiB on each.
         system: Where the system's files are.
+        on_pair: Called before the first pair of GPUs and after each, with the number of pairs so far and of all.
     Returns:
         The findings. The result of the copy test is kept for later runs.
     """
     driver, samples, build = nvml.sample_driver(), nvml.sample_devices() or [], describe_torch()
-    outcome = _test_peers(build) if test_peers else None
+    outcome = _test_peers(build, on_pair) if test_peers else None
     findings = [
         checks.check_driver(driver, count_boards(system)),
         checks.check_torch(build, driver, environ),
@@ -59,10 +66,12 @@ def diagnose(environ: Mapping[str, str], *, test_peers: bool = True, system: Pat
     return Diagnosis(findings=tuple(findings), peers=outcome)
 
 
-def _test_peers(build: TorchBuild) -> Outcome | None:
+def _test_peers(build: TorchBuild, on_pair: Callable[[int, int], object]) -> Outcome | None:
     if build.num_devices < 2:
         return None
-    return p2p.examine_and_keep(p2p.list_uuids(), full=True)
+    num_all = build.num_devices * (build.num_devices - 1)
+    on_pair(0, num_all)
+    return p2p.examine_and_keep(p2p.list_uuids(), full=True, on_pair=lambda num_pairs: on_pair(num_pairs, num_all))
 
 
 def describe_torch() -> TorchBuild:

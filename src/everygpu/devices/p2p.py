@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -100,18 +100,21 @@ def _explain(broken: Mapping[Pair, PairReport]) -> frozenset[Pair]:
     return frozenset(broken)
 
 
-def examine_and_keep(uuids: Sequence[str], *, full: bool = False) -> Outcome:
+def examine_and_keep(
+    uuids: Sequence[str], *, full: bool = False, on_pair: Callable[[int], object] = lambda num_pairs: None
+) -> Outcome:
     """Run the test on the visible GPUs and remember what came of it.
 
     Args:
         uuids: Of all visible devices, in torch's order, without ``GPU-``.
         full: Measure the speed of each pair, and try NCCL; takes longer.
+        on_pair: Called after each pair, with the number of pairs so far.
     """
     patience = Patience(total_s=120.0, step_s=15.0) if full else Patience()
     flags = ["--measure", "--collective"] if full else []
     logger.info("Testing copies between %d GPUs, once for this driver.", len(uuids))
     command = python_command(MODULE, str(len(uuids)), *flags)
-    report = examine(command, child_environ(uuids, os.environ), len(uuids), patience)
+    report = examine(command, child_environ(uuids, os.environ), len(uuids), patience, on_pair)
     keep(uuids, report.pairs)
     return report
 

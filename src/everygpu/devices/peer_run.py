@@ -6,7 +6,7 @@ import logging
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +64,7 @@ class _Progress:
     rest: Verdict = "untested"
     """Of pairs that it said nothing about."""
     is_done: bool = False
+    on_pair: Callable[[int], object] = lambda num_pairs: None
 
     def take(self, line: str) -> None:
         """Note one line; what others write to the same stream is none of ours."""
@@ -79,6 +80,7 @@ class _Progress:
         if "pair" in said:
             source, target = said["pair"]
             self.pairs[source, target] = _report(said)
+            self.on_pair(len(self.pairs))
         elif "collective" in said:
             self.collective = _report(said)
 
@@ -97,7 +99,13 @@ def _report(said: Mapping[str, Any]) -> PairReport:
     return PairReport(verdict="right", gigabytes_per_s=said.get("gigabytes_per_s"))
 
 
-def examine(command: Sequence[str], environ: Mapping[str, str], num_devices: int, patience: Patience) -> Outcome:
+def examine(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    num_devices: int,
+    patience: Patience,
+    on_pair: Callable[[int], object] = lambda num_pairs: None,
+) -> Outcome:
     """Run the test in a process of its own, and end it when it hangs.
 
     Args:
@@ -105,11 +113,12 @@ def examine(command: Sequence[str], environ: Mapping[str, str], num_devices: int
         environ: Its environment.
         num_devices: How many it tests.
         patience: How long it may take.
+        on_pair: Called after each pair, with the number of pairs so far.
     Returns:
         A report for each ordered pair. Once a pair hangs, or ends the process, those after it count for no
         better: the GPUs are left alone.
     """
-    progress = _Progress()
+    progress = _Progress(on_pair=on_pair)
     with ExitStack() as stack:
         # A file, not a pipe: to read it never waits, whatever has become of the writer.
         try:

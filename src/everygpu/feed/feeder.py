@@ -100,7 +100,7 @@ class Feeder:
         )
         on_gpus = self._options.route.devices[0].type == "cuda"
         self._board = Board(self._options.route.devices) if publish or (publish is None and on_gpus) else None
-        self._meter = WaitMeter(iterated, prefetch, None if self._board is None else self._board.show)
+        self.meter = WaitMeter(iterated, prefetch, None if self._board is None else self._board.show)
         self._tally = Tally(Position())
         self._is_resumed = False
         self._dealt: DealtSampler | None = None
@@ -116,7 +116,7 @@ class Feeder:
             self._end_pass()  # such workers serve one pass at a time
         iterator, self._tally, dealing = self._begin()
         self._is_resumed = False
-        feed = Feed(iterator, self._options, self._tally, self._meter, dealing)
+        feed = Feed(iterator, self._options, self._tally, self.meter, dealing)
         self._feed = weakref.ref(feed)
         return feed
 
@@ -160,7 +160,7 @@ class Feeder:
 
     def report(self) -> FeedReport:
         """Return how long the steps took so far, and how much of that was waiting for data."""
-        return self._meter.report()
+        return self.meter.report()
 
     def close(self) -> None:
         """End the pass that is on, its thread and its workers, and withdraw what is published."""

@@ -82,7 +82,7 @@ class WaitMeter:
         self._recent: deque[StepTime] = deque(maxlen=WINDOW_STEPS)
         self._sums = StepTime(total_s=0.0, wait_s=0.0, load_s=0.0, send_s=0.0)
         self._num_steps = 0
-        self._has_warned = False
+        self.warns = True
 
     def add(self, step: StepTime) -> None:
         """Count a step."""
@@ -94,7 +94,7 @@ class WaitMeter:
             load_s=self._sums.load_s + step.load_s,
             send_s=self._sums.send_s + step.send_s,
         )
-        if self._num_steps % WINDOW_STEPS == 0 and not self._has_warned:
+        if self._num_steps % WINDOW_STEPS == 0 and self.warns:
             self._warn(summarise(self._recent))
         if self._on_step is not None:
             self._on_step(self._num_steps, lambda: summarise(self._recent))
@@ -113,7 +113,7 @@ class WaitMeter:
     def _warn(self, recent: FeedReport) -> None:
         if recent.wait_pct <= LIMIT_PCT:
             return
-        self._has_warned = True
+        self.warns = False
         logger.warning(
             "Feeder: waited for data during %.0f%% of the last %d steps (%.1f of %.1f ms a step; a batch takes the "
             "loader %.1f ms, sending it %.1f ms). %s",

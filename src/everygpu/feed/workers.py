@@ -141,7 +141,7 @@ def _check_options(loader: DataLoader[Any], candidates: Iterable[int] | None, se
     if not is_number(seconds) or not 0 < seconds < math.inf:
         raise OptionError(f"tune_workers: seconds must be more than 0, got {seconds!r}.")
     if candidates is None:
-        return list(_powers(count_cores())), False
+        return numbers_to_try(), False
     numbers = list(candidates) if isinstance(candidates, Iterable) else []
     if not numbers or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers):
         raise OptionError(
@@ -151,13 +151,10 @@ def _check_options(loader: DataLoader[Any], candidates: Iterable[int] | None, se
     return numbers, True
 
 
-def _powers(limit: int) -> Iterator[int]:
-    yield 0
-    number = 1
-    while number < limit:
-        yield number
-        number *= 2
-    yield limit
+def numbers_to_try() -> list[int]:
+    """Return the numbers of workers that are tried, unless a smaller one turns out to be enough: 0, 1, 2, 4, …"""
+    limit = count_cores()
+    return [0, *(2**i for i in range(limit.bit_length()) if 2**i < limit), limit]
 
 
 def _try(loader: DataLoader[Any], target: Target, num_workers: int, seconds: float) -> WorkerTrial:
@@ -165,6 +162,7 @@ def _try(loader: DataLoader[Any], target: Target, num_workers: int, seconds: flo
     start = time.perf_counter()
     feeder = Feeder(twin, target)
     feeder.dealer = None  # ranks measure for different numbers of batches
+    feeder.meter.warns = False  # there is nothing else to do than to wait
     with iter(feeder) as feed:
         first_batch(feed, "tune_workers")
         begin = now = time.perf_counter()

@@ -10,6 +10,7 @@ import os
 import re
 import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, BinaryIO
@@ -24,6 +25,7 @@ from everygpu.checkpoint.regular_file import MAX_DOCUMENT_BYTES, open_regular
 from everygpu.errors import CheckpointError, EveryGPUError
 
 _ARCHIVE = b"PK\x03\x04"
+_READ_BYTES = 2**20
 _ZIP_ERRORS = (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error)
 """RuntimeError: a member is encrypted, or packed in a way that this Python does not know."""
 
@@ -102,11 +104,12 @@ def _load(source: Path | BinaryIO, path: Path, *, mmap: bool = False) -> Any:
         raise broken(path, f"torch.load can't read ({_first_line(cause)})") from cause
 
 
-def find_archive_fault(path: Path) -> str | None:
+def find_archive_fault(path: Path, advance: Callable[[int], None] = lambda num_bytes: None) -> str | None:
     """Compare the checksums that torch.save wrote with the content; torch.load itself does not.
 
     Args:
         path: A file that `read_torch_file` reads.
+        advance: Called with the number of bytes that were compared since the last call.
     Returns:
         What differs; None where nothing does, or there are no checksums: in files of the old format, and
         those written under ``torch.serialization.set_crc32_options(False)``.
@@ -117,10 +120,22 @@ def find_archive_fault(path: Path) -> str | None:
                 return None
             with zipfile.ZipFile(file) as archive:
                 has_checksums = any(entry.CRC for entry in archive.infolist())
-                altered = archive.testzip() if has_checksums else None
+                altered = _find_altered(archive, advance) if has_checksums else None
     except _ZIP_ERRORS as cause:
         return f"can't be read as the archive it is ({cut(str(cause))})"
     return None if altered is None else f"was altered in {cut(altered)}: its checksum differs"
+
+
+def _find_altered(archive: zipfile.ZipFile, advance: Callable[[int], None]) -> str | None:
+    """Do as ``ZipFile.testzip``, and say how far it has come."""
+    for entry in archive.infolist():
+        try:
+            with archive.open(entry) as content:
+                while data := content.read(_READ_BYTES):
+                    advance(len(data))
+        except zipfile.BadZipFile:
+            return entry.filename
+    return None
 
 
 def _check_archive(file: BinaryIO, size: int, path: Path) -> bool:

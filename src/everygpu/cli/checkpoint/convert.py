@@ -1,12 +1,15 @@
 """``everygpu checkpoint convert``: write a checkpoint in another format."""
 
+import os
 from pathlib import Path
 
 import click
 import torch
 
 from everygpu.checkpoint.convert import Target, convert
-from everygpu.cli.checkpoint.console import open_console, open_progress
+from everygpu.checkpoint.directory import written_bytes
+from everygpu.cli.checkpoint.console import open_console
+from everygpu.cli.progress_bar import show_bar
 from everygpu.cli.text import plain
 
 _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
@@ -41,7 +44,8 @@ def convert_checkpoint(
     An everygpu directory gets every part; the other formats get the model's state dict. What is at DST is
     replaced when the new one is complete.
     """
-    with open_progress(f"writing {destination.name}"):
+    target_path = Path(os.path.realpath(destination))
+    with show_bar(f"reading {source.name}") as bar:
         outcome = convert(
             source,
             destination,
@@ -51,6 +55,9 @@ def convert_checkpoint(
             add_prefix=add_prefix,
             dtype=None if dtype is None else _DTYPES[dtype],
             overwrite=overwrite,
+            writing=lambda num_bytes: bar.measured(
+                f"writing {destination.name}", num_bytes, lambda: written_bytes(target_path)
+            ),
         )
     console = open_console()
     console.print(plain(f"{destination}: {outcome.num_tensors} tensors ({outcome.target})"))

@@ -6,7 +6,8 @@ import click
 
 from everygpu.checkpoint.compare import Difference, compare
 from everygpu.checkpoint.contents import read_any
-from everygpu.cli.checkpoint.console import open_console, open_progress
+from everygpu.cli.checkpoint.console import open_console
+from everygpu.cli.progress_bar import show_bar
 from everygpu.cli.text import plain
 
 _DIFFERENT = 1
@@ -25,10 +26,8 @@ def diff_checkpoints(context: click.Context, a: Path, b: Path, rtol: float, atol
     wrappers add to names, such as `module.`, makes no difference.
     """
     first, second = (read_any(path).require_model(path) for path in (a, b))
-    with open_progress("comparing", len(first)) as progress:
-        found = compare(
-            first, second, rtol=rtol, atol=atol, advance=lambda count: progress.advance(progress.task_ids[0], count)
-        )
+    with show_bar("comparing", len(first), unit="tensors") as bar:
+        found = compare(first, second, rtol=rtol, atol=atol, advance=bar.advance)
     console = open_console()
     for difference in found.differences:
         console.print(plain(_line(difference)))

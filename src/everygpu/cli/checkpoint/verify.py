@@ -5,7 +5,8 @@ from pathlib import Path
 import click
 
 from everygpu.checkpoint.verify import examine, total_bytes
-from everygpu.cli.checkpoint.console import open_console, open_progress
+from everygpu.cli.checkpoint.console import open_console
+from everygpu.cli.progress_bar import show_bar
 from everygpu.cli.text import harmless, plain
 from everygpu.units import format_size
 
@@ -20,8 +21,8 @@ def verify_checkpoint(context: click.Context, path: Path) -> None:
 
     Exits with 4 when something is wrong with it.
     """
-    with open_progress("verifying", total_bytes(path)) as progress:
-        report = examine(path, lambda num_bytes: progress.advance(progress.task_ids[0], num_bytes))
+    with show_bar(f"verifying {path.name}", total_bytes(path)) as bar:
+        report = examine(path, bar.advance)
     console = open_console()
     for fault in report.faults:
         console.print(plain(f"{fault.file}: {fault.problem}"))
