@@ -79,7 +79,7 @@ def test_the_script_ends_after_the_traced_steps(trace, tmp_path):
     assert re.search(r"The CPU is in operators \d+% of the time; \d+% waiting for data, \d+% Python", done.stdout)
     assert f"Trace: {tmp_path / 'trace.json.gz'}, " in done.stdout
     assert "https://ui.perfetto.dev" in done.stdout
-    events = json.loads(gzip.open(tmp_path / "trace.json.gz").read())["traceEvents"]
+    events = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
     assert sum(e["name"].startswith("ProfilerStep#") for e in events) == 3
     assert {"aten::addmm", "Optimizer.step#SGD.step"} <= {e["name"] for e in events}
 
