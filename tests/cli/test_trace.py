@@ -12,8 +12,13 @@ from click.testing import CliRunner
 from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
 
 from everygpu.cli import main
+from everygpu.cli.trace import describe
 from everygpu.feed.one_pass import Feed
 from everygpu.step.train_step import TrainStep
+from everygpu.tracing.events import parse_trace
+from everygpu.tracing.shares import device_shares
+from everygpu.tracing.steps import StepTracer
+from tests.tracing.made import kernel, step, wait
 
 HEAD = """
 import sys, time, torch, everygpu
@@ -180,6 +185,20 @@ def test_a_script_that_is_not_there():
     done = CliRunner().invoke(main, ["trace", "no.py"])
     assert done.exit_code == 2
     assert "For a module, write -m." in done.stderr
+
+
+def test_gpus_are_described_in_words(tmp_path):
+    """Two GPUs of 1 ms: one exchanges, half of it beside computing, the other waits for a launch and for data."""
+    events = [step(1, 0, 1000), *kernel(0, 800), *kernel(600, 1000, name="ncclKernel"), wait(0, 200)]
+    trace = parse_trace([*events, *kernel(700, 1000, device=1, launched=690)], 1)
+    tracer = StepTracer(path=tmp_path, warmup=2, num_steps=1, on_end=lambda: None)
+    assert describe(trace, device_shares(trace), tracer) == [
+        "1 steps of 1.00 ms.",
+        "cuda:0 computes 80% of the time; 20% exchange between GPUs (20% more is hidden beside computing).",
+        "cuda:1 computes 30% of the time; 50% waiting for launches, 20% waiting for data.",
+        "The largest loss is waiting for launches, 25%. The CPU doesn't launch fast enough: everygpu.TrainStep launches a "
+        "step as one CUDA graph, torch.compile launches fewer kernels, and more rows a batch make each longer.",
+    ]
 
 
 @pytest.mark.gpu

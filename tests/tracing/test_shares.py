@@ -65,6 +65,11 @@ def test_work_that_is_queued_waits_for_something_else():
     assert shares(kernel(0, 400), kernel(600, 1000, launched=300)) == [{"computing": 80, "waiting": 20}]
 
 
+def test_the_gpu_itself_takes_some_time_between_kernels():
+    graph = [*kernel(0, 500), *kernel(504, 900, launched=-10), *kernel(906, 1000, launched=-10)]
+    assert shares(graph) == [{"computing": 99, "between": 0.4, "waiting": 0.6}]
+
+
 def test_both_in_one_gap():
     """Launched by 450, and begun at 600."""
     found = shares(kernel(0, 400), kernel(600, 1000, launched=448))
@@ -140,7 +145,8 @@ class TestAdvice:
             ([kernel(0, 800, name="nccl"), kernel(800, 1000)], "exchange between GPUs, 80%. Send less often"),
             ([copy("HtoD", 0, 500), kernel(500, 1000)], "copies from and to the host, 50%. Copy ahead"),
             ([wait(0, 500), kernel(500, 1000, launched=490)], "waiting for data, 50%. Load ahead"),
-            ([kernel(0, 500), kernel(700, 1000, launched=100)], "other GPUs or streams, 20%. A GPU has work"),
+            ([kernel(0, 500), kernel(700, 1000, launched=100)], "other GPUs or streams, 20%. Work is queued"),
+            ([kernel(n, n + 4, launched=-10) for n in range(0, 1000, 5)], "between kernels, 20%. Kernels are so short"),
             ([kernel(500, 1000, launched=490)], "waiting for launches, 50%. The CPU doesn't launch fast enough"),
         ],
     )

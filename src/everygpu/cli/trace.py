@@ -31,6 +31,7 @@ _LOSSES = {
     "data": "waiting for data",
     "exchange": "exchange between GPUs",
     "waiting": "waiting for other GPUs or streams",
+    "between": "between kernels",
     "host_copies": "copies from and to the host",
 }
 

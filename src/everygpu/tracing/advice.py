@@ -20,8 +20,12 @@ _HOST_COPIES = (
     "Copy ahead: everygpu.Feeder copies batches from pinned memory beside the computation; read losses less often."
 )
 _WAITING = (
-    "A GPU has work queued that waits for another one: give slower GPUs fewer rows with split='auto', and look in the "
-    "trace for what it waits for."
+    "Work is queued that waits for another GPU or stream: the trace shows for which; split='auto' gives slower GPUs "
+    "fewer rows."
+)
+_BETWEEN = (
+    "Kernels are so short that beginning them takes long: torch.compile makes fewer, and more rows a batch make each "
+    "longer."
 )
 _LAUNCHING = (
     "The CPU doesn't launch fast enough: everygpu.TrainStep launches a step as one CUDA graph, torch.compile launches "
@@ -51,6 +55,7 @@ def advise_gpus(shares: Sequence[DeviceShares], trace: Trace, *, by_train_step: 
         "waiting for data": (_mean([s.data for s in shares]), _DATA),
         "waiting for launches": (_mean([s.launching for s in shares]), _advise_launching(trace, by_train_step)),
         "waiting for other GPUs or streams": (_mean([s.waiting for s in shares]), _WAITING),
+        "time between kernels": (_mean([s.between for s in shares]), _BETWEEN),
     }
     name, (pct, advice) = max(losses.items(), key=lambda item: item[1][0])
     if pct < SMALL_PCT:

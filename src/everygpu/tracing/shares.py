@@ -8,6 +8,8 @@ from everygpu.tracing.intervals import Interval, Intervals, gaps, intersect, sub
 
 NEAR_US = 20.0
 """A kernel that begins so soon after the call that queued it has waited for nothing but that call."""
+BETWEEN_US = 5.0
+"""A GPU may take so long to begin the next kernel of those that are queued."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,8 @@ class DeviceShares:
     """Idle until the CPU has queued the next work."""
     waiting: float
     """Idle although work is queued: it waits for another GPU or stream."""
+    between: float
+    """Idle for some microseconds between two kernels, of which the second is queued: the GPU begins it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +72,7 @@ def _sum_device(name: str, works: Sequence[Work], others: Intervals, trace: Trac
     copies = subtract(subtract(times["host copy"], computing), exposed)
     late, queued = _split_idle(works, others, trace.window)
     data = intersect(late, trace.waiting)
+    between = [i for i in queued if i[1] - i[0] <= BETWEEN_US]
     whole = trace.window[1] - trace.window[0]
     return DeviceShares(
         device=name,
@@ -77,7 +82,8 @@ def _sum_device(name: str, works: Sequence[Work], others: Intervals, trace: Trac
         host_copies=_percent(total(copies), whole),
         data=_percent(total(data), whole),
         launching=_percent(total(late) - total(data), whole),
-        waiting=_percent(total(queued), whole),
+        waiting=_percent(total(queued) - total(between), whole),
+        between=_percent(total(between), whole),
     )
 
 
