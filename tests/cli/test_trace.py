@@ -196,8 +196,8 @@ def test_gpus_are_described_in_words(tmp_path):
         "1 steps of 1.00 ms.",
         "cuda:0 computes 80% of the time; 20% exchange between GPUs (20% more is hidden beside computing).",
         "cuda:1 computes 30% of the time; 50% waiting for launches, 20% waiting for data.",
-        "The largest loss is waiting for launches, 25%. The CPU doesn't launch fast enough: everygpu.TrainStep launches a "
-        "step as one CUDA graph, torch.compile launches fewer kernels, and more rows a batch make each longer.",
+        "The largest loss is waiting for launches, 25%. The CPU doesn't launch fast enough: everygpu.TrainStep launches "
+        "a step as one CUDA graph, torch.compile launches fewer kernels, and more rows a batch make each longer.",
     ]
 
 
