@@ -1,5 +1,6 @@
 """A report as one HTML file."""
 
+import re
 from html.parser import HTMLParser
 
 import pytest
@@ -69,6 +70,10 @@ def test_bars_are_as_long_as_rows_are_fast():
     assert spreads[3] == [pytest.approx(240 / 1.2 * scale, abs=0.01), 96]
     marks = {t["x1"] for _, t in tags if t.get("class") == "ideal"}
     assert marks == {f"{2 * 125 * scale:.2f}%"}
+
+
+def test_a_mark_beyond_all_bars_is_inside_of_the_plot():
+    assert re.findall('class="ideal" x1="([0-9.]+)%"', draw_bars(add_efficiency(ROWS[:3]))) == ["96.00"] * 3
 
 
 def test_without_a_single_gpu_there_is_no_mark():
