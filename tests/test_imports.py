@@ -24,7 +24,7 @@ LAYERS = [
     {"checkpoint"},
     {"feed"},
     {""},
-    {"bench"},
+    {"bench", "tracing"},
     {"cli"},
     {"__main__"},
 ]

@@ -156,6 +156,17 @@ def test_an_interrupt_keeps_what_was_measured(outcomes, monkeypatch, tmp_path):
     assert [row["peer"] for row in json.loads(result.read_text())["rows"]] == ["single"]
 
 
+def test_a_report_of_rows_that_were_measured_before(outcomes, tmp_path):
+    asked = outcomes({"single": FIGURES})
+    first, again = tmp_path / "first.html", tmp_path / "again.html"
+    invoke("--peer", "single", "--json", str(tmp_path / "rows.json"), "--report", str(first))
+    done = invoke("--from-json", str(tmp_path / "rows.json"), "--report", str(again))
+    assert (done.exit_code, len(asked)) == (0, 1)
+    assert first.read_text() == again.read_text()
+    assert "<svg" in first.read_text()
+    assert invoke("--from-json", str(tmp_path / "rows.json")).exit_code == 2
+
+
 def test_no_row_at_all_is_a_failure(outcomes):
     outcomes({"dp": {"error": "needs a GPU"}})
     done = invoke("--peer", "dp")

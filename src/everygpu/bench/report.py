@@ -5,6 +5,7 @@ import platform
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from everygpu import __version__
 from everygpu.bench.checkout import find_commit
 from everygpu.bench.peers import PEERS
+from everygpu.errors import OptionError
 
 Row = Mapping[str, Any]
 """``model``, ``peer``, and what ``measure_row`` returns."""
@@ -20,6 +22,13 @@ COLUMNS = (
     "row", "engine", "devices", "ms a step (spread)", "steps/s", "samples/s", "efficiency", "peak GiB (least)",
     "start-up",
 )  # fmt: skip
+
+EXPLANATION = (
+    "Times are medians of rounds, with least and most in brackets; efficiency is samples a second over those of "
+    "the best single GPU times the number of GPUs; memory is of the GPU with the most, and with the least; "
+    "the engine is the one of everygpu that ran."
+)
+"""What the columns mean."""
 
 
 def describe_machine(commit: str | None = None) -> dict[str, Any]:
@@ -69,7 +78,7 @@ def describe_row(row: Row) -> str:
     """Write a row as the line that is printed when it comes."""
     head = f"{row['peer']:<16}"
     if "error" in row:
-        return f"{head} {_last_line(row['error'])}"
+        return f"{head} {last_line(row['error'])}"
     _, engine, _, times, _, samples, _, memory, startup = fill_columns(row)
     peak = f"  peak {memory} GiB" if row["peak_gib"] else ""
     ran = f"  engine {engine}" if row.get("engine") else ""
@@ -92,31 +101,31 @@ def fill_columns(row: Row) -> tuple[str, ...]:
     )
 
 
-def write_markdown(machine: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    """Write a report: where it ran, and a table for each model."""
+def describe_where(machine: Mapping[str, Any]) -> str:
+    """Write on what rows were measured."""
     gpus = machine["gpus"]
     hardware = f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU: replicas on the CPU"
     versions = [f"{name} {machine[name]}" for name in ("everygpu", "torch", "cuda", "python") if machine[name]]
-    lines = [
-        f"# Ways to train, {machine['date']}",
-        "",
+    return (
         f"Hardware: {hardware}; {machine['cpu_threads']} CPU threads. Software: {', '.join(versions)}, "
-        f"{machine['system']}. Commit: {machine['commit']}.",
-        "",
-        "Times are medians of rounds, with least and most in brackets; efficiency is samples a second over those of "
-        "the best single GPU times the number of GPUs; memory is of the GPU with the most, and with the least; "
-        "the engine is the one of everygpu that ran.",
-    ]
+        f"{machine['system']}. Commit: {machine['commit']}."
+    )
+
+
+def write_markdown(machine: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    """Write a report: where it ran, and a table for each model."""
+    lines = [f"# Ways to train, {machine['date']}", "", describe_where(machine), "", EXPLANATION]
     for model in dict.fromkeys(row["model"] for row in rows):
         its = [row for row in rows if row["model"] == model]
-        size = next((_describe_size(row) for row in its if "ms" in row), "")
+        size = next((describe_size(row) for row in its if "ms" in row), "")
         lines += ["", f"## {model}{size}, {its[0]['precision']}", "", _line(COLUMNS), _line(["---"] * len(COLUMNS))]
         lines += [_line(fill_columns(row)) for row in its if "ms" in row]
-        lines += ["", *(f"* {row['peer']}: {_last_line(row['error'])}" for row in its if "error" in row)]
+        lines += ["", *(f"* {row['peer']}: {last_line(row['error'])}" for row in its if "error" in row)]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _describe_size(row: Row) -> str:
+def describe_size(row: Row) -> str:
+    """Write of what size a measured row's batches were, after the model's name."""
     count = row.get("num_batches", 1)
     return f", {row['rows_per_device']:g} rows for each GPU" + (f", {count} batches in turn" if count > 1 else "")
 
@@ -126,9 +135,31 @@ def write_json(machine: Mapping[str, Any], rows: Sequence[Row]) -> str:
     return json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n"
 
 
+def read_json(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Read what ``write_json`` has written, here or on another machine.
+
+    Returns:
+        The machine, and the rows.
+    Raises:
+        OptionError: the file has something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        machine, rows = dict(found["machine"]), [dict(row) for row in found["rows"]]
+        write_markdown(machine, rows)
+    except (ValueError, KeyError, TypeError) as cause:
+        raise OptionError(
+            f"bench: --from-json needs a file that `everygpu bench --json` has written, got {path}. It lacks {cause}."
+            if isinstance(cause, KeyError)
+            else f"bench: --from-json needs a file that `everygpu bench --json` has written, got {path}."
+        ) from cause
+    return machine, rows
+
+
 def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _last_line(text: str) -> str:
+def last_line(text: str) -> str:
+    """Take from a traceback what went wrong."""
     return text.strip().splitlines()[-1]

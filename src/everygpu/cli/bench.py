@@ -57,9 +57,20 @@ _ON_CPU = (
     help="Seconds that a row may take.",
 )
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write all figures here.")
-@click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), help="Write Markdown here.")
+@click.option(
+    "--report",
+    "report_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write tables here: .html, with plots, or Markdown.",
+)
 @click.option(
     "--plot", "plot_file", type=click.Path(path_type=Path, dir_okay=False), help="Draw here: .png, .svg, .pdf."
+)
+@click.option(
+    "--from-json",
+    "measured",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Measure nothing: write the report or plot of a file that --json has written.",
 )
 @click.option("--commit", hidden=True)
 @click.option("--apart", hidden=True)
@@ -72,6 +83,7 @@ def compare_ways(
     json_file: Path | None,
     report_file: Path | None,
     plot_file: Path | None,
+    measured: Path | None,
     commit: str | None,
     apart: str | None,
     **conditions: Any,
@@ -93,11 +105,14 @@ def compare_ways(
     from everygpu.bench import plot, report
     from everygpu.bench.peers import PEERS, WITHOUT_GPUS
 
-    device_type, num_devices = find_devices(gpus, cpu)
-    _check_names("--peer", peers, list(PEERS))
     _check_files(json_file, report_file, plot_file)
     if plot_file is not None:
         plot.check_plot(plot_file)
+    if measured is not None:
+        _write_again(measured, report_file, plot_file)
+        return
+    device_type, num_devices = find_devices(gpus, cpu)
+    _check_names("--peer", peers, list(PEERS))
     on_cpu = device_type == "cpu"
     names = models or (("tiny",) if on_cpu else _OURS), peers or (WITHOUT_GPUS if on_cpu else tuple(PEERS))
     conditions |= {"device_type": device_type, "num_devices": num_devices}
@@ -121,14 +136,25 @@ def _write(
     report_file: Path | None,
     plot_file: Path | None,
 ) -> None:
-    from everygpu.bench import plot, report
+    from everygpu.bench import page, plot, report
 
     if json_file is not None:
         json_file.write_text(report.write_json(machine, rows), encoding="utf-8")
     if report_file is not None:
-        report_file.write_text(report.write_markdown(machine, rows), encoding="utf-8")
+        write = page.write_page if report_file.suffix in (".html", ".htm") else report.write_markdown
+        report_file.write_text(write(machine, rows), encoding="utf-8")
     if plot_file is not None:
         plot.draw(rows, plot_file)
+
+
+def _write_again(measured: Path, report_file: Path | None, plot_file: Path | None) -> None:
+    """Write the report of rows that were measured before, perhaps on another machine."""
+    from everygpu.bench.report import read_json
+
+    if report_file is None and plot_file is None:
+        raise OptionError("bench: --from-json measures nothing and needs --report or --plot, got neither.")
+    machine, rows = read_json(measured)
+    _write(machine, rows, None, report_file, plot_file)
 
 
 def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> None:

@@ -11,12 +11,15 @@ from types import CodeType, ModuleType
 from everygpu.exit_codes import INTERRUPTED
 
 
-def run_module(name: str, args: Sequence[str]) -> str | int | None:
+def run_module(
+    name: str, args: Sequence[str], is_expected: Callable[[BaseException], bool] = lambda _: False
+) -> str | int | None:
     """Run a module as ``python -m name args…`` would, in this process.
 
     Args:
         name: Dotted; of a package, its ``__main__`` is run.
         args: What follows it in ``sys.argv``, of which the first is the module's file.
+        is_expected: As for ``run_script``.
     Returns:
         As ``run_script``.
     Source:
@@ -37,7 +40,7 @@ def run_module(name: str, args: Sequence[str]) -> str | int | None:
         sys.modules["__main__"] = module
         exec(code, module.__dict__)
 
-    return _run(execute, lambda: None if code is None else code.co_filename)
+    return _run(execute, lambda: None if code is None else code.co_filename, is_expected)
 
 
 def _find_module(name: str) -> tuple[importlib.machinery.ModuleSpec, CodeType]:
