@@ -16,7 +16,7 @@ from tests.site.running import commands, run_page
 DOCS = Path(__file__).parents[2] / "docs"
 CHINESE = ["index", "migration"]
 """The pages that are there in both languages."""
-RUN: list[str] = []
+RUN = ["differences", "feeding", "several-boxes", "training-step"]
 """The pages whose code runs as it stands, besides those below that are judged by what they print."""
 COMMANDS = [*sorted(path.stem for path in DOCS.glob("*.md") if path.suffixes == [".md"]), "README"]
 
@@ -57,7 +57,7 @@ def test_migration_trains_on_two_replicas(capsys):
 @pytest.mark.usefixtures("two_replicas")
 @pytest.mark.parametrize("page", RUN)
 def test_code_of_pages_runs(page):
-    run_page(page)
+    run_page(page).clear()  # what a page registers with torch refers to its names, and they to replicas
 
 
 @pytest.mark.parametrize("page", COMMANDS)
