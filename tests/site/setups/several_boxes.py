@@ -3,8 +3,6 @@
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-import everygpu
-
 model = torch.nn.Linear(4, 3)
 criterion = torch.nn.CrossEntropyLoss()
 optimizer = torch.optim.AdamW(model.parameters())
