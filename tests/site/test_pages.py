@@ -14,7 +14,7 @@ from everygpu.cli import main
 from tests.site.running import commands, run_page
 
 DOCS = Path(__file__).parents[2] / "docs"
-CHINESE = ["differences", "feeding", "index", "migration", "several-boxes", "training-step"]
+CHINESE = ["differences", "feeding", "index", "migration", "recipes", "several-boxes", "training-step"]
 """The pages that are there in both languages."""
 RUN = ["differences", "feeding", "several-boxes", "training-step"]
 """The pages whose code runs as it stands, besides those below that are judged by what they print."""
