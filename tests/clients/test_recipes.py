@@ -17,7 +17,8 @@ from tests.site.running import code_by_heading
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="some of these libraries would take the GPUs")
 
-CODES = code_by_heading("recipes")
+ELSEWHERE = "TensorBoard, W&B, CSV: figures of a run"  # tests/site/test_recipes.py, test_trackers.py
+CODES = {title: code for title, code in code_by_heading("recipes").items() if title != ELSEWHERE}
 
 
 @pytest.fixture
