@@ -38,6 +38,13 @@ def run_page(name: str) -> dict[str, Any]:
     return names
 
 
+def code_by_heading(name: str) -> dict[str, str]:
+    """Give the Python code below each heading that has some."""
+    sections = re.split(r"^#+ (.*)\n", page_path(name).read_text("utf-8"), flags=re.MULTILINE)[1:]
+    codes = {title: "".join(code for _, code in blocks(text)) for title, text in zip(sections[::2], sections[1::2])}
+    return {title: code for title, code in codes.items() if code}
+
+
 def commands(name: str) -> Iterator[list[str]]:
     """Give the arguments of each ``everygpu`` command of a page."""
     for found in SHELL.finditer(page_path(name).read_text("utf-8")):
