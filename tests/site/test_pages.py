@@ -2,7 +2,9 @@
 
 import importlib
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import click
 import pytest
@@ -10,13 +12,15 @@ import torch
 from website import check, prepare
 
 import everygpu
+from everygpu.bench.batches import list_batches
+from everygpu.bench.training import find_training
 from everygpu.cli import main
 from tests.site.running import commands, run_page
 
 DOCS = Path(__file__).parents[2] / "docs"
 CHINESE = ["index", "migration"]
 """The pages that are there in both languages."""
-RUN: list[str] = []
+RUN = ["checkpoints", "devices", "reliability"]
 """The pages whose code runs as it stands, besides those below that are judged by what they print."""
 COMMANDS = [*sorted(path.stem for path in DOCS.glob("*.md") if path.suffixes == [".md"]), "README"]
 
@@ -58,6 +62,16 @@ def test_migration_trains_on_two_replicas(capsys):
 @pytest.mark.parametrize("page", RUN)
 def test_code_of_pages_runs(page):
     run_page(page)
+
+
+@pytest.mark.usefixtures("two_replicas")
+def test_benchmarks_can_take_its_functions(monkeypatch):
+    module = ModuleType("train")
+    vars(module).update(run_page("benchmarks"))
+    monkeypatch.setitem(sys.modules, "train", module)
+    one, several = (find_training(f"train:{name}").batch for name in ("bench", "bench_of_many_lengths"))
+    assert len(list_batches(one)) == 1
+    assert len(list_batches(several)) == 2
 
 
 @pytest.mark.parametrize("page", COMMANDS)
