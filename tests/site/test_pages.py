@@ -153,6 +153,13 @@ def test_links_lead_within_the_site():
     )
 
 
+def test_sections_have_the_same_anchors_in_both_languages():
+    english = "# A\n\n## A `b`, c\n\n```sh\n## d\n```\n\n### E-f\n"
+    assert prepare.with_anchors("# 甲\n\n## 乙\n\n```sh\n## d\n```\n\n### 丙\n", english) == (
+        "# 甲\n\n## 乙 { #a-b-c }\n\n```sh\n## d\n```\n\n### 丙 { #e-f }\n"
+    )
+
+
 def test_lines_of_chinese_text_are_joined():
     assert prepare.joined("一行。\n  二行 a\n三\n\n四\n* 五\nsix\nseven") == "一行。二行 a\n三\n\n四\n* 五\nsix\nseven"
 
