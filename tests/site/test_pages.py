@@ -18,7 +18,7 @@ from everygpu.cli import main
 from tests.site.running import commands, run_page
 
 DOCS = Path(__file__).parents[2] / "docs"
-CHINESE = ["index", "migration", "checkpoints", "checkpoint-format", "devices", "reliability", "benchmarks"]
+CHINESE = ["index", "migration", "checkpoints", "checkpoint-format", "devices", "reliability", "benchmarks", "versions"]
 """The pages that are there in both languages."""
 RUN = ["checkpoints", "devices", "reliability"]
 """The pages whose code runs as it stands, besides those below that are judged by what they print."""
