@@ -131,9 +131,29 @@ def own_pages(language: str) -> dict[str, str]:
 
     ``page.zh-CN.md`` is the Chinese text of ``page.md``; a page without one is in English in both.
     """
-    paths = {path.name: path for path in (ROOT / "docs").glob("*.md") if path.suffixes == [".md"]}
-    paths |= {path.name.replace(f".{language}.", "."): path for path in (ROOT / "docs").glob(f"*.{language}.md")}
-    return {name: with_drawings(with_links(joined(path.read_text("utf-8")))) for name, path in paths.items()}
+    english = {path.name: path.read_text("utf-8") for path in (ROOT / "docs").glob("*.md") if path.suffixes == [".md"]}
+    own = {path.name.replace(f".{language}.", "."): path for path in (ROOT / "docs").glob(f"*.{language}.md")}
+    translated = {name: with_anchors(path.read_text("utf-8"), english[name]) for name, path in own.items()}
+    return {name: with_drawings(with_links(joined(text))) for name, text in (english | translated).items()}
+
+
+def with_anchors(text: str, english: str) -> str:
+    """Give a page's headings the anchors of the English page, so that a link to a section holds in both languages."""
+    anchors = [slug(heading) for _, heading in headings(english)]
+    for (whole, _), anchor in zip(headings(text), anchors, strict=True):
+        text = text.replace(f"\n{whole}\n", f"\n{whole} {{ #{anchor} }}\n", 1)
+    return text
+
+
+def headings(text: str) -> list[tuple[str, str]]:
+    """Give a page's headings below its title: the line, and what it says."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return [(found[0], found[1]) for found in re.finditer(r"^##+ (.*)$", prose, re.MULTILINE)]
+
+
+def slug(heading: str) -> str:
+    """Make the anchor of a heading, as Python-Markdown does."""
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading, flags=re.ASCII).strip().lower())
 
 
 def joined(text: str) -> str:

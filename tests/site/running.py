@@ -31,7 +31,9 @@ def run_page(name: str) -> dict[str, Any]:
     setup = SETUPS / f"{name.lower().replace('-', '_')}.py"
     if setup.exists():
         exec(compile(setup.read_text("utf-8"), str(setup), "exec"), names)
-    for number, (title, code) in enumerate(blocks(page_path(name).read_text("utf-8")), 1):
+    text = page_path(name).read_text("utf-8")
+    assert len(blocks(text)) == text.count("```python"), "a block within a list is not run: put it outside"
+    for number, (title, code) in enumerate(blocks(text), 1):
         compiled = compile(code, f"<{name}.md, block {number}>", "exec")
         if not title.startswith("before"):
             exec(compiled, names)

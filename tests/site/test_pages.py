@@ -3,7 +3,9 @@
 import importlib
 import json
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import click
 import pytest
@@ -11,6 +13,8 @@ import torch
 from website import check, prepare
 
 import everygpu
+from everygpu.bench.batches import list_batches
+from everygpu.bench.training import find_training
 from everygpu.cli import main
 from tests.site.running import blocks, commands, page_path, run_page
 
@@ -18,8 +22,12 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ["README", *sorted(path.stem for path in DOCS.glob("*.md") if path.suffixes == [".md"])]
 CHINESE = [page for page in PAGES if page != "design"]
 """What a user reads is there in both languages."""
-RUN = [page for page in PAGES if page not in ("index", "migration") and blocks(page_path(page).read_text("utf-8"))]
-"""The pages whose code runs as it stands; the other two are judged by what they print."""
+RUN = [
+    page
+    for page in PAGES
+    if page not in ("benchmarks", "index", "migration", "recipes") and blocks(page_path(page).read_text("utf-8"))
+]
+"""The pages whose code runs as it stands; others are judged by what they do, recipes in tests/clients."""
 
 
 @pytest.fixture
@@ -59,6 +67,16 @@ def test_migration_trains_on_two_replicas(capsys):
 @pytest.mark.parametrize("page", RUN)
 def test_code_of_pages_runs(page):
     run_page(page).clear()  # what a page registers with torch refers to its names, and they to replicas
+
+
+@pytest.mark.usefixtures("two_replicas")
+def test_benchmarks_can_take_its_functions(monkeypatch):
+    module = ModuleType("train")
+    vars(module).update(run_page("benchmarks"))
+    monkeypatch.setitem(sys.modules, "train", module)
+    one, several = (find_training(f"train:{name}").batch for name in ("bench", "bench_of_many_lengths"))
+    assert len(list_batches(one)) == 1
+    assert len(list_batches(several)) == 2
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -179,6 +197,13 @@ def test_a_notebook_becomes_a_page(tmp_path):
     (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
     page = prepare.notebook(tmp_path / "a.ipynb")
     assert page == "# A\nb\n\n```python\nx = 1\nx\n```\n\n```text\nc\n```\n\n```text\n1\n```\n"
+
+
+def test_sections_have_the_same_anchors_in_both_languages():
+    english = "# A\n\n## A `b`, c\n\n```sh\n## d\n```\n\n### E-f\n"
+    assert prepare.with_anchors("# 甲\n\n## 乙\n\n```sh\n## d\n```\n\n### 丙\n", english) == (
+        "# 甲\n\n## 乙 { #a-b-c }\n\n```sh\n## d\n```\n\n### 丙 { #e-f }\n"
+    )
 
 
 def test_lines_of_chinese_text_are_joined():

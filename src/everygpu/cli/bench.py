@@ -102,12 +102,10 @@ def compare_ways(
     """
     if apart is not None:
         _measure_apart(apart)
-    from everygpu.bench import plot, report
+    from everygpu.bench import report
     from everygpu.bench.peers import PEERS, WITHOUT_GPUS
 
     _check_files(json_file, report_file, plot_file)
-    if plot_file is not None:
-        plot.check_plot(plot_file)
     if measured is not None:
         _write_again(measured, report_file, plot_file)
         return
@@ -163,11 +161,15 @@ def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> Non
             raise OptionError(f"bench: {option} must be one of {', '.join(known)}, got {name!r}.")
 
 
-def _check_files(*paths: Path | None) -> None:
+def _check_files(json_file: Path | None, report_file: Path | None, plot_file: Path | None) -> None:
     """Tell before anything is measured what could not be written after it."""
-    for path in paths:
+    from everygpu.bench.plot import check_plot
+
+    for path in (json_file, report_file, plot_file):
         if path is not None and not path.absolute().parent.is_dir():
             raise OptionError(f"bench: files can be written to folders that exist, got {path}. Make the folder first.")
+    if plot_file is not None:
+        check_plot(plot_file)
 
 
 def _measure_all(
