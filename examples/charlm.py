@@ -8,30 +8,27 @@ over the devices.
 """
 
 import argparse
-import math
 import time
-from dataclasses import dataclass
 from pydoc_data.topics import topics
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import OneCycleLR
 
 import everygpu
 
 console = Console(highlight=False)
 
 
-@dataclass(frozen=True)
-class Size:
+class Size(NamedTuple):
     width: int
     heads: int
     layers: int
-    context: int
-    """Letters the model looks back on."""
-    rows: int
-    """Rows of a batch, for each device."""
+    context: int  # letters the model looks back on
+    rows: int  # of a batch, for each device
     learning_rate: float
 
 
@@ -83,9 +80,9 @@ def load_text() -> tuple[str, Tensor]:
     return letters, torch.tensor([number[letter] for letter in text])
 
 
-def draw_batch(text: Tensor, rows: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def draw_batch(text: Tensor, rows: int, length: int) -> tuple[Tensor, Tensor]:
     """Cut pieces out of the text; the target of each letter is the next one."""
-    starts = torch.randint(len(text) - length, (rows,), generator=generator)
+    starts = torch.randint(len(text) - length, (rows,))
     pieces = torch.stack([text[start : start + length + 1] for start in starts])
     return pieces[:, :-1], pieces[:, 1:]
 
@@ -105,49 +102,37 @@ def write(model: GPT, letters: str, begin: str, length: int, context: int, devic
     return "".join(letters[i] for i in numbers[0].tolist())
 
 
-def parse_options() -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, help="replicas on the CPU, instead of all GPUs")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--compile", action="store_true", help="compile the replicas")
-    parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    options = parser.parse_args()
 
-
-def main() -> None:
-    options = parse_options()
-    everygpu.seed_all(options.seed)
+    everygpu.seed_all(0)
     on_gpus = torch.cuda.is_available() and options.replicas is None
-    device_ids = None if on_gpus else ["cpu"] * (options.replicas or 2)
     size = GPT2 if on_gpus else SMALL
-    num_steps = options.steps
-
     letters, text = load_text()
     train_text, test_text = text[: -len(text) // 10], text[-len(text) // 10 :]
-    engine = "compile" if options.compile else "auto"
-    model = everygpu.DataParallel(GPT(len(letters), size), device_ids, engine=engine)
+    model = everygpu.DataParallel(GPT(len(letters), size), None if on_gpus else ["cpu"] * (options.replicas or 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, weight_decay=0.1)
-    warmup = max(1, num_steps // 20)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda i: min((i + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * i / num_steps))
-    )
+    warmed_up = {"pct_start": 0.05, "cycle_momentum": False}
+    scheduler = OneCycleLR(optimizer, size.learning_rate, total_steps=options.steps + 1, **warmed_up)
     step = everygpu.TrainStep(model, loss_of, optimizer, precision="bf16" if on_gpus else "fp32", clip_norm=1.0)
 
     num_parameters = sum(p.numel() for p in model.parameters())
     console.print(f"{num_parameters / 1e6:.1f}M parameters on {', '.join(map(str, model.replica_devices))}")
-    generator = torch.Generator().manual_seed(options.seed)
     rows = size.rows * len(model.device_ids)
     mean_loss, begin = everygpu.Meter(), time.perf_counter()
-    for i in range(1, num_steps + 1):
-        mean_loss.update(step(*draw_batch(train_text, rows, size.context, generator)))
+    for i in range(1, options.steps + 1):
+        mean_loss.update(step(*draw_batch(train_text, rows, size.context)))
         scheduler.step()
-        if i % max(1, num_steps // 10) == 0:
+        if i % max(1, options.steps // 10) == 0:
             rate = i * rows * size.context / (time.perf_counter() - begin)
-            console.print(f"step {i:4}  loss {mean_loss.value:.3f}  {rate:,.0f} letters/s")
-            mean_loss = everygpu.Meter()
+            console.print(f"step {i:4}  loss {mean_loss:.3f}  {rate:,.0f} letters/s")
+            mean_loss.reset()
 
-    losses = [step.evaluate(*draw_batch(test_text, rows, size.context, generator)).loss for _ in range(8)]
-    console.print(f"test loss {torch.stack(losses).mean():.3f}", "")
+    losses = [step.evaluate(*draw_batch(test_text, rows, size.context)).loss for _ in range(8)]
+    console.print(f"test loss {torch.stack(losses).mean():.3f}")
     sample = write(model.module, letters, "The ", 400, size.context, model.src_device_obj)
     console.print(sample, markup=False)
 

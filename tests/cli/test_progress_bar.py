@@ -30,7 +30,7 @@ class Terminal(io.StringIO):
 
     def __init__(self):
         super().__init__()
-        self.bars, self.is_terminal = [], True
+        self.bars, self.is_terminal, self.width = [], True, 80
 
     def isatty(self):
         return self.is_terminal
@@ -48,7 +48,7 @@ def terminal(monkeypatch):
     stream = Terminal()
 
     def console(**_):
-        return Console(file=stream, force_terminal=stream.isatty(), width=80, color_system=None)
+        return Console(file=stream, force_terminal=stream.isatty(), width=stream.width, color_system=None)
 
     class DrawnBar(Bar):
         def __init__(self, *args):
@@ -142,6 +142,16 @@ def test_it_is_drawn_while_the_work_waits(terminal, monkeypatch):
 )
 def test_what_is_left_is_estimated_from_what_is_done(completed, total, at_s, now_s, left_s):
     assert remaining_s(completed, total, at_s, now_s) == left_s
+
+
+@pytest.mark.parametrize(
+    ("width", "line"), [(60, r"a long .*… 1.0 GiB of 3.0 GiB 0:00 left"), (38, r"a.*1.0 GiB of 3.0 GiB 0:00 left")]
+)
+def test_a_narrow_terminal_cuts_what_matters_least(terminal, width, line):
+    terminal.width = width
+    with show_bar("a long name " * 9, 3 * 2**30) as bar:
+        bar.update(completed=2**30)
+    assert re.fullmatch(line, terminal.lines[-1])
 
 
 def test_durations():

@@ -62,6 +62,7 @@ def examine(monkeypatch, tmp_path):
 
         def test(uuids, *, full, on_pair):
             tests.append((uuids, full))
+            on_pair(1)
             return peers or Outcome(pairs={(0, 1): PairReport(verdict="right"), (1, 0): PairReport(verdict="right")})
 
         monkeypatch.setattr(nvml, "_import_pynvml", lambda: library)
@@ -75,7 +76,9 @@ def examine(monkeypatch, tmp_path):
 
 
 def test_sound_machine(examine):
-    diagnosis, states, tests = examine(FakeNvml(*two_h200s()), BUILD)
+    told = []
+    diagnosis, states, tests = examine(FakeNvml(*two_h200s()), BUILD, on_pair=lambda *pairs: told.append(pairs))
+    assert told == [(0, 2), (1, 2)]
     assert diagnosis.is_usable
     assert [states[check] for check in ("driver", "torch", "nccl", "P2P", "health")] == ["ok"] * 5
     assert tests == [(["u0", "u1"], True)]

@@ -41,6 +41,7 @@ def machine(monkeypatch, tmp_path):
 
     def examine(command, environ, num_devices, patience, on_pair):
         state.commands.append(command)
+        on_pair(len(state.outcome.pairs))
         time.sleep(state.delay_s)
         return state.outcome
 
@@ -198,7 +199,9 @@ def test_devices_without_a_uuid_are_known_by_their_place(machine, monkeypatch):
 
 def test_full_test_measures_and_is_remembered(machine):
     machine.outcome = Outcome(pairs=reports(_01=WRONG), collective=RIGHT)
-    assert examine_and_keep(UUIDS, full=True).collective == RIGHT
+    told = []
+    assert examine_and_keep(UUIDS, full=True, on_pair=told.append).collective == RIGHT
+    assert told == [6]
     assert machine.commands[0][-2:] == ["--measure", "--collective"]
     assert look_up(UUIDS)[0, 1] == WRONG
 

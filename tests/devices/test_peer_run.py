@@ -20,11 +20,11 @@ RIGHT = PairReport(verdict="right")
 UNTESTED = PairReport(verdict="untested")
 
 
-def run(*steps, num_devices=2, patience=QUICK):
+def run(*steps, num_devices=2, patience=QUICK, **options):
     """Examine a process that says lines, and runs code between them."""
     lines = [step if isinstance(step, str) else f"print({json.dumps(step)!r}, flush=True)" for step in steps]
     command = [sys.executable, "-c", "import os, sys, time\n" + "\n".join(lines)]
-    return examine(command, {}, num_devices, patience)
+    return examine(command, {}, num_devices, patience, **options)
 
 
 READY, DONE = {"ready": [0, 1]}, {"done": True}
@@ -39,7 +39,10 @@ def pair(source, target, wrong=None, speed=None):
 
 
 def test_all_right():
-    outcome = run(READY, begin(0, 1), pair(0, 1, speed=390.5), begin(1, 0), pair(1, 0), DONE)
+    told = []
+    steps = READY, begin(0, 1), pair(0, 1, speed=390.5), begin(1, 0), pair(1, 0), DONE
+    outcome = run(*steps, on_pair=told.append)
+    assert told == [1, 2]
     assert outcome.pairs == {(0, 1): PairReport(verdict="right", gigabytes_per_s=390.5), (1, 0): RIGHT}
     assert outcome.collective == UNTESTED
 

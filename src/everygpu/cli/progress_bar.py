@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task
 from rich.table import Column
 from rich.text import Text
 
@@ -97,6 +97,13 @@ class Bar:
             pause_s = _REFRESH_S
 
 
+class _WhatColumn(ProgressColumn):
+    """What is being done; the first to be cut where the terminal is narrow."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.description, no_wrap=True, overflow="ellipsis")
+
+
 class _AmountColumn(ProgressColumn):
     """What is done of what there is to do, with its unit."""
 
@@ -152,13 +159,8 @@ def show_bar(what: str, total: float | None = None, *, unit: str = _BYTES, quiet
         quiet: Whether to show none at all, as with JSON.
     """
     console = Console(stderr=True)
-    line = Column(no_wrap=True)
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=20, table_column=line),
-        _AmountColumn(line),
-        _TimeColumn(line),
-    )
+    whole = Column(no_wrap=True)
+    columns = _WhatColumn(Column()), BarColumn(bar_width=20), _AmountColumn(whole), _TimeColumn(whole)
     # Nothing is redirected: processes that are forked meanwhile, such as a DataLoader's, would inherit rich's locks.
     progress = Progress(
         *columns, console=console, transient=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
