@@ -153,6 +153,11 @@ class TestAdvice:
     def test_the_largest_loss_is_named(self, events, words):
         assert words in self.advise(*events)
 
+    def test_a_feeder_that_is_there_is_not_advised(self):
+        late = kernel(500, 1000, launched=490)
+        assert "everygpu.Feeder has batches" in self.advise(wait(0, 500), *late)
+        assert "Feeder" not in self.advise(event("user_annotation", WAITING, 0, 500), *late)
+
     def test_the_mean_over_gpus_counts(self):
         """One waits 60% for launches and 0% for others, the other 0% and 80%."""
         one = [kernel(600, 1000, launched=590)]
@@ -180,4 +185,5 @@ class TestAdvice:
     )
     def test_on_the_cpu(self, shares, words):
         operators, data, python = shares
-        assert words in advise_host(HostShares(operators=operators, data=data, python=python))
+        found = advise_host(HostShares(operators=operators, data=data, python=python), parse())
+        assert words in found

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # torch sets both where it knows of CUDA graphs: profiling that ends, or begins late, can crash those of CUDA 11 and 12.
 _FOR_GRAPHS = {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
 _HOW_TO_OPEN = "open it at https://ui.perfetto.dev (the file stays on your machine) or in chrome://tracing."
+_SLOWED = 1.15
 _LOSSES = {
     "launching": "waiting for launches",
     "data": "waiting for data",
@@ -54,7 +55,7 @@ _LOSSES = {
     show_default=True,
     help="Where the trace goes: .json, or .json.gz; a file that is there is replaced.",
 )
-@click.option("--keep-running", is_flag=True, help="Let the script go on after the traced steps.")
+@click.option("--keep-running", is_flag=True, help="Let the script go on after the traced steps, though slower.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: the shares of each device.")
 @click.option("-m", "--module", "is_module", is_flag=True, help="SCRIPT is a module's name, as for `python -m`.")
 @click.argument("script")
@@ -148,7 +149,7 @@ def _show(tracer: "StepTracer", as_json: bool) -> None:
         found = {"num_steps": trace.num_steps, "step_ms": _step_ms(trace), "file": str(tracer.path), "devices": shares}
         console.out(json.dumps(found | {"untraced_ms": _untraced_ms(tracer)}, indent=2), highlight=False)
         return
-    for line in [*describe(trace, gpus, tracer), *_notes(trace, gpus)]:
+    for line in [*describe(trace, gpus, tracer), *_notes(trace, gpus, tracer)]:
         console.out(harmless(line), highlight=False)
     size = format_size(tracer.path.stat().st_size)
     console.out(f"Trace: {harmless(tracer.path)}, {size}; {_HOW_TO_OPEN}", highlight=False)
@@ -166,7 +167,7 @@ def describe(trace: "Trace", gpus: "Sequence[DeviceShares]", tracer: "StepTracer
         lines += [_describe_gpu(s) for s in gpus]
         return [*lines, advise_gpus(gpus, trace, by_train_step=tracer.by_train_step)]
     host = host_shares(trace)
-    return [*lines, _describe_host(host), advise_host(host)]
+    return [*lines, _describe_host(host), advise_host(host, trace)]
 
 
 def _describe_gpu(shares: "DeviceShares") -> str:
@@ -194,13 +195,16 @@ def _describe_host(shares: "HostShares") -> str:
     )
 
 
-def _notes(trace: "Trace", gpus: "Sequence[DeviceShares]") -> list[str]:
-    """Say what the trace can't see."""
+def _notes(trace: "Trace", gpus: "Sequence[DeviceShares]", tracer: "StepTracer") -> list[str]:
+    """Say what the trace can't see, and what it changes."""
     import torch
 
     from everygpu.progress import progress
 
     notes = []
+    untraced = _untraced_ms(tracer)
+    if gpus and untraced is not None and _step_ms(trace) > _SLOWED * untraced:
+        notes.append("The profiler itself slows launches down: without it, less of the time is waiting for launches.")
     if not gpus and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         notes.append("The profiler gave no work of GPUs, though the script uses them: is another profiler running?")
     if progress().helpers:

@@ -12,6 +12,10 @@ _DATA = (
     "Load ahead: `everygpu tune` on the same script measures how many workers the DataLoader needs, and "
     "everygpu.Feeder has batches on the devices before the model asks."
 )
+_DATA_OF_FEEDER = (
+    "`everygpu tune` on the same script measures how many workers the DataLoader needs; a larger prefetch helps where "
+    "batches come unevenly."
+)
 _EXCHANGE = (
     "Send less often or beside the backward: everygpu.TrainStep does the latter; accumulate=2 or more rows a batch "
     "mean fewer exchanges."
@@ -52,7 +56,7 @@ def advise_gpus(shares: Sequence[DeviceShares], trace: Trace, *, by_train_step: 
     losses = {
         "exchange between GPUs": (_mean([s.exchange for s in shares]), _EXCHANGE),
         "copies from and to the host": (_mean([s.host_copies for s in shares]), _HOST_COPIES),
-        "waiting for data": (_mean([s.data for s in shares]), _DATA),
+        "waiting for data": (_mean([s.data for s in shares]), _advise_loading(trace)),
         "waiting for launches": (_mean([s.launching for s in shares]), _advise_launching(trace, by_train_step)),
         "waiting for other GPUs or streams": (_mean([s.waiting for s in shares]), _WAITING),
         "time between kernels": (_mean([s.between for s in shares]), _BETWEEN),
@@ -66,16 +70,20 @@ def advise_gpus(shares: Sequence[DeviceShares], trace: Trace, *, by_train_step: 
     return f"The largest loss is {name}, {pct:.0f}%. {advice}"
 
 
-def advise_host(shares: HostShares) -> str:
-    """Name what to do where everything runs on the CPU."""
+def advise_host(shares: HostShares, trace: Trace) -> str:
+    """Name what to do where everything runs on the CPU; as ``advise_gpus``."""
     if shares.data >= max(SMALL_PCT, shares.python):
-        return f"The largest loss is waiting for data, {shares.data:.0f}%. {_DATA}"
+        return f"The largest loss is waiting for data, {shares.data:.0f}%. {_advise_loading(trace)}"
     if shares.python >= SMALL_PCT:
         return (
             f"The largest loss is Python between the operators, {shares.python:.0f}%. More rows a batch make operators "
             "longer, and torch.compile joins them."
         )
     return "The CPU is in operators nearly all the time: what is left is less work a step, or a GPU."
+
+
+def _advise_loading(trace: Trace) -> str:
+    return _DATA_OF_FEEDER if trace.has_feeder else _DATA
 
 
 def _advise_launching(trace: Trace, by_train_step: bool) -> str:

@@ -54,6 +54,8 @@ class Trace:
     """Whether CUDA graphs were launched."""
     has_loader: bool = False
     """Whether a DataLoader or a Feeder was seen in the training thread."""
+    has_feeder: bool = False
+    """Whether a Feeder was."""
 
 
 def read_trace(path: Path, num_steps: int) -> Trace:
@@ -92,6 +94,7 @@ def parse_trace(events: Iterable[Mapping[str, Any]], num_steps: int) -> Trace:
         num_syncs=sum(_is_sync(e) and not _is_in(_begin(e), ending) for e in inside),
         launches_graphs=any("GraphLaunch" in e["name"] for e in inside),
         has_loader=bool(waits),
+        has_feeder=any(e["name"] == WAITING for e in waits),
     )
 
 

@@ -1,14 +1,12 @@
 """Notice the steps of a training script, and have torch's profiler look at some of them."""
 
 import functools
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from everygpu.tracing.events import ENDING, WAITING
 
 MIN_WARMUP = 2
 _PREPARING = 2  # steps for which the profiler runs already, and keeps nothing: its own start is slow
-_NUM_TIMED = 20
+_LEAST_TIMED, _MOST_TIMED = 3, 10  # steps that are timed without the profiler
 
 
 @dataclass(kw_only=True)
@@ -47,8 +45,8 @@ class StepTracer:
     _stepped: Any = None
     _thread: int = 0
     _profile: Any = None
-    _times_s: list[float] = field(default_factory=list)
-    """When the last steps ended that ran without the profiler."""
+    _began_s: float = 0.0
+    _ended_s: float = 0.0
 
     @property
     def num_traced(self) -> int:
@@ -57,10 +55,19 @@ class StepTracer:
 
     @property
     def untraced_s(self) -> float | None:
-        """Median seconds of the last steps without the profiler; None for fewer than three."""
-        times = self._times_s[-_NUM_TIMED:]
-        lengths = [after - before for before, after in itertools.pairwise(times)]
-        return median(lengths) if len(lengths) >= 3 else None
+        """Mean seconds of the last steps without the profiler; None for fewer than three, and where none is traced."""
+        begin, end = self._timed
+        return (
+            None
+            if end - begin < _LEAST_TIMED or not self.num_traced
+            else (self._ended_s - self._began_s) / (end - begin)
+        )
+
+    @property
+    def _timed(self) -> tuple[int, int]:
+        """After how many steps the time without the profiler begins and ends."""
+        end = self.warmup - _PREPARING
+        return max(1, end - _MOST_TIMED), end
 
     def notice(self, stepped: object) -> None:
         """Count a step of the first object that has stepped, in its thread."""
@@ -70,17 +77,24 @@ class StepTracer:
         if self.is_done or stepped is not self._stepped or threading.get_ident() != self._thread:
             return
         self.num_seen += 1
-        if self.num_seen in (self.warmup, self.warmup + self.num_steps):
-            _synchronize()  # all that the traced steps queue, and nothing else, lies between the two
+        self._measure()
         if self._profile is None:
             self._profile = self._start()
         else:
             self._profile.step()
-        if self.num_seen <= self.warmup - _PREPARING:
-            self._times_s.append(time.perf_counter())
         if self.num_seen == self.warmup + self.num_steps:
             self.finish()
             self.on_end()
+
+    def _measure(self) -> None:
+        """Wait for the devices where a measurement begins or ends, so that it has all that its steps queue."""
+        begin, end = self._timed
+        if self.num_seen in (begin, end, self.warmup, self.warmup + self.num_steps):
+            _synchronize()
+        if self.num_seen == begin:
+            self._began_s = time.perf_counter()
+        if self.num_seen == end:
+            self._ended_s = time.perf_counter()
 
     def finish(self) -> None:
         """End the trace where it is; called again, or by another thread than the training's, it does nothing."""
