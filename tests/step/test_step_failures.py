@@ -238,3 +238,12 @@ def test_a_models_own_loss_is_not_weighed_where_rows_are_unknown() -> None:
     everygpu.TrainStep(
         everygpu.DataParallel(alone, ["cpu"], gather="joined"), None, OPTIMIZERS["SGD"](alone.parameters())
     )
+
+
+def test_a_weight_that_only_the_model_has_is_not_passed_over() -> None:
+    net = Net()
+    optimizer = OPTIMIZERS["SGD"](net.parameters())
+    weighed = everygpu.DataParallel(net, ["cpu"] * 2, weight=lambda x: len(x))
+    with pytest.raises(OptionError, match=r"weight must be passed to the step.*TrainStep\(\.\.\., weight=\.\.\.\)"):
+        everygpu.TrainStep(weighed, F.cross_entropy, optimizer)
+    everygpu.TrainStep(weighed, F.cross_entropy, optimizer, weight=lambda x, y: len(x))

@@ -119,7 +119,7 @@ class DataParallel(MethodCalls):
         num = len(self.replica_devices)
         check_options(split, num, dim, engine=engine, gather=gather, buffers=buffers, bucket_cap_mb=bucket_cap_mb)
         self.dim = dim
-        self.engine, self.bucket_cap_mb, self._weight = engine, bucket_cap_mb, weight
+        self.engine, self.bucket_cap_mb, self.weight_rule = engine, bucket_cap_mb, weight
         self.gather_rule, self.buffers_rule = gather, buffers
         self.strict_device = strict_device
         self._makes_graphs = engine != "graphs"  # one of all replicas can't have others in it
@@ -143,7 +143,7 @@ class DataParallel(MethodCalls):
         self._is_alone = is_one and not self._has_overrides and not self._engine.launches
         self._lock = kept_lock(vars(self).get("_lock"))
         group = join()
-        more = self.dim, len(self.replica_devices), self.bucket_cap_mb, self._weight
+        more = self.dim, len(self.replica_devices), self.bucket_cap_mb, self.weight_rule
         self._ranks = None if group is None else RankModel(group, *more)
         # Looked at in every call on one device, where walking the module would cost more than all the rest.
         self._first_parameter = tuple(itertools.islice(self.module.parameters(), 1))

@@ -70,12 +70,18 @@ def wrap_model(model: nn.Module, *, compile: bool) -> DataParallel:
     return model
 
 
-def check_gathering(model: DataParallel) -> None:
-    """Reject ``gather="joined"`` with ``loss=None``: the replicas' row counts are unknown."""
-    if model.gather_rule == "joined" and len(model.replica_devices) > 1:
+def check_model(model: DataParallel, loss: Any, weight: Any) -> None:
+    """Refuse a model with options that don't do in a step what they say."""
+    # With loss=None the replicas' row counts would be unknown.
+    if loss is None and model.gather_rule == "joined" and len(model.replica_devices) > 1:
         raise OptionError(
             "TrainStep: loss=None needs a DataParallel with gather='sharded', which knows the rows behind each loss, "
             "got gather='joined'. Pass gather='sharded' there, or a loss here."
+        )
+    if weight is None and model.weight_rule is not None:
+        raise OptionError(
+            "TrainStep: weight must be passed to the step, which calls it as weight(inputs, *targets), got one of the "
+            "DataParallel alone. Pass TrainStep(..., weight=...)."
         )
 
 

@@ -24,7 +24,7 @@ from everygpu.step.options import (
     PRECISIONS,
     autocast,
     can_capture,
-    check_gathering,
+    check_model,
     check_options,
     make_strategy,
     wrap_model,
@@ -102,8 +102,7 @@ class TrainStep:
     ) -> None:
         check_options(loss, precision, accumulate, clip_norm, on_nonfinite, weight, check_every)
         self.model = wrap_model(model, compile=compile)
-        if loss is None:
-            check_gathering(self.model)
+        check_model(self.model, loss, weight)
         self.loss = loss
         self.optimizer = optimizer
         self.accumulate = accumulate
