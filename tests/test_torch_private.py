@@ -52,7 +52,7 @@ def test_the_documentation_lists_them():
     assert found == listed(), f"Put this between the marks in docs/design.md:\n\n{listed()}"
 
 
-@pytest.mark.parametrize(("version", "tried"), [("2.11.0", True), ("2.13.1+cu130", True), ("2.14.0", False)])
+@pytest.mark.parametrize(("version", "tried"), [("2.11.0", True), ("2.15.1+cu132", True), ("2.16.0", False)])
 def test_a_torch_that_is_newer_than_those_tried_is_told(version, tried):
     assert torch_private.is_tried(version) is tried
 

@@ -10,7 +10,7 @@ from everygpu.parallel.cuda_graphs import deferred_linear
 SWITCHES = [switches.defers_linear, switches.splits_graphs, switches.compiles_once, switches.proves_forwards]
 
 
-@pytest.mark.parametrize(("version", "on"), [("2.11.0", True), ("2.13.0+cu130", True), ("2.14.0a0", False)])
+@pytest.mark.parametrize(("version", "on"), [("2.11.0", True), ("2.15.0+cu132", True), ("2.16.0a0", False)])
 def test_switches_are_on_for_versions_that_were_tried(monkeypatch, version, on):
     monkeypatch.setattr(torch, "__version__", version)
     assert [is_on() for is_on in SWITCHES] == [on] * len(SWITCHES)

@@ -56,7 +56,7 @@ class TestRefused:
         assert torch.func.vmap(lambda v: v * 2)(x).equal(x * 2)
         torch.testing.assert_close(model(x), model.module(x))
 
-    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:`torch.jit.*is deprecated:FutureWarning")
     def test_jit(self, x):
         with pytest.raises(CallError, match=r"torch.jit.trace needs.*torch.jit.trace\(model.module, x\)"):
             torch.jit.trace(on(2), x)

@@ -70,6 +70,7 @@ def test_the_smallest_of_all_counts_and_another_error_reaches_all(tmp_path):
 def fail_on_one():
     rank = join().rank
     model = everygpu.DataParallel(nn.Linear(2, 3), ["cpu"])
+    join().barrier()  # else the error may reach rank 0 while it still makes its model
 
     def step(batch):
         if rank == 1:

@@ -7,7 +7,7 @@ do, and docs/design.md lists them. All were tried with the versions of torch in 
 from collections.abc import Mapping
 from types import MappingProxyType
 
-TRIED = ("2.11", "2.13")
+TRIED = ("2.11", "2.15")
 """The oldest and the newest version of torch that the whole test suite has run with."""
 
 ATTRIBUTES: Mapping[str, str] = MappingProxyType(

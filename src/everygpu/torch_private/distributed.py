@@ -15,13 +15,11 @@ def open_collectives(limit: int = 20) -> list[str]:
         limit: How many at most.
     """
     module: Any = getattr(torch._C, "_distributed_c10d", None)
-    ways = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # the second has gloo's, where the first is missing
-    dump = next((way for name in ways if (way := getattr(module, name, None)) is not None), None)
-    if dump is None:
-        return []
-    record = json.loads(dump(True, True))
+    dumps = (getattr(module, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"))
+    # A build with NCCL has both: the first knows NCCL's collectives, the second gloo's.
+    recorded = [entry for dump in dumps if dump for entry in json.loads(dump(True, True)).get("entries", [])]
     # gloo's stay "scheduled", and are retired.
-    entries = [e for e in record.get("entries", []) if e.get("state") != "completed" and not e.get("retired")]
+    entries = [e for e in recorded if e.get("state") != "completed" and not e.get("retired")]
     return [_describe(entry) for entry in entries[-limit:]]
 
 

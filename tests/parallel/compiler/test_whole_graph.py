@@ -4,6 +4,7 @@ import functools
 import logging
 import os
 import random
+import re
 import time
 import warnings
 from dataclasses import dataclass
@@ -118,7 +119,8 @@ def prove(module, *args, **kwargs):
     whole_graph = WholeGraph(module)
     reason = whole_graph.prove(args, kwargs)
     assert all(a.equal(b) for a, b in zip(values, tensors))
-    assert [set(vars(t)) for t in tensors] == names
+    # Dynamo of torch 2.15 leaves the device of a tensor whose `data` forward sets.
+    assert [set(vars(t)) - {"fake_device"} for t in tensors] == names
     assert [vars(m) for m in module.modules()] == attributes
     assert torch.get_rng_state().equal(torch_rng)
     assert (np.random.get_state()[1] == numpy_rng).all()
@@ -215,10 +217,13 @@ REFUSED = {
     "dict": (effect("self.table['a'] = 1"), "writes to module.table"),
     "buffer bound anew": (effect("self.buf = self.buf + 1"), "_buffers"),
     "gradient": (effect("self.lin.weight.grad = None"), "writes to module.lin.weight.grad"),
-    "parameter's data": (effect("self.lin.weight.data = self.lin.weight * 2"), "calls set_"),
+    "parameter's data": (effect("self.lin.weight.data = self.lin.weight * 2"), re.compile("calls (set_|shallow_copy_data_)")),
     "argument": (effect("x.mul_(2)"), "writes to its argument args[0]"),
     "hook on an argument": (effect("x.register_hook(print)"), "hook"),
-    "host's random number": (lambda self, x: self.lin(x) * random.random(), "Dynamo can't trace"),
+    "host's random number": (
+        lambda self, x: self.lin(x) * random.random(),
+        re.compile("Dynamo can't trace|draws a random number on the host"),  # up to torch 2.13, and later
+    ),
     "generator's number": (lambda self, x: self.lin(x) * generator.random(), "draws a random number on the host"),
     "NumPy": (lambda self, x: self.lin(x) * np.sqrt(2.0), "numpy"),
     "NumPy's random number": (lambda self, x: self.lin(x) * np.random.rand(), "numpy"),
@@ -251,7 +256,7 @@ def test_what_a_recording_would_not_repeat_is_the_reason(name):
     function, said = REFUSED[name]
     reason = prove(Calls(function), torch.ones(3, 4))
     assert reason is not None
-    assert said in reason
+    assert re.search(said if isinstance(said, re.Pattern) else re.escape(said), reason)
     assert "\n" not in reason
     assert len(reason) <= 240
 
@@ -392,8 +397,8 @@ def test_a_torch_without_what_is_needed_is_a_reason(monkeypatch):
 
 
 def test_a_torch_that_is_newer_than_those_tried_is_a_reason(monkeypatch):
-    monkeypatch.setattr(torch, "__version__", "2.14.0")
-    assert "for torch 2.14.0" in WholeGraph(nn.Linear(4, 4)).prove((torch.ones(3, 4),), {})
+    monkeypatch.setattr(torch, "__version__", "2.16.0")
+    assert "for torch 2.16.0" in WholeGraph(nn.Linear(4, 4)).prove((torch.ones(3, 4),), {})
 
 
 def test_observers_and_hooks_on_all_modules_are_reasons():

@@ -25,7 +25,8 @@ _OPERATORS = {"aten", "prims", "prim"}
 _HIGHER_ORDER = {"tag_activation_checkpoint", "autograd_function_apply", "flex_attention"}
 _STATEMENTS = {"_set_grad_enabled", "_enter_autocast", "_exit_autocast"}
 """What returns nothing, and changes what the same trace changes back."""
-_MOVES_TENSORS = {"set_", "resize_", "resize_as_", "register_hook", "detach_", "swap_tensors"}
+_MOVES_TENSORS = {"set_", "shallow_copy_data_", "resize_", "resize_as_", "register_hook", "detach_", "swap_tensors"}
+"""``x.data = y`` is the first up to torch 2.13, the second from 2.15 on."""
 _CONSTANTS = {"tensor", "as_tensor", "scalar_tensor", "full", "zeros", "ones", "arange", "linspace"}
 """What makes the same values in each call, so that a copy of them may be recorded."""
 
@@ -136,7 +137,7 @@ def _call_reason(node: Any) -> str | None:
     label = _label(node)
     if is_higher_order(node.target):
         return None if label in _HIGHER_ORDER else f"calls the higher-order operator {label}, which may need the host"
-    if label in _MOVES_TENSORS:
+    if label.split(".")[0] in _MOVES_TENSORS:  # operators' names end with that of their overload
         return f"calls {label} on a tensor, which a recording doesn't repeat"
     home = getattr(node.target, "__module__", None) or "torch"
     if home.startswith(("torch._ops.", "torch.ops.")):
