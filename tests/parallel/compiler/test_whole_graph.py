@@ -217,7 +217,10 @@ REFUSED = {
     "dict": (effect("self.table['a'] = 1"), "writes to module.table"),
     "buffer bound anew": (effect("self.buf = self.buf + 1"), "_buffers"),
     "gradient": (effect("self.lin.weight.grad = None"), "writes to module.lin.weight.grad"),
-    "parameter's data": (effect("self.lin.weight.data = self.lin.weight * 2"), re.compile("calls (set_|shallow_copy_data_)")),
+    "parameter's data": (
+        effect("self.lin.weight.data = self.lin.weight * 2"),
+        re.compile("calls (set_|shallow_copy_data_)"),  # up to torch 2.13 or 2.14, and later
+    ),
     "argument": (effect("x.mul_(2)"), "writes to its argument args[0]"),
     "hook on an argument": (effect("x.register_hook(print)"), "hook"),
     "host's random number": (
