@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import os
 import re
+import subprocess
 import sys
 import textwrap
 
@@ -18,6 +20,7 @@ from everygpu.step.train_step import TrainStep
 from everygpu.tracing.events import parse_trace
 from everygpu.tracing.shares import device_shares
 from everygpu.tracing.steps import StepTracer
+from tests.cli.runs import command_of
 from tests.tracing.made import kernel, step, wait
 
 HEAD = """
@@ -96,6 +99,12 @@ def test_the_script_goes_on_where_it_is_asked_to(trace):
     assert done.stdout.count("Trace:") == 1
 
 
+def test_json_is_all_that_comes_out_where_the_script_goes_on(trace):
+    done = trace(LOOP, *QUICK, "--keep-running", "--json")
+    assert shares_of(done)[0]["num_steps"] == 3
+    assert "end\n" in done.stderr
+
+
 def test_a_script_that_ends_in_between(trace):
     done = trace(LOOP + "sys.exit(7)", "--warmup", "9", "--steps", "10", code=7)
     assert "end\n3 steps of" in done.stdout
@@ -104,6 +113,16 @@ def test_a_script_that_ends_in_between(trace):
 def test_a_script_that_ends_before(trace):
     done = trace(LOOP, code=1)
     assert "must take 20 steps before the first that is traced, but ended after 12, with exit code 0." in done.stderr
+
+
+@pytest.mark.slow
+def test_a_thread_that_trains_and_ends_in_between(tmp_path):
+    """In a process of its own: nothing can end that thread's profiler."""
+    train = "import threading\ndef train():\n" + textwrap.indent(LOOP, "    ")
+    (tmp_path / "train.py").write_text(f"{HEAD}{train}\nt = threading.Thread(target=train)\nt.start()\nt.join()")
+    done = subprocess.run(**command_of("trace", "--warmup", "9", "train.py"), cwd=tmp_path, capture_output=True)
+    assert done.returncode == 1
+    assert "trains in a thread of its own, and must take 19 steps there, but ended after 12" in done.stderr
 
 
 def test_a_script_that_fails_is_shown(trace):
@@ -180,6 +199,11 @@ def test_wrong_options_are_refused_before_anything_runs(trace, options, words):
     done = trace(LOOP, *options, code=2)
     assert words in done.stderr
     assert "begin" not in done.stdout
+
+
+def test_a_folder_that_is_read_only_is_refused(trace, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert "needs a folder that can be written to, got trace.json.gz" in trace(LOOP, code=2).stderr
 
 
 def test_a_script_that_is_not_there():

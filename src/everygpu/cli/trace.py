@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -92,8 +92,9 @@ def trace_script(
 
     def show() -> None:
         if is_main:
-            _show(tracer, as_json)
+            _show(tracer, as_json, console)
 
+    console = Output(file=sys.stdout, markup=False, emoji=False)
     tracer = StepTracer(path=path, warmup=warmup, num_steps=num_steps, on_end=end)
     # The script's output goes to another stream than the JSON.
     with redirect_stdout(sys.stderr if as_json else sys.stdout), noticing(tracer):
@@ -101,7 +102,7 @@ def trace_script(
     was_whole = tracer.is_done
     tracer.finish()
     if not tracer.num_traced or not tracer.is_done:
-        raise _explain_end(script, tracer, code)
+        _end_early(_explain_end(script, tracer, code), tracer)
     if not (was_whole and keep_running):  # shown already
         show()
     sys.exit(0 if was_whole and not keep_running else code)
@@ -114,6 +115,8 @@ def _check(script: str, output: Path, is_module: bool) -> None:
         raise OptionError(f"trace: --output must end with .json or .json.gz, got {output}.")
     if not output.absolute().parent.is_dir():
         raise OptionError(f"trace: --output needs a folder that exists, got {output}. Make the folder first.")
+    if not os.access(output.absolute().parent, os.W_OK):
+        raise OptionError(f"trace: --output needs a folder that can be written to, got {output}. Pass another one.")
 
 
 def _path_of_rank(output: Path) -> tuple[Path, bool]:
@@ -127,9 +130,23 @@ def _path_of_rank(output: Path) -> tuple[Path, bool]:
     return path.with_name(f"{stem}.rank{found.rank}{dot}{ending}"), found.rank == 0
 
 
+def _end_early(error: BaseException, tracer: "StepTracer") -> NoReturn:
+    if not tracer.is_left_running:
+        raise error
+    click.echo(f"Error: {error}" if isinstance(error, click.ClickException) else "Interrupted.", err=True)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)  # with the profiler of a thread that has ended, torch's exit is a crash
+
+
 def _explain_end(script: str, tracer: "StepTracer", code: str | int | None) -> BaseException:
     if code == INTERRUPTED:
         return KeyboardInterrupt()
+    if tracer.num_traced:
+        return click.ClickException(
+            f"{script} trains in a thread of its own, and must take {tracer.warmup + tracer.num_steps} steps there, "
+            f"but ended after {tracer.num_seen}. Pass fewer --steps."
+        )
     return click.ClickException(
         f"{script} must take {tracer.warmup} steps before the first that is traced, but ended after "
         f"{tracer.num_seen}, with exit code {code}. Updates by optimizers of torch.optim and calls of "
@@ -137,13 +154,12 @@ def _explain_end(script: str, tracer: "StepTracer", code: str | int | None) -> B
     )
 
 
-def _show(tracer: "StepTracer", as_json: bool) -> None:
+def _show(tracer: "StepTracer", as_json: bool, console: Output) -> None:
     from everygpu.tracing.events import read_trace
     from everygpu.tracing.shares import device_shares, host_shares
 
     trace = read_trace(tracer.path, tracer.num_traced)
     gpus = device_shares(trace)
-    console = Output(markup=False, emoji=False)
     if as_json:
         shares = [asdict(s) for s in gpus] or [{"device": "cpu", **asdict(host_shares(trace))}]
         found = {"num_steps": trace.num_steps, "step_ms": _step_ms(trace), "file": str(tracer.path), "devices": shares}

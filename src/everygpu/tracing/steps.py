@@ -55,19 +55,22 @@ class StepTracer:
 
     @property
     def untraced_s(self) -> float | None:
-        """Mean seconds of the last steps without the profiler; None for fewer than three, and where none is traced."""
+        """Mean seconds of the last steps without the profiler; None for fewer than three."""
         begin, end = self._timed
-        return (
-            None
-            if end - begin < _LEAST_TIMED or not self.num_traced
-            else (self._ended_s - self._began_s) / (end - begin)
-        )
+        if end - begin < _LEAST_TIMED or self.num_seen < end:
+            return None
+        return (self._ended_s - self._began_s) / (end - begin)
 
     @property
     def _timed(self) -> tuple[int, int]:
         """After how many steps the time without the profiler begins and ends."""
         end = self.warmup - _PREPARING
         return max(1, end - _MOST_TIMED), end
+
+    @property
+    def is_left_running(self) -> bool:
+        """Whether the profiler runs for another thread than this one, and so can't be ended, nor survives the exit."""
+        return self._profile is not None and not self.is_done and threading.get_ident() != self._thread
 
     def notice(self, stepped: object) -> None:
         """Count a step of the first object that has stepped, in its thread."""
@@ -98,10 +101,9 @@ class StepTracer:
 
     def finish(self) -> None:
         """End the trace where it is; called again, or by another thread than the training's, it does nothing."""
-        if self._profile is None or self.is_done or threading.get_ident() != self._thread:
-            return
-        self.is_done = True
-        self._profile.stop()
+        if self._profile is not None and not self.is_done and not self.is_left_running:
+            self.is_done = True
+            self._profile.stop()
 
     def _start(self) -> Any:
         preparing = min(_PREPARING, self.warmup - 1)
