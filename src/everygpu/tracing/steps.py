@@ -111,7 +111,8 @@ class StepTracer:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        found = profile(activities=activities, schedule=plan, on_trace_ready=self._export)
+        # acc_events: without it torch warns that each cycle drops the events of the one before; there is one.
+        found = profile(activities=activities, schedule=plan, on_trace_ready=self._export, acc_events=True)
         found.start()
         return found
 
