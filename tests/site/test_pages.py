@@ -208,8 +208,8 @@ def test_sections_have_the_same_anchors_in_both_languages():
 
 def test_lines_of_chinese_text_are_joined():
     assert prepare.joined("一行。\n  二行 a\n三\n\n四\n* 五\nsix\nseven") == "一行。二行 a\n三\n\n四\n* 五\nsix\nseven"
-    assert prepare.joined("见\n  [第二](b.md)，\n`a`（\nb）：\n```\nc，\n1. 二\n") == (
-        "见[第二](b.md)，`a`（b）：\n```\nc，\n1. 二\n"
+    assert prepare.joined("见\n  [第二](b.md)。\n`a`、\nb。\n```\nc。\n1. 二\n") == (
+        "见[第二](b.md)。`a`、b。\n```\nc。\n1. 二\n"
     )
 
 
