@@ -1,5 +1,7 @@
 """What MkDocs calls while it builds the site."""
 
+import re
+from html import unescape
 from posixpath import dirname, relpath
 from typing import Any
 
@@ -36,3 +38,15 @@ def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> None:
     """Leave out the column of neighbours for a page without any: code beside code needs the width."""
     if page.parent is None:
         page.meta.setdefault("hide", ["navigation"])
+
+
+def on_page_content(html: str, **kwargs: Any) -> str:
+    """Mark what stays on one line: short code within text, and the options of longer code."""
+    return re.sub(r"<code>([^<\n]+)</code>", mark, html)
+
+
+def mark(match: re.Match[str]) -> str:
+    if len(unescape(match[1])) <= 24:
+        return f'<code class="short">{match[1]}</code>'
+    options = re.sub(r"(?<![^ ])-[^ ]{1,23}(?![^ ])", r'<span class="short">\g<0></span>', match[1])
+    return f"<code>{options}</code>"

@@ -158,7 +158,8 @@ def slug(heading: str) -> str:
 
 def joined(text: str) -> str:
     """Join lines within Chinese text: a browser shows the end of a line as a space."""
-    return re.sub(r"(?<=[\u3000-\u9fff\uff00-\uffef])\n *(?=[\u4e00-\u9fff])", "", text)
+    text = re.sub(r"(?<=[\u3000-\u9fff\uff00-\uffef])\n *(?=\[?[\u4e00-\u9fff\uff08])", "", text)
+    return re.sub(r"(?<=[\u3001\u3002\uff08-\uff1b])\n *(?=[A-Za-z\[]|`(?!``|-))", "", text)
 
 
 def with_links(text: str) -> str:

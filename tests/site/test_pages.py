@@ -10,7 +10,7 @@ from types import ModuleType
 import click
 import pytest
 import torch
-from website import check, prepare
+from website import check, hooks, prepare
 
 import everygpu
 from everygpu.bench.batches import list_batches
@@ -208,6 +208,18 @@ def test_sections_have_the_same_anchors_in_both_languages():
 
 def test_lines_of_chinese_text_are_joined():
     assert prepare.joined("一行。\n  二行 a\n三\n\n四\n* 五\nsix\nseven") == "一行。二行 a\n三\n\n四\n* 五\nsix\nseven"
+    assert prepare.joined("见\n  [第二](b.md)。\n`a`、\nb。\n```\nc。\n1. 二\n") == (
+        "见[第二](b.md)。`a`、b。\n```\nc。\n1. 二\n"
+    )
+
+
+def test_options_and_short_code_stay_on_one_line():
+    short, long = "<code>engine=&quot;graphs&quot;</code>", "<code>everygpu tune --batch-size my-train.py</code>"
+    block = "<pre><code>a\n</code></pre>"
+    assert hooks.on_page_content(short + long + block) == (
+        '<code class="short">engine=&quot;graphs&quot;</code>'
+        '<code>everygpu tune <span class="short">--batch-size</span> my-train.py</code>' + block
+    )
 
 
 def row(peer, **more):
