@@ -133,20 +133,40 @@ def own_pages(language: str) -> dict[str, str]:
     """
     english = {path.name: path.read_text("utf-8") for path in (ROOT / "docs").glob("*.md") if path.suffixes == [".md"]}
     own = {path.name.replace(f".{language}.", "."): path for path in (ROOT / "docs").glob(f"*.{language}.md")}
-    translated = {name: with_anchors(path.read_text("utf-8"), english[name]) for name, path in own.items()}
+    translated = with_anchors({name: path.read_text("utf-8") for name, path in own.items()}, english)
     return {name: with_drawings(with_links(joined(text))) for name, text in (english | translated).items()}
 
 
-def with_anchors(text: str, english: str) -> str:
-    """Give a page's headings the anchors of the English page, so that a link to a section holds in both languages."""
-    anchors = [slug(heading) for _, heading in headings(english)]
-    for (whole, _), anchor in zip(headings(text), anchors, strict=True):
-        text = text.replace(f"\n{whole}\n", f"\n{whole} {{ #{anchor} }}\n", 1)
+def with_anchors(pages: Mapping[str, str], english: Mapping[str, str]) -> dict[str, str]:
+    """Give headings the anchors of the English page, so that a link to a section holds in both languages.
+
+    A translated page may link to its own language's anchors, which a code host has; they become the English ones.
+    """
+    pairs = {name: list(zip(headings(pages[name]), headings(english[name]), strict=True)) for name in pages}
+    anchors = {(name, host_slug(own[1])): slug(other[1]) for name in pages for own, other in pairs[name]}
+    return {name: with_links_to(anchors, name, with_ids(pages[name], pairs[name])) for name in pages}
+
+
+Heading = tuple[str, str]
+"""A line, and the text in it."""
+
+
+def with_ids(text: str, pairs: list[tuple[Heading, Heading]]) -> str:
+    for (line, _), (_, english) in pairs:
+        text = text.replace(f"\n{line}\n", f"\n{line} {{ #{slug(english)} }}\n", 1)
     return text
 
 
-def headings(text: str) -> list[tuple[str, str]]:
-    """Give a page's headings below its title: the line, and what it says."""
+def with_links_to(anchors: Mapping[tuple[str, str], str], name: str, text: str) -> str:
+    def link(found: re.Match[str]) -> str:
+        page = f"{found[1]}.md" if found[1] else name
+        return found[0].replace(f"#{found[2]}", f"#{anchors.get((page, found[2]), found[2])}")
+
+    return re.sub(r"\]\((?:([\w-]+)\.zh-CN\.md)?#([^)]+)\)", link, text)
+
+
+def headings(text: str) -> list[Heading]:
+    """Give a page's headings below its title."""
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     return [(found[0], found[1]) for found in re.finditer(r"^##+ (.*)$", prose, re.MULTILINE)]
 
@@ -154,6 +174,11 @@ def headings(text: str) -> list[tuple[str, str]]:
 def slug(heading: str) -> str:
     """Make the anchor of a heading, as Python-Markdown does."""
     return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading, flags=re.ASCII).strip().lower())
+
+
+def host_slug(heading: str) -> str:
+    """Make the anchor of a heading, as code hosts do."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def joined(text: str) -> str:

@@ -200,9 +200,11 @@ def test_a_notebook_becomes_a_page(tmp_path):
 
 
 def test_sections_have_the_same_anchors_in_both_languages():
-    english = "# A\n\n## A `b`, c\n\n```sh\n## d\n```\n\n### E-f\n"
-    assert prepare.with_anchors("# 甲\n\n## 乙\n\n```sh\n## d\n```\n\n### 丙\n", english) == (
-        "# 甲\n\n## 乙 { #a-b-c }\n\n```sh\n## d\n```\n\n### 丙 { #e-f }\n"
+    english = {"a.md": "# A\n\n## A `b`, c\n\n```sh\n## d\n```\n\n### E-f\n"}
+    chinese = "# 甲\n\n## 乙 `b`、丙\n\n```sh\n## d\n```\n\n### 丁\n[戊](#丁) [己](a.zh-CN.md#乙-b丙) [庚](#e-f)\n"
+    assert prepare.with_anchors({"a.md": chinese}, english)["a.md"] == (
+        "# 甲\n\n## 乙 `b`、丙 { #a-b-c }\n\n```sh\n## d\n```\n\n### 丁 { #e-f }\n"
+        "[戊](#e-f) [己](a.zh-CN.md#a-b-c) [庚](#e-f)\n"
     )
 
 
