@@ -21,6 +21,15 @@ OF_A_CHECKOUT = (".ci/", ".github/")
 MADE = {"PKG-INFO"}
 """What only an sdist has."""
 
+RANKS = """
+import torch, everygpu
+from everygpu.ranks.group import joined
+model = everygpu.DataParallel(torch.nn.Linear(2, 1, bias=False), ["cpu"])
+model(torch.tensor([[0.0, 2.0], [2.0, 0.0]]) if everygpu.is_main() else torch.ones(2, 2)).mean().backward()
+found = joined().gather(model.module.weight.grad[0].tolist())
+if everygpu.is_main():
+    print(found)
+"""
 USE = """
 import sys, importlib.metadata
 import everygpu
@@ -115,11 +124,17 @@ def test_links_of_the_readme_lead_to_files_of_the_sdist(tree: Path) -> None:
 
 
 def test_it_trains_as_installed(installed: Installed) -> None:
-    options = ["-I", "-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning"]  # torch's, which needs none
-    place, version, of_metadata = installed.run("python", *options, "-c", USE).splitlines()
+    place, version, of_metadata = installed.run("python", "-I", "-W", "error", "-c", USE).splitlines()
     assert Path(place).is_relative_to(installed.folder)
     assert installed.artifact.name.startswith(f"everygpu-{version}")
     assert of_metadata == version
+
+
+def test_two_ranks_train_as_installed(installed: Installed) -> None:
+    script = installed.folder / "ranks.py"
+    script.write_text(RANKS, encoding="utf-8")
+    printed = installed.run("torchrun", "--nproc-per-node", "2", script)
+    assert "[[1.0, 1.0], [1.0, 1.0]]" in printed.splitlines()
 
 
 def test_requirements_fit_together(installed: Installed) -> None:
