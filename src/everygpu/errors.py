@@ -13,7 +13,8 @@
     ├── CopyError (TypeError)                 an object that can't be copied or pickled was to be
     ├── LossError (ValueError)                the loss returned no single number; a RuntimeError, too
     ├── NonFiniteError (FloatingPointError)   a loss or gradients are nan or infinite
-    ├── ReplicaError (RuntimeError)           names the replica an exception came from, or that differs
+    ├── ReplicaError (RuntimeError)           names the replica an exception came from
+    │   └── DivergedError (RuntimeError)      replicas' parameters differ
     ├── RankError (RuntimeError)              processes that train together differ, or one of them has failed
     ├── WorkerError (RuntimeError)            a process of the loader, or of a replica, died
     ├── FeedTimeoutError (TimeoutError)       no batch came in time
@@ -98,7 +99,11 @@ class NonFiniteError(EveryGPUError, FloatingPointError):
 
 
 class ReplicaError(EveryGPUError, RuntimeError):
-    """Names the replica, device and shards behind an exception, whose ``__cause__`` it is; or replicas that differ."""
+    """Names the replica, device and shards behind an exception, whose ``__cause__`` it is."""
+
+
+class DivergedError(ReplicaError):
+    """Replicas' parameters differ, and no majority tells which are right."""
 
 
 class RankError(EveryGPUError, RuntimeError):

@@ -1,7 +1,7 @@
 """Exit codes with which a run ends, and what they say to what has started it."""
 
-NOT_FINITE = 5
-"""Numbers of the training are no longer finite."""
+BAD_NUMBERS = 5
+"""Numbers of the training are no longer finite, or replicas' parameters differ."""
 STUCK = 6
 """The watchdog has ended a run that stood still, or that has lost a GPU."""
 INTERRUPTED = 130

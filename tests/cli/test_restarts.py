@@ -46,7 +46,7 @@ def test_again_after_5_6_and_a_kill():
     shell = Shell("exit 5", "exit 6", "kill -KILL $$", "exit 0")
     assert shell.run(3) == 0
     assert [line.partition(":")[0] for line in shell.said] == [
-        "exit code 5, its numbers are not finite",
+        "exit code 5, its numbers are not finite, or its replicas differ",
         "exit code 6, the watchdog ended it",
         "killed by SIGKILL",
     ]
@@ -109,7 +109,7 @@ def test_the_command(tmp_path):
     arguments = ("run", "--cpu", "--restarts", "2", "--", "train.py", "--restarts", "7")
     done = subprocess.run(**command_of(*arguments), cwd=tmp_path, capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (0, "['train.py', '--restarts', '7']\n" * 2)
-    assert done.stderr.count("exit code 5, its numbers are not finite: started again") == 1
+    assert done.stderr.count("exit code 5, its numbers are not finite, or its replicas differ: started again") == 1
     refused = ("run", "--restarts", "2", "--processes", "1", "--nnodes", "2", "--rdzv-endpoint", "a:1", "train.py")
     done = subprocess.run(**command_of(*refused), cwd=tmp_path, capture_output=True, check=False)
     assert done.returncode == 2

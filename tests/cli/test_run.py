@@ -135,6 +135,8 @@ class TestInThisProcess:
             ("sys.exit('broken')", "broken"),
             ("raise KeyboardInterrupt", 130),
             ("raise ValueError", 1),
+            ("from everygpu.errors import DivergedError; raise DivergedError('bits')", 5),
+            ("from everygpu.errors import NonFiniteError; raise NonFiniteError('nan')", 5),
             ("input()", 1),
             ("import everygpu; raise everygpu.EveryGPUError('the script has its own')", 1),
         ],

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import everygpu
-from everygpu.errors import OptionError, ReplicaError
+from everygpu.errors import DivergedError, OptionError
 from tests.faults.warned import warnings
 from tests.scripts import run_script
 from tests.step.test_step_edits import EDITS
@@ -158,7 +158,7 @@ def test_two_copies_raise_and_a_checkpoint_goes_on(devices: Devices) -> None:
     trial.train()
     with torch.no_grad():
         value = trial.net.first.weight[1, 2].item()
-    with pytest.raises(ReplicaError) as raised:
+    with pytest.raises(DivergedError) as raised:
         trial.train(trial.flip(1, "first.weight", 31, 7))
     a, b = (f"replica {j} ({d})" for j, d in enumerate(trial.model.replica_devices))
     text = str(raised.value)
@@ -181,7 +181,7 @@ def test_only_updates_that_are_due_compare(devices: Devices) -> None:
         trial.train()
     trial.train()
     trial.train()
-    with pytest.raises(ReplicaError, match="last.bias"):
+    with pytest.raises(DivergedError, match="last.bias"):
         trial.train(trial.flip(1, "last.bias"))
 
 
@@ -258,7 +258,7 @@ def test_flips_that_cancel_in_a_sum_of_words(first: float, second: float, far: i
 def test_a_flip_that_two_share() -> None:
     trial = Trial([torch.device("cpu")] * 4)
     trial.train()
-    with pytest.raises(ReplicaError, match=r"1 element of last.weight, .* in replica 3 \(cpu\)\. No majority"):
+    with pytest.raises(DivergedError, match=r"1 element of last.weight, .* in replica 3 \(cpu\)\. No majority"):
         trial.train(trial.flip(1, "last.weight"), trial.flip(2, "last.weight"))
     trial = Trial([torch.device("cpu")] * 3)
     trial.train()
@@ -281,7 +281,7 @@ def test_what_was_mended_before_an_error_is_told_too() -> None:
     trial = Trial([torch.device("cpu")] * 4)
     trial.train()
     faults = [trial.flip(1, "first.bias"), *(trial.flip(j, "frozen") for j in (2, 3))]
-    with warnings() as lines, pytest.raises(ReplicaError, match="1 element of frozen"):
+    with warnings() as lines, pytest.raises(DivergedError, match="1 element of frozen"):
         trial.train(*faults)
     (line,) = lines
     assert "1 element of first.bias" in line

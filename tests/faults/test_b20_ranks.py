@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import everygpu
-from everygpu.errors import ReplicaError
+from everygpu.errors import DivergedError
 from everygpu.ranks.group import join
 from tests.faults.warned import warnings
 from tests.ranks.harness import run_ranks
@@ -54,7 +54,7 @@ def train_rank() -> tuple[list[str], str, list[list[float]]]:
         flip(2, net.frozen, 0, bit=21)
         try:
             step(x, y)
-        except ReplicaError as error:
+        except DivergedError as error:
             return lines, str(error), values
     return lines, "", values
 
@@ -91,7 +91,7 @@ def train_pair() -> tuple[str, str]:
         net.first.weight.data.view(torch.int32)[1, 2] ^= 1 << 20
     try:
         step(x.to(device), y.to(device))
-    except ReplicaError as error:
+    except DivergedError as error:
         return engine, str(error)
     return engine, ""
 

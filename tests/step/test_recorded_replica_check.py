@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import everygpu
-from everygpu.errors import ReplicaError
+from everygpu.errors import DivergedError
 from tests.faults.warned import warnings
 from tests.step.scenarios import NUM_BEFORE, Devices, Step, X, Y, adamw
 from tests.step.test_capture import Net, num_recordings
@@ -56,7 +56,8 @@ def test_a_flip_between_launches(
     bits[2] = int(bits[2]) ^ 1 << 3
     with warnings() as lines:
         if len(used) == 2:
-            with pytest.raises(ReplicaError, match=f"1 element of {'first.weight' if find is trainable else 'frozen'}"):
+            param = "first.weight" if find is trainable else "frozen"
+            with pytest.raises(DivergedError, match=f"1 element of {param}"):
                 step(X, Y)
             return
         step(X, Y)
@@ -112,7 +113,7 @@ def test_with_a_check_before_each_update_flips_within_a_launch_are_found(recordi
         assert not lines
         net.mask.fill_(1 << 20)
         if len(used) == 2:
-            with pytest.raises(ReplicaError, match="1 element of first.weight"):
+            with pytest.raises(DivergedError, match="1 element of first.weight"):
                 step(x, Y)
             return
         step(x, Y)

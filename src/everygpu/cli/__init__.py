@@ -57,8 +57,8 @@ def main() -> None:
 
     Exit codes: 2 for a wrong option, 3 for devices that don't exist or don't fit, 4 for a checkpoint that
     can't be read, 1 for other errors, 130 after Ctrl-C, 141 where the output's reader has left. `everygpu run`
-    passes the script's own on, and ends one that stands still, or has lost a GPU, with 6; `everygpu checkpoint diff`
-    ends with 1 where the two differ.
+    passes the script's own on, and ends one whose numbers are not finite, or whose replicas differ, with 5, and one
+    that stands still, or has lost a GPU, with 6; `everygpu checkpoint diff` ends with 1 where the two differ.
 
     What takes more than a second shows a progress bar on the error stream, where that is a terminal.
     """

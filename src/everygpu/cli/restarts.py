@@ -10,11 +10,11 @@ from types import FrameType
 
 from everygpu.child import python_command
 from everygpu.devices import nvml
-from everygpu.exit_codes import INTERRUPTED, NOT_FINITE, STOPPED, STUCK
+from everygpu.exit_codes import BAD_NUMBERS, INTERRUPTED, STOPPED, STUCK
 
 _CRASHES = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 _PASSED_ON = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
-_CODES = {NOT_FINITE: "its numbers are not finite", STUCK: "the watchdog ended it"}
+_CODES = {BAD_NUMBERS: "its numbers are not finite, or its replicas differ", STUCK: "the watchdog ended it"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from types import CodeType, ModuleType
 
-from everygpu.exit_codes import INTERRUPTED
+from everygpu.errors import DivergedError, NonFiniteError
+from everygpu.exit_codes import BAD_NUMBERS, INTERRUPTED
 
 
 def run_module(
@@ -67,7 +68,7 @@ def run_script(
         is_expected: Tells of an exception that ends the script as it should: it is not shown.
     Returns:
         What to give to ``sys.exit``: the script's own exit code or message; 1 after an exception, whose
-        traceback has been shown; 130 after an interrupt.
+        traceback has been shown, 5 after one that says that the training's numbers are wrong; 130 after an interrupt.
     Source:
         ``runpy.run_path``. We differ as ``python`` itself does: ``sys.argv[0]`` is the path as written
         while ``__file__`` is absolute, and ``__main__`` stays the script's module, so that threads, exit
@@ -97,7 +98,7 @@ def _run(
         if is_expected(error):
             return 0
         _show(error, find_file())
-        return 1
+        return BAD_NUMBERS if isinstance(error, (DivergedError, NonFiniteError)) else 1
     return 0
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from everygpu.errors import NonFiniteError
-from everygpu.exit_codes import NOT_FINITE
+from everygpu.exit_codes import BAD_NUMBERS
 
 logger = logging.getLogger("everygpu")
 
@@ -96,7 +96,7 @@ class FiniteCheck:
             raise error
         if error is not None:
             logger.error("%s", error)
-            raise SystemExit(NOT_FINITE) from error
+            raise SystemExit(BAD_NUMBERS) from error
 
     def wait(self) -> None:
         """Read all that there is; what is to be raised is raised by ``look``."""
@@ -139,7 +139,7 @@ class FiniteCheck:
             self._error = self._error or NonFiniteError(message)
         elif is_last:
             self._error = NonFiniteError(
-                f"{message} It was update {self._num_in_row} in a row: the run ends with exit code {NOT_FINITE}."
+                f"{message} It was update {self._num_in_row} in a row: the run ends with exit code {BAD_NUMBERS}."
             )
         else:
             logger.warning("%s", message)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from everygpu.errors import ReplicaError
+from everygpu.errors import DivergedError
 from everygpu.parallel.buckets.kept import KeptBucket
 from everygpu.parallel.buckets.plan import plan_buckets
 from everygpu.parallel.data_parallel import DataParallel
@@ -67,7 +67,7 @@ class ReplicaCheck:
         """Count an update, and compare if it is time to.
 
         Raises:
-            ReplicaError: copies differ, and no majority tells which is right; on all ranks.
+            DivergedError: copies differ, and no majority tells which is right; on all ranks.
         """
         self._num_updates += 1
         if self._num_updates % self.every == 0:
@@ -96,7 +96,7 @@ class ReplicaCheck:
         for differences in find_differences(self._kept(), None if ranks is None else ranks.group):
             undecided = next((d for d in differences if not d.is_decided), None)
             if undecided is not None:
-                raise ReplicaError(self._refusal(undecided, len(differences)))
+                raise DivergedError(self._refusal(undecided, len(differences)))
             for d in differences:
                 mend(d)
                 yield from ((copy, d, i) for i, copy in enumerate(d.copies) if d.wrong_elements(i).numel())

@@ -82,7 +82,7 @@ class TrainStep:
         OptimizerError: this is no optimizer, or one that needs a closure; parameters share memory.
         NonFiniteError: under ``on_nonfinite="raise"``, on GPUs within the next eight updates.
         OptionError: an option has no such value.
-        ReplicaError: from a step whose check finds parameters that differ, and no majority to mend them from.
+        DivergedError: from a step whose check finds parameters that differ, and no majority to mend them from.
     """
 
     def __init__(
