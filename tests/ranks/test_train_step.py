@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import everygpu
+from everygpu.errors import OptimizerError
 from everygpu.ranks.group import join
 from tests.ranks.harness import run_ranks
 
@@ -89,7 +90,8 @@ def train(num_devices, options, optimizer=torch.optim.AdamW, wrapper=everygpu.Da
     group = join()
     net = make()
     net.is_first_rank = group.rank == 0
-    model, optimizer = wrapper(net, ["cpu"] * num_devices), optimizer(net.parameters(), lr=0.05)
+    devices = ["cpu"] * (num_devices if isinstance(num_devices, int) else num_devices[group.rank])
+    model, optimizer = wrapper(net, devices), optimizer(net.parameters(), lr=0.05)
     step = everygpu.TrainStep(model, F.cross_entropy, optimizer, weight=num_tokens, **options)
     losses = []
     for i in range(len(STEPS)):
@@ -102,6 +104,7 @@ def train(num_devices, options, optimizer=torch.optim.AdamW, wrapper=everygpu.Da
 CASES = {
     "one device each": (1, {}),
     "two devices each, clipped": (2, {"clip_norm": 0.2}),
+    "two devices beside one": ((2, 1), {"clip_norm": 0.2}),
     "accumulated": (1, {"accumulate": 3, "clip_norm": 0.5}),
     "an optimizer of one's own": (1, {}, OwnAdamW),
     "a scatter of one's own": (2, {"accumulate": 3, "clip_norm": 0.5}, torch.optim.AdamW, OwnScatter),
@@ -110,6 +113,7 @@ CASES = {
 
 def train_each():
     return {name: train(*case) for name, case in CASES.items()} | {
+        "unequal": unequal(),
         "overflow": overflow(),
         "nonfinite": nonfinite(),
         "sparse": sparse(),
@@ -125,12 +129,22 @@ def test_training_equals_one_device_and_an_overflow_on_one_rank_is_skipped_on_al
             for key, value in values.items():
                 torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-5, msg=f"{name}: {key}")
         assert all(torch.equal(a, b) for a, b in zip(ranks[0][name][1].values(), ranks[1][name][1].values())), name
+    assert all("as many devices for a ShardedOptimizer, got [2, 1]" in rank["unequal"] for rank in ranks)
     assert [rank["overflow"] for rank in ranks] == [(1, True)] * 2
     skipped, message = ranks[0]["nonfinite"]
     assert skipped == ranks[1]["nonfinite"][0] == (1, True)
     assert "got others in update 2. First in a forward of the same batch: the batch itself" in message
     assert "on cpu (replica 0), rank 1." in message
     assert [rank["sparse"] for rank in ranks] == [[2.0, 1.0, 1.0, 2.0]] * 2
+
+
+def unequal():
+    net = nn.Linear(2, 1)
+    model = everygpu.DataParallel(net, ["cpu"] * (2 - join().rank))
+    spread = everygpu.ShardedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), model.device_ids)
+    with pytest.raises(OptimizerError) as raised:
+        everygpu.TrainStep(model, F.mse_loss, spread)
+    return str(raised.value)
 
 
 def small_loss(output, y):

@@ -110,19 +110,42 @@ def can_capture(model: DataParallel, capture: Any) -> bool:
     return on_gpus and capture is not False and not own
 
 
+def _device_counts(model: DataParallel) -> list[int]:
+    """Return how many devices each rank has; all ranks have to ask."""
+    num_devices, ranks = len(model.replica_devices), model.rank_model
+    return [num_devices] if ranks is None else ranks.group.gather(num_devices)
+
+
 def make_strategy(model: DataParallel, optimizer: Any, *, captures: bool) -> UpdateStrategy:
     """Choose where gradients are and what applies them, by optimizer and devices."""
     if not captures:
         model.give_up_recording("TrainStep was made with capture=False")
-    own = own_code(model)
-    if isinstance(optimizer, ShardedOptimizer) and own and len(model.replica_devices) > 1:
-        raise OptimizerError(
-            f"TrainStep: a {type(model).__qualname__} with its own {own} has its gradients on the first device, "
-            f"which takes a torch optimizer, got a ShardedOptimizer. Pass the optimizer that it was made of."
-        )
+    own, counts = own_code(model), _device_counts(model)
+    _check_optimizer(model, optimizer, own, counts)
     if isinstance(optimizer, ShardedOptimizer):
         return ShardedUpdate(model, optimizer, fixed=captures)
-    if not isinstance(optimizer, Optimizer):
+    if len(model.replica_devices) == 1 and not captures and model.rank_model is None:
+        return LocalUpdate(model, optimizer)
+    if own:
+        logger.info("TrainStep: the update is on %s, as the model has its own %s.", model.src_device_obj, own)
+        return LocalUpdate(model, optimizer)
+    if len(set(counts)) > 1:
+        logger.warning(
+            "TrainStep: ranks have %s devices, so the update of each is on its first alone. Give all as many, and it "
+            "is spread over them.",
+            ", ".join(map(str, counts)),
+        )
+        return LocalUpdate(model, optimizer)
+    if not can_shard(optimizer):
+        logger.info(
+            "TrainStep: %s can't be spread; it steps on %s.", type(optimizer).__name__, model.replica_devices[0]
+        )
+        return LocalUpdate(model, optimizer)
+    return ShardedUpdate(model, ShardedOptimizer.of(optimizer, model.replica_devices), fixed=captures)
+
+
+def _check_optimizer(model: DataParallel, optimizer: Any, own: str, counts: list[int]) -> None:
+    if not isinstance(optimizer, (Optimizer, ShardedOptimizer)):
         raise OptimizerError(
             f"TrainStep: needs a torch optimizer or a ShardedOptimizer, got {type(optimizer).__qualname__}. "
             f"Pass for instance torch.optim.AdamW(model.parameters())."
@@ -132,14 +155,15 @@ def make_strategy(model: DataParallel, optimizer: Any, *, captures: bool) -> Upd
             "TrainStep: the optimizer must step without a closure, got LBFGS, which evaluates the loss several times "
             "in a step. Use DataParallel in an ordinary loop."
         )
-    if len(model.replica_devices) == 1 and not captures and model.rank_model is None:
-        return LocalUpdate(model, optimizer)
-    if own:
-        logger.info("TrainStep: the update is on %s, as the model has its own %s.", model.src_device_obj, own)
-        return LocalUpdate(model, optimizer)
-    if not can_shard(optimizer):
-        logger.info(
-            "TrainStep: %s can't be spread; it steps on %s.", type(optimizer).__name__, model.replica_devices[0]
+    if not isinstance(optimizer, ShardedOptimizer):
+        return
+    if own and len(model.replica_devices) > 1:
+        raise OptimizerError(
+            f"TrainStep: a {type(model).__qualname__} with its own {own} has its gradients on the first device, "
+            f"which takes a torch optimizer, got a ShardedOptimizer. Pass the optimizer that it was made of."
         )
-        return LocalUpdate(model, optimizer)
-    return ShardedUpdate(model, ShardedOptimizer.of(optimizer, model.replica_devices), fixed=captures)
+    if len(set(counts)) > 1:
+        raise OptimizerError(
+            f"TrainStep: all ranks must have as many devices for a ShardedOptimizer, got {counts}. Pass the "
+            f"optimizer that it was made of."
+        )
