@@ -16,6 +16,7 @@ from everygpu.feed.channel import Channel, ChannelClosed
 from everygpu.feed.position import Tally
 from everygpu.feed.source import Source
 from everygpu.feed.waiting import StepTime, WaitMeter
+from everygpu.parallel.cuda_graphs.host_rng import DRAW_GATE
 from everygpu.parallel.scatter.split import ScatterSpec
 from everygpu.ranks.lockstep import Lockstep
 
@@ -172,7 +173,8 @@ class Feed:
 
 def _prepare(source: Source, route: ScatterSpec, dealing: Dealing | None) -> _Prepared:
     start = time.perf_counter()
-    batch = source.fetch()
+    with DRAW_GATE.drawing():
+        batch = source.fetch()
     if dealing is not None:
         batch = dealing.take(batch, route.dim)
     loaded = time.perf_counter()

@@ -152,4 +152,6 @@ def make_capture(step: "TrainStep", strategy: UpdateStrategy, *, must: bool) -> 
         return None
     model.make_graphs(False)
     route = ScatterSpec(devices=model.replica_devices, dim=model.dim, split=model.split)
-    return Capture(RecordableStep(step, strategy), "TrainStep", route, must=must, gives_up=not must)
+    # With several devices, the engine that takes over says why where it is slower.
+    level = logging.WARNING if len(model.replica_devices) == 1 else logging.INFO
+    return Capture(RecordableStep(step, strategy), "TrainStep", route, must=must, level=level, gives_up=not must)

@@ -2,11 +2,55 @@
 
 import random
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+
+
+class DrawGate:
+    """Keeps threads that load batches apart from recordings: both may draw from the process's generators."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_drawing = self._num_alone = 0
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Draw within, beside others, once no recording goes on."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_alone)
+            self._num_drawing += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_drawing -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self, limit_s: float) -> Iterator[bool]:
+        """Have those that draw wait within; False where one has not come to an end in time.
+
+        Args:
+            limit_s: How long it is waited for.
+        """
+        with self._changed:
+            self._num_alone += 1
+            is_alone = self._changed.wait_for(lambda: not self._num_drawing, limit_s)
+        try:
+            yield is_alone
+        finally:
+            with self._changed:
+                self._num_alone -= 1
+                self._changed.notify_all()
+
+
+DRAW_GATE = DrawGate()
+"""Of the process, as its generators are."""
 
 
 class HostGenerators:

@@ -12,7 +12,7 @@ from everygpu.errors import CaptureError, SplitError
 from everygpu.parallel.cuda_graphs.batch_kinds import WINDOW, BatchKinds
 from everygpu.parallel.cuda_graphs.capture_lock import CAPTURE_LOCK
 from everygpu.parallel.cuda_graphs.guards import ModuleGuards, find_hooks, is_observed, torch_settings
-from everygpu.parallel.cuda_graphs.host_rng import HostGenerators, is_same_state
+from everygpu.parallel.cuda_graphs.host_rng import DRAW_GATE, HostGenerators, is_same_state
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph, is_capturing, return_memory
 from everygpu.parallel.cuda_graphs.static_batch import Batch, NotStatic, StaticBatch, describe_batch
 from everygpu.parallel.scatter.split import ScatterSpec
@@ -21,6 +21,8 @@ MAX_ATTEMPTS = 12
 """Times that recordings are begun anew until one has been launched ``LONG`` times: a model that changes all the time
 isn't worth more."""
 
+_LOADING_S = 2.0
+"""How long a recording waits for a batch that is being loaded by a thread beside it."""
 LONG = 100
 """Launches after which attempts are counted anew."""
 
@@ -213,19 +215,12 @@ class Capture(Generic[Result]):
         if self._num_attempts > MAX_ATTEMPTS:
             self._give_up(f"recordings were made {MAX_ATTEMPTS} times, and none served for long")
             return None
-        generators = HostGenerators(self._step.roots())
-        before = generators.states()
-        held = StaticBatch(batch, self._route)
-        held.write(batch)
-        spread_seeds(self._route.devices)
-        found = self._attempt(held)
-        while isinstance(found, str) and self._step.try_otherwise():
-            generators.restore(before)
-            found = self._attempt(held)
-        drew = not all(map(is_same_state, before, generators.states()))
-        generators.restore(before)
-        if drew and not isinstance(found, str):
-            found = "the step draws random numbers on the host, which a recording would repeat"
+        with DRAW_GATE.alone(_LOADING_S) as is_alone:
+            found, has_drawn = self._attempt_all(batch)
+        if has_drawn and not isinstance(found, str):
+            if not is_alone:  # a thread that loads a batch may have, too: again at a later step
+                return None
+            found = "the step, or a thread beside it, draws random numbers on the host, which a recording would repeat"
         if isinstance(found, str):
             # Recordings of other kinds may have been dropped by this attempt: they are made again.
             if self._kinds.has_recorded and not self._must:
@@ -238,6 +233,21 @@ class Capture(Generic[Result]):
         self._recordings[key] = found
         self._kinds.note_recording(key)
         return found
+
+    def _attempt_all(self, batch: Batch) -> tuple[_Recording | str, bool]:
+        """Record, in another way if need be, or say why not; and tell whether random numbers were drawn on the host."""
+        generators = HostGenerators(self._step.roots())
+        before = generators.states()
+        held = StaticBatch(batch, self._route)
+        held.write(batch)
+        spread_seeds(self._route.devices)
+        found = self._attempt(held)
+        while isinstance(found, str) and self._step.try_otherwise():
+            generators.restore(before)
+            found = self._attempt(held)
+        has_drawn = not all(map(is_same_state, before, generators.states()))
+        generators.restore(before)
+        return found, has_drawn
 
     def _attempt(self, held: StaticBatch) -> _Recording | str:
         """Record, or say why not."""
