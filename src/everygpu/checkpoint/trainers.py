@@ -20,11 +20,28 @@ _OPTIONAL = frozenset(
 """Keys that some versions of torch have, or schedulers and callers add."""
 
 
+class SavedState:
+    """Stands for an object of which only the state is known, and perhaps the class."""
+
+    def __init__(self, state: Any, class_name: str | None) -> None:
+        self._state, self.class_name = state, class_name
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+        return self._state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Never called: it makes this an object with a state."""
+        raise NotImplementedError
+
+
 def class_name(value: object) -> str | None:
     """Name an optimizer's or a scheduler's class, by which its state is known; None for any other object.
 
     A wrapper counts as the optimizer inside, a subclass of one of torch's classes as that class.
     """
+    if isinstance(value, SavedState):
+        return value.class_name
     while isinstance(value, Optimizer) and (inner := _inner(value)) is not None:
         value = inner
     if not isinstance(value, Optimizer | LRScheduler):
