@@ -107,6 +107,7 @@ def test_ours_into_ours_keeps_everything(tmp_path: Path) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     shuffle = torch.Generator().manual_seed(7)
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "shuffle": shuffle, "ema": Net(5)}
+    parts["class"] = torch.optim.SGD(model.parameters())
     everygpu.save(tmp_path / "a", **parts, epoch=3)
     expected = torch.randn(2)
     convert(tmp_path / "a", tmp_path / "b")
@@ -118,7 +119,12 @@ def test_ours_into_ours_keeps_everything(tmp_path: Path) -> None:
         "scheduler": torch.optim.lr_scheduler.StepLR(restored, 1),
         "shuffle": torch.Generator(),
         "ema": Net(6),
+        "class": torch.optim.SGD(target.parameters()),
     }
+    for name in ("optimizer", "class"):  # classes, too, where the settings would fit
+        other = torch.optim.Adamax(target.parameters())
+        with pytest.raises(CheckpointMismatchError, match=f"{name} must be of .*, torch.optim.*, got .*Adamax"):
+            everygpu.load(tmp_path / "b", **{name: other})
     assert everygpu.load(tmp_path / "b", **again, rng=True) == {"epoch": 3}
     assert torch.equal(torch.randn(2), expected)
     assert same_state(

@@ -1,5 +1,6 @@
 """Loading: into any wrapper and device, nothing changed unless everything fits, damage noticed and named."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -273,6 +274,7 @@ def test_a_missing_file_is_named(path: Path, name: str) -> None:
         {"optimizer": {"kind": "pickle", "state": {"$unknown": 1}}},
         {"optimizer": {"kind": "pickle", "state": {}}},
         {"scheduler": {"kind": "state_dict", "state": {"$tuple": 5}}},
+        {"scheduler": {"kind": "state_dict", "class": 3, "state": {}}},
         {"extras": []},
         {"extras": {"a": {"kind": ["plain"], "state": 1}}},
         {"rng": {"$tensor": "x"}},
@@ -306,6 +308,38 @@ def test_an_ema_of_another_model(path: Path) -> None:
 def test_another_optimizer(path: Path) -> None:
     other = torch.optim.AdamW(nn.Linear(1, 1).parameters())
     assert_nothing_changes(CheckpointMismatchError, path, r"\[5\] parameters, got \[2\]", optimizer=other)
+
+
+def sgd(run: Run) -> Any:
+    return torch.optim.SGD(run.model.parameters(), lr=0.1, momentum=0.9)
+
+
+def adam(run: Run) -> Any:
+    return torch.optim.Adam(run.model.parameters(), weight_decay=0.5)
+
+
+def cosine(run: Run) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(run.optimizer, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "saved", "is_named"),
+    [
+        ("optimizer", sgd, "AdamW, got torch.optim.sgd.SGD", True),
+        ("optimizer", adam, "AdamW, got torch.optim.adam.Adam", True),
+        ("optimizer", sgd, "amsgrad, betas, eps.* has dampening, momentum, nesterov", False),
+        ("scheduler", cosine, "StepLR, got .*CosineAnnealingLR", True),
+        ("scheduler", cosine, "gamma, step_size.* has T_max, eta_min", False),
+    ],
+)
+def test_the_state_of_another_class(path: Path, name: str, make: Any, saved: str, is_named: bool) -> None:
+    if not is_named:
+        part = json.loads((path / "state.json").read_text())[name]
+        edit_state(path, **{name: {key: value for key, value in part.items() if key != "class"}})
+    target = make(Run(seed=2))
+    before = snapshot(target)
+    assert_nothing_changes(CheckpointMismatchError, path, f"class whose state was saved.*{saved}", **{name: target})
+    assert same_state(snapshot(target), before)
 
 
 def test_a_generator_saved_as_something_else(path: Path) -> None:

@@ -291,6 +291,24 @@ def test_other_data_is_refused_and_nothing_changes() -> None:
     assert data.epoch == 0
 
 
+@pytest.mark.parametrize("name", ["shuffled", "batch sampler", "weighted", "no batches"])
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_a_pass_in_another_order_is_refused_and_nothing_changes(name: str, is_turned: bool) -> None:
+    shuffled = LOADERS[name](1)
+    in_order = DataLoader(DATA, 4 if shuffled.batch_sampler is not None else None)
+    pair = [ResumableLoader(in_order), ResumableLoader(shuffled)]
+    source, target = reversed(pair) if is_turned else pair
+    between = source.state_dict()
+    next(iter(source))
+    middle, before = source.state_dict(), target.state_dict()
+    with pytest.raises(CheckpointMismatchError, match=f"order that it was begun in.*shuffle={is_turned}"):
+        target.load_state_dict(middle)
+    assert target.state_dict() == before
+    target.load_state_dict(between)
+    del middle["in_order"]  # as earlier versions wrote it
+    target.load_state_dict(middle)
+
+
 @pytest.mark.parametrize("loader", [[1, 2], None, DATA])
 def test_what_is_no_loader_is_refused(loader: Any) -> None:
     with pytest.raises(OptionError, match="must be a torch"):

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import everygpu
 from everygpu import Feeder, gather
-from everygpu.errors import OptionError
+from everygpu.errors import CheckpointMismatchError, OptionError
 from tests.feed.loaders import batches, numbered, values
 
 
@@ -225,3 +225,15 @@ class TestPosition:
             return
         with pytest.raises(OptionError, match="what Feeder.state_dict returned"):
             feeder.load_state_dict(state)
+
+
+@pytest.mark.parametrize("shuffles", [False, True])
+def test_a_pass_in_another_order_is_refused(shuffles):
+    source, target = (Feeder(DataLoader(torch.arange(12), 2, shuffle=s), ["cpu"]) for s in (shuffles, not shuffles))
+    with source, target:
+        next(iter(source))
+        state = source.state_dict()
+        with pytest.raises(CheckpointMismatchError, match=f"repeat samples.*shuffle={shuffles}"):
+            target.load_state_dict(state)
+        del state["in_order"]  # as earlier versions wrote it
+        target.load_state_dict(state)

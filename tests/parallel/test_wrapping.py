@@ -1,6 +1,7 @@
 """What may be wrapped, in which process, and what a wrapper's loss may be called for."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -109,6 +110,18 @@ class TestLoss:
             loss.backward()
         with pytest.raises(kind, match=r"loss\.mean\(\)"):
             (loss * 2).backward(retain_graph=True)
+
+    @pytest.mark.parametrize(
+        ("read", "call"),
+        [(lambda loss: loss.item(), "loss.mean().item()"), (float, "float(loss.mean())"), (int, "int(loss.mean())"),
+         (lambda loss: f"{loss:.3f}", 'f"{loss.mean():.3f}"')],
+    )  # fmt: skip
+    def test_reading_one_per_replica_as_a_number_says_what_to_do(self, read, call):
+        loss = everygpu.DataParallel(Scoring(torch.mean), CPUS)(torch.ones(7, 4))
+        with pytest.raises(LossError, match=f"got one entry from each of 3 replicas. Call {re.escape(call)}"):
+            read(loss)
+        assert f"{loss}".startswith("tensor([")
+        read(loss.mean().detach())
 
     @pytest.mark.parametrize(("reduce", "join"), [(torch.mean, torch.mean), (torch.sum, torch.sum)])
     def test_what_it_says_gives_the_gradient_of_the_whole_batch(self, reduce, join):

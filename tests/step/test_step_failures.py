@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -120,6 +121,7 @@ def test_optimizers_that_cannot_be_spread_step_on_the_first_device(
         ({"accumulate": 1.5}, "accumulate"),
         ({"clip_norm": 0}, "clip_norm must be a number above 0"),
         ({"loss": 3}, "loss must be callable"),
+        ({"loss": nn.CrossEntropyLoss}, r"got the class CrossEntropyLoss.*Pass CrossEntropyLoss\(\)"),
         ({"compile": True}, "engine='compile'"),
     ],
 )
@@ -138,6 +140,47 @@ def test_bad_optimizers() -> None:
         everygpu.TrainStep(net, F.cross_entropy, torch.optim.LBFGS(net.parameters()))
     with pytest.raises(OptimizerError, match="needs a torch optimizer"):
         everygpu.TrainStep(net, F.cross_entropy, net.parameters())
+
+
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, everygpu.ShardedOptimizer])
+def test_an_optimizer_of_another_model_is_refused(wrap: Any) -> None:
+    net, old = everygpu.DataParallel(Net(), ["cpu"]), Net()
+    optimizer = wrap(torch.optim.SGD(old.parameters()))
+    with pytest.raises(OptimizerError, match="none is one of its 8. Make the optimizer from this model's parameters"):
+        everygpu.TrainStep(net, F.cross_entropy, optimizer)
+    optimizer.add_param_group({"params": [next(net.parameters())]})
+    everygpu.TrainStep(net, F.cross_entropy, optimizer)
+
+
+def test_an_optimizer_of_what_is_around_a_frozen_model() -> None:
+    """Of the loss's own parameters, with any model; of an input's, with a model that takes no gradients."""
+    weighed, prompt = nn.Linear(3, 3), nn.Parameter(torch.ones(2))
+    everygpu.TrainStep(everygpu.DataParallel(Net(), ["cpu"]), weighed, torch.optim.SGD(weighed.parameters()))
+    frozen = everygpu.DataParallel(Net().requires_grad_(False), ["cpu"])
+    everygpu.TrainStep(frozen, F.cross_entropy, torch.optim.SGD([prompt]))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_batch_without_rows_is_said_to_be_one(caplog: pytest.LogCaptureFixture, count: int) -> None:
+    net = Net()
+    model = everygpu.DataParallel(net, ["cpu"] * count)
+    step = everygpu.TrainStep(model, F.cross_entropy, torch.optim.SGD(net.parameters()))
+    x, y = next(batches(1))
+    step(x[:0], y[:0])
+    assert re.search("The batch had 0 rows.*update is left out.*Leave such batches out", caplog.text)
+    assert "learning rate" not in caplog.text
+
+
+def test_an_update_of_batches_without_rows_is_left_out() -> None:
+    net = Net()
+    model = everygpu.DataParallel(net, ["cpu"] * 2)
+    step = everygpu.TrainStep(model, F.cross_entropy, torch.optim.SGD(net.parameters()), accumulate=2)
+    x, y = next(batches(1))
+    before = copy.deepcopy(dict(net.named_parameters()))
+    for _ in range(2):
+        step(x[:0], y[:0])
+    assert step.stats().num_skipped == 1
+    torch.testing.assert_close(dict(net.named_parameters()), before)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,8 @@ def _decode(state: Any, manifest: files.Manifest, read: Callable[[str], dict[str
     optimizer = decode(state["optimizer"]["state"], read(files.OPTIMIZER_TENSORS)) if "optimizer" in state else None
     scheduler = decode(state["scheduler"]["state"], rest) if "scheduler" in state else None
     kinds = {name: part["kind"] for name, part in state["extras"].items()}
+    parts = {name: state[name] for name in ("optimizer", "scheduler") if name in state} | state["extras"]
+    classes = {name: part["class"] for name, part in parts.items() if isinstance(part.get("class"), str)}
     extras = {name: decode(part["state"], rest) for name, part in state["extras"].items()}
     return Contents(
         format=NATIVE_FORMAT,
@@ -80,6 +82,7 @@ def _decode(state: Any, manifest: files.Manifest, read: Callable[[str], dict[str
         scheduler=scheduler,
         extras={name: value["values"] if kinds[name] == "module" else value for name, value in extras.items()},
         kinds=kinds,
+        classes=classes,
         rng=decode(state["rng"], {}),
         libraries={str(name): str(version) for name, version in manifest.libraries.items()},
     )

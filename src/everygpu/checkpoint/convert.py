@@ -23,6 +23,7 @@ from everygpu.checkpoint.rng import plan_rng_restore, take_rng_states
 from everygpu.checkpoint.save import save
 from everygpu.checkpoint.states import Kind
 from everygpu.checkpoint.tensors import identity
+from everygpu.checkpoint.trainers import SavedState
 from everygpu.errors import (
     CheckpointContentError,
     CheckpointDamagedError,
@@ -189,7 +190,7 @@ def _write(
 
 
 class _State(nn.Module):
-    """Stands for a module of which only the state is known; for an optimizer likewise."""
+    """Stands for a module of which only the state is known."""
 
     def __init__(self, state: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
         super().__init__()
@@ -201,23 +202,14 @@ class _State(nn.Module):
         return state
 
 
-class _Stateful:
-    def __init__(self, state: Any) -> None:
-        self._state = state
-
-    def state_dict(self) -> Any:
-        return self._state
-
-    def load_state_dict(self, state: Any) -> None:
-        raise NotImplementedError
-
-
 def _write_native(
     destination: Path, contents: Contents, model: Mapping[str, Any], versions: Mapping[str, Any]
 ) -> list[str]:
     extras, left_out = _storable(contents)
     parts = {"optimizer": contents.optimizer, "scheduler": contents.scheduler}
-    stateful = {name: _Stateful(state) for name, state in parts.items() if state is not None}
+    stateful = {
+        name: SavedState(state, contents.classes.get(name)) for name, state in parts.items() if state is not None
+    }
     with _random_states(contents.rng):
         save(destination, model=_State(model, versions), **stateful, **extras)
     return left_out
@@ -240,11 +232,11 @@ def _storable(contents: Contents) -> tuple[dict[str, Any], list[str]]:
         except CheckpointContentError as error:
             left_out.append(f"{name!r}: {error}")
         else:
-            extras[name] = _as_kind(value, contents.kinds.get(name))
+            extras[name] = _as_kind(value, contents.kinds.get(name), contents.classes.get(name))
     return extras, left_out
 
 
-def _as_kind(value: Any, kind: Kind | None) -> Any:
+def _as_kind(value: Any, kind: Kind | None, class_name: str | None) -> Any:
     """Dress a value as what it was, so that it is saved in the same way."""
     if kind == "module" or (kind is None and is_state(value)):
         return _State(value, {})
@@ -252,7 +244,7 @@ def _as_kind(value: Any, kind: Kind | None) -> Any:
         generator = torch.Generator()
         generator.set_state(value)
         return generator
-    return _Stateful(value) if kind == "state_dict" else value
+    return SavedState(value, class_name) if kind == "state_dict" else value
 
 
 @contextmanager

@@ -65,7 +65,8 @@ def load(
         CheckpointForeignError: it is of no format that is known, or can't be read without executing what
             is in it, or is of a newer format.
         CheckpointDamagedError: a file is missing, cut off or altered.
-        CheckpointMismatchError: names, shapes or parameter groups differ, or a part was not saved.
+        CheckpointMismatchError: names, shapes, parameter groups or an optimizer's or scheduler's class differ, or a
+            part was not saved.
         CheckpointContentError: a target can't be loaded into.
         DeviceError: map_location is no device.
         OptionError: match is neither of the two; or nothing is asked for, and there are no extras to return.
@@ -162,7 +163,8 @@ def _plan(parts: dict[str, Part], name: str, target: object, fit: Fit) -> Callab
         raise CheckpointMismatchError(
             f"load: the checkpoint must have what is asked for, got none named {name}. Nothing was loaded.{hint}"
         )
-    return plan_restore(target, name, parts[name].kind, parts[name].state, fit)
+    part = parts[name]
+    return plan_restore(target, name, part.kind, part.state, fit, part.class_name)
 
 
 def _plain(part: Part) -> Any:

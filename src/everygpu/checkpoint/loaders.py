@@ -6,9 +6,18 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
+from everygpu.errors import CheckpointMismatchError
 from everygpu.torch_private.data import LoaderIterator
 
 
@@ -40,6 +49,32 @@ def generators_of(loader: Any) -> list[torch.Generator]:
     holders = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
     found = [getattr(holder, "generator", None) for holder in holders]
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+
+def is_in_order(loader: Any) -> bool | None:
+    """Tell whether a loader gives its dataset in order, not one drawn at random; None where that isn't known."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    if not isinstance(loader, DataLoader) or type(batch_sampler) not in (BatchSampler, type(None)):
+        return None
+    kind = type(getattr(loader if batch_sampler is None else batch_sampler, "sampler", None))
+    is_drawn = kind in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+    return True if kind is SequentialSampler else False if is_drawn else None
+
+
+def check_order(was_in_order: bool | None, loader: Any) -> None:
+    """Refuse to go on in the middle of a pass that was begun in another order.
+
+    Raises:
+        CheckpointMismatchError: the loader shuffles and did not then, or the other way round.
+    """
+    is_now = is_in_order(loader)
+    if was_in_order is not None and is_now is not None and was_in_order != is_now:
+        orders = {True: "the dataset's own", False: "one drawn at random"}
+        raise CheckpointMismatchError(
+            f"load: the pass must go on in the order that it was begun in, {orders[was_in_order]}, got "
+            f"{orders[is_now]}, which would repeat samples and leave others out. Make the DataLoader as it was, with "
+            f"shuffle={not was_in_order}, or leave the position out."
+        )
 
 
 def has_index_lists(loader: Any) -> bool:

@@ -16,7 +16,14 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from everygpu.checkpoint.dealing import Dealer, Dealing, DealtSampler
-from everygpu.checkpoint.loaders import generators_of, index_sampler, with_index_sampler, with_order_drawn
+from everygpu.checkpoint.loaders import (
+    check_order,
+    generators_of,
+    index_sampler,
+    is_in_order,
+    with_index_sampler,
+    with_order_drawn,
+)
 from everygpu.checkpoint.rng import plan_rng_restore, take_rng_states
 from everygpu.errors import CheckpointMismatchError, OptionError
 
@@ -153,6 +160,7 @@ class ResumableLoader:
             "num_batches": progress.num_batches,
             "length": _length(self.loader),
             "start": start,
+            "in_order": is_in_order(self.loader),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -160,10 +168,12 @@ class ResumableLoader:
 
         Raises:
             CheckpointMismatchError: it is no position, or one in other data: of another number of batches in a
-                pass, or drawn from another number of generators.
+                pass, drawn from another number of generators, or in a shuffled pass where this loader doesn't shuffle.
         """
         # Loaders of the ranks' own parts may differ in length, and rank 0's position is what is saved.
         _check_state(state, _length(self.loader), self._order.num_generators, of_part=self._dealer.kind == "sharded")
+        if state["num_batches"]:
+            check_order(state.get("in_order"), self.loader)
         start = state["start"]
         is_begun = "global" in start
         if not is_begun:

@@ -30,6 +30,8 @@ class Part:
 
     kind: Kind
     state: Any
+    class_name: str | None = None
+    """Of an optimizer or a scheduler, where the checkpoint has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +177,10 @@ def _decode_part(part: Any, tensors: dict[str, Tensor]) -> Part:
         raise ValueError(f"unknown kind {kind!r}")
     if kind == "module":
         _check_module(state["values"], state["versions"])
-    return Part(kind=kind, state=state)
+    class_name = part.get("class")
+    if not isinstance(class_name, str | None):
+        raise TypeError(f"a class must be a name, got {class_name!r}")
+    return Part(kind=kind, state=state, class_name=class_name)
 
 
 def _check_module(values: Any, versions: Any) -> None:

@@ -23,6 +23,7 @@ from everygpu.checkpoint.regular_file import MAX_DOCUMENT_BYTES
 from everygpu.checkpoint.rng import take_rng_states
 from everygpu.checkpoint.states import kind_of, require_kind, require_names, take_state
 from everygpu.checkpoint.tensors import write_tensors
+from everygpu.checkpoint.trainers import class_name
 from everygpu.errors import CheckpointContentError, CheckpointError, OptionError
 
 LOAD_OPTIONS = frozenset({"strict", "match", "prefix", "ignore_mismatched", "rng", "map_location", "verify"})
@@ -185,7 +186,9 @@ def _check_sources(model: object, trained_by: Mapping[str, object], extras: Mapp
 def _encode_part(value: object, path: str, tensors: dict[str, Tensor]) -> Json:
     kind, state = kind_of(value), take_state(value)
     if kind != "module":
-        return {"kind": kind, "state": encode(state, path, tensors)}
+        named = class_name(value)
+        known = {} if named is None else {"class": named}
+        return {"kind": kind, **known, "state": encode(state, path, tensors)}
     # A module's tensors are stored under the very names it has for them.
     values = encode(state["values"], path, tensors)
     return {"kind": kind, "state": {"values": values, "versions": encode(state["versions"], path, tensors)}}

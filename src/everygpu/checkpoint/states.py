@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from everygpu.checkpoint.keys import unwrap
 from everygpu.checkpoint.modules import Fit, module_state, plan_module
+from everygpu.checkpoint.trainers import check_class
 from everygpu.errors import CheckpointContentError, CheckpointMismatchError
 
 Kind: TypeAlias = Literal["module", "state_dict", "generator", "plain"]
@@ -65,7 +66,9 @@ def require_names(misplaced: tuple[object, ...], function: str, call: str) -> No
         raise CheckpointContentError(f"{function}: parts must be passed by name, got {kind} without one. Write {call}.")
 
 
-def plan_restore(target: object, name: str, kind: Kind, state: Any, fit: Fit) -> Callable[[], object]:
+def plan_restore(
+    target: object, name: str, kind: Kind, state: Any, fit: Fit, saved_class: str | None = None
+) -> Callable[[], object]:
     """Check that a state fits its target, and return what puts it there.
 
     Args:
@@ -74,6 +77,7 @@ def plan_restore(target: object, name: str, kind: Kind, state: Any, fit: Fit) ->
         kind: How it was saved.
         state: The saved state, as `take_state` returned it.
         fit: How exactly a module must be the one that was saved.
+        saved_class: Of an optimizer or a scheduler, where the checkpoint names it.
     Returns:
         A call without arguments that changes the target.
     Raises:
@@ -89,6 +93,7 @@ def plan_restore(target: object, name: str, kind: Kind, state: Any, fit: Fit) ->
     if kind == "generator":
         return _plan_generator(cast(torch.Generator, target), name, state)
     _check_param_groups(target, name, state)
+    check_class(target, name, saved_class, state)
     return lambda: cast(Any, target).load_state_dict(state)
 
 

@@ -10,7 +10,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from everygpu.checkpoint.dealing import Dealer, Dealing, DealtSampler
-from everygpu.checkpoint.loaders import generators_of, index_sampler, with_index_sampler, with_order_drawn
+from everygpu.checkpoint.loaders import (
+    generators_of,
+    index_sampler,
+    is_in_order,
+    with_index_sampler,
+    with_order_drawn,
+)
 from everygpu.checkpoint.position import ResumableLoader
 from everygpu.devices import parse_devices
 from everygpu.devices.parse import DeviceLike
@@ -138,7 +144,7 @@ class Feeder:
             loader's position, wherever it was iterated.
         """
         if not isinstance(self.loader, ResumableLoader):
-            return asdict(self._tally.position)
+            return asdict(self._tally.position) | {"in_order": is_in_order(self.loader)}
         state = self.loader.state_dict()
         return asdict(Position(epoch=state["epoch"], batch=state["num_batches"])) | {"loader": state}
 
@@ -151,7 +157,8 @@ class Feeder:
 
         Raises:
             OptionError: ``state`` is no such state, or that of a Feeder over another kind of loader.
-            CheckpointMismatchError: the ``ResumableLoader`` has other data than the one that was saved.
+            CheckpointMismatchError: the ``ResumableLoader`` has other data than the one that was saved; the loader
+                shuffles and did not in the pass that was saved, or the other way round.
         """
         position = parse_position(state, self.loader)
         if isinstance(self.loader, ResumableLoader):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from everygpu.checkpoint.loaders import index_sampler, with_index_sampler, with_order_drawn
+from everygpu.checkpoint.loaders import check_order, index_sampler, with_index_sampler, with_order_drawn
 from everygpu.checkpoint.position import Progress
 from everygpu.errors import OptionError
 from everygpu.feed.source import keeps_position
@@ -63,11 +63,12 @@ def parse_position(state: Any, loader: Any) -> Position:
         loader: To be put there.
     Raises:
         OptionError: it is something else, or the position of a loader that keeps its own, which this one can't take.
+        CheckpointMismatchError: it is in the middle of a pass in another order.
     """
     try:
-        position = Position(**state)
+        position = Position(**{name: value for name, value in state.items() if name != "in_order"})
         is_fit = position.epoch >= 0 and position.batch >= 0 and isinstance(position.generator, (bytes, type(None)))
-    except TypeError:
+    except (AttributeError, TypeError):
         is_fit = False
     if not is_fit:
         raise OptionError(
@@ -78,6 +79,8 @@ def parse_position(state: Any, loader: Any) -> Position:
             f"Feeder.load_state_dict: needs a loader that keeps its own position, as the saved one did, got "
             f"{type(loader).__qualname__}. Wrap it as it was wrapped then, for instance in a ResumableLoader."
         )
+    if position.batch:
+        check_order(state.get("in_order"), loader)
     return position
 
 

@@ -21,6 +21,8 @@ MAX_IN_ROW = 10
 """As many updates left out one after another end the run."""
 MADE, SCALED = 1.0, 2.0
 """Values of a status: the update was made; it was left out as a scaled gradient of float16 was too large."""
+NO_ROWS = "a batch of 0 rows"
+"""Found in place of a value: the mean over none is nan."""
 
 Find = Callable[[], str | None]
 """Names the first value that isn't finite, by another forward of the same batch."""
@@ -147,9 +149,15 @@ class FiniteCheck:
 
 def _describe(number: int, places: Sequence[str], first: str | None) -> str:
     where = f" of {' and '.join(places)}" if places else ""
-    what = f" First in a forward of the same batch: {first}." if first else ""
-    return (
-        f"TrainStep: the loss and all gradients must be finite, got others in update {number}{where}.{what} The update "
-        f"is left out: parameters and optimizer are as before. Look at this batch and at the learning rate; "
-        f"torch.autograd.set_detect_anomaly(True) finds the operation."
-    )
+    if first == NO_ROWS:
+        what = f" The batch had 0 rows, and the mean over none is nan.{_LEFT_OUT} Leave such batches out."
+    else:
+        named = f" First in a forward of the same batch: {first}." if first else ""
+        what = (
+            f"{named}{_LEFT_OUT} Look at this batch and at the learning rate; "
+            f"torch.autograd.set_detect_anomaly(True) finds the operation."
+        )
+    return f"TrainStep: the loss and all gradients must be finite, got others in update {number}{where}.{what}"
+
+
+_LEFT_OUT = " The update is left out: parameters and optimizer are as before."

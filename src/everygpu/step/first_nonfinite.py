@@ -14,31 +14,42 @@ from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.engines.thread_state import fresh_casts
 from everygpu.parallel.engines.threads import parallel_apply
 from everygpu.parallel.replicas.replica_set import ReplicaSet
+from everygpu.parallel.scatter.row_count import find_rows, name_arguments
 from everygpu.parallel.scatter.scatter import scatter_call
+from everygpu.step.finite_check import NO_ROWS
 
 logger = logging.getLogger("everygpu")
 
 
-def name_first(model: DataParallel, replicas: Callable[[], ReplicaSet], args: Any, kwargs: Any) -> str | None:
+def name_first(
+    model: DataParallel, replicas: Callable[[], ReplicaSet], args: Any, kwargs: Any, *, is_whole: bool
+) -> str | None:
     """Return what ``find_first`` finds on each rank, one after another; None where it finds nothing, or fails.
+
+    ``NO_ROWS`` where there are none on any rank.
 
     Args:
         model: What ran.
         replicas: Returns its replicas.
         args: Positional arguments of the whole batch.
         kwargs: Keyword arguments.
+        is_whole: Whether the batch is all of the update: among others, one without rows counts nothing.
     """
     group = None if model.rank_model is None else model.rank_model.group
     try:
         # Layers that wait for other ranks would wait for ever for one that fails here.
         waits = group is not None and any("SyncBatchNorm" in type(m).__name__ for m in model.module.modules())
-        found = None if waits else find_first(model, replicas(), args, kwargs)
+        is_empty = is_whole and find_rows(name_arguments(args, kwargs), model.dim, len(model.device_ids)) == 0
+        found = NO_ROWS if is_empty else None if waits else find_first(model, replicas(), args, kwargs)
     except Exception as error:  # noqa: BLE001 - the message that this is for counts more
         found = None
         logger.debug("TrainStep: no second forward: %r", error)
     if group is None:
         return found
-    return "; ".join(f"{what}, rank {rank}" for rank, what in enumerate(group.gather(found)) if what) or None
+    all_found = group.gather(found)
+    if all(what == NO_ROWS for what in all_found):
+        return NO_ROWS
+    return "; ".join(f"{what}, rank {i}" for i, what in enumerate(all_found) if what and what != NO_ROWS) or None
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from everygpu.step.finite_check import RULES
 from everygpu.step.local_update import LocalUpdate
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.sharded_update import ShardedUpdate
-from everygpu.step.shards import can_shard
+from everygpu.step.shards import all_params, can_shard
 from everygpu.step.update_strategy import UpdateStrategy
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -36,6 +36,11 @@ def check_options(
         raise OptionError(
             f"TrainStep: loss must be callable as loss(output, *targets), or None when the model returns it, "
             f"got {type(loss).__qualname__}. Pass for instance torch.nn.CrossEntropyLoss()."
+        )
+    if isinstance(loss, type):
+        raise OptionError(
+            f"TrainStep: loss must be callable as loss(output, *targets), got the class {loss.__qualname__}, whose "
+            f"call makes a loss. Pass {loss.__qualname__}()."
         )
     if precision not in PRECISIONS:
         raise OptionError(f"TrainStep: precision must be one of {tuple(PRECISIONS)}, got {precision!r}.")
@@ -70,8 +75,9 @@ def wrap_model(model: nn.Module, *, compile: bool) -> DataParallel:
     return model
 
 
-def check_model(model: DataParallel, loss: Any, weight: Any) -> None:
+def check_model(model: DataParallel, loss: Any, optimizer: Any, weight: Any) -> None:
     """Refuse a model with options that don't do in a step what they say."""
+    _check_trains(model, loss, optimizer)
     # With loss=None the replicas' row counts would be unknown.
     if loss is None and model.gather_rule == "joined" and len(model.replica_devices) > 1:
         raise OptionError(
@@ -82,6 +88,18 @@ def check_model(model: DataParallel, loss: Any, weight: Any) -> None:
         raise OptionError(
             "TrainStep: weight must be passed to the step, which calls it as weight(inputs, *targets), got one of the "
             "DataParallel alone. Pass TrainStep(..., weight=...)."
+        )
+
+
+def _check_trains(model: DataParallel, loss: Any, optimizer: Any) -> None:
+    """Refuse an optimizer of another model; a loss, or what is around a frozen model, may be all that is trained."""
+    owners = [model.module, *([loss] if isinstance(loss, nn.Module) else [])]
+    own = {id(p): p for owner in owners for p in owner.parameters()}
+    given = list(all_params(optimizer)) if isinstance(optimizer, Optimizer) else []
+    if given and not any(id(p) in own for p in given) and any(p.requires_grad for p in model.module.parameters()):
+        raise OptimizerError(
+            f"TrainStep: the optimizer must have parameters of the model, got {len(given)} of which none is one of "
+            f"its {sum(1 for _ in model.module.parameters())}. Make the optimizer from this model's parameters."
         )
 
 

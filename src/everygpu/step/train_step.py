@@ -79,7 +79,8 @@ class TrainStep:
     Raises:
         CaptureError: under ``capture=True``, at a step that can't be recorded.
         ModuleError, DeviceError, PlacementError: the model can't be replicated; see ``DataParallel``.
-        OptimizerError: this is no optimizer, or one that needs a closure; parameters share memory.
+        OptimizerError: this is no optimizer, or one of another model, or one that needs a closure; parameters share
+            memory.
         NonFiniteError: under ``on_nonfinite="raise"``, on GPUs within the next eight updates.
         OptionError: an option has no such value.
         DivergedError: from a step whose check finds parameters that differ, and no majority to mend them from.
@@ -102,7 +103,7 @@ class TrainStep:
     ) -> None:
         check_options(loss, precision, accumulate, clip_norm, on_nonfinite, weight, check_every)
         self.model = wrap_model(model, compile=compile)
-        check_model(self.model, loss, weight)
+        check_model(self.model, loss, optimizer, weight)
         self.loss = loss
         self.optimizer = optimizer
         self.accumulate = accumulate
@@ -294,4 +295,4 @@ class TrainStep:
     def _name_first(self, batch: Batch) -> str | None:
         args, kwargs, _ = batch
         with autocast(self._home, self._dtype):
-            return name_first(self.model, self._strategy.replicas, args, kwargs)
+            return name_first(self.model, self._strategy.replicas, args, kwargs, is_whole=self.accumulate == 1)

@@ -92,6 +92,8 @@ class BatchWeights:
         total, self._total = self._total, 0.0
         if not self._is_needed or self._unit is None:
             return 1.0
+        if isinstance(total, float) and total == 0:  # batches without rows only, whose mean is nan
+            return float("nan")
         return self._accumulate * self._unit / total
 
     def drop(self) -> None:

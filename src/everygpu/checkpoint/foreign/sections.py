@@ -55,6 +55,8 @@ class Contents:
     """Versions of libraries, where the checkpoint names them."""
     kinds: Mapping[str, Kind] = field(default_factory=dict)
     """How extras were saved, where the checkpoint says so."""
+    classes: Mapping[str, str] = field(default_factory=dict)
+    """Of optimizers and schedulers, by the part's name, where the checkpoint says so."""
     rng: Any = None
     """Random states, where the checkpoint is ours."""
 

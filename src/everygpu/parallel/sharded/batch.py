@@ -58,7 +58,7 @@ class ShardedBatch(Tensor):
         shard_rows: Rows of the batch behind each shard, in rows, when each replica returned one number for all its
             rows: 0-dim, or of a shape such as (1,). None otherwise.
     Raises:
-        LossError: ``backward`` is called on one loss per replica, which is not one number.
+        LossError: one loss per replica, which is not one number, is asked for ``backward()``, ``item()`` or the like.
         GatherError: ``data`` is set to a tensor of another shape, dtype or device.
     Source:
         ``torch.distributed.tensor.DTensor`` with ``Shard(dim)``, which needs one process per device, equal code in

@@ -60,6 +60,8 @@ def _on_values(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _formatted(func: Any, args: Args, kwargs: Kwargs) -> str:
+    if func is Tensor.__format__ and args[1]:
+        _refuse_one_each(args[0], "format", f'f"{{{{{{}}:{args[1]}}}}}"')
     with without_torch_function():
         return str(func(_JoinedValues.apply(args[0]), *args[1:], **kwargs))  # type: ignore[no-untyped-call]
 
@@ -110,14 +112,26 @@ def _set_data(func: Any, args: Args, kwargs: Kwargs) -> None:
 
 def _backward(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``loss.backward()``: refuse one loss per replica, whose combination into one number is unknown."""
-    x, gradient = args[0], args[1] if len(args) > 1 else kwargs.get("gradient")
-    if gradient is None and x.shard_rows is not None and x.numel() != 1:
-        raise LossError(
-            f"backward: the loss must be one number, got one entry from each of {x.numel()} replicas. Call "
-            f"loss.mean().backward(), which weighs them by rows and so is the loss of the whole batch, or "
-            f"loss.sum().backward() if the loss is a sum over rows."
-        )
+    gradient = args[1] if len(args) > 1 else kwargs.get("gradient")
+    if gradient is None:
+        _refuse_one_each(args[0], "backward", "{}.backward()")
     return _call(func, args, kwargs)
+
+
+def _as_number(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``loss.item()``, ``float(loss)``, ``int(loss)``."""
+    name = func.__name__.strip("_")
+    _refuse_one_each(args[0], name, "{}.item()" if name == "item" else f"{name}({{}})")
+    return _call(func, args, kwargs)
+
+
+def _refuse_one_each(x: ShardedBatch, name: str, call: str) -> None:
+    if x.shard_rows is not None and x.numel() != 1:
+        raise LossError(
+            f"{name}: the loss must be one number, got one entry from each of {x.numel()} replicas. Call "
+            f"{call.format('loss.mean()')}, which weighs them by rows and so is the loss of the whole batch, or "
+            f"{call.format('loss.sum()')} if the loss is a sum over rows."
+        )
 
 
 def _reshaped_in_place(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
@@ -183,6 +197,7 @@ FUNCTIONS: dict[Any, Rule] = {
     Tensor.__format__: _formatted,
     Tensor.__deepcopy__: _deepcopied,
     Tensor.backward: _backward,
+    **dict.fromkeys(_members("item __float__ __int__"), _as_number),
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     **ROW_REDUCTIONS,
     **dict.fromkeys(_LOST_ARGUMENTS, _with_all_arguments),
