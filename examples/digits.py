@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_digits  # missing? pip install '.[demo]' in the checkout, or scikit-learn
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
+import everygpu
 from everygpu.cli import main, observe, tune
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +37,55 @@ def main():
 if __name__ == "__main__":
     main()
 """
+SAVES = """
+import everygpu, io
+from safetensors.torch import save_file
+from torch import save
+def save_all(value):
+    t = torch.full((2,), float(value))
+    checkpoints.save(value, t=t)
+    background.save(value, t=t)
+    everygpu.save("own", t=t)
+    torch.save(t, "dotted.pt")
+    save(t, f="imported.pt")
+    save_file({"t": t}, "t.safetensors")
+    memory = io.BytesIO()
+    torch.save(t, memory)
+    memory.seek(0)
+    assert torch.load(memory)[0] == value
+checkpoints = everygpu.CheckpointManager("kept", keep=1)
+background = everygpu.CheckpointManager("written", keep=1, asynchronous=True)
+with background:
+    save_all(1)
+    try:
+        for step, _ in enumerate(loader(9), 2): save_all(step)
+    finally:
+        save_all(5)
+"""
+AT_THE_END = """
+import everygpu
+def make(): return {}
+def is_used():
+    data = make()
+    for _ in data: state = data.state_dict()
+    return state
+data, state = make(), is_used()
+data.load_state_dict(state)
+for epoch in range(data.epoch if hasattr(data, "epoch") else 0, 1):
+    for x, y in data: print(len(x))
+"""
+WITH_A_POSITION = [
+    "everygpu.ResumableLoader(loader(9, batch_size=3, shuffle=True))",
+    "everygpu.Feeder(everygpu.ResumableLoader(loader(9, batch_size=3)), 'cpu')",
+    "everygpu.Feeder(loader(9, batch_size=3, shuffle=True), 'cpu')",
+]
+
+
+def read_saved():
+    """Read what SAVES writes, from the working directory."""
+    files = [torch.load("dotted.pt"), torch.load("imported.pt"), load_file("t.safetensors")["t"]]
+    runs = [everygpu.load(name)["t"] for name in ("kept", "written", "own")]
+    return [int(t[0]) for t in (*files, *runs)]
 
 
 @pytest.fixture(autouse=True)
@@ -42,9 +94,9 @@ def same_interpreter(monkeypatch):
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-    plain = DataLoader.__iter__
+    plain = DataLoader.__iter__, torch.save, everygpu.CheckpointManager.save
     yield
-    assert DataLoader.__iter__ is plain
+    assert (DataLoader.__iter__, torch.save, everygpu.CheckpointManager.save) == plain
 
 
 @pytest.fixture
@@ -77,6 +129,18 @@ class TestFindLoader:
     def test_it_is_not_caught_on_the_way(self, script):
         text = "try:\n  list(loader(3))\nexcept Exception:\n  print('caught')"
         assert observe.find_loader(script(text), [], 1)[0] is not None
+
+    @pytest.mark.parametrize("data", WITH_A_POSITION, ids=["loader", "both", "feeder"])
+    def test_a_position_at_the_end_of_a_pass(self, script, data):
+        # The second that is iterated: the first one uses a pass up.
+        loader, _ = observe.find_loader(script(AT_THE_END.format(data)), [], 2)
+        assert [len(x) for x, _ in loader] == [3, 3, 3]
+
+    def test_saves_as_the_script_ends(self, script, tmp_path, monkeypatch, caplog):
+        monkeypatch.chdir(tmp_path)
+        observe.find_loader(script(SAVES), [], 1)
+        assert read_saved() == [1] * 6
+        assert caplog.messages == ["tune: saves are left out."]
 
     @pytest.mark.parametrize(("text", "code"), [("", 0), ("sys.exit(3)", 3), ("1 / 0", 1)])
     def test_a_script_without_one(self, script, text, code, capsys):
@@ -129,8 +193,22 @@ class TestTrial:
         assert (record["num_rows"], record["fits"]) == (0, True)
 
     def test_a_loader_without_batches(self, script, tmp_path, capsys):
-        assert self.run(script, tmp_path, 0, "for x in DataLoader([]): print(x)") is None
-        assert "must give a batch, got none" in capsys.readouterr().err
+        assert self.run(script, tmp_path, 0, "for x in DataLoader([]): print(x)") == {"is_empty": True}
+        assert capsys.readouterr() == ("", "")
+
+    @pytest.mark.parametrize("data", WITH_A_POSITION, ids=["loader", "both", "feeder"])
+    def test_a_position_at_the_end_of_a_pass(self, script, tmp_path, data, capsys):
+        result = tmp_path / "result.json"
+        observe.run_trial(script(AT_THE_END.format(data)), [], 2, 5, 5.0, result)
+        assert json.loads(result.read_text())["fits"]
+        assert capsys.readouterr().out.split() == ["5", "5"]
+
+    def test_saves_are_left_out(self, script, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        record = self.run(script, tmp_path, 4, SAVES)
+        assert (record["fits"], record["saves_left_out"]) == (True, True)
+        assert read_saved() == [1] * 6
+        assert sorted(path.name for path in (tmp_path / "kept").glob("step-*")) == ["step-00000001"]
 
     def test_a_script_that_fails_while_a_feeder_is_ahead(self, script, tmp_path):
         text = "import everygpu, time\nfor x, y in everygpu.Feeder(loader(9), 'cpu'): time.sleep(0.1); 1 / 0"
@@ -184,6 +262,22 @@ class TestCommand:
         done = self.invoke("--batch-size", script(TRAIN))
         assert "batches of 37 rows fit; now 8." in done.stdout
         assert "37.0 MiB" in done.stdout
+
+    @pytest.mark.parametrize("are_left_out", [True, False])
+    def test_saves_that_were_left_out(self, script, monkeypatch, are_left_out):
+        monkeypatch.setattr(tune, "_tune_workers", lambda *args: {})
+        trial = {"num_rows": 8, "fits": False} | ({"saves_left_out": True} if are_left_out else {})
+        monkeypatch.setattr(tune, "try_rows", lambda *args: trial)
+        done = self.invoke("--batch-size", script(TRAIN))
+        assert ("tune: the script's saves are left out." in done.stdout) == are_left_out
+
+    def test_a_loader_without_batches(self, script, monkeypatch):
+        def run(command, **options):
+            Path(command[command.index("--trial") + 2]).write_text('{"is_empty": true}')
+
+        monkeypatch.setattr(subprocess, "run", run)
+        done = self.invoke("--batch-size", script("list(loader(0))"), code=1)
+        assert done.stderr.endswith("must give a batch, got none. Check its dataset and sampler.\n")
 
     def test_a_script_that_iterates_nothing(self, script):
         done = self.invoke(script("sys.exit(3)"), code=1)

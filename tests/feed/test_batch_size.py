@@ -402,6 +402,23 @@ def test_wrong_options(options, error, message):
         find_batch_size(**arguments)
 
 
+def test_saves_in_the_step_are_left_out(tmp_path, caplog):
+    checkpoints = everygpu.CheckpointManager(tmp_path / "run")
+    file = tmp_path / "file.pt"
+
+    def step(batch):
+        everygpu.save(tmp_path / "own", rows=len(batch))
+        checkpoints.save(len(batch), rows=len(batch))
+        torch.save(batch, file)
+
+    step([1])
+    find_batch_size(step, torch.ones(4, 1), nn.Linear(1, 1), max_rows=8, cache=False)
+    assert everygpu.load(tmp_path / "own")["rows"] == checkpoints.load()["rows"] == len(torch.load(file)) == 1
+    assert caplog.messages == ["find_batch_size: saves are left out."]
+    step([1, 2])
+    assert everygpu.load(tmp_path / "own")["rows"] == checkpoints.load()["rows"] == len(torch.load(file)) == 2
+
+
 def test_limits_of_numpy():
     numpy = pytest.importorskip("numpy")
     report = find_batch_size(lambda batch: None, EXAMPLE, nn.Linear(2, 2), max_rows=numpy.int64(8))

@@ -193,6 +193,13 @@ class DealtSampler:
         """Of the pass that begins next."""
         self._sampler = sampler
 
+    @property
+    def whole_sampler(self) -> Any:
+        """This one, from its first batch on."""
+        twin = DealtSampler(getattr(self._sampler, "whole_sampler", self._sampler))
+        twin.dealing = self.dealing
+        return twin
+
     def __len__(self) -> int:
         return len(self._sampler)
 

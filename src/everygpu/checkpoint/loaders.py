@@ -43,6 +43,12 @@ def with_index_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]
     return twin
 
 
+def without_position(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return a loader that begins at the first batch: of one that was resumed further on, a copy."""
+    sampler = index_sampler(loader)
+    return with_index_sampler(loader, sampler.whole_sampler) if hasattr(sampler, "whole_sampler") else loader
+
+
 def generators_of(loader: Any) -> list[torch.Generator]:
     """Find the generators that a loader's order may come from, each once."""
     batch_sampler = getattr(loader, "batch_sampler", None)

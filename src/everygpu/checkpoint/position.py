@@ -211,10 +211,10 @@ class _Order:
     def __init__(self, sampler: Any, generators: list[torch.Generator]) -> None:
         self.progress = Progress()
         """Of the pass that begins next."""
-        self._sampler, self.generators = sampler, generators
+        self.whole_sampler, self.generators = sampler, generators
 
     def __len__(self) -> int:
-        return len(self._sampler)
+        return len(self.whole_sampler)
 
     def __iter__(self) -> Iterator[Any]:
         return self._draw(self.progress)
@@ -246,14 +246,14 @@ class _Order:
         # Runs in the main process, when the first index is asked for.
         if progress.start is None:
             progress.start = self.take_states()
-            yield from self._sampler
+            yield from self.whole_sampler
         else:
             yield from self._draw_again(progress)
 
     def _draw_again(self, progress: Progress) -> Iterator[Any]:
         with _random_states_kept():
             self.return_to(progress.start)
-            indices = iter(self._sampler)
+            indices = iter(self.whole_sampler)
             # The first of the rest is drawn here: samplers draw their order when they are asked for an index.
             rest = list(islice(indices, progress.num_batches, progress.num_batches + 1))
         return chain(rest, indices)

@@ -87,15 +87,20 @@ def save(
     if not extras and all(part is None for part in (model, optimizer, scheduler)):
         raise OptionError("save: something to save must be passed, got nothing. Write save(path, model=model).")
     where = as_path(path, "save")
+    take_and_write(where, partial(collect_states, model, optimizer, scheduler, extras))
+    return where
 
-    def take_and_write() -> None:
-        taken = with_generators(collect_states(model, optimizer, scheduler, extras))
+
+def take_and_write(where: Path, taking: Callable[[], Taken]) -> None:
+    """Collect the states of a run and write them, on rank 0; wait for it on the others."""
+
+    def work() -> None:
+        taken = with_generators(taking())
         wait_for_devices(taken)
         Background().run(lambda check: write_checkpoint(where, taken, check=check))
 
     ranks = one_writer()
-    ranks.write(ranks.next_key(f"save to {where}"), take_and_write)
-    return where
+    ranks.write(ranks.next_key(f"save to {where}"), work)
 
 
 def with_generators(taken: Taken) -> Taken:

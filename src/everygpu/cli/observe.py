@@ -4,15 +4,17 @@ import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from everygpu.checkpoint.left_out import saves_left_out
+from everygpu.checkpoint.loaders import without_position
 from everygpu.cli.script import run_script
 from everygpu.feed.batch_size import STEPS_PER_TRIAL, limited_memory, resize
-from everygpu.feed.workers import first_batch
 from everygpu.parallel.scatter.row_count import find_rows
 
 OnIterate = Callable[[Any, Callable[[], Iterator[Any]]], Iterator[Any]]
@@ -31,7 +33,7 @@ def find_loader(script: str, args: Sequence[str], which: int) -> tuple[DataLoade
         args: Its arguments.
         which: 1 for the first DataLoader that the script iterates, 2 for the next other one.
     Returns:
-        The DataLoader, or None and the script's exit code when it ended before.
+        The DataLoader, from its first batch on; or None and the script's exit code when it ended before.
     """
     found: list[DataLoader[Any]] = []
 
@@ -39,7 +41,8 @@ def find_loader(script: str, args: Sequence[str], which: int) -> tuple[DataLoade
         found.append(loader)
         raise Stop
 
-    with _on_iterate(which, stop):
+    # What the script's own blocks do at its end: the model there may be one that was never trained.
+    with _on_iterate(which, stop), saves_left_out("tune", lambda: bool(found)):
         code = _run(script, args)
     return (found[0] if found else None), code
 
@@ -48,6 +51,8 @@ def run_trial(
     script: str, args: Sequence[str], which: int, num_rows: int, headroom_pct: float, result: Path
 ) -> str | int | None:
     """Run a script for a few steps on batches of another size, and write down whether memory ran out.
+
+    From the first of these batches on, its saves are left out.
 
     Args:
         script: Path of the file.
@@ -65,11 +70,13 @@ def run_trial(
         return _few_batches(iterate, num_rows, lambda: limit.enter_context(limited_memory(_gpus(), headroom_pct)), seen)
 
     # Lifted and measured after the script's end: what loads ahead asks for one batch more while steps go on.
-    with ExitStack() as limit, _on_iterate(which, feed):
+    with ExitStack() as limit, _on_iterate(which, feed), saves_left_out("tune", lambda: "num_rows" in seen) as saves:
         code = _run(script, args, seen)
         if seen.get("fits"):
             seen["peak_bytes"] = _measure_peak()
-    if "fits" in seen and not code:
+    if saves:
+        seen["saves_left_out"] = True
+    if ("fits" in seen or "is_empty" in seen) and not code:
         result.write_text(json.dumps(seen))
     return code
 
@@ -77,7 +84,11 @@ def run_trial(
 def _few_batches(
     iterate: Callable[[], Iterator[Any]], num_rows: int, limit_memory: Callable[[], object], seen: dict[str, Any]
 ) -> Iterator[Any]:
-    batch = first_batch(iterate(), "tune")
+    batches = list(islice(iterate(), 1))
+    if not batches:
+        seen["is_empty"] = True
+        raise Stop
+    [batch] = batches
     seen["num_rows"] = num_rows or _num_rows(batch)
     limit_memory()
     for _ in range(STEPS_PER_TRIAL):
@@ -121,7 +132,10 @@ def _run(script: str, args: Sequence[str], seen: dict[str, Any] | None = None) -
 
 @contextmanager
 def _on_iterate(which: int, answer: OnIterate) -> Iterator[None]:
-    """Have a function answer when the script iterates its n-th DataLoader, counted by when each is first iterated."""
+    """Have a function answer when the script iterates its n-th DataLoader, counted by when each is first iterated.
+
+    A pass that was resumed begins anew, as nothing may be left of it.
+    """
     plain = DataLoader.__iter__
     known: list[Any] = []
 
@@ -130,6 +144,7 @@ def _on_iterate(which: int, answer: OnIterate) -> Iterator[None]:
             known.append(loader)
         if len(known) < which or loader is not known[which - 1]:
             return plain(loader)
+        loader = without_position(loader)
         return answer(loader, functools.partial(plain, loader))
 
     DataLoader.__iter__ = observed  # type: ignore[method-assign, assignment]

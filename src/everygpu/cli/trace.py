@@ -72,10 +72,11 @@ def trace_script(
 ) -> None:
     """Say what the time of a script's steps goes to.
 
-    The script is run, unchanged, until the traced steps are done, and is ended there: a step is a call of
-    everygpu.TrainStep, or an update by the script's first optimizer. For each GPU it says how much of the time it
-    computes, waits for launches, for data, for other GPUs, and exchanges data while nothing is computed, and what to do
-    about the largest loss. The trace is written for Perfetto, which shows each kernel.
+    The script is run, unchanged, until the traced steps are done, and is ended there. It trains as in any run, and
+    writes its checkpoints. A step is a call of everygpu.TrainStep, or an update by the script's first optimizer. For
+    each GPU it says how much of the time it computes, waits for launches, for data, for other GPUs, and exchanges data
+    while nothing is computed, and what to do about the largest loss. The trace is written for Perfetto, which shows
+    each kernel.
     """
     _check(script, output, is_module)
     for name, value in _FOR_GRAPHS.items():

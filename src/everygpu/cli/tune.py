@@ -25,6 +25,7 @@ MAX_ROWS = 2**16
 _NO_ROWS = (
     "tune: --batch-size needs batches of tensors with rows, got one without. Leave it out to measure the workers alone."
 )
+_NO_BATCH = "tune: the loader must give a batch, got none. Check its dataset and sampler."
 
 
 @click.command("tune", context_settings={"allow_interspersed_args": False})
@@ -71,7 +72,7 @@ def tune_script(
     happens as usual. That DataLoader is measured with 0, 1, 2, 4, … workers.
 
     With --batch-size the script is run once more for every size that is tried, for two steps on batches made by
-    repeating rows of its own first batch.
+    repeating rows of its own first batch. What it saves there, by everygpu, torch.save or safetensors, is left out.
     """
     from everygpu.cli import observe
 
@@ -158,6 +159,8 @@ def _tune_batch_size(
         table.add_row(str(t["num_rows"]), "yes" if t["fits"] else "no", "-" if peak is None else format_size(peak))
     console.print(table)
     console.out(f"batches of {found} rows fit; now {now}." if found else "not even one row fits.")
+    if any(t.get("saves_left_out") for t in (first, *trials)):
+        console.out("tune: the script's saves are left out.")
     return {"num_rows": found, "num_rows_now": now, "trials": [first, *trials]}
 
 
@@ -171,9 +174,9 @@ def try_rows(num_rows: int, script: str, args: Sequence[str], which: int, headro
     Args:
         num_rows: Rows of a batch; 0 for as many as the script has.
     Returns:
-        ``num_rows``, ``fits``, and where it fits ``peak_bytes``.
+        ``num_rows``, ``fits``, where it fits ``peak_bytes``, and ``saves_left_out`` where it saves.
     Raises:
-        click.ClickException: the script failed by itself; its last lines are in the message.
+        click.ClickException: the loader is empty, or the script failed by itself; its last lines are in the message.
         KeyboardInterrupt: it was interrupted.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -185,4 +188,6 @@ def try_rows(num_rows: int, script: str, args: Sequence[str], which: int, headro
             last = harmless("\n".join((done.stderr or done.stdout).splitlines()[-12:]), keep="\n\t")
             raise _explain_end(script, which, done.returncode, f"\n{last}")
         record: dict[str, Any] = json.loads(result.read_text())
+        if record.get("is_empty"):
+            raise click.ClickException(_NO_BATCH)
         return record

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from everygpu import tree
+from everygpu.checkpoint.left_out import saves_left_out
 from everygpu.errors import ModuleError, OptimizerError, OptionError
 from everygpu.feed.arguments import as_whole, check_callback, describe, is_number
 from everygpu.feed.feeder import data_parallel_in, find_route
@@ -81,7 +82,7 @@ def find_batch_size(
 
     Args:
         step: Does everything that a training step does. Whatever it changes beside ``model`` and ``optimizer``
-            stays changed.
+            stays changed. Saves in it, by everygpu or as ``torch.save(…)``, are left out, and a line says so.
         batch: An example, as the loader gives it: tensors of shape (..., rows, ...), 1 row or more, in any
             nesting of containers.
         model: A ``DataParallel``, or a module on one device.
@@ -113,7 +114,12 @@ def find_batch_size(
     search = _Search(step, batch, model, route, on_trial)
     key = describe_run(step, batch, model, optimizer, route, (lowest, max_rows, headroom_pct)) if cache else None
     group = joined()
-    with limited_memory(route.devices, headroom_pct), restored(model, optimizer), _apart(group):
+    with (
+        limited_memory(route.devices, headroom_pct),
+        restored(model, optimizer),
+        _apart(group),
+        saves_left_out("find_batch_size"),
+    ):
         known = read_result(key) if key is not None else None
         is_cached = known is not None and search.fits(known)
         found = known if is_cached else find_size(search.fits, start, lowest, max_rows, grain=len(route.devices))

@@ -144,14 +144,14 @@ class _Rest:
     """A sampler without its first batches of indices."""
 
     def __init__(self, sampler: Any, num_skipped: int) -> None:
-        self._sampler = sampler
+        self.whole_sampler = sampler
         self._num_skipped = num_skipped
 
     def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self._sampler), self._num_skipped, None)
+        return itertools.islice(iter(self.whole_sampler), self._num_skipped, None)
 
     def __len__(self) -> int:
-        return max(0, len(self._sampler) - self._num_skipped)
+        return max(0, len(self.whole_sampler) - self._num_skipped)
 
 
 def _skip_indices(loader: DataLoader[Any], num_skipped: int) -> Iterator[Any]:
