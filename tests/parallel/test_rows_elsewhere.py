@@ -64,14 +64,14 @@ def test_with_rows_on_dim_1_everywhere_the_state_is_that_of_one_device(said):
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x: (x, x.repeat(2, 4)[:, :4]),  # two entries for each row
-        lambda x: (x, x.new_ones(4, 4)),
-        lambda x: (x, x.new_ones(3)),
+        lambda x: (x, x.new_ones(12, 4, 4)),  # three entries for each row
+        lambda x: (x, x.new_ones(4, 4, 2)),
+        lambda x: (x, x.new_ones(3, 4)),
         lambda x: (x, x.new_ones(1)),
         lambda x: (x, x.sum()),
-        lambda x: x.new_ones(3, 4),  # no other output tells where the rows are
-        lambda x: (x.sum(), x.new_ones(3, 4)),
-        lambda x: (x, [x.new_ones(3, 5)]),
+        lambda x: x.new_ones(3, 4, 2),  # no other output tells where the rows are
+        lambda x: (x.sum(), x.new_ones(3, 4, 2)),
+        lambda x: (x, [x.new_ones(3, 5, 2)]),
     ],
 )
 def test_other_outputs_are_not_warned_of(function, said):
@@ -80,8 +80,8 @@ def test_other_outputs_are_not_warned_of(function, said):
 
 
 def test_boxes_of_several_rows_are_not_warned_of(said):
-    sizes = iter([(3, 4), (5, 4)])
-    assert run(lambda x: (x, x.new_ones(*next(sizes))))[1].shape == (8, 4)
+    sizes = iter([(3, 4, 2), (5, 4, 2)])
+    assert run(lambda x: (x, x.new_ones(*next(sizes))))[1].shape == (8, 4, 2)
     assert said.messages == []
 
 
@@ -101,7 +101,12 @@ def test_a_state_that_is_passed_back_names_its_dim(shape, first):
         find_rows(named if first else named[::-1], 0, 3)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_other_disagreements_say_nothing_of_it():
-    with pytest.raises(SplitError) as caught:
-        find_rows([("args[0]", torch.ones(12, 5)), ("args[1]", torch.ones(7, 3))], 0, 2)
-    assert "nn.LSTM" not in str(caught.value)
+    for shape in ((7, 3, 3), (5, 12)):
+        with pytest.raises(SplitError) as caught:
+            find_rows([("args[0]", torch.ones(12, 5)), ("args[1]", torch.ones(shape))], 0, 2)
+        assert "nn.LSTM" not in str(caught.value)
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(3, 3)])
+    with pytest.raises(SplitError, match="got 5 in x and 2 in y"):
+        find_rows([("x", torch.ones(5, 2)), ("y", nested)], 0, 2)

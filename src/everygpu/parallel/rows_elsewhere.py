@@ -30,10 +30,11 @@ def find_rows_elsewhere(shapes: Sequence[tuple[int, ...]], num_rows: Sequence[in
 def may_lack_rows(tensors: Sequence[Tensor], num_rows: Sequence[int], dim: int) -> bool:
     """Tell whether tensors may have their rows elsewhere, as the state of an ``nn.LSTM`` with ``batch_first`` has.
 
-    They are alike, and what is on ``dim`` are neither the rows nor some entries for each.
+    They are alike, and what is on ``dim`` are neither the rows nor some entries for each. Tensors of two dimensions
+    agree with the rows by chance more often.
     """
     rows, shape = num_rows[0], tensors[0].shape
-    if len(shape) < 2 or shape[dim] % rows == 0 or any(t.shape != shape for t in tensors):
+    if len(shape) < 3 or shape[dim] % rows == 0 or any(t.shape != shape for t in tensors):
         return False
     return find_rows_elsewhere([tuple(t.shape) for t in tensors], num_rows, dim) is not None
 

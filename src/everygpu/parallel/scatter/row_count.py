@@ -139,7 +139,8 @@ def _advise_other_dim(tensors: Sequence[tuple[str, Any, int]], dim: int, num_dev
     state comes back from replicas whose outputs were joined along ``dim``.
     """
     for path, leaf, rows in tensors if dim >= 0 else ():
-        for at, size in enumerate(leaf.shape if tree.has_dims(leaf) else ()):
+        is_plain = tree.has_dims(leaf) and not (isinstance(leaf, Tensor) and leaf.is_nested)
+        for at, size in enumerate(leaf.shape if is_plain and leaf.ndim > 2 else ()):
             was_joined = size * num_devices == rows and leaf.shape[dim] % num_devices == 0
             if at != dim and rows > 1 and (size == rows or was_joined):
                 return (
