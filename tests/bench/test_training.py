@@ -1,6 +1,7 @@
 """Models found by name, and what is said about those that can't be used."""
 
 import builtins
+import sys
 
 import pytest
 import torch
@@ -63,6 +64,22 @@ def test_a_module_that_misses_another_is_not_called_missing(tmp_path, monkeypatc
     with pytest.raises(ModuleNotFoundError, match="'nowhere'") as caught:
         find_training("misses_another:f")
     assert not isinstance(caught.value, OptionError)
+
+
+def test_a_script_that_parses_arguments_as_it_is_imported_is_refused(tmp_path, monkeypatch, capsys):
+    (tmp_path / "parses.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("sys.argv", ["-c", "bench", "--apart", "{}"])
+    with pytest.raises(
+        OptionError, match="parses:bench needs a module .* exits with 2: .* under if __name__ == '__main__'"
+    ):
+        find_training("parses:bench")
+    monkeypatch.setattr("tests.bench.own.three", lambda: sys.exit(2))
+    with pytest.raises(
+        OptionError, match=r"three\(\) must return a tuple .* got an exit with 2.* write parse_args\(\[\]\)"
+    ):
+        find_training(f"{OWN}three")
+    assert "unrecognized arguments" in capsys.readouterr().err  # of the row's process, which isn't shown
 
 
 def test_images_need_torchvision(monkeypatch):

@@ -72,10 +72,29 @@ class TestWithoutAccelerator:
         with pytest.raises(DeviceError, match="nvidia-smi and CUDA_VISIBLE_DEVICES"):
             parse_devices([0])
 
-    @pytest.mark.parametrize("name", ["mps", "xpu:0", torch.device("meta"), torch.device("mps")])
+    @pytest.mark.parametrize("name", ["mps", "xpu:0", torch.device("mps")])
     def test_other_types_are_absent(self, name):
         with pytest.raises(DeviceError, match=r"a type that this machine has.*only 'cpu'"):
             parse_devices([name])
+
+    @pytest.mark.parametrize("name", ["meta", "meta:0", torch.device("meta")])
+    def test_meta_is_no_device_to_train_on(self, name):
+        with pytest.raises(DeviceError, match=r"must hold values, got .*meta.* no device to train on.*only 'cpu'"):
+            parse_devices([name])
+
+    def test_the_names_of_others_mean_cuda(self):
+        with pytest.raises(DeviceError, match=r"got 'gpu:0'\. Did you mean 'cuda:0'\? .*only 'cpu'"):
+            parse_devices(["gpu:0"])
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("gpu:0", "cuda:0"), ("GPU", "cuda"), ("cuda1", "cuda:1"), ("CUDA:2", "cuda:2"), ("cuda ", "cuda")],
+)
+@pytest.mark.usefixtures("three_gpus")
+def test_names_that_others_use_say_what_is_meant(name, meant):
+    with pytest.raises(DeviceError, match=rf"such as 'cuda:0', got '{name}'\. Did you mean '{meant}'\?"):
+        parse_devices([name])
 
 
 @pytest.mark.parametrize(

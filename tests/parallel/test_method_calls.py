@@ -236,6 +236,12 @@ class TestErrors:
         with pytest.raises(CallError, match="must have the method, got 'num_calls'"):
             model.call_method("num_calls")
 
+    def test_only_near_names_are_suggested(self):
+        with pytest.raises(
+            CallError, match="Linear must have the method, got 'genrate'. Define it in the module's class"
+        ):
+            DataParallel(nn.Linear(2, 2), ["cpu"]).call_method("genrate", torch.ones(1, 2))
+
     def test_rows_must_agree(self):
         with pytest.raises(SplitError, match="same number of rows"):
             writers(["cpu"] * 2).call_method("encode", torch.ones(4), bias=torch.ones(3))

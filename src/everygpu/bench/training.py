@@ -36,11 +36,19 @@ def find_training(name: str) -> Training:
     Args:
         name: One of ours, or ``"module:function"``; the function takes no arguments and returns a ``Training``.
     Raises:
-        OptionError: there is no such module or function, it can't be called, or what it returns is none.
+        OptionError: there is no such module or function, the module exits as it is imported, the function can't be
+            called, or what it returns is none.
         Exception: what the module or the function raises by itself.
     """
     function: Any = MODELS[name] if name in MODELS else _find_function(name)
-    return _check(function(), f"bench: {name}()")
+    try:
+        made = function()
+    except SystemExit as stop:
+        raise OptionError(
+            f"bench: {name}() must return a tuple (model, loss, optimizer, batch), got an exit with {stop.code!r}. "
+            f"It has no command line to read: write parse_args([]) in it."
+        ) from stop
+    return _check(made, f"bench: {name}()")
 
 
 def _find_function(name: str) -> Any:
@@ -59,6 +67,12 @@ def _find_function(name: str) -> Any:
             f"bench: --model {name} needs a module {module_name}, got none of that name: {error}. "
             f"Run the command in the directory of the file."
         ) from error
+    except SystemExit as stop:
+        raise OptionError(
+            f"bench: --model {name} needs a module that can be imported, got one that exits with {stop.code!r}: "
+            f"it runs as a script. Put the script's part, such as parse_args() and the loop, under "
+            f"if __name__ == '__main__'."
+        ) from stop
     function = getattr(module, function_name, None)
     if not callable(function):
         found = "no such name" if function is None else f"a {type(function).__qualname__}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from everygpu.cli.misplaced import note_refused, note_unread
 from everygpu.cli.output import Output
 from everygpu.cli.script import run_module, run_script
 from everygpu.cli.text import harmless
@@ -78,7 +79,7 @@ def trace_script(
     while nothing is computed, and what to do about the largest loss. The trace is written for Perfetto, which shows
     each kernel.
     """
-    _check(script, output, is_module)
+    _check(script, args, output, is_module)
     for name, value in _FOR_GRAPHS.items():
         os.environ.setdefault(name, value)
     from everygpu.cli.observe import Stop
@@ -100,6 +101,7 @@ def trace_script(
     # The script's output goes to another stream than the JSON.
     with redirect_stdout(sys.stderr if as_json else sys.stdout), noticing(tracer):
         code = (run_module if is_module else run_script)(script, args, lambda error: isinstance(error, Stop))
+    note_refused(script, args, code)
     was_whole = tracer.is_done
     tracer.finish()
     if not tracer.num_traced or not tracer.is_done:
@@ -109,7 +111,7 @@ def trace_script(
     sys.exit(0 if was_whole and not keep_running else code)
 
 
-def _check(script: str, output: Path, is_module: bool) -> None:
+def _check(script: str, args: Sequence[str], output: Path, is_module: bool) -> None:
     if not is_module and not os.path.isfile(script):
         raise click.BadParameter(f"File {script!r} does not exist. For a module, write -m.", param_hint="'SCRIPT'")
     if not output.name.endswith((".json", ".json.gz")):
@@ -118,6 +120,7 @@ def _check(script: str, output: Path, is_module: bool) -> None:
         raise OptionError(f"trace: --output needs a folder that exists, got {output}. Make the folder first.")
     if not os.access(output.absolute().parent, os.W_OK):
         raise OptionError(f"trace: --output needs a folder that can be written to, got {output}. Pass another one.")
+    note_unread(script, args, is_module=is_module)
 
 
 def _path_of_rank(output: Path) -> tuple[Path, bool]:

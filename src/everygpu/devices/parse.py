@@ -13,6 +13,8 @@ DeviceLike: TypeAlias = int | SupportsIndex | str | torch.device
 """A CUDA index, a name such as ``"cuda:1"`` or ``"cpu"``, or a ``torch.device``."""
 
 _NAME = re.compile(r"([a-z]+)(?::([0-9]+))?")
+_OTHER_NAME = re.compile(r"(?:gpu|cuda|nvidia|hip|rocm)[\s:_-]*([0-9]*)", re.IGNORECASE)
+"""How GPUs are named elsewhere: ``"gpu:0"``, ``"GPU"``, ``"cuda0"``."""
 
 
 def parse_devices(device_ids: DeviceLike | Iterable[DeviceLike] | None) -> list[torch.device]:
@@ -110,18 +112,34 @@ def _read_name(name: str) -> tuple[str, int | None]:
     match = _NAME.fullmatch(name)
     if match is None or not _is_kind(match[1]):
         raise DeviceError(
-            f"parse_devices: a device name must be a type and an index, got {name!r}. This machine has {_inventory()}."
+            f"parse_devices: a device name must be a type and an index, such as 'cuda:0', got {name!r}. "
+            f"{_suggest(name)}This machine has {_inventory()}."
         )
     return match[1], None if match[2] is None else int(match[2])
+
+
+def _suggest(name: str) -> str:
+    """Say which device of this machine a name may mean, with a space after it; nothing where there is none."""
+    match, accelerator = _OTHER_NAME.fullmatch(name.strip()), _accelerator()
+    if match is None:
+        return ""
+    kind = "cuda" if accelerator is None else accelerator.type
+    meant = f"{kind}:{int(match[1])}" if match[1] else kind
+    return f"Did you mean {meant!r}? "
 
 
 def _is_kind(name: str) -> bool:
     """Tell a type that machines can have, whose absence has a better message, from a slip of the pen."""
     # The machine is asked last: that starts the CUDA driver, and naming the CPU must not.
-    return name in ("cpu", "cuda", "mps", "xpu") or ((here := _accelerator()) is not None and here.type == name)
+    return name in ("cpu", "cuda", "mps", "xpu", "meta") or ((here := _accelerator()) is not None and here.type == name)
 
 
 def _check_kind(kind: str, device: object) -> None:
+    if kind == "meta":
+        raise DeviceError(
+            f"parse_devices: a device must hold values, got {device!r}, whose tensors have none: it is no device "
+            f"to train on. This machine has {_inventory()}."
+        )
     if kind == "cuda" and not torch.cuda.is_available():
         raise DeviceError(
             f"parse_devices: CUDA must be available for a CUDA device, got {device!r}. {_why_no_cuda()} "

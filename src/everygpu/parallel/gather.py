@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from everygpu import comm, tree
 from everygpu.devices.parse import DeviceLike, parse_target
 from everygpu.errors import GatherError, OptionError
 from everygpu.parallel.listed_rows import are_listed_rows
+from everygpu.parallel.rows_elsewhere import find_rows_elsewhere, find_state_rows, warn_of_rows_elsewhere
 from everygpu.parallel.scatter.batch_types import ROWS, Rows, batch_type, known_type, move_tree, open_known
 from everygpu.parallel.scatter.ready_types import BatchType
 from everygpu.parallel.sharded.batch import ShardedBatch, join, shard_batch
@@ -84,6 +85,8 @@ class Joiner:
     """What fills up tensors and arrays at their ends whose sizes along other dimensions differ; None to refuse them."""
     advice: str = "Pad to a common length inside forward."
     """Against such sizes."""
+    suspects: list[tuple[str, int]] = field(default_factory=list, compare=False)
+    """Filled by ``join``: outputs whose rows may be on another dimension, and on which."""
 
     def join(self, tensors: list[Tensor], path: str) -> Tensor:
         """Join one tensor of the output."""
@@ -98,9 +101,16 @@ class Joiner:
                 entries = [_filled(t, widths, self.pad_value) for t, widths in zip(entries, self._missing(entries))]
             _check_shapes([tuple(t.shape) for t in entries], self, path)
             rows = self.rows if _are_results_per_replica(tensors, self.rows) else None
+            self._look_for_rows(tensors, path)
         if stays_sharded:
             return shard_batch(entries, target, dim, rows)
         return torch.cat([comm.copy(t, target) for t in entries], dim)
+
+    def _look_for_rows(self, tensors: list[Tensor], path: str) -> None:
+        if self.num_rows and len(tensors) > 1 and tensors[0].shape[self.dim] != self.num_rows[0]:
+            found = find_state_rows(tensors, self.num_rows, self.dim)
+            if found is not None:
+                self.suspects.append((path, found))
 
     def _missing(self, entries: Sequence[Any]) -> list[list[int]]:
         """Return by how much each entry is shorter than the longest, along each dimension but that of the rows."""
@@ -150,7 +160,10 @@ def _copy_if_shared(t: Tensor) -> Tensor:
 
 def gather_outputs(outputs: list[Any], joiner: Joiner) -> Any:
     """Join the outputs of at least one replica; see ``gather``."""
-    return _join(outputs, joiner, "out")
+    joined = _join(outputs, joiner, "out")
+    if joiner.suspects and joiner.num_rows:
+        warn_of_rows_elsewhere(joiner.suspects, outputs[0], joiner.num_rows[0], joiner.dim)
+    return joined
 
 
 def _join(values: list[Any], joiner: Joiner, path: str) -> Any:
@@ -206,9 +219,10 @@ def _check_shapes(shapes: list[tuple[int, ...]], joiner: Joiner, path: str) -> N
         )
     others = [shape[: dim % ndim] + shape[dim % ndim + 1 :] for shape in shapes]
     if any(other != others[0] for other in others):
+        found = find_rows_elsewhere(shapes, joiner.num_rows, dim)
         raise GatherError(
             f"gather: {path} must have equal shapes except on dim {dim}, got {_list(shapes)} from the replicas. "
-            f"{joiner.advice}"
+            + (joiner.advice if found is None else f"If its rows are on dim {found}, permute it inside forward.")
         )
 
 

@@ -10,6 +10,9 @@ from everygpu.errors import CallError
 from everygpu.parallel.transforms import check_transforms
 from everygpu.parallel.verbs import Verbs
 
+_SLIP = 0.75
+"""How alike a name must be to be suggested: 'genrate' is like 'generate', not like 'get_parameter'."""
+
 
 class MethodCalls(Verbs):
     """Has other methods of the module run on all devices, as forward does."""
@@ -55,7 +58,8 @@ def check_method(module: nn.Module, name: str) -> None:
         CallError: there is none, or it can't be called.
     """
     if not callable(getattr(module, name, None)):
-        close = difflib.get_close_matches(name, [n for n in dir(module) if not n.startswith("_")], 1)
+        names = [n for n in dir(module) if not n.startswith("_")]
+        close = difflib.get_close_matches(name, names, 1, _SLIP)
         advice = f"Did you mean {close[0]!r}?" if close else "Define it in the module's class."
         raise CallError(f"call_method: {type(module).__qualname__} must have the method, got {name!r}. {advice}")
 

@@ -115,20 +115,39 @@ def _compare(named: Named, dim: int, num_devices: int, *, warns: bool = False) -
     """Return the number of rows that all but one entry per device agree on, or say which don't."""
     sized = [(path, leaf, _checked(path, leaf, dim)) for path, leaf in _sized(named)]
     rows = [found for found in sized if num_devices == 0 or _num_entries(found[1], dim) != num_devices] or sized
-    first_path, _, num_rows = rows[0]
+    first_path, first, num_rows = rows[0]
     for path, leaf, size in rows:
         if size != num_rows:
             shape = f" {tree.shape_of(leaf)}" if tree.has_dims(leaf) else ""
             of_rows = " A list whose items are each a row goes into everygpu.Rows(...)." if _is_in_list(path) else ""
+            elsewhere = _advise_other_dim(((path, leaf, num_rows), (first_path, first, size)), dim, num_devices)
             raise SplitError(
                 f"scatter: every tensor must have the same number of rows on dim {dim}, got {num_rows} in "
                 f"{first_path} and {size} in {path}{shape}. Wrap an input that every replica "
-                f"needs whole in everygpu.Replicated(...).{of_rows}"
+                f"needs whole in everygpu.Replicated(...).{of_rows}{elsewhere}"
             )
     for path, leaf, size in sized if warns and num_devices > 1 else ():
         if size != num_rows and leaf.ndim == 1:  # (devices, 1) is no shape of sizes or weights
             warn_of_entries(path, size)
     return num_rows
+
+
+def _advise_other_dim(tensors: Sequence[tuple[str, Any, int]], dim: int, num_devices: int) -> str:
+    """Say what to do with the first tensor whose rows seem to be on another dimension; with a space before it.
+
+    There, it has as many entries as the other tensor has rows, or as many as the rows of each of its replicas: so a
+    state comes back from replicas whose outputs were joined along ``dim``.
+    """
+    for path, leaf, rows in tensors if dim >= 0 else ():
+        is_plain = tree.has_dims(leaf) and not (isinstance(leaf, Tensor) and leaf.is_nested)
+        for at, size in enumerate(leaf.shape if is_plain and leaf.ndim > 2 else ()):
+            was_joined = size * num_devices == rows and leaf.shape[dim] % num_devices == 0
+            if at != dim and rows > 1 and (size == rows or was_joined):
+                return (
+                    f" If the rows of {path} are on dim {at}, as in the state of an nn.LSTM, permute it inside "
+                    f"forward, or have the rows of all inputs and outputs on dim {at}, and pass dim={at}."
+                )
+    return ""
 
 
 def _sized(named: Named) -> Iterator[tuple[str, Any]]:
