@@ -53,6 +53,8 @@ def save_all(value):
     torch.save(t, memory)
     memory.seek(0)
     assert torch.load(memory)[0] == value
+    with open("opened.pt", "wb") as file: torch.save(t, file)
+    assert torch.load("opened.pt")[0] == value  # what opening has emptied must not stay empty
 checkpoints = everygpu.CheckpointManager("kept", keep=1)
 background = everygpu.CheckpointManager("written", keep=1, asynchronous=True)
 with background:

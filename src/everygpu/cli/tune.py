@@ -73,7 +73,8 @@ def tune_script(
     happens as usual. That DataLoader is measured with 0, 1, 2, 4, … workers.
 
     With --batch-size the script is run once more for every size that is tried, for two steps on batches made by
-    repeating rows of its own first batch. What it saves there, by everygpu, torch.save or safetensors, is left out.
+    repeating rows of its own first batch. What it saves there to a path, by everygpu, torch.save or safetensors, is
+    left out; other files are written.
     """
     from everygpu.cli import observe
 

@@ -82,7 +82,7 @@ def find_batch_size(
 
     Args:
         step: Does everything that a training step does. Whatever it changes beside ``model`` and ``optimizer``
-            stays changed. Saves in it, by everygpu or as ``torch.save(…)``, are left out, and a line says so.
+            stays changed. Saves in it, by everygpu or as ``torch.save(…, path)``, are left out; a line says so.
         batch: An example, as the loader gives it: tensors of shape (..., rows, ...), 1 row or more, in any
             nesting of containers.
         model: A ``DataParallel``, or a module on one device.
