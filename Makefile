@@ -11,9 +11,12 @@ DOCS    := .venv-docs
 demo: $(STAMP)
 	$(BIN)/python examples/digits.py
 
-# Tests start some two hundred processes: they find their code compiled, also where Python is told not to write it.
+# Tests start some two hundred processes: they find their code compiled, also where Python is told not to write it. While
+# one waits for such a process, a core is free for another: one worker more than cores.
+WORKERS = $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 test: $(STAMP)
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile \
+		--no-loadscope-reorder
 
 # What takes minutes: torch's own samples of operators and modules, hundreds of faults and random programs.
 test-slow: $(STAMP)
