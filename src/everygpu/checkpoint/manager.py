@@ -57,7 +57,7 @@ class CheckpointManager:
     whatever ``every`` says, and the exit code is 143. A second signal ends the process at once.
 
     A run that has not loaded, and begins at a step that is not above all in the directory, leaves an earlier run there
-    whole: its checkpoints are moved to a subfolder ``before-*`` as the first one takes its place, and a warning says so.
+    whole: its checkpoints are moved to a subfolder ``before-*`` as the first one takes its place, with a warning.
 
     Not safe for several threads. Several processes that save to one directory exclude each other. Ctrl-C may come at
     any moment: a checkpoint is whole or not there, and the next save works. The interpreter's end waits for
