@@ -67,7 +67,10 @@ def test_b06_two_managers_in_one_directory(tmp_path: Path) -> None:
     (won, refused), (won_too, refused_too) = counts(tmp_path)
     assert min(won, won_too) >= 5
     assert refused + refused_too >= 1, "the two never met: the test shows nothing"
-    assert len(os.listdir(runs)) == 2
-    for entry in runs.iterdir():
+    saved = [entry for entry in runs.iterdir() if entry.name.startswith("step-")]
+    assert len(saved) == 2
+    # The process that came second sets aside what it found, once.
+    assert len(os.listdir(runs)) <= 3
+    for entry in (*saved, *runs.glob("before-*/*")):
         step = everygpu.load(entry)["step"]
         assert version_of(EVERYGPU.load(entry)) in (2 * step, 2 * step + 1)

@@ -114,7 +114,7 @@ class _Task:
         """
         if self._is_started:
             return
-        if not (threading.main_thread().is_alive() and self._start_thread()):
+        if not self._start_thread():
             self._run()
         self._is_started = True
 
@@ -134,8 +134,10 @@ class _Task:
 
         def start() -> None:
             try:
-                thread.start()
-                is_begun.append(True)
+                # Asked here, not by the caller: an interrupted ``is_alive`` takes a live thread for dead, up to 3.12.
+                if threading.main_thread().is_alive():
+                    thread.start()
+                    is_begun.append(True)
             except RuntimeError:  # no more threads, for now or for good
                 pass
             finally:

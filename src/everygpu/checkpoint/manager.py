@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 
 from everygpu.checkpoint.background import Background, Check
 from everygpu.checkpoint.directory import as_path
+from everygpu.checkpoint.earlier_run import EarlierRun
+from everygpu.checkpoint.kept_metrics import KeptMetrics
 from everygpu.checkpoint.load import load
-from everygpu.checkpoint.lock import hold_lock
-from everygpu.checkpoint.manager_arguments import finite_numbers, require_mode, require_positive, require_step
-from everygpu.checkpoint.manifest import MANIFEST_FILE
+from everygpu.checkpoint.manager_arguments import require_mode, require_modes, require_positive, require_step, take_step
 from everygpu.checkpoint.one_writer import one_writer
 from everygpu.checkpoint.run_directory import (
     Mode,
@@ -22,15 +22,15 @@ from everygpu.checkpoint.run_directory import (
     find_best,
     list_saved,
     next_place,
-    recover,
     rotate,
+    sole_saver,
     step_path,
 )
 from everygpu.checkpoint.save import Taken, collect_states, wait_for_devices, with_generators, write_checkpoint
 from everygpu.checkpoint.snapshot import Copying, Snapshot, SnapshotMemory
 from everygpu.checkpoint.states import require_names
 from everygpu.checkpoint.stop_point import StopPoint
-from everygpu.errors import CheckpointError, CheckpointForeignError
+from everygpu.errors import CheckpointError
 from everygpu.ranks.group import joined
 
 logger = logging.getLogger("everygpu")
@@ -55,6 +55,9 @@ class CheckpointManager:
 
     SIGTERM and SIGUSR1 end a run, in the ``with`` block or after the first save, at the next `save`: it is written
     whatever ``every`` says, and the exit code is 143. A second signal ends the process at once.
+
+    A run that has not loaded, and begins at a step that is not above all in the directory, leaves an earlier run there
+    whole: its checkpoints are moved to a subfolder ``before-*`` as the first one takes its place, with a warning.
 
     Not safe for several threads. Several processes that save to one directory exclude each other. Ctrl-C may come at
     any moment: a checkpoint is whole or not there, and the next save works. The interpreter's end waits for
@@ -96,11 +99,13 @@ class CheckpointManager:
         self.directory = self._name.absolute()
         self.keep = require_positive("keep", keep)
         self.every = require_positive("every", every)
-        self.keep_best = {name: require_mode(name, mode) for name, mode in (keep_best or {}).items()}
+        self.keep_best = require_modes(keep_best)
         self.asynchronous = asynchronous
         self._stop = StopPoint(str(self._name), signals)
         self._background = Background()
         self._verdicts = Verdicts()
+        self._metrics = KeptMetrics(self.keep_best, self.directory)
+        self._earlier_run = EarlierRun(self.directory)
         self._written_by_rank_0: str | None = None
         # The memory of the last snapshot that was written. While one is made or written, its memory is not here: an
         # interrupt may come at any moment, and what it leaves behind must not be overwritten.
@@ -108,7 +113,8 @@ class CheckpointManager:
 
     def save(
         self,
-        step: int,
+        step: int | None = None,
+        /,
         *misplaced: NoReturn,
         metrics: Mapping[str, Any] | None = None,
         force: bool = False,
@@ -118,7 +124,7 @@ class CheckpointManager:
 
         Args:
             step: Counts what the caller likes, batches or epochs; 0 or more. Saved as an extra: `load`
-                returns it.
+                returns it. May be passed as ``step=``, too; so a `TrainStep` needs another name, as ``train_step=``.
             metrics: Numbers to choose the best checkpoint by. Those that are not finite are left out.
             force: Save at a step that is no multiple of ``every`` too.
             **what: As `everygpu.save` takes it.
@@ -127,13 +133,13 @@ class CheckpointManager:
             `wait` returns.
         Raises:
             CheckpointError: as `everygpu.save` raises it, here or in the background since the last call.
-            OptionError: the step is no whole number from 0 on, or a metric no number.
+            OptionError: the step is no whole number from 0 on, a metric no number, or none of them in ``keep_best``.
             SystemExit: with 143, once it is written, where a signal has asked for that.
         """
         require_names(misplaced, "save", "save(step, model=model)")
         if joined() is None:  # else errors are raised at steps at which all ranks do
             self._background.check()
-        require_step(step, "save")
+        step = take_step(step, what)
         self._stop.listen(self)
         is_last = self._stop.is_here()
         if step % self.every != 0 and not force and not is_last:
@@ -142,7 +148,7 @@ class CheckpointManager:
         ranks = one_writer()
         name = f"save step {step} to {self._name}"
         begun, written = ranks.next_key(name), ranks.next_key(f"{name} in the background")
-        ranks.write(begun, lambda: self._save(step, finite_numbers(metrics or {}), what, written))
+        ranks.write(begun, lambda: self._save(step, metrics, what, written))
         self._written_by_rank_0 = None if ranks.is_writing or not self.asynchronous else written
         if is_last:
             self.wait()
@@ -166,7 +172,9 @@ class CheckpointManager:
         if step is not None:
             require_step(step, "load")
         self.wait()
-        return load(self.directory if step is None else step_path(self.directory, step), **what)
+        loaded = load(self.directory if step is None else step_path(self.directory, step), **what)
+        self._earlier_run.is_loaded = True
+        return loaded
 
     def latest(self) -> Path | None:
         """Return the newest checkpoint whose files are there in full size; None if there is none."""
@@ -228,7 +236,8 @@ class CheckpointManager:
                 self._spare.pop().release()
             self._stop.leave(self, has_failed=error is not None)
 
-    def _save(self, step: int, metrics: dict[str, float], what: dict[str, Any], written: str) -> None:
+    def _save(self, step: int, given: Mapping[str, Any] | None, what: dict[str, Any], written: str) -> None:
+        metrics = self._metrics.take(given, is_resumed=self._earlier_run.is_loaded)
         self._background.wait()
         model, optimizer, scheduler = (what.pop(name, None) for name in ("model", "optimizer", "scheduler"))
         taking = partial(collect_states, model, optimizer, scheduler, {**what, "step": step})
@@ -277,24 +286,9 @@ class CheckpointManager:
             self._spare[:] = [memory]
 
     def _write(self, taken: Taken, step: int, metrics: dict[str, float], check: Check) -> None:
-        if (self.directory / MANIFEST_FILE).exists():
-            raise CheckpointForeignError(
-                f"save: a CheckpointManager's directory must not be a checkpoint itself, got {self.directory}. "
-                f"Choose another one, for instance {self.directory.with_name(self.directory.name + '-run')}."
-            )
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            with hold_lock(self.directory / ".lock") as is_alone:
-                if is_alone:
-                    recover(self.directory)
-                path = step_path(self.directory, step)
-                write_checkpoint(path, taken, next_place(self.directory, step, metrics), check=check)
-                self._verdicts.trust(path)
-                rotate(self.directory, self.keep, self.keep_best, self._verdicts)
-        except CheckpointError:
-            raise
-        except OSError as cause:
-            raise CheckpointError(
-                f"save: {self.directory} must be a writable directory, got {cause}. What was saved before is "
-                f"untouched; make room or choose another place."
-            ) from cause
+        with sole_saver(self.directory):
+            path, place = step_path(self.directory, step), next_place(self.directory, step, metrics)
+            make_way = partial(self._earlier_run.make_way, step)
+            write_checkpoint(path, taken, place, check=check, make_way=make_way)
+            self._verdicts.trust(path)
+            rotate(self.directory, self.keep, self.keep_best, self._verdicts)

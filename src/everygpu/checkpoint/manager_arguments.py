@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 from torch import Tensor
 
+from everygpu.checkpoint.brief import brief
 from everygpu.checkpoint.run_directory import Mode
 from everygpu.errors import OptionError
 
@@ -30,9 +31,38 @@ def require_positive(name: str, value: int) -> int:
     return value
 
 
-def require_step(step: int, function: str) -> None:
-    if type(step) is not int or step < 0:
-        raise OptionError(f"{function}: step must be a whole number from 0 on, got {step!r}. Count batches or epochs.")
+def require_step(step: Any, function: str) -> int:
+    if isinstance(step, int) and type(step) is int and step >= 0:
+        return step
+    todo = "Count batches or epochs."
+    if callable(getattr(step, "state_dict", None)):
+        todo = "Pass the object under another name, for instance train_step=step."
+    raise OptionError(f"{function}: step must be a whole number from 0 on, got {brief(step)}. {todo}")
+
+
+def take_step(step: Any, what: dict[str, Any]) -> int:
+    """Return the step of a save, which may also be passed by name, and take it out of what is saved.
+
+    Raises:
+        OptionError: it is no whole number, or an object is to be saved under that name as well.
+    """
+    if step is None:
+        return require_step(what.pop("step", None), "save")
+    if "step" in what:
+        raise OptionError(
+            f"save: step must be the step's number, as load returns it under that name, got "
+            f"{type(what['step']).__qualname__} as well. Pass that under another name, for instance train_step=step."
+        )
+    return require_step(step, "save")
+
+
+def require_modes(keep_best: Any) -> dict[str, Mode]:
+    if not isinstance(keep_best, Mapping | None):
+        raise OptionError(
+            f"CheckpointManager: keep_best must be a dict of metrics, each with 'min' or 'max', got "
+            f"{brief(keep_best)}. Pass for instance keep_best={{'accuracy': 'max'}}."
+        )
+    return {name: require_mode(name, mode) for name, mode in (keep_best or {}).items()}
 
 
 def require_mode(metric: str, mode: Any) -> Mode:

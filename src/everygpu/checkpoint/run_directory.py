@@ -2,15 +2,17 @@
 
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from everygpu.checkpoint.directory import find_replaced, is_real_directory, remove_directory, remove_leftovers
 from everygpu.checkpoint.foreign.formats import is_native
+from everygpu.checkpoint.lock import hold_lock
 from everygpu.checkpoint.manifest import MANIFEST_FILE, Place, check_files, read_manifest
-from everygpu.errors import CheckpointError
+from everygpu.errors import CheckpointError, CheckpointForeignError
 
 _Stamp: TypeAlias = frozenset[tuple[str, int, int, int]]
 """Name, inode, size and time of change of each file."""
@@ -117,14 +119,38 @@ def rotate(directory: Path, keep: int, keep_best: Mapping[str, Mode], verdicts: 
     for metric, mode in keep_best.items():
         stay |= _until_whole(_best_first(good, metric, mode), 1, verdicts)
     for old in saved:
-        if old.path not in stay and _is_ours(old.path):
+        if old.path not in stay and is_ours(old.path):
             remove_directory(old.path)
             verdicts.forget(old.path)
 
 
-def recover(directory: Path) -> None:
-    """Remove what killed savers of the run have left. The caller holds the directory's lock."""
-    remove_leftovers(directory, _NAME)
+@contextmanager
+def sole_saver(directory: Path) -> Iterator[None]:
+    """Keep other savers out of a run's directory, made if it isn't there, and clear what killed ones have left.
+
+    Raises:
+        CheckpointForeignError: it is a checkpoint itself.
+        CheckpointBusyError: another saver is in it.
+        CheckpointError: it can't be written to, at any time in the block.
+    """
+    if (directory / MANIFEST_FILE).exists():
+        raise CheckpointForeignError(
+            f"save: a CheckpointManager's directory must not be a checkpoint itself, got {directory}. "
+            f"Choose another one, for instance {directory.with_name(directory.name + '-run')}."
+        )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with hold_lock(directory / ".lock") as is_alone:
+            if is_alone:
+                remove_leftovers(directory, _NAME)
+            yield
+    except CheckpointError:
+        raise
+    except OSError as cause:
+        raise CheckpointError(
+            f"save: {directory} must be a writable directory, got {cause}. What was saved before is "
+            f"untouched; make room or choose another place."
+        ) from cause
 
 
 def _best_first(saved: Collection[Saved], metric: str, mode: Mode) -> list[Saved]:
@@ -152,7 +178,7 @@ def _names(directory: Path) -> set[str]:
     return {match[0] for match in matches if match} | {match[1] for match in left if match}
 
 
-def _is_ours(path: Path) -> bool:
+def is_ours(path: Path) -> bool:
     """Tell a checkpoint, whole or damaged, from what others call so too: DCP directories, files, links to elsewhere."""
     return is_native(path) and not path.is_symlink()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
+from warnings import warn
 
 import torch
 from torch import Tensor
@@ -25,9 +26,13 @@ from everygpu.checkpoint.states import kind_of, require_kind, require_names, tak
 from everygpu.checkpoint.tensors import write_tensors
 from everygpu.checkpoint.trainers import class_name
 from everygpu.errors import CheckpointContentError, CheckpointError, OptionError
+from everygpu.ranks.membership import is_main
 
 LOAD_OPTIONS = frozenset({"strict", "match", "prefix", "ignore_mismatched", "rng", "map_location", "verify"})
 """Names that `everygpu.load` takes for itself."""
+
+_FILE_SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors"})
+"""Ends of names by which other programs expect a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +76,8 @@ def save(
             dict at any depth; or an object with state_dict and load_state_dict (a GradScaler, a
             `ResumableLoader`), or a torch.Generator.
     Returns:
-        The path.
+        The path. A warning says that it is a directory where it ends as a file does: ``.pt``, ``.pth``, ``.ckpt``,
+        ``.bin``, ``.safetensors``.
     Raises:
         CheckpointContentError: a value has no place in a checkpoint; nothing was written.
         CheckpointForeignError: something else than a checkpoint is at the path, or it is the working directory; it is
@@ -87,6 +93,12 @@ def save(
     if not extras and all(part is None for part in (model, optimizer, scheduler)):
         raise OptionError("save: something to save must be passed, got nothing. Write save(path, model=model).")
     where = as_path(path, "save")
+    if where.suffix in _FILE_SUFFIXES and is_main():
+        warn(
+            f"save: a checkpoint is a directory, also where its name ends with {where.suffix}, got {path}: torch.load "
+            f"can't read it. For a single file run `everygpu checkpoint convert DIRECTORY FILE{where.suffix}`.",
+            stacklevel=2,
+        )
     take_and_write(where, partial(collect_states, model, optimizer, scheduler, extras))
     return where
 
@@ -148,7 +160,14 @@ def wait_for_devices(taken: Taken) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def write_checkpoint(path: Path, taken: Taken, place: Place | None = None, *, check: Check) -> Path:
+def write_checkpoint(
+    path: Path,
+    taken: Taken,
+    place: Place | None = None,
+    *,
+    check: Check,
+    make_way: Callable[[], object] = lambda: None,
+) -> Path:
     """Write what was taken from a run to a checkpoint directory.
 
     Args:
@@ -156,6 +175,7 @@ def write_checkpoint(path: Path, taken: Taken, place: Place | None = None, *, ch
         taken: As `take` returned it.
         place: Where the checkpoint stands among those of its run.
         check: Called before each chunk, and before the checkpoint takes its place: what it raises gives the save up.
+        make_way: Called when all is written, before the checkpoint takes its place.
     Returns:
         The path.
     Raises:
@@ -165,6 +185,7 @@ def write_checkpoint(path: Path, taken: Taken, place: Place | None = None, *, ch
         with new_directory(resolve_target(path)) as directory:
             _write(directory, taken, place, check)
             check()
+            make_way()
     except CheckpointError:
         raise
     except OSError as cause:

@@ -63,6 +63,8 @@ def examine(path: Path, advance: Callable[[int], None] = lambda num_bytes: None)
 
 def total_bytes(path: Path) -> int:
     """Sum the sizes of the files that `examine` reads; 0 where nothing is there."""
+    if is_run_directory(path):  # without an earlier run that was set aside in it
+        return sum(total_bytes(saved.path) for saved in list_saved(path))
     return sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
 
 
