@@ -14,7 +14,7 @@ from rich.console import Console
 
 from everygpu.cli.filters import Filters, filter_options
 from everygpu.cli.launch import Launch, launch, pass_on
-from everygpu.cli.misplaced import note_refused, note_unread
+from everygpu.cli.misplaced import note_refused
 from everygpu.cli.numbers import FiniteRange
 from everygpu.cli.plan import NO_GPU, Manners, Plan, Request, parse_request, plan_run
 from everygpu.cli.restarts import Command, run_again
@@ -139,7 +139,6 @@ def run_chosen(
     _check_launch(processes, nnodes, rdzv_endpoint, passed_on)
     if restarts:
         sys.exit(_run_again(restarts, gpus, nnodes, len(args)))
-    note_unread(script, args, is_module=is_module)
     wait_s = 0.0 if not wait else math.inf if timeout is None else timeout
     manners = Manners(share=share, wait_s=wait_s, tell=_tell)
     plan = Plan(environ=NO_GPU) if cpu else _plan_devices(ask_for_each(processes, gpus), filters, manners)

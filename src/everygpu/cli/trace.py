@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from everygpu.cli.misplaced import note_refused, note_unread
+from everygpu.cli.misplaced import note_misplaced
 from everygpu.cli.output import Output
 from everygpu.cli.script import run_module, run_script
 from everygpu.cli.text import harmless
@@ -101,7 +101,6 @@ def trace_script(
     # The script's output goes to another stream than the JSON.
     with redirect_stdout(sys.stderr if as_json else sys.stdout), noticing(tracer):
         code = (run_module if is_module else run_script)(script, args, lambda error: isinstance(error, Stop))
-    note_refused(script, args, code)
     was_whole = tracer.is_done
     tracer.finish()
     if not tracer.num_traced or not tracer.is_done:
@@ -120,7 +119,7 @@ def _check(script: str, args: Sequence[str], output: Path, is_module: bool) -> N
         raise OptionError(f"trace: --output needs a folder that exists, got {output}. Make the folder first.")
     if not os.access(output.absolute().parent, os.W_OK):
         raise OptionError(f"trace: --output needs a folder that can be written to, got {output}. Pass another one.")
-    note_unread(script, args, is_module=is_module)
+    note_misplaced(script, args)
 
 
 def _path_of_rank(output: Path) -> tuple[Path, bool]:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from everygpu.child import python_command
-from everygpu.cli.misplaced import note_refused, note_unread
+from everygpu.cli.misplaced import note_misplaced
 from everygpu.cli.numbers import FiniteRange
 from everygpu.cli.output import Output
 from everygpu.cli.progress_bar import show_bar
@@ -80,7 +80,7 @@ def tune_script(
 
     if trial is not None:
         sys.exit(observe.run_trial(script, args, which, trial[0], headroom, trial[1]))
-    note_unread(script, args)
+    note_misplaced(script, args)
     console = Output(stderr=as_json, markup=False, emoji=False, highlight=False)
     found: dict[str, Any] = {}
     # The script's output goes to the tables' stream, so that stdout holds the JSON alone.
@@ -103,7 +103,6 @@ def _tune_workers(
 
     loader, code = observe.find_loader(script, args, which)
     if loader is None:
-        note_refused(script, args, code)
         raise _explain_end(script, which, code)
     with show_bar("loading data", len(numbers_to_try()), unit="trials", quiet=quiet) as bar:
         report = tune_workers(
@@ -189,7 +188,6 @@ def try_rows(num_rows: int, script: str, args: Sequence[str], which: int, headro
         command = python_command("everygpu", "tune", *options, script, *args)
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
         if not result.exists():
-            note_refused(script, args, done.returncode)
             last = harmless("\n".join((done.stderr or done.stdout).splitlines()[-12:]), keep="\n\t")
             raise _explain_end(script, which, done.returncode, f"\n{last}")
         record: dict[str, Any] = json.loads(result.read_text())
