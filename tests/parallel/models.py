@@ -10,6 +10,17 @@ from torch import Tensor, nn
 import everygpu
 
 
+class Returning(nn.Module):
+    """Returns what a function makes of a replica's rows."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
 class Tied(nn.Module):
     """One weight used twice, as in language models."""
 

@@ -9,17 +9,7 @@ from torch import nn
 from everygpu import DataParallel, Rows, gather
 from everygpu.errors import GatherError
 from everygpu.parallel import listed_rows
-
-
-class Returning(nn.Module):
-    """Returns what a function makes of a replica's rows."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
+from tests.parallel.models import Returning
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ from everygpu import DataParallel, gather
 from everygpu.errors import GatherError, SplitError
 from everygpu.parallel import rows_elsewhere
 from everygpu.parallel.scatter.row_count import find_rows
+from tests.parallel.models import Returning
 
 
 @pytest.fixture(autouse=True)
@@ -18,17 +19,6 @@ def said(caplog):
     rows_elsewhere.said_paths.cache_clear()
     caplog.set_level(logging.WARNING, logger="everygpu")
     return caplog
-
-
-class Returning(nn.Module):
-    """Returns what a function makes of a replica's rows."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 def run(function, num_rows=8, **options):
