@@ -1,5 +1,6 @@
 """One row of a benchmark, measured in this process, or for DistributedDataParallel in children of it."""
 
+import itertools
 import multiprocessing
 import os
 import tempfile
@@ -79,23 +80,18 @@ def _measure_here(conditions: Conditions, peer: Peer) -> Outcome:
     devices = [conditions.device(i) for i in range(conditions.num_used)]
     work = _prepare(conditions, devices)
 
-    def wait() -> None:
-        for device in devices:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-
-    figures = _measure(peer.make(work), wait, conditions, work)
+    figures = _measure(peer.make(work), lambda: _synchronize(devices), conditions, work)
     return figures | {"peak_gib": [_peak_gib(d) for d in devices if d.type == "cuda"]}
 
 
 def _measure_distributed(conditions: Conditions) -> Outcome:
-    """Start a process per device; the first one's figures, and the memory of all."""
+    """Start the processes; the first one's figures, and the memory of all."""
     from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
     results = multiprocessing.get_context("spawn").SimpleQueue()
     try:
         with tempfile.TemporaryDirectory() as folder:
-            spawn(_measure_rank, (conditions, str(Path(folder) / "meet"), results), conditions.num_devices)  # type: ignore[no-untyped-call]
+            spawn(_measure_rank, (conditions, str(Path(folder) / "meet"), results), _count_ranks(conditions))  # type: ignore[no-untyped-call]
         outcome: Outcome | EveryGPUError = results.get()
     except ProcessRaisedException as error:
         if "OutOfMemoryError" in str(error):
@@ -108,41 +104,57 @@ def _measure_distributed(conditions: Conditions) -> Outcome:
     return outcome
 
 
+def _synchronize(devices: list[torch.device]) -> None:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def _count_ranks(conditions: Conditions) -> int:
+    per_rank = PEERS[conditions.peer].devices_per_process
+    if conditions.num_devices % per_rank:
+        raise BenchmarkError(
+            f"bench: processes of {per_rank} devices each need a multiple of {per_rank}, got {conditions.num_devices}. "
+            f"Leave this row out."
+        )
+    return conditions.num_devices // per_rank
+
+
 def _measure_rank(rank: int, conditions: Conditions, meeting: str, results: Any) -> None:
     import torch.distributed as dist
 
-    device = conditions.device(rank)
-    if device.type == "cuda":
+    num_ranks, per_rank = _count_ranks(conditions), PEERS[conditions.peer].devices_per_process
+    devices = [conditions.device(rank * per_rank + i) for i in range(per_rank)]
+    device, on_gpus = devices[0], devices[0].type == "cuda"
+    if on_gpus:
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(max(1, torch.get_num_threads() // conditions.num_devices))
+        torch.set_num_threads(max(1, torch.get_num_threads() // num_ranks))
     try:
-        work = _prepare(conditions, [device])
+        work = _prepare(conditions, devices)
     except (BenchmarkError, OptionError) as error:  # the same on every rank
         if rank == 0:
             results.put(error)
         return
-    backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    backend, own = ("nccl", device) if on_gpus else ("gloo", None)
     dist.init_process_group(
         backend,
         init_method=Path(meeting).as_uri(),  # a file: no port that another run could have
         rank=rank,
-        world_size=conditions.num_devices,
+        world_size=num_ranks,
         device_id=own,
     )
 
     def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        _synchronize(devices)
         dist.barrier()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        _synchronize(devices)
 
     figures = _measure(PEERS[conditions.peer].make(work), wait, conditions, work)
-    peaks: list[Any] = [None] * conditions.num_devices
-    dist.all_gather_object(peaks, _peak_gib(device) if device.type == "cuda" else None)
+    peaks: list[Any] = [None] * num_ranks
+    dist.all_gather_object(peaks, [_peak_gib(d) for d in devices if on_gpus])
     if rank == 0:
-        results.put(figures | {"peak_gib": [peak for peak in peaks if peak is not None]})
+        results.put(figures | {"peak_gib": list(itertools.chain.from_iterable(peaks))})
     dist.destroy_process_group()
     # Freeing the model joins gloo's threads while this one holds the interpreter's lock, which they may want.
     os._exit(0)

@@ -162,7 +162,8 @@ def train_step(work: Work, engine: str = "auto", *, is_rank: bool = False, **opt
         inputs, targets = split_batch(batch)
         return step(inputs, *targets)
 
-    return Step(run=run, batches=cycle(work.place_batches(1) if is_rank else spread(work, net)), net=step)
+    has_one = is_rank and len(work.devices) == 1
+    return Step(run=run, batches=cycle(work.place_batches(1) if has_one else spread(work, net)), net=step)
 
 
 def engine_in_use(net: Any) -> str:
@@ -180,7 +181,9 @@ class Peer:
     is_single: bool = False
     """Whether it uses one GPU, however many there are."""
     is_distributed: bool = False
-    """Whether it runs in a process per device."""
+    """Whether it runs in several processes."""
+    devices_per_process: int = 1
+    """Of one that runs in several."""
 
 
 PEERS = {
@@ -200,6 +203,9 @@ PEERS = {
     "step_uncaptured": Peer(make=lambda work: train_step(work, capture=False)),
     "step_processes": Peer(make=lambda work: train_step(work, engine="processes", capture=False)),
     "step_ranks": Peer(make=lambda work: train_step(work, is_rank=True), is_distributed=True),
+    "step_ranks_of_2": Peer(
+        make=lambda work: train_step(work, is_rank=True), is_distributed=True, devices_per_process=2
+    ),
     "step_compiled": Peer(make=lambda work: train_step(work, compile=True)),
 }
 WITHOUT_GPUS = ("single", "ddp", "ours", "step")
