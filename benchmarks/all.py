@@ -97,9 +97,9 @@ def list_soaks(box: Box) -> Iterator[Part]:
     ways = {"loop": [], "graphs": ["--engine", "graphs"], "train-step": ["--train-step"]}
     for name, options in ways.items():
         if not (box.on_cpu and name == "graphs"):
-            yield Part(name=f"soak-{name}", command=["benchmarks/soak.py", *size, *options], seconds=400)
+            yield Part(name=f"soak-{name}", command=["benchmarks/soak.py", *size, *options], seconds=300)
     kills = box.pick("--kills 20", "--kills 1")
-    yield Part(name="soak-processes", command=["benchmarks/helpers.py", *size, *kills], seconds=400)
+    yield Part(name="soak-processes", command=["benchmarks/helpers.py", *size, *kills], seconds=300)
 
 
 def list_tests() -> Iterator[Part]:
@@ -118,7 +118,7 @@ def list_tests() -> Iterator[Part]:
     for name, paths in folders.items():
         command = ["-m", "pytest", "-m", "gpu and not alone", *paths, *options, *workers]
         yield Part(name=f"tests-{name}", command=command, seconds=LONGEST_S)
-    yield Part(name="tests-alone", command=["-m", "pytest", "-m", "gpu and alone", "tests", *options], seconds=400)
+    yield Part(name="tests-alone", command=["-m", "pytest", "-m", "gpu and alone", "tests", *options], seconds=300)
 
 
 def list_scripts(box: Box) -> Iterator[Part]:
@@ -132,13 +132,13 @@ def list_scripts(box: Box) -> Iterator[Part]:
         yield Part(name=name, command=[f"benchmarks/{name}.py", *options, "--json", "{rows}"], seconds=300)
     if not box.on_cpu:
         options = ["--millions", "124", "1500", "--dtypes", "float32", "bfloat16", "--timeout", "60"]
-        yield Part(name="update", command=["benchmarks/update.py", *options, "--json", "{rows}"], seconds=400)
+        yield Part(name="update", command=["benchmarks/update.py", *options, "--json", "{rows}"], seconds=300)
     checks = box.pick("", "--width 64 --turns 5")
     yield Part(name="replica-checks", command=["-m", "benchmarks.replica_checks", *checks], seconds=120)
     saves = box.pick("--device cuda", "--bytes 10000000 --rounds 3")
-    yield Part(name="checkpoints", command=["-m", "benchmarks.checkpoints", *saves], seconds=400)
+    yield Part(name="checkpoints", command=["-m", "benchmarks.checkpoints", *saves], seconds=300)
     families = box.pick("", "--model transformer --family torch")
-    yield Part(name="families", command=["benchmarks/families.py", *families], seconds=400)
+    yield Part(name="families", command=["benchmarks/families.py", *families], seconds=300)
 
 
 def list_commands() -> Iterator[Part]:
@@ -275,5 +275,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
+    sys.path[:0] = [str(ROOT), str(ROOT / "src")]
     main()

@@ -62,7 +62,8 @@ class Kind:
 _WORKER = ("WorkerError", "RuntimeError")
 _HELPER = ("processes",)
 _FULL = ("CheckpointError", "RuntimeError", "CheckpointException", "OSError")
-_NO_FILES = (*_FULL, "WorkerError", "EOFError", "ConnectionResetError")
+# A worker that can't send its batch drops it, and only prints why (torch's queue); the Feeder's timeout says the rest.
+_NO_FILES = (*_FULL, "WorkerError", "EOFError", "ConnectionResetError", "FeedTimeoutError")
 
 
 def _kinds() -> tuple[Kind, ...]:

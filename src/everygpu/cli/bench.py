@@ -113,7 +113,8 @@ def compare_ways(
     device_type, num_devices = find_devices(gpus, cpu)
     _check_names("--peer", peers, list(PEERS))
     on_cpu = device_type == "cpu"
-    names = models or (("tiny",) if on_cpu else _OURS), peers or (WITHOUT_GPUS if on_cpu else tuple(PEERS))
+    fitting = tuple(name for name, peer in PEERS.items() if num_devices % peer.devices_per_process == 0)
+    names = models or (("tiny",) if on_cpu else _OURS), peers or (WITHOUT_GPUS if on_cpu else fitting)
     conditions |= {"device_type": device_type, "num_devices": num_devices}
     console, machine = make_console(), report.describe_machine(commit)
     console.out(describe(machine, num_devices, on_cpu), highlight=False)

@@ -2,13 +2,14 @@
 
 import contextlib
 import os
+import re
 import select
 import signal
 import socket
 import time
 from pathlib import Path
 
-_SHARED = Path("/dev/shm")
+_SHARED, _SELF = Path("/dev/shm"), Path("/proc/self/fd")
 _LOOK_EVERY_S = 0.2
 _LONGEST_EXIT_S = 5.0
 
@@ -56,6 +57,23 @@ def remove_shared_memory(pid: int) -> None:
     for path in _SHARED.glob(f"torch_{pid}_*"):
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def remove_failed_share(error: RuntimeError) -> None:
+    """Remove the file in /dev/shm that torch failed to make, and close it: torch leaves the name and the descriptor.
+
+    Args:
+        error: torch's, which names the file where there is one.
+    """
+    found = re.search(r"</?(torch_\d+_\d+_\d+)>", str(error))
+    if not found:
+        return
+    path = _SHARED / found[1]
+    for number in _SELF.iterdir():
+        with contextlib.suppress(OSError):  # the one that lists them is closed by now
+            if number.readlink() == path:
+                os.close(int(number.name))
+    path.unlink(missing_ok=True)
 
 
 def describe_end(code: int | None) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from everygpu.comm import ipc
+from everygpu.parallel.engines.processes.ends import remove_failed_share
 from everygpu.torch_private.tensors import share_fd
 
 
@@ -110,7 +111,11 @@ def _share_cpu(storage: torch.UntypedStorage) -> SharedStorage:
     if not storage.nbytes():
         return SharedStorage(0, None, 0, 0)
     if not storage.is_shared():
-        storage.share_memory_()
+        try:
+            storage.share_memory_()
+        except RuntimeError as error:
+            remove_failed_share(error)
+            raise
     fd, num_bytes = share_fd(storage)
     # The number of a descriptor comes again once its file is gone.
     return SharedStorage(os.fstat(fd).st_ino, f"/proc/{os.getpid()}/fd/{fd}", 0, num_bytes)
