@@ -67,11 +67,6 @@ class ParamGroup:
         """Return each parameter with where ``send`` brings it on the second device."""
         return list(zip(self.originals, self._slots[0])) if self._slots else []
 
-    @property
-    def uses_kernels(self) -> bool:
-        """Tell whether kernels move it; else copies do."""
-        return isinstance(self._backend, KernelBackend)
-
     def send(self) -> None:
         """Bring the twins up to date, on the current streams, which must have met, and must meet afterwards."""
         self._backend.send()
