@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from everygpu.parallel.engines.processes.used_globals import CACHED, MISSING, Path, UsedGlobals, Variable, origin_of
+from everygpu.parallel.engines.processes.used_globals import CACHED, Path, UsedGlobals, Variable, origin_of
+from everygpu.parallel.replicas.callables import MISSING
 from everygpu.parallel.replicas.contents import DeepContents, is_constant
 
 _CODE = (
