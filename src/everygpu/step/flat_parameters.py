@@ -21,7 +21,7 @@ from everygpu.torch_private.tensors import num_storage_uses
 
 PerDevice = list[Tensor]
 
-_getters = [operator.attrgetter(name) for name in ("shape", "dtype", "device", "requires_grad")]
+_getters = [operator.attrgetter(name) for name in ("shape", "dtype", "device", "requires_grad", "grad_dtype")]
 
 
 class FlatParameters:
@@ -261,6 +261,5 @@ def _slots(plans: Sequence[BucketPlan], buckets: Sequence[PerDevice], replica: i
 
 def _layouts(params: Sequence[Tensor]) -> list[list[Any]]:
     """Return what memory is laid out by, one list for each property: it runs in every step."""
-    grad_dtypes = [getattr(p, "grad_dtype", None) for p in params]
     plain = (list(map(get, params)) for get in _getters)
-    return [grad_dtypes, list(map(has_hooks, params)), list(map(Tensor.stride, params)), *plain]
+    return [list(map(has_hooks, params)), list(map(Tensor.stride, params)), *plain]
