@@ -322,7 +322,6 @@ def test_a_loss_scale_is_undone_and_updated(grad, left, scale):
 def test_base_classes_of_normalisation():
     assert issubclass(nn.InstanceNorm2d, modules.NormBase)
     assert issubclass(modules.BatchNorm, modules.NormBase)
-    assert issubclass(nn.LazyBatchNorm1d, modules.LazyNorm)
     assert isinstance(nn.SyncBatchNorm(1), modules.BatchNorm)
 
 

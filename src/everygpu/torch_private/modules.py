@@ -7,6 +7,3 @@ NormBase = batchnorm._NormBase
 
 BatchNorm = batchnorm._BatchNorm
 """Every batch normalisation, for inputs of any number of axes."""
-
-LazyNorm = batchnorm._LazyNormBase
-"""A normalisation that learns its number of channels at its first input."""
