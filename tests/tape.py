@@ -266,6 +266,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> None:
         monkeypatch.setattr(everygpu.comm, "kernels", kernels, raising=False)
         for name, run in kernels.of_updates().items():
             monkeypatch.setattr(everygpu.step.kernels, name, SimpleNamespace(run=run), raising=False)
+            monkeypatch.setitem(sys.modules, f"everygpu.step.kernels.{name}", SimpleNamespace(run=run))
 
 
 def prepare(used: Sequence[torch.device], monkeypatch: pytest.MonkeyPatch, *, fused: bool, switch: str) -> None:

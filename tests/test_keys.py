@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import everygpu
-from everygpu.keys import align_keys, bare_key, unwrap
+from everygpu.keys import align_keys, bare_key, is_compiled, unwrap
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,14 @@ def test_unwrap_finds_the_users_module(wrappers):
     for wrap in wrappers:
         wrapped = wrap(wrapped)
     assert unwrap(wrapped) is module
+
+
+def test_compiled_modules_are_told():
+    layer = nn.Linear(2, 2)
+    assert not is_compiled(layer)
+    assert is_compiled(compiled(layer))
+    layer.compile(backend="eager")
+    assert is_compiled(layer)
 
 
 def test_unwrap_leaves_a_users_own_wrapper():

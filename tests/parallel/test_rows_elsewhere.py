@@ -16,7 +16,7 @@ from tests.parallel.models import Returning
 @pytest.fixture(autouse=True)
 def said(caplog):
     """Give what is said, from the beginning of the test on."""
-    rows_elsewhere.said_paths.cache_clear()
+    rows_elsewhere._say.cache_clear()
     caplog.set_level(logging.WARNING, logger="everygpu")
     return caplog
 

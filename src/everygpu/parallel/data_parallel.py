@@ -202,7 +202,6 @@ class DataParallel(MethodCalls):
         """Scatter, replicate, apply, gather: a recording calls the replicas within ``around``, and gathers later."""
         shards = scatter_call(inputs, kwargs, self.replica_devices, self.dim, self.split)
         modules = replicas.refresh([s.position for s in shards], fresh)
-        self._engine.follow(replicas)
         outputs = self._apply_to(modules, shards, around)
         note_writes((inputs, kwargs))
         self._settle_buffers(replicas, [s.position for s in shards], rows_of(shards))

@@ -1,7 +1,7 @@
-"""What code finds that looks at ``torch.nn.DataParallel``: its attributes, and pickles of before."""
+"""What code finds that looks at ``torch.nn.DataParallel``: its attributes."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch.nn import DataParallel as TorchDataParallel
@@ -26,9 +26,6 @@ class DropIn(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         # Not torch's own, which moves the module and knows no CPU. What follows it in a subclass is called, as there.
         # By a name of this file's, as ``torch.nn.DataParallel = everygpu.DataParallel`` makes libraries' classes ours.
         super(TorchDataParallel, self).__init__()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(renamed(state))
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise ModuleError(
@@ -67,18 +64,3 @@ class DropIn(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
     def src_device_obj(self) -> torch.device:  # type: ignore[override]
         """The device of the module's parameters and buffers."""
         return self.replica_devices[0]
-
-
-def renamed(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a pickle's attributes by the names of now: devices were in ``device_ids``, the rule in ``gather``.
-
-    Devices may be those of another machine: the module in the wrapper is wanted all the same.
-    """
-    state = dict(state)
-    if isinstance(state.get("gather"), str):
-        state["gather_rule"] = state.pop("gather")
-    if "device_ids" in state:
-        state["replica_devices"] = tuple(state.pop("device_ids"))
-    if "output_device" in state:
-        state["_output_device"] = state.pop("output_device")
-    return state

@@ -50,8 +50,6 @@ def gather(outputs: Any, target_device: DeviceLike | None = None, dim: int = 0) 
     device = None if target_device is None else parse_target(target_device)
     if device is None or isinstance(outputs, (Tensor, Rows)):
         return _join_batches(outputs, device)
-    if not outputs:
-        raise GatherError("gather: needs the output of at least one replica, got none.")
     return gather_outputs(list(outputs), Joiner(device=device, dim=dim))
 
 
@@ -159,7 +157,9 @@ def _copy_if_shared(t: Tensor) -> Tensor:
 
 
 def gather_outputs(outputs: list[Any], joiner: Joiner) -> Any:
-    """Join the outputs of at least one replica; see ``gather``."""
+    """Join the replicas' outputs; see ``gather``."""
+    if not outputs:
+        raise GatherError("gather: needs the output of at least one replica, got none.")
     joined = _join(outputs, joiner, "out")
     if joiner.suspects and joiner.num_rows:
         warn_of_rows_elsewhere(joiner.suspects, outputs[0], joiner.num_rows[0], joiner.dim)

@@ -1,7 +1,6 @@
 """Methods of the module, called on all devices."""
 
 import difflib
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -48,7 +47,8 @@ class MethodCalls(Verbs):
             return self._forward_alone(inputs, kwargs, name)
         if len(self.replica_devices) > 1:
             check_transforms()
-        return self._one_at_a_time(lambda: self._run_verbs(inputs, kwargs, name, **method_joins(pad_value)))
+        joins = {"pad_value": pad_value, "advice": "Pass pad_value=... to call_method to fill the shorter ones up."}
+        return self._one_at_a_time(lambda: self._run_verbs(inputs, kwargs, name, **joins))
 
 
 def check_method(module: nn.Module, name: str) -> None:
@@ -62,8 +62,3 @@ def check_method(module: nn.Module, name: str) -> None:
         close = difflib.get_close_matches(name, names, 1, _SLIP)
         advice = f"Did you mean {close[0]!r}?" if close else "Define it in the module's class."
         raise CallError(f"call_method: {type(module).__qualname__} must have the method, got {name!r}. {advice}")
-
-
-def method_joins(pad_value: float | None) -> Mapping[str, Any]:
-    """Return the options of the ``Joiner`` for what a method returns."""
-    return {"pad_value": pad_value, "advice": "Pass pad_value=... to call_method to fill the shorter ones up."}

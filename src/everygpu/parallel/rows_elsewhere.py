@@ -51,21 +51,12 @@ def warn_of_rows_elsewhere(found: Sequence[tuple[str, int]], output: Any, num_ro
         num_rows: Rows of that replica.
         dim: The dimension along which outputs are joined.
     """
-    said, paths = said_paths(), " and ".join(path for path, _ in found)
-    if paths in said:
-        return
     others = (x for _, x in tree.leaves(output, "out") if isinstance(x, Tensor) and not x.is_nested)
     if any(-x.ndim <= dim < x.ndim and x.shape[dim] == num_rows for x in others):
-        said.add(paths)
-        _say(paths, found[0][1], dim)
+        _say(" and ".join(path for path, _ in found), found[0][1], dim)
 
 
 @functools.cache
-def said_paths() -> set[str]:
-    """Return the outputs of which this process has warned."""
-    return set()
-
-
 def _say(paths: str, found: int, dim: int) -> None:
     logger.warning(
         "gather: %s: as many entries on dim %d as each replica has rows, but joined along dim %d, where other outputs "

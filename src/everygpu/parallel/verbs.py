@@ -11,7 +11,7 @@ from torch import nn
 
 from everygpu.devices import spread_seeds
 from everygpu.devices.parse import DeviceLike, parse_target
-from everygpu.errors import CallError, GatherError, OptionError
+from everygpu.errors import CallError, OptionError
 from everygpu.parallel.compiler.eval_frame import not_compiled
 from everygpu.parallel.drop_in import DropIn
 from everygpu.parallel.engines.engine import Engine
@@ -162,8 +162,6 @@ class Verbs(DropIn):
         Source:
             ``torch.nn.DataParallel.gather``.
         """
-        if not outputs:
-            raise GatherError("gather: needs the output of at least one replica, got none.")
         known = outputs if isinstance(outputs, ReplicaOutputs) else ReplicaOutputs()
         weights = known.weights if self.gather_rule == "sharded" else None
         more = {"num_rows": known.counted, **known.joins}

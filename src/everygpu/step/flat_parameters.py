@@ -11,16 +11,17 @@ from torch.autograd.graph import increment_version
 
 from everygpu import comm
 from everygpu.parallel.buckets.kept import KeptBucket
-from everygpu.parallel.buckets.memory import num_uses, same_bytes, versions_of
+from everygpu.parallel.buckets.memory import same_bytes, versions_of
 from everygpu.parallel.buckets.plan import BucketPlan, plan_buckets
 from everygpu.parallel.buckets.sizes import update_bucket_bytes
 from everygpu.parallel.buckets.slot_alias import make_twins, put_back
 from everygpu.parallel.replicas.module_tree import has_hooks
 from everygpu.step.parameter_checks import check_grad_dtypes, check_memory, check_place
+from everygpu.torch_private.tensors import num_storage_uses
 
 PerDevice = list[Tensor]
 
-_getters = [operator.attrgetter(name) for name in ("shape", "dtype", "device", "requires_grad")]
+_getters = [operator.attrgetter(name) for name in ("shape", "dtype", "device", "requires_grad", "grad_dtype")]
 
 
 class FlatParameters:
@@ -97,12 +98,10 @@ class FlatParameters:
 
     def _num_uses(self) -> list[int]:
         """Count the uses of each bucket's memory, the parameters themselves left out."""
-        at_home = {
-            s.index for plan in self.plans for s in plan.slots
-            if same_memory(self.params[s.index], self._slots[0][s.index])
-        }  # fmt: skip
+        pairs = enumerate(zip(self.params, self._slots[0]))
+        at_home = {i for i, (p, s) in pairs if p.untyped_storage().data_ptr() == s.untyped_storage().data_ptr()}
         return [
-            num_uses(first) - sum(s.index in at_home for s in plan.slots)
+            num_storage_uses(first) - sum(s.index in at_home for s in plan.slots)
             for plan, (first, *_) in zip(self.plans, self.values)
         ]
 
@@ -262,10 +261,5 @@ def _slots(plans: Sequence[BucketPlan], buckets: Sequence[PerDevice], replica: i
 
 def _layouts(params: Sequence[Tensor]) -> list[list[Any]]:
     """Return what memory is laid out by, one list for each property: it runs in every step."""
-    grad_dtypes = [getattr(p, "grad_dtype", None) for p in params]
     plain = (list(map(get, params)) for get in _getters)
-    return [grad_dtypes, list(map(has_hooks, params)), list(map(Tensor.stride, params)), *plain]
-
-
-def same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    return [list(map(has_hooks, params)), list(map(Tensor.stride, params)), *plain]

@@ -85,7 +85,6 @@ class FusedUpdate:
         # For each bucket its blocks, and all blocks in as few ranges as there can be.
         self.spans = block_ranges(flat_params.plans)
         self.whole = join_ranges(self.spans)
-        self.num_blocks = sum(span.num_blocks for span in self.spans)
         comm.connect(flat_params.devices)
         ranks = range(len(flat_params.devices))
         self.status = torch.zeros(len(flat_params.devices) + 1, dtype=torch.float32, device=flat_params.devices[0])

@@ -21,7 +21,7 @@ def check_place(params: Sequence[Tensor], device: torch.device) -> None:
 def check_grad_dtypes(params: Sequence[Tensor]) -> None:
     """Refuse parameters whose gradients are to have another dtype."""
     for i, p in enumerate(params):
-        wanted = getattr(p, "grad_dtype", None)  # torch 2.10 and later; None for any
+        wanted = p.grad_dtype  # None for any
         if wanted not in (None, p.dtype):
             raise OptimizerError(
                 f"TrainStep: gradients must have their parameters' dtypes, got parameter {i} of {p.dtype} with "

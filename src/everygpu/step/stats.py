@@ -10,8 +10,6 @@ from torch import Tensor
 
 Mark: TypeAlias = "float | torch.cuda.Event"
 
-PHASES = ("forward", "backward", "reduce", "update")
-
 
 class Evaluation(NamedTuple):
     """What ``TrainStep.evaluate`` returns."""

@@ -13,6 +13,7 @@ from everygpu.errors import CopyError
 from everygpu.keys import unwrap
 from everygpu.parallel.cuda_graphs.static_batch import Batch
 from everygpu.parallel.engines.thread_state import fresh_casts
+from everygpu.parallel.ranks.model import Weight
 from everygpu.parallel.replicas.module_tree import evaluating
 from everygpu.progress import running
 from everygpu.step.early_update import EarlyUpdate
@@ -35,7 +36,7 @@ from everygpu.step.replica_check import make_check
 from everygpu.step.stats import Evaluation, StepStats, Stopwatch
 from everygpu.step.update import LossScale
 from everygpu.step.updater import Updater
-from everygpu.step.weights import BatchWeights, Weight
+from everygpu.step.weights import BatchWeights
 
 logger = logging.getLogger("everygpu")
 

@@ -87,25 +87,17 @@ def total_norm(shares: Sequence[Share], home: torch.device) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float32, device=home)
 
 
-def clip(shares: Sequence[Share], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients down in place so that their norm is at most ``max_norm``.
-
-    Source:
-        ``torch.nn.utils.clip_grads_with_norm_``.
-    """
-    factor = clip_factor(norm, max_norm)
-    for share in shares:
-        if share.grads:
-            foreach_mul_(share.grads, comm.copy(factor, share.device))
-
-
 def nan_where(found_inf: Tensor) -> Tensor:
     """Return a factor with which the kernels of a fused update leave all as it was where ``found_inf`` is not 0."""
     return torch.where(found_inf != 0, float("nan"), 1.0)
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """Return what a gradient of some norm is multiplied by; shape ()."""
+    """Return what a gradient of some norm is multiplied by for it to be at most ``max_norm``; shape ().
+
+    Source:
+        ``torch.nn.utils.clip_grads_with_norm_``.
+    """
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 

@@ -9,7 +9,7 @@ from everygpu import comm
 from everygpu.progress import running
 from everygpu.step.finite_check import MADE, SCALED, FiniteCheck
 from everygpu.step.stats import Stopwatch
-from everygpu.step.update import LossScale, clip, multiply, total_norm
+from everygpu.step.update import LossScale, clip_factor, multiply, total_norm
 from everygpu.step.update_strategy import FusedStatus, UpdateStrategy
 
 
@@ -88,7 +88,7 @@ class Updater:
         if clip_norm is not None or (losses is not None and found_inf is None):  # a scale has looked at all already
             self.norm = total_norm(shares, self._home)
         if clip_norm is not None:
-            clip(shares, self.norm, clip_norm)
+            multiply(shares, clip_factor(self.norm, clip_norm))
         value = None if losses is None else self._judge(losses, found_inf)
         if value is not None:
             found_inf = (value != MADE).float()

@@ -1,16 +1,13 @@
 """How much each batch counts in an update: by its rows, or what the user counts, on all ranks."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from everygpu import comm
 from everygpu.parallel.cuda_graphs.static_batch import Batch
+from everygpu.parallel.ranks.model import Weight
 from everygpu.parallel.scatter.row_count import find_rows, name_arguments
 from everygpu.ranks.group import Group
-
-Weight = Callable[..., float | Tensor]
 
 
 class BatchWeights:

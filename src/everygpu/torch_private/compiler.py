@@ -4,7 +4,6 @@ Importing the compiler takes seconds, so it is imported where it is used. None o
 off the compiler's objects is said beside each.
 """
 
-import functools
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
@@ -29,23 +28,6 @@ def skip_code(code: CodeType, *, with_calls: bool) -> None:
 
 InductorWrapper: Any = torch._TorchCompileInductorWrapper
 """The backend that ``torch.compile`` makes of ``mode`` and ``options``; its ``config`` has Inductor's options."""
-
-_OpOverload = torch._ops.OpOverload
-
-
-def has_decomposition(func: Any) -> bool:
-    """Tell whether ``decompose`` takes what ``__torch_dispatch__`` was given apart; it looks that up at each call, and
-    ``torch.ops`` exports no class of operators, which have it.
-    """
-    return isinstance(func, _OpOverload) and (_COMPOSED in func.py_kernels or _has_composed_kernel(func))
-
-
-_COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
-
-
-@functools.cache
-def _has_composed_kernel(func: Any) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSED)
 
 
 def is_scripted(func: Any) -> bool:

@@ -10,7 +10,6 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import nn
 
 _EAGER_ANSWERS = ("is_compiling", "is_dynamo_compiling", "is_exporting", "_is_in_optimized_module")
 
@@ -106,11 +105,6 @@ def without_warnings() -> Iterator[None]:
             yield
         finally:
             utils.warn_once = warn_once
-
-
-def is_compiled_module(module: nn.Module) -> bool:
-    """Tell whether a module is compiled: made by ``torch.compile``, or by its own ``compile()``."""
-    return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
 
 
 def is_higher_order(func: Any) -> bool:

@@ -1,8 +1,5 @@
-"""Base classes of torch's modules, and what its functions check."""
+"""Base classes of torch's modules."""
 
-from typing import Any
-
-from torch.nn import functional
 from torch.nn.modules import batchnorm
 
 NormBase = batchnorm._NormBase
@@ -10,9 +7,3 @@ NormBase = batchnorm._NormBase
 
 BatchNorm = batchnorm._BatchNorm
 """Every batch normalisation, for inputs of any number of axes."""
-
-LazyNorm = batchnorm._LazyNormBase
-"""A normalisation that learns its number of channels at its first input."""
-
-verify_batch_size: Any = functional._verify_batch_size  # type: ignore[attr-defined]
-"""Raise ``batch_norm``'s ValueError for a batch with a single value per channel."""

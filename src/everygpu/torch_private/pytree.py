@@ -11,8 +11,5 @@ tree_flatten = _pytree.tree_flatten
 tree_unflatten = _pytree.tree_unflatten
 """Rebuild a tree from leaves."""
 
-tree_leaves = _pytree.tree_leaves
-"""List a tree's leaves."""
-
 tree_map_only = _pytree.tree_map_only
 """Build the same tree with a function called on the leaves of one class."""

@@ -239,6 +239,8 @@ def test_alone_it_is_an_ordinary_layer() -> None:
 def test_lazy_layers_are_refused() -> None:
     with pytest.raises(ModuleError, match="LazyBatchNorm1d doesn't know its channels"):
         everygpu.SyncBatchNorm.convert(nn.Sequential(nn.LazyBatchNorm1d()))
+    other = nn.Sequential(nn.LazyInstanceNorm1d())  # which stays as it is
+    assert everygpu.SyncBatchNorm.convert(other) is other
 
 
 def test_a_single_value_per_channel_is_refused_as_by_torch(devices: Devices) -> None:

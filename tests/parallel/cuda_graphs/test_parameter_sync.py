@@ -11,7 +11,6 @@ from everygpu.parallel.buckets.memory import Grads
 from everygpu.parallel.cuda_graphs.transfer.backends import (
     CopyBackend,
     KernelBackend,
-    _CopyGradReducer,
     _KernelGradReducer,
 )
 from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
@@ -102,12 +101,12 @@ def test_other_memory_does_not_fit(either_way: Devices) -> None:
 
 def test_kernels_are_loaded_before_a_recording(either_way: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
     devices, ran = either_way(2), []
-    reducers = {KernelBackend: _KernelGradReducer, CopyBackend: _CopyGradReducer}
+    reducers = {KernelBackend: _KernelGradReducer, CopyBackend: CopyBackend}
     for owner, name in (*((b, "send") for b in reducers), *((r, "run") for r in reducers.values())):
         run = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda me, run=run: (ran.append(run.__qualname__), run(me)))
     exchange = ParameterSync(make_params(devices[0]), devices)
-    used = {type(group._backend) for group in exchange.groups}
+    used = {type(group.backend) for group in exchange.groups}
     assert set(ran) == {f"{b.__name__}.send" for b in used} | {f"{reducers[b].__name__}.run" for b in used}
 
 
@@ -127,7 +126,7 @@ def test_what_kernels_do_not_know_is_copied(either_way: Devices, dtype: torch.dt
     devices = either_way(2)
     unaligned = torch.randn(9, device=devices[0]).to(dtype)[1:]
     exchange = ParameterSync([nn.Parameter(unaligned)], devices)
-    assert isinstance(exchange.groups[0]._backend, CopyBackend)
+    assert isinstance(exchange.groups[0].backend, CopyBackend)
     exchange.send()
     (twins,) = exchange.twins().values()
     assert twins[0].cpu().equal(unaligned.cpu())

@@ -15,7 +15,6 @@ from everygpu.parallel.buckets.copies import Streams
 from everygpu.ranks.group import Group
 from everygpu.ranks.spread_batch import SpreadBatch, batch_of_forward
 from everygpu.torch_private.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
-from everygpu.torch_private.modules import verify_batch_size
 
 ReplicaInput = tuple[Tensor, Tensor | None, Tensor | None, "LiveStatistics"]
 ReplicaOutput = tuple[Tensor, Tensor, Tensor, "int | Tensor"]
@@ -61,8 +60,9 @@ def _without_saved_tensor_hooks() -> Iterator[None]:
 
 def _check_size(xs: Sequence[Tensor]) -> None:
     """Refuse what torch refuses: a single value per channel has no variance."""
-    rows = sum(x.shape[0] for x in xs)
-    verify_batch_size([rows, *xs[0].shape[1:]])
+    if _count(xs) == 1:
+        size = [1, *xs[0].shape[1:]]
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
 
 
 def _count(xs: Sequence[Tensor]) -> int:

@@ -5,11 +5,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from everygpu.errors import ModuleError
 from everygpu.parallel.batch_norm.function import LiveStatistics, normalize_together, run_again
 from everygpu.parallel.engines.scheduler import barrier, is_recomputing
-from everygpu.torch_private.modules import BatchNorm, LazyNorm
+from everygpu.torch_private.modules import BatchNorm
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -55,7 +56,7 @@ class SyncBatchNorm(BatchNorm):
         Source:
             ``torch.nn.SyncBatchNorm.convert_sync_batchnorm``, which drops the forward of a subclass.
         """
-        if isinstance(module, LazyNorm):
+        if isinstance(module, BatchNorm) and isinstance(module, LazyModuleMixin):
             raise ModuleError(
                 f"SyncBatchNorm.convert: {type(module).__name__} doesn't know its channels yet. "
                 f"Run the model once before converting it."

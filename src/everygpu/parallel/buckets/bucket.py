@@ -10,10 +10,11 @@ from torch.autograd.graph import increment_version
 
 from everygpu import comm
 from everygpu.parallel.buckets.copies import Streams, sum_on
-from everygpu.parallel.buckets.memory import Grads, Use, num_uses, same_bytes, versions_of
+from everygpu.parallel.buckets.memory import Grads, Use, same_bytes, versions_of
 from everygpu.parallel.buckets.plan import BucketPlan, plan_bucket
 from everygpu.parallel.buckets.slot_alias import SlotAlias
 from everygpu.torch_private.autograd import are_batched
+from everygpu.torch_private.tensors import num_storage_uses
 
 ALIGNMENT_BYTES = 256
 """Slots begin at multiples of this, as cuBLAS and vectorized kernels like it and torch's allocator does."""
@@ -198,7 +199,7 @@ class _Copy:
         self.flat = flat
         self.slots = slots
         self._versions = versions
-        self._own_uses = num_uses(flat)
+        self._own_uses = num_storage_uses(flat)
         self._memory: list[Tensor] = []
 
     def age(self, versions: list[_Version]) -> None:
@@ -224,7 +225,7 @@ class _Copy:
 
     def is_held(self) -> bool:
         """Tell whether something else, such as a graph before its backward, refers to this memory."""
-        return num_uses(self.flat) > self._own_uses
+        return num_storage_uses(self.flat) > self._own_uses
 
 
 def _on_devices(grads: Sequence[Grads]) -> Iterator[tuple[Grads, torch.device]]:

@@ -9,13 +9,11 @@ from torch.autograd.graph import increment_version
 from everygpu import comm
 from everygpu.parallel.buckets.bucket import ALIGNMENT_BYTES
 from everygpu.parallel.buckets.memory import versions_of
-from everygpu.parallel.buckets.plan import BucketPlan, plan_bucket
+from everygpu.parallel.buckets.plan import plan_bucket
 
 
 class FixedBucket:
     """Tensors of one dtype, with a copy on every other device, whatever still refers to the copies.
-
-    Sending takes few calls, however many tensors there are.
 
     Args:
         originals: At least one tensor, dense, all of one dtype; of these shapes and strides as long as this lives.
@@ -41,8 +39,6 @@ class FixedBucket:
         """For each of ``devices`` the copies."""
         self.versions = versions_of(originals)
         """How often each original had been written when it was sent last."""
-        self._addresses: list[int] = []
-        self._pieces: list[Tensor] | None = None
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -52,25 +48,4 @@ class FixedBucket:
         if before != self.versions:
             written = [i for i, (then, now) in enumerate(zip(before, self.versions)) if then != now]
             increment_version([row[i] for row in self.slots for i in written])
-        comm.broadcast(self._flatten(), self._flats)
-
-    def _flatten(self) -> Tensor:
-        addresses = list(map(Tensor.data_ptr, self.originals))
-        if addresses != self._addresses:
-            self._addresses, self._pieces = addresses, _pieces_of(self.plan, self.originals, self._device)
-        if self._pieces is None:
-            return self.plan.flatten(dict(enumerate(self.originals)), self._device)
-        return torch.cat(self._pieces)
-
-
-def _pieces_of(plan: BucketPlan, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor] | None:
-    """Return views of tensors that are a bucket's memory, one after another; None where memory is in another order."""
-    if any(t.stride() != slot.strides for t, slot in zip(tensors, plan.slots)):
-        return None
-    pieces, end = [], 0
-    for slot, t in sorted(zip(plan.slots, tensors), key=lambda pair: pair[0].start):
-        if slot.start > end:
-            pieces.append(torch.zeros(slot.start - end, dtype=plan.dtype, device=device))
-        pieces.append(t.detach().as_strided((slot.numel,), (1,)))
-        end = slot.start + slot.numel
-    return [*pieces, torch.zeros(plan.numel - end, dtype=plan.dtype, device=device)]
+        comm.broadcast(self.plan.flatten(dict(enumerate(self.originals)), self._device), self._flats)

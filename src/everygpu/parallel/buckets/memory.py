@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from everygpu.torch_private.tensors import foreach_copy_, num_storage_uses
+from everygpu.torch_private.tensors import foreach_copy_
 
 Grads = Sequence[Tensor | None]
 
@@ -29,11 +29,6 @@ def fill_views(views: Sequence[Tensor], tensors: Grads) -> None:
 def same_bytes(a: Tensor, b: Tensor) -> bool:
     """Tell whether memory is the same bit by bit, nan and the sign of zero included."""
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-def num_uses(flat: Tensor) -> int:
-    """Count the tensors that refer to a buffer's memory."""
-    return num_storage_uses(flat)
 
 
 def version_of(t: Tensor) -> int:

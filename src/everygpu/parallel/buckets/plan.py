@@ -62,8 +62,6 @@ class BucketPlan:
     num_chunks: int
     has_gaps: bool
     """There are elements that are no parameter's."""
-    is_plain: bool
-    """There are none, and parameters lie in the order of ``slots``, the elements of each in the order of its shape."""
 
     @property
     def numel(self) -> int:
@@ -107,9 +105,6 @@ class BucketPlan:
             tensors: By parameter, on the same device; zeros take the place of one that is missing or None.
         """
         found = [tensors.get(slot.index) for slot in self.slots]
-        if self.is_plain and all(t is not None and t.dtype is self.dtype for t in found):
-            torch.cat([t.detach().reshape(-1) for t in found if t is not None], out=flat)
-            return
         if any(t is None for t in found):
             flat.zero_()
         fill_views(self.views(flat), found)
@@ -180,19 +175,13 @@ def plan_bucket(
     ]
     chunk_numel = -(-end // (num_chunks * unit)) * unit
     has_gaps = sum(t.numel() for t in tensors) < chunk_numel * num_chunks
-    is_in_order = starts == sorted(starts) and all(_is_contiguous(slot) for slot in slots)
     return BucketPlan(
         dtype=tensors[0].dtype,
         slots=tuple(slots),
         chunk_numel=chunk_numel,
         num_chunks=num_chunks,
         has_gaps=has_gaps,
-        is_plain=is_in_order and not has_gaps,
     )
-
-
-def _is_contiguous(slot: Slot) -> bool:
-    return torch.empty(slot.shape, device="meta").stride() == slot.strides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

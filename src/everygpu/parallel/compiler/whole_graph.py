@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from everygpu import tree
+from everygpu.keys import is_compiled
 from everygpu.parallel import switches
 from everygpu.parallel.compiler.dynamo import inputs_of, without_flattening, without_marks
 from everygpu.parallel.compiler.forward_inputs import class_reader, tensor_reader
@@ -33,7 +34,6 @@ from everygpu.torch_private.dynamo import (
     current_trace,
     drop_code,
     eager_answers,
-    is_compiled_module,
     scoped_config,
     traced_code,
     traced_objects,
@@ -182,7 +182,7 @@ def _traced_probe(module: nn.Module, probe: Tensor, args: tuple[Any, ...], kwarg
 def _prove(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, any_shapes: bool) -> _Proof | str:
     if not switches.proves_forwards():
         return f"proofs by Dynamo are switched off for torch {torch.__version__}"
-    if any(is_compiled_module(m) for m in module.modules()):
+    if any(is_compiled(m) for m in module.modules()):
         return "the module has been compiled by torch.compile already"
     if is_observed():
         return "a mode, hook or anomaly detection observes every operation, which a recording would bypass"

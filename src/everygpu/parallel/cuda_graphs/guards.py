@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from everygpu.parallel.buckets.memory import version_of
+from everygpu.parallel.replicas.callables import cell_contents
 from everygpu.parallel.replicas.contents import Contents, Search, contents_of, identity_of, is_open
 from everygpu.parallel.replicas.module_tree import ModuleTree, has_hooks, is_dense
 from everygpu.parallel.replicas.watch import Watch
@@ -26,6 +27,21 @@ _GLOBAL_HOOKS = (
     "_global_backward_hooks",
     "_global_backward_pre_hooks",
 )
+
+BACKEND_PATHS = (
+    "cuda.matmul.fp32_precision",
+    "cudnn.conv.fp32_precision",
+    "cudnn.rnn.fp32_precision",
+    "cudnn.enabled",
+    "cudnn.benchmark",
+    "cudnn.deterministic",
+    "cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "cuda.matmul.allow_fp16_reduced_precision_reduction",
+)
+"""Settings in ``torch.backends``; precisions by the one way to ask that never raises, whichever way they were set."""
+SDP_BACKENDS = ("flash", "mem_efficient", "math", "cudnn")
+"""Kernels of attention."""
+_read_backends = operator.attrgetter(*BACKEND_PATHS)
 
 
 class ModuleGuards:
@@ -112,29 +128,21 @@ def _contents_of_objects(objects: Sequence[Any], known: Sequence[nn.Module | Ten
     return contents_of(search.containers, search.functions)
 
 
+def backend_settings() -> tuple[Any, ...]:
+    """Return what is set at ``BACKEND_PATHS``, and which of ``SDP_BACKENDS`` are on."""
+    are_on = (getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in SDP_BACKENDS)
+    return (*_read_backends(torch.backends), *are_on)
+
+
 def torch_settings() -> tuple[Any, ...]:
     """Return torch's settings that a recording has baked in."""
-    cudnn: Any = torch.backends.cudnn
-    cuda: Any = torch.backends.cuda
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         *((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cuda", "cpu")),
         torch.get_default_dtype(),
-        # The one way to ask that never raises, whichever way they were set.
-        cuda.matmul.fp32_precision,
-        cudnn.conv.fp32_precision,
-        cudnn.rnn.fp32_precision,
         torch.are_deterministic_algorithms_enabled(),
-        cudnn.enabled,
-        cudnn.benchmark,
-        cudnn.deterministic,
-        cuda.matmul.allow_bf16_reduced_precision_reduction,
-        cuda.matmul.allow_fp16_reduced_precision_reduction,
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
+        *backend_settings(),
         torch.is_anomaly_enabled(),
         [str(m.device) if isinstance(m, DeviceContext) else id(m) for m in function_modes()],
         num_dispatch_modes(),
@@ -210,7 +218,7 @@ def values_of(function: Any) -> list[Any]:
         function = type(function).__call__
     if isinstance(function, types.FunctionType):
         found += [function.__globals__.get(n) for n in function.__code__.co_names]
-        found += [_contents(cell) for cell in function.__closure__ or ()]
+        found += [cell_contents(cell) for cell in function.__closure__ or ()]
         found += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     return found
 
@@ -224,10 +232,3 @@ def _identity_of(value: Any) -> Any:
         # What is on the host goes into a recording as a number.
         return id(value), value.data_ptr(), version_of(value) if value.device.type == "cpu" else 0
     return identity_of(value)
-
-
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None

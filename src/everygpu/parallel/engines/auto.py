@@ -19,7 +19,6 @@ from everygpu.parallel.engines.processes.engine import ProcessReplicas
 from everygpu.parallel.engines.processes.helper_process import CannotStartError
 from everygpu.parallel.engines.processes.side_effects import SideEffects
 from everygpu.parallel.engines.threads import Workers
-from everygpu.parallel.replicas.replica_set import ReplicaSet
 
 logger = logging.getLogger("everygpu")
 
@@ -94,11 +93,6 @@ class AutoReplicas(Engine):
         if outputs is None and reason is not None:
             self.give_up_recording(reason)
         return outputs
-
-    def follow(self, replicas: ReplicaSet) -> None:
-        """Tell the helpers' engine, if there is one."""
-        if self._processes is not None:
-            self._processes.follow(replicas)
 
     def run(
         self, calls: Sequence[Call], devices: Sequence[torch.device], positions: Sequence[int] | None = None

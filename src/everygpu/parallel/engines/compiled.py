@@ -62,12 +62,12 @@ class CompiledReplicas(Engine):
         """Make the calls in order, each with its device current; see ``Workers.run``."""
         calls = [(_inner(module), args, kwargs) for module, args, kwargs in calls]
         if self._given_up or not self._accepts(calls):
-            return self._run_eagerly(calls, devices, positions)
+            return self._workers.run(calls, devices, positions)
         names = positions if positions is not None else range(len(calls))
         outcomes = self._launch(calls, devices, names)
         if any(_is_compilers(error) for _, error in outcomes):
             self._give_up(f"compiling failed: {outcomes[-1][1]}")
-            return self._run_eagerly(calls, devices, positions)
+            return self._workers.run(calls, devices, positions)
         values = take_values(outcomes, list(zip(names, devices, calls)))
         return (
             [tree.map_leaves(_leave_graph_memory, value) for value in values] if self._recorder.may_capture else values
@@ -95,11 +95,6 @@ class CompiledReplicas(Engine):
             else:
                 outcomes.append(attempt(lambda p=position, i=inputs, d=device: _on(d, p, binding.run, i)))  # type: ignore[misc]
         return outcomes
-
-    def _run_eagerly(
-        self, calls: Sequence[Call], devices: Sequence[torch.device], positions: Sequence[int] | None
-    ) -> list[Any]:
-        return self._workers.run(calls, devices, positions)
 
     def _call(self, position: int, call: Call, device: torch.device) -> Any:
         module, args, kwargs = call

@@ -77,10 +77,6 @@ class Engine(Protocol):
         """Run a whole call in the engine's own way; None to have it scattered and run by ``run``."""
         return None
 
-    def follow(self, replicas: ReplicaSet) -> None:
-        """Take note of what keeps the replicas of the next ``run`` up to date."""
-        return
-
     def run(
         self, calls: Sequence[Call], devices: Sequence[torch.device], positions: Sequence[int] | None = None
     ) -> list[Any]:

@@ -29,17 +29,13 @@ def _recorded(context: EngineContext) -> RecordedReplicas:
     return RecordedReplicas(context, _compiled(context, is_recorded=True) if is_compiled else _threads(context))
 
 
-def _in_processes(context: EngineContext) -> ProcessReplicas:
-    return ProcessReplicas(context)
-
-
 _MAKERS: Mapping[str, Callable[[EngineContext], Engine]] = MappingProxyType(
     {
         "auto": AutoReplicas,
         "threads": _threads,
         "compile": _compiled,
         "graphs": _recorded,
-        "processes": _in_processes,
+        "processes": ProcessReplicas,
     }
 )
 

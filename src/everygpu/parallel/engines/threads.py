@@ -147,7 +147,8 @@ class Workers(Engine):
             devices: One per call.
             positions: What to call the replicas in errors; counted from 0 when left out.
         """
-        _load_linear_algebra(devices)
+        if len(devices) > 1 and devices[0].type == "cuda":
+            _load_linear_algebra()
         state = ThreadState(list(devices))
         scheduler = ReplicaScheduler(devices, in_order=state.counts_saved_tensors)
         names = positions if positions is not None else range(len(calls))
@@ -190,17 +191,12 @@ class Workers(Engine):
 
 
 @functools.cache
-def _load_linear_algebra_on(kind: str) -> None:
-    torch.linalg.inv(torch.ones((1, 1), device=kind))
-
-
-def _load_linear_algebra(devices: Sequence[torch.device]) -> None:
+def _load_linear_algebra() -> None:
     """Have torch load what it loads at the first use of torch.linalg: done in two threads at once, it fails.
 
     Source: https://github.com/pytorch/pytorch/issues/90613
     """
-    if len(devices) > 1 and devices[0].type == "cuda":
-        _load_linear_algebra_on("cuda")
+    torch.linalg.inv(torch.ones((1, 1), device="cuda"))
 
 
 def _nothing() -> None:

@@ -44,7 +44,6 @@ class ReplicaModule:
         # Changes that forward makes to a replica's attributes are undone before the next.
         self._watch = Watch(self.modules)
         self._stale = set(range(len(modules)))
-        self._updated: set[int] = set()
 
     @property
     def root(self) -> nn.Module:
@@ -78,41 +77,7 @@ class ReplicaModule:
             if type(replica) is not type(original):
                 object.__setattr__(replica, "__class__", type(original))
         self._watch.accept(self._stale)
-        self._updated |= self._stale
         self._stale.clear()
-
-    def take_updated(self) -> list[nn.Module]:
-        """Return the modules whose attributes have been updated since the last call."""
-        found, self._updated = self._updated, set()
-        return [self.modules[i] for i in found]
-
-    def volatile(self) -> list[nn.Module]:
-        """Return the modules that are updated every time; see ``Watch``."""
-        return [self.modules[i] for i in self._watch.volatile()]
-
-
-class Updates:
-    """Tells which modules of a replica have been updated, as a ``Watch`` of its own would find out once more.
-
-    Args:
-        replica: The replica.
-        modules: Those that it is asked about, in this order.
-    """
-
-    def __init__(self, replica: ReplicaModule, modules: Sequence[nn.Module]) -> None:
-        self._replica = replica
-        self._index = {id(m): i for i, m in enumerate(modules)}
-
-    def changed(self) -> list[int]:
-        """Return the indices of the modules that have been updated since the last call."""
-        return self._indices(self._replica.take_updated())
-
-    def volatile(self) -> list[int]:
-        """Return the indices of those that are updated every time."""
-        return self._indices(self._replica.volatile())
-
-    def _indices(self, modules: Iterable[nn.Module]) -> list[int]:
-        return sorted(self._index[id(m)] for m in modules if id(m) in self._index)
 
 
 class _AttributeRemapper:

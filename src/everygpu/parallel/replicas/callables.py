@@ -58,7 +58,7 @@ def rebind_function(function: types.FunctionType, reference: Reference, copies: 
 
 def _referents(function: types.FunctionType) -> list[Any]:
     return [
-        *(_contents(cell) for cell in function.__closure__ or ()),
+        *(cell_contents(cell) for cell in function.__closure__ or ()),
         *(function.__defaults__ or ()),
         *(function.__kwdefaults__ or {}).values(),
         *vars(function).values(),
@@ -78,15 +78,16 @@ def _fill(copied: types.FunctionType, function: types.FunctionType, new: Sequenc
     copied.__module__, copied.__annotations__ = function.__module__, function.__annotations__
 
 
-_EMPTY = object()
-"""The contents of a cell that is not filled yet."""
+MISSING = object()
+"""The value of a variable that isn't defined, and the contents of a cell that isn't filled."""
 
 
-def _contents(cell: types.CellType) -> Any:
+def cell_contents(cell: types.CellType) -> Any:
+    """Return what a closure cell has; MISSING if it isn't filled."""
     try:
         return cell.cell_contents
     except ValueError:
-        return _EMPTY
+        return MISSING
 
 
 def _open_function(value: types.FunctionType) -> OpenCallable:

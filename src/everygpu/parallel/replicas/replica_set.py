@@ -108,10 +108,6 @@ class ReplicaSet:
         self._is_looked_at = self._tree.is_same() and self._tree.is_alike()
         return self._is_looked_at
 
-    def replica_of(self, root: nn.Module) -> ReplicaModule | None:
-        """Return what keeps a replica up to date; None where it is none of these."""
-        return next((replica for replica in self._replicas if replica.root is root), None)
-
     def position_of(self, root: nn.Module) -> int | None:
         """Return a replica's place among the devices; None where it is none of these."""
         roots = [self.module, *(replica.root for replica in self._replicas)]

@@ -11,7 +11,6 @@ from torch import Tensor
 from everygpu.parallel.sharded.batch import ShardedBatch, joined_values, wrap
 from everygpu.parallel.sharded.dispatch import Args, Kwargs
 from everygpu.parallel.sharded.operands import ShardSpec, shared_spec, split_rows
-from everygpu.torch_private.compiler import has_decomposition
 from everygpu.torch_private.modes import below_python_dispatch, reading_lazy_values
 
 
@@ -19,7 +18,7 @@ def run_joined(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run an operation on the joined tensors, as torch would without batches."""
     with reading_lazy_values():
         # Inference mode dispatches composite operations undecomposed; the operations in them may have rules.
-        result = func.decompose(*args, **kwargs) if has_decomposition(func) else NotImplemented
+        result = func.decompose(*args, **kwargs) if hasattr(func, "decompose") else NotImplemented
         return _run_whole(func, args, kwargs) if result is NotImplemented else result
 
 

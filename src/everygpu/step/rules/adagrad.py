@@ -1,11 +1,8 @@
 """Adagrad, whose constructor makes the states."""
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
-from everygpu.step.rules.rule import Options, UpdateRule, is_number
+from everygpu.step.rules.rule import Options, UpdateRule
 
 
 def _make_row(group: Options, count: int) -> list[float]:
@@ -17,22 +14,11 @@ def _make_row(group: Options, count: int) -> list[float]:
     ]
 
 
-def _launch(*tables: Tensor, **numbers: Any) -> None:
-    from everygpu.step.kernels import adagrad  # needs Triton
-
-    adagrad.run(*tables, **numbers)
-
-
-def _is_plain(group: Options) -> bool:
-    return is_number(group["lr"])
-
-
 RULE = UpdateRule(
     optimizers=(torch.optim.Adagrad,),
     states=("sum",),
     columns=("sign", "l2", "step_size", "eps"),
     make_row=_make_row,
-    launch=_launch,
-    is_plain=_is_plain,
+    kernel="adagrad",
     widens_states=True,
 )

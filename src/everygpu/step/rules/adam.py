@@ -1,10 +1,8 @@
 """Adam and AdamW."""
 
 import math
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from everygpu.step.rules.rule import Options, UpdateRule, is_number
 
@@ -26,12 +24,6 @@ def _make_row(group: Options, count: int) -> list[float]:
     ]
 
 
-def _launch(*tables: Tensor, **numbers: Any) -> None:
-    from everygpu.step.kernels import adam  # needs Triton
-
-    adam.run(*tables, **numbers)
-
-
 def _is_plain(group: Options) -> bool:
     return all(map(is_number, (group["lr"], *group["betas"]))) and not group["amsgrad"]
 
@@ -42,6 +34,6 @@ RULE = UpdateRule(
     # ``rest`` is one minus beta, ``inverse_root2`` is 1 / sqrt(1 - beta2 ** step).
     columns=("sign", "decay", "l2", "beta1", "rest1", "beta2", "rest2", "eps", "step_size", "inverse_root2"),
     make_row=_make_row,
-    launch=_launch,
+    kernel="adam",
     is_plain=_is_plain,
 )

@@ -1,11 +1,8 @@
 """Stochastic gradient descent, with momentum or without."""
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
-from everygpu.step.rules.rule import Options, UpdateRule, is_number
+from everygpu.step.rules.rule import Options, UpdateRule
 
 
 def _make_row(group: Options, count: int) -> list[float]:
@@ -19,16 +16,6 @@ def _make_row(group: Options, count: int) -> list[float]:
     ]
 
 
-def _launch(*tables: Tensor, **numbers: Any) -> None:
-    from everygpu.step.kernels import sgd  # needs Triton
-
-    sgd.run(*tables, **numbers)
-
-
-def _is_plain(group: Options) -> bool:
-    return is_number(group["lr"])
-
-
 def _keeps_states(group: Options) -> bool:
     return bool(group["momentum"])
 
@@ -39,8 +26,7 @@ RULE = UpdateRule(
     # ``fresh`` is how much of the gradient goes into the momentum.
     columns=("sign", "l2", "momentum", "fresh", "nesterov", "lr"),
     make_row=_make_row,
-    launch=_launch,
-    is_plain=_is_plain,
+    kernel="sgd",
     keeps_states=_keeps_states,
     counts_steps=False,
     widens_states=True,

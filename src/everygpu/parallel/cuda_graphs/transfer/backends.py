@@ -172,7 +172,7 @@ class _KernelGradReducer:
 
 
 class CopyBackend:
-    """Copies flat memory, cut into as many chunks as there are devices.
+    """Copies flat memory, cut into as many chunks as there are devices; adds gradients up by itself.
 
     Each device adds up and passes on its own, so that all links between GPUs are busy.
 
@@ -195,6 +195,7 @@ class CopyBackend:
         self._plan = plan
         self._values = [home, *flats]
         self._sums = [torch.zeros_like(flat) for flat in self._values]
+        self._grads: Sequence[Grads] = []
         self._arrivals = [torch.zeros_like(flat.chunk(len(devices))[0]) for flat in self._values]
 
     def send(self) -> None:
@@ -207,7 +208,7 @@ class CopyBackend:
         comm.all_gather(self._values)
 
     def make_reducer(self) -> GradReducer:
-        return _CopyGradReducer(self)
+        return self
 
     def make_room(self) -> Tensor:
         return self._sums[0]
@@ -215,9 +216,12 @@ class CopyBackend:
     def hand_over(self, total: Tensor) -> Tensor:
         return total.clone()
 
-    def add(self, grads: Sequence[Grads]) -> None:
-        """Add gradients up where they have a place for good."""
-        for flat, row in zip(self._sums, grads):
+    def take(self, grads: Sequence[Grads]) -> list[int]:
+        self._grads = grads
+        return []
+
+    def run(self) -> None:
+        for flat, row in zip(self._sums, self._grads):
             if any(g is None for g in row):
                 flat.zero_()
             fill_views(self._plan.views(flat), row)
@@ -229,19 +233,6 @@ class CopyBackend:
                 column[j].add_(arrival)
         for j, (home, *_) in enumerate(columns[1:], 1):
             comm.fill(home, columns[j][j])
-
-
-class _CopyGradReducer:
-    def __init__(self, backend: CopyBackend) -> None:
-        self._backend = backend
-        self._grads: Sequence[Grads] = []
-
-    def take(self, grads: Sequence[Grads]) -> list[int]:
-        self._grads = grads
-        return []
-
-    def run(self) -> None:
-        self._backend.add(self._grads)
 
     def write_tables(self) -> None:
         """Nothing was left to be done."""

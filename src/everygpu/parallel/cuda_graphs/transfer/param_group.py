@@ -11,7 +11,6 @@ from everygpu.parallel.buckets.plan import plan_bucket
 from everygpu.parallel.buckets.slot_alias import make_twins, put_back
 from everygpu.parallel.cuda_graphs.transfer.backends import (
     CopyBackend,
-    GradReducer,
     KernelBackend,
     TransferBackend,
     can_use_kernels,
@@ -38,7 +37,7 @@ class ParamGroup:
         # .data gives each a version counter of its own.
         self._slots = [[v.data for v in views] for views in map(self._plan.views, flats)]
         self.twins = [make_twins(originals, slots) for slots in self._slots]
-        self._backend: TransferBackend = (
+        self.backend: TransferBackend = (
             KernelBackend(originals, flats, devices, rooms, index)
             if can_use_kernels(originals, self._plan, devices)
             else CopyBackend(originals, self._plan, flats, devices)
@@ -64,25 +63,12 @@ class ParamGroup:
             put_back(tensors, slots)
 
     def sent(self) -> list[tuple[Tensor, Tensor]]:
-        """Return each parameter with where ``send`` brings it on the second device."""
+        """Return each parameter with where the backend sends it on the second device."""
         return list(zip(self.originals, self._slots[0])) if self._slots else []
-
-    @property
-    def uses_kernels(self) -> bool:
-        """Tell whether kernels move it; else copies do."""
-        return isinstance(self._backend, KernelBackend)
-
-    def send(self) -> None:
-        """Bring the twins up to date, on the current streams, which must have met, and must meet afterwards."""
-        self._backend.send()
-
-    def make_reducer(self) -> GradReducer:
-        """Make what adds gradients up in one recording, before it begins."""
-        return self._backend.make_reducer()
 
     def make_room(self) -> int:
         """Make memory for the sums of a launch, or of ``add``, on the current stream; return its address."""
-        self._total = self._backend.make_room()
+        self._total = self.backend.make_room()
         return self._total.data_ptr()
 
     def add(self, grads: Sequence[Grads]) -> None:
@@ -100,7 +86,7 @@ class ParamGroup:
     def totals(self) -> list[Tensor]:
         """Return the last sums, in memory of their own on the first device."""
         total, self._total = self._room(), None
-        return self._plan.views(self._backend.hand_over(total))
+        return self._plan.views(self.backend.hand_over(total))
 
     def _room(self) -> Tensor:
         assert self._total is not None  # noqa: S101 - ``make_room`` has made it

@@ -54,7 +54,7 @@ class ParameterSync:
         """Bring the twins up to date, on the devices' current streams."""
         synchronize_streams(self._devices)
         for group in self.groups:
-            group.send()
+            group.backend.send()
         synchronize_streams(self._devices)
 
     def sent(self) -> list[tuple[Tensor, Tensor]]:
@@ -63,7 +63,7 @@ class ParameterSync:
 
     def make_reducers(self) -> list[GradReducer]:
         """Make what adds gradients up in one recording, for each group, before it begins."""
-        return [group.make_reducer() for group in self.groups]
+        return [group.backend.make_reducer() for group in self.groups]
 
     def make_room(self) -> None:
         """Make memory for the sums of a launch, or of ``add``, which will be the user's; before these."""

@@ -43,7 +43,8 @@ class HelperChild:
         self._name = name
         self._device = device
         self._owner = os.getpid()
-        self._has_started = False
+        self.has_started = False
+        """Whether it serves, and writes to this process's standard error."""
         self._is_wanted = True
         with contextlib.ExitStack() as undo:
             self.flags = Flags()
@@ -63,10 +64,6 @@ class HelperChild:
         """The id of its process."""
         return self._process.pid
 
-    def note_start(self) -> None:
-        """Take note that it runs, and writes to this process's standard error."""
-        self._has_started = True
-
     def is_alive(self) -> bool:
         """Tell whether it runs."""
         return self._process.poll() is None
@@ -81,7 +78,7 @@ class HelperChild:
         """Say how it has ended, with its last words if it hadn't started yet."""
         self.ends_within(END_S)
         how = describe_end(self._process.poll())
-        return how if self._has_started else how + self._last_words()
+        return how if self.has_started else how + self._last_words()
 
     def hang_up(self) -> None:
         """Have it end; what streams of this process do with its memory is done first."""
@@ -89,7 +86,7 @@ class HelperChild:
         if self._owner == os.getpid():  # not a fork's copy
             self._synchronize()
             self.connection.hang_up()
-            if not self._has_started:  # it would go on importing torch
+            if not self.has_started:  # it would go on importing torch
                 self._process.kill()
 
     def end(self) -> None:

@@ -129,7 +129,7 @@ class DirectCalls:
         """Add up what the helpers have sent ahead of a bucket's gradients."""
         plan = self._buckets[bucket].grad_plan
         calls = [call for ref in self.calls if (call := ref()) is not None]
-        found = [arrived for call in calls if (arrived := call.take_arrived(bucket)) is not None]
+        found = [arrived for call in calls if (arrived := call.arrived.pop(bucket, None)) is not None]
         if torch.is_grad_enabled():
             columns = [[g for g in column if g is not None] for column in zip(*(arrived.grads for arrived in found))]
             return [sum_on(column, device) if column else None for column in columns] or [None] * len(plan.slots)

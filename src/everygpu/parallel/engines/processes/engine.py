@@ -21,7 +21,6 @@ from everygpu.parallel.engines.processes.packing import CannotTravelError
 from everygpu.parallel.engines.processes.remote_call import RemoteCall
 from everygpu.parallel.engines.thread_state import FactoryUse
 from everygpu.parallel.engines.threads import Outcome, Workers, attempt, run_here, take_values
-from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.progress import running
 from everygpu.torch_private.autograd import is_transforming
 from everygpu.torch_private.modes import DeviceContext, function_modes
@@ -50,7 +49,6 @@ class ProcessReplicas(Engine):
         self._parameters: DirectParameters | None = None
         self._direct: DirectCalls | None = None
         self._open: list[weakref.ref[RemoteCall]] = []
-        self._replicas: weakref.ref[ReplicaSet] | None = None
         self._threads = Workers(len(self._devices) - 1)
         self._factories = FactoryUse()
         self._helpers: dict[int, HelperProcess] = {}
@@ -110,10 +108,6 @@ class ProcessReplicas(Engine):
         if self._parameters is None and self._may_be_direct:
             self._may_be_direct = is_direct(module)
         return self._may_be_direct
-
-    def follow(self, replicas: ReplicaSet) -> None:
-        """Have helpers be told what these replicas are updated with."""
-        self._replicas = weakref.ref(replicas)
 
     def run(
         self, calls: Sequence[Call], devices: Sequence[torch.device], positions: Sequence[int] | None = None
@@ -210,9 +204,7 @@ class ProcessReplicas(Engine):
         sender = self._senders.get(position)
         if sender is None or sender.module is not module:
             direct = [] if self._direct is None else self._direct.parameters.twins(position)
-            replicas = None if self._replicas is None else self._replicas()
-            updated = None if replicas is None else replicas.replica_of(module)
-            sender = self._senders[position] = ModuleSender(module, helper.exporter, direct, updated)
+            sender = self._senders[position] = ModuleSender(module, helper.exporter, direct)
         remote = RemoteCall(helper, sender, args, kwargs, self._direct)
         if self._direct is not None:
             self._open.append(weakref.ref(remote))

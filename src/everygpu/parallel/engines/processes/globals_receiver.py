@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from everygpu.parallel.engines.processes.messages import Packed
 from everygpu.parallel.engines.processes.packing import CannotTravelError, unpack
-from everygpu.parallel.engines.processes.used_globals import MISSING, Path, UsedGlobals, write_global
+from everygpu.parallel.engines.processes.used_globals import Path, UsedGlobals, find_class, write_global
+from everygpu.parallel.replicas.callables import MISSING
 
 
 class GlobalsReceiver:
@@ -65,7 +66,7 @@ def _write(found: UsedGlobals, path: Path, value: Any) -> bool:
     if path[0] == "global":
         return _write_global(found, path[1], path[2], value)
     if path[0] == "class":
-        return _write_class(found.classes.get(path[1:3]) or _find_class(*path[1:3]), path[3], value)
+        return _write_class(found.classes.get(path[1:3]) or find_class(*path[1:3]), path[3], value)
     variable = found.variables.get(path)
     if variable is not None:
         variable.write(value)
@@ -99,10 +100,3 @@ def _write_class(kind: Any, name: str, value: Any) -> bool:
     elif name in vars(kind):
         delattr(kind, name)
     return True
-
-
-def _find_class(module: str, qualified: str) -> Any:
-    found: Any = None if module == "__main__" else sys.modules.get(module)
-    for name in qualified.split("."):
-        found = getattr(found, name, None)
-    return found

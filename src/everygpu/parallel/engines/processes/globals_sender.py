@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from everygpu.parallel.engines.processes.messages import Packed
 from everygpu.parallel.engines.processes.packing import CannotTravelError, Names, pack
 from everygpu.parallel.engines.processes.shared_tensors import Exporter
-from everygpu.parallel.engines.processes.used_globals import MISSING, Path, Variable, origin_of
+from everygpu.parallel.engines.processes.used_globals import Path, Variable, find_class, origin_of
 from everygpu.parallel.engines.processes.watched_globals import WatchedGlobals, is_code, stays_apart
+from everygpu.parallel.replicas.callables import MISSING
 from everygpu.parallel.replicas.contents import is_constant
 
 Row = tuple[Path, bool, Any]
@@ -120,7 +121,7 @@ def _travels(variable: Variable) -> bool:
     if module == "__main__" or module not in sys.modules or module in list_registry_pickle_by_value():
         return True
     if kind == "class":
-        return _find(module, variable.path[2]) is not variable.owner
+        return find_class(module, variable.path[2]) is not variable.owner
     return variable.owner is not vars(sys.modules[module])
 
 
@@ -164,10 +165,3 @@ def _by_value(path: Path, value: Any) -> Any:
     )
     vars(copied).update(vars(value))
     return copied
-
-
-def _find(module: str, qualified: str) -> Any:
-    found: Any = sys.modules.get(module)
-    for name in qualified.split("."):
-        found = getattr(found, name, None)
-    return found

@@ -98,8 +98,6 @@ class Helper:
                 answer = _failure(message.call, error)
             del message  # while this waits, it holds no activations
             self._connection.send(answer)
-            if isinstance(answer, BackwardDone):
-                self._module.look()
             del answer
 
     def _keep_house(self, keeping: Housekeeping) -> None:
@@ -165,7 +163,6 @@ class Helper:
         return t.clone() if root.is_leaf and self._importer.owns(t) else t.resolve_conj().resolve_neg()
 
     def _backward(self, message: Backward) -> BackwardDone:
-        self._module.forget_look()  # activation checkpointing calls modules again
         outputs, inputs, binding = self._graphs[message.call]
         if not message.keeps_graph:
             del self._graphs[message.call]

@@ -105,7 +105,7 @@ class HelperProcess:
             if not self._connection.has_message(self._deadline - time.monotonic()):
                 raise CannotStartError(f"the helper of {self._name} didn't start within {START_S:.0f} s")
             self._is_ready = isinstance(self.receive(), Ready)
-            self._child.note_start()
+            self._child.has_started = True
 
     def keep_house(self) -> Housekeeping:
         """Return what goes along with a message; what is queued on the current stream is done before it is read."""

@@ -47,7 +47,6 @@ class ModuleReceiver:
         self._stale: set[int] = set()
         # The main process's memory, and the tensors that are on it unless a forward has moved them.
         self._slots: dict[int, Tensor] = {}
-        self._is_looked_at = False
 
     def apply(self, update: ModuleUpdate) -> nn.Module:
         """Take in what has changed; return the root."""
@@ -63,24 +62,11 @@ class ModuleReceiver:
             told = {index: source for index, *_ in self._unpack(*source)}
             self._source |= told
             self._stale |= told.keys()
-        self.look()
-        self._is_looked_at = False
+        # Attributes that forward has changed here are put back, as in every replica.
+        self._stale.update(i for i in self._watch.changed() if i in self._source)
         self._restore()
         put_back(list(self.binding.tensors.values()), [self._slots[i] for i in self.binding.tensors])
         return self.modules[0]
-
-    def look(self) -> None:
-        """Look for attributes that forward has changed here: ``apply`` undoes that, as in every replica.
-
-        Done while the main process is busy, it is done for the next ``apply``, unless code of the module runs before.
-        """
-        if not self._is_looked_at:
-            self._stale.update(i for i in self._watch.changed() if i in self._source)
-            self._is_looked_at = True
-
-    def forget_look(self) -> None:
-        """Look again, as code of the module runs."""
-        self._is_looked_at = False
 
     def find(self, kind: str, index: int) -> Any:
         """Return what both processes have, by its name."""
@@ -92,7 +78,6 @@ class ModuleReceiver:
         self.binding = Binding(tensors={}, grads={}, buckets=buckets)
         self._source, self._places, self._slots = {}, [], {}
         self._watch = Watch(self.modules)
-        self._is_looked_at = False
         for module, (_, children, *tables) in zip(self.modules, rows):
             found: dict[str, dict[str, Any]] = {name: {} for name in TABLES}
             found["_modules"] = {k: None if i is None else self.modules[i] for k, i in children.items()}
@@ -116,7 +101,6 @@ class ModuleReceiver:
             table[key] = None if index is None else tensors[index]
         self._stale.update(self._source)  # attributes may refer to tensors that have moved
         self._watch = Watch(self.modules, tensors.values())
-        self._is_looked_at = False
 
     def _open(self, update: ParameterUpdate, storages: dict[SharedStorage, torch.UntypedStorage]) -> Tensor:
         memory = self._importer.open(update.tensor, storages)

@@ -18,7 +18,6 @@ from everygpu.parallel.engines.processes.messages import Buckets, Members, Modul
 from everygpu.parallel.engines.processes.packing import CannotTravelError, Names, pack
 from everygpu.parallel.engines.processes.shared_tensors import Exporter, SharedTensor
 from everygpu.parallel.engines.processes.used_globals import Path
-from everygpu.parallel.replicas.attributes import ReplicaModule, Updates
 from everygpu.parallel.replicas.contents import CONTAINERS, DeepContents, is_constant, is_open
 from everygpu.parallel.replicas.watch import TABLES, Watch
 
@@ -30,7 +29,6 @@ class ModuleSender:
         module: The replica. It is a new one when the arrangement of its modules and tensors changes.
         exporter: Describes its tensors to the helper.
         direct: The tensors of each bucket, and how their gradients lie in it, where these aren't connected one by one.
-        replica: Keeps the module up to date; left out, its attributes are compared with what they were.
     Raises:
         CannotTravelError: a layer computes with what the other replicas compute.
     """
@@ -40,7 +38,6 @@ class ModuleSender:
         module: nn.Module,
         exporter: Exporter,
         direct: Sequence[tuple[list[Tensor], BucketPlan]] = (),
-        replica: ReplicaModule | None = None,
     ) -> None:
         self.module = module
         self._exporter = exporter
@@ -48,7 +45,7 @@ class ModuleSender:
             if isinstance(m, SyncBatchNorm):
                 raise CannotTravelError(f"the layer {name or 'SyncBatchNorm'} normalizes over all replicas' batches")
         self._modules = list(module.modules())
-        self._watch = Watch(self._modules) if replica is None else Updates(replica, self._modules)
+        self._watch = Watch(self._modules)
         self._places: list[tuple[dict[str, Any], str]] = [
             (t, key) for m in self._modules for t in (m._parameters, m._buffers) for key in t
         ]

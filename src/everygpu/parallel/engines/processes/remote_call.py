@@ -55,7 +55,8 @@ class RemoteCall:
         direct: "DirectCalls | None" = None,
     ) -> None:
         self._direct = direct
-        self._arrived: dict[int, Arrived] = {}
+        self.arrived: dict[int, Arrived] = {}
+        """By bucket, what ``send_bucket`` has sent."""
         self.number = next(helper.numbers)
         self.helper = helper
         self._sender = sender
@@ -201,11 +202,11 @@ class RemoteCall:
         members, _ = self._sender.buckets[bucket]
         if self._recomputed is not None:
             grads = self._recomputed.take(members)
-            self._arrived[bucket] = Arrived(grads=[None if g is None else comm.copy(g, device) for g in grads])
+            self.arrived[bucket] = Arrived(grads=[None if g is None else comm.copy(g, device) for g in grads])
             return
         found = self._wait_for_bucket(bucket)
         if found is not None:
-            self._arrived[bucket] = Arrived(
+            self.arrived[bucket] = Arrived(
                 copied=None if found.flat is None else self._copy_flat(bucket, found.flat, device),
                 present=found.present,
                 sparse={k: comm.copy(self._open_sparse(g), device) for k, g in found.sparse.items()},
@@ -221,10 +222,6 @@ class RemoteCall:
         copied = comm.copy_beside(flat, device) if flat.device != device else (flat.clone(), None)
         self.helper.importer.decline([shared])
         return copied
-
-    def take_arrived(self, bucket: int) -> "Arrived | None":
-        """Return what ``send_bucket`` has sent; None where there are no gradients."""
-        return self._arrived.pop(bucket, None)
 
     def _wait_for_bucket(self, bucket: int) -> BucketDone | None:
         self._await(lambda: self._buckets.get(bucket) or self._done)

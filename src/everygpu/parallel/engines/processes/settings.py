@@ -9,18 +9,7 @@ from typing import Any
 
 import torch
 
-_PATHS = (
-    "cuda.matmul.fp32_precision",
-    "cudnn.conv.fp32_precision",
-    "cudnn.rnn.fp32_precision",
-    "cudnn.enabled",
-    "cudnn.benchmark",
-    "cudnn.deterministic",
-    "cuda.matmul.allow_bf16_reduced_precision_reduction",
-    "cuda.matmul.allow_fp16_reduced_precision_reduction",
-)
-_read_paths = operator.attrgetter(*_PATHS)
-_SDP_BACKENDS = ("flash", "mem_efficient", "math", "cudnn")
+from everygpu.parallel.cuda_graphs.guards import BACKEND_PATHS, SDP_BACKENDS, backend_settings
 
 Settings = tuple[Any, ...]
 
@@ -38,8 +27,7 @@ def read_settings() -> Settings:
         torch.get_default_dtype(),
         *_determinism(),
         torch.get_num_threads(),
-        *_read_paths(torch.backends),
-        *(getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _SDP_BACKENDS),
+        *backend_settings(),
     )
 
 
@@ -64,11 +52,12 @@ def apply_settings(wanted: Settings) -> None:
         torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)
     if torch.get_num_threads() != num_threads:
         torch.set_num_threads(num_threads)
-    for path, value in zip(_PATHS, others):
-        if _resolve(path) != value:
-            owner, _, name = path.rpartition(".")
-            setattr(_resolve(owner), name, value)
-    for name, value in zip(_SDP_BACKENDS, others[len(_PATHS) :]):
+    for path, value in zip(BACKEND_PATHS, others):
+        owner, _, name = path.rpartition(".")
+        found = operator.attrgetter(owner)(torch.backends)
+        if getattr(found, name) != value:
+            setattr(found, name, value)
+    for name, value in zip(SDP_BACKENDS, others[len(BACKEND_PATHS) :]):
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(value)
 
 
@@ -92,10 +81,3 @@ def _directory() -> str:
         return os.getcwd()
     except FileNotFoundError:
         return ""
-
-
-def _resolve(path: str) -> Any:
-    found: Any = torch.backends
-    for name in path.split("."):
-        found = getattr(found, name)
-    return found

@@ -7,8 +7,9 @@ import cloudpickle
 from torch import Tensor, nn
 
 from everygpu.parallel.cuda_graphs.guards import hooks_of
-from everygpu.parallel.engines.processes.used_globals import MISSING, UsedGlobals, Variable
+from everygpu.parallel.engines.processes.used_globals import UsedGlobals, Variable
 from everygpu.parallel.engines.processes.watched_globals import WatchedGlobals
+from everygpu.parallel.replicas.callables import MISSING
 from everygpu.parallel.replicas.contents import CONTAINERS, DeepContents, is_open
 from everygpu.parallel.replicas.watch import TABLES
 

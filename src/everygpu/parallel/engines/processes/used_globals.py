@@ -11,12 +11,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from everygpu.parallel.engines.processes.code_names import CodeNames, names_of
-from everygpu.parallel.replicas.callables import open_callable
+from everygpu.parallel.replicas.callables import MISSING, cell_contents, open_callable
 from everygpu.parallel.replicas.contents import CONTAINERS, is_constant, is_open
 from everygpu.parallel.replicas.watch import TABLES
-
-MISSING = object()
-"""The value of a variable that isn't defined."""
 
 CACHED: Any = type(functools.cache(len))
 """The type of functions with a cache."""
@@ -233,14 +230,6 @@ def origin_of(module: str) -> str:
     return "library" if any(f"{s}-packages" in file for s in ("site", "dist")) else "user"
 
 
-def cell_contents(cell: types.CellType) -> Any:
-    """Return what a closure cell has; MISSING if it isn't filled."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return MISSING
-
-
 def write_global(space: dict[str, Any], name: str, value: Any) -> None:
     """Set a name in a namespace, or delete it."""
     if value is MISSING:
@@ -284,3 +273,11 @@ def _imported(name: str, space: dict[str, Any]) -> types.ModuleType | None:
 def _after(chain: str, longer: str) -> str | None:
     """Return the next name of a longer chain: "b" of "a.b.c" after "a"."""
     return longer[len(chain) + 1 :].partition(".")[0] if longer.startswith(f"{chain}.") else None
+
+
+def find_class(module: str, qualified: str) -> Any:
+    """Return the class of a module that is imported here; None if there is none, and for ``__main__``."""
+    found: Any = None if module == "__main__" else sys.modules.get(module)
+    for name in qualified.split("."):
+        found = getattr(found, name, None)
+    return found

@@ -1,10 +1,8 @@
-"""Which variables outside a module tree have changed: one comparison at every call."""
+"""Which variables outside a module tree have changed, looked for at every call."""
 
 import contextvars
 import functools
-import itertools
 import logging
-import operator
 import sys
 import threading
 import types
@@ -13,7 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from everygpu.parallel.engines.processes.used_globals import CACHED, MISSING, Path, UsedGlobals, Variable, origin_of
+from everygpu.parallel.engines.processes.used_globals import CACHED, Path, UsedGlobals, Variable, origin_of
+from everygpu.parallel.replicas.callables import MISSING
 from everygpu.parallel.replicas.contents import DeepContents, is_constant
 
 _CODE = (
@@ -39,9 +38,6 @@ _OWN = (
 )
 _NUMBERS = frozenset({int, float, bool, str, type(None)})
 
-_chain = itertools.chain.from_iterable
-_contents = operator.attrgetter("cell_contents")
-
 
 class WatchedGlobals:
     """Compares variables with what they were.
@@ -54,12 +50,15 @@ class WatchedGlobals:
     def __init__(self, modules: Sequence[nn.Module], known: Mapping[int, Any]) -> None:
         self._modules = modules
         self._known = {**known, **{id(m): None for m in modules}}
-        self.values: dict[Path, Any] = {}
         self._search()
 
     def is_same(self) -> bool:
         """Tell whether no variable has changed that doesn't change unseen."""
-        return self._values.is_same() and all(deep.is_same() for deep in self._deep.values())
+        return (
+            all(v.read() is self.values[path] for path, v in self.variables.items())
+            and self._has_classes()
+            and all(deep.is_same() for deep in self._deep.values())
+        )
 
     def opaque(self) -> list[Variable]:
         """Return variables with values that may change unseen."""
@@ -69,7 +68,7 @@ class WatchedGlobals:
         """Return what has changed since the last call, and record it; a deleted variable's value is MISSING."""
         found = [v for path, v in self.variables.items() if self._has_changed(path, v)]
         before, known = self.values, self.variables
-        if any(_may_have_code(x) for v in found for x in (v.read(), before[v.path])) or not self._values.has_classes():
+        if any(_may_have_code(x) for v in found for x in (v.read(), before[v.path])) or not self._has_classes():
             self._search()
             found += [v for path, v in self.variables.items() if path not in known and v.read() is not MISSING]
         else:
@@ -79,18 +78,23 @@ class WatchedGlobals:
     def _search(self) -> None:
         self.used = UsedGlobals(self._modules)
         self.variables = self.used.variables
-        self.values = {}
+        self._classes = [vars(kind) for kind in self.used.classes.values()]
+        self._class_sizes = list(map(len, self._classes))
         self._deep: dict[Path, DeepContents] = {}
         self._record(self.variables)
 
     def _record(self, paths: Any) -> None:
+        self.values = {path: v.read() for path, v in self.variables.items()}
         for path in paths:
-            value = self.values[path] = self.variables[path].read()
+            value = self.values[path]
             self._deep.pop(path, None)
             may_hold = not (value is MISSING or is_constant(value) or is_code(value) or stays_apart(value))
             if may_hold and not (path[0] in ("global", "class") and origin_of(path[1]) == "library"):
                 self._deep[path] = DeepContents([value], self._known)
-        self._values = _Values(list(self.variables.values()), list(self.used.classes.values()))
+
+    def _has_classes(self) -> bool:
+        """Tell whether classes have as many attributes as they had."""
+        return list(map(len, self._classes)) == self._class_sizes
 
     def _has_changed(self, path: Path, variable: Variable) -> bool:
         now, before = variable.read(), self.values[path]
@@ -98,55 +102,6 @@ class WatchedGlobals:
             return not (is_constant(now) and type(now) is type(before) and now == before)
         deep = self._deep.get(path)
         return deep is not None and not deep.is_same()
-
-
-class _Values:
-    """The values of variables, read by few calls."""
-
-    def __init__(self, variables: Sequence[Variable], classes: Sequence[type]) -> None:
-        tables: dict[int, tuple[Any, list[str]]] = {}
-        self._missing: list[tuple[Any, str]] = []
-        for v in variables:
-            if v.path[0] not in ("global", "class"):
-                continue
-            table = vars(v.owner) if isinstance(v.owner, type) else v.owner
-            if v.path[-1] in table:
-                tables.setdefault(id(v.owner), (table, []))[1].append(v.path[-1])
-            else:
-                self._missing.append((table, v.path[-1]))
-        # A getter of one name returns no tuple.
-        self._tables = [table for table, _ in tables.values()]
-        self._getters = [operator.itemgetter(*names, names[0]) for _, names in tables.values()]
-        self._cells = [v.owner for v in variables if v.path[0] == "cell" and v.read() is not MISSING]
-        self._empty = [v for v in variables if v.path[0] == "cell" and v.read() is MISSING]
-        self._functions = [(v.owner, operator.attrgetter(v.path[-1])) for v in variables if v.path[0] == "defaults"]
-        self._classes = [vars(c) for c in classes]
-        self._class_sizes = list(map(len, self._classes))
-        self._values = self._read()
-
-    def is_same(self) -> bool:
-        """Tell whether all are the identical objects."""
-        try:
-            now = self._read()
-        except (KeyError, ValueError):
-            return False
-        return (
-            all(map(operator.is_, now, self._values))
-            and self.has_classes()
-            and not any(key in table for table, key in self._missing)
-            and all(v.read() is MISSING for v in self._empty)
-        )
-
-    def has_classes(self) -> bool:
-        """Tell whether classes have as many attributes as they had."""
-        return list(map(len, self._classes)) == self._class_sizes
-
-    def _read(self) -> list[Any]:
-        return [
-            *_chain(getter(table) for getter, table in zip(self._getters, self._tables)),
-            *map(_contents, self._cells),
-            *(get(f) for f, get in self._functions),
-        ]
 
 
 def is_code(value: Any) -> bool:
