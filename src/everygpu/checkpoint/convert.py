@@ -22,7 +22,7 @@ from everygpu.checkpoint.output import write_dcp, write_safetensors, write_torch
 from everygpu.checkpoint.rng import plan_rng_restore, rng_states_kept
 from everygpu.checkpoint.save import save
 from everygpu.checkpoint.states import Kind
-from everygpu.checkpoint.tensors import identity
+from everygpu.checkpoint.tensors import memory_of
 from everygpu.checkpoint.trainers import SavedState
 from everygpu.errors import (
     CheckpointContentError,
@@ -158,7 +158,7 @@ def _cast(model: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
     def cast(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == dtype:
             return value
-        key = identity(value) if value.layout == torch.strided and value.numel() else id(value)
+        key = memory_of(value)
         if key not in casts:
             casts[key] = value.to(dtype)
         return casts[key]

@@ -18,7 +18,7 @@ from torch import Tensor
 from everygpu.checkpoint.directory import new_directory, sync_path
 from everygpu.checkpoint.foreign.formats import DCP_METADATA
 from everygpu.checkpoint.lock import hold_lock
-from everygpu.checkpoint.tensors import check_storable
+from everygpu.checkpoint.tensors import check_storable, identity
 from everygpu.errors import CheckpointContentError, CheckpointForeignError
 
 DCP_SECTION = "model"
@@ -164,7 +164,6 @@ def _compact(state: Mapping[str, Any]) -> dict[str, Any]:
     def copy(tensor: Tensor) -> Tensor:
         if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() == tensor.nbytes:
             return tensor
-        key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        return copies.setdefault(key, tensor.clone())
+        return copies.setdefault(identity(tensor), tensor.clone())
 
     return {name: copy(value) if isinstance(value, Tensor) else value for name, value in state.items()}
