@@ -3,7 +3,6 @@
 Knows the insides of torch's DataLoader, and nothing else does. Loaders of other kinds are iterated as they are.
 """
 
-import contextlib
 import signal
 import time
 import weakref
@@ -15,7 +14,7 @@ import torch.utils.data
 
 from everygpu.errors import WorkerError
 from everygpu.feed.channel import ChannelClosed
-from everygpu.parallel.engines.processes.ends import remove_shared_memory
+from everygpu.parallel.engines.processes.ends import describe_end, remove_shared_memory
 from everygpu.torch_private.data import LoaderIterator, remove_worker_pids
 
 _POLL_S = 0.1
@@ -146,7 +145,7 @@ def _watch(iterator: Any, is_stopped: Callable[[], bool]) -> None:
 
 
 def _explain_death(dead: list[Any]) -> str:
-    ends = ", ".join(f"pid {w.pid} {_explain_exit(w.exitcode)}" for w in dead)
+    ends = ", ".join(f"pid {w.pid}: {describe_end(w.exitcode)}" for w in dead)
     hints = {
         getattr(
             signal, "SIGKILL", None
@@ -155,14 +154,6 @@ def _explain_death(dead: list[Any]) -> str:
     }
     hint = next((hints[n] for w in dead if (n := -w.exitcode) in hints), "Run with num_workers=0 to see its error.")
     return f"Feeder: the loader's worker processes must live until the last batch, got {ends}. {hint}"
-
-
-def _explain_exit(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    with contextlib.suppress(ValueError):
-        return f"killed by {signal.Signals(-code).name}"
-    return f"killed by signal {-code}"
 
 
 def _process_state(pid: int) -> str:
