@@ -22,7 +22,7 @@ GIVEN_UP_S = 1.5
 KILL, STOP, CONT, INT, TERM, USR1 = (
     getattr(signal, f"SIG{name}") for name in ("KILL", "STOP", "CONT", "INT", "TERM", "USR1")
 )
-GOES_ON, RAISES = "goes on", "raises"
+GOES_ON = "goes on"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

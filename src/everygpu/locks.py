@@ -40,7 +40,7 @@ class Lock:
         if handle is None:
             return
         if self._owner == os.getpid():  # a forked process that lets go must not unlock it for its parent
-            _give(handle)
+            give(handle)
         os.close(handle)
 
     def __enter__(self) -> "Lock":
@@ -69,7 +69,7 @@ def try_lock(path: Path) -> Lock | None:
 
 def _lock(path: Path, handle: int) -> Lock | None:
     try:
-        is_taken = not _take(handle)
+        is_taken = not take(handle)
     except BaseException:
         os.close(handle)
         raise
@@ -111,7 +111,8 @@ def is_locked(path: Path) -> bool:
 if sys.platform == "win32":
     import msvcrt
 
-    def _take(handle: int) -> bool:
+    def take(handle: int) -> bool:
+        """Lock an open file; tell whether it was free."""
         os.lseek(handle, _REGION, os.SEEK_SET)
         try:
             msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
@@ -119,19 +120,22 @@ if sys.platform == "win32":
             return False
         return True
 
-    def _give(handle: int) -> None:
+    def give(handle: int) -> None:
+        """Unlock it."""
         os.lseek(handle, _REGION, os.SEEK_SET)
         msvcrt.locking(handle, msvcrt.LK_UNLCK, 1)
 
 else:
     import fcntl
 
-    def _take(handle: int) -> bool:
+    def take(handle: int) -> bool:
+        """Lock an open file; tell whether it was free."""
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
 
-    def _give(handle: int) -> None:
+    def give(handle: int) -> None:
+        """Unlock it."""
         fcntl.flock(handle, fcntl.LOCK_UN)

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from inspect import CO_GENERATOR
 from types import CodeType
@@ -33,24 +33,13 @@ class Helper(NamedTuple):
     kill: Callable[[], object]
 
 
-class _Nothing:
-    """What is entered while nothing watches: ``nullcontext`` in half of its time."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        pass
-
-
 class Progress:
     """The operations that threads of this process are in, while something watches, and its helper processes."""
 
     def __init__(self) -> None:
         self.is_watched = False
-        self.nothing = _Nothing()
+        self.nothing = nullcontext()
+        """Entered while nothing watches: making one for each operation would double its time."""
         self.operations: dict[int, Operation] = {}
         """The innermost one of each thread, by the thread's ``ident``."""
         self.num_begun = 0

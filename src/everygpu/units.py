@@ -39,8 +39,10 @@ def parse_size(size: int | str) -> int:
     return int(Fraction(match[1]) * _FACTORS[(match[2] or "").lower()])
 
 
-def format_size(num_bytes: int) -> str:
-    """Write bytes with the largest binary unit that keeps the number at one or more: ``"7.5 GiB"``."""
+def format_size(num_bytes: int | None) -> str:
+    """Write bytes with the largest binary unit that keeps the number at one or more: ``"7.5 GiB"``; None as ``"?"``."""
+    if num_bytes is None:
+        return "?"
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:

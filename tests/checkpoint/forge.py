@@ -1,10 +1,21 @@
 """Checkpoints altered on purpose, with digests that agree: as a writer with a fault would make them."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from everygpu.checkpoint.manifest import describe_files, seal
+from everygpu.checkpoint.digests import hash_files
+from everygpu.checkpoint.manifest import FileRecord, Manifest, make_manifest, seal
+
+
+def describe_files(directory: Path, names: Iterable[str]) -> Manifest:
+    """Make the manifest of files that are already written, by reading them."""
+    sizes = {name: (directory / name).stat().st_size for name in names}
+    digests = hash_files((directory / name, size_bytes) for name, size_bytes in sizes.items())
+    return make_manifest(
+        {name: FileRecord(size_bytes=sizes[name], sha256=found) for name, found in zip(sizes, digests)}
+    )
 
 
 def edit_json(path: Path, **changes: Any) -> None:

@@ -75,14 +75,14 @@ def test_a_process_forked_meanwhile_does_not_keep_it(tmp_path: Path) -> None:
 
 
 def test_a_file_removed_between_opening_and_locking_is_opened_again(tmp_path: Path, monkeypatch) -> None:
-    path, real, removed = tmp_path / ".lock", module._lock, []
+    path, real, removed = tmp_path / ".lock", module.take, []
 
-    def lock_late(descriptor: int) -> None:
+    def lock_late(descriptor: int) -> bool:
         if not removed:
             removed.append(path.unlink())
-        real(descriptor)
+        return real(descriptor)
 
-    monkeypatch.setattr(module, "_lock", lock_late)
+    monkeypatch.setattr(module, "take", lock_late)
     with hold_lock(path):
         assert path.exists()
         with pytest.raises(CheckpointBusyError), hold_lock(path):
@@ -90,10 +90,10 @@ def test_a_file_removed_between_opening_and_locking_is_opened_again(tmp_path: Pa
 
 
 def test_a_file_system_without_locks_is_logged(tmp_path: Path, monkeypatch, caplog) -> None:
-    def refuse(descriptor: int) -> None:
+    def refuse(descriptor: int) -> bool:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(module, "_lock", refuse)
+    monkeypatch.setattr(module, "take", refuse)
     with hold_lock(tmp_path / ".lock") as is_alone:
         assert not is_alone
     assert "can't be locked" in caplog.text

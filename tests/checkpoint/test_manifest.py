@@ -15,14 +15,13 @@ from everygpu.checkpoint.manifest import (
     FORMAT_VERSION,
     Place,
     check_files,
-    describe_files,
     make_manifest,
     manifest_to_json,
     read_json,
     read_manifest,
 )
 from everygpu.errors import CheckpointDamagedError, CheckpointError, CheckpointForeignError
-from tests.checkpoint.forge import edit_json, edit_manifest
+from tests.checkpoint.forge import describe_files, edit_json, edit_manifest
 
 
 @pytest.fixture

@@ -173,7 +173,7 @@ def test_file_system_without_locks_is_told(monkeypatch, caplog):
     def refuse(handle):
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(locks, "_take", refuse)
+    monkeypatch.setattr(locks, "take", refuse)
     assert reserve(take_free(1)).locks == ()
     assert "No locks available" in caplog.text
 

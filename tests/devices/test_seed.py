@@ -3,7 +3,6 @@
 import random
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import everygpu
-from everygpu.devices import seed, seed_all, spread_seeds
+from everygpu.devices import seed_all, spread_seeds
 from everygpu.devices.seed import derive_seed, spread_generators
 from everygpu.errors import OptionError
 
@@ -61,14 +60,6 @@ def test_what_is_no_seed(wrong):
 
 def test_public_name():
     assert everygpu.seed_all is seed_all
-
-
-def test_numpy_is_not_needed(monkeypatch):
-    np.random.seed(3)
-    before = np.random.get_state()[1].copy()
-    monkeypatch.setattr(seed, "sys", SimpleNamespace(modules={}))
-    seed_all(5)
-    assert np.array_equal(before, np.random.get_state()[1])
 
 
 def test_derived_seeds_are_those_of_splitmix64():

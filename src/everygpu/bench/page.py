@@ -42,7 +42,10 @@ def write_page(machine: Mapping[str, Any], rows: Sequence[Row]) -> str:
         rows: Measured ones and others, of one model or several, with ``efficiency``.
     """
     title = f"Ways to train, {escape(str(machine['date']))}"
-    parts = [_describe_model([row for row in rows if row["model"] == model]) for model in _models(rows)]
+    parts = [
+        _describe_model([row for row in rows if row["model"] == model])
+        for model in dict.fromkeys(row["model"] for row in rows)
+    ]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -50,10 +53,6 @@ def write_page(machine: Mapping[str, Any], rows: Sequence[Row]) -> str:
         f"<p>{escape(describe_where(machine))}</p>\n<p>{escape(EXPLANATION)} {_PLOTS}</p>\n"
         f"{''.join(parts)}</body>\n</html>\n"
     )
-
-
-def _models(rows: Iterable[Row]) -> list[str]:
-    return list(dict.fromkeys(row["model"] for row in rows))
 
 
 def _describe_model(rows: Sequence[Row]) -> str:

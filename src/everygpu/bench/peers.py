@@ -131,7 +131,7 @@ def data_parallel(work: Work) -> Step:
 
 
 def distributed(work: Work, *, compiled: bool = False) -> Step:
-    """What each process of DistributedDataParallel does, on its own device; see ``ddp.py``."""
+    """What each process of DistributedDataParallel does, on its own device."""
     ids = [work.home] if work.home.type == "cuda" else None
     net = nn.parallel.DistributedDataParallel(work.place_model(), ids, gradient_as_bucket_view=True)
     return plain_step(work, torch.compile(net) if compiled else net, work.place_batches(1))
@@ -167,10 +167,10 @@ def train_step(work: Work, engine: str = "auto", *, is_rank: bool = False, **opt
 
 
 def engine_in_use(net: Any) -> str:
-    """Name the engine that ran last: ``"threads"``, ``"graphs"``, …; ``""`` for what has none, or doesn't tell."""
+    """Name the engine that ran last: ``"threads"``, ``"graphs"``, …; ``""`` for what has none."""
     if isinstance(net, everygpu.TrainStep):
-        return str(getattr(net.stats(), "engine", ""))
-    return str(getattr(net, "engine_in_use", "")) if isinstance(net, everygpu.DataParallel) else ""
+        return net.stats().engine
+    return net.engine_in_use if isinstance(net, everygpu.DataParallel) else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

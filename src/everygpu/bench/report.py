@@ -61,17 +61,13 @@ def add_efficiency(rows: Iterable[Row]) -> list[dict[str, Any]]:
     rows = list(rows)
     best: dict[str, float] = {}
     for row in rows:
-        if _is_single(row) and "ms" in row:
+        if PEERS[row["peer"]].is_single and "ms" in row:
             best[row["model"]] = max(row["samples_per_s"], best.get(row["model"], 0.0))
     return [{**row, "efficiency": _divide(row, best.get(row["model"]))} if "ms" in row else {**row} for row in rows]
 
 
 def _divide(row: Row, best: float | None) -> float | None:
     return None if best is None else row["samples_per_s"] / (row["num_devices"] * best)
-
-
-def _is_single(row: Row) -> bool:
-    return PEERS[row["peer"]].is_single
 
 
 def describe_row(row: Row) -> str:

@@ -1,10 +1,7 @@
 """Read any checkpoint, ours or not, to look at it, compare or convert it."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from everygpu.checkpoint import manifest as files
 from everygpu.checkpoint.directory import find_directory
@@ -12,9 +9,9 @@ from everygpu.checkpoint.encode import decode
 from everygpu.checkpoint.foreign import Contents, read_foreign
 from everygpu.checkpoint.foreign.formats import is_native
 from everygpu.checkpoint.foreign.sections import is_state
+from everygpu.checkpoint.read import ReadTensors, decoding
 from everygpu.checkpoint.run_directory import is_run_directory, list_saved
-from everygpu.checkpoint.tensors import read_tensors
-from everygpu.errors import CheckpointMismatchError, EveryGPUError
+from everygpu.errors import CheckpointMismatchError
 
 NATIVE_FORMAT = "everygpu"
 
@@ -51,20 +48,11 @@ def read_native(directory: Path) -> Contents:
     """
     manifest = files.read_manifest(directory)
 
-    def read(name: str) -> dict[str, Tensor]:
-        return read_tensors(directory / name) if name in manifest.files else {}
-
-    state = files.read_json(directory / files.STATE_FILE)
-    try:
+    with decoding(directory, manifest) as (state, read):
         return _decode(state, manifest, read)
-    except EveryGPUError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as cause:
-        problem = f"has an unknown structure ({type(cause).__name__}: {cause})"
-        raise files.damaged(directory / files.STATE_FILE, problem) from cause
 
 
-def _decode(state: Any, manifest: files.Manifest, read: Callable[[str], dict[str, Tensor]]) -> Contents:
+def _decode(state: Any, manifest: files.Manifest, read: ReadTensors) -> Contents:
     rest = read(files.STATE_TENSORS)
     model = decode(state["model"]["state"], read(files.MODEL_TENSORS)) if "model" in state else None
     optimizer = decode(state["optimizer"]["state"], read(files.OPTIMIZER_TENSORS)) if "optimizer" in state else None

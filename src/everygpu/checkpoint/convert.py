@@ -2,8 +2,8 @@
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -19,10 +19,10 @@ from everygpu.checkpoint.foreign.prefixes import rename
 from everygpu.checkpoint.foreign.sections import is_state
 from everygpu.checkpoint.load import load
 from everygpu.checkpoint.output import write_dcp, write_safetensors, write_torch
-from everygpu.checkpoint.rng import plan_rng_restore, take_rng_states
+from everygpu.checkpoint.rng import plan_rng_restore, rng_states_kept
 from everygpu.checkpoint.save import save
 from everygpu.checkpoint.states import Kind
-from everygpu.checkpoint.tensors import identity
+from everygpu.checkpoint.tensors import memory_of
 from everygpu.checkpoint.trainers import SavedState
 from everygpu.errors import (
     CheckpointContentError,
@@ -158,7 +158,7 @@ def _cast(model: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
     def cast(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == dtype:
             return value
-        key = identity(value) if value.layout == torch.strided and value.numel() else id(value)
+        key = memory_of(value)
         if key not in casts:
             casts[key] = value.to(dtype)
         return casts[key]
@@ -210,7 +210,9 @@ def _write_native(
     stateful = {
         name: SavedState(state, contents.classes.get(name)) for name, state in parts.items() if state is not None
     }
-    with _random_states(contents.rng):
+    with rng_states_kept():
+        if contents.rng is not None:  # save takes them from the process
+            plan_rng_restore(contents.rng)()
         save(destination, model=_State(model, versions), **stateful, **extras)
     return left_out
 
@@ -245,17 +247,3 @@ def _as_kind(value: Any, kind: Kind | None, class_name: str | None) -> Any:
         generator.set_state(value)
         return generator
     return SavedState(value, class_name) if kind == "state_dict" else value
-
-
-@contextmanager
-def _random_states(states: Any) -> Iterator[None]:
-    """Let the process have the random states of a checkpoint for a moment: `save` takes them from it."""
-    if states is None:
-        yield
-        return
-    own = take_rng_states()
-    plan_rng_restore(states)()
-    try:
-        yield
-    finally:
-        plan_rng_restore(own)()

@@ -7,8 +7,6 @@ and pinning stay as they are.
 
 import functools
 import logging
-import random
-import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -23,7 +21,7 @@ from torch.utils.data import DataLoader
 from everygpu import tree
 from everygpu.checkpoint.loaders import has_index_lists, is_split_already
 from everygpu.checkpoint.rng import plan_rng_restore, take_rng_states
-from everygpu.devices.seed import derive_seed
+from everygpu.devices.seed import derive_seed, seed_all
 from everygpu.errors import OptionError, RankError
 from everygpu.parallel.scatter.batch_types import batch_type, open_batch, slice_batch
 from everygpu.parallel.scatter.row_count import find_rows
@@ -171,12 +169,7 @@ class _WorkerOfRank:
     then: Callable[[int], Any] | None
 
     def __call__(self, worker: int) -> None:
-        seed = derive_seed(torch.initial_seed(), self.rank)
-        torch.manual_seed(seed)
-        random.seed(seed)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            numpy.random.seed(seed % 2**32)
+        seed_all(derive_seed(torch.initial_seed(), self.rank))
         if self.then is not None:
             self.then(worker)
 

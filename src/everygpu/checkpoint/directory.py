@@ -95,7 +95,7 @@ def new_directory(target: Path) -> Iterator[Path]:
         if is_alone:
             for left in _siblings(target, "tmp"):
                 shutil.rmtree(left, ignore_errors=True)
-        new = _sibling(target, "tmp")
+        new = new_sibling(target, "tmp")
         new.mkdir()
         try:
             if target.exists():
@@ -165,7 +165,7 @@ def find_replaced(path: Path) -> Path | None:
 
 def remove_directory(target: Path) -> None:
     """Remove a checkpoint so that, wherever the process dies, it is there as a whole or not at all."""
-    left = _sibling(target, "tmp")
+    left = new_sibling(target, "tmp")
     os.rename(target, left)
     shutil.rmtree(left, ignore_errors=True)
 
@@ -193,7 +193,7 @@ def remove_leftovers(directory: Path, names: re.Pattern[str]) -> None:
 
 
 def _replace(new: Path, target: Path) -> None:
-    old = _sibling(target, "old")
+    old = new_sibling(target, "old")
     had_old = target.exists()
     if had_old:
         os.rename(target, old)
@@ -224,11 +224,15 @@ def _remove(directory: Path) -> None:
 
 
 def _siblings(target: Path, what: str) -> list[Path]:
+    return [entry for entry in list_siblings(target, what) if is_real_directory(entry)]
+
+
+def list_siblings(target: Path, what: str) -> list[Path]:
+    """List what `new_sibling` has named."""
     if not target.parent.is_dir():
         return []
     found = [(entry, _LEFT.fullmatch(entry.name)) for entry in target.parent.iterdir()]
-    named = [entry for entry, match in found if match and (match["name"], match["what"]) == (target.name, what)]
-    return [entry for entry in named if is_real_directory(entry)]
+    return [entry for entry, match in found if match and (match["name"], match["what"]) == (target.name, what)]
 
 
 def is_real_directory(path: Path) -> bool:
@@ -249,7 +253,8 @@ def _make_parents(directory: Path) -> None:
         sync_path(path.parent)
 
 
-def _sibling(target: Path, what: str) -> Path:
+def new_sibling(target: Path, what: str) -> Path:
+    """Name what is written to take a path's place, ``tmp``, or was replaced, ``old``; as no other is named."""
     return target.with_name(f".{target.name}.{what}-{os.getpid()}-{token_hex(4)}")
 
 

@@ -6,12 +6,11 @@ begins with ``$``; a dict of the user's with such a key, or one that is no strin
 
 import base64
 import math
-import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from importlib import import_module
 from typing import Any, TypeAlias
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -80,8 +79,7 @@ def _encode(value: object, path: str, tensors: dict[str, Tensor]) -> Json:
     if isinstance(value, tuple | list):
         items = [item if _is_json(item) else _encode(item, _join(path, i), tensors) for i, item in enumerate(value)]
         return {"$tuple": items} if isinstance(value, tuple) else items
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
+    if isinstance(value, numpy.generic | numpy.ndarray):
         return _encode_numpy(value, path, tensors)
     return _encode_scalar(value, path)
 
@@ -137,7 +135,7 @@ def _encode_key(key: object, path: str) -> Json:
 
 
 def _encode_numpy(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
-    if isinstance(value, sys.modules["numpy"].generic):
+    if isinstance(value, numpy.generic):
         item = value.item()
         # Python has no number for longdouble; and dates and times in nanoseconds would become bare numbers.
         if type(item) is type(value) or value.dtype.kind in "mM":
@@ -176,45 +174,20 @@ def _decode_pairs(kind: Callable[[Any], Any]) -> Callable[[Json, _Tensors], Any]
     return decode_pairs
 
 
-def _decode_tuple(content: Json, tensors: _Tensors) -> tuple[Any, ...]:
-    return tuple([decode(item, tensors) for item in content])
-
-
 def _decode_complex(content: Json, tensors: _Tensors) -> complex:
     real, imag = (decode(part, tensors) for part in content)
     return complex(real, imag)
 
 
-def _decode_bytes(content: str, _: _Tensors) -> bytes:
-    return base64.b64decode(content, validate=True)
-
-
-def _decode_float(content: str, _: _Tensors) -> float:
-    return float(content)
-
-
-def _decode_tensor(content: str, tensors: _Tensors) -> Tensor:
-    return tensors[content]
-
-
-def _decode_array(content: str, tensors: _Tensors) -> Any:
-    """Give the array back as numpy; as a tensor where numpy is not installed."""
-    try:
-        import_module("numpy")
-    except ImportError:
-        return tensors[content]
-    return tensors[content].cpu().numpy()
-
-
 _DICTS: dict[str, type[Any]] = {"$ordered": OrderedDict, "$counter": Counter}
 _DECODERS: dict[str, Callable[[Json, _Tensors], Any]] = {
-    "$array": _decode_array,
-    "$bytes": _decode_bytes,
+    "$array": lambda content, tensors: tensors[content].cpu().numpy(),
+    "$bytes": lambda content, _: base64.b64decode(content, validate=True),
     "$complex": _decode_complex,
     "$counter": _decode_pairs(Counter),
     "$dict": _decode_pairs(dict),
-    "$float": _decode_float,
+    "$float": lambda content, _: float(content),
     "$ordered": _decode_pairs(OrderedDict),
-    "$tensor": _decode_tensor,
-    "$tuple": _decode_tuple,
+    "$tensor": lambda content, tensors: tensors[content],
+    "$tuple": lambda content, tensors: tuple([decode(item, tensors) for item in content]),
 }

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from everygpu.errors import CheckpointBusyError, CheckpointError
+from everygpu.locks import give, take
 
 logger = logging.getLogger("everygpu")
 _UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
@@ -42,7 +43,7 @@ def hold_lock(path: Path) -> Iterator[bool]:
             # Removed while it is held: a process that opened it meanwhile finds it gone and opens a new one.
             with suppress(OSError):
                 path.unlink()
-            _unlock(descriptor)
+            give(descriptor)
             _lock_files().close(descriptor)
 
 
@@ -111,18 +112,19 @@ def _open_locked(path: Path) -> int | None:
     while True:
         descriptor = files.open(path)
         try:
-            _lock(descriptor)
+            if not take(descriptor):
+                raise _busy(path)
             if _is_same_file(descriptor, path):
                 return descriptor
         except BaseException as cause:
             files.close(descriptor)
-            if isinstance(cause, OSError) and cause.errno in _UNSUPPORTED:
-                with suppress(OSError):
-                    path.unlink()
-                return None
-            if isinstance(cause, BlockingIOError | PermissionError):
+            if isinstance(cause, PermissionError):
                 raise _busy(path) from cause
-            raise
+            if not isinstance(cause, OSError) or cause.errno not in _UNSUPPORTED:
+                raise
+            with suppress(OSError):
+                path.unlink()
+            return None
         files.close(descriptor)
 
 
@@ -139,23 +141,3 @@ def _busy(path: Path) -> CheckpointBusyError:
         f"save: the path must have one saver at a time, got {path} locked by another saver. "
         f"Wait for it, or save each run to a directory of its own."
     )
-
-
-if sys.platform == "win32":
-    import msvcrt
-
-    def _lock(descriptor: int) -> None:
-        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-
-    def _unlock(descriptor: int) -> None:
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)
-
-else:
-    import fcntl
-
-    def _lock(descriptor: int) -> None:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def _unlock(descriptor: int) -> None:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)

@@ -6,7 +6,7 @@ It holds the digests of all other files and one of itself, so that no altered by
 import json
 import math
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -64,20 +64,6 @@ class Manifest:
     libraries: dict[str, str]
     place: Place | None = None
     """None for a checkpoint that no CheckpointManager wrote."""
-
-
-def describe_files(directory: Path, names: Iterable[str]) -> Manifest:
-    """Make the manifest of files that are already written, by reading them.
-
-    Args:
-        directory: Where the files are.
-        names: Their names, without the manifest's own.
-    """
-    sizes = {name: (directory / name).stat().st_size for name in names}
-    digests = hash_files((directory / name, size_bytes) for name, size_bytes in sizes.items())
-    return make_manifest(
-        {name: FileRecord(size_bytes=sizes[name], sha256=found) for name, found in zip(sizes, digests)}
-    )
 
 
 def make_manifest(files: Mapping[str, FileRecord], place: Place | None = None) -> Manifest:

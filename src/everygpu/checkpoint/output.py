@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
 import torch
@@ -15,10 +14,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from everygpu.checkpoint.directory import new_directory, sync_path
+from everygpu.checkpoint.directory import list_siblings, new_directory, new_sibling, sync_path
 from everygpu.checkpoint.foreign.formats import DCP_METADATA
 from everygpu.checkpoint.lock import hold_lock
-from everygpu.checkpoint.tensors import check_storable
+from everygpu.checkpoint.tensors import check_storable, identity
 from everygpu.errors import CheckpointContentError, CheckpointForeignError
 
 DCP_SECTION = "model"
@@ -97,10 +96,11 @@ def new_file_at(path: Path) -> Iterator[Path]:
     """
     target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}-{token_hex(4)}")
+    temporary = new_sibling(target, "tmp")
     with hold_lock(target.with_name(f".{target.name}.lock")) as is_alone:
-        if is_alone:
-            _remove_left(target)
+        for left in list_siblings(target, "tmp") if is_alone else ():
+            if left.is_file() and not left.is_symlink():
+                left.unlink()
         try:
             temporary.touch(exist_ok=False)
             if target.exists():
@@ -112,13 +112,6 @@ def new_file_at(path: Path) -> Iterator[Path]:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-
-
-def _remove_left(target: Path) -> None:
-    name = re.compile(re.escape(f".{target.name}.tmp-") + r"\d+-[0-9a-f]{8}")
-    for entry in target.parent.iterdir():
-        if name.fullmatch(entry.name) and entry.is_file() and not entry.is_symlink():
-            entry.unlink()
 
 
 @contextmanager
@@ -164,7 +157,6 @@ def _compact(state: Mapping[str, Any]) -> dict[str, Any]:
     def copy(tensor: Tensor) -> Tensor:
         if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() == tensor.nbytes:
             return tensor
-        key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        return copies.setdefault(key, tensor.clone())
+        return copies.setdefault(identity(tensor), tensor.clone())
 
     return {name: copy(value) if isinstance(value, Tensor) else value for name, value in state.items()}

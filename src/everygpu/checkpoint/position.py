@@ -7,8 +7,7 @@ from these, and the indices of the batches that were used are skipped without fe
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sized
-from contextlib import contextmanager
+from collections.abc import Iterator, Sized
 from itertools import chain, islice
 from typing import Any, cast
 
@@ -24,7 +23,7 @@ from everygpu.checkpoint.loaders import (
     with_index_sampler,
     with_order_drawn,
 )
-from everygpu.checkpoint.rng import plan_rng_restore, take_rng_states
+from everygpu.checkpoint.rng import plan_rng_restore, rng_states_kept, take_rng_states, to_bytes, to_tensor
 from everygpu.errors import CheckpointMismatchError, OptionError
 
 logger = logging.getLogger("everygpu")
@@ -188,7 +187,7 @@ class ResumableLoader:
         # A new iterator draws a seed for its workers: an interrupted pass had done so before it was saved.
         keeps_workers = self.loader.persistent_workers and progress.epoch > 0
         if resumed and (progress.start is not None or keeps_workers):
-            with _random_states_kept():
+            with rng_states_kept(with_cuda=False):
                 return with_order_drawn(iter(self.ordered))
         return with_order_drawn(iter(self.ordered))
 
@@ -197,7 +196,7 @@ class ResumableLoader:
             progress.start = self._order.take_states()
             return iter(self.ordered)
         logger.info("ResumableLoader: %d batches of an IterableDataset are fetched again.", progress.num_batches)
-        with _random_states_kept():
+        with rng_states_kept(with_cuda=False):
             self._order.return_to(progress.start)
             batches = iter(self.ordered)
             for _ in islice(batches, progress.num_batches):
@@ -235,12 +234,12 @@ class _Order:
 
     def generator_states(self) -> list[bytes]:
         """Return the present states of the loader's own generators."""
-        return [bytes(generator.get_state().tolist()) for generator in self.generators]
+        return [to_bytes(generator.get_state()) for generator in self.generators]
 
     def set_generators(self, start: Any) -> None:
         """Set the loader's own generators to a pass's beginning."""
         for generator, state in zip(self.generators, start["generators"], strict=True):
-            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+            generator.set_state(to_tensor(state))
 
     def _draw(self, progress: Progress) -> Iterator[Any]:
         # Runs in the main process, when the first index is asked for.
@@ -251,7 +250,7 @@ class _Order:
             yield from self._draw_again(progress)
 
     def _draw_again(self, progress: Progress) -> Iterator[Any]:
-        with _random_states_kept():
+        with rng_states_kept(with_cuda=False):
             self.return_to(progress.start)
             indices = iter(self.whole_sampler)
             # The first of the rest is drawn here: samplers draw their order when they are asked for an index.
@@ -280,16 +279,6 @@ def _check_state(state: Any, length: int | None, num_generators: int, *, of_part
             f"load: the order must be drawn from as many generators as when it was saved, {num_saved}, got "
             f"{num_generators}. Give the DataLoader and its sampler the same generators, or leave the position out."
         )
-
-
-@contextmanager
-def _random_states_kept() -> Iterator[None]:
-    """Put the global random states back when the block ends; generators of the loader's own go on."""
-    restore: Callable[[], None] = plan_rng_restore(take_rng_states(with_cuda=False))
-    try:
-        yield
-    finally:
-        restore()
 
 
 def _length(loader: DataLoader[Any]) -> int | None:

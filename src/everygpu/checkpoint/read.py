@@ -1,10 +1,11 @@
 """Read a checkpoint from the disk, checked, before a load changes anything."""
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
 from warnings import warn
 
 import torch
@@ -22,6 +23,9 @@ from everygpu.errors import CheckpointDamagedError, CheckpointForeignError, Ever
 
 logger = logging.getLogger("everygpu")
 _MAX_READS = 5
+
+ReadTensors: TypeAlias = Callable[[str], dict[str, Tensor]]
+"""From a file's name to the tensors in it; none where the checkpoint has no such file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,16 +141,28 @@ def _read_directory(directory: Path, wanted: Collection[str], device: torch.devi
     else:
         logger.info("load: %s is read without comparing it with its SHA-256, as verify=False asks.", directory)
 
-    def read(name: str) -> dict[str, Tensor]:
-        return read_tensors(directory / name) if name in manifest.files else {}
-
-    state = files.read_json(directory / files.STATE_FILE)
-    try:
+    with decoding(directory, manifest) as (state, read):
         saved = {name: state[name] for name in wanted if name in state}
         rest = _copy_each(read(files.STATE_TENSORS), device)
         parts = {name: _decode_part(part, _own_tensors(name, read, rest)) for name, part in saved.items()}
         extras = {name: _decode_part(part, rest) for name, part in state["extras"].items()}
         return Contents(parts=parts, extras=extras, rng=decode(state["rng"], {}), place=manifest.place)
+
+
+@contextmanager
+def decoding(directory: Path, manifest: files.Manifest) -> Iterator[tuple[Any, ReadTensors]]:
+    """Give the content of state.json, and what reads a file of tensors, to a block that trusts neither.
+
+    Raises:
+        CheckpointDamagedError: the block has found another structure than it should.
+    """
+
+    def read(name: str) -> dict[str, Tensor]:
+        return read_tensors(directory / name) if name in manifest.files else {}
+
+    state = files.read_json(directory / files.STATE_FILE)
+    try:
+        yield state, read
     except EveryGPUError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as cause:
@@ -154,7 +170,7 @@ def _read_directory(directory: Path, wanted: Collection[str], device: torch.devi
         raise files.damaged(directory / files.STATE_FILE, problem) from cause
 
 
-def _own_tensors(part: str, read: Callable[[str], dict[str, Tensor]], rest: dict[str, Tensor]) -> dict[str, Tensor]:
+def _own_tensors(part: str, read: ReadTensors, rest: dict[str, Tensor]) -> dict[str, Tensor]:
     if part == "model":
         # A module copies into tensors of its own, but keeps its extra state as it is given.
         return {name: t.clone() if EXTRA_STATE in name else t for name, t in read(files.MODEL_TENSORS).items()}

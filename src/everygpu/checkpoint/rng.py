@@ -1,11 +1,11 @@
 """States of the random generators: Python's, NumPy's, torch's on the CPU and on each CUDA device."""
 
 import random
-import sys
-from collections.abc import Callable
-from importlib import import_module
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -19,14 +19,12 @@ def take_rng_states(with_cuda: bool = True) -> dict[str, Any]:
     Args:
         with_cuda: Whether to ask the CUDA devices too.
     Returns:
-        Python's and torch's; NumPy's where it is imported; CUDA's, by device, where CUDA is in use.
+        Python's, torch's and NumPy's; CUDA's, by device, where CUDA is in use.
     """
-    states: dict[str, Any] = {"python": random.getstate(), "torch": _to_bytes(torch.get_rng_state())}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        states["numpy"] = _to_lists(numpy.random.get_state(legacy=False))
+    states: dict[str, Any] = {"python": random.getstate(), "torch": to_bytes(torch.get_rng_state())}
+    states["numpy"] = _to_lists(numpy.random.get_state(legacy=False))
     if with_cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = [_to_bytes(state) for state in torch.cuda.get_rng_state_all()]
+        states["cuda"] = [to_bytes(state) for state in torch.cuda.get_rng_state_all()]
     return states
 
 
@@ -34,8 +32,7 @@ def plan_rng_restore(states: Any) -> Callable[[], None]:
     """Check saved states and return what puts them back.
 
     Args:
-        states: As `take_rng_states` returned them. States of CUDA devices that are not here are left
-            out, and so are NumPy's where it is not installed.
+        states: As `take_rng_states` returned them. States of CUDA devices that are not here are left out.
     Returns:
         A call without arguments that sets the generators.
     Raises:
@@ -44,9 +41,9 @@ def plan_rng_restore(states: Any) -> Callable[[], None]:
     try:
         python = random.Random()
         python.setstate(states["python"])
-        torch_state = _to_tensor(states["torch"])
+        torch_state = to_tensor(states["torch"])
         torch.Generator().set_state(torch_state)
-        cuda = [_to_tensor(state) for state in states.get("cuda", [])]
+        cuda = [to_tensor(state) for state in states.get("cuda", [])]
         _check_numpy(states.get("numpy"))
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as cause:
         problem = f"{type(cause).__name__}: {cut(str(cause))}"
@@ -57,31 +54,28 @@ def plan_rng_restore(states: Any) -> Callable[[], None]:
     def restore() -> None:
         random.setstate(states["python"])
         torch.set_rng_state(torch_state)
-        _restore_numpy(states.get("numpy"))
+        if states.get("numpy") is not None:
+            numpy.random.set_state(states["numpy"])
         _restore_cuda(cuda)
 
     return restore
 
 
-def _check_numpy(state: Any) -> None:
-    numpy = _numpy()
-    if state is not None and numpy is not None:
-        # Of the same kind as numpy's global one, which a program may have replaced.
-        kind = type(numpy.random.get_bit_generator()) if hasattr(numpy.random, "get_bit_generator") else None
-        numpy.random.RandomState(kind and kind()).set_state(state)
-
-
-def _restore_numpy(state: Any) -> None:
-    numpy = _numpy()
-    if state is not None and numpy is not None:
-        numpy.random.set_state(state)
-
-
-def _numpy() -> Any:
+@contextmanager
+def rng_states_kept(with_cuda: bool = True) -> Iterator[None]:
+    """Put the random states back when the block ends, as `take_rng_states` takes them."""
+    restore = plan_rng_restore(take_rng_states(with_cuda))
     try:
-        return import_module("numpy")
-    except ImportError:
-        return None
+        yield
+    finally:
+        restore()
+
+
+def _check_numpy(state: Any) -> None:
+    if state is not None:
+        # Of the same kind as numpy's global one, which a program may have replaced.
+        kind = type(numpy.random.get_bit_generator())  # type: ignore[attr-defined]
+        numpy.random.RandomState(kind()).set_state(state)
 
 
 def _restore_cuda(states: list[Tensor]) -> None:
@@ -90,11 +84,17 @@ def _restore_cuda(states: list[Tensor]) -> None:
         torch.cuda.set_rng_state(state, index)
 
 
-def _to_bytes(state: Tensor) -> bytes:
+def to_bytes(state: Tensor) -> bytes:
+    """Turn a generator's state into what a checkpoint holds."""
     return bytes(state.tolist())
 
 
-def _to_tensor(state: bytes) -> Tensor:
+def to_tensor(state: bytes) -> Tensor:
+    """Turn it back into what ``torch.Generator.set_state`` takes.
+
+    Raises:
+        TypeError: it is something else than bytes.
+    """
     if not isinstance(state, bytes):
         raise TypeError(f"a state must be bytes, not {type(state).__name__}")
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)

@@ -136,21 +136,19 @@ def collect_states(
         CheckpointContentError: a value has no place in a checkpoint.
     """
     _check_sources(model, {"optimizer": optimizer, "scheduler": scheduler}, extras)
-    tensors: dict[str, dict[str, Tensor]] = {files.MODEL_TENSORS: {}, files.OPTIMIZER_TENSORS: {}}
+    tensors: dict[str, dict[str, Tensor]] = {}
     rest: dict[str, Tensor] = {}
     state: dict[str, Json] = {"extras": {}}
-    if model is not None:
-        state["model"] = _encode_part(model, "", tensors[files.MODEL_TENSORS])
-        on_tensors(tensors[files.MODEL_TENSORS])
-    if optimizer is not None:
-        state["optimizer"] = _encode_part(optimizer, "", tensors[files.OPTIMIZER_TENSORS])
-        on_tensors(tensors[files.OPTIMIZER_TENSORS])
+    with_files = (("model", model, files.MODEL_TENSORS), ("optimizer", optimizer, files.OPTIMIZER_TENSORS))
+    for name, value, file in with_files:
+        if value is not None:
+            tensors[file] = {}
+            state[name] = _encode_part(value, "", tensors[file])
+            on_tensors(tensors[file])
     if scheduler is not None:
         state["scheduler"] = _encode_part(scheduler, "scheduler", rest)
     for name, value in extras.items():
         state["extras"][name] = _encode_part(value, f"extras.{name}", rest)
-    needed = {files.MODEL_TENSORS: model is not None, files.OPTIMIZER_TENSORS: optimizer is not None}
-    tensors = {name: content for name, content in tensors.items() if needed[name]}
     return Taken(state=state, tensors=tensors | ({files.STATE_TENSORS: rest} if rest else {}))
 
 

@@ -79,8 +79,7 @@ class SnapshotMemory:
 
     def area(self, begin: int, tensor: Tensor) -> Tensor:
         """Return the memory from a byte on, shaped for a tensor."""
-        num_bytes = tensor.numel() * tensor.element_size()
-        return self._memory[begin : begin + num_bytes].view(tensor.dtype).view(tensor.shape)
+        return self._memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 class Copying:
@@ -137,7 +136,7 @@ class Copying:
 
 
 def _padded_bytes(tensor: Tensor) -> int:
-    return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _map_memory(num_bytes: int) -> Tensor:

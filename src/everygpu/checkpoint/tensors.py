@@ -6,7 +6,6 @@ metadata under ``everygpu``: tensors that are stored once under several names, a
 safetensors has no name for, which are stored as bytes with one more axis.
 """
 
-import ctypes
 import json
 import struct
 from collections.abc import Iterator, Mapping
@@ -136,6 +135,12 @@ def identity(tensor: Tensor) -> object:
     return (*place, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
+def memory_of(tensor: Tensor) -> object:
+    """As `identity`; of tensors without ordinary memory, none shares anything with another one."""
+    has_memory = not tensor.is_meta and tensor.layout == torch.strided and tensor.numel() > 0
+    return identity(tensor) if has_memory else id(tensor)
+
+
 def _is_unicode(name: str) -> bool:
     try:
         name.encode()
@@ -164,7 +169,7 @@ def _header(tensors: Mapping[str, Tensor], aliases: dict[str, str]) -> bytes:
         if tensor.dtype not in _DTYPE_NAMES:
             dtypes[name] = str(tensor.dtype).removeprefix("torch.")
             shape.append(tensor.element_size())
-        end = begin + tensor.numel() * tensor.element_size()
+        end = begin + tensor.nbytes
         dtype = _DTYPE_NAMES.get(tensor.dtype, "U8")
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
         begin = end
@@ -176,18 +181,15 @@ def _header(tensors: Mapping[str, Tensor], aliases: dict[str, str]) -> bytes:
 
 def _write_elements(file: Writer, tensor: Tensor) -> None:
     for piece in _pieces(tensor.detach()):
-        # Tensors have no buffer protocol; NumPy has no bfloat16 and is no dependency.
-        memory: Any = (ctypes.c_char * (piece.numel() * piece.element_size())).from_address(piece.data_ptr())
-        memory.tensor = piece  # a file that writes later keeps it alive
-        file.write(memory)
+        file.write(piece.reshape(-1).view(torch.uint8).numpy())  # which keeps the piece alive
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     """Cut a tensor into parts on the CPU that follow each other in row-major order, each small or a view."""
-    num_bytes = tensor.numel() * tensor.element_size()
-    if num_bytes <= _CHUNK_BYTES or tensor.numel() == 1:
+    if tensor.nbytes <= _CHUNK_BYTES or tensor.numel() == 1:
         yield tensor.resolve_conj().resolve_neg().contiguous().cpu()
         return
+    num_bytes = tensor.nbytes
     while len(tensor) == 1:
         tensor = tensor[0]
     if tensor.is_contiguous():

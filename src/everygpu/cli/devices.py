@@ -11,7 +11,7 @@ from rich.text import Text
 
 from everygpu.cli.filters import Filters, filter_options
 from everygpu.cli.live import interval_option, make_console, show_live
-from everygpu.cli.plan import Request, choose_gpus, parse_request
+from everygpu.cli.plan import Request, choose_gpus, read_request
 from everygpu.cli.text import harmless
 from everygpu.devices import nvml
 from everygpu.devices.nvml import DeviceSample
@@ -22,12 +22,8 @@ from everygpu.units import format_size
 Row = VisibleDevice | DeviceSample
 
 
-def _read_select(context: click.Context, option: click.Parameter, text: str | None) -> Request | None:
-    return None if text is None else parse_request(text)
-
-
 @click.command("devices")
-@click.option("--select", callback=_read_select, metavar="N|auto|0,2", help="Only the GPUs that `run` would take.")
+@click.option("--select", callback=read_request, metavar="N|auto|0,2", help="Only the GPUs that `run` would take.")
 @filter_options
 @click.option(
     "--format",
@@ -148,13 +144,13 @@ def build_table(rows: Sequence[Row], holders: Mapping[str, Holder]) -> Table:
     table.columns[3].overflow = "fold"
     for device in rows:
         holder = holders.get(device.uuid or "")
-        used_by = [f"{pid} ({_size(used)})" for pid, used in device.processes]
+        used_by = [f"{pid} ({format_size(used)})" for pid, used in device.processes]
         table.add_row(
             str(device.device) if isinstance(device, VisibleDevice) else "-",
             _number(device),
             harmless(device.name),
             harmless(device.uuid or "-"),
-            f"{_size(device.free_memory_bytes)} / {_size(device.total_memory_bytes)}",
+            f"{format_size(device.free_memory_bytes)} / {format_size(device.total_memory_bytes)}",
             "-" if device.utilization_pct is None else f"{device.utilization_pct:g}%",
             "\n".join([*used_by, *([] if holder is None else [harmless(holder.reason)])]) or "-",
         )
@@ -165,7 +161,3 @@ def _number(device: Row) -> str:
     if isinstance(device, DeviceSample):
         return device.label.removeprefix("GPU ")
     return "-" if device.index is None else str(device.index)
-
-
-def _size(num_bytes: int | None) -> str:
-    return "?" if num_bytes is None else format_size(num_bytes)

@@ -89,7 +89,7 @@ def _few_batches(
         seen["is_empty"] = True
         raise Stop
     [batch] = batches
-    seen["num_rows"] = num_rows or _num_rows(batch)
+    seen["num_rows"] = num_rows or find_rows([("batch", batch)], 0) or 0
     limit_memory()
     for _ in range(STEPS_PER_TRIAL):
         yield resize(batch, seen["num_rows"], 0)
@@ -106,10 +106,6 @@ def _measure_peak() -> int | None:
 
 def _gpus() -> list[torch.device]:
     return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-
-
-def _num_rows(batch: Any) -> int:
-    return find_rows([("batch", batch)], 0) or 0
 
 
 def _run(script: str, args: Sequence[str], seen: dict[str, Any] | None = None) -> str | int | None:

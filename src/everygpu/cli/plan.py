@@ -86,6 +86,11 @@ def parse_request(text: str) -> Request:
     return Request(indices=indices)
 
 
+def read_request(context: click.Context, option: click.Parameter, text: str | None) -> Request | None:
+    """Read an option of click's."""
+    return None if text is None else parse_request(text)
+
+
 def plan_run(request: Request, demand: Demand, environ: Mapping[str, str], manners: Manners) -> Plan:
     """Choose the GPUs by what NVML says now, or as soon as there are some, without loading torch.
 

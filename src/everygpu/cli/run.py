@@ -16,7 +16,7 @@ from everygpu.cli.filters import Filters, filter_options
 from everygpu.cli.launch import Launch, launch, pass_on
 from everygpu.cli.misplaced import note_refused
 from everygpu.cli.numbers import FiniteRange
-from everygpu.cli.plan import NO_GPU, Manners, Plan, Request, parse_request, plan_run
+from everygpu.cli.plan import NO_GPU, Manners, Plan, Request, plan_run, read_request
 from everygpu.cli.restarts import Command, run_again
 from everygpu.cli.script import run_module, run_script
 from everygpu.cli.text import harmless
@@ -25,10 +25,6 @@ from everygpu.watchdog.watch import TIMEOUT_S, VARIABLE, watch
 
 _SPLITS = {"chunk": "chunk", "even": "even", "weighted": "auto"}
 SPLIT_VARIABLE = "EVERYGPU_SPLIT"
-
-
-def _read_request(context: click.Context, option: click.Parameter, text: str) -> Request:
-    return parse_request(text)
 
 
 def _read_processes(context: click.Context, option: click.Parameter, text: str | None) -> int | None:
@@ -69,7 +65,7 @@ def torchrun_options(command: Callable[..., None]) -> Callable[..., None]:
     default="auto",
     show_default=True,
     metavar="N|auto|0,2",
-    callback=_read_request,
+    callback=read_request,
     help="How many GPUs, or which, by the index that `everygpu devices` and nvidia-smi show.",
 )
 @filter_options

@@ -2,15 +2,15 @@
 
 import os
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from everygpu.cli.fitting import Fitting
 from everygpu.cli.text import harmless
 from everygpu.devices.figures import Figures, Run
 from everygpu.devices.nvml import DeviceSample
@@ -48,6 +48,23 @@ class Layout:
     """Leave out columns: power and temperature of GPUs; process ids and ages of runs."""
     folds_processes: bool = False
     """Put what a process uses under its name."""
+
+
+class Fitting:
+    """The first of several layouts that fits the width it is shown in, else the last; chosen anew when that changes.
+
+    Args:
+        layouts: From the widest to the narrowest.
+    """
+
+    def __init__(self, layouts: Sequence[RenderableType]) -> None:
+        self._layouts = layouts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        *_, last = self._layouts
+        unlimited = options.update(width=10_000)
+        width = options.max_width
+        yield next((x for x in self._layouts if Measurement.get(console, unlimited, x).maximum <= width), last)
 
 
 GPU_LAYOUTS = (

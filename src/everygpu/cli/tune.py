@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -147,6 +147,8 @@ def _tune_batch_size(
     with show_bar("running the script as it is", unit="trials", quiet=quiet) as bar:
 
         def fits(num_rows: int) -> bool:
+            if num_rows == now:
+                return bool(first["fits"])
             bar.advance()
             bar.update(f"running the script with {num_rows} rows")
             trials.append(try_rows(num_rows, script, args, which, headroom))
@@ -156,7 +158,7 @@ def _tune_batch_size(
         now = first["num_rows"]
         if not now:
             raise click.ClickException(_NO_ROWS)
-        found = find_size(_remembered(fits, {now: first["fits"]}), now, 1, max(now, MAX_ROWS), grain=1)
+        found = find_size(fits, now, 1, max(now, MAX_ROWS), grain=1)
     for t in sorted([first, *trials], key=lambda t: int(t["num_rows"])):
         peak = t.get("peak_bytes")
         table.add_row(str(t["num_rows"]), "yes" if t["fits"] else "no", "-" if peak is None else format_size(peak))
@@ -165,10 +167,6 @@ def _tune_batch_size(
     if any(t.get("saves_left_out") for t in (first, *trials)):
         console.out("tune: the script's saves are left out.")
     return {"num_rows": found, "num_rows_now": now, "trials": [first, *trials]}
-
-
-def _remembered(fits: Callable[[int], bool], known: dict[int, bool]) -> Callable[[int], bool]:
-    return lambda num_rows: known[num_rows] if num_rows in known else fits(num_rows)
 
 
 def try_rows(num_rows: int, script: str, args: Sequence[str], which: int, headroom: float) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """One seed for the whole run, and different numbers on every device."""
 
 import random
-import sys
 import zlib
 from collections.abc import Sequence
 
+import numpy
 import torch
 
 from everygpu.errors import OptionError
@@ -34,9 +34,7 @@ def seed_all(seed: int) -> None:
             f"seed_all: the seed must be a whole number from 0 to 2**64 - 1, got {seed!r}. Pass an int such as 0."
         )
     random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
+    numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 

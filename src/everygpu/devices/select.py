@@ -272,12 +272,8 @@ def format_verdicts(devices: Sequence[Candidate], reasons: Sequence[str | None])
     rows = [("device", "name", "free", "total", "busy", "verdict")]
     for device, reason in zip(devices, reasons):
         busy = "?" if device.utilization_pct is None else f"{device.utilization_pct:g}%"
-        free, total = _size(device.free_memory_bytes), _size(device.total_memory_bytes)
+        free, total = format_size(device.free_memory_bytes), format_size(device.total_memory_bytes)
         rows.append((device.label, device.name, free, total, busy, reason or "fits"))
     widths = [max(len(cell) for cell in column) for column in zip(*rows)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in rows]
     return "\n".join(f"  {line.rstrip()}" for line in lines)
-
-
-def _size(num_bytes: int | None) -> str:
-    return "?" if num_bytes is None else format_size(num_bytes)

@@ -18,7 +18,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def check_loader(loader: Any, caller: str) -> None:
+def check_loader(loader: Any) -> None:
     """Refuse what can't be iterated, without beginning to: that may start worker processes.
 
     Raises:
@@ -27,7 +27,7 @@ def check_loader(loader: Any, caller: str) -> None:
     kind = type(loader)
     if getattr(kind, "__iter__", None) is None and getattr(kind, "__getitem__", None) is None:
         raise OptionError(
-            f"{caller}: loader must be an iterable of batches, got {describe(loader)}. Pass for instance a DataLoader."
+            f"Feeder: loader must be an iterable of batches, got {describe(loader)}. Pass for instance a DataLoader."
         )
 
 
@@ -57,14 +57,14 @@ def check_callback(on_trial: Any, caller: str) -> None:
         )
 
 
-def as_whole(value: Any, name: str, caller: str) -> int:
+def as_whole(value: Any, name: str) -> int:
     """Return a whole number as Python's own.
 
     Raises:
         OptionError: it is none.
     """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise OptionError(f"{caller}: {name} must be a whole number, got {value!r}. Pass an int.")
+        raise OptionError(f"find_batch_size: {name} must be a whole number, got {value!r}. Pass an int.")
     return index(value)
 
 

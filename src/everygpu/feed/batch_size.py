@@ -106,10 +106,8 @@ def find_batch_size(
     """
     _check_arguments(step, model, optimizer, on_trial)
     route = find_route(model, None, None)
-    max_rows = as_whole(max_rows, "max_rows", "find_batch_size")
-    lowest = (
-        min(len(route.devices), max_rows) if min_rows is None else as_whole(min_rows, "min_rows", "find_batch_size")
-    )
+    max_rows = as_whole(max_rows, "max_rows")
+    lowest = min(len(route.devices), max_rows) if min_rows is None else as_whole(min_rows, "min_rows")
     start = _check_options(batch, route, lowest, max_rows, headroom_pct)
     search = _Search(step, batch, model, route, on_trial)
     key = describe_run(step, batch, model, optimizer, route, (lowest, max_rows, headroom_pct)) if cache else None

@@ -85,7 +85,7 @@ class Feeder:
         sharded: bool = False,
         publish: bool | None = None,
     ) -> None:
-        check_loader(loader, "Feeder")
+        check_loader(loader)
         check_target(model_or_devices, "Feeder")
         if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
             raise OptionError(f"Feeder: prefetch must be a whole number from 0, got {prefetch!r}. Leave it out for 2.")

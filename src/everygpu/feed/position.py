@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from everygpu.checkpoint.loaders import check_order, index_sampler, with_index_sampler, with_order_drawn
 from everygpu.checkpoint.position import Progress
+from everygpu.checkpoint.rng import to_bytes, to_tensor
 from everygpu.errors import OptionError
 from everygpu.feed.source import keeps_position
 
@@ -109,7 +110,7 @@ def begin_pass(loader: Any, position: Position) -> Iterator[Any]:
 
 def generator_state(loader: Any) -> bytes:
     """Return the state of the generator that a shuffling loader draws its order from."""
-    return bytes(_generator_of(loader).get_state().tolist())
+    return to_bytes(_generator_of(loader).get_state())
 
 
 def _generator_of(loader: Any) -> torch.Generator:
@@ -125,7 +126,7 @@ def _generator_at(loader: Any, state: bytes | None) -> Iterator[None]:
         return
     generator = _generator_of(loader)
     now = generator.get_state()
-    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    generator.set_state(to_tensor(state))
     try:
         yield
     finally:
@@ -136,7 +137,7 @@ def _generator_at(loader: Any, state: bytes | None) -> Iterator[None]:
 def has_indices(loader: Any) -> bool:
     """Tell whether batches of a loader can be left out without loading them."""
     # Accelerate's loaders pretend to be of this class: another sampler would have to go into the loader that they hold.
-    is_loader = issubclass(type(loader), DataLoader) and hasattr(loader, "_index_sampler")
+    is_loader = issubclass(type(loader), DataLoader)
     return is_loader and not isinstance(loader.dataset, IterableDataset)
 
 

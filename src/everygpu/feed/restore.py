@@ -1,9 +1,6 @@
 """Restore the model, optimizer and generators after trial steps."""
 
 import copy
-import functools
-import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from everygpu import tree
+from everygpu.checkpoint.rng import rng_states_kept
 
 
 @contextmanager
@@ -47,13 +45,13 @@ def restored(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
 @contextmanager
 def restored_generators(*others: torch.Generator) -> Iterator[None]:
     """Put back the random generators of Python, NumPy and torch, on every device, and some others."""
-    calls = _generator_states()
-    calls += [functools.partial(generator.set_state, generator.get_state()) for generator in others]
-    try:
-        yield
-    finally:
-        for call in calls:
-            call()
+    states = [generator.get_state() for generator in others]
+    with rng_states_kept():
+        try:
+            yield
+        finally:
+            for generator, state in zip(others, states):
+                generator.set_state(state)
 
 
 def _on_host(t: Tensor) -> Tensor:
@@ -97,17 +95,3 @@ class _SavedState:
         self._optimizer.state.update(self._state)
         for group, saved in zip(self._optimizer.param_groups, self._groups):
             group.update(saved)
-
-
-def _generator_states() -> list[Callable[[], object]]:
-    """Return calls that put the generators back to where they are."""
-    python, host = random.getstate(), torch.get_rng_state()
-    calls: list[Callable[[], object]] = [lambda: random.setstate(python), lambda: torch.set_rng_state(host)]
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        state = numpy.random.get_state()
-        calls.append(lambda: numpy.random.set_state(state))
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states = torch.cuda.get_rng_state_all()
-        calls.append(lambda: torch.cuda.set_rng_state_all(states))
-    return calls

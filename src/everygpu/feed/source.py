@@ -3,8 +3,6 @@
 Knows the insides of torch's DataLoader, and nothing else does. Loaders of other kinds are iterated as they are.
 """
 
-import contextlib
-import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,15 +13,19 @@ import torch.utils.data
 
 from everygpu.errors import WorkerError
 from everygpu.feed.channel import ChannelClosed
-from everygpu.parallel.engines.processes.ends import remove_shared_memory
+from everygpu.parallel.engines.processes.ends import describe_end, remove_shared_memory
 from everygpu.torch_private.data import LoaderIterator, remove_worker_pids
 
 _POLL_S = 0.1
 """How often to look whether a worker has died, or the consumer has left; torch's DataLoader does every 5 s."""
 
-
 _DEATH_S = 1.0
 """How long a worker may take from closing its connections, which is seen first, to its end."""
+
+_HINTS = {
+    "SIGKILL": "The kernel's out-of-memory killer does this: take fewer workers, or smaller items.",
+    "SIGBUS": "Shared memory may be full: see `df -h /dev/shm`, or take fewer workers.",
+}
 
 
 class Source:
@@ -146,23 +148,9 @@ def _watch(iterator: Any, is_stopped: Callable[[], bool]) -> None:
 
 
 def _explain_death(dead: list[Any]) -> str:
-    ends = ", ".join(f"pid {w.pid} {_explain_exit(w.exitcode)}" for w in dead)
-    hints = {
-        getattr(
-            signal, "SIGKILL", None
-        ): "The kernel's out-of-memory killer does this: take fewer workers, or smaller items.",
-        getattr(signal, "SIGBUS", None): "Shared memory may be full: see `df -h /dev/shm`, or take fewer workers.",
-    }
-    hint = next((hints[n] for w in dead if (n := -w.exitcode) in hints), "Run with num_workers=0 to see its error.")
+    ends = ", ".join(f"pid {w.pid}: {describe_end(w.exitcode)}" for w in dead)
+    hint = next((_HINTS[name] for name in _HINTS if name in ends), "Run with num_workers=0 to see its error.")
     return f"Feeder: the loader's worker processes must live until the last batch, got {ends}. {hint}"
-
-
-def _explain_exit(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    with contextlib.suppress(ValueError):
-        return f"killed by {signal.Signals(-code).name}"
-    return f"killed by signal {-code}"
 
 
 def _process_state(pid: int) -> str:

@@ -5,7 +5,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
@@ -16,17 +16,16 @@ LIMIT_PCT = 10.0
 logger = logging.getLogger("everygpu")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTime:
+class StepTime(NamedTuple):
     """Times around one batch, on the host's clock: the GPUs are not asked, so nothing waits for them."""
 
-    total_s: float
+    total_s: float = 0.0
     """From one batch being handed over to the next."""
-    wait_s: float
+    wait_s: float = 0.0
     """The part of it in which the consumer waited."""
-    load_s: float
+    load_s: float = 0.0
     """Seconds the loader needed for the batch, beside the consumer's work."""
-    send_s: float
+    send_s: float = 0.0
     """What staging the batch and queuing its copies took, likewise."""
 
 
@@ -54,14 +53,12 @@ class FeedReport:
 def summarise(times: Iterable[StepTime]) -> FeedReport:
     """Average over steps."""
     steps = list(times)
-    num = max(1, len(steps))
-    return FeedReport(
-        num_steps=len(steps),
-        step_s=sum(t.total_s for t in steps) / num,
-        wait_s=sum(t.wait_s for t in steps) / num,
-        load_s=sum(t.load_s for t in steps) / num,
-        send_s=sum(t.send_s for t in steps) / num,
-    )
+    return _average(len(steps), StepTime(*map(sum, zip(StepTime(), *steps))))
+
+
+def _average(num_steps: int, sums: StepTime) -> FeedReport:
+    total_s, wait_s, load_s, send_s = (value / max(1, num_steps) for value in sums)
+    return FeedReport(num_steps=num_steps, step_s=total_s, wait_s=wait_s, load_s=load_s, send_s=send_s)
 
 
 class WaitMeter:
@@ -80,7 +77,7 @@ class WaitMeter:
         self._on_step = on_step
         self._prefetch = prefetch
         self._recent: deque[StepTime] = deque(maxlen=WINDOW_STEPS)
-        self._sums = StepTime(total_s=0.0, wait_s=0.0, load_s=0.0, send_s=0.0)
+        self._sums = StepTime()
         self._num_steps = 0
         self.warns = True
 
@@ -88,12 +85,7 @@ class WaitMeter:
         """Count a step."""
         self._recent.append(step)
         self._num_steps += 1
-        self._sums = StepTime(
-            total_s=self._sums.total_s + step.total_s,
-            wait_s=self._sums.wait_s + step.wait_s,
-            load_s=self._sums.load_s + step.load_s,
-            send_s=self._sums.send_s + step.send_s,
-        )
+        self._sums = StepTime(*map(sum, zip(self._sums, step)))
         if self._num_steps % WINDOW_STEPS == 0 and self.warns:
             self._warn(summarise(self._recent))
         if self._on_step is not None:
@@ -101,14 +93,7 @@ class WaitMeter:
 
     def report(self) -> FeedReport:
         """Average over all steps."""
-        num = max(1, self._num_steps)
-        return FeedReport(
-            num_steps=self._num_steps,
-            step_s=self._sums.total_s / num,
-            wait_s=self._sums.wait_s / num,
-            load_s=self._sums.load_s / num,
-            send_s=self._sums.send_s / num,
-        )
+        return _average(self._num_steps, self._sums)
 
     def _warn(self, recent: FeedReport) -> None:
         if recent.wait_pct <= LIMIT_PCT:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from everygpu.checkpoint.loaders import generators_of
 from everygpu.checkpoint.position import ResumableLoader
 from everygpu.errors import OptionError
 from everygpu.feed.arguments import check_callback, check_target, describe, is_number
@@ -86,7 +86,7 @@ def tune_workers(
     check_callback(on_trial, "tune_workers")
     trials: list[WorkerTrial] = []
     for num_workers in numbers:
-        with restored_generators(*_generators_of(loader)):
+        with restored_generators(*generators_of(loader)):
             trials.append(_try(loader, model_or_devices, num_workers, seconds))
         if on_trial is not None:
             on_trial(trials[-1])
@@ -125,11 +125,6 @@ def with_workers(loader: DataLoader[Any], num_workers: int) -> DataLoader[Any]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         return DataLoader(num_workers=num_workers, **options)
-
-
-def _generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
-    found = [loader.generator, getattr(loader.sampler, "generator", None)]
-    return [g for g in found if isinstance(g, torch.Generator)]
 
 
 def _check_options(loader: DataLoader[Any], candidates: Iterable[int] | None, seconds: float) -> tuple[list[int], bool]:

@@ -1,6 +1,7 @@
 """What to do about the largest share of time in which nothing is computed."""
 
 from collections.abc import Sequence
+from statistics import fmean
 
 from everygpu.tracing.events import Trace
 from everygpu.tracing.shares import DeviceShares, HostShares
@@ -54,12 +55,12 @@ def advise_gpus(shares: Sequence[DeviceShares], trace: Trace, *, by_train_step: 
         by_train_step: Whether the steps were calls of a ``TrainStep``.
     """
     losses = {
-        "exchange between GPUs": (_mean([s.exchange for s in shares]), _EXCHANGE),
-        "copies from and to the host": (_mean([s.host_copies for s in shares]), _HOST_COPIES),
-        "waiting for data": (_mean([s.data for s in shares]), _advise_loading(trace)),
-        "waiting for launches": (_mean([s.launching for s in shares]), _advise_launching(trace, by_train_step)),
-        "waiting for other GPUs or streams": (_mean([s.waiting for s in shares]), _WAITING),
-        "time between kernels": (_mean([s.between for s in shares]), _BETWEEN),
+        "exchange between GPUs": (fmean([s.exchange for s in shares]), _EXCHANGE),
+        "copies from and to the host": (fmean([s.host_copies for s in shares]), _HOST_COPIES),
+        "waiting for data": (fmean([s.data for s in shares]), _advise_loading(trace)),
+        "waiting for launches": (fmean([s.launching for s in shares]), _advise_launching(trace, by_train_step)),
+        "waiting for other GPUs or streams": (fmean([s.waiting for s in shares]), _WAITING),
+        "time between kernels": (fmean([s.between for s in shares]), _BETWEEN),
     }
     name, (pct, advice) = max(losses.items(), key=lambda item: item[1][0])
     if pct < SMALL_PCT:
@@ -97,7 +98,3 @@ def _advise_launching(trace: Trace, by_train_step: bool) -> str:
     if trace.launches_graphs:
         return _AROUND_GRAPHS + waits
     return (_NOT_RECORDED if by_train_step else _LAUNCHING) + waits
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -17,7 +17,6 @@ from everygpu.feed.one_pass import Feed
 from everygpu.step.train_step import TrainStep
 from everygpu.tracing.events import ENDING, WAITING
 
-MIN_WARMUP = 2
 _PREPARING = 2  # steps for which the profiler runs already, and keeps nothing: its own start is slow
 _LEAST_TIMED, _MOST_TIMED = 3, 10  # steps that are timed without the profiler
 

@@ -1,5 +1,6 @@
 """GPT-2, large and small."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,19 +41,14 @@ class Block(nn.Module):
         return changed
 
 
-class GPT(nn.Module):
-    """GPT-2, 124M parameters by default; token ids of shape (rows, length) in, logits out."""
+class LanguageModel(nn.Module):
+    """Token ids of shape (rows, length) in, logits out."""
 
-    def __init__(
-        self, vocabulary: int = 50304, width: int = 768, num_blocks: int = 12, num_heads: int = 12, length: int = 1024
-    ) -> None:
+    def __init__(self, vocabulary: int, width: int, length: int, blocks: Iterator[nn.Module]) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_blocks))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.tokens.weight
-        nn.init.normal_(self.tokens.weight, std=0.02)
+        self.blocks = nn.ModuleList(blocks)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
@@ -60,6 +56,17 @@ class GPT(nn.Module):
             x = block(x)
         logits: Tensor = self.head(self.norm(x))
         return logits
+
+
+class GPT(LanguageModel):
+    """GPT-2, 124M parameters by default."""
+
+    def __init__(
+        self, vocabulary: int = 50304, width: int = 768, num_blocks: int = 12, num_heads: int = 12, length: int = 1024
+    ) -> None:
+        super().__init__(vocabulary, width, length, (Block(width, num_heads) for _ in range(num_blocks)))
+        self.head.weight = self.tokens.weight
+        nn.init.normal_(self.tokens.weight, std=0.02)
 
 
 def gpt2() -> tuple[Any, ...]:

@@ -22,9 +22,9 @@ class RMSNorm(nn.Module):
         return self.weight * scaled.to(x.dtype)
 
 
-def rotation_tables(head_width: int, length: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
+def rotation_tables(head_width: int, length: int) -> tuple[Tensor, Tensor]:
     """Compute cosines and sines of the rotary embedding, each of shape (length, head_width)."""
-    frequencies = base ** -(torch.arange(0, head_width, 2).float() / head_width)
+    frequencies = 10000.0 ** -(torch.arange(0, head_width, 2).float() / head_width)
     angles = torch.outer(torch.arange(length).float(), frequencies).repeat(1, 2)
     return angles.cos(), angles.sin()
 

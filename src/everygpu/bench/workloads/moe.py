@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from everygpu.bench.workloads.gpt import causal_attention
+from everygpu.bench.workloads.gpt import LanguageModel, causal_attention
 from everygpu.bench.workloads.losses import cross_entropy, random_text
 
 
@@ -61,8 +61,8 @@ class Block(nn.Module):
         return changed
 
 
-class MoETransformer(nn.Module):
-    """Token ids of shape (rows, length) in, logits out."""
+class MoETransformer(LanguageModel):
+    """A language model of blocks with experts."""
 
     def __init__(
         self,
@@ -74,17 +74,8 @@ class MoETransformer(nn.Module):
         num_experts: int = 8,
         length: int = 1024,
     ) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, num_heads, hidden, num_experts) for _ in range(num_blocks))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        blocks = (Block(width, num_heads, hidden, num_experts) for _ in range(num_blocks))
+        super().__init__(vocabulary, width, length, blocks)
 
 
 def moe(*, rows: int = 8, length: int = 1024, vocabulary: int = 32000, **sizes: int) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from everygpu.checkpoint.foreign.read import read_foreign
 from everygpu.checkpoint.foreign.sections import find_state
 from everygpu.checkpoint.modules import select_versions
 from everygpu.checkpoint.states import Kind, kind_of
+from everygpu.checkpoint.tensors import memory_of
 from everygpu.keys import bare_key
 from everygpu.tree import map_leaves
 
@@ -85,13 +86,6 @@ def _with_tied(values: dict[str, Any], target: nn.Module) -> dict[str, Any]:
     """
     names = {bare_key(name): name for name in values}
     own = {name: tensor for name, tensor in target.state_dict().items() if isinstance(tensor, Tensor)}
-    there = {_place(tensor): names[bare_key(name)] for name, tensor in own.items() if bare_key(name) in names}
-    missing = {name: there.get(_place(tensor)) for name, tensor in own.items() if bare_key(name) not in names}
+    there = {memory_of(tensor): names[bare_key(name)] for name, tensor in own.items() if bare_key(name) in names}
+    missing = {name: there.get(memory_of(tensor)) for name, tensor in own.items() if bare_key(name) not in names}
     return values | {name: values[tied] for name, tied in missing.items() if tied is not None}
-
-
-def _place(tensor: Tensor) -> object:
-    """What two names of one tensor have in common; tensors without memory have nothing in common."""
-    if tensor.is_meta or tensor.layout != torch.strided or tensor.numel() == 0:
-        return object()
-    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

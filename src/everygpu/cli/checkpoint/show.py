@@ -13,6 +13,7 @@ from torch import Tensor
 from everygpu.checkpoint.contents import read_any
 from everygpu.checkpoint.foreign import Contents
 from everygpu.checkpoint.foreign.sections import is_optimizer_state
+from everygpu.checkpoint.tensors import memory_of
 from everygpu.cli.checkpoint.console import open_console
 from everygpu.cli.text import harmless, plain
 from everygpu.units import format_size
@@ -58,10 +59,12 @@ def tensors_of(contents: Contents) -> dict[str, Tensor]:
 def grow(tensors: Mapping[str, Tensor]) -> Node:
     """Sort tensors into the modules their names tell of, and add up."""
     root = Node()
-    seen: set[object] = set()
+    seen: set[object] = set()  # a tensor with several names counts once
     for name, tensor in tensors.items():
         *modules, last = name.split(".")
-        size = 0 if _is_known(tensor, seen) else _size(tensor)
+        memory = memory_of(tensor)
+        size = 0 if memory in seen else _size(tensor)
+        seen.add(memory)
         node = root
         for module in (None, *modules):
             node = node if module is None else node.children.setdefault(module, Node())
@@ -132,16 +135,6 @@ def _add(tree: Tree, node: Node, depth: int | None) -> None:
 def _totals(node: Node) -> str:
     tensors = "1 tensor" if node.num_tensors == 1 else f"{node.num_tensors} tensors"
     return f"{tensors}, {node.num_values:,} values, {format_size(node.size_bytes)}"
-
-
-def _is_known(tensor: Tensor, seen: set[object]) -> bool:
-    """Tell whether the tensor was met under another name, so that its bytes count once."""
-    if tensor.is_meta or tensor.numel() == 0 or tensor.layout.__str__() != "torch.strided":
-        return False
-    place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-    is_known = place in seen
-    seen.add(place)
-    return is_known
 
 
 def _size(tensor: Tensor) -> int:
