@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from everygpu import tree
 from everygpu.comm.streams import current_stream
 from everygpu.errors import CaptureError
+from everygpu.parallel import switches
 from everygpu.parallel.buckets.memory import Grads, Use
 from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof, ForwardProofs
 from everygpu.parallel.cuda_graphs.launch import Launch, Leaves, RecordedPass, reached
@@ -37,7 +38,6 @@ from everygpu.parallel.engines.scheduler import whole_forward
 from everygpu.parallel.replicas.replica_set import Leaves as Twins
 from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.parallel.scatter.split import ScatterSpec
-from everygpu.parallel.switches import defers_linear
 from everygpu.torch_private.autograd import is_transforming
 
 
@@ -91,7 +91,7 @@ class RecordedForward:
         self._sync: ParameterSync | None = None
         self._use: weakref.ref[Use] | None = None
         self._call = ReplicaCall(module, run)
-        self._may_defer = defers_linear()
+        self._may_defer = switches.is_on(switches.DEFERS_LINEAR)
         # Which outputs the last backward began at, and how often that has changed.
         self._used: set[int] = set()
         self._num_patterns = 0
