@@ -32,21 +32,6 @@ faster. A step of the mixture of experts takes 120 ms with them on two GPUs, 164
 DistributedDataParallel; on another machine 151, and 149 in threads (benchmarks/reports/2026-11-23-tenth.md)."""
 
 
-def defers_linear() -> bool:
-    """Tell whether recordings may leave linear layers out."""
-    return DEFERS_LINEAR and is_tried(torch.__version__)
-
-
-def splits_graphs() -> bool:
-    """Tell whether large compiled graphs may be cut."""
-    return SPLITS_GRAPHS and is_tried(torch.__version__)
-
-
-def compiles_once() -> bool:
-    """Tell whether compiled graphs may be loaded for further GPUs."""
-    return COMPILES_ONCE and is_tried(torch.__version__)
-
-
-def proves_forwards() -> bool:
-    """Tell whether Dynamo's traces may say that a forward can be recorded."""
-    return PROVES_FORWARDS and is_tried(torch.__version__)
+def is_on(switch: bool) -> bool:
+    """Tell whether what a switch of these is for may be done with this torch."""
+    return switch and is_tried(torch.__version__)

@@ -38,8 +38,6 @@ class DeviceTables:
     """The sum of the squares of each block's gradients, where these are added up first."""
     states: list[list[Tensor]]
     """For each bucket, one chunk for each of the rule's states."""
-    addresses: list[list[int]]
-    """Of the states' chunks: asking each would take longer than comparing."""
     status: Tensor
     """Address of the numbers that say which devices' gradients aren't finite, shape (1,)."""
     unread_status: Tensor
@@ -70,11 +68,11 @@ class DeviceTables:
     def adopt_states(self) -> None:
         """Bring states that the stock optimizer made, or that were loaded, to where the kernels find them."""
         for f, state in self.parts():
-            for name, chunk, begin in zip(self.rule.states, self.states[f.bucket], self.addresses[f.bucket]):
+            for name, chunk in zip(self.rule.states, self.states[f.bucket]):
                 kept = state.get(name)
                 if kept is None and id(f) in self.written:
                     chunk.narrow(0, f.piece.start, f.piece.numel).zero_()
-                elif kept is not None and kept.data_ptr() != begin + f.piece.start * chunk.element_size():
+                elif kept is not None and kept.data_ptr() != chunk.data_ptr() + f.piece.start * chunk.element_size():
                     state[name] = chunk.narrow(0, f.piece.start, f.piece.numel).copy_(kept)
             if state:
                 self.written.add(id(f))
@@ -154,7 +152,6 @@ def make_tables(
         lengths=torch.cat([block_lengths(plan, rank) for plan in plans]).to(device),
         squares=torch.zeros(num_blocks, dtype=torch.float32, device=device),
         states=states,
-        addresses=[[chunk.data_ptr() for chunk in chunks] for chunks in states],
         status=torch.tensor([status.data_ptr()], dtype=torch.int64, device=device),
         unread_status=torch.tensor([unread.data_ptr()], dtype=torch.int64, device=device),
         unread=unread,

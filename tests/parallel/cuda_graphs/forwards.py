@@ -54,7 +54,7 @@ def make_batches(num: int, rows: int = 12) -> list[tuple[Tensor, Tensor]]:
 def num_recordings(model: everygpu.DataParallel) -> int:
     engine = getattr(model._engine, "_recorded", model._engine)  # "auto" has one
     recorder = getattr(engine, "recorder", None)
-    return 0 if recorder is None else len(recorder._capture._recordings)
+    return 0 if recorder is None else len(recorder.capture._recordings)
 
 
 def loss_of(output: Any, y: Tensor) -> Tensor:

@@ -179,7 +179,7 @@ def train(make: Callable[[], nn.Module], used: list[torch.device], **options: An
 def products_of(model: Any) -> list[LinearCall]:
     """List the products that launches of the model's recording compute."""
     assert model._engine.recorder is not None
-    (found,) = model._engine.recorder._capture._recordings.values()
+    (found,) = model._engine.recorder.capture._recordings.values()
     return [x for _, x in everygpu.tree.leaves(found.recorded.outputs, "") if isinstance(x, LinearCall)]
 
 

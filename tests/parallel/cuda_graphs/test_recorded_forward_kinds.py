@@ -453,5 +453,5 @@ def test_an_output_that_others_were_computed_from(recording: Devices, uses_both:
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
     recorder = model._engine.recorder
     assert recorder is not None
-    assert recorder._capture._num_attempts <= 2
-    assert recorder._capture._num_launches > 2 * NUM_STEPS
+    assert recorder.capture._num_attempts <= 2
+    assert recorder.capture._num_launches > 2 * NUM_STEPS

@@ -34,7 +34,7 @@ def test_training_is_as_on_one_device(recording: Devices, name: str) -> None:
     expected = train_one_device(alone, used[0], 2 * NUM_STEPS)
     losses = train(model, 2 * NUM_STEPS)
     assert num_recordings(model) == 1
-    capture: Any = model._engine.recorder._capture
+    capture: Any = model._engine.recorder.capture
     assert capture._num_launches > NUM_STEPS
     torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4)
     for ours, theirs in zip(net.parameters(), alone.parameters()):

@@ -105,7 +105,7 @@ def test_parameters_are_those_of_the_step(either_way: Devices, make: Any) -> Non
     used = either_way(3)
     plain, ours = train(make, used, "threads"), train(make, used, "graphs")
     training.compare(ours, plain)
-    assert len(ours[0]._engine.recorder._capture._recordings) == 1
+    assert len(ours[0]._engine.recorder.capture._recordings) == 1
     assert all(type(t) in (Tensor, nn.Parameter) for t in KEPT)
     KEPT.clear()
 

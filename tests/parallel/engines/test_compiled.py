@@ -156,7 +156,7 @@ class TestSameAsThreads:
         torch.testing.assert_close(list(ours.parameters()), list(eager.parameters()), rtol=1e-4, atol=1e-5)
         assert apart
         if used[0].type == "cuda" and ours._engine.recorder is not None:
-            (found,) = ours._engine.recorder._capture._recordings.values()
+            (found,) = ours._engine.recorder.capture._recordings.values()
             assert any(slot.is_operand for slot in found.recorded.slots)
 
     def test_python_state_means_what_it_does_eagerly(self, devices, quick):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from everygpu import comm
+from everygpu.parallel import switches
 from everygpu.parallel.compiler.retarget import retarget
-from everygpu.parallel.switches import compiles_once
 from everygpu.torch_private.compiler import inductor_config, make_boxes, write_code
 
 
@@ -20,7 +20,7 @@ def unsupported_reason(compiled: Any, example_inputs: Sequence[Any]) -> str | No
         compiled: torch's ``CompiledFxGraph``, with the names it has in torch 2.11 to 2.13.
         example_inputs: What it was compiled for.
     """
-    if not compiles_once():
+    if not switches.is_on(switches.COMPILES_ONCE):
         return f"loading graphs for further GPUs is off, or not tried with torch {torch.__version__}"
     if not all(isinstance(x, Tensor | int | torch.SymInt) for x in example_inputs):
         return "a graph takes something else than tensors and numbers, such as a random generator"

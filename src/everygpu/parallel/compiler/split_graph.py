@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
+from everygpu.parallel import switches
 from everygpu.parallel.buckets.sizes import NUM_PIECES, PIECE_BYTES
 from everygpu.parallel.compiler.dynamo import inputs_of, is_written, value_of
-from everygpu.parallel.switches import splits_graphs
 from everygpu.torch_private.compiler import make_ddp_optimizer, tracing_context
 
 Backend = Callable[[Any, list[Any]], Callable[..., Any]]
@@ -43,7 +43,7 @@ def compile_pieces(graph: Any, example_inputs: list[Any], compile_piece: Backend
         example_inputs: The graph's.
         compile_piece: Compiles one.
     Returns:
-        What runs all pieces; None where the graph is small, or ``switches.splits_graphs`` is off.
+        What runs all pieces; None where the graph is small, or ``switches.SPLITS_GRAPHS`` is off.
     Raises:
         NotImplementedError: the graph is better left whole.
         Exception: torch's, where it can't be cut, or a piece can't be compiled.
@@ -52,7 +52,7 @@ def compile_pieces(graph: Any, example_inputs: list[Any], compile_piece: Backend
     """
     total = sum(p.nbytes for p in map(value_of, inputs_of(graph)) if _is_trained(p))
     limit = max(PIECE_BYTES, total // NUM_PIECES)
-    if total <= limit or not splits_graphs():
+    if total <= limit or not switches.is_on(switches.SPLITS_GRAPHS):
         return None
 
     def compile_checked(piece: Any, inputs: list[Any]) -> Callable[..., Any]:

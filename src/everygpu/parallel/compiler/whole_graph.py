@@ -180,7 +180,7 @@ def _traced_probe(module: nn.Module, probe: Tensor, args: tuple[Any, ...], kwarg
 
 
 def _prove(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, any_shapes: bool) -> _Proof | str:
-    if not switches.proves_forwards():
+    if not switches.is_on(switches.PROVES_FORWARDS):
         return f"proofs by Dynamo are switched off for torch {torch.__version__}"
     if any(is_compiled(m) for m in module.modules()):
         return "the module has been compiled by torch.compile already"

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from everygpu import tree
 from everygpu.comm.streams import current_stream
 from everygpu.keys import is_compiled
+from everygpu.parallel import switches
 from everygpu.parallel.compiler.dynamo import inputs_of, value_of
 from everygpu.parallel.cuda_graphs.deferred_tensor import (
     DeferredTensor,
@@ -28,7 +29,6 @@ from everygpu.parallel.cuda_graphs.deferred_tensor import (
     check_dropped,
     materialized,
 )
-from everygpu.parallel.switches import defers_linear
 from everygpu.torch_private.autograd import top_saved_tensor_hooks
 
 LEAST_BYTES = 32 * 2**20
@@ -219,9 +219,9 @@ def split_off(graph: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]] 
         graph: A ``torch.fx.GraphModule``, whose parameters are inputs.
     Returns:
         What puts it behind the compiled rest again, by ``linear``; None where the graph ends in something else, or
-        ``switches.defers_linear`` is off.
+        ``switches.DEFERS_LINEAR`` is off.
     """
-    if not defers_linear():
+    if not switches.is_on(switches.DEFERS_LINEAR):
         return None
     *nodes, output = graph.graph.nodes
     returned, last = list(output.args[0]), nodes[-1]

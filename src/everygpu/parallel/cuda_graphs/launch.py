@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from everygpu.parallel.engines.thread_state import Modes
 from everygpu.parallel.gather import Joiner
 from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.torch_private.autograd import are_batched, keeps_graph
+
+if TYPE_CHECKING:
+    from everygpu.parallel.cuda_graphs.recorded_forward import RecordedForward
 
 Leaves = list[list[list[Tensor]]]
 """For each bundle and device, what gradients are taken of."""
@@ -67,28 +70,6 @@ class RecordedPass:
     """That a launch does what the forward would do; None where the caller has said so."""
 
 
-class Owner(Protocol):
-    """What a launch asks of the ``RecordedForward`` that made it."""
-
-    def is_latest(self, use: Use) -> bool:
-        """Tell whether nothing was launched since."""
-
-    def note_pattern(self, used: set[int]) -> None:
-        """Have the next recording's backward begin at these outputs."""
-
-    def run_again(self, recorded: RecordedPass, generators: Sequence[Any], *, is_connected: bool = False) -> list[Slot]:
-        """Run the forward of a recording eagerly, from what a launch started from; its outputs have their graph.
-
-        Args:
-            recorded: What was launched.
-            generators: Their states before.
-            is_connected: The graph leads to the parameters, not to the recording's leaves.
-
-        Raises:
-            CaptureError: the module has changed since.
-        """
-
-
 class Launch:
     """A forward that was launched, and how it goes backward.
 
@@ -102,7 +83,7 @@ class Launch:
         generators: The random generators' states before.
     """
 
-    def __init__(self, owner: Owner, recorded: RecordedPass, generators: Sequence[Any]) -> None:
+    def __init__(self, owner: "RecordedForward", recorded: RecordedPass, generators: Sequence[Any]) -> None:
         self.recorded = recorded
         self.use = Use()
         self._owner = owner

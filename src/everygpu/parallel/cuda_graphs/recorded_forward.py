@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from everygpu import tree
 from everygpu.comm.streams import current_stream
 from everygpu.errors import CaptureError
+from everygpu.parallel import switches
 from everygpu.parallel.buckets.memory import Grads, Use
 from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof, ForwardProofs
 from everygpu.parallel.cuda_graphs.launch import Launch, Leaves, RecordedPass, reached
@@ -37,7 +38,6 @@ from everygpu.parallel.engines.scheduler import whole_forward
 from everygpu.parallel.replicas.replica_set import Leaves as Twins
 from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.parallel.scatter.split import ScatterSpec
-from everygpu.parallel.switches import defers_linear
 from everygpu.torch_private.autograd import is_transforming
 
 
@@ -91,7 +91,7 @@ class RecordedForward:
         self._sync: ParameterSync | None = None
         self._use: weakref.ref[Use] | None = None
         self._call = ReplicaCall(module, run)
-        self._may_defer = defers_linear()
+        self._may_defer = switches.is_on(switches.DEFERS_LINEAR)
         # Which outputs the last backward began at, and how often that has changed.
         self._used: set[int] = set()
         self._num_patterns = 0
@@ -99,7 +99,7 @@ class RecordedForward:
         self._generators: list[Any] = []  # their states before a launch
         # Nothing that this holds refers back to it: when a model is dropped, its memory is free at once.
         self._me = weakref.proxy(self)
-        self._capture: Capture[Outputs] = Capture(
+        self.capture: Capture[Outputs] = Capture(
             self._me,
             "DataParallel",
             route,
@@ -107,11 +107,7 @@ class RecordedForward:
             sends_frozen=proves,
             gives_up=proves,
         )
-
-    @property
-    def reason(self) -> str | None:
-        """Why no forward will be recorded any more, if so."""
-        return self._capture.reason
+        """Makes recordings, drops them, and says why no forward will be recorded any more, if so."""
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
         """Run a call by its recording, making one if it is time to; None where it has to run eagerly."""
@@ -119,11 +115,7 @@ class RecordedForward:
         is_recordable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not is_transforming()
         if not is_recordable or (use is not None and not use.is_over):
             return None
-        return self._capture.run((args, kwargs, ()))
-
-    def forget(self) -> bool:
-        """Drop all recordings, with their memory; tell whether there were any."""
-        return self._capture.forget()
+        return self.capture.run((args, kwargs, ()))
 
     def watch(self, outputs: list[Any]) -> None:
         """Note which outputs of an eager call are used: a recording's backward will begin at these.
@@ -197,7 +189,7 @@ class RecordedForward:
             needed=needed,
             batch=batch,
             replicas=self._replicas,
-            guards=self._capture.guards,
+            guards=self.capture.guards,
             rewind=prepared.rewind,
             has_deferred=self._call.has_deferred,
             proof=proof,
@@ -213,7 +205,7 @@ class RecordedForward:
 
     def begin(self, recorded: RecordedPass) -> bool:
         if recorded.proof is not None and not recorded.proof.holds():
-            self._capture.forget()
+            self.capture.forget()
             return False
         self._generators = recorded.rewind.generators()
         return True
@@ -249,10 +241,18 @@ class RecordedForward:
         return self._call.run(self._replicas, batch, *where, may_defer=self._may_defer)
 
     def run_again(self, recorded: RecordedPass, generators: Sequence[Any], *, is_connected: bool = False) -> list[Slot]:
-        """Run the forward of a recording eagerly, from what a launch started from; see ``Owner``."""
+        """Run the forward of a recording eagerly, from what a launch started from; its outputs have their graph.
+
+        Args:
+            recorded: What was launched.
+            generators: Their states before.
+            is_connected: The graph leads to the parameters, not to the recording's leaves.
+        Raises:
+            CaptureError: the module has changed since.
+        """
         replicas = recorded.replicas
         with recorded.rewind.rewound(generators), whole_forward():
-            if replicas.module is not self._module() or not self._capture.is_current(recorded.guards):
+            if replicas.module is not self._module() or not self.capture.is_current(recorded.guards):
                 raise CaptureError(
                     "DataParallel: going backward in a way that isn't recorded takes the module as it was in forward, "
                     "got another one, or with other attributes. Pass engine='threads'."
@@ -271,7 +271,7 @@ class RecordedForward:
         """
         if self._differentiated_again:
             raise CaptureError("gradients are differentiated again (create_graph=True), which a recording can't do")
-        proof = self._proofs.find(self.roots()[0], batch.read(), self._route, is_first=not self._capture.has_recordings)
+        proof = self._proofs.find(self.roots()[0], batch.read(), self._route, is_first=not self.capture.has_recordings)
         if isinstance(proof, str):
             raise CaptureError(proof)
         return proof

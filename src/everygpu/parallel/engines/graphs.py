@@ -48,7 +48,7 @@ class RecordedReplicas(Engine):
         outputs = None if self.recorder is None else self.recorder.run(args, kwargs)
         self._was_launched = outputs is not None
         if self._proves and self.recorder is not None:
-            self.reason = self.recorder.reason
+            self.reason = self.recorder.capture.reason
         return outputs
 
     @property
@@ -72,7 +72,7 @@ class RecordedReplicas(Engine):
 
     def forget(self) -> bool:
         """Drop all recordings, with their memory; tell whether there were any."""
-        return self.recorder is not None and self.recorder.forget()
+        return self.recorder is not None and self.recorder.capture.forget()
 
     def close(self) -> None:
         """End the other engine's threads."""
