@@ -22,6 +22,7 @@ from everygpu.parallel.engines.processes import child, helper_process
 from everygpu.parallel.engines.processes.child import HelperChild
 from everygpu.parallel.engines.processes.connection import connected
 from everygpu.parallel.engines.processes.ends import describe_end
+from everygpu.progress import progress
 from tests.parallel.engines.processes.pool import PooledHelper
 
 SHARED = Path("/dev/shm")
@@ -352,6 +353,20 @@ def test_starts_and_ends_leave_nothing(monkeypatch):
     for _ in range(200):
         HelperChild("a test", CPU).end()
     gc.collect()  # what is left, the fixtures of all tests find
+
+
+def test_a_helper_that_has_ended_before_its_watch_is_started_is_forgotten(monkeypatch):
+    command(monkeypatch, "true")
+    start = threading.Thread.start
+
+    def start_and_see_out(thread):
+        start(thread)
+        thread.join()
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_see_out)
+    child = HelperChild("a test", CPU)
+    assert child.pid not in progress().helpers
+    child.end()
 
 
 @pytest.mark.parametrize(

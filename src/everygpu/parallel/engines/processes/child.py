@@ -54,9 +54,10 @@ class HelperChild:
             self._process, self.connection = self._start()
             undo.callback(self._process.wait)
             undo.callback(self._process.kill)
+            progress().helpers[self.pid] = Helper(name, self._kill)  # before the watch, which takes it away again
+            undo.callback(progress().helpers.pop, self.pid, None)
             self._watch = threading.Thread(target=self._wait, name="everygpu-helper-watch", daemon=True)
             self._watch.start()
-            progress().helpers[self.pid] = Helper(name, self._kill)
             undo.pop_all()
 
     @property
