@@ -1,5 +1,6 @@
 """What a manager is called with: names of metrics, and objects that are called as its own arguments."""
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 import everygpu
 from everygpu import CheckpointManager
-from everygpu.errors import OptionError
+from everygpu.errors import CheckpointContentError, OptionError
 
 
 @pytest.mark.parametrize("keep_best", [["acc"], "acc", {"acc"}])
@@ -45,6 +46,15 @@ def test_saves_that_never_have_the_metric_are_warned_of_once(tmp_path: Path, cap
         f"save: 5 saves to {tmp_path} had no metric of keep_best, 'acc', so no best checkpoint is kept. "
         f"Pass metrics={{'acc': …}} to save."
     ]
+
+
+@pytest.mark.parametrize("name", ["keep", "every", "keep_best", "asynchronous", "signals"])
+def test_what_a_manager_is_made_with_is_no_extra_of_a_save(tmp_path: Path, name: str) -> None:
+    assert name in signature(CheckpointManager).parameters
+    options: Any = {name: 1}
+    with pytest.raises(CheckpointContentError, match=f"options, got '{name}'"):
+        CheckpointManager(tmp_path / "run").save(1, **options)
+    assert not (tmp_path / "run" / "step-00000001").exists()
 
 
 class Step:

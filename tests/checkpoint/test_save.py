@@ -260,6 +260,8 @@ def test_savers_of_one_path_never_mix(tmp_path: Path) -> None:
         ({"model": nn.Linear(1, 1, device="meta")}, "meta device"),
         ({"strict": 1}, "must not be those of load's options, got 'strict'"),
         ({"rng": 1}, "'rng'"),
+        ({"asynchronous": True}, r"CheckpointManager's options, got 'asynchronous'\. Write .*asynchronous="),
+        ({"keep": 3, "every": 2}, "got 'every'"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, str) else "",
 )

@@ -31,6 +31,9 @@ from everygpu.ranks.membership import is_main
 LOAD_OPTIONS = frozenset({"strict", "match", "prefix", "ignore_mismatched", "rng", "map_location", "verify"})
 """Names that `everygpu.load` takes for itself."""
 
+MANAGER_OPTIONS = frozenset({"keep", "every", "keep_best", "asynchronous", "signals"})
+"""Names that `CheckpointManager` takes when it is made. As extras they would be stored, and do nothing."""
+
 _FILE_SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors"})
 """Ends of names by which other programs expect a file."""
 
@@ -79,7 +82,8 @@ def save(
         The path. A warning says that it is a directory where it ends as a file does: ``.pt``, ``.pth``, ``.ckpt``,
         ``.bin``, ``.safetensors``.
     Raises:
-        CheckpointContentError: a value has no place in a checkpoint; nothing was written.
+        CheckpointContentError: a value has no place in a checkpoint, or an extra has the name of an option of `load` or
+            `CheckpointManager`; nothing was written.
         CheckpointForeignError: something else than a checkpoint is at the path, or it is the working directory; it is
             left alone.
         OptionError: the path is none, or empty; or there is nothing to save.
@@ -201,6 +205,12 @@ def _check_sources(model: object, trained_by: Mapping[str, object], extras: Mapp
     if taken:
         raise CheckpointContentError(
             f"save: names of extras must not be those of load's options, got {min(taken)!r}. Choose another name."
+        )
+    options = MANAGER_OPTIONS & extras.keys()
+    if options:
+        raise CheckpointContentError(
+            f"save: names of extras must not be those of CheckpointManager's options, got {min(options)!r}. Write "
+            f"CheckpointManager(directory, {min(options)}=…), or choose another name."
         )
     if model is not None:
         require_kind(model, "model", "a torch.nn.Module", "save", "module")
