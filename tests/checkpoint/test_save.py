@@ -34,6 +34,18 @@ def test_it_returns_the_path_as_given(tmp_path: Path, monkeypatch: pytest.Monkey
     assert everygpu.load(Path("runs/last")) == {"epoch": 1}
 
 
+def test_a_tilde_is_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for variable in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(variable, str(tmp_path / "home"))
+    assert everygpu.save("~/last", epoch=1) == tmp_path / "home" / "last"
+    assert everygpu.load(Path("~/last")) == {"epoch": 1}
+    assert everygpu.CheckpointManager("~/run").save(7, epoch=2) == tmp_path / "home" / "run" / "step-00000007"
+    assert everygpu.load("~/run") == {"epoch": 2, "step": 7}
+    assert not names_in(tmp_path / "here")
+
+
 def test_only_the_parts_passed_are_written(tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -215,6 +227,8 @@ def test_what_names_no_directory_is_refused(tmp_path: Path, monkeypatch: pytest.
         everygpu.save(path, epoch=1)
     with pytest.raises(OptionError, match="CheckpointManager: the path must be"):
         everygpu.CheckpointManager(path)
+    with pytest.raises(OptionError, match="load: the path must be"):
+        everygpu.load(path)
     assert not names_in(tmp_path)
 
 

@@ -70,7 +70,7 @@ def save(
     under ``if everygpu.is_main()``, nothing waits. What differs by rank has to be gathered first.
 
     Args:
-        path: The directory, new or an earlier checkpoint; symbolic links to it are followed.
+        path: The directory, new or an earlier checkpoint; ``~`` is the home, symbolic links to it are followed.
         model: A module, bare or wrapped. Names are stored without the prefixes of wrappers, tied
             tensors once.
         optimizer: Any object with state_dict and load_state_dict.

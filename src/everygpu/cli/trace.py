@@ -13,6 +13,7 @@ import click
 
 from everygpu.cli.misplaced import note_misplaced
 from everygpu.cli.output import Output
+from everygpu.cli.paths import UserPath
 from everygpu.cli.script import run_module, run_script
 from everygpu.cli.text import harmless
 from everygpu.errors import OptionError
@@ -51,7 +52,7 @@ _LOSSES = {
 )
 @click.option(
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=UserPath(path_type=Path, dir_okay=False),
     default=Path("trace.json.gz"),
     show_default=True,
     help="Where the trace goes: .json, or .json.gz; a file that is there is replaced.",
