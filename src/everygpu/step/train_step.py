@@ -185,7 +185,7 @@ class TrainStep:
         """Run the model and the loss in eval mode, without gradients; arguments as for a call.
 
         Returns:
-            The loss of all ranks' batches, shape (), and the model's output.
+            The loss of all ranks' batches, so every rank calls it, shape (), and the model's output.
         """
         self._strategy.prepare()
         with evaluating(self.model), torch.no_grad():
