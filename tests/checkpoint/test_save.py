@@ -1,5 +1,6 @@
 """Saving: what is on the disk, that failures leave the old checkpoint, and what is refused."""
 
+import errno
 import json
 import os
 import stat
@@ -163,14 +164,20 @@ def save_failing_at(call: int, where: Any, name: str, error: BaseException, path
     return None
 
 
-def test_a_full_disk_in_the_middle_of_a_tensor_is_a_typed_error(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(errno.ENOSPC, "No space left.*; make room"), (errno.EMFILE, "Too many open files.*; close files.*ulimit -n")],
+)
+def test_what_the_system_refuses_in_the_middle_of_a_tensor_is_a_typed_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, said: str
+) -> None:
     everygpu.save(tmp_path / "ckpt", epoch=1)
 
-    def fill(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
+    def fail(*args: Any) -> None:
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(tensors_module, "_write_elements", fill)
-    with pytest.raises(CheckpointError, match=r"save: .*ckpt must be writable, got .*No space left"):
+    monkeypatch.setattr(tensors_module, "_write_elements", fail)
+    with pytest.raises(CheckpointError, match=rf"save: .*ckpt must be writable, got .*{said}"):
         everygpu.save(tmp_path / "ckpt", model=Net())
     assert everygpu.load(tmp_path / "ckpt") == {"epoch": 1}
     assert names_in(tmp_path) == {"ckpt"}

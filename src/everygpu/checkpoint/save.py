@@ -25,7 +25,8 @@ from everygpu.checkpoint.rng import take_rng_states
 from everygpu.checkpoint.states import kind_of, require_kind, require_names, take_state
 from everygpu.checkpoint.tensors import write_tensors
 from everygpu.checkpoint.trainers import class_name
-from everygpu.errors import CheckpointContentError, CheckpointError, OptionError
+from everygpu.checkpoint.writable import must_be_writable
+from everygpu.errors import CheckpointContentError, OptionError
 from everygpu.ranks.membership import is_main
 
 LOAD_OPTIONS = frozenset({"strict", "match", "prefix", "ignore_mismatched", "rng", "map_location", "verify"})
@@ -185,18 +186,10 @@ def write_checkpoint(
     Raises:
         CheckpointError: as `save` describes.
     """
-    try:
-        with new_directory(resolve_target(path)) as directory:
-            _write(directory, taken, place, check)
-            check()
-            make_way()
-    except CheckpointError:
-        raise
-    except OSError as cause:
-        raise CheckpointError(
-            f"save: {path} must be writable, got {cause}. What was there before is untouched; make room or "
-            f"choose another place."
-        ) from cause
+    with must_be_writable(path, "save"), new_directory(resolve_target(path)) as directory:
+        _write(directory, taken, place, check)
+        check()
+        make_way()
     return path
 
 
