@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import everygpu
-from everygpu import CheckpointManager
+from everygpu import CheckpointManager, Meter
 from everygpu.errors import CheckpointContentError, OptionError
 
 
@@ -15,6 +15,13 @@ from everygpu.errors import CheckpointContentError, OptionError
 def test_keep_best_is_a_dict(tmp_path: Path, keep_best: Any) -> None:
     with pytest.raises(OptionError, match=r"keep_best must be a dict.*acc.*\{'accuracy': 'max'\}"):
         CheckpointManager(tmp_path, keep_best=keep_best)
+
+
+@pytest.mark.parametrize("metrics", [[1], 0, Meter(), {"loss"}], ids=repr)
+def test_metrics_are_a_dict(tmp_path: Path, metrics: Any) -> None:
+    with pytest.raises(OptionError, match=r"metrics must be a dict of numbers.*got .*\{'accuracy': 0.9\}"):
+        CheckpointManager(tmp_path / "run").save(1, metrics=metrics)
+    assert not (tmp_path / "run" / "step-00000001").exists()
 
 
 def test_a_misspelt_metric_is_an_error_that_names_both(tmp_path: Path) -> None:
