@@ -35,7 +35,7 @@ from everygpu.step.replica_check import make_check
 from everygpu.step.stats import Evaluation, StepStats, Stopwatch
 from everygpu.step.update import LossScale
 from everygpu.step.updater import Updater
-from everygpu.step.weights import BatchWeights, Weight
+from everygpu.step.weights import BatchWeights
 
 logger = logging.getLogger("everygpu")
 
@@ -72,8 +72,8 @@ class TrainStep:
             left out on the devices, which nothing waits for; a log line names the device and the first module with
             such values, and ten in a row end the run with exit code 5. ``"raise"``: it is left out, and a call soon
             after raises. ``"ignore"``: nothing looks for it.
-        weight: Called as the step is, returns how much the batch counts among those of an update and of all ranks: what
-            the loss is the mean of, such as the number of tokens that aren't ignored; the batch's rows when left out.
+        weight: Called with the batch's inputs and targets, for ``step((x, mask), y)`` as weight(x, mask, y), returns
+            how much it counts in an update, of all ranks: such as its tokens that aren't ignored; else its rows count.
         check_every: Before every so many updates, compare all replicas' and ranks' parameters bit by bit: where one
             has other bits than most, it is mended from them, with a warning; see "Flipped bits" in docs/reliability.md.
     Raises:
@@ -98,7 +98,7 @@ class TrainStep:
         compile: bool = False,
         capture: bool | str = "auto",
         on_nonfinite: str = "skip",
-        weight: Weight | None = None,
+        weight: Callable[..., float | Tensor] | None = None,
         check_every: int | None = None,
     ) -> None:
         check_options(loss, precision, accumulate, clip_norm, on_nonfinite, weight, check_every)
