@@ -1,19 +1,27 @@
 """What a manager is called with: names of metrics, and objects that are called as its own arguments."""
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import everygpu
-from everygpu import CheckpointManager
-from everygpu.errors import OptionError
+from everygpu import CheckpointManager, Meter
+from everygpu.errors import CheckpointContentError, OptionError
 
 
 @pytest.mark.parametrize("keep_best", [["acc"], "acc", {"acc"}])
 def test_keep_best_is_a_dict(tmp_path: Path, keep_best: Any) -> None:
     with pytest.raises(OptionError, match=r"keep_best must be a dict.*acc.*\{'accuracy': 'max'\}"):
         CheckpointManager(tmp_path, keep_best=keep_best)
+
+
+@pytest.mark.parametrize("metrics", [[1], 0, Meter(), {"loss"}], ids=repr)
+def test_metrics_are_a_dict(tmp_path: Path, metrics: Any) -> None:
+    with pytest.raises(OptionError, match=r"metrics must be a dict of numbers.*got .*\{'accuracy': 0.9\}"):
+        CheckpointManager(tmp_path / "run").save(1, metrics=metrics)
+    assert not (tmp_path / "run" / "step-00000001").exists()
 
 
 def test_a_misspelt_metric_is_an_error_that_names_both(tmp_path: Path) -> None:
@@ -45,6 +53,15 @@ def test_saves_that_never_have_the_metric_are_warned_of_once(tmp_path: Path, cap
         f"save: 5 saves to {tmp_path} had no metric of keep_best, 'acc', so no best checkpoint is kept. "
         f"Pass metrics={{'acc': …}} to save."
     ]
+
+
+@pytest.mark.parametrize("name", ["keep", "every", "keep_best", "asynchronous", "signals"])
+def test_what_a_manager_is_made_with_is_no_extra_of_a_save(tmp_path: Path, name: str) -> None:
+    assert name in signature(CheckpointManager).parameters
+    options: Any = {name: 1}
+    with pytest.raises(CheckpointContentError, match=f"options, got '{name}'"):
+        CheckpointManager(tmp_path / "run").save(1, **options)
+    assert not (tmp_path / "run" / "step-00000001").exists()
 
 
 class Step:

@@ -1,5 +1,6 @@
 """Saving: what is on the disk, that failures leave the old checkpoint, and what is refused."""
 
+import errno
 import json
 import os
 import stat
@@ -32,6 +33,18 @@ def test_it_returns_the_path_as_given(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     assert everygpu.save("runs/last", epoch=1) == Path("runs/last")
     assert everygpu.load(Path("runs/last")) == {"epoch": 1}
+
+
+def test_a_tilde_is_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for variable in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(variable, str(tmp_path / "home"))
+    assert everygpu.save("~/last", epoch=1) == tmp_path / "home" / "last"
+    assert everygpu.load(Path("~/last")) == {"epoch": 1}
+    assert everygpu.CheckpointManager("~/run").save(7, epoch=2) == tmp_path / "home" / "run" / "step-00000007"
+    assert everygpu.load("~/run") == {"epoch": 2, "step": 7}
+    assert not names_in(tmp_path / "here")
 
 
 def test_only_the_parts_passed_are_written(tmp_path: Path) -> None:
@@ -151,14 +164,20 @@ def save_failing_at(call: int, where: Any, name: str, error: BaseException, path
     return None
 
 
-def test_a_full_disk_in_the_middle_of_a_tensor_is_a_typed_error(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(errno.ENOSPC, "No space left.*; make room"), (errno.EMFILE, "Too many open files.*; close files.*ulimit -n")],
+)
+def test_what_the_system_refuses_in_the_middle_of_a_tensor_is_a_typed_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, said: str
+) -> None:
     everygpu.save(tmp_path / "ckpt", epoch=1)
 
-    def fill(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
+    def fail(*args: Any) -> None:
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(tensors_module, "_write_elements", fill)
-    with pytest.raises(CheckpointError, match=r"save: .*ckpt must be writable, got .*No space left"):
+    monkeypatch.setattr(tensors_module, "_write_elements", fail)
+    with pytest.raises(CheckpointError, match=rf"save: .*ckpt must be writable, got .*{said}"):
         everygpu.save(tmp_path / "ckpt", model=Net())
     assert everygpu.load(tmp_path / "ckpt") == {"epoch": 1}
     assert names_in(tmp_path) == {"ckpt"}
@@ -215,6 +234,8 @@ def test_what_names_no_directory_is_refused(tmp_path: Path, monkeypatch: pytest.
         everygpu.save(path, epoch=1)
     with pytest.raises(OptionError, match="CheckpointManager: the path must be"):
         everygpu.CheckpointManager(path)
+    with pytest.raises(OptionError, match="load: the path must be"):
+        everygpu.load(path)
     assert not names_in(tmp_path)
 
 
@@ -260,6 +281,8 @@ def test_savers_of_one_path_never_mix(tmp_path: Path) -> None:
         ({"model": nn.Linear(1, 1, device="meta")}, "meta device"),
         ({"strict": 1}, "must not be those of load's options, got 'strict'"),
         ({"rng": 1}, "'rng'"),
+        ({"asynchronous": True}, r"CheckpointManager's options, got 'asynchronous'\. Write .*asynchronous="),
+        ({"keep": 3, "every": 2}, "got 'every'"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, str) else "",
 )

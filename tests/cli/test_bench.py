@@ -156,11 +156,13 @@ def test_an_interrupt_keeps_what_was_measured(outcomes, monkeypatch, tmp_path):
     assert [row["peer"] for row in json.loads(result.read_text())["rows"]] == ["single"]
 
 
-def test_a_report_of_rows_that_were_measured_before(outcomes, tmp_path):
+def test_a_report_of_rows_that_were_measured_before(outcomes, tmp_path, monkeypatch):
+    for variable in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(variable, str(tmp_path))
     asked = outcomes({"single": FIGURES})
     first, again = tmp_path / "first.html", tmp_path / "again.html"
     invoke("--peer", "single", "--json", str(tmp_path / "rows.json"), "--report", str(first))
-    done = invoke("--from-json", str(tmp_path / "rows.json"), "--report", str(again))
+    done = invoke("--from-json=~/rows.json", "--report=~/again.html")  # a shell leaves them as they are
     assert (done.exit_code, len(asked)) == (0, 1)
     assert first.read_text() == again.read_text()
     assert "<svg" in first.read_text()

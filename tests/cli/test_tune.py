@@ -231,7 +231,7 @@ class TestCommand:
         """Pretend that 37 rows fit, and note what is tried."""
         tried = []
 
-        def try_rows(num_rows, script, args, which, headroom):
+        def try_rows(num_rows, script, args, which, headroom, is_module):
             tried.append(num_rows)
             return {"num_rows": num_rows or 8, "fits": num_rows <= 37, "peak_bytes": (num_rows or 8) * 2**20}
 
@@ -272,6 +272,22 @@ class TestCommand:
         monkeypatch.setattr(tune, "try_rows", lambda *args: trial)
         done = self.invoke("--batch-size", script(TRAIN))
         assert ("tune: the script's saves are left out." in done.stdout) == are_left_out
+
+    def test_a_module(self, script, tmp_path, monkeypatch):
+        def run(command, **options):
+            done = CliRunner().invoke(main, command[command.index("tune") :], catch_exceptions=False)
+            return subprocess.CompletedProcess(command, done.exit_code, done.stdout, done.stderr)
+
+        Path(script(TRAIN)).rename(tmp_path / "tuned_module.py")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(subprocess, "run", run)
+        done = self.invoke("--batch-size", "-m", "tuned_module", "--lr", "3")
+        assert "batches of 20 rows fit; now 8." in done.stdout
+        assert "begin --lr 3\n" in done.stdout
+
+    @pytest.mark.parametrize(("name", "todo"), [("nowhere.py", "For a module, write -m."), ("-", "write it to a file")])
+    def test_a_script_that_is_not_there(self, name, todo):
+        assert todo in self.invoke(name, code=2).stderr
 
     def test_a_loader_without_batches(self, script, monkeypatch):
         def run(command, **options):

@@ -43,6 +43,17 @@ def test_an_old_graph_notices_the_update(devices: Devices) -> None:
         old.backward()
 
 
+class Masked(nn.Module):
+    """A network beside an input that it leaves alone."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+
 # Failures.
 
 
@@ -281,6 +292,44 @@ def test_a_models_own_loss_is_not_weighed_where_rows_are_unknown() -> None:
     everygpu.TrainStep(
         everygpu.DataParallel(alone, ["cpu"], gather="joined"), None, OPTIMIZERS["SGD"](alone.parameters())
     )
+
+
+WRONG_WEIGHTS: list[tuple[Any, str]] = [
+    (lambda x, y: 1, r"weight\(Tensor, Tensor, Tensor\), got \(x, y\): too many positional.*lambda x, mask, y"),
+    (lambda x, mask, y, z: 1, "missing a required argument: 'z'"),
+    (lambda *batch: None, "one number, got NoneType"),
+    (lambda *batch: batch[2] != 0, r"one number, got a tensor of shape \(\d+,\)"),
+]
+
+
+@pytest.mark.parametrize(("weight", "said"), WRONG_WEIGHTS)
+def test_a_weight_that_takes_other_arguments_or_returns_no_number_is_named(weight: Any, said: str) -> None:
+    net = Net()
+    masked = everygpu.DataParallel(Masked(net), ["cpu"] * 2)
+    step = everygpu.TrainStep(masked, F.cross_entropy, OPTIMIZERS["SGD"](net.parameters()), accumulate=2, weight=weight)
+    x, y = next(batches(1))
+    with pytest.raises(OptionError, match=rf"TrainStep: weight must .*{said}"):
+        step((x, torch.ones(len(x))), y)
+
+
+def test_a_weight_gets_inputs_and_targets_and_its_own_error_stays() -> None:
+    found: list[Any] = []
+
+    def weight(y: Tensor, *, x: Tensor, mask: Tensor) -> Tensor:
+        found.append((x, mask, y))
+        if len(found) == 2:
+            raise TypeError("mine")
+        return mask.sum(0, keepdim=True)
+
+    net = Net()
+    masked = everygpu.DataParallel(Masked(net), ["cpu"] * 2)
+    step = everygpu.TrainStep(masked, F.cross_entropy, OPTIMIZERS["SGD"](net.parameters()), accumulate=2, weight=weight)
+    x, y = next(batches(1))
+    mask = torch.ones(len(x))
+    step({"x": x, "mask": mask}, y)
+    assert all(given is own for given, own in zip(found[0], (x, mask, y)))
+    with pytest.raises(TypeError, match=r"^mine$"):
+        step({"x": x, "mask": mask}, y)
 
 
 def test_a_weight_that_only_the_model_has_is_not_passed_over() -> None:

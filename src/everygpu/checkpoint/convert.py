@@ -24,10 +24,10 @@ from everygpu.checkpoint.save import save
 from everygpu.checkpoint.states import Kind
 from everygpu.checkpoint.tensors import memory_of
 from everygpu.checkpoint.trainers import SavedState
+from everygpu.checkpoint.writable import must_be_writable
 from everygpu.errors import (
     CheckpointContentError,
     CheckpointDamagedError,
-    CheckpointError,
     CheckpointForeignError,
     OptionError,
 )
@@ -96,16 +96,8 @@ def convert(
     new_name = _renamer(model, strip_prefix, add_prefix)
     model = _cast(rename(model, new_name), dtype)
     versions = {new_name(f"{path}.".lstrip(".")).rstrip("."): about for path, about in contents.versions.items()}
-    try:
-        with writing(_count_bytes(contents, model, target)):
-            left_out = _write(destination, target, contents, model, versions)
-    except CheckpointError:
-        raise
-    except OSError as cause:
-        raise CheckpointError(
-            f"convert: {destination} must be writable, got {cause}. What was there before is untouched; make room or "
-            f"choose another place."
-        ) from cause
+    with must_be_writable(destination, "convert"), writing(_count_bytes(contents, model, target)):
+        left_out = _write(destination, target, contents, model, versions)
     num_tensors = sum(isinstance(value, Tensor) for value in model.values())
     return Outcome(target=target, num_tensors=num_tensors, left_out=tuple(left_out), notes=contents.notes)
 

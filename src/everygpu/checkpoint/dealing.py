@@ -136,7 +136,7 @@ class Dealing:
             raise RankError(
                 "ranks: every rank must draw the same order from the same data, got different first batches or numbers "
                 "of batches. Seed the sampler alike on all ranks, or pass sharded=True if each rank has data of its "
-                "own."
+                "own. What one rank does alone, such as validating, iterates the DataLoader itself."
             )
 
     def _share(self, num_rows: int) -> slice:

@@ -61,7 +61,7 @@ def resolve_target(path: Path) -> Path:
 
 
 def as_path(path: str | os.PathLike[str], caller: str) -> Path:
-    """Turn what the caller was given into a path.
+    """Turn what the caller was given into a path; ``~`` at its begin is the home, as a shell has it.
 
     Raises:
         OptionError: it is none, or empty.
@@ -72,7 +72,7 @@ def as_path(path: str | os.PathLike[str], caller: str) -> Path:
             f"{caller}: the path must be a str or Path that names a directory, got {path!r}. "
             f"Pass for instance 'checkpoints/last'."
         )
-    return Path(text)
+    return Path(os.path.expanduser(text))
 
 
 @contextmanager

@@ -38,9 +38,9 @@ class KeptMetrics:
             metrics: As `CheckpointManager.save` takes them.
             is_resumed: Whether the run goes on from another one.
         Raises:
-            OptionError: one is no number; or all have names that ``keep_best`` doesn't.
+            OptionError: they are no dict; one is no number; or all have names that ``keep_best`` doesn't.
         """
-        numbers = finite_numbers(metrics or {})
+        numbers = finite_numbers({} if metrics is None else metrics)
         if self._num_without is None or (metrics and self._keep_best.keys() & metrics.keys()):
             self._num_without = None
             return numbers

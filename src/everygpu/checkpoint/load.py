@@ -8,6 +8,7 @@ from typing import Any, NoReturn, get_args
 
 import torch
 
+from everygpu.checkpoint.directory import as_path
 from everygpu.checkpoint.foreign import is_foreign, read_parts
 from everygpu.checkpoint.modules import Fit, Match
 from everygpu.checkpoint.read import Contents, Part, read_contents
@@ -69,7 +70,8 @@ def load(
             part was not saved.
         CheckpointContentError: a target can't be loaded into.
         DeviceError: map_location is no device.
-        OptionError: match is neither of the two; or nothing is asked for, and there are no extras to return.
+        OptionError: match is neither of the two; the path is none, or empty; or nothing is asked for, and there are
+            no extras to return.
     Source:
         ``torch.load(weights_only=True)`` and ``Module.load_state_dict``, which changes tensors before it has checked
         all of them.
@@ -81,10 +83,11 @@ def load(
     _check_match(match)
     fit = Fit(strict=strict, match=match, prefix=prefix, ignore_mismatched=ignore_mismatched)
     device = _parse_device(map_location)
-    if is_foreign(Path(path)):
-        contents = _read_foreign(Path(path), targets, extras, device, prefix)
+    where = as_path(path, "load")
+    if is_foreign(where):
+        contents = _read_foreign(where, targets, extras, device, prefix)
     else:
-        contents = read_contents(Path(path), targets, device, verify)
+        contents = read_contents(where, targets, device, verify)
     plans = _plan_all(contents, targets, extras, fit)
     if rng:
         plans.append(_plan_rng(contents, path))

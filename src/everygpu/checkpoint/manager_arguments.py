@@ -11,7 +11,17 @@ from everygpu.checkpoint.run_directory import Mode
 from everygpu.errors import OptionError
 
 
-def finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def finite_numbers(metrics: Any) -> dict[str, float]:
+    """Return the metrics that are finite.
+
+    Raises:
+        OptionError: they are no dict, or one is no number.
+    """
+    if not isinstance(metrics, Mapping):
+        raise OptionError(
+            f"save: metrics must be a dict of numbers by name, got {brief(metrics)}. "
+            f"Pass for instance metrics={{'accuracy': 0.9}}."
+        )
     numbers = {str(name): _number(name, value) for name, value in metrics.items()}
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
 

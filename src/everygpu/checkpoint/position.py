@@ -65,9 +65,9 @@ class ResumableLoader:
                 train(x, y)
                 checkpoints.save(step, model=model, optimizer=optimizer, data=data)
 
-    The order of the samples stays the same when the number of workers or replicas changes. What workers draw
-    at random, as augmentations, does not: their random states are their own. An IterableDataset can't be
-    skipped through, so the batches that were used are fetched again and dropped.
+    The order of the samples stays the same when the number of workers or replicas changes, not when
+    ``persistent_workers`` does, nor what workers draw at random, as augmentations: their random states are their own.
+    An IterableDataset can't be skipped through, so the batches that were used are fetched again and dropped.
 
     A `Feeder` over it fetches ahead and says which batches it has handed out: only these count. The position is
     that of the pass that was begun last.

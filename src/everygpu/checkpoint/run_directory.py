@@ -12,6 +12,7 @@ from everygpu.checkpoint.directory import find_replaced, is_real_directory, remo
 from everygpu.checkpoint.foreign.formats import is_native
 from everygpu.checkpoint.lock import hold_lock
 from everygpu.checkpoint.manifest import MANIFEST_FILE, Place, check_files, read_manifest
+from everygpu.checkpoint.writable import must_be_writable
 from everygpu.errors import CheckpointError, CheckpointForeignError
 
 _Stamp: TypeAlias = frozenset[tuple[str, int, int, int]]
@@ -138,19 +139,12 @@ def sole_saver(directory: Path) -> Iterator[None]:
             f"save: a CheckpointManager's directory must not be a checkpoint itself, got {directory}. "
             f"Choose another one, for instance {directory.with_name(directory.name + '-run')}."
         )
-    try:
+    with must_be_writable(directory, "save"):
         directory.mkdir(parents=True, exist_ok=True)
         with hold_lock(directory / ".lock") as is_alone:
             if is_alone:
                 remove_leftovers(directory, _NAME)
             yield
-    except CheckpointError:
-        raise
-    except OSError as cause:
-        raise CheckpointError(
-            f"save: {directory} must be a writable directory, got {cause}. What was saved before is "
-            f"untouched; make room or choose another place."
-        ) from cause
 
 
 def _best_first(saved: Collection[Saved], metric: str, mode: Mode) -> list[Saved]:

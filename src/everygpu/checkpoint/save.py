@@ -25,11 +25,15 @@ from everygpu.checkpoint.rng import take_rng_states
 from everygpu.checkpoint.states import kind_of, require_kind, require_names, take_state
 from everygpu.checkpoint.tensors import write_tensors
 from everygpu.checkpoint.trainers import class_name
-from everygpu.errors import CheckpointContentError, CheckpointError, OptionError
+from everygpu.checkpoint.writable import must_be_writable
+from everygpu.errors import CheckpointContentError, OptionError
 from everygpu.ranks.membership import is_main
 
 LOAD_OPTIONS = frozenset({"strict", "match", "prefix", "ignore_mismatched", "rng", "map_location", "verify"})
 """Names that `everygpu.load` takes for itself."""
+
+MANAGER_OPTIONS = frozenset({"keep", "every", "keep_best", "asynchronous", "signals"})
+"""Names that `CheckpointManager` takes when it is made. As extras they would be stored, and do nothing."""
 
 _FILE_SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors"})
 """Ends of names by which other programs expect a file."""
@@ -67,7 +71,7 @@ def save(
     under ``if everygpu.is_main()``, nothing waits. What differs by rank has to be gathered first.
 
     Args:
-        path: The directory, new or an earlier checkpoint; symbolic links to it are followed.
+        path: The directory, new or an earlier checkpoint; ``~`` is the home, symbolic links to it are followed.
         model: A module, bare or wrapped. Names are stored without the prefixes of wrappers, tied
             tensors once.
         optimizer: Any object with state_dict and load_state_dict.
@@ -79,7 +83,8 @@ def save(
         The path. A warning says that it is a directory where it ends as a file does: ``.pt``, ``.pth``, ``.ckpt``,
         ``.bin``, ``.safetensors``.
     Raises:
-        CheckpointContentError: a value has no place in a checkpoint; nothing was written.
+        CheckpointContentError: a value has no place in a checkpoint, or an extra has the name of an option of `load` or
+            `CheckpointManager`; nothing was written.
         CheckpointForeignError: something else than a checkpoint is at the path, or it is the working directory; it is
             left alone.
         OptionError: the path is none, or empty; or there is nothing to save.
@@ -179,18 +184,10 @@ def write_checkpoint(
     Raises:
         CheckpointError: as `save` describes.
     """
-    try:
-        with new_directory(resolve_target(path)) as directory:
-            _write(directory, taken, place, check)
-            check()
-            make_way()
-    except CheckpointError:
-        raise
-    except OSError as cause:
-        raise CheckpointError(
-            f"save: {path} must be writable, got {cause}. What was there before is untouched; make room or "
-            f"choose another place."
-        ) from cause
+    with must_be_writable(path, "save"), new_directory(resolve_target(path)) as directory:
+        _write(directory, taken, place, check)
+        check()
+        make_way()
     return path
 
 
@@ -199,6 +196,12 @@ def _check_sources(model: object, trained_by: Mapping[str, object], extras: Mapp
     if taken:
         raise CheckpointContentError(
             f"save: names of extras must not be those of load's options, got {min(taken)!r}. Choose another name."
+        )
+    options = MANAGER_OPTIONS & extras.keys()
+    if options:
+        raise CheckpointContentError(
+            f"save: names of extras must not be those of CheckpointManager's options, got {min(options)!r}. Write "
+            f"CheckpointManager(directory, {min(options)}=…), or choose another name."
         )
     if model is not None:
         require_kind(model, "model", "a torch.nn.Module", "save", "module")

@@ -15,6 +15,7 @@ from rich.table import Table
 from everygpu.child import python_command
 from everygpu.cli.live import make_console
 from everygpu.cli.numbers import FiniteRange
+from everygpu.cli.paths import UserPath
 from everygpu.cli.progress_bar import Bar, show_bar
 from everygpu.cli.text import harmless
 from everygpu.errors import BenchmarkError, DeviceError, OptionError
@@ -56,20 +57,18 @@ _ON_CPU = (
     show_default=True,
     help="Seconds that a row may take.",
 )
-@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write all figures here.")
+@click.option("--json", "json_file", type=UserPath(path_type=Path, dir_okay=False), help="Write all figures here.")
 @click.option(
     "--report",
     "report_file",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=UserPath(path_type=Path, dir_okay=False),
     help="Write tables here: .html, with plots, or Markdown.",
 )
-@click.option(
-    "--plot", "plot_file", type=click.Path(path_type=Path, dir_okay=False), help="Draw here: .png, .svg, .pdf."
-)
+@click.option("--plot", "plot_file", type=UserPath(path_type=Path, dir_okay=False), help="Draw here: .png, .svg, .pdf.")
 @click.option(
     "--from-json",
     "measured",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=UserPath(path_type=Path, exists=True, dir_okay=False),
     help="Measure nothing: write the report or plot of a file that --json has written.",
 )
 @click.option("--commit", hidden=True)

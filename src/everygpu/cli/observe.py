@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from everygpu.checkpoint.left_out import saves_left_out
 from everygpu.checkpoint.loaders import without_position
-from everygpu.cli.script import run_script
+from everygpu.cli.script import run_module, run_script
 from everygpu.feed.batch_size import STEPS_PER_TRIAL, limited_memory, resize
 from everygpu.parallel.scatter.row_count import find_rows
 
@@ -25,13 +25,16 @@ class Stop(BaseException):
     """Ends a script from within; no Exception, so that it is not caught on the way."""
 
 
-def find_loader(script: str, args: Sequence[str], which: int) -> tuple[DataLoader[Any] | None, str | int | None]:
+def find_loader(
+    script: str, args: Sequence[str], which: int, is_module: bool = False
+) -> tuple[DataLoader[Any] | None, str | int | None]:
     """Run a script until it iterates a DataLoader.
 
     Args:
-        script: Path of the file.
+        script: Path of the file, or name of the module.
         args: Its arguments.
         which: 1 for the first DataLoader that the script iterates, 2 for the next other one.
+        is_module: Whether it is a module.
     Returns:
         The DataLoader, from its first batch on; or None and the script's exit code when it ended before.
     """
@@ -43,21 +46,25 @@ def find_loader(script: str, args: Sequence[str], which: int) -> tuple[DataLoade
 
     # What the script's own blocks do at its end: the model there may be one that was never trained.
     with _on_iterate(which, stop), saves_left_out("tune", lambda: bool(found)):
-        code = _run(script, args)
+        code = _run(script, args, is_module)
     return (found[0] if found else None), code
 
 
 def run_trial(
-    script: str, args: Sequence[str], which: int, num_rows: int, headroom_pct: float, result: Path
+    script: str,
+    args: Sequence[str],
+    which: int,
+    num_rows: int,
+    headroom_pct: float,
+    result: Path,
+    is_module: bool = False,
 ) -> str | int | None:
     """Run a script for a few steps on batches of another size, and write down whether memory ran out.
 
     From the first of these batches on, its saves are left out.
 
     Args:
-        script: Path of the file.
-        args: Its arguments.
-        which: As for ``find_loader``.
+        script, args, which, is_module: As for ``find_loader``.
         num_rows: Rows of its batches; 0 to leave them as they are.
         headroom_pct: Share of each GPU's memory that is to stay free.
         result: A file for what came out; it stays empty when the script fails by itself.
@@ -71,7 +78,7 @@ def run_trial(
 
     # Lifted and measured after the script's end: what loads ahead asks for one batch more while steps go on.
     with ExitStack() as limit, _on_iterate(which, feed), saves_left_out("tune", lambda: "num_rows" in seen) as saves:
-        code = _run(script, args, seen)
+        code = _run(script, args, is_module, seen)
         if seen.get("fits"):
             seen["peak_bytes"] = _measure_peak()
     if saves:
@@ -108,7 +115,7 @@ def _gpus() -> list[torch.device]:
     return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
 
 
-def _run(script: str, args: Sequence[str], seen: dict[str, Any] | None = None) -> str | int | None:
+def _run(script: str, args: Sequence[str], is_module: bool, seen: dict[str, Any] | None = None) -> str | int | None:
     """Run a script to its end, or to ours."""
     ends: list[BaseException] = []
 
@@ -120,7 +127,7 @@ def _run(script: str, args: Sequence[str], seen: dict[str, Any] | None = None) -
             ends.append(error)
         return is_ours
 
-    code = run_script(script, args, keep)
+    code = (run_module if is_module else run_script)(script, args, keep)
     if seen is not None and any(isinstance(e, torch.OutOfMemoryError) for e in ends):
         seen["fits"] = False
     return code

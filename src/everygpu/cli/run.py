@@ -18,7 +18,7 @@ from everygpu.cli.misplaced import note_refused
 from everygpu.cli.numbers import FiniteRange
 from everygpu.cli.plan import NO_GPU, Manners, Plan, Request, plan_run, read_request
 from everygpu.cli.restarts import Command, run_again
-from everygpu.cli.script import run_module, run_script
+from everygpu.cli.script import require_script, run_module, run_script
 from everygpu.cli.text import harmless
 from everygpu.devices import nvml
 from everygpu.watchdog.watch import TIMEOUT_S, VARIABLE, watch
@@ -130,8 +130,7 @@ def run_chosen(
     its exit code is passed on.
     """
     _check_devices(cpu, gpus, filters, timeout, wait)
-    if not is_module and not os.path.isfile(script):
-        raise click.BadParameter(f"File {script!r} does not exist. For a module, write -m.", param_hint="'SCRIPT'")
+    require_script(script, is_module)
     _check_launch(processes, nnodes, rdzv_endpoint, passed_on)
     if restarts:
         sys.exit(_run_again(restarts, gpus, nnodes, len(args)))

@@ -8,8 +8,22 @@ import sys
 from collections.abc import Callable, Sequence
 from types import CodeType, ModuleType
 
+import click
+
 from everygpu.errors import DivergedError, NonFiniteError
 from everygpu.exit_codes import BAD_NUMBERS, INTERRUPTED
+
+
+def require_script(script: str, is_module: bool) -> None:
+    """Refuse a script that is not there, before anything is done for it.
+
+    Raises:
+        click.BadParameter: there is no such file.
+    """
+    if is_module or os.path.isfile(script):
+        return
+    todo = "Scripts are not read from stdin: write it to a file." if script == "-" else "For a module, write -m."
+    raise click.BadParameter(f"File {script!r} does not exist. {todo}", param_hint="'SCRIPT'")
 
 
 def run_module(

@@ -13,7 +13,8 @@ import click
 
 from everygpu.cli.misplaced import note_misplaced
 from everygpu.cli.output import Output
-from everygpu.cli.script import run_module, run_script
+from everygpu.cli.paths import UserPath
+from everygpu.cli.script import require_script, run_module, run_script
 from everygpu.cli.text import harmless
 from everygpu.errors import OptionError
 from everygpu.exit_codes import INTERRUPTED
@@ -51,7 +52,7 @@ _LOSSES = {
 )
 @click.option(
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=UserPath(path_type=Path, dir_okay=False),
     default=Path("trace.json.gz"),
     show_default=True,
     help="Where the trace goes: .json, or .json.gz; a file that is there is replaced.",
@@ -111,8 +112,7 @@ def trace_script(
 
 
 def _check(script: str, args: Sequence[str], output: Path, is_module: bool) -> None:
-    if not is_module and not os.path.isfile(script):
-        raise click.BadParameter(f"File {script!r} does not exist. For a module, write -m.", param_hint="'SCRIPT'")
+    require_script(script, is_module)
     if not output.name.endswith((".json", ".json.gz")):
         raise OptionError(f"trace: --output must end with .json or .json.gz, got {output}.")
     if not output.absolute().parent.is_dir():

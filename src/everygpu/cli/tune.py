@@ -18,6 +18,7 @@ from everygpu.cli.misplaced import note_misplaced
 from everygpu.cli.numbers import FiniteRange
 from everygpu.cli.output import Output
 from everygpu.cli.progress_bar import show_bar
+from everygpu.cli.script import require_script
 from everygpu.cli.text import harmless
 from everygpu.exit_codes import INTERRUPTED
 from everygpu.units import format_size
@@ -55,7 +56,8 @@ _NO_BATCH = "tune: the loader must give a batch, got none. Check its dataset and
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: everything that was tried.")
 @click.option("--trial", nargs=2, type=(int, click.Path(path_type=Path)), hidden=True)
-@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.option("-m", "--module", "is_module", is_flag=True, help="SCRIPT is a module's name, as for `python -m`.")
+@click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def tune_script(
     batch_size: bool,
@@ -64,6 +66,7 @@ def tune_script(
     headroom: float,
     as_json: bool,
     trial: tuple[int, Path] | None,
+    is_module: bool,
     script: str,
     args: tuple[str, ...],
 ) -> None:
@@ -78,22 +81,23 @@ def tune_script(
     """
     from everygpu.cli import observe
 
+    require_script(script, is_module)
     if trial is not None:
-        sys.exit(observe.run_trial(script, args, which, trial[0], headroom, trial[1]))
+        sys.exit(observe.run_trial(script, args, which, trial[0], headroom, trial[1], is_module))
     note_misplaced(script, args)
     console = Output(stderr=as_json, markup=False, emoji=False, highlight=False)
     found: dict[str, Any] = {}
     # The script's output goes to the tables' stream, so that stdout holds the JSON alone.
     with redirect_stdout(sys.stderr if as_json else sys.stdout):
         if batch_size:
-            found["batch_size"] = _tune_batch_size(console, as_json, script, args, which, headroom)
-        found["workers"] = _tune_workers(console, as_json, script, args, which, seconds)
+            found["batch_size"] = _tune_batch_size(console, as_json, script, args, which, headroom, is_module)
+        found["workers"] = _tune_workers(console, as_json, script, args, which, seconds, is_module)
     if as_json:
         Output(markup=False, emoji=False).out(json.dumps(found, indent=2), highlight=False)
 
 
 def _tune_workers(
-    console: Console, quiet: bool, script: str, args: Sequence[str], which: int, seconds: float
+    console: Console, quiet: bool, script: str, args: Sequence[str], which: int, seconds: float, is_module: bool
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
@@ -101,7 +105,7 @@ def _tune_workers(
     from everygpu.devices import parse_devices
     from everygpu.feed.workers import numbers_to_try, tune_workers
 
-    loader, code = observe.find_loader(script, args, which)
+    loader, code = observe.find_loader(script, args, which, is_module)
     if loader is None:
         raise _explain_end(script, which, code)
     with show_bar("loading data", len(numbers_to_try()), unit="trials", quiet=quiet) as bar:
@@ -138,7 +142,7 @@ def _explain_end(script: str, which: int, code: str | int | None, last: str = ""
 
 
 def _tune_batch_size(
-    console: Console, quiet: bool, script: str, args: Sequence[str], which: int, headroom: float
+    console: Console, quiet: bool, script: str, args: Sequence[str], which: int, headroom: float, is_module: bool
 ) -> dict[str, Any]:
     from everygpu.feed.size_search import find_size
 
@@ -151,10 +155,10 @@ def _tune_batch_size(
                 return bool(first["fits"])
             bar.advance()
             bar.update(f"running the script with {num_rows} rows")
-            trials.append(try_rows(num_rows, script, args, which, headroom))
+            trials.append(try_rows(num_rows, script, args, which, headroom, is_module))
             return bool(trials[-1]["fits"])
 
-        first = try_rows(0, script, args, which, headroom)
+        first = try_rows(0, script, args, which, headroom, is_module)
         now = first["num_rows"]
         if not now:
             raise click.ClickException(_NO_ROWS)
@@ -169,7 +173,9 @@ def _tune_batch_size(
     return {"num_rows": found, "num_rows_now": now, "trials": [first, *trials]}
 
 
-def try_rows(num_rows: int, script: str, args: Sequence[str], which: int, headroom: float) -> dict[str, Any]:
+def try_rows(
+    num_rows: int, script: str, args: Sequence[str], which: int, headroom: float, is_module: bool = False
+) -> dict[str, Any]:
     """Run a script for a few steps on batches of another size, in a process of its own.
 
     Args:
@@ -183,7 +189,7 @@ def try_rows(num_rows: int, script: str, args: Sequence[str], which: int, headro
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         options = ["--trial", str(num_rows), str(result), "--loader", str(which), "--headroom", str(headroom)]
-        command = python_command("everygpu", "tune", *options, script, *args)
+        command = python_command("everygpu", "tune", *options, *["-m"] * is_module, script, *args)
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
         if not result.exists():
             last = harmless("\n".join((done.stderr or done.stdout).splitlines()[-12:]), keep="\n\t")

@@ -21,7 +21,7 @@ from everygpu.parallel.forward_lock import kept_lock
 from everygpu.parallel.gather import Joiner, gather_outputs
 from everygpu.parallel.method_calls import MethodCalls
 from everygpu.parallel.options import check_options
-from everygpu.parallel.ranks.model import RankModel, Weight, own_devices
+from everygpu.parallel.ranks.model import RankModel, own_devices
 from everygpu.parallel.ranks.start import check_devices, start_alike
 from everygpu.parallel.replicas.placement import check_module, place_module, without_wrappers
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
@@ -107,7 +107,7 @@ class DataParallel(MethodCalls):
         buffers: str = "first",
         strict_device: bool = False,
         bucket_cap_mb: float | None = None,
-        weight: Weight | None = None,
+        weight: Callable[..., float | Tensor] | None = None,
     ) -> None:
         super().__init__()
         group = join()

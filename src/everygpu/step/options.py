@@ -29,7 +29,7 @@ def check_options(
     """Refuse options that a step can't have."""
     if weight is not None and not callable(weight):
         raise OptionError(
-            f"TrainStep: weight must be callable as the step is, or None for the rows of a batch, got "
+            f"TrainStep: weight must be callable with inputs and targets, or None for the rows of a batch, got "
             f"{type(weight).__qualname__}. Pass for instance lambda x, y: (y != -100).sum()."
         )
     if loss is not None and not callable(loss):

@@ -13,7 +13,6 @@ from everygpu.errors import CopyError
 from everygpu.keys import unwrap
 from everygpu.parallel.cuda_graphs.static_batch import Batch
 from everygpu.parallel.engines.thread_state import fresh_casts
-from everygpu.parallel.ranks.model import Weight
 from everygpu.parallel.replicas.module_tree import evaluating
 from everygpu.progress import running
 from everygpu.step.early_update import EarlyUpdate
@@ -73,8 +72,8 @@ class TrainStep:
             left out on the devices, which nothing waits for; a log line names the device and the first module with
             such values, and ten in a row end the run with exit code 5. ``"raise"``: it is left out, and a call soon
             after raises. ``"ignore"``: nothing looks for it.
-        weight: Called as the step is, returns how much the batch counts among those of an update and of all ranks: what
-            the loss is the mean of, such as the number of tokens that aren't ignored; the batch's rows when left out.
+        weight: Called with the batch's inputs and targets, for ``step((x, mask), y)`` as weight(x, mask, y), returns
+            how much it counts in an update, of all ranks: such as its tokens that aren't ignored; else its rows count.
         check_every: Before every so many updates, compare all replicas' and ranks' parameters bit by bit: where one
             has other bits than most, it is mended from them, with a warning; see "Flipped bits" in docs/reliability.md.
     Raises:
@@ -99,7 +98,7 @@ class TrainStep:
         compile: bool = False,
         capture: bool | str = "auto",
         on_nonfinite: str = "skip",
-        weight: Weight | None = None,
+        weight: Callable[..., float | Tensor] | None = None,
         check_every: int | None = None,
     ) -> None:
         check_options(loss, precision, accumulate, clip_norm, on_nonfinite, weight, check_every)
@@ -186,7 +185,7 @@ class TrainStep:
         """Run the model and the loss in eval mode, without gradients; arguments as for a call.
 
         Returns:
-            The loss of all ranks' batches, shape (), and the model's output.
+            The loss of all ranks' batches, so every rank calls it, shape (), and the model's output.
         """
         self._strategy.prepare()
         with evaluating(self.model), torch.no_grad():

@@ -5,8 +5,7 @@ from torch import Tensor
 
 from everygpu import comm
 from everygpu.parallel.cuda_graphs.static_batch import Batch
-from everygpu.parallel.ranks.model import Weight
-from everygpu.parallel.scatter.row_count import find_rows, name_arguments
+from everygpu.parallel.scatter.batch_weight import Weight, weigh_batch
 from everygpu.ranks.group import Group
 
 
@@ -14,7 +13,7 @@ class BatchWeights:
     """Makes an update's gradient the mean over all rows of its batches, not a mean of their means.
 
     Args:
-        weight: Called with a batch as the step is; the batch's rows when left out.
+        weight: Called with a batch's inputs and targets; the batch's rows when left out.
         group: The ranks; None for a process alone.
         home: Where the loss is.
         dim: Where the rows of a batch are.
@@ -99,11 +98,10 @@ class BatchWeights:
 
     def _count(self, batch: Batch) -> float | Tensor:
         args, kwargs, targets = batch
-        if self._weight is not None:
-            found = self._weight(*args, *targets, **kwargs)
-            return found.detach().to(self._home, torch.float32) if isinstance(found, Tensor) else float(found)
-        rows = find_rows(name_arguments(args, kwargs), self._dim, self._num_devices)
-        return 1.0 if rows is None else float(rows)
+        found = weigh_batch(
+            self._weight, "TrainStep", args, kwargs, targets, dim=self._dim, num_devices=self._num_devices
+        )
+        return found.to(self._home, torch.float32) if isinstance(found, Tensor) else found
 
     def _sum(self, here: float | Tensor) -> Tensor:
         total = torch.as_tensor(here, dtype=torch.float32, device=self._home).clone()

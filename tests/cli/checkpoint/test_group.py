@@ -1,6 +1,7 @@
 """The group: its help, what it loads, and the commands as real processes."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,15 @@ def test_help_names_the_verbs(call):
 def test_the_command_line_loads_no_torch_before_a_verb_is_called():
     code = "import sys, everygpu.cli; print('torch' in sys.modules)"
     assert run("-c", code).stdout == "False\n"
+
+
+def test_a_tilde_is_the_home_where_no_shell_has_replaced_it(call, here, monkeypatch):
+    for variable in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(variable, str(here / "home"))
+    shutil.copytree("ours", here / "home" / "last")
+    for verb in (["show"], ["verify"], ["diff", "ours"], ["convert", "~/last"]):
+        assert call(*verb, "~/new.pt" if "convert" in verb else "~/last").exit_code == 0
+    assert (here / "home" / "new.pt").exists()
 
 
 @pytest.mark.parametrize("verb", [["show"], ["verify"], ["diff", "ours"], ["convert", "ours"]])

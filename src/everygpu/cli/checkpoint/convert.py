@@ -9,6 +9,7 @@ import torch
 from everygpu.checkpoint.convert import Target, convert
 from everygpu.checkpoint.directory import written_bytes
 from everygpu.cli.checkpoint.console import open_console
+from everygpu.cli.paths import UserPath
 from everygpu.cli.progress_bar import show_bar
 from everygpu.cli.text import plain
 
@@ -16,8 +17,8 @@ _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float1
 
 
 @click.command("convert")
-@click.argument("source", metavar="SRC", type=click.Path(path_type=Path))
-@click.argument("destination", metavar="DST", type=click.Path(path_type=Path))
+@click.argument("source", metavar="SRC", type=UserPath(path_type=Path))
+@click.argument("destination", metavar="DST", type=UserPath(path_type=Path))
 @click.option(
     "--to",
     "target",

@@ -7,6 +7,7 @@ import click
 from everygpu.checkpoint.compare import Difference, compare
 from everygpu.checkpoint.contents import read_any
 from everygpu.cli.checkpoint.console import open_console
+from everygpu.cli.paths import UserPath
 from everygpu.cli.progress_bar import show_bar
 from everygpu.cli.text import plain
 
@@ -14,8 +15,8 @@ _DIFFERENT = 1
 
 
 @click.command("diff")
-@click.argument("a", metavar="A", type=click.Path(path_type=Path))
-@click.argument("b", metavar="B", type=click.Path(path_type=Path))
+@click.argument("a", metavar="A", type=UserPath(path_type=Path))
+@click.argument("b", metavar="B", type=UserPath(path_type=Path))
 @click.option("--rtol", type=click.FloatRange(min=0), default=0.0, help="Relative tolerance, as torch.isclose has it.")
 @click.option("--atol", type=click.FloatRange(min=0), default=0.0, help="Absolute tolerance.")
 @click.pass_context

@@ -15,6 +15,7 @@ from everygpu.checkpoint.foreign import Contents
 from everygpu.checkpoint.foreign.sections import is_optimizer_state
 from everygpu.checkpoint.tensors import memory_of
 from everygpu.cli.checkpoint.console import open_console
+from everygpu.cli.paths import UserPath
 from everygpu.cli.text import harmless, plain
 from everygpu.units import format_size
 
@@ -33,7 +34,7 @@ class Node:
 
 
 @click.command("show")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=UserPath(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: sizes in bytes, every tensor.")
 @click.option("--depth", type=click.IntRange(min=0), metavar="N", help="Show modules down to this depth only.")
 @click.option("--section", metavar="NAME", help="The state dict to show, where the file has several.")

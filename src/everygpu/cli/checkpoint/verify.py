@@ -6,6 +6,7 @@ import click
 
 from everygpu.checkpoint.verify import examine, total_bytes
 from everygpu.cli.checkpoint.console import open_console
+from everygpu.cli.paths import UserPath
 from everygpu.cli.progress_bar import show_bar
 from everygpu.cli.text import harmless, plain
 from everygpu.units import format_size
@@ -14,7 +15,7 @@ _INVALID = 4
 
 
 @click.command("verify")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=UserPath(path_type=Path))
 @click.pass_context
 def verify_checkpoint(context: click.Context, path: Path) -> None:
     """Check a checkpoint against its manifest, or that it can be read.

@@ -1,7 +1,7 @@
 """What a model does before each forward, as one of several ranks' models."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,13 +11,11 @@ from torch import Tensor, nn
 from everygpu.parallel.buckets.sizes import replica_bucket_bytes
 from everygpu.parallel.ranks.gradients import RankGradients
 from everygpu.parallel.ranks.start import copy_from_first
-from everygpu.parallel.scatter.row_count import find_rows, name_arguments
+from everygpu.parallel.scatter.batch_weight import Weight, weigh_batch
 from everygpu.ranks.claims import Claim
 from everygpu.ranks.group import Group
 from everygpu.ranks.spread_batch import SpreadBatch, forward_of
 from everygpu.torch_private.autograd import NO_BACKWARD, backward_id
-
-Weight = Callable[..., float | Tensor]
 
 
 class RankModel:
@@ -84,10 +82,7 @@ class RankModel:
             copy_from_first(self.group, list(module.buffers()))
 
     def _weight_of(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> float | Tensor:
-        if self._weight is not None:
-            return self._weight(*inputs, **kwargs)
-        rows = find_rows(name_arguments(inputs, kwargs), self._dim, self._num_devices)
-        return 1.0 if rows is None else float(rows)
+        return weigh_batch(self._weight, "DataParallel", inputs, kwargs, dim=self._dim, num_devices=self._num_devices)
 
     @contextlib.contextmanager
     def apart(self, module: nn.Module) -> Iterator[None]:
