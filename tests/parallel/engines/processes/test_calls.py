@@ -51,6 +51,15 @@ def test_gradients_that_are_differentiated_again(model: everygpu.DataParallel, n
         torch.testing.assert_close(found, model.module.layer.weight.grad)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.usefixtures("quick_guards")
+def test_a_compiled_function_that_calls_it(model: everygpu.DataParallel) -> None:
+    x = torch.randn(4, 4).double()
+    compiled = torch.compile(lambda x: model(x) * 2, backend="eager")
+    torch.testing.assert_close(compiled(x), model.module(x) * 2)
+    assert model.engine_in_use == "processes"
+
+
 def test_graphs_without_a_backward_are_dropped(model: everygpu.DataParallel) -> None:
     for _ in range(20):
         model(torch.randn(4, 4).double())
