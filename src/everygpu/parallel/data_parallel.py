@@ -189,7 +189,6 @@ class DataParallel(MethodCalls):
             return self._forward_alone(inputs, kwargs)
         return self._forward_on(self._current_replicas(), inputs, kwargs, self._fresh)
 
-    @not_compiled
     def _forward_on(
         self,
         replicas: ReplicaSet,
@@ -259,6 +258,7 @@ class DataParallel(MethodCalls):
             output = self._threads.run_alone((getattr(self.module, name), inputs, kwargs), device)
         return output if self._output_device == device else move_tree(output, self._output_device)
 
+    @not_compiled
     def _one_at_a_time(self, function: Callable[..., Any], *args: Any) -> Any:
         """Let one thread at a time use the replicas."""
         self._lock.check()

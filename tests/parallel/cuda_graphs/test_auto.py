@@ -55,6 +55,10 @@ class FakeProcesses(Workers):
     def start(self) -> None:
         self.has_started = True
 
+    @property
+    def in_use(self) -> str:
+        return "processes"
+
     def is_ready(self) -> bool:
         return self.has_started
 

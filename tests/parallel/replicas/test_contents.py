@@ -12,7 +12,8 @@ from everygpu.parallel.replicas.contents import DeepContents, is_open
 
 def make_value():
     inner = types.SimpleNamespace(gain=1.0, names=["a"], tensor=torch.ones(2))
-    return types.SimpleNamespace(inner=inner, table={"x": [inner]}, function=lambda x, d=[1]: x)
+    layer = nn.Sequential(nn.Linear(1, 1))
+    return types.SimpleNamespace(inner=inner, table={"x": [inner]}, function=lambda x, d=[1]: x, layer=layer)
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,9 @@ def make_value():
         lambda v: v.inner.names.append("b"),
         lambda v: v.table["x"].append(3),
         lambda v: v.inner.tensor.add_(1),
+        lambda v: v.inner.tensor.requires_grad_(),
+        lambda v: v.layer[0].requires_grad_(False),
+        lambda v: v.layer.eval(),
         lambda v: v.function.__defaults__[0].append(1),
     ],
 )

@@ -230,5 +230,6 @@ def _attributes(value: Any) -> list[Any]:
 def _identity_of(value: Any) -> Any:
     if type(value) is Tensor and is_dense(value):
         # What is on the host goes into a recording as a number.
-        return id(value), value.data_ptr(), version_of(value) if value.device.type == "cpu" else 0
+        written = version_of(value) if value.device.type == "cpu" else 0
+        return id(value), value.data_ptr(), written, value.requires_grad
     return identity_of(value)

@@ -1,7 +1,8 @@
 """Which outputs, with which autograd graph, a recorded forward can return anew at each launch."""
 
 import functools
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,8 +14,10 @@ from everygpu import tree
 from everygpu.errors import CaptureError
 from everygpu.parallel.cuda_graphs.deferred_linear import LinearCall
 from everygpu.parallel.cuda_graphs.deferred_tensor import DeferredTensor, DeferredTensorError
+from everygpu.parallel.cuda_graphs.launch import Leaves
 from everygpu.parallel.cuda_graphs.slots import Slot
 from everygpu.parallel.cuda_graphs.static_batch import PLAIN_TYPES
+from everygpu.parallel.cuda_graphs.tensor_names import name_of
 from everygpu.parallel.replicas.module_tree import is_dense
 
 _ACCUMULATION = "torch::autograd::AccumulateGrad"
@@ -43,26 +46,24 @@ def check_outputs(outputs: list[Any]) -> None:
             )
 
 
-def check_graph(outputs: list[Tensor], params: list[Tensor]) -> None:
+def check_graph(outputs: list[Tensor], params: list[Tensor], leaves: Leaves, module: nn.Module) -> None:
     """Refuse an autograd graph without gradients of the leaves, or with some that no bundle can add up.
 
     Args:
         outputs: Of the forward that was recorded.
         params: The originals, in whose place the forward has used leaves.
+        leaves: These.
+        module: The original.
     Raises:
-        CaptureError: the graph reaches an original, a reentrant checkpoint or a sparse gradient.
+        CaptureError: the graph reaches an original, another tensor whose gradient a launch would lose, a reentrant
+            checkpoint or a sparse gradient.
         DeferredTensorError: the graph reaches a tensor without memory.
     """
     originals = set(map(id, params))
+    known = {id(t) for rows in leaves for row in rows for t in row}
     for node in _nodes(outputs):
-        variable = node.variable if node.name() == _ACCUMULATION else None  # type: ignore[attr-defined]
-        if id(variable) in originals:
-            raise CaptureError(
-                "DataParallel: every parameter in forward must be a registered one, got one from a plain attribute "
-                "of a module. Register it with register_parameter."
-            )
-        if isinstance(variable, DeferredTensor):
-            raise DeferredTensorError("an autograd function was given what isn't there yet")
+        if node.name() == _ACCUMULATION:
+            _check_leaf(node, originals, known, module)
         if node.name() == "CheckpointFunctionBackward":
             raise CaptureError(
                 "DataParallel: activation checkpoints must be non-reentrant, got a reentrant one. "
@@ -72,6 +73,31 @@ def check_graph(outputs: list[Tensor], params: list[Tensor]) -> None:
             raise CaptureError(
                 "DataParallel: gradients must be dense, got an embedding with sparse=True. Pass sparse=False."
             )
+
+
+def _check_leaf(node: Any, originals: Collection[int], known: Collection[int], module: nn.Module) -> None:
+    # More than of a leaf that only its graph refers to, as one that forward makes to differentiate by: no code can read
+    # the gradient of that.
+    is_held = _num_references(node) > _num_references(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
+    leaf = node.variable
+    if id(leaf) in originals:
+        raise CaptureError(
+            "DataParallel: every parameter in forward must be a registered one, got one from a plain attribute "
+            "of a module. Register it with register_parameter."
+        )
+    if isinstance(leaf, DeferredTensor):
+        raise DeferredTensorError("an autograd function was given what isn't there yet")
+    if is_held and id(leaf) not in known:
+        raise CaptureError(
+            f"DataParallel: what requires a gradient in forward must be a parameter of the module, got "
+            f"{name_of(module, leaf)}, whose gradient a recording would lose. Register it in the module as an "
+            f"nn.Parameter, or as a part of an nn.Module"
+        )
+
+
+def _num_references(node: Any) -> int:
+    """Count what refers to a leaf: how many references are torch's own depends on its version."""
+    return sys.getrefcount(node.variable)
 
 
 def find_used(slots: Sequence[Slot], outputs: set[int], *, is_known: bool) -> tuple[int, ...]:

@@ -166,7 +166,7 @@ class RecordedForward:
         check_outputs(outputs)
         slots = slots_of(outputs)
         # From all of them: what a recorded backward doesn't begin at may be used after a launch.
-        check_graph([slot.tensor for slot in slots], self.sync.params)
+        check_graph([slot.tensor for slot in slots], self.sync.params, prepared.leaves, self._module())
         kept = {id(t): t for m in self._modules for t in (*m.parameters(), *m.buffers())}
         watched, needed = find_watched([slot.tensor for slot in slots], [*kept.values(), *batch.tensors()])
         used = find_used(slots, self._used, is_known=self._num_patterns > 0)

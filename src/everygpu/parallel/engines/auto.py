@@ -103,7 +103,9 @@ class AutoReplicas(Engine):
                 self._periods.note("processes")
                 self._last_used = "processes"
                 try:
-                    return self._processes.run(calls, devices, positions)
+                    outputs = self._processes.run(calls, devices, positions)
+                    self._last_used = self._processes.in_use
+                    return outputs
                 except torch.OutOfMemoryError:
                     self._leave("there is too little GPU memory for them")
             self._processes.refuse_direct()

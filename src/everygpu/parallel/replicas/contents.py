@@ -186,7 +186,7 @@ class Search:
         return _referents(value)
 
     def _open(self, value: Any) -> Sequence[Any] | None:
-        if not self._opens_objects or not is_open(value):
+        if not self._opens_objects or not (is_open(value) or isinstance(value, nn.Module)):
             return None
         self.containers.append(vars(value))
         return list(vars(value).values())
@@ -241,5 +241,5 @@ class DeepContents:
         """Tell whether everything that doesn't change unseen is as it was."""
         return self._contents.is_same() and self._mark() == self._marks
 
-    def _mark(self) -> list[tuple[int, int]]:
-        return [(t.data_ptr() if is_dense(t) else 0, version_of(t)) for t in self._tensors]
+    def _mark(self) -> list[tuple[int, int, bool]]:
+        return [(t.data_ptr() if is_dense(t) else 0, version_of(t), t.requires_grad) for t in self._tensors]

@@ -3,6 +3,7 @@
 import sys
 import types
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -49,6 +50,29 @@ def test_gradients_that_are_differentiated_again(model: everygpu.DataParallel, n
         (theirs,) = torch.autograd.grad(model.module(alone).square().sum(), alone, create_graph=True)
         theirs.square().sum().backward()
         torch.testing.assert_close(found, model.module.layer.weight.grad)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.usefixtures("quick_guards")
+def test_a_compiled_function_that_calls_it(model: everygpu.DataParallel) -> None:
+    x = torch.randn(4, 4).double()
+    compiled = torch.compile(lambda x: model(x) * 2, backend="eager")
+    torch.testing.assert_close(compiled(x), model.module(x) * 2)
+    assert model.engine_in_use == "processes"
+
+
+def test_a_call_that_is_observed_runs_here_and_says_so_once(
+    helpers: HelperPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrapped, engines = everygpu.DataParallel(nn.Linear(4, 2), ["cpu"] * 2, engine="processes"), []
+    with helpers.serving():
+        for observed in (False, True, True, False):
+            with torch.autograd.graph.save_on_cpu() if observed else nullcontext():
+                wrapped(torch.randn(4, 4))
+            engines.append(wrapped.engine_in_use)
+    assert engines == ["processes", "threads", "threads", "processes"]
+    (line,) = caplog.messages
+    assert "save_on_cpu" in line
 
 
 def test_graphs_without_a_backward_are_dropped(model: everygpu.DataParallel) -> None:

@@ -25,10 +25,11 @@ from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
 
 
 def is_direct(module: nn.Module) -> bool:
-    """Tell whether all trained parameters can be connected so: they are dense, and no hook is to see each gradient."""
-    trained = [p for p in module.parameters() if p.requires_grad]
-    tensors = [*trained, *module.buffers()]
-    return bool(trained) and all(map(is_dense, tensors)) and not any(has_hooks(t) for t in tensors)
+    """Tell whether all that is trained can be connected so: dense parameters, and no hook is to see each gradient."""
+    trained, buffers = [p for p in module.parameters() if p.requires_grad], list(module.buffers())
+    tensors = [*trained, *buffers]
+    is_plain = all(map(is_dense, tensors)) and not any(has_hooks(t) for t in tensors)
+    return bool(trained) and is_plain and not any(b.requires_grad for b in buffers)
 
 
 class DirectParameters:

@@ -57,10 +57,12 @@ class ProcessReplicas(Engine):
         """Why replicas run in threads after all, if they do."""
         self.has_told = False
         """Whether the reason has been logged."""
+        self._why_here: str | None = None  # of the last call
+        self._has_told_why_here = False
 
     @property
     def in_use(self) -> str:
-        return "processes" if self.reason is None else "threads"
+        return "processes" if self.reason is None and self._why_here is None else "threads"
 
     def start(self) -> None:
         """Start the helpers, without waiting for them, and new ones for those that are lost.
@@ -89,7 +91,7 @@ class ProcessReplicas(Engine):
         if self._open or not self._can_be_direct(module):
             self._may_be_direct, self._parameters = False, None
             return None
-        if self.reason is not None or _is_of_this_process(self._devices[0]):
+        if self.reason is not None or _why_here(self._devices[0]) is not None:
             return None
         if self._parameters is None:
             make, cap = self._context.make_replicas, self._context.bucket_cap_mb
@@ -116,11 +118,15 @@ class ProcessReplicas(Engine):
         names = list(range(len(calls))) if positions is None else list(positions)
         if self._direct is not None and names[0]:
             raise NotDirectError
-        if self.reason is None and not _is_of_this_process(self._devices[0]):
+        self._why_here = _why_here(self._devices[0])
+        if self.reason is None and self._why_here is None:
             outcomes = self._attempt(calls, devices, names)
             if outcomes is not None:
                 return take_values(outcomes, list(zip(names, devices, calls)))
         self.refuse_direct()
+        if self.reason is None and self._why_here is not None and not self._has_told_why_here:
+            self._has_told_why_here = True
+            logger.warning("DataParallel: replicas run in threads, not in processes, as long as %s.", self._why_here)
         if self.reason is not None and not self.has_told:
             self.has_told = True
             logger.warning("DataParallel: replicas run in threads, not in processes: %s.", self.reason)
@@ -234,7 +240,15 @@ def unsupported_reason(devices: Sequence[torch.device]) -> str | None:
     return ipc.unsupported_reason(devices[0].type)
 
 
-def _is_of_this_process(device: torch.device) -> bool:
-    """Tell whether something that a helper doesn't know is at work around a call."""
-    others = any(isinstance(m, DeviceContext) and m.device.type != device.type for m in function_modes())
-    return others or is_observed() or is_transforming() or has_global_hooks()
+def _why_here(device: torch.device) -> str | None:
+    """Say what is at work around a call that a helper doesn't know, if something is."""
+    if any(isinstance(m, DeviceContext) and m.device.type != device.type for m in function_modes()):
+        return "tensors are made on devices of another kind by default. Leave torch.device(...) before the call"
+    if is_observed():
+        return (
+            "every operation is observed. Call torch.utils.checkpoint within the model, not around it, and leave "
+            "save_on_cpu, detect_anomaly or a mode of torch's before the call"
+        )
+    if is_transforming():
+        return "torch.func transforms the call. Transform a function within the model"
+    return "there are hooks on all modules. Remove them" if has_global_hooks() else None

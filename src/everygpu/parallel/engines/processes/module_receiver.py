@@ -73,7 +73,7 @@ class ModuleReceiver:
         return self.modules[index] if kind == "module" else self.binding.tensors[index]
 
     def _build(self, structure: Packed, buckets: Buckets) -> None:
-        rows = self._unpack(structure, [])
+        rows = self._unpack(structure, [self._importer.open(shared) for shared in structure.tensors])
         self.modules = [object.__new__(kind) for kind, *_ in rows]
         self.binding = Binding(tensors={}, grads={}, buckets=buckets)
         self._source, self._places, self._slots = {}, [], {}

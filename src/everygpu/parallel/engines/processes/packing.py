@@ -107,6 +107,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _shared(self, value: Tensor) -> tuple[str, int] | None:
         if id(value) not in self._seen:
+            if self._prepare is None and value.requires_grad and value.is_leaf:
+                raise CannotTravelError(
+                    f"a tensor of shape {tuple(value.shape)} requires a gradient, which the other process would keep: "
+                    f"register it in the module as an nn.Parameter, or as a part of an nn.Module"
+                )
             prepared = value if self._prepare is None else self._prepare(value)
             reason = self._exporter.why_not_shared(prepared)
             if reason is not None:

@@ -68,7 +68,7 @@ class Variable(NamedTuple):
             return f"global variable {names[0]}.{names[1]}"
         if kind == "class":
             return f"class attribute {names[1]}.{names[2]}"
-        return f"{'variable' if kind == 'cell' else 'default of'} {names[-1]} in {self.where}"
+        return f"{f'variable {names[-1]}' if kind == 'cell' else 'a default argument'} in {self.where}"
 
 
 class UsedGlobals:

@@ -106,6 +106,8 @@ class WatchedGlobals:
 
 def is_code(value: Any) -> bool:
     """Tell whether a value is code or a name for it, which has no state but what is found as variables."""
+    if isinstance(value, nn.Module):
+        return False
     if isinstance(value, _CODE) or (callable(value) and type(value).__module__.startswith("torch.")):
         return True
     name, module = getattr(value, "__name__", None), getattr(value, "__module__", None)

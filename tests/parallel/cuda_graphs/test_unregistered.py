@@ -1,0 +1,99 @@
+"""Tensors that require gradients and are no parameters of the module: a launch would lose what they get."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import everygpu
+from tests.parallel.cuda_graphs.forwards import NUM_STEPS, Devices, make_batches, num_recordings
+
+SHIFT, DEFAULT = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+
+class Scaled(nn.Module):
+    """Scales its outputs by something that isn't registered."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, 3)
+        self.kind = kind
+        self.register_buffer("scale", torch.ones(3))
+        if kind == "buffer":
+            self.scale.requires_grad_()
+        other = nn.Linear(3, 3)
+        self.apply_other = lambda x: other.to(x.device)(x)
+        self.holder = SimpleNamespace(scale=torch.ones(3))
+
+    def forward(self, x: Tensor, default: Tensor = DEFAULT) -> Tensor:
+        y = self.last(x)
+        if self.kind == "closure":
+            return self.apply_other(y)
+        found = {"buffer": self.scale, "global": SHIFT, "default": default, "object": self.holder.scale}
+        return y * found[self.kind].to(x.device)
+
+    def unregistered(self) -> Tensor:
+        cell = self.apply_other.__closure__[0].cell_contents
+        found = {"buffer": self.scale, "closure": cell.weight, "default": DEFAULT, "object": self.holder.scale}
+        return found.get(self.kind, SHIFT)
+
+
+def grads_of(used: list[torch.device], kind: str, engine: str) -> tuple[everygpu.DataParallel, Tensor]:
+    torch.manual_seed(0)
+    net = Scaled(kind).to(used[0])
+    model = everygpu.DataParallel(net, used, engine=engine)
+    for i, (x, _) in enumerate(make_batches(NUM_STEPS + 1)):
+        if kind == "object" and i == NUM_STEPS:
+            net.holder.scale.requires_grad_()
+        net.unregistered().grad = None
+        model(x).square().sum().backward()
+    found = net.unregistered().grad
+    assert found is not None
+    return model, found.clone()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("buffer", "buffer scale"),
+        ("global", f"global variable {__name__}.SHIFT"),
+        ("closure", "attribute apply_other"),
+        ("default", "a default argument"),
+    ],
+)
+def test_what_is_not_registered_gets_its_gradient(recording: Devices, caplog: Any, kind: str, name: str) -> None:
+    used = recording(2)
+    _, wanted = grads_of(used, kind, "threads")
+    with caplog.at_level(logging.WARNING, "everygpu"):
+        model, found = grads_of(used, kind, "graphs")
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert num_recordings(model) == 0
+    (line,) = caplog.messages
+    assert name in line
+
+
+def test_a_tensor_that_comes_to_require_a_gradient_drops_recordings(recording: Devices) -> None:
+    used = recording(2)
+    _, wanted = grads_of(used, "object", "threads")
+    _, found = grads_of(used, "object", "graphs")
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_leaf_of_forward_itself_is_recorded(recording: Devices) -> None:
+    class Forces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.energy = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
+
+        def forward(self, x: Tensor) -> Any:
+            positions = x.detach().clone().requires_grad_()
+            return torch.autograd.grad(self.energy(positions).sum(), positions, create_graph=True)[0]
+
+    used = recording(2)
+    model = everygpu.DataParallel(Forces().to(used[0]), used, engine="graphs")
+    for x, _ in make_batches(NUM_STEPS):
+        model(x).square().sum().backward()
+    assert num_recordings(model) == 1
