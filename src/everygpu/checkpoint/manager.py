@@ -15,6 +15,8 @@ from everygpu.checkpoint.earlier_run import EarlierRun
 from everygpu.checkpoint.kept_metrics import KeptMetrics
 from everygpu.checkpoint.load import load
 from everygpu.checkpoint.manager_arguments import require_mode, require_modes, require_positive, require_step, take_step
+from everygpu.checkpoint.manifest import MODEL_TENSORS
+from everygpu.checkpoint.nonfinite import find_nonfinite, warn_of_nonfinite
 from everygpu.checkpoint.one_writer import one_writer
 from everygpu.checkpoint.run_directory import (
     Mode,
@@ -84,7 +86,7 @@ class CheckpointManager:
 
         Args:
             directory: Of this run alone; made at the first save.
-            keep: How many of the newest whole checkpoints stay, 1 or more.
+            keep: How many of the newest whole checkpoints stay, 1 or more; and the newest finite one.
             every: `save` does its work at steps that are multiples of it.
             keep_best: Metrics whose best checkpoint stays too, each with ``"min"`` or ``"max"``, for
                 instance ``{"accuracy": "max"}``.
@@ -287,7 +289,10 @@ class CheckpointManager:
 
     def _write(self, taken: Taken, step: int, metrics: dict[str, float], check: Check) -> None:
         with sole_saver(self.directory):
-            path, place = step_path(self.directory, step), next_place(self.directory, step, metrics)
+            path = step_path(self.directory, step)
+            nonfinite = find_nonfinite(taken.tensors.get(MODEL_TENSORS, {}), check)
+            warn_of_nonfinite(path, nonfinite)
+            place = next_place(self.directory, step, metrics, len(nonfinite))
             make_way = partial(self._earlier_run.make_way, step)
             write_checkpoint(path, taken, place, check=check, make_way=make_way)
             self._verdicts.trust(path)

@@ -53,6 +53,8 @@ class Place:
     serial: int
     """Counts the run's saves: the highest was written last, also after the run went back to an earlier step."""
     metrics: dict[str, float] = field(default_factory=dict)
+    num_nonfinite: int = 0
+    """How many tensors of the model have values that are nan or infinite; 0 where that isn't known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,8 @@ def manifest_to_json(manifest: Manifest) -> str:
     if manifest.place is not None:
         place = manifest.place
         document["place"] = {"step": place.step, "serial": place.serial, "metrics": place.metrics}
+        if place.num_nonfinite:
+            document["place"]["num_nonfinite"] = place.num_nonfinite
     return seal(json.dumps(document | {"sha256": _UNSEALED}, indent=2, allow_nan=False) + "\n")
 
 
@@ -246,11 +250,12 @@ def _parse_record(path: Path, name: str, record: Any) -> FileRecord:
 def _parse_place(path: Path, place: Any) -> Place:
     try:
         step, serial, metrics = place["step"], place["serial"], dict(place["metrics"])
-    except (LookupError, TypeError, ValueError) as cause:
+        num_nonfinite = place.get("num_nonfinite", 0)
+    except (LookupError, TypeError, ValueError, AttributeError) as cause:
         raise damaged(path, f"has no readable step, serial and metrics ({type(cause).__name__})") from cause
-    if type(step) is not int or type(serial) is not int or not _are_metrics(metrics):
+    if any(type(n) is not int for n in (step, serial, num_nonfinite)) or not _are_metrics(metrics):
         raise damaged(path, "has a step, serial or metric that is no finite number")
-    return Place(step=step, serial=serial, metrics=metrics)
+    return Place(step=step, serial=serial, metrics=metrics, num_nonfinite=num_nonfinite)
 
 
 def _are_metrics(metrics: dict[Any, Any]) -> bool:

@@ -95,16 +95,18 @@ def find_best(saved: Collection[Saved], metric: str, mode: Mode) -> Saved | None
     return next(iter(_best_first(saved, metric, mode)), None)
 
 
-def next_place(directory: Path, step: int, metrics: Mapping[str, float]) -> Place:
+def next_place(directory: Path, step: int, metrics: Mapping[str, float], num_nonfinite: int = 0) -> Place:
     """Make the record of the checkpoint that is written next."""
     serials = [saved.place.serial for saved in list_saved(directory) if saved.place]
-    return Place(step=step, serial=max(serials, default=0) + 1, metrics=dict(metrics))
+    serial = max(serials, default=0) + 1
+    return Place(step=step, serial=serial, metrics=dict(metrics), num_nonfinite=num_nonfinite)
 
 
 def rotate(directory: Path, keep: int, keep_best: Mapping[str, Mode], verdicts: Verdicts) -> None:
     """Remove all but the newest whole checkpoints and the best ones; what only has the name of one stays.
 
-    A checkpoint with altered bytes doesn't count, and stays until enough whole ones are newer.
+    Of those whose models have the fewest tensors with values that are not finite, the newest stays as well. A
+    checkpoint with altered bytes doesn't count, and stays until enough whole ones are newer.
 
     Args:
         directory: Of the run; nothing else may be saving there.
@@ -117,6 +119,7 @@ def rotate(directory: Path, keep: int, keep_best: Mapping[str, Mode], verdicts: 
     if len(saved) <= keep and len(good) == len(saved):  # nothing to remove, and no need to read
         return
     stay = _until_whole(good, keep, verdicts)
+    stay |= _until_whole(sorted(good, key=lambda s: s.place.num_nonfinite if s.place else 0), 1, verdicts)
     for metric, mode in keep_best.items():
         stay |= _until_whole(_best_first(good, metric, mode), 1, verdicts)
     for old in saved:

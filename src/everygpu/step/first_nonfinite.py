@@ -1,7 +1,7 @@
 """Where a forward first has a value that isn't finite."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,13 @@ logger = logging.getLogger("everygpu")
 
 
 def name_first(
-    model: DataParallel, replicas: Callable[[], ReplicaSet], args: Any, kwargs: Any, *, is_whole: bool
+    model: DataParallel,
+    replicas: Callable[[], ReplicaSet],
+    args: Any,
+    kwargs: Any,
+    *,
+    roots: Sequence[nn.Module],
+    is_whole: bool,
 ) -> str | None:
     """Return what ``find_first`` finds on each rank, one after another; None where it finds nothing, or fails.
 
@@ -33,6 +39,7 @@ def name_first(
         replicas: Returns its replicas.
         args: Positional arguments of the whole batch.
         kwargs: Keyword arguments.
+        roots: All modules of the step: what is found is followed by a buffer of theirs that is nan.
         is_whole: Whether the batch is all of the update: among others, one without rows counts nothing.
     """
     group = None if model.rank_model is None else model.rank_model.group
@@ -41,6 +48,8 @@ def name_first(
         waits = group is not None and any("SyncBatchNorm" in type(m).__name__ for m in model.module.modules())
         is_empty = is_whole and find_rows(name_arguments(args, kwargs), model.dim, len(model.device_ids)) == 0
         found = NO_ROWS if is_empty else None if waits else find_first(model, replicas(), args, kwargs)
+        if found != NO_ROWS:
+            found = "; ".join(filter(None, (found, _nan_buffer(roots)))) or None
     except Exception as error:  # noqa: BLE001 - the message that this is for counts more
         found = None
         logger.debug("TrainStep: no second forward: %r", error)
@@ -56,7 +65,7 @@ def name_first(
 def find_first(model: DataParallel, replicas: ReplicaSet, args: Any, kwargs: Any) -> str | None:
     """Run a forward once more, in Python threads, and name the first parameter, input or module with such a value.
 
-    What is nan comes before what is infinite, as a mask may be. Random numbers and running statistics are put back;
+    What is nan comes before what is infinite, as a mask may be. Random numbers and buffers are put back;
     what else a forward counts or collects is counted once more.
 
     Args:
@@ -106,14 +115,25 @@ def _noting(model: DataParallel, roots: Mapping[int, nn.Module], notes: list[tup
 
 @contextmanager
 def _put_back(model: DataParallel) -> Iterator[None]:
-    buffers = [(b, b.clone()) for b in model.module.buffers()]
+    tables = [m._buffers for m in model.module.modules()]
+    buffers = [(table, name, b, b.clone()) for table in tables for name, b in table.items() if b is not None]
     gpus = [d.index for d in model.replica_devices if d.type == "cuda"]
     try:
         with torch.random.fork_rng(gpus):
             yield
     finally:
-        for buffer, before in buffers:
+        for table, name, buffer, before in buffers:
+            table[name] = buffer  # forward may have put another one there
             buffer.data.copy_(before)
+
+
+def _nan_buffer(roots: Sequence[nn.Module]) -> str | None:
+    """Name a buffer that stays nan; infinities are what masks are made of."""
+    for root in roots:
+        for name, b in root.named_buffers():
+            if b.is_floating_point() and bool(b.isnan().any()):
+                return f"buffer {name} of {type(root).__name__} stays nan; load a checkpoint from before"
+    return None
 
 
 def _place(model: DataParallel, position: int) -> str:

@@ -5,11 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from everygpu import tree
 from everygpu.errors import LossError
+from everygpu.parallel.cuda_graphs.guards import values_of
 from everygpu.parallel.cuda_graphs.static_batch import Batch
+from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.scatter.batch_types import move_tree, open_known
 from everygpu.parallel.sharded.batch import ShardedBatch
 
@@ -22,6 +24,12 @@ def as_batch(inputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any], *, w
     if isinstance(inputs, (dict, UserDict)) and not more:  # Hugging Face's collators return a UserDict
         return (), {**{str(k): v for k, v in inputs.items()}, **kwargs}, left
     return (inputs, *more), kwargs, left
+
+
+def roots_of(model: DataParallel, loss: Any) -> list[nn.Module]:
+    """List the modules that take part: the model, the loss, and those that the loss refers to."""
+    found = [model.module, loss, *values_of(loss)]
+    return list({id(m): m for m in found if isinstance(m, nn.Module)}.values())
 
 
 def loss_in(output: Any) -> Any:

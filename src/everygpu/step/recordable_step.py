@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from everygpu.errors import OptimizerError
-from everygpu.parallel.cuda_graphs.guards import referents, values_of
+from everygpu.parallel.cuda_graphs.guards import referents
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.recorder import Capture
 from everygpu.parallel.cuda_graphs.recurrent_dropout import draw_seeds
@@ -14,6 +14,7 @@ from everygpu.parallel.cuda_graphs.static_batch import Batch, StaticBatch
 from everygpu.parallel.scatter.split import ScatterSpec
 from everygpu.parallel.verbs import overridden
 from everygpu.step.early_update import EarlyUpdate
+from everygpu.step.loss import roots_of
 from everygpu.step.sharded_update import ShardedUpdate
 from everygpu.step.stats import Mark
 from everygpu.step.update_strategy import FusedStatus, UpdateStrategy
@@ -54,9 +55,7 @@ class RecordableStep:
         self._is_surprised = False
 
     def roots(self) -> list[nn.Module]:
-        step = self._step
-        found = [step.model.module, step.loss, *values_of(step.loss)]
-        return list({id(m): m for m in found if isinstance(m, nn.Module)}.values())
+        return roots_of(self._step.model, self._step.loss)
 
     def state(self) -> Any:
         step, model = self._step, self._step.model

@@ -18,8 +18,8 @@ from everygpu.progress import running
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.finite_check import FiniteCheck
 from everygpu.step.first_nonfinite import name_first
-from everygpu.step.kept_stats import KeptStats
-from everygpu.step.loss import as_batch, as_number, at_device, loss_in
+from everygpu.step.kept_buffers import KeptBuffers
+from everygpu.step.loss import as_batch, as_number, at_device, loss_in, roots_of
 from everygpu.step.options import (
     PRECISIONS,
     autocast,
@@ -122,6 +122,7 @@ class TrainStep:
         self._stopwatch = Stopwatch(self._home)
         devices = self.model.replica_devices
         self._finite_check = FiniteCheck(self._home, devices, self._strategy.uncount, rule=on_nonfinite)
+        self._kept = KeptBuffers(self._home.type)
         self._updater = Updater(self._strategy, devices, self._scale, self._finite_check, self._stopwatch)
         self._replica_check = make_check(self.model, self._strategy, check_every)
         self._capture = make_capture(self, self._strategy, must=capture is True) if captures else None
@@ -265,12 +266,12 @@ class TrainStep:
         self._stopwatch.start()
         if update is None:
             self._strategy.attach_grads()
-        stats = KeptStats(self.model.module) if self._finite_check.is_on else None
+        before = self._kept.take(roots_of(self.model, self.loss)) if self._finite_check.is_on else None
         try:
             with torch.enable_grad(), fresh_casts():
                 loss, _ = self._compute(batch)
-                if stats is not None:
-                    stats.put_back_unless_finite(loss)
+                if before is not None:
+                    self._kept.put_back_unless_finite(before, loss)
                     if update is not None:
                         update.check(loss.detach())
                 share = self._weights.scale(loss)
@@ -295,4 +296,5 @@ class TrainStep:
     def _name_first(self, batch: Batch) -> str | None:
         args, kwargs, _ = batch
         with autocast(self._home, self._dtype):
-            return name_first(self.model, self._strategy.replicas, args, kwargs, is_whole=self.accumulate == 1)
+            roots, is_whole = roots_of(self.model, self.loss), self.accumulate == 1
+            return name_first(self.model, self._strategy.replicas, args, kwargs, roots=roots, is_whole=is_whole)
