@@ -44,11 +44,10 @@ class Dealing:
     Args:
         group: The ranks.
         kind: What the loader gives.
-        num_skipped: Batches that the sampler draws before the first one that is read.
     """
 
-    def __init__(self, group: Group, kind: Kind, num_skipped: int = 0) -> None:
-        self.group, self.kind, self._num_skipped = group, kind, num_skipped
+    def __init__(self, group: Group, kind: Kind) -> None:
+        self.group, self.kind = group, kind
         self.lockstep = None if kind == "indexed" else Lockstep(group, must_match=kind == "whole")
         """None where all ranks know the number of batches from the sampler."""
         self._are_empty: deque[bool] = deque()
@@ -56,15 +55,13 @@ class Dealing:
 
     def cut(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
         """Cut the lists of indices that a batch sampler gives; one index stands for a batch without rows."""
-        for position, whole in enumerate(batches):
+        for whole in batches:
             indices = list(whole)
-            if position >= self._num_skipped:
-                if self._first_indices is None:
-                    self._first_indices = repr(indices)
-                own = indices[self._share(len(indices))]
-                self._are_empty.append(not own)
-                indices = own or indices[:1]
-            yield indices
+            if self._first_indices is None:
+                self._first_indices = repr(indices)
+            own = indices[self._share(len(indices))]
+            self._are_empty.append(not own)
+            yield own or indices[:1]
 
     def take(self, batch: Any, dim: int = 0) -> Any:
         """Return this rank's rows of what the loader has given; called for each batch, in order."""
@@ -227,14 +224,14 @@ class Dealer:
         self.kind: Kind = "sharded" if sharded or is_split else "indexed" if has_index_lists(loader) else "whole"
         self._advice = "" if sharded else _IS_SPLIT if is_split else _IS_WHOLE if self.kind == "whole" else ""
 
-    def begin_pass(self, num_skipped: int = 0) -> Dealing | None:
+    def begin_pass(self) -> Dealing | None:
         """Return how the next pass is dealt; None without ranks. All ranks call it at the same place."""
         group = join()
         if group is None:
             return None
         if self._advice and group.rank == 0:
             _say_once(self._caller, self._advice)
-        return Dealing(group, self.kind, num_skipped)
+        return Dealing(group, self.kind)
 
 
 _IS_SPLIT = "the DataLoader has a DistributedSampler: each rank's batches are taken as its own, as by sharded=True."

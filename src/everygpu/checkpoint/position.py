@@ -7,10 +7,10 @@ from these, and the indices of the batches that were used are skipped without fe
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -18,14 +18,17 @@ from torch.utils.data import DataLoader, IterableDataset
 from everygpu.checkpoint.dealing import Dealer, Dealing, DealtSampler
 from everygpu.checkpoint.loaders import (
     check_order,
+    check_position,
     generators_of,
     index_sampler,
     is_in_order,
+    iterate,
+    length_of,
     with_index_sampler,
     with_order_drawn,
 )
 from everygpu.checkpoint.rng import plan_rng_restore, take_rng_states
-from everygpu.errors import CheckpointMismatchError, OptionError
+from everygpu.errors import OptionError
 
 logger = logging.getLogger("everygpu")
 
@@ -101,7 +104,9 @@ class ResumableLoader:
         self._is_resumed = False
         self._order = _Order(index_sampler(loader), generators_of(loader))
         self._is_iterable = isinstance(loader.dataset, IterableDataset)
-        self._dealer = Dealer(loader, sharded, "ResumableLoader")
+        self.dealer: Dealer | None = Dealer(loader, sharded, "ResumableLoader")
+        """Deals batches to ranks; None to have each rank take the loader's as they are."""
+        self._is_part = self.dealer.kind == "sharded"
         self._dealt = DealtSampler(self._order)
         self.ordered = loader if self._is_iterable else with_index_sampler(loader, self._dealt)
         """The DataLoader that is iterated: the one that was passed, with a sampler that can begin in the middle."""
@@ -139,7 +144,7 @@ class ResumableLoader:
         old, resumed = self._progress, self._is_resumed
         fresh = Progress(old.epoch + (old.num_batches > 0))
         progress = Progress(old.epoch, old.num_batches, old.start) if resumed else fresh
-        dealing = progress.dealing = self._dealt.dealing = self._dealer.begin_pass()
+        dealing = progress.dealing = self._dealt.dealing = None if self.dealer is None else self.dealer.begin_pass()
         if dealing is None:
             batches = self._begin(progress, resumed)
         else:
@@ -158,7 +163,7 @@ class ResumableLoader:
         return {
             "epoch": progress.epoch,
             "num_batches": progress.num_batches,
-            "length": _length(self.loader),
+            "length": length_of(self.loader),
             "start": start,
             "in_order": is_in_order(self.loader),
         }
@@ -171,7 +176,7 @@ class ResumableLoader:
                 pass, drawn from another number of generators, or in a shuffled pass where this loader doesn't shuffle.
         """
         # Loaders of the ranks' own parts may differ in length, and rank 0's position is what is saved.
-        _check_state(state, _length(self.loader), self._order.num_generators, of_part=self._dealer.kind == "sharded")
+        check_position(state, length_of(self.loader), self._order.num_generators, of_part=self._is_part)
         if state["num_batches"]:
             check_order(state.get("in_order"), self.loader)
         start = state["start"]
@@ -189,8 +194,8 @@ class ResumableLoader:
         keeps_workers = self.loader.persistent_workers and progress.epoch > 0
         if resumed and (progress.start is not None or keeps_workers):
             with _random_states_kept():
-                return with_order_drawn(iter(self.ordered))
-        return with_order_drawn(iter(self.ordered))
+                return with_order_drawn(iterate(self.loader, self.ordered))
+        return with_order_drawn(iterate(self.loader, self.ordered))
 
     def _begin_iterable(self, progress: Progress) -> Iterator[Any]:
         if progress.start is None:
@@ -259,29 +264,6 @@ class _Order:
         return chain(rest, indices)
 
 
-def _check_state(state: Any, length: int | None, num_generators: int, *, of_part: bool) -> None:
-    try:
-        saved_length, num_saved = state["length"], len(state["start"]["generators"])
-        is_position = state["epoch"] >= 0 and state["num_batches"] >= 0
-    except (LookupError, TypeError):
-        is_position = False
-    if not is_position:
-        raise CheckpointMismatchError(
-            f"load: the data's position must be what ResumableLoader.state_dict returned, got {state!r:.200}. "
-            f"Load what was saved from a Feeder into a Feeder, and what was saved from a loader into a loader."
-        )
-    if saved_length != length and not of_part:
-        raise CheckpointMismatchError(
-            f"load: the data must have as many batches as when it was saved, {saved_length}, got {length}. "
-            f"Use the same dataset and batch size, or leave the position out."
-        )
-    if num_saved != num_generators:
-        raise CheckpointMismatchError(
-            f"load: the order must be drawn from as many generators as when it was saved, {num_saved}, got "
-            f"{num_generators}. Give the DataLoader and its sampler the same generators, or leave the position out."
-        )
-
-
 @contextmanager
 def _random_states_kept() -> Iterator[None]:
     """Put the global random states back when the block ends; generators of the loader's own go on."""
@@ -290,10 +272,3 @@ def _random_states_kept() -> Iterator[None]:
         yield
     finally:
         restore()
-
-
-def _length(loader: DataLoader[Any]) -> int | None:
-    try:
-        return len(cast(Sized, loader))
-    except TypeError:  # an IterableDataset without a length
-        return None
