@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from everygpu import tree
+from everygpu.checkpoint.generators import generator_state, set_generator
 from everygpu.checkpoint.loaders import has_index_lists, is_split_already
 from everygpu.checkpoint.rng import plan_rng_restore, take_rng_states
 from everygpu.devices.seed import derive_seed
@@ -87,7 +88,7 @@ class Dealing:
             yield self.lockstep.empty_batch()
 
     @contextmanager
-    def same_order(self, loader: Any, generators: list[torch.Generator]) -> Iterator[None]:
+    def same_order(self, loader: Any, generators: list[Any]) -> Iterator[None]:
         """Have a pass begin with rank 0's random states on all ranks, so that all draw the same order.
 
         The loader's own generators stay like rank 0's. The global ones of a rank where they differ, as they do after
@@ -98,14 +99,14 @@ class Dealing:
             generators: Those of its own.
         """
         states = take_rng_states(with_cuda=False)
-        theirs, their_own = self.group.broadcast_object((states, [g.get_state() for g in generators]))
+        theirs, their_own = self.group.broadcast_object((states, [generator_state(g) for g in generators]))
         if len(their_own) != len(generators):
             raise RankError(
                 f"ranks: every rank must give its loader as many generators as rank 0, "
                 f"{len(their_own)}, got {len(generators)} on rank {self.group.rank}."
             )
         for generator, state in zip(generators, their_own):
-            generator.set_state(state)
+            set_generator(generator, state)
         restore = plan_rng_restore(states)
         if theirs != states:
             plan_rng_restore(theirs)()

@@ -100,30 +100,6 @@ def check_order(was_in_order: bool | None, loader: Any) -> None:
         )
 
 
-def check_position(state: Any, length: int | None, num_generators: int, *, of_part: bool) -> None:
-    """Refuse what is no position, or one in other data; see ``ResumableLoader.load_state_dict``."""
-    try:
-        saved_length, num_saved = state["length"], len(state["start"]["generators"])
-        is_position = state["epoch"] >= 0 and state["num_batches"] >= 0
-    except (LookupError, TypeError):
-        is_position = False
-    if not is_position:
-        raise CheckpointMismatchError(
-            f"load: the data's position must be what ResumableLoader.state_dict returned, got {state!r:.200}. "
-            f"Load what was saved from a Feeder into a Feeder, and what was saved from a loader into a loader."
-        )
-    if saved_length != length and not of_part:
-        raise CheckpointMismatchError(
-            f"load: the data must have as many batches as when it was saved, {saved_length}, got {length}. "
-            f"Use the same dataset and batch size, or leave the position out."
-        )
-    if num_saved != num_generators:
-        raise CheckpointMismatchError(
-            f"load: the order must be drawn from as many generators as when it was saved, {num_saved}, got "
-            f"{num_generators}. Give the DataLoader and its sampler the same generators, or leave the position out."
-        )
-
-
 def length_of(loader: Any) -> int | None:
     """Count the batches of a pass; None where that isn't known."""
     try:

@@ -12,21 +12,18 @@ from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from everygpu.checkpoint.dealing import Dealer, Dealing, DealtSampler
+from everygpu.checkpoint.generators import generator_state, order_generators, set_generator
 from everygpu.checkpoint.loaders import (
-    check_order,
-    check_position,
-    generators_of,
     index_sampler,
     is_in_order,
     iterate,
-    length_of,
     with_index_sampler,
     with_order_drawn,
 )
+from everygpu.checkpoint.matching import check_position, describe_data
 from everygpu.checkpoint.rng import plan_rng_restore, take_rng_states
 from everygpu.errors import OptionError
 
@@ -102,7 +99,7 @@ class ResumableLoader:
         self.loader = loader
         self._progress = Progress()
         self._is_resumed = False
-        self._order = _Order(index_sampler(loader), generators_of(loader))
+        self._order = _Order(index_sampler(loader), order_generators(loader))
         self._is_iterable = isinstance(loader.dataset, IterableDataset)
         self.dealer: Dealer | None = Dealer(loader, sharded, "ResumableLoader")
         """Deals batches to ranks; None to have each rank take the loader's as they are."""
@@ -163,22 +160,18 @@ class ResumableLoader:
         return {
             "epoch": progress.epoch,
             "num_batches": progress.num_batches,
-            "length": length_of(self.loader),
             "start": start,
             "in_order": is_in_order(self.loader),
-        }
+        } | describe_data(self.loader)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position; the next pass begins there.
 
         Raises:
-            CheckpointMismatchError: it is no position, or one in other data: of another number of batches in a
-                pass, drawn from another number of generators, or in a shuffled pass where this loader doesn't shuffle.
+            CheckpointMismatchError: it is no position, or one of an order drawn from other generators; or in the middle
+                of a pass over other data, or of a shuffled one where this loader doesn't shuffle.
         """
-        # Loaders of the ranks' own parts may differ in length, and rank 0's position is what is saved.
-        check_position(state, length_of(self.loader), self._order.num_generators, of_part=self._is_part)
-        if state["num_batches"]:
-            check_order(state.get("in_order"), self.loader)
+        check_position(state, self.loader, self._order.generators, of_part=self._is_part)
         start = state["start"]
         is_begun = "global" in start
         if not is_begun:
@@ -213,7 +206,7 @@ class ResumableLoader:
 class _Order:
     """A sampler that notes the random states its pass began with, and can begin the same pass again."""
 
-    def __init__(self, sampler: Any, generators: list[torch.Generator]) -> None:
+    def __init__(self, sampler: Any, generators: list[Any]) -> None:
         self.progress = Progress()
         """Of the pass that begins next."""
         self.whole_sampler, self.generators = sampler, generators
@@ -224,11 +217,6 @@ class _Order:
     def __iter__(self) -> Iterator[Any]:
         return self._draw(self.progress)
 
-    @property
-    def num_generators(self) -> int:
-        """How many generators the order may come from."""
-        return len(self.generators)
-
     def take_states(self) -> dict[str, Any]:
         """Return the random states of this moment, as those of a pass's beginning."""
         return {"global": take_rng_states(with_cuda=False), "generators": self.generator_states()}
@@ -238,14 +226,14 @@ class _Order:
         plan_rng_restore(start["global"])()
         self.set_generators(start)
 
-    def generator_states(self) -> list[bytes]:
+    def generator_states(self) -> list[Any]:
         """Return the present states of the loader's own generators."""
-        return [bytes(generator.get_state().tolist()) for generator in self.generators]
+        return [generator_state(generator) for generator in self.generators]
 
     def set_generators(self, start: Any) -> None:
         """Set the loader's own generators to a pass's beginning."""
-        for generator, state in zip(self.generators, start["generators"], strict=True):
-            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        for generator, state in zip(self.generators, start["generators"]):
+            set_generator(generator, state)
 
     def _draw(self, progress: Progress) -> Iterator[Any]:
         # Runs in the main process, when the first index is asked for.

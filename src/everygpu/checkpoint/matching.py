@@ -1,0 +1,61 @@
+"""Whether a saved position is one in this data."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from everygpu.checkpoint.generators import generator_state, state_kind
+from everygpu.checkpoint.loaders import check_order, generators_of, length_of
+from everygpu.errors import CheckpointMismatchError
+
+
+def describe_data(loader: Any) -> dict[str, int | None]:
+    """Return what has to be the same for a pass to go on, where it is known."""
+    return {"length": length_of(loader)}
+
+
+def check_position(state: Any, loader: Any, generators: Sequence[Any], *, of_part: bool) -> None:
+    """Refuse what is no position, or one in other data; see ``ResumableLoader.load_state_dict``.
+
+    Args:
+        state: As saved.
+        loader: To be put there.
+        generators: That its order may come from.
+        of_part: The loader has this rank's own rows; what was saved is rank 0's position, and parts may differ.
+    """
+    try:
+        saved, is_position = state["start"]["generators"], state["epoch"] >= 0 and state["num_batches"] >= 0
+        kinds = [state_kind(x) for x in saved]
+        is_position = is_position and "length" in state
+    except (LookupError, TypeError):
+        is_position = False
+    if not is_position:
+        raise CheckpointMismatchError(
+            f"load: the data's position must be what ResumableLoader.state_dict returned, got {state!r:.200}. "
+            f"Load what was saved from a Feeder into a Feeder, and what was saved from a loader into a loader."
+        )
+    if state["num_batches"]:
+        if not of_part:
+            _check_data(state, describe_data(loader))
+        check_order(state.get("in_order"), loader)
+    _check_generators(kinds, generators, num_earlier=len(generators_of(loader)))
+
+
+def _check_data(state: dict[str, Any], now: dict[str, int | None]) -> None:
+    words = {"length": "as many batches"}
+    for name, value in now.items():
+        if state.get(name, value) != value:
+            raise CheckpointMismatchError(
+                f"load: in the middle of a pass the data must have {words[name]} as when it was saved, {state[name]}, "
+                f"got {value}. Use the same dataset and batch size, or leave the position out."
+            )
+
+
+def _check_generators(saved: list[str], generators: Sequence[Any], num_earlier: int) -> None:
+    kinds = [state_kind(generator_state(g)) for g in generators]
+    # Earlier versions kept torch's alone, where it was called `generator`.
+    if saved not in (kinds, kinds[:num_earlier]):
+        raise CheckpointMismatchError(
+            f"load: the order must be drawn from as many generators as when it was saved, {len(saved)} "
+            f"({', '.join(saved) or 'none'}), got {len(kinds)} ({', '.join(kinds) or 'none'}). Give the DataLoader and "
+            f"its sampler the same generators, or leave the position out."
+        )
