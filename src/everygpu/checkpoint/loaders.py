@@ -100,10 +100,10 @@ def check_order(was_in_order: bool | None, loader: Any) -> None:
         )
 
 
-def length_of(loader: Any) -> int | None:
-    """Count the batches of a pass; None where that isn't known."""
+def length_of(data: Any) -> int | None:
+    """Count the batches of a loader's pass, or the rows of a dataset; None where that isn't known."""
     try:
-        return len(loader)
+        return len(data)
     except (TypeError, NotImplementedError):  # an IterableDataset without a length
         return None
 

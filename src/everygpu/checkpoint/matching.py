@@ -10,7 +10,7 @@ from everygpu.errors import CheckpointMismatchError
 
 def describe_data(loader: Any) -> dict[str, int | None]:
     """Return what has to be the same for a pass to go on, where it is known."""
-    return {"length": length_of(loader)}
+    return {"length": length_of(loader), "num_rows": length_of(loader.dataset), "batch_size": loader.batch_size}
 
 
 def check_position(state: Any, loader: Any, generators: Sequence[Any], *, of_part: bool) -> None:
@@ -37,23 +37,26 @@ def check_position(state: Any, loader: Any, generators: Sequence[Any], *, of_par
         if not of_part:
             _check_data(state, describe_data(loader))
         check_order(state.get("in_order"), loader)
-    _check_generators(kinds, generators, num_earlier=len(generators_of(loader)))
+    # Earlier versions kept torch's alone, where it was called `generator`, and no number of rows.
+    is_earlier = "num_rows" not in state
+    _check_generators(kinds, generators[: len(generators_of(loader))] if is_earlier else generators)
 
 
 def _check_data(state: dict[str, Any], now: dict[str, int | None]) -> None:
-    words = {"length": "as many batches"}
+    words = {"length": "as many batches", "num_rows": "as many rows", "batch_size": "the same batch_size"}
     for name, value in now.items():
-        if state.get(name, value) != value:
+        before = state.get(name, value)
+        is_given_otherwise = name == "batch_size" and None in (before, value)  # by a batch sampler
+        if before != value and not is_given_otherwise:
             raise CheckpointMismatchError(
-                f"load: in the middle of a pass the data must have {words[name]} as when it was saved, {state[name]}, "
+                f"load: in the middle of a pass the data must have {words[name]} as when it was saved, {before}, "
                 f"got {value}. Use the same dataset and batch size, or leave the position out."
             )
 
 
-def _check_generators(saved: list[str], generators: Sequence[Any], num_earlier: int) -> None:
+def _check_generators(saved: list[str], generators: Sequence[Any]) -> None:
     kinds = [state_kind(generator_state(g)) for g in generators]
-    # Earlier versions kept torch's alone, where it was called `generator`.
-    if saved not in (kinds, kinds[:num_earlier]):
+    if saved != kinds:
         raise CheckpointMismatchError(
             f"load: the order must be drawn from as many generators as when it was saved, {len(saved)} "
             f"({', '.join(saved) or 'none'}), got {len(kinds)} ({', '.join(kinds) or 'none'}). Give the DataLoader and "
