@@ -204,6 +204,46 @@ def test_a_sampler_s_own_generator_is_restored(tmp_path: Path, kind: str, stop: 
     resumed.data.load_state_dict(state)
 
 
+class DrawnAsItGoes(Sampler[int]):
+    """Shuffles 8 rows at a time, each when it comes to them."""
+
+    def __iter__(self) -> Iterator[int]:
+        for begin in range(0, 24, 8):
+            yield from random.sample(range(begin, begin + 8), 8)
+
+    def __len__(self) -> int:
+        return 24
+
+
+@pytest.mark.parametrize("in_feeder", [False, True])
+def test_an_order_that_is_drawn_as_it_goes(in_feeder: bool) -> None:
+    """It is the same again if nothing else draws, and refused where it isn't."""
+
+    def read(state: Any, stop: int | None, draws: bool) -> tuple[Any, list[list[int]]]:
+        loader = DataLoader(range(24), 4, sampler=DrawnAsItGoes())
+        data = everygpu.Feeder(loader, "cpu", prefetch=0) if in_feeder else ResumableLoader(loader)
+        if state is not None:
+            data.load_state_dict(state)
+        seen = []
+        for batch in data:
+            seen.append(batch.tolist())
+            if len(seen) == stop:
+                break
+            random.seed(len(seen)) if draws else None
+        return data.state_dict(), seen
+
+    for stop in (1, 2, 3):
+        random.seed(1)
+        expected = read(None, None, False)[1]
+        random.seed(1)
+        state, seen = read(None, stop, False)
+        assert [*seen, *read(state, None, False)[1]] == expected
+    random.seed(1)
+    state, _ = read(None, 3, True)
+    with pytest.raises(CheckpointMismatchError, match="draw the same order again"):
+        read(state, None, False)
+
+
 def test_skipping_fetches_nothing(tmp_path: Path) -> None:
     class Counted(Dataset[int]):
         fetched: list[int] = []

@@ -1,6 +1,8 @@
 """Whether a saved position is one in this data."""
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
+from operator import index
 from typing import Any
 
 from everygpu.checkpoint.generators import generator_state, state_kind
@@ -40,6 +42,38 @@ def check_position(state: Any, loader: Any, generators: Sequence[Any], *, of_par
     # Earlier versions kept torch's alone, where it was called `generator`, and no number of rows.
     is_earlier = "num_rows" not in state
     _check_generators(kinds, generators[: len(generators_of(loader))] if is_earlier else generators)
+
+
+def frozen(indices: Any) -> Any:
+    """Return what stays as it is: samplers may use their list again. An empty tuple stands for what isn't compared."""
+    return tuple(indices) if isinstance(indices, (list, tuple)) else (indices,) if isinstance(indices, int) else ()
+
+
+def digest_of(indices: Sequence[Any]) -> int | None:
+    """Return the CRC-32 of a batch's indices as a list in text; None where they are no whole numbers."""
+    try:
+        return zlib.crc32(str([index(i) for i in indices]).encode()) if indices else None
+    except TypeError:
+        return None
+
+
+def check_drawn_again(used: Iterable[Any], digest: int | None) -> None:
+    """Refuse to go on with the rest of an order that was not the one before.
+
+    Args:
+        used: The last batch of indices that is skipped, drawn again.
+        digest: What it was before, where that is known.
+    Raises:
+        CheckpointMismatchError: it is another one.
+    """
+    for again in used:
+        now = digest_of(frozen(again))
+        if None not in (digest, now) and digest != now:
+            raise CheckpointMismatchError(
+                "load: the sampler must draw the same order again in the middle of a pass, got other indices, which "
+                "would repeat samples and leave others out. Have it draw the whole order as the pass begins, or from a "
+                "torch.Generator that is an attribute of it; use the same dataset; or leave the position out."
+            )
 
 
 def _check_data(state: dict[str, Any], now: dict[str, int | None]) -> None:

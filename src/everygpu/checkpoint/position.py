@@ -7,6 +7,7 @@ from these, and the indices of the batches that were used are skipped without fe
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
@@ -23,7 +24,7 @@ from everygpu.checkpoint.loaders import (
     with_index_sampler,
     with_order_drawn,
 )
-from everygpu.checkpoint.matching import check_position, describe_data
+from everygpu.checkpoint.matching import check_drawn_again, check_position, describe_data, digest_of, frozen
 from everygpu.checkpoint.rng import plan_rng_restore, take_rng_states
 from everygpu.errors import OptionError
 
@@ -36,23 +37,32 @@ class Progress:
     Each pass has one of its own, so a pass that goes on beside a later one doesn't change where the later one stands.
     """
 
-    __slots__ = ("dealing", "epoch", "num_batches", "start")
+    __slots__ = ("dealing", "digest", "drawn", "epoch", "last", "num_batches", "start")
 
-    def __init__(self, epoch: int = 0, num_batches: int = 0, start: Any = None) -> None:
+    def __init__(self, epoch: int = 0, num_batches: int = 0, start: Any = None, digest: int | None = None) -> None:
         self.epoch = epoch
         self.num_batches = num_batches
         self.start = start
         """Random states that the order is drawn from; None before and after the pass."""
         self.dealing: Dealing | None = None
         """How the batches are dealt to ranks; None where there is one process."""
+        self.digest = digest
+        """Of the indices of the last batch that was used before the pass was resumed."""
+        self.drawn: deque[Any] = deque()
+        """Indices of the batches that are drawn and not used yet."""
+        self.last: Any = None
+        """Indices of the batch that was used last; None before the first one."""
 
     def count(self) -> None:
         """Count a batch as used."""
         self.num_batches += 1
+        if self.drawn:
+            self.last = self.drawn.popleft()
 
     def finish(self) -> None:
         """Count the pass as complete."""
         self.epoch, self.num_batches, self.start = self.epoch + 1, 0, None
+        self.digest = self.last = None
 
 
 class ResumableLoader:
@@ -140,7 +150,7 @@ class ResumableLoader:
         """
         old, resumed = self._progress, self._is_resumed
         fresh = Progress(old.epoch + (old.num_batches > 0))
-        progress = Progress(old.epoch, old.num_batches, old.start) if resumed else fresh
+        progress = Progress(old.epoch, old.num_batches, old.start, old.digest) if resumed else fresh
         dealing = progress.dealing = self._dealt.dealing = None if self.dealer is None else self.dealer.begin_pass()
         if dealing is None:
             batches = self._begin(progress, resumed)
@@ -161,6 +171,7 @@ class ResumableLoader:
             "epoch": progress.epoch,
             "num_batches": progress.num_batches,
             "start": start,
+            "last_batch": progress.digest if progress.last is None else digest_of(progress.last),
             "in_order": is_in_order(self.loader),
         } | describe_data(self.loader)
 
@@ -176,7 +187,12 @@ class ResumableLoader:
         is_begun = "global" in start
         if not is_begun:
             self._order.set_generators(start)
-        self._progress = Progress(state["epoch"], state["num_batches"], start if is_begun else None)
+        self._progress = Progress(
+            state["epoch"],
+            state["num_batches"],
+            start if is_begun else None,
+            None if self._is_part else state.get("last_batch"),  # rank 0's
+        )
         self._is_resumed = True
 
     def _begin(self, progress: Progress, resumed: bool) -> Iterator[Any]:
@@ -187,7 +203,8 @@ class ResumableLoader:
         keeps_workers = self.loader.persistent_workers and progress.epoch > 0
         if resumed and (progress.start is not None or keeps_workers):
             with _random_states_kept():
-                return with_order_drawn(iterate(self.loader, self.ordered))
+                batches = iterate(self.loader, self.ordered)
+            return with_order_drawn(batches)
         return with_order_drawn(iterate(self.loader, self.ordered))
 
     def _begin_iterable(self, progress: Progress) -> Iterator[Any]:
@@ -239,16 +256,22 @@ class _Order:
         # Runs in the main process, when the first index is asked for.
         if progress.start is None:
             progress.start = self.take_states()
-            yield from self.whole_sampler
+            batches = iter(self.whole_sampler)
         else:
-            yield from self._draw_again(progress)
+            batches = self._draw_again(progress)
+        for indices in batches:
+            progress.drawn.append(frozen(indices))
+            yield indices
 
     def _draw_again(self, progress: Progress) -> Iterator[Any]:
         with _random_states_kept():
             self.return_to(progress.start)
             indices = iter(self.whole_sampler)
-            # The first of the rest is drawn here: samplers draw their order when they are asked for an index.
-            rest = list(islice(indices, progress.num_batches, progress.num_batches + 1))
+            used = deque(islice(indices, progress.num_batches), maxlen=1)
+            # Samplers draw their order when they are asked for an index. One that draws as it goes draws the rest from
+            # the states of now.
+            rest = [] if used else list(islice(indices, 1))
+        check_drawn_again(used, progress.digest)
         return chain(rest, indices)
 
 
