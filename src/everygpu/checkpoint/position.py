@@ -96,7 +96,7 @@ class ResumableLoader:
 
         Args:
             loader: With or without shuffling, any sampler or batch sampler whose order follows from random
-                states at the epoch's beginning: torch's, NumPy's, Python's, or a generator of its own.
+                states at the epoch's beginning: torch's, NumPy's, Python's, or a generator that is an attribute of it.
             sharded: Whether the loader of each rank gives that rank's own rows, instead of those of the whole run.
         Raises:
             OptionError: it is no DataLoader, or one that keeps its position itself; or ``sharded`` is no bool.
