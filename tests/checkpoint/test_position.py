@@ -157,6 +157,93 @@ def test_workers_that_persist(tmp_path: Path, stop: int) -> None:
     assert [*seen, *resumed.run(None)] == expected
 
 
+class OwnGenerator(Sampler[int]):
+    """Shuffles by a generator that has any name, within another sampler."""
+
+    def __init__(self, kind: str) -> None:
+        made = {
+            "torch": lambda: seeded(3),
+            "NumPy": lambda: np.random.default_rng(3),
+            "Python": lambda: random.Random(3),
+        }
+        self.rng = made.get(kind, lambda: np.random.RandomState(3))()
+
+    def __iter__(self) -> Iterator[int]:
+        if isinstance(self.rng, random.Random):
+            return iter(self.rng.sample(range(23), 23))
+        order = (
+            torch.randperm(23, generator=self.rng)
+            if isinstance(self.rng, torch.Generator)
+            else self.rng.permutation(23)
+        )
+        return iter(order.tolist())
+
+    def __len__(self) -> int:
+        return 23
+
+
+@pytest.mark.parametrize("kind", ["torch", "NumPy", "RandomState", "Python"])
+@pytest.mark.parametrize("stop", [6, 8])
+def test_a_sampler_s_own_generator_is_restored(tmp_path: Path, kind: str, stop: int) -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(DATA, batch_sampler=BatchSampler(OwnGenerator(kind), 4, False))
+
+    expected = Run(make(), seed=1).run(None)
+    assert expected[6:12] != expected[:6]
+    interrupted = Run(make(), seed=1)
+    seen = list(interrupted.run(stop))
+    everygpu.save(tmp_path / "ckpt", data=interrupted.data)
+    state = interrupted.data.state_dict()
+    resumed = Run(make(), seed=2)
+    everygpu.load(tmp_path / "ckpt", data=resumed.data, rng=True)
+    assert [*seen, *resumed.run(None)] == expected
+    other = ResumableLoader(DataLoader(DATA, 4, sampler=RandomSampler(DATA, generator=seeded(1))))
+    with pytest.raises(CheckpointMismatchError, match=r"when it was saved, 0 \(none\), got 1 \(torch's\)"):
+        other.load_state_dict(state | {"start": {"generators": []}})
+    del state["num_rows"], state["start"]["generators"][:]  # as earlier versions wrote it
+    resumed.data.load_state_dict(state)
+
+
+class DrawnAsItGoes(Sampler[int]):
+    """Shuffles 8 rows at a time, each when it comes to them."""
+
+    def __iter__(self) -> Iterator[int]:
+        for begin in range(0, 24, 8):
+            yield from random.sample(range(begin, begin + 8), 8)
+
+    def __len__(self) -> int:
+        return 24
+
+
+@pytest.mark.parametrize("in_feeder", [False, True])
+def test_an_order_that_is_drawn_as_it_goes(in_feeder: bool) -> None:
+    """It is the same again if nothing else draws, and refused where it isn't."""
+
+    def read(state: Any, stop: int | None, draws: bool) -> tuple[Any, list[list[int]]]:
+        loader = DataLoader(range(24), 4, sampler=DrawnAsItGoes())
+        data = everygpu.Feeder(loader, "cpu", prefetch=0) if in_feeder else ResumableLoader(loader)
+        if state is not None:
+            data.load_state_dict(state)
+        seen = []
+        for batch in data:
+            seen.append(batch.tolist())
+            if len(seen) == stop:
+                break
+            random.seed(len(seen)) if draws else None
+        return data.state_dict(), seen
+
+    for stop in (1, 2, 3):
+        random.seed(1)
+        expected = read(None, None, False)[1]
+        random.seed(1)
+        state, seen = read(None, stop, False)
+        assert [*seen, *read(state, None, False)[1]] == expected
+    random.seed(1)
+    state, _ = read(None, 3, True)
+    with pytest.raises(CheckpointMismatchError, match="draw the same order again"):
+        read(state, None, False)
+
+
 def test_skipping_fetches_nothing(tmp_path: Path) -> None:
     class Counted(Dataset[int]):
         fetched: list[int] = []
@@ -279,16 +366,40 @@ def test_what_is_no_position_is_refused(state: Any) -> None:
 def test_another_number_of_generators_is_refused() -> None:
     state = ResumableLoader(LOADERS["shuffled by a generator"](1)).state_dict()
     data = ResumableLoader(LOADERS["shuffled"](1))
-    with pytest.raises(CheckpointMismatchError, match="as many generators as when it was saved, 1, got 0"):
+    with pytest.raises(CheckpointMismatchError, match=r"as many generators as when it was saved, 1 \(torch's\), got 0"):
         data.load_state_dict(state)
+
+
+@pytest.mark.parametrize("in_feeder", [False, True])
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (lambda: DataLoader(range(9), 2), "as many batches as when it was saved, 3, got 5"),
+        (lambda: DataLoader(range(10), 4), "as many rows as when it was saved, 9, got 10"),
+        (lambda: DataLoader(range(9), 3), "the same batch_size as when it was saved, 4, got 3"),
+    ],
+)
+def test_a_pass_over_other_data_is_refused(other: Any, reason: str, in_feeder: bool) -> None:
+    def wrapped(loader: DataLoader[Any]) -> Any:
+        return everygpu.Feeder(loader, "cpu") if in_feeder else ResumableLoader(loader)
+
+    data, target = wrapped(DataLoader(range(9), 4)), wrapped(other())
+    between = data.state_dict()
+    next(iter(data))
+    with pytest.raises(CheckpointMismatchError, match=reason):
+        target.load_state_dict(data.state_dict())
+    target.load_state_dict(between)
+    assert len(list(target)) == len(target)
 
 
 def test_other_data_is_refused_and_nothing_changes() -> None:
     state = ResumableLoader(DataLoader(DATA, 4)).state_dict()
     data = ResumableLoader(DataLoader(DATA, 5))
     with pytest.raises(CheckpointMismatchError, match="as many batches as when it was saved, 6, got 5"):
-        data.load_state_dict(state | {"epoch": 3})
+        data.load_state_dict(state | {"epoch": 3, "num_batches": 1})
     assert data.epoch == 0
+    data.load_state_dict(state | {"epoch": 3})  # between two passes
+    assert data.epoch == 3
 
 
 @pytest.mark.parametrize("name", ["shuffled", "batch sampler", "weighted", "no batches"])

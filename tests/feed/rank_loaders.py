@@ -240,7 +240,6 @@ RESUMED = [
     (name, how)
     for name in ("shuffled", "a generator", "a batch sampler", "iterable", "short last batch")
     for how in ("thread", "resumable", "both")
-    if (name, how) != ("a batch sampler", "thread")  # the Feeder alone keeps torch's generator only
 ]
 
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 
 import everygpu
 from everygpu import Feeder, gather
@@ -235,5 +235,66 @@ def test_a_pass_in_another_order_is_refused(shuffles):
         state = source.state_dict()
         with pytest.raises(CheckpointMismatchError, match=f"repeat samples.*shuffle={shuffles}"):
             target.load_state_dict(state)
-        del state["in_order"]  # as earlier versions wrote it
+        del state["loader"]["in_order"]  # as earlier versions wrote it
         target.load_state_dict(state)
+
+
+def seeded():
+    return torch.Generator().manual_seed(5)
+
+
+DRAWN = {
+    "loader": lambda: numbered(12, batch_size=2, shuffle=True, generator=seeded()),
+    "sampler": lambda: numbered(12, batch_size=2, sampler=RandomSampler(range(12), generator=seeded())),
+    "weighted": lambda: numbered(
+        12, batch_size=2, sampler=WeightedRandomSampler(torch.ones(12), 12, generator=seeded())
+    ),
+    "batch sampler": lambda: numbered(
+        12, batch_sampler=BatchSampler(RandomSampler(range(12), generator=seeded()), 2, False)
+    ),
+}
+
+
+@pytest.mark.parametrize("make", DRAWN.values(), ids=list(DRAWN))
+@pytest.mark.parametrize("stop_after", [6, 8])
+def test_generators_of_samplers_are_restored(make, stop_after):
+    def run(feeder):
+        while feeder.state_dict()["epoch"] < 3:
+            for (x,) in feeder:
+                yield gather(x).tolist()
+
+    expected = list(run(Feeder(make(), "cpu")))
+    assert expected[:6] != expected[6:12]
+    first = Feeder(make(), "cpu")
+    seen = [values(first)] if stop_after == 6 else list(itertools.islice(run(first), stop_after))
+    second = Feeder(make(), "cpu")
+    second.load_state_dict(first.state_dict())
+    assert [*(seen[0] if stop_after == 6 else seen), *run(second)] == expected
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_position_of_an_earlier_version(own):
+    def make():
+        return Feeder(numbered(12, batch_size=2, shuffle=True, generator=seeded() if own else None), "cpu")
+
+    torch.manual_seed(3)
+    start = (seeded().get_state() if own else torch.get_rng_state()).tolist()
+    expected = values(make())
+    feeder = make()
+    feeder.load_state_dict({"epoch": 2, "batch": 4, "generator": bytes(start), "loader": None, "in_order": False})
+    assert values(feeder) == expected[4:]
+    assert feeder.state_dict()["epoch"] == 3
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_persistent_workers_serve_later_feeders_and_the_loader_itself():
+    loader = numbered(8, batch_size=2, shuffle=True, num_workers=1, persistent_workers=True)
+    passes, pids = [], set()
+    for i in range(4):
+        torch.manual_seed(i)
+        passes.append(values(Feeder(loader, "cpu") if i % 2 else loader))
+        pids |= {w.pid for w in loader._iterator._workers}
+    loader._iterator._shutdown_workers()
+    assert len(pids) == 1
+    assert all(a != b for a, b in itertools.pairwise(passes))
+    assert all(sorted(itertools.chain(*x)) == list(range(8)) for x in passes)

@@ -166,11 +166,11 @@ class TestPosition:
         assert data.epoch == 1
 
     def test_positions_of_other_kinds_are_refused(self, data):
-        feeder, plain = Feeder(data, "cpu"), Feeder(data.loader, "cpu")
+        feeder, other = Feeder(data, "cpu"), Feeder([torch.ones(2)], "cpu")
         with pytest.raises(OptionError, match="a loader that keeps its own position, as the saved one did"):
-            plain.load_state_dict(feeder.state_dict())
+            other.load_state_dict(feeder.state_dict())
         with pytest.raises(CheckpointMismatchError, match=r"what ResumableLoader.state_dict returned"):
-            feeder.load_state_dict(plain.state_dict())
+            feeder.load_state_dict({"loader": {"at": 3}})
         with pytest.raises(CheckpointMismatchError, match="into a Feeder"):
             data.load_state_dict(feeder.state_dict())
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from everygpu import tree
+from everygpu.checkpoint.generators import generator_state, set_generator
 from everygpu.checkpoint.loaders import has_index_lists, is_split_already
 from everygpu.checkpoint.rng import plan_rng_restore, take_rng_states
 from everygpu.devices.seed import derive_seed, seed_all
@@ -42,11 +43,10 @@ class Dealing:
     Args:
         group: The ranks.
         kind: What the loader gives.
-        num_skipped: Batches that the sampler draws before the first one that is read.
     """
 
-    def __init__(self, group: Group, kind: Kind, num_skipped: int = 0) -> None:
-        self.group, self.kind, self._num_skipped = group, kind, num_skipped
+    def __init__(self, group: Group, kind: Kind) -> None:
+        self.group, self.kind = group, kind
         self.lockstep = None if kind == "indexed" else Lockstep(group, must_match=kind == "whole")
         """None where all ranks know the number of batches from the sampler."""
         self._are_empty: deque[bool] = deque()
@@ -54,15 +54,13 @@ class Dealing:
 
     def cut(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
         """Cut the lists of indices that a batch sampler gives; one index stands for a batch without rows."""
-        for position, whole in enumerate(batches):
+        for whole in batches:
             indices = list(whole)
-            if position >= self._num_skipped:
-                if self._first_indices is None:
-                    self._first_indices = repr(indices)
-                own = indices[self._share(len(indices))]
-                self._are_empty.append(not own)
-                indices = own or indices[:1]
-            yield indices
+            if self._first_indices is None:
+                self._first_indices = repr(indices)
+            own = indices[self._share(len(indices))]
+            self._are_empty.append(not own)
+            yield own or indices[:1]
 
     def take(self, batch: Any, dim: int = 0) -> Any:
         """Return this rank's rows of what the loader has given; called for each batch, in order."""
@@ -88,7 +86,7 @@ class Dealing:
             yield self.lockstep.empty_batch()
 
     @contextmanager
-    def same_order(self, loader: Any, generators: list[torch.Generator]) -> Iterator[None]:
+    def same_order(self, loader: Any, generators: list[Any]) -> Iterator[None]:
         """Have a pass begin with rank 0's random states on all ranks, so that all draw the same order.
 
         The loader's own generators stay like rank 0's. The global ones of a rank where they differ, as they do after
@@ -99,14 +97,14 @@ class Dealing:
             generators: Those of its own.
         """
         states = take_rng_states(with_cuda=False)
-        theirs, their_own = self.group.broadcast_object((states, [g.get_state() for g in generators]))
+        theirs, their_own = self.group.broadcast_object((states, [generator_state(g) for g in generators]))
         if len(their_own) != len(generators):
             raise RankError(
                 f"ranks: every rank must give its loader as many generators as rank 0, "
                 f"{len(their_own)}, got {len(generators)} on rank {self.group.rank}."
             )
         for generator, state in zip(generators, their_own):
-            generator.set_state(state)
+            set_generator(generator, state)
         restore = plan_rng_restore(states)
         if theirs != states:
             plan_rng_restore(theirs)()
@@ -220,14 +218,14 @@ class Dealer:
         self.kind: Kind = "sharded" if sharded or is_split else "indexed" if has_index_lists(loader) else "whole"
         self._advice = "" if sharded else _IS_SPLIT if is_split else _IS_WHOLE if self.kind == "whole" else ""
 
-    def begin_pass(self, num_skipped: int = 0) -> Dealing | None:
+    def begin_pass(self) -> Dealing | None:
         """Return how the next pass is dealt; None without ranks. All ranks call it at the same place."""
         group = join()
         if group is None:
             return None
         if self._advice and group.rank == 0:
             _say_once(self._caller, self._advice)
-        return Dealing(group, self.kind, num_skipped)
+        return Dealing(group, self.kind)
 
 
 _IS_SPLIT = "the DataLoader has a DistributedSampler: each rank's batches are taken as its own, as by sharded=True."

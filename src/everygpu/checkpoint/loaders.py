@@ -43,6 +43,23 @@ def with_index_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]
     return twin
 
 
+def iterate(loader: DataLoader[Any], twin: DataLoader[Any]) -> Iterator[Any]:
+    """Begin to iterate a loader by its twin's sampler; workers that persist stay the loader's own."""
+    if not loader.persistent_workers or twin is loader:
+        return iter(twin)
+    if loader._iterator is not None:
+        twin._iterator = loader._iterator
+        twin._iterator._index_sampler = index_sampler(twin)
+    try:
+        batches = iter(twin)
+    finally:
+        if isinstance(twin._iterator, LoaderIterator):
+            twin._iterator._index_sampler = index_sampler(loader)  # for passes over the loader itself
+    if batches is twin._iterator:
+        loader._iterator, twin._iterator = twin._iterator, None
+    return batches
+
+
 def without_position(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a loader that begins at the first batch: of one that was resumed further on, a copy."""
     sampler = index_sampler(loader)
@@ -83,13 +100,28 @@ def check_order(was_in_order: bool | None, loader: Any) -> None:
         )
 
 
+def length_of(data: Any) -> int | None:
+    """Count the batches of a loader's pass, or the rows of a dataset; None where that isn't known."""
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):  # an IterableDataset without a length
+        return None
+
+
+def is_data_loader(loader: Any) -> bool:
+    """Tell whether a loader is torch's, so that another sampler can take the place of its own.
+
+    Accelerate's loaders pretend to be: that sampler would have to go into the loader that they hold. One with a
+    position of its own, as torchdata's, is iterated as it is.
+    """
+    return issubclass(type(loader), DataLoader) and not hasattr(loader, "load_state_dict")
+
+
 def has_index_lists(loader: Any) -> bool:
     """Tell whether a loader draws a list of indices for each batch."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    if not is_data_loader(loader) or isinstance(loader.dataset, IterableDataset):
         return False
-    # A loader with a position of its own, as torchdata's, is iterated as it is.
-    keeps_position = hasattr(loader, "load_state_dict")
-    return not keeps_position and (loader.batch_sampler is not None or isinstance(loader.sampler, BatchSampler))
+    return loader.batch_sampler is not None or isinstance(loader.sampler, BatchSampler)
 
 
 def is_split_already(loader: Any) -> bool:

@@ -7,24 +7,25 @@ from these, and the indices of the batches that were used are skipped without fe
 """
 
 import logging
-from collections.abc import Iterator, Sized
+from collections import deque
+from collections.abc import Iterator
 from itertools import chain, islice
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from everygpu.checkpoint.dealing import Dealer, Dealing, DealtSampler
+from everygpu.checkpoint.generators import generator_state, order_generators, set_generator
 from everygpu.checkpoint.loaders import (
-    check_order,
-    generators_of,
     index_sampler,
     is_in_order,
+    iterate,
     with_index_sampler,
     with_order_drawn,
 )
-from everygpu.checkpoint.rng import plan_rng_restore, rng_states_kept, take_rng_states, to_bytes, to_tensor
-from everygpu.errors import CheckpointMismatchError, OptionError
+from everygpu.checkpoint.matching import check_drawn_again, check_position, describe_data, digest_of, frozen
+from everygpu.checkpoint.rng import plan_rng_restore, rng_states_kept, take_rng_states
+from everygpu.errors import OptionError
 
 logger = logging.getLogger("everygpu")
 
@@ -35,23 +36,32 @@ class Progress:
     Each pass has one of its own, so a pass that goes on beside a later one doesn't change where the later one stands.
     """
 
-    __slots__ = ("dealing", "epoch", "num_batches", "start")
+    __slots__ = ("dealing", "digest", "drawn", "epoch", "last", "num_batches", "start")
 
-    def __init__(self, epoch: int = 0, num_batches: int = 0, start: Any = None) -> None:
+    def __init__(self, epoch: int = 0, num_batches: int = 0, start: Any = None, digest: int | None = None) -> None:
         self.epoch = epoch
         self.num_batches = num_batches
         self.start = start
         """Random states that the order is drawn from; None before and after the pass."""
         self.dealing: Dealing | None = None
         """How the batches are dealt to ranks; None where there is one process."""
+        self.digest = digest
+        """Of the indices of the last batch that was used before the pass was resumed."""
+        self.drawn: deque[Any] = deque()
+        """Indices of the batches that are drawn and not used yet."""
+        self.last: Any = None
+        """Indices of the batch that was used last; None before the first one."""
 
     def count(self) -> None:
         """Count a batch as used."""
         self.num_batches += 1
+        if self.drawn:
+            self.last = self.drawn.popleft()
 
     def finish(self) -> None:
         """Count the pass as complete."""
         self.epoch, self.num_batches, self.start = self.epoch + 1, 0, None
+        self.digest = self.last = None
 
 
 class ResumableLoader:
@@ -85,7 +95,7 @@ class ResumableLoader:
 
         Args:
             loader: With or without shuffling, any sampler or batch sampler whose order follows from random
-                states at the epoch's beginning: torch's, NumPy's, Python's, or a generator of its own.
+                states at the epoch's beginning: torch's, NumPy's, Python's, or a generator that is an attribute of it.
             sharded: Whether the loader of each rank gives that rank's own rows, instead of those of the whole run.
         Raises:
             OptionError: it is no DataLoader, or one that keeps its position itself; or ``sharded`` is no bool.
@@ -98,9 +108,11 @@ class ResumableLoader:
         self.loader = loader
         self._progress = Progress()
         self._is_resumed = False
-        self._order = _Order(index_sampler(loader), generators_of(loader))
+        self._order = _Order(index_sampler(loader), order_generators(loader))
         self._is_iterable = isinstance(loader.dataset, IterableDataset)
-        self._dealer = Dealer(loader, sharded, "ResumableLoader")
+        self.dealer: Dealer | None = Dealer(loader, sharded, "ResumableLoader")
+        """Deals batches to ranks; None to have each rank take the loader's as they are."""
+        self._is_part = self.dealer.kind == "sharded"
         self._dealt = DealtSampler(self._order)
         self.ordered = loader if self._is_iterable else with_index_sampler(loader, self._dealt)
         """The DataLoader that is iterated: the one that was passed, with a sampler that can begin in the middle."""
@@ -137,8 +149,8 @@ class ResumableLoader:
         """
         old, resumed = self._progress, self._is_resumed
         fresh = Progress(old.epoch + (old.num_batches > 0))
-        progress = Progress(old.epoch, old.num_batches, old.start) if resumed else fresh
-        dealing = progress.dealing = self._dealt.dealing = self._dealer.begin_pass()
+        progress = Progress(old.epoch, old.num_batches, old.start, old.digest) if resumed else fresh
+        dealing = progress.dealing = self._dealt.dealing = None if self.dealer is None else self.dealer.begin_pass()
         if dealing is None:
             batches = self._begin(progress, resumed)
         else:
@@ -157,27 +169,29 @@ class ResumableLoader:
         return {
             "epoch": progress.epoch,
             "num_batches": progress.num_batches,
-            "length": _length(self.loader),
             "start": start,
+            "last_batch": progress.digest if progress.last is None else digest_of(progress.last),
             "in_order": is_in_order(self.loader),
-        }
+        } | describe_data(self.loader)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position; the next pass begins there.
 
         Raises:
-            CheckpointMismatchError: it is no position, or one in other data: of another number of batches in a
-                pass, drawn from another number of generators, or in a shuffled pass where this loader doesn't shuffle.
+            CheckpointMismatchError: it is no position, or one of an order drawn from other generators; or in the middle
+                of a pass over other data, or of a shuffled one where this loader doesn't shuffle.
         """
-        # Loaders of the ranks' own parts may differ in length, and rank 0's position is what is saved.
-        _check_state(state, _length(self.loader), self._order.num_generators, of_part=self._dealer.kind == "sharded")
-        if state["num_batches"]:
-            check_order(state.get("in_order"), self.loader)
+        check_position(state, self.loader, self._order.generators, of_part=self._is_part)
         start = state["start"]
         is_begun = "global" in start
         if not is_begun:
             self._order.set_generators(start)
-        self._progress = Progress(state["epoch"], state["num_batches"], start if is_begun else None)
+        self._progress = Progress(
+            state["epoch"],
+            state["num_batches"],
+            start if is_begun else None,
+            None if self._is_part else state.get("last_batch"),  # rank 0's
+        )
         self._is_resumed = True
 
     def _begin(self, progress: Progress, resumed: bool) -> Iterator[Any]:
@@ -188,8 +202,9 @@ class ResumableLoader:
         keeps_workers = self.loader.persistent_workers and progress.epoch > 0
         if resumed and (progress.start is not None or keeps_workers):
             with rng_states_kept(with_cuda=False):
-                return with_order_drawn(iter(self.ordered))
-        return with_order_drawn(iter(self.ordered))
+                batches = iterate(self.loader, self.ordered)
+            return with_order_drawn(batches)
+        return with_order_drawn(iterate(self.loader, self.ordered))
 
     def _begin_iterable(self, progress: Progress) -> Iterator[Any]:
         if progress.start is None:
@@ -207,7 +222,7 @@ class ResumableLoader:
 class _Order:
     """A sampler that notes the random states its pass began with, and can begin the same pass again."""
 
-    def __init__(self, sampler: Any, generators: list[torch.Generator]) -> None:
+    def __init__(self, sampler: Any, generators: list[Any]) -> None:
         self.progress = Progress()
         """Of the pass that begins next."""
         self.whole_sampler, self.generators = sampler, generators
@@ -218,11 +233,6 @@ class _Order:
     def __iter__(self) -> Iterator[Any]:
         return self._draw(self.progress)
 
-    @property
-    def num_generators(self) -> int:
-        """How many generators the order may come from."""
-        return len(self.generators)
-
     def take_states(self) -> dict[str, Any]:
         """Return the random states of this moment, as those of a pass's beginning."""
         return {"global": take_rng_states(with_cuda=False), "generators": self.generator_states()}
@@ -232,57 +242,33 @@ class _Order:
         plan_rng_restore(start["global"])()
         self.set_generators(start)
 
-    def generator_states(self) -> list[bytes]:
+    def generator_states(self) -> list[Any]:
         """Return the present states of the loader's own generators."""
-        return [to_bytes(generator.get_state()) for generator in self.generators]
+        return [generator_state(generator) for generator in self.generators]
 
     def set_generators(self, start: Any) -> None:
         """Set the loader's own generators to a pass's beginning."""
-        for generator, state in zip(self.generators, start["generators"], strict=True):
-            generator.set_state(to_tensor(state))
+        for generator, state in zip(self.generators, start["generators"]):
+            set_generator(generator, state)
 
     def _draw(self, progress: Progress) -> Iterator[Any]:
         # Runs in the main process, when the first index is asked for.
         if progress.start is None:
             progress.start = self.take_states()
-            yield from self.whole_sampler
+            batches = iter(self.whole_sampler)
         else:
-            yield from self._draw_again(progress)
+            batches = self._draw_again(progress)
+        for indices in batches:
+            progress.drawn.append(frozen(indices))
+            yield indices
 
     def _draw_again(self, progress: Progress) -> Iterator[Any]:
         with rng_states_kept(with_cuda=False):
             self.return_to(progress.start)
             indices = iter(self.whole_sampler)
-            # The first of the rest is drawn here: samplers draw their order when they are asked for an index.
-            rest = list(islice(indices, progress.num_batches, progress.num_batches + 1))
+            used = deque(islice(indices, progress.num_batches), maxlen=1)
+            # Samplers draw their order when they are asked for an index. One that draws as it goes draws the rest from
+            # the states of now.
+            rest = [] if used else list(islice(indices, 1))
+        check_drawn_again(used, progress.digest)
         return chain(rest, indices)
-
-
-def _check_state(state: Any, length: int | None, num_generators: int, *, of_part: bool) -> None:
-    try:
-        saved_length, num_saved = state["length"], len(state["start"]["generators"])
-        is_position = state["epoch"] >= 0 and state["num_batches"] >= 0
-    except (LookupError, TypeError):
-        is_position = False
-    if not is_position:
-        raise CheckpointMismatchError(
-            f"load: the data's position must be what ResumableLoader.state_dict returned, got {state!r:.200}. "
-            f"Load what was saved from a Feeder into a Feeder, and what was saved from a loader into a loader."
-        )
-    if saved_length != length and not of_part:
-        raise CheckpointMismatchError(
-            f"load: the data must have as many batches as when it was saved, {saved_length}, got {length}. "
-            f"Use the same dataset and batch size, or leave the position out."
-        )
-    if num_saved != num_generators:
-        raise CheckpointMismatchError(
-            f"load: the order must be drawn from as many generators as when it was saved, {num_saved}, got "
-            f"{num_generators}. Give the DataLoader and its sampler the same generators, or leave the position out."
-        )
-
-
-def _length(loader: DataLoader[Any]) -> int | None:
-    try:
-        return len(cast(Sized, loader))
-    except TypeError:  # an IterableDataset without a length
-        return None

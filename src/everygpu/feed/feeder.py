@@ -7,23 +7,24 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
-from everygpu.checkpoint.dealing import Dealer, Dealing, DealtSampler
-from everygpu.checkpoint.loaders import (
-    generators_of,
-    index_sampler,
-    is_in_order,
-    with_index_sampler,
-    with_order_drawn,
-)
+from everygpu.checkpoint.dealing import Dealer, Dealing
+from everygpu.checkpoint.loaders import generators_of, is_in_order, with_order_drawn
 from everygpu.checkpoint.position import ResumableLoader
 from everygpu.devices import parse_devices
 from everygpu.devices.parse import DeviceLike
 from everygpu.errors import OptionError
 from everygpu.feed.arguments import check_loader, check_target, is_number
 from everygpu.feed.one_pass import Feed, FeedOptions
-from everygpu.feed.position import Position, Tally, begin_pass, generator_state, has_indices, parse_position
+from everygpu.feed.position import (
+    Position,
+    Tally,
+    as_resumable,
+    begin_pass,
+    generator_state,
+    parse_position,
+    resumable_state,
+)
 from everygpu.feed.publishing import Board
 from everygpu.feed.source import keeps_position
 from everygpu.feed.waiting import FeedReport, WaitMeter
@@ -100,7 +101,8 @@ class Feeder:
         self.loader = loader
         self.dealer: Dealer | None = None if isinstance(loader, ResumableLoader) else Dealer(loader, sharded, "Feeder")
         """Deals batches to ranks; None to have each rank take the loader's as they are."""
-        iterated = loader.ordered if isinstance(loader, ResumableLoader) else loader
+        self._data = as_resumable(loader, sharded)
+        iterated = loader if self._data is None else self._data.loader
         self._options = FeedOptions(
             loader=iterated, route=find_route(model_or_devices, split, dim), prefetch=prefetch, timeout_s=timeout
         )
@@ -109,7 +111,6 @@ class Feeder:
         self.meter = WaitMeter(iterated, prefetch, None if self._board is None else self._board.show)
         self._tally = Tally(Position())
         self._is_resumed = False
-        self._dealt: DealtSampler | None = None
         self._feed: weakref.ref[Feed] | None = None
 
     def __iter__(self) -> Feed:
@@ -141,28 +142,28 @@ class Feeder:
         Returns:
             ``epoch`` (whole passes), ``batch`` (of the present pass), and what the loader needs to give the same
             order again. ``everygpu.save(path, feeder=feeder)`` stores it. Over a ``ResumableLoader`` it is that
-            loader's position, wherever it was iterated.
+            loader's position, wherever it was iterated; over a DataLoader the same.
         """
-        if not isinstance(self.loader, ResumableLoader):
+        if self._data is None:
             return asdict(self._tally.position) | {"in_order": is_in_order(self.loader)}
-        state = self.loader.state_dict()
+        state = self._data.state_dict()
         return asdict(Position(epoch=state["epoch"], batch=state["num_batches"])) | {"loader": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next pass begin where ``state_dict`` was taken.
 
-        A DataLoader over a dataset with indices skips without loading; one that keeps its own position, such as
-        torchdata's StatefulDataLoader, is put there; other loaders are iterated that far. The order is the same
-        if it is drawn from torch's generator, or the one the DataLoader was given.
+        A DataLoader goes there as a `ResumableLoader` does; one that keeps its own position, such as torchdata's
+        StatefulDataLoader, is put there; other loaders are iterated that far, in the same order if it is drawn from
+        torch's generator.
 
         Raises:
             OptionError: ``state`` is no such state, or that of a Feeder over another kind of loader.
-            CheckpointMismatchError: the ``ResumableLoader`` has other data than the one that was saved; the loader
-                shuffles and did not in the pass that was saved, or the other way round.
+            CheckpointMismatchError: the DataLoader has other data than the one that was saved, or draws its order from
+                other generators; it shuffles and did not in the pass that was saved, or the other way round.
         """
         position = parse_position(state, self.loader)
-        if isinstance(self.loader, ResumableLoader):
-            self.loader.load_state_dict(position.loader)
+        if self._data is not None:
+            self._data.load_state_dict(resumable_state(position, state.get("in_order"), self._data))
         self._tally, self._is_resumed = Tally(position), True
 
     def report(self) -> FeedReport:
@@ -183,28 +184,23 @@ class Feeder:
 
     def _begin(self) -> tuple[Iterator[Any], Tally, Dealing | None]:
         """Begin to iterate the loader, where it was resumed at its position."""
-        if isinstance(self.loader, ResumableLoader):
-            iterator, progress = self.loader.begin_pass()
+        if self._data is not None:
+            if self._data is not self.loader:
+                self._data.dealer = self.dealer
+            iterator, progress = self._data.begin_pass()
             tally = Tally(Position(epoch=progress.epoch, batch=progress.num_batches), progress)
             return iterator, tally, progress.dealing
-        dealing = None if self.dealer is None else self.dealer.begin_pass(self._num_skipped())
+        dealing = None if self.dealer is None else self.dealer.begin_pass()
         if dealing is None:
             return *self._begin_at(self._tally.position), None
-        loader = self._dealt_loader(dealing)
-        with dealing.same_order(loader, generators_of(self.loader)):
+        with dealing.same_order(self.loader, generators_of(self.loader)):
             iterator, tally = self._begin_at(self._tally.position)
-            if not keeps_position(loader):  # such an iterator saves its sampler's position
+            if not keeps_position(self.loader):  # such an iterator saves its sampler's position
                 iterator = with_order_drawn(iterator)
-        dealing.check(self._dealt)
         return iterator, tally, dealing
 
-    def _num_skipped(self) -> int:
-        """Count the batches that only the sampler goes through, on the way to the position."""
-        is_skipped = self._is_resumed and has_indices(self.loader)
-        return self._tally.position.batch if is_skipped else 0
-
     def _begin_at(self, position: Position) -> tuple[Iterator[Any], Tally]:
-        loader = self._options.loader
+        loader = self.loader
         # The generator's state is needed from before the loader draws its order from it.
         now = generator_state(loader)
         if self._is_resumed:
@@ -214,15 +210,6 @@ class Feeder:
             position = Position(epoch=position.epoch + left_early)
             iterator = iter(loader)
         return iterator, Tally(position if position.batch else replace(position, generator=now))
-
-    def _dealt_loader(self, dealing: Dealing) -> Any:
-        """Return what is iterated in place of the loader, the same in every pass: its workers may be persistent."""
-        if isinstance(self.loader, DataLoader) and dealing.kind == "indexed":
-            if self._dealt is None:
-                self._dealt = DealtSampler(index_sampler(self.loader))
-                self._options = replace(self._options, loader=with_index_sampler(self.loader, self._dealt))
-            self._dealt.dealing = dealing
-        return self._options.loader
 
     def _end_pass(self) -> None:
         feed = None if self._feed is None else self._feed()

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from everygpu.checkpoint.loaders import check_order, index_sampler, with_index_sampler, with_order_drawn
-from everygpu.checkpoint.position import Progress
-from everygpu.checkpoint.rng import to_bytes, to_tensor
+from everygpu.checkpoint.loaders import check_order, generators_of, is_data_loader, length_of
+from everygpu.checkpoint.position import Progress, ResumableLoader
+from everygpu.checkpoint.rng import take_rng_states, to_bytes, to_tensor
 from everygpu.errors import OptionError
 from everygpu.feed.source import keeps_position
 
@@ -25,9 +25,9 @@ class Position:
     batch: int = 0
     """Batches of this pass that the consumer was given."""
     generator: bytes | None = None
-    """State of the generator that a shuffling loader draws its order from, as the pass began."""
+    """State of torch's generator as the pass began, for a loader of another kind than DataLoader."""
     loader: Any = None
-    """The loader's own position, where it keeps one."""
+    """The position of a ``ResumableLoader``, or of another loader that keeps one."""
 
 
 class Tally:
@@ -75,7 +75,7 @@ def parse_position(state: Any, loader: Any) -> Position:
         raise OptionError(
             f"Feeder.load_state_dict: needs what Feeder.state_dict returned, got {state!r:.200}. Pass that."
         )
-    if position.loader is not None and not keeps_position(loader):
+    if position.loader is not None and not (is_data_loader(loader) or keeps_position(loader)):
         raise OptionError(
             f"Feeder.load_state_dict: needs a loader that keeps its own position, as the saved one did, got "
             f"{type(loader).__qualname__}. Wrap it as it was wrapped then, for instance in a ResumableLoader."
@@ -85,14 +85,46 @@ def parse_position(state: Any, loader: Any) -> Position:
     return position
 
 
+def as_resumable(loader: Any, sharded: bool) -> ResumableLoader | None:
+    """Return what keeps the position in a DataLoader; None for a loader of another kind."""
+    if isinstance(loader, ResumableLoader):
+        return loader
+    return ResumableLoader(loader, sharded=sharded) if is_data_loader(loader) else None
+
+
+def resumable_state(position: Position, in_order: bool | None, data: ResumableLoader) -> Any:
+    """Return a Feeder's position as a ``ResumableLoader``'s; earlier versions kept no more than torch's generator."""
+    if position.loader is not None:
+        return position.loader
+    start = begun_with(data.loader, position.generator) if position.batch else data.state_dict()["start"]
+    counts = {"epoch": position.epoch, "num_batches": position.batch}
+    return counts | {"length": length_of(data.loader), "start": start, "in_order": in_order}
+
+
+def begun_with(loader: DataLoader[Any], state: bytes | None) -> dict[str, Any]:
+    """Return the random states of a pass's beginning, of which that of one generator is known, from before ``iter``."""
+    generators = [bytes(g.get_state().tolist()) for g in generators_of(loader)]
+    start: dict[str, Any] = {"global": take_rng_states(with_cuda=False), "generators": generators}
+    if state is None:
+        return start
+    generator = torch.Generator().set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    if not isinstance(loader.dataset, IterableDataset):
+        torch.empty((), dtype=torch.int64).random_(generator=generator)  # as iter draws a seed for workers
+    state = bytes(generator.get_state().tolist())
+    if isinstance(loader.generator, torch.Generator):
+        generators[0] = state
+    else:
+        start["global"]["torch"] = state
+    return start
+
+
 def begin_pass(loader: Any, position: Position) -> Iterator[Any]:
     """Start iterating a loader at a position.
 
-    A loader that keeps its own position is put there. A DataLoader over a dataset with indices goes there without
-    loading what it skips. Anything else is iterated that far.
+    A loader that keeps its own position is put there. Anything else is iterated that far.
 
     Args:
-        loader: Any iterable.
+        loader: Any iterable but a DataLoader.
         position: Its first ``batch`` batches are left out.
     Returns:
         An iterator over the rest.
@@ -103,8 +135,6 @@ def begin_pass(loader: Any, position: Position) -> Iterator[Any]:
     if position.batch == 0:
         return iter(loader)
     with _generator_at(loader, position.generator):
-        if has_indices(loader):
-            return _skip_indices(loader, position.batch)
         return _skip_batches(iter(loader), position.batch)
 
 
@@ -132,34 +162,6 @@ def _generator_at(loader: Any, state: bytes | None) -> Iterator[None]:
     finally:
         if generator is torch.default_generator:
             generator.set_state(now)
-
-
-def has_indices(loader: Any) -> bool:
-    """Tell whether batches of a loader can be left out without loading them."""
-    # Accelerate's loaders pretend to be of this class: another sampler would have to go into the loader that they hold.
-    is_loader = issubclass(type(loader), DataLoader)
-    return is_loader and not isinstance(loader.dataset, IterableDataset)
-
-
-class _Rest:
-    """A sampler without its first batches of indices."""
-
-    def __init__(self, sampler: Any, num_skipped: int) -> None:
-        self.whole_sampler = sampler
-        self._num_skipped = num_skipped
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self.whole_sampler), self._num_skipped, None)
-
-    def __len__(self) -> int:
-        return max(0, len(self.whole_sampler) - self._num_skipped)
-
-
-def _skip_indices(loader: DataLoader[Any], num_skipped: int) -> Iterator[Any]:
-    """Iterate a twin of the loader whose sampler begins later."""
-    twin = with_index_sampler(loader, _Rest(index_sampler(loader), num_skipped))
-    # Have it draw its order now, while the generator is where it was.
-    return with_order_drawn(iter(twin))
 
 
 def _skip_batches(iterator: Iterator[Any], num_skipped: int) -> Iterator[Any]:
