@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from everygpu import comm
+from everygpu.comm import staged
 from everygpu.parallel.engines.processes.direct import is_direct
 from everygpu.parallel.engines.processes.module_receiver import ModuleReceiver
 from everygpu.parallel.engines.processes.module_sender import ModuleSender
@@ -54,6 +56,8 @@ def make_default():
     "make",
     [
         make_leaf,
+        lambda: comm.copy(make_leaf().view_as(make_leaf()), CPU, fresh=True),
+        lambda: staged.copy(make_leaf(), CPU),
         lambda: [nn.Linear(2, 2)],
         lambda: {"a": [make_leaf()]},
         lambda: types.SimpleNamespace(scale=make_leaf()),
@@ -90,6 +94,12 @@ def test_an_attribute_that_comes_to_require_a_gradient_is_refused():
     module.config.scale.requires_grad_()
     with pytest.raises(CannotTravelError, match="attribute config"):
         send()
+
+
+def test_what_forward_has_kept_travels():
+    module = nn.Linear(2, 2)
+    module.kept = (module.weight * 2).tanh()
+    Send(module)()
 
 
 def make_local():

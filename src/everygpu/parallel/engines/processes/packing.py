@@ -10,6 +10,7 @@ from typing import Any
 import cloudpickle
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import parametrize
 
 from everygpu.parallel.engines.processes.messages import Packed
@@ -17,6 +18,10 @@ from everygpu.parallel.engines.processes.shared_tensors import Exporter, SharedT
 
 Names = Mapping[int, tuple[str, int]]
 """From ``id`` of an object that both processes have to its name: ("module", 3)."""
+
+
+_COPIES = frozenset({"ToCopyBackward0", "ViewBackward0", "torch::autograd::CopyBackwards"})
+"""Autograd's nodes behind what ``comm.copy`` returns."""
 
 
 class CannotTravelError(Exception):
@@ -107,7 +112,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _shared(self, value: Tensor) -> tuple[str, int] | None:
         if id(value) not in self._seen:
-            if self._prepare is None and value.requires_grad and value.is_leaf:
+            if self._prepare is None and value.requires_grad and _is_of_leaf(value):
                 raise CannotTravelError(
                     f"a tensor of shape {tuple(value.shape)} requires a gradient, which the other process would keep: "
                     f"register it in the module as an nn.Parameter, or as a part of an nn.Module"
@@ -121,6 +126,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._seen[id(value)] = (len(self.tensors), value)
             self.tensors.append(prepared)
         return "tensor", self._seen[id(value)][0]
+
+
+def _is_of_leaf(t: Tensor) -> bool:
+    """Tell whether a tensor is a leaf of autograd, or a copy of one, as replicas on other devices have."""
+    node: Any = get_gradient_edge(t).node
+    while node.name() in _COPIES:
+        node = next(before for before, _ in node.next_functions if before is not None)
+    return bool(node.name() == "torch::autograd::AccumulateGrad")
 
 
 @functools.cache
