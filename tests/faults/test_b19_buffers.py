@@ -142,7 +142,7 @@ def test_b19_what_is_not_kept(devices, monkeypatch, value):
 
 def test_b19_only_what_a_forward_writes_is_copied():
     net = nn.Sequential(nn.BatchNorm1d(4), Centered(4, in_place))
-    module, kept = net[1], KeptBuffers("cpu")
+    module, kept = net[1], KeptBuffers([torch.device("cpu")])
 
     def forward(write, loss=1.0):
         before = kept.take([net])

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import logging
 import random
 import types
 from typing import Any
@@ -103,6 +104,24 @@ def test_a_write_to_what_is_frozen(recording: Devices, is_counted: bool) -> None
         train_on(step, losses)
 
     check(recording, scenario)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_what_is_frozen_and_written_after_each_step_is_named(
+    recording: Devices, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
+) -> None:
+    monkeypatch.setattr("everygpu.parallel.cuda_graphs.recorder.MAX_ATTEMPTS", 2)
+    net = Net().to(recording(2)[0])
+    step = Step(everygpu.DataParallel(net, recording(2)), F.cross_entropy, adamw(net))
+    caplog.set_level(logging.INFO, logger="everygpu")
+    for _ in range(24 if is_replaced else 5):
+        step(X, Y)
+        if is_replaced:
+            net.frozen.data = net.frozen.data * 0.9
+        else:
+            net.frozen.data.copy_(net.frozen.data * 0.9)
+            torch.autograd.graph.increment_version(net.frozen)
+    assert "frozen parameter frozen is written between steps" in caplog.text
 
 
 def test_another_module(recording: Devices) -> None:

@@ -53,11 +53,11 @@ class KeptBuffers:
     compared in their first forwards, and from then on those that one of them has written.
 
     Args:
-        kind: The type of the devices that the loss and these buffers are on.
+        devices: Of the replicas: buffers elsewhere, as on the host, would have something wait for the loss.
     """
 
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._devices = set(devices)
         self._written: set[tuple[int, str]] = set()
         self._num_looks: dict[tuple[int, str], int] = defaultdict(int)
 
@@ -69,7 +69,7 @@ class KeptBuffers:
             roots: Modules; those below them count too.
         """
         found: dict[tuple[torch.dtype, torch.device], list[_Place]] = defaultdict(list)
-        places, room = list(_places(roots, self._kind)), MAX_BYTES
+        places, room = list(_places(roots, self._devices)), MAX_BYTES
         chosen = [p for p in places if p.key in self._written or self._num_looks[p.key] < NUM_LOOKS]
         for place in sorted(chosen, key=lambda place: place.tensor.nbytes):
             t = place.tensor
@@ -117,11 +117,11 @@ def _replace(places: list[_Place], old: list[Tensor], is_finite: Tensor) -> None
             table[name] = torch.where(is_finite, new, before)
 
 
-def _places(roots: Iterable[nn.Module], kind: str) -> Iterator[_Place]:
+def _places(roots: Iterable[nn.Module], devices: set[torch.device]) -> Iterator[_Place]:
     seen: set[int] = set()
     for m in (m for root in roots for m in root.modules() if m.training):
         for name, t in m._buffers.items():
-            if t is not None and id(t) not in seen and t.device.type == kind and _can_keep(t):
+            if t is not None and id(t) not in seen and t.device in devices and _can_keep(t):
                 seen.add(id(t))
                 yield _Place(m._buffers, name, t, (id(m._buffers), name))
 

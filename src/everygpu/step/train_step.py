@@ -122,7 +122,7 @@ class TrainStep:
         self._stopwatch = Stopwatch(self._home)
         devices = self.model.replica_devices
         self._finite_check = FiniteCheck(self._home, devices, self._strategy.uncount, rule=on_nonfinite)
-        self._kept = KeptBuffers(self._home.type)
+        self._kept = KeptBuffers(devices)
         self._updater = Updater(self._strategy, devices, self._scale, self._finite_check, self._stopwatch)
         self._replica_check = make_check(self.model, self._strategy, check_every)
         self._capture = make_capture(self, self._strategy, must=capture is True) if captures else None

@@ -21,6 +21,9 @@ from everygpu.torch_private.modes import DeviceContext, function_modes, num_disp
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """A module's tables of hooks that its calls run."""
 
+_WRITES = 5
+"""Where a guard key has the versions of frozen parameters."""
+
 _GLOBAL_HOOKS = (
     "_global_forward_hooks",
     "_global_forward_pre_hooks",
@@ -102,6 +105,16 @@ class ModuleGuards:
                 name = next((n for n, other in root.named_modules() if other is m), "")
                 which = f"{type(m).__name__} {name!r}" if name else type(m).__name__
                 return f"{which} has an attribute that may change unseen, such as a list of tensors: {attribute}"
+        return None
+
+    def find_written(self) -> str | None:
+        """Name a frozen parameter that was written since, or is in other memory; None where there is none."""
+        then = dict(zip(map(id, self._dense), self._addresses))
+        written = {id(t) for t, version in zip(self._fixed, self._key[_WRITES]) if version_of(t) != version}
+        for root in self._roots:
+            for name, p in root.named_parameters():
+                if not p.requires_grad and (id(p) in written or then.get(id(p), p.data_ptr()) != p.data_ptr()):
+                    return f"frozen parameter {name} is written between steps, and recorded ones don't send it"
         return None
 
     def _guard_key(self) -> tuple[list[Any], ...]:

@@ -114,6 +114,8 @@ class Capture(Generic[Result]):
         self._guard_key: Any = None
         self.guards: ModuleGuards | None = None
         """On the modules as recordings have found them."""
+        self._written: str | None = None
+        """What was last found written between steps."""
         self._num_attempts = 0
         self._num_launches = 0
         self._num_failures = 0
@@ -199,6 +201,7 @@ class Capture(Generic[Result]):
             return True
         self.forget()
         self._num_failures += 1
+        self._written = None if self.guards is None else self.guards.find_written()
         guards = guards or ModuleGuards(roots, watches_frozen=not self._sends_frozen)
         self.guards, self._guard_key = guards, key
         reason = self._step.unsupported_reason() or find_hooks(roots)
@@ -206,14 +209,17 @@ class Capture(Generic[Result]):
             self._give_up(reason)
         elif self._num_failures > MAX_ATTEMPTS:
             self._give_up(
-                guards.find_volatile() or "the modules' attributes, or torch's settings, are others at every step"
+                guards.find_volatile()
+                or self._written
+                or "the modules' attributes, or torch's settings, are others at every step"
             )
         return False
 
     def _record(self, key: Any, batch: Batch) -> _Recording | None:
         self._num_attempts += not self._recordings
         if self._num_attempts > MAX_ATTEMPTS:
-            self._give_up(f"recordings were made {MAX_ATTEMPTS} times, and none served for long")
+            last = f": {self._written}" if self._written else ""
+            self._give_up(f"recordings were made {MAX_ATTEMPTS} times, and none served for long{last}")
             return None
         with DRAW_GATE.alone(_LOADING_S) as is_alone:
             found, has_drawn = self._attempt_all(batch)
