@@ -4,7 +4,15 @@ import itertools
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import everygpu
 from everygpu import Feeder, gather
@@ -298,3 +306,40 @@ def test_persistent_workers_serve_later_feeders_and_the_loader_itself():
     assert len(pids) == 1
     assert all(a != b for a, b in itertools.pairwise(passes))
     assert all(sorted(itertools.chain(*x)) == list(range(8)) for x in passes)
+
+
+class Tenfold(DataLoader):
+    def __iter__(self):
+        for (x,) in super().__iter__():
+            yield (x * 10,)
+
+
+class Endless(DataLoader):
+    """Begins its iterator once, as loaders do that keep workers for all passes."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.begun = super().__iter__()
+
+    def __iter__(self):
+        yield from self.begun
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
+def test_a_loader_with_an_iter_of_its_own(options):
+    first, second = (Feeder(Tenfold(TensorDataset(torch.arange(12)), 2, shuffle=True, **options), "cpu") for _ in "ab")
+    values(first)
+    with iter(first) as feed:
+        next(feed)
+        state, expected = first.state_dict(), values(feed)
+    second.load_state_dict(state)
+    assert values(second) == expected
+
+
+def test_a_loader_that_asks_its_sampler_once_is_refused_in_the_middle_of_a_pass():
+    feeder = Feeder(Endless(TensorDataset(torch.arange(12)), 2), "cpu")
+    with iter(feeder) as feed:
+        next(feed)
+        with pytest.raises(CheckpointMismatchError, match="asks its sampler for no indices"):
+            feeder.load_state_dict(feeder.state_dict())

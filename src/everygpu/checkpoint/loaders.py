@@ -47,16 +47,19 @@ def iterate(loader: DataLoader[Any], twin: DataLoader[Any]) -> Iterator[Any]:
     """Begin to iterate a loader by its twin's sampler; workers that persist stay the loader's own."""
     if not loader.persistent_workers or twin is loader:
         return iter(twin)
-    if loader._iterator is not None:
-        twin._iterator = loader._iterator
-        twin._iterator._index_sampler = index_sampler(twin)
+    own = loader._iterator
+    if own is not None:
+        twin._iterator, own._index_sampler = own, index_sampler(twin)
     try:
         batches = iter(twin)
     finally:
-        if isinstance(twin._iterator, LoaderIterator):
-            twin._iterator._index_sampler = index_sampler(loader)  # for passes over the loader itself
-    if batches is twin._iterator:
-        loader._iterator, twin._iterator = twin._iterator, None
+        if own is not None:  # for passes over the loader itself
+            own._index_sampler = index_sampler(loader)
+    if isinstance(batches, LoaderIterator):
+        batches._index_sampler = index_sampler(loader)
+        loader._iterator, twin._iterator = batches, None
+    elif own is not None:  # a generator around the twin's iterator, which begins later
+        twin._iterator = None
     return batches
 
 

@@ -42,6 +42,12 @@ def check_position(state: Any, loader: Any, generators: Sequence[Any], *, of_par
     # Earlier versions kept torch's alone, where it was called `generator`, and no number of rows.
     is_earlier = "num_rows" not in state
     _check_generators(kinds, generators[: len(generators_of(loader))] if is_earlier else generators)
+    if state["num_batches"] and "global" not in state["start"]:
+        raise CheckpointMismatchError(
+            "load: a position in the middle of a pass needs the random states from its beginning, got none: the "
+            "DataLoader's own __iter__ asks its sampler for no indices. Save between two passes, or use a DataLoader "
+            "without an __iter__ of its own."
+        )
 
 
 def frozen(indices: Any) -> Any:
