@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from everygpu.errors import CallError
+from everygpu.parallel.compiler.eval_frame import left_to_run
 from everygpu.torch_private.autograd import are_batched, are_transforms_active
 
 
@@ -50,6 +51,7 @@ def check_unbatched(grads: Iterable[Tensor | None]) -> None:
         )
 
 
+@left_to_run  # torch.compile before torch 2.13 takes is_exporting() for true
 def _find_transform() -> tuple[str, str] | None:
     if are_transforms_active():
         return "a transform of torch.func, such as vmap or grad,", "torch.func.vmap(model.module)(x)"
