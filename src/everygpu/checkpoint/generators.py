@@ -10,6 +10,7 @@ from torch.utils.data import Sampler
 
 from everygpu import tree
 from everygpu.checkpoint.loaders import generators_of
+from everygpu.checkpoint.rng import to_bytes, to_tensor
 
 
 def order_generators(loader: Any) -> list[Any]:
@@ -24,7 +25,7 @@ def order_generators(loader: Any) -> list[Any]:
 def generator_state(generator: Any) -> Any:
     """Return the state of a generator: torch's as bytes, NumPy's as a dict, Python's as a tuple."""
     if isinstance(generator, torch.Generator):
-        return bytes(generator.get_state().tolist())
+        return to_bytes(generator.get_state())
     if isinstance(generator, random.Random):
         return generator.getstate()
     state = generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state(legacy=False)
@@ -34,7 +35,7 @@ def generator_state(generator: Any) -> Any:
 def set_generator(generator: Any, state: Any) -> None:
     """Set a generator to a state that `generator_state` returned of one of its kind."""
     if isinstance(generator, torch.Generator):
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        generator.set_state(to_tensor(state))
     elif isinstance(generator, random.Random):
         generator.setstate(state)
     elif hasattr(generator, "bit_generator"):

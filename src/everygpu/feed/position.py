@@ -103,14 +103,14 @@ def resumable_state(position: Position, in_order: bool | None, data: ResumableLo
 
 def begun_with(loader: DataLoader[Any], state: bytes | None) -> dict[str, Any]:
     """Return the random states of a pass's beginning, of which that of one generator is known, from before ``iter``."""
-    generators = [bytes(g.get_state().tolist()) for g in generators_of(loader)]
+    generators = [to_bytes(g.get_state()) for g in generators_of(loader)]
     start: dict[str, Any] = {"global": take_rng_states(with_cuda=False), "generators": generators}
     if state is None:
         return start
-    generator = torch.Generator().set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    generator = torch.Generator().set_state(to_tensor(state))
     if not isinstance(loader.dataset, IterableDataset):
         torch.empty((), dtype=torch.int64).random_(generator=generator)  # as iter draws a seed for workers
-    state = bytes(generator.get_state().tolist())
+    state = to_bytes(generator.get_state())
     if isinstance(loader.generator, torch.Generator):
         generators[0] = state
     else:
