@@ -142,7 +142,7 @@ def sole_saver(directory: Path) -> Iterator[None]:
             f"save: a CheckpointManager's directory must not be a checkpoint itself, got {directory}. "
             f"Choose another one, for instance {directory.with_name(directory.name + '-run')}."
         )
-    with must_be_writable(directory, "save"):
+    with must_be_writable(directory, "save", "a writable directory"):
         directory.mkdir(parents=True, exist_ok=True)
         with hold_lock(directory / ".lock") as is_alone:
             if is_alone:

@@ -9,7 +9,7 @@ from everygpu.errors import CheckpointError
 
 
 @contextmanager
-def must_be_writable(path: Path, caller: str) -> Iterator[None]:
+def must_be_writable(path: Path, caller: str, what: str = "writable") -> Iterator[None]:
     """Raise the system's errors in the block as ours; what was at the path is whole.
 
     Raises:
@@ -24,5 +24,5 @@ def must_be_writable(path: Path, caller: str) -> Iterator[None]:
         if cause.errno == errno.EMFILE:
             todo = "close files, or allow more of them, as `ulimit -n 65536` does"
         raise CheckpointError(
-            f"{caller}: {path} must be writable, got {cause}. What was there before is untouched; {todo}."
+            f"{caller}: {path} must be {what}, got {cause}. What was there before is untouched; {todo}."
         ) from cause
