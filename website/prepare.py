@@ -81,6 +81,10 @@ PEERS = {
     "ours_graphs": "`everygpu.DataParallel`, graphs",
     "ours_graphs_compiled": "`everygpu.DataParallel`, graphs, compiled",
     "step": "`everygpu.TrainStep`",
+    "step_uncaptured": "`everygpu.TrainStep` without recordings",
+    "step_processes": "`everygpu.TrainStep`, processes",
+    "step_ranks": "`everygpu.TrainStep` under torchrun",
+    "step_ranks_of_2": "`everygpu.TrainStep` under torchrun, two GPUs a process",
     "step_compiled": "`everygpu.TrainStep`, compiled",
 }
 """The rows of ``everygpu bench``, in the words of the page."""
