@@ -102,6 +102,13 @@ def test_what_forward_has_kept_travels():
     Send(module)()
 
 
+def test_what_is_computed_for_a_forward_is_refused():
+    module, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    module.kept = [other(torch.ones(2)).tanh()]
+    with pytest.raises(CannotTravelError, match="attribute kept .* can be an input"):
+        Send(module)()
+
+
 def make_local():
     """Return a layer whose class travels by value, as one of ``__main__``, with a tensor and a module."""
     table, head = torch.ones(2), nn.Linear(2, 2).requires_grad_(False)

@@ -210,7 +210,9 @@ class ProcessReplicas(Engine):
         sender = self._senders.get(position)
         if sender is None or sender.module is not module:
             direct = [] if self._direct is None else self._direct.parameters.twins(position)
-            sender = self._senders[position] = ModuleSender(module, helper.exporter, direct)
+            sender = self._senders[position] = ModuleSender(
+                module, helper.exporter, direct, self._context.module().parameters()
+            )
         remote = RemoteCall(helper, sender, args, kwargs, self._direct)
         if self._direct is not None:
             self._open.append(weakref.ref(remote))

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,9 @@ from everygpu.parallel.engines.processes.used_globals import Path
 from everygpu.parallel.replicas.contents import CONTAINERS, DeepContents, is_constant, is_open
 from everygpu.parallel.replicas.watch import TABLES, Watch
 
+_NUM_LOOKS = 3
+"""Updates whose tensors are looked at for what they were computed from."""
+
 
 class ModuleSender:
     """Finds what has changed in a replica of this process since the helper was told last.
@@ -29,6 +32,7 @@ class ModuleSender:
         module: The replica. It is a new one when the arrangement of its modules and tensors changes.
         exporter: Describes its tensors to the helper.
         direct: The tensors of each bucket, and how their gradients lie in it, where these aren't connected one by one.
+        originals: The parameters of the module that this is a replica of.
     Raises:
         CannotTravelError: a layer computes with what the other replicas compute.
     """
@@ -38,14 +42,15 @@ class ModuleSender:
         module: nn.Module,
         exporter: Exporter,
         direct: Sequence[tuple[list[Tensor], BucketPlan]] = (),
+        originals: Iterable[Tensor] = (),
     ) -> None:
         self.module = module
         self._exporter = exporter
-        for name, m in module.named_modules():
-            if isinstance(m, SyncBatchNorm):
-                raise CannotTravelError(f"the layer {name or 'SyncBatchNorm'} normalizes over all replicas' batches")
+        _check_layers(module)
         self._modules = list(module.modules())
         self._watch = Watch(self._modules)
+        self._originals = list(originals)
+        self._num_looks = 0
         self._places: list[tuple[dict[str, Any], str]] = [
             (t, key) for m in self._modules for t in (m._parameters, m._buffers) for key in t
         ]
@@ -93,6 +98,7 @@ class ModuleSender:
         moved, written = self._moved_and_written(tensors, names)
         buckets = None if self._is_told else Buckets(self.buckets, stay=not self.owners)
         self._is_told = True
+        self._num_looks += 1
         update = ModuleUpdate(
             structure=structure, attributes=attributes, tensors=moved, written=written, buckets=buckets
         )
@@ -163,10 +169,14 @@ class ModuleSender:
 
     def _pack(self, value: Any, names: Names, which: Sequence[int]) -> tuple[Packed, list[Tensor]]:
         try:
-            return pack(value, self._exporter, names)
+            return pack(value, self._exporter, names, params=self._known_params())
         except CannotTravelError as error:
             culprit = self._name_culprit(names, which) or self._globals.find_culprit(names)
             raise CannotTravelError(culprit or str(error)) from error
+
+    def _known_params(self) -> set[int] | None:
+        """Return what kept tensors may have been computed from, in the first updates: graphs are long to walk."""
+        return {*map(id, self._originals), *map(id, self.tensors())} if self._num_looks < _NUM_LOOKS else None
 
     def _name_culprit(self, names: Names, which: Sequence[int]) -> str | None:
         """Find the attribute that can't be sent."""
@@ -174,7 +184,7 @@ class ModuleSender:
         for m in (self._modules[i] for i in which):
             for key, value in _attributes(m)[1].items():
                 try:
-                    pack(value, self._exporter, names)
+                    pack(value, self._exporter, names, params=self._known_params())
                 except CannotTravelError as error:
                     path = ".".join(filter(None, (paths[id(m)], key)))
                     return f"attribute {path} of type {type(value).__name__} can't be sent ({error})"
@@ -210,6 +220,12 @@ class ModuleSender:
             is_parameter=isinstance(t, nn.Parameter),
             kind=self._pack((type(t), vars(t)), names, ())[0] if _is_own_kind(t) else None,
         )
+
+
+def _check_layers(module: nn.Module) -> None:
+    for name, m in module.named_modules():
+        if isinstance(m, SyncBatchNorm):
+            raise CannotTravelError(f"the layer {name or 'SyncBatchNorm'} normalizes over all replicas' batches")
 
 
 def members_of_buckets(tensors: Sequence[Tensor]) -> list[tuple[list[int], Bucket]]:

@@ -4,7 +4,7 @@ import functools
 import io
 import pickle
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -20,6 +20,7 @@ Names = Mapping[int, tuple[str, int]]
 """From ``id`` of an object that both processes have to its name: ("module", 3)."""
 
 
+_LEAF = "torch::autograd::AccumulateGrad"
 _COPIES = frozenset({"ToCopyBackward0", "ViewBackward0", "torch::autograd::CopyBackwards"})
 """Autograd's nodes behind what ``comm.copy`` returns."""
 
@@ -35,6 +36,7 @@ def pack(
     *,
     lends: bool = False,
     prepare: Callable[[Tensor], Tensor] | None = None,
+    params: Collection[int] | None = None,
 ) -> tuple[Packed, list[Tensor]]:
     """Make a message of a value.
 
@@ -44,13 +46,15 @@ def pack(
         names: Objects that are sent by name.
         lends: Keep the tensors until they are given back.
         prepare: Makes of each tensor the one that is shared.
+        params: The ``id`` of each parameter of the module: what forward has kept was computed from these. A tensor that
+            was computed from others is refused; None to look at no graph.
     Returns:
         The message; and the tensors that it tells of, to be kept until the other process has read them.
     Raises:
         CannotTravelError: something in the value can't be pickled, or a tensor can't be shared.
     """
     file = io.BytesIO()
-    pickler = _Pickler(file, exporter, names, prepare)
+    pickler = _Pickler(file, exporter, names, prepare, params)
     try:
         pickler.dump(value)
     except CannotTravelError:
@@ -83,13 +87,19 @@ def unpack(packed: Packed, tensors: Sequence[Tensor], find: Callable[[str, int],
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(
-        self, file: io.BytesIO, exporter: Exporter, names: Names, prepare: Callable[[Tensor], Tensor] | None
+        self,
+        file: io.BytesIO,
+        exporter: Exporter,
+        names: Names,
+        prepare: Callable[[Tensor], Tensor] | None,
+        params: Collection[int] | None,
     ) -> None:
         super().__init__(file)
         self.tensors: list[Tensor] = []
         self._exporter = exporter
         self._names = names
         self._prepare = prepare
+        self._params = params
         # With the tensor itself, as an id is used again once its object is gone.
         self._seen: dict[int, tuple[int, Tensor]] = {}
 
@@ -110,12 +120,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _parametrized, (value.__base__, names)
         return super().reducer_override(value)
 
+    def _loses_gradient(self, value: Tensor) -> bool:
+        return _is_of_leaf(value) or (self._params is not None and _is_of_others(value, self._params))
+
     def _shared(self, value: Tensor) -> tuple[str, int] | None:
         if id(value) not in self._seen:
-            if self._prepare is None and value.requires_grad and _is_of_leaf(value):
+            if self._prepare is None and value.requires_grad and self._loses_gradient(value):
                 raise CannotTravelError(
                     f"a tensor of shape {tuple(value.shape)} requires a gradient, which the other process would keep: "
-                    f"register it in the module as an nn.Parameter, or as a part of an nn.Module"
+                    f"register it in the module as an nn.Parameter, or as a part of an nn.Module; what is computed "
+                    f"anew for each forward can be an input"
                 )
             prepared = value if self._prepare is None else self._prepare(value)
             reason = self._exporter.why_not_shared(prepared)
@@ -128,12 +142,26 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return "tensor", self._seen[id(value)][0]
 
 
+def _is_of_others(t: Tensor, params: Collection[int]) -> bool:
+    """Tell whether a tensor was computed from leaves that are no parameters of the module."""
+    left, seen = [get_gradient_edge(t).node], set()
+    while left:
+        node: Any = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() == _LEAF and id(node.variable) not in params:
+            return True
+        left += [before for before, _ in node.next_functions if before is not None]
+    return False
+
+
 def _is_of_leaf(t: Tensor) -> bool:
     """Tell whether a tensor is a leaf of autograd, or a copy of one, as replicas on other devices have."""
     node: Any = get_gradient_edge(t).node
     while node.name() in _COPIES:
         node = next(before for before, _ in node.next_functions if before is not None)
-    return bool(node.name() == "torch::autograd::AccumulateGrad")
+    return bool(node.name() == _LEAF)
 
 
 @functools.cache
