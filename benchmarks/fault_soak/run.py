@@ -30,6 +30,7 @@ from benchmarks.fault_soak.ways import WAYS, EveryGPU, Setup, has_saved
 import everygpu
 
 _NUM_LOOKS = 6
+_LONGEST_JOIN_S = 2.0
 
 
 def prepare(ways: Sequence[str], worker_check_s: float) -> None:
@@ -162,6 +163,9 @@ class Run:
             self._training.wait()
         torch.ones((), requires_grad=True).backward()  # torch's engine keeps nodes of a failed one until the next
         gc.collect()
+        for thread in threading.enumerate():
+            if thread.name == "QueueFeederThread":  # of a loader's queue, which is closed: it ends by itself
+                thread.join(_LONGEST_JOIN_S)
         # A thread that has been joined is in the system's list for a moment yet.
         threads = min(_num_tasks() for _ in range(_NUM_LOOKS))
         num_children = len(set(children_of(os.getpid())) - self._faults.forks())
