@@ -13,7 +13,7 @@ from everygpu.ranks import watch
 
 def main() -> None:
     torch.set_num_threads(1)
-    watch.SILENT_S = watch.GRACE_S = 60.0  # a rank of a busy machine is not taken for dead
+    watch.SILENT_S = watch.GRACE_S = watch.LEAVE_S = 60.0  # on a busy machine a rank is slow, but not dead
     module, name, args = pickle.loads(bytes.fromhex(sys.argv[1]))
     result = getattr(importlib.import_module(module), name)(*args)
     Path(sys.argv[2]).write_bytes(pickle.dumps(result))

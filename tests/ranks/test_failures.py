@@ -25,7 +25,7 @@ IN_TIME_S = 60
 
 def join_soon(silent_s=20.0):
     """Join with limits that make for short tests."""
-    watch.SILENT_S, watch.ASLEEP_S, watch.GRACE_S, watch.BROKEN_S, watch.LEAVE_S = silent_s, 0.7, 0.3, 1.5, 0.6
+    watch.SILENT_S, watch.ASLEEP_S, watch.GRACE_S, watch.BROKEN_S = silent_s, 0.7, 0.3, 1.5
     group = join()
     group.barrier()
     return group
