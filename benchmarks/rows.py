@@ -6,8 +6,8 @@ python benchmarks/rows.py --compare benchmarks/results/NAME.json --before 29a569
 Each source is a checkout, whose src/ is imported by processes of its own; sources take turns. Two replicas and two
 ranks share the card: their times say what a change costs, not how fast two cards are. All rows of a model train on the
 same batches from the same weights, so their losses must agree; but for dropout (bert), and for BatchNorm, which sees
-half of the batch in two replicas or ranks. Two ranks on one GPU need NCCL 2.30 or newer: --nccl libnccl.so.2. Without GPUs
-everything runs on the CPU, best with --tiny.
+half of the batch in two replicas or ranks. Two ranks on one GPU need NCCL 2.30 or newer: --nccl libnccl.so.2. Without
+GPUs everything runs on the CPU, best with --tiny.
 """
 
 import argparse
@@ -171,7 +171,7 @@ def shorten(text: str) -> str:
     if limit:
         frames = [line.strip() for line in after.splitlines() if line.startswith("  File")]
         return f"no result in {after.partition(')')[0]}: {'; '.join(frames[:3])}"[:600]
-    errors = re.findall(r"^(?:\[rank\d+\]: *)?([\w.]*(?:Error|Exception|Exit)\b.*)", text, re.MULTILINE)
+    errors = re.findall(r"^(?:\[rank\d+\]: *)?((?!.*ChildFailed)[\w.]*(?:Error|Exception)\b.*)", text, re.MULTILINE)
     return (errors[-1] if errors else text.strip())[-600:]
 
 
