@@ -65,6 +65,13 @@ def read_source(text: str) -> Source:
     return Source(folder, commit)
 
 
+def existing(name: str) -> str:
+    """Look for a file: the loader would leave a library out that isn't there."""
+    if not Path(name).is_file():
+        raise argparse.ArgumentTypeError(f"no file {name}")
+    return str(Path(name).resolve())
+
+
 class Results:
     """The file of rows, written after each."""
 
@@ -145,14 +152,17 @@ def lines_of(process: "subprocess.Popen[str]", deadline: float) -> Iterator[Foun
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:
-        for line in process.stdout or ():
-            lines.put(line)
+        with process.stdout as stdout:  # type: ignore[union-attr]
+            for line in stdout:
+                lines.put(line)
         lines.put(None)
 
-    threading.Thread(target=read, daemon=True).start()
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
     while (line := lines.get(timeout=max(0.1, deadline - time.monotonic()))) is not None:
         if line.startswith(MARK):
             yield json.loads(line[len(MARK) :])
+    reader.join()
 
 
 def end(process: "subprocess.Popen[str] | None") -> None:
@@ -262,12 +272,17 @@ def main() -> None:
     more("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     more("--rounds", type=int, default=1, help="processes for each row")
     more("--windows", type=int, default=5, help="timed windows of each process")
-    more("--window-s", type=float, default=0.4, help="seconds of a window, about")
+    more("--window-s", type=float, default=0.3, help="seconds of a window, about")
     more("--timeout", type=float, default=90, help="seconds for a row; twice that where it compiles")
     more("--limit-s", type=float, default=86400, help="end before so many seconds have passed")
     more("--resume", action="store_true", help="go on with the file")
     more("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
-    more("--nccl", metavar="PATH", help="libnccl.so.2 for two ranks on one GPU; without it their rows are left out")
+    more(
+        "--nccl",
+        type=existing,
+        metavar="PATH",
+        help="libnccl.so.2 for two ranks on one GPU; without it their rows are left out",
+    )
     more("--tiny", action="store_true", help="small models in float32, to see everything run")
     more("--compare", type=Path, metavar="FILE")
     more("--before", metavar="COMMIT")
