@@ -12,31 +12,37 @@ FIELDS = {
     "commit", "hardware", "versions", "date", "workload", "row", "replicas", "ranks", "median_ms", "least_ms",
     "most_ms", "steps", "rounds", "note",
 }  # fmt: skip
-SMALL = ["--device", "cpu", "--tiny", "--windows", 2, "--window-s", 0.01, "--source", f"{rows.ROOT}=mine"]
+SMALL = ["--device", "cpu", "--tiny", "--windows", 2, "--window-s", 0.01]
 
 
 def test_rows_of_a_model_have_one_loss_and_a_later_call_goes_on(tmp_path, capsys):
-    out = tmp_path / "rows.json"
+    out, other = tmp_path / "rows.json", tmp_path / "src/everygpu/__init__.py"
+    other.parent.mkdir(parents=True)
+    other.write_text("__version__ = 'another'")
 
-    def measure(*options):
-        run_script("benchmarks/rows.py", "--out", out, *SMALL, *options)
+    def measure(source, *options):
+        run_script("benchmarks/rows.py", "--out", out, "--source", source, *SMALL, "--workloads", *options)
         return len(capsys.readouterr().out.splitlines())
 
-    assert measure("--workloads", "mlp", "--rows", "single", "step_x2", "loop_r2") == 3
+    first = f"{rows.ROOT}=mine", "mlp", "--rows", "single", "step_x2", "loop_r2"
+    assert measure(*first) == 3
     with pytest.raises(SystemExit, match="is there already"):
-        measure("--workloads", "mlp")
-    assert measure("--workloads", "mlp", "dlrm", "--rows", "single", "step_x2", "--resume") == 2
-    found = rows.read_rows(out)
-    assert [(row["workload"], row["row"]) for row in found] == [
-        ("mlp", "single"), ("mlp", "step_x2"), ("mlp", "loop_r2"), ("dlrm", "single"), ("dlrm", "step_x2"),
+        measure(*first)
+    assert measure(*first, "--resume") == 0
+    assert measure(f"{tmp_path}=other", "mlp", "dlrm", "--rows", "single", "loop", "--resume") == 4
+    *good, lacking = sorted(rows.read_rows(out), key=lambda row: "error" in row)[:6]
+    assert "AttributeError" in lacking["error"]
+    assert [(row["commit"], row["workload"], row["row"]) for row in good] == [
+        ("mine", "mlp", "single"), ("mine", "mlp", "step_x2"), ("mine", "mlp", "loop_r2"),
+        ("other", "mlp", "single"), ("other", "dlrm", "single"),
     ]  # fmt: skip
-    for row in found:
+    for row in good:
         assert row.keys() >= FIELDS
         assert 0 < row["least_ms"] <= row["median_ms"] <= row["most_ms"]
-        alone = next(r for r in found if (r["workload"], r["row"]) == (row["workload"], "single"))
-        for name in ("first_loss", "last_loss"):
-            assert row[name] == pytest.approx(alone[name], rel=1e-4)
         assert row["last_loss"] < row["first_loss"]
+        assert (row["versions"]["everygpu"] == "another") == (row["commit"] == "other")
+    for name in ("first_loss", "last_loss"):
+        assert [row[name] for row in good[1:4]] == pytest.approx([good[0][name]] * 3, rel=1e-4)
 
 
 CHILD = """
