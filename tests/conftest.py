@@ -76,8 +76,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _wait_for_threads(before: set[threading.Thread]) -> set[threading.Thread]:
-    """Give threads of dropped objects two seconds to end; return those that did not."""
-    deadline = time.monotonic() + 2
+    """Give threads of dropped objects time to end; return those that did not."""
+    deadline = time.monotonic() + 60
     while extra := {thread for thread in set(threading.enumerate()) - before if not _is_foreign(thread)}:
         if time.monotonic() > deadline:
             break

@@ -42,27 +42,33 @@ class Tape:
     that was there before, and to the random generator. Replaying runs them again, on the same memory.
     """
 
-    def __init__(self, devices: Sequence[torch.device], streams: str = "") -> None:
+    def __init__(self, devices: Sequence[torch.device], streams: str = "", *, previous: "Tape | None" = None) -> None:
         self.has_replaced_generators = False
+        self._previous = previous
         self._moments: list[Callable[[], object]] = []
         self._memories: dict[int, _Memory] = {}
+        self._numbers: list[Tensor] = []
         # Let go since the recording: other recordings use it between launches.
         self._free: list[_Memory] = []
 
     def record(self, function: Callable[[], T]) -> T:
         random = torch.get_rng_state()
+        earlier = [] if self._previous is None else list(self._previous._memories.values())
+        # Operations check the integers that the recording before has made, such as classes and indices.
+        for memory in earlier:
+            memory.bring_back()
         try:
             with _Recorder(self):
                 result = function()
         finally:
             torch.set_rng_state(random)
-            for memory in self._memories.values():
+            for memory in (*self._memories.values(), *earlier):
                 memory.put_back()
         self._clear_the_dead()
         return result
 
     def next(self) -> "Tape":
-        return Tape([])
+        return Tape([], previous=self)
 
     def replay(self) -> None:
         gone = [m for m in self._memories.values() if m.is_gone()]
@@ -84,6 +90,8 @@ class Tape:
         if name in REFUSED or (name.startswith("index") and _has_mask(args[1])):
             self.has_replaced_generators = True  # as after every capture that CUDA has declared invalid
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+        if name == "lift_fresh" and args[0].dim() == 0:  # 3 in ``x[0] = 3``, which CUDA graphs bake in
+            self._numbers.append(args[0])
         held = tree_map_only(Tensor, self.hold, (args, kwargs))
         result = func(*args, **kwargs)
         inputs = {_key(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
@@ -148,6 +156,7 @@ class _Memory:
         self._kept = storage if is_new else None
         self._is_spoiled = False
         self._before = None if is_new or not self.num_bytes else self._bytes().clone()
+        self._recorded: Tensor | None = None
 
     def view(self, t: Tensor) -> Tensor:
         if not self.num_bytes:
@@ -162,7 +171,13 @@ class _Memory:
             self._bytes().copy_(self._before)
         self._before = None
         if self._kept is not None:
-            self._bytes().fill_(255)
+            self._recorded = self._bytes().clone()
+            self.spoil()
+
+    def bring_back(self) -> None:
+        """Have what was new in a recording hold the values that it got there, until ``put_back``."""
+        if self._recorded is not None:
+            self._bytes().copy_(self._recorded)
 
     def is_gone(self) -> bool:
         return self._kept is None and self._ref.expired()

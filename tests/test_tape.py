@@ -108,6 +108,29 @@ def test_memory_that_its_owner_has_freed_is_missed() -> None:
         graph.replay()
 
 
+def test_a_second_recording_reads_what_the_first_has_made() -> None:
+    table, classes, graph = torch.arange(3.0), torch.tensor([2, 0]), tape()
+    rows = graph.record(lambda: classes + 0)
+    backward = graph.next()
+    found = backward.record(lambda: table.gather(0, rows) * 2)
+    assert found.isnan().all()
+    assert rows.tolist() == [-1, -1], "there are none before a launch"
+    graph.replay()
+    backward.replay()
+    assert found.tolist() == [4, 0]
+
+
+def test_numbers_that_are_written_are_kept() -> None:
+    x, graph = torch.zeros(2), tape()
+
+    def function() -> None:
+        x[0] = 3
+
+    graph.record(function)
+    graph.replay()
+    assert x.tolist() == [3, 0]
+
+
 def test_kernels_run_as_soon_as_they_may() -> None:
     seen: list[float] = []
     x, graph = torch.zeros(1), tape()

@@ -103,7 +103,7 @@ def failing():
 
 
 def hanging():
-    time.sleep(60)
+    time.sleep(600)
 
 
 def too_large():

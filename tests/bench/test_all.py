@@ -67,7 +67,7 @@ def test_a_part_that_hangs_is_ended_with_what_it_started(tmp_path, capsys):
     start = f"print(subprocess.Popen([sys.executable, '-c', {wait!r}]).pid, flush=True)"
     record = every.run_part(part("hangs", f"import subprocess, sys; {start}; {wait}", seconds=5), tmp_path, {}, {})
     assert record["end"] == "timed out"
-    assert record["seconds"] < 25
+    assert record["seconds"] < 50
     assert not runs(int(capsys.readouterr().out))
 
 

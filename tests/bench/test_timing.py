@@ -20,12 +20,13 @@ def test_a_step_takes_as_long_as_it_takes():
     calls, waits = [], []
 
     def step():
-        calls.append(1)
+        begin = time.perf_counter()
         time.sleep(0.01)
+        calls.append(1000 * (time.perf_counter() - begin))
 
     row = time_rounds(step, lambda: waits.append(len(calls)), rounds=3, steps=2)
     assert 10 <= row["ms_min"] <= row["ms"] <= row["ms_max"]
-    assert row["ms_min"] < 20
+    assert row["ms_min"] < 2 * max(calls)
     assert waits == [5, 7, 9, 11]
 
 
@@ -38,7 +39,7 @@ def test_a_failure_is_a_row():
     assert run_command(python("import os; os._exit(7)"), 60) == {"error": "ended with exit code 7"}
 
 
-FORK = "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+FORK = "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
 
 
 def is_alive(pid):
@@ -54,8 +55,8 @@ def test_a_hang_is_a_row_and_leaves_no_process_behind(tmp_path):
     code = f"{FORK} open({str(note)!r}, 'w').write(str(child.pid)); child.wait()"
     begin = time.monotonic()
     assert run_command(python(code), 1.5) == {"error": "no result in 1.5 s"}
-    assert time.monotonic() - begin < 20
-    deadline = time.monotonic() + 10
+    assert time.monotonic() - begin < 60
+    deadline = time.monotonic() + 60
     while is_alive(note.read_text()) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not is_alive(note.read_text())
@@ -65,7 +66,7 @@ def test_a_hang_is_a_row_and_leaves_no_process_behind(tmp_path):
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_a_signal_ends_the_row_too(tmp_path, number, expected):
     note = tmp_path / "pid"
-    code = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    code = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
 
     def interrupt():
         while not (note.exists() and note.read_text()):

@@ -124,7 +124,7 @@ def test_after_an_interrupted_wait_the_save_goes_on_and_is_waited_for(tmp_path: 
     real, go_on = manager_module.write_checkpoint, threading.Event()
 
     def write(*args: Any, **options: Any) -> Any:
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return real(*args, **options)
 
     monkeypatch.setattr(manager_module, "write_checkpoint", write)
@@ -132,9 +132,13 @@ def test_after_an_interrupted_wait_the_save_goes_on_and_is_waited_for(tmp_path: 
     with CheckpointManager(tmp_path, keep=2, asynchronous=True) as checkpoints:
         checkpoints.save(1, model=model)
         interrupt = threading.Timer(0.05, press_ctrl_c)
-        interrupt.start()
-        with pytest.raises(KeyboardInterrupt):
+
+        def wait() -> None:
+            interrupt.start()
             checkpoints.wait()
+
+        with pytest.raises(KeyboardInterrupt):
+            wait()
         interrupt.join()
         release = threading.Timer(0.05, go_on.set)
         release.start()

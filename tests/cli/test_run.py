@@ -333,12 +333,12 @@ def test_worker_processes_find_the_script(script):
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
 def test_interrupt_is_130(script, tmp_path):
     ready = tmp_path / "ready"
-    path = script(f"import time; open({str(ready)!r}, 'w').close(); time.sleep(60)")
+    path = script(f"import time; open({str(ready)!r}, 'w').close(); time.sleep(600)")
     with subprocess.Popen(**command_of("run", "--cpu", path), stderr=subprocess.PIPE) as process:
         while not ready.exists() and process.poll() is None:
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        error = process.communicate(timeout=20)[1]
+        error = process.communicate(timeout=60)[1]
     assert process.returncode == 130
     assert error.endswith("KeyboardInterrupt\n")
     assert "click" not in error

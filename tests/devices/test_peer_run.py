@@ -15,12 +15,14 @@ from everygpu.devices.p2p import MODULE
 from everygpu.devices.peer_run import PairReport, Patience, examine
 
 SRC = str(Path(peer_run.__file__).parents[2])
-QUICK = Patience(start_s=20, step_s=0.3, total_s=5)
+CALM = Patience(start_s=60, step_s=60, total_s=60)
+QUICK = Patience(start_s=60, step_s=0.5, total_s=60)
+"""For what hangs."""
 RIGHT = PairReport(verdict="right")
 UNTESTED = PairReport(verdict="untested")
 
 
-def run(*steps, num_devices=2, patience=QUICK, **options):
+def run(*steps, num_devices=2, patience=CALM, **options):
     """Examine a process that says lines, and runs code between them."""
     lines = [step if isinstance(step, str) else f"print({json.dumps(step)!r}, flush=True)" for step in steps]
     command = [sys.executable, "-c", "import os, sys, time\n" + "\n".join(lines)]
@@ -56,16 +58,16 @@ def test_wrong_bytes_in_one_direction():
 def test_hanging_pair_is_named_and_the_process_ended():
     began = time.monotonic()
     ready = {"ready": [0, 1, 2]}
-    outcome = run(ready, begin(0, 1), pair(0, 1), begin(1, 0), "time.sleep(100)", num_devices=3)
-    assert time.monotonic() - began < 10
+    outcome = run(ready, begin(0, 1), pair(0, 1), begin(1, 0), "time.sleep(100)", num_devices=3, patience=QUICK)
+    assert time.monotonic() - began < 60
     assert outcome.pairs[0, 1] == RIGHT
-    assert outcome.pairs[1, 0] == PairReport(verdict="hangs", detail="no answer in 0.3 s")
+    assert outcome.pairs[1, 0] == PairReport(verdict="hangs", detail="no answer in 0.5 s")
     assert outcome.pairs[2, 1] == PairReport(verdict="hangs", detail="not tried any more")
 
 
 def test_slow_in_every_step_is_too_slow_in_the_end():
-    steps = ["for i in range(100): time.sleep(0.1); print('{\"begin\": [0, 1]}', flush=True)"]
-    outcome = run(READY, *steps, patience=Patience(start_s=20, step_s=5, total_s=0.5))
+    steps = ["for i in range(5000): time.sleep(0.02); print('{\"begin\": [0, 1]}', flush=True)"]
+    outcome = run(READY, *steps, patience=Patience(start_s=60, step_s=60, total_s=0.5))
     assert outcome.pairs[0, 1] == PairReport(verdict="hangs", detail="not done in 0.5 s")
 
 
@@ -75,8 +77,8 @@ def test_slow_start_is_no_verdict():
 
 
 def test_time_to_start_does_not_count():
-    steps = ["time.sleep(0.6)", READY, begin(0, 1), pair(0, 1), begin(1, 0), pair(1, 0), DONE]
-    assert set(run(*steps, patience=Patience(start_s=20, step_s=0.5, total_s=0.5)).pairs.values()) == {RIGHT}
+    steps = ["time.sleep(1.0)", READY, begin(0, 1), pair(0, 1), begin(1, 0), pair(1, 0), DONE]
+    assert set(run(*steps, patience=Patience(start_s=60, step_s=0.9, total_s=0.9)).pairs.values()) == {RIGHT}
 
 
 @pytest.mark.parametrize("ending", ["sys.exit(3)", "os._exit(3)"])
@@ -91,7 +93,7 @@ def test_death_before_the_first_pair_is_no_verdict():
 
 
 def test_program_that_is_not_there_is_no_verdict():
-    outcome = examine(["/no/such/python"], {}, 2, QUICK)
+    outcome = examine(["/no/such/python"], {}, 2, CALM)
     assert set(outcome.pairs.values()) == {UNTESTED}
 
 
@@ -103,7 +105,7 @@ def test_devices_without_room_are_untested():
 
 def test_collective_hangs_or_is_wrong():
     steps = [READY, begin(0, 1), pair(0, 1), begin(1, 0), pair(1, 0), {"begin": "collective"}]
-    outcome = run(*steps, "time.sleep(100)")
+    outcome = run(*steps, "time.sleep(100)", patience=QUICK)
     assert outcome.collective.verdict == "hangs"
     assert set(outcome.pairs.values()) == {RIGHT}
     outcome = run(*steps, {"collective": True, "wrong": "NCCL's sum on cuda:1"}, DONE)
@@ -119,7 +121,7 @@ def test_what_others_write_to_the_stream_is_skipped():
 def test_process_that_stays_after_it_is_done_is_not_waited_for():
     began = time.monotonic()
     run(READY, DONE, "time.sleep(100)", patience=Patience(step_s=60, total_s=60))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 def test_process_that_cannot_be_killed_does_not_hold_us_up(monkeypatch, caplog):
@@ -135,7 +137,7 @@ def test_process_that_cannot_be_killed_does_not_hold_us_up(monkeypatch, caplog):
 
     monkeypatch.setattr(subprocess, "Popen", Stuck)
     monkeypatch.setattr(peer_run, "_END_S", 0.5)
-    outcome = run(READY, begin(0, 1), "time.sleep(100)")
+    outcome = run(READY, begin(0, 1), "time.sleep(100)", patience=QUICK)
     assert outcome.pairs[0, 1].verdict == "hangs"
     assert "can't be ended" in caplog.text
     (process,) = processes
@@ -167,7 +169,7 @@ REAL = """
 def test_real_test_with_transfers_that_corrupt_or_hang(spoil, verdict, detail):
     command = [sys.executable, "-c", textwrap.dedent(REAL).format(spoil=spoil)]
     began = time.monotonic()
-    outcome = examine(command, {"PYTHONPATH": SRC}, 2, Patience(step_s=2))
+    outcome = examine(command, {"PYTHONPATH": SRC}, 2, Patience(step_s=2 if verdict == "hangs" else 60, total_s=60))
     assert outcome.pairs[0, 1] == PairReport(verdict=verdict, detail=detail)
     assert time.monotonic() - began < 60
 

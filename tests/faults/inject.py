@@ -28,7 +28,7 @@ Outcome = Counter[str]
 BOUNDARIES = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"})
 """Audit events at which a saver goes from one file or directory to the next."""
 
-_LONGEST_S = 20
+_LONGEST_S = 100
 """What takes longer hangs, and is killed."""
 
 

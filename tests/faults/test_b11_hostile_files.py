@@ -72,7 +72,7 @@ PLACES = {
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 def test_b11_what_is_no_file_is_not_waited_for(tmp_path: Path, make, name: str, place: str) -> None:
     path = make(tmp_path / "model")
     file = tmp_path / "model" / name
@@ -86,7 +86,7 @@ def test_b11_what_is_no_file_is_not_waited_for(tmp_path: Path, make, name: str, 
 
 
 @pytest.mark.parametrize("body", pickles.PICKLES, ids=lambda body: body[2:12].hex())
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 def test_b11_pickles_that_ask_for_more_than_they_hold_are_damaged(tmp_path: Path, body: bytes) -> None:
     make_dcp(tmp_path / "dcp")
     (tmp_path / "dcp" / ".metadata").write_bytes(body)
@@ -175,7 +175,7 @@ def test_b11_many_values_from_the_same_data_are_damaged(tmp_path: Path) -> None:
         read_any(path)
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 def test_b11_twenty_thousand_pieces_are_compared_at_once() -> None:
     span = Span(file="x", offset=0, length=4)
     rows = [Piece(offsets=(0, i), sizes=(4, 1), span=span) for i in range(20_000)]

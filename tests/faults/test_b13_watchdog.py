@@ -33,8 +33,8 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks at processes as Linux shows them"),
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
 ]
-SOON_S = 0.2
-CALM_S, LONG_S = 0.4, 0.9
+SOON_S = 0.5
+CALM_S, LONG_S = 1.0, 2.2
 LINE = wait_for_ever.__code__.co_firstlineno + 3
 
 
@@ -208,7 +208,7 @@ def test_b13_a_helper_process_is_named(tmp_path: Path, helpers: HelperPool, capf
 
 def wait_for_stacks(pid: int, line: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Write stacks until a helper is seen at a line: it may not have come there yet."""
-    limit = time.monotonic() + 20
+    limit = time.monotonic() + 60
     said = ""
     while line not in said.partition(f"everygpu: process {pid}, the helper of replica 1 on cpu:\n")[2]:
         assert time.monotonic() < limit, said
@@ -226,7 +226,7 @@ def find_helper(what: str) -> int:
             if match is not None and looks - place.since_s >= 3:
                 assert int(match[1]) in progress().helpers
                 return int(match[1])
-        assert looks < 500
+        assert looks < 6000
         time.sleep(0.01)
 
 
@@ -248,7 +248,7 @@ def test_b13_a_helper_process(tmp_path: Path, place: str) -> None:
     assert f"{where} of replica 1 on cpu, in its helper process {pid}" in first_line(said)
     own = said.partition(f"everygpu: process {pid}, the helper of replica 1 on cpu:\n")[2]
     assert own.startswith("it is stopped") if place == "stopped" else f"line {LINE} in wait_for_ever" in own
-    limit = time.monotonic() + 5
+    limit = time.monotonic() + 60
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < limit, "the helper lives on"
         time.sleep(0.02)
@@ -269,7 +269,7 @@ def test_b13_a_rank_that_waits_for_another(tmp_path: Path) -> None:
     assert code == STUCK, said
     assert other == 1
     place = f"rank 0 (host {os.uname().nodename}, process {ranks.processes[0].pid})"
-    assert f"everygpu: {place}: a run must go on within 0.2 s" in said
+    assert f"everygpu: {place}: a run must go on within {SOON_S:g} s" in said
     assert "barrier over ranks, in thread MainThread" in said
     (line,) = [line for line in said.splitlines() if "a collective that is not done: " in line]
     assert "gloo:barrier, number " in line

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -58,9 +58,11 @@ def test_b21_nvml_knows_a_lost_gpu_though_the_error_is_another(monkeypatch: pyte
 
 
 def test_b21_nvml_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over = threading.Event()
     monkeypatch.setattr(lost, "NVML_S", 0.05)
-    monkeypatch.setattr(nvml, "find_lost", lambda: time.sleep(0.3))
+    monkeypatch.setattr(nvml, "find_lost", is_over.wait)
     assert "no answer of NVML in 0.05 s" in str(find_loss(error_of(719)))
+    is_over.set()
 
 
 def test_b21_nvml_names_those_that_do_not_answer() -> None:

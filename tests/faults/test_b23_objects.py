@@ -5,6 +5,7 @@
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -62,6 +63,8 @@ def test_b23_objects_leave_nothing(make: Callable[[], list[Any]]) -> None:
     thread = threading.Thread(target=use)
     thread.start()
     left = [weakref.ref(made) for _ in range(NUM) for made in make()]
+    while thread.is_alive() and not outputs:
+        time.sleep(0.001)
     is_over.set()
     thread.join()
     gc.collect()

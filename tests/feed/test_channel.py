@@ -26,8 +26,8 @@ def test_items_come_in_order(here):
 def test_a_full_channel_waits_for_the_consumer(here):
     channel = Channel(1)
     channel.put(1)
-    threading.Timer(0.05, channel.get, [here]).start()
     start = time.monotonic()
+    threading.Timer(0.05, channel.get, [here]).start()
     channel.wait_for_room()
     assert time.monotonic() - start > 0.03
 
@@ -42,7 +42,7 @@ def test_a_timeout(here):
     start = time.monotonic()
     with pytest.raises(FeedTimeoutError):
         Channel(1).get(here, 0.05)
-    assert 0.04 < time.monotonic() - start < 1
+    assert time.monotonic() - start > 0.04
 
 
 class EmptyError(KeyError):

@@ -96,9 +96,9 @@ class TestMeasuring:
         assert report.num_workers == 2
         assert report.best.num_workers == 2
         slow, fast = report.trials
-        assert 0.2 < slow.batches_per_s * 0.016 <= 1  # four items of 4 ms, on a busy machine more
+        assert 0 < slow.batches_per_s * 0.016 <= 1  # four items of 4 ms, on a busy machine more
         assert fast.batches_per_s > 1.2 * slow.batches_per_s
-        assert 0 < slow.first_batch_s < 5
+        assert 0 < slow.first_batch_s < 60
         assert loader.num_workers == 0
 
     def test_waiting_is_no_news_where_nothing_else_is_done(self, caplog):

@@ -32,7 +32,7 @@ class TestObjectsCome:
             model(x).sum().backward()
             left += [weakref.ref(model), weakref.ref(net), weakref.ref(net.linear.weight)]
         del net, model
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while (threading.active_count() > threads or any(ref() for ref in left)) and time.monotonic() < deadline:
             gc.collect()
             time.sleep(0.01)
@@ -136,7 +136,7 @@ class TestFork:
 
         def forward(self, x):
             self.inside.set()
-            self.leave.wait(20)
+            self.leave.wait(120)
             return x * self.weight
 
     def test_b24_after_use(self):
@@ -161,9 +161,9 @@ class TestFork:
         x = torch.ones(4)
         thread = threading.Thread(target=model, args=(x,))
         thread.start()
-        inside.wait(10)
+        inside.wait(60)
         try:
-            fine = in_child(lambda: leave.set() or model(x).equal(x * 3), seconds=3)
+            fine = in_child(lambda: leave.set() or model(x).equal(x * 3))
         finally:
             leave.set()
             thread.join()
@@ -208,7 +208,7 @@ class TestRecursion:
     def test_in_any_replica(self):
         # In a process of its own: a replica that waits for its own turn waits forever.
         done = subprocess.run(
-            [sys.executable, "-c", CALL_ITSELF], capture_output=True, text=True, timeout=10, check=True
+            [sys.executable, "-c", CALL_ITSELF], capture_output=True, text=True, timeout=60, check=True
         )
         refused, works = done.stdout.splitlines()[::2], done.stdout.splitlines()[1::2]
         assert len(refused) == 3
@@ -240,5 +240,5 @@ def test_interrupt_at_the_begin_of_a_forward_leaves_the_wrapper_usable(monkeypat
     outputs = []
     thread = threading.Thread(target=lambda: outputs.append(model(x)))
     thread.start()
-    thread.join(10)
+    thread.join(60)
     torch.testing.assert_close(outputs[0], model.module(x))

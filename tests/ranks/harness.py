@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 60
+LIMIT_S = 120
 HEAD_START_S = 0.2
 """Of rank 0: torch tries again only 5 s later where there is no store to connect to yet."""
 

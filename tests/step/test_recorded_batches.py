@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import everygpu
+from tests.parallel.cuda_graphs.forwards import OwnLoss, check_own_loss
 from tests.step.scenarios import NUM_BEFORE, Devices, Step, X, Y, adamw, check, train_on
 from tests.step.test_capture import Moving, Net, num_recordings
 
@@ -44,6 +45,14 @@ def test_values_that_never_come_back_take_no_memory(recording: Devices, monkeypa
     assert len(step._capture._kinds._counts) == 20
     for _ in range(4):
         step(X, Y, number=0)
+    assert num_recordings(step) == 1
+
+
+def test_a_model_that_returns_its_loss(recording: Devices) -> None:
+    used = recording(2)
+    net = OwnLoss().to(used[0])
+    step = Step(everygpu.DataParallel(net, used), None, torch.optim.SGD(net.parameters(), lr=0.5))
+    check_own_loss(net, lambda x: step((x, x)), used[0])
     assert num_recordings(step) == 1
 
 

@@ -47,6 +47,34 @@ class TwoOutputs(Net):
         return Outputs(scores, self.other(h), scores.argmax(1), "two", None)
 
 
+class OwnLoss(nn.Module):
+    """Is called with labels and returns its loss, as language models do: the next token is each one's class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(7, 8), nn.Linear(8, 7)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.tokens(x).cumsum(1))
+        labels = labels.clone()
+        labels[:, -1] = 3
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].reshape(-1))
+
+
+def check_own_loss(net: OwnLoss, learn: Callable[[Tensor], Tensor], device: torch.device) -> None:
+    """Train in steps of ``SGD(lr=0.5)``, and one device beside it; losses and parameters must be equal."""
+    plain = copy.deepcopy(net)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for _ in range(NUM_STEPS):
+        x = torch.randint(7, (6, 5)).to(device)
+        optimizer.zero_grad()
+        expected = plain(x, x)
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(learn(x).detach(), expected.detach())
+    torch.testing.assert_close(list(net.parameters()), list(plain.parameters()))
+
+
 def make_batches(num: int, rows: int = 12) -> list[tuple[Tensor, Tensor]]:
     return test_capture.batches(num, torch.device("cpu"), rows, ignore=False)
 

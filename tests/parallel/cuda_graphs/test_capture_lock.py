@@ -16,7 +16,7 @@ from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 def in_a_thread(function: Callable[[], object]) -> None:
     thread = threading.Thread(target=function)
     thread.start()
-    thread.join(30)
+    thread.join(60)
     assert not thread.is_alive(), "nobody waits for a turn"
 
 

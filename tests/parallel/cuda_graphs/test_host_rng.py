@@ -11,7 +11,7 @@ import everygpu
 from everygpu import DataParallel
 from everygpu.parallel.cuda_graphs.host_rng import DRAW_GATE, DrawGate
 
-SOON_S = 30.0
+SOON_S = 60.0
 
 
 class Drawn(Dataset[torch.Tensor]):

@@ -14,8 +14,10 @@ from tests.parallel.cuda_graphs.forwards import (
     Devices,
     Net,
     Outputs,
+    OwnLoss,
     TwoOutputs,
     check,
+    check_own_loss,
     loss_of,
     make_batches,
     num_recordings,
@@ -82,6 +84,23 @@ def test_structures(recording: Devices) -> None:
         found += [output.best.cpu() + 0, output.extra.detach().cpu() + 0]
 
     check(recording, scenario, make=TwoOutputs)
+
+
+def test_a_model_that_returns_its_loss(recording: Devices) -> None:
+    used = recording(2)
+    net = OwnLoss().to(used[0])
+    model = everygpu.DataParallel(net, used, engine="graphs")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+
+    def learn(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x, x).mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    check_own_loss(net, learn, used[0])
+    assert num_recordings(model) == 1
 
 
 def test_backward_from_other_outputs(recording: Devices) -> None:
