@@ -26,10 +26,9 @@ test-slow: $(STAMP)
 test-clients: $(CLIENTS)/.installed
 	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -m "not alone" tests/clients
 
-# On a machine with two GPUs or more.
+# On a machine with a GPU or more, in calls of nine minutes: call it again until no file is left.
 test-gpu: $(STAMP)
-	$(BIN)/python -m pytest -m "gpu and not alone" --numprocesses=8 --dist=loadfile
-	$(BIN)/python -m pytest -m "gpu and alone"
+	$(BIN)/python -m tests.gpu_suite
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -38,19 +38,41 @@ MANY_MODULES = 50
 """A test that has more imported, such as torch's compiler, leaves them out of the collections of those after it."""
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def devices(request: pytest.FixtureRequest) -> Callable[[int], list[torch.device]]:
-    """``devices(n)`` gives n replicas' devices: CPU replicas by default, real GPUs under ``-m gpu``."""
+@pytest.fixture
+def shared_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[torch.device]]:
+    """``shared_gpus(n)`` gives n replicas' GPUs, on as many cards as there are."""
 
     def choose(num_replicas: int) -> list[torch.device]:
-        if request.param == "cpu":
-            return [torch.device("cpu")] * num_replicas
-        count = torch.cuda.device_count()
-        if count < min(num_replicas, 2):
-            pytest.skip(f"needs {min(num_replicas, 2)} CUDA devices")
-        return [torch.device("cuda", i) for i in range(min(num_replicas, count))]
+        count = torch.cuda.device_count() or pytest.skip("needs a card")
+        if num_replicas > count:
+            monkeypatch.setenv("EVERYGPU_SHARE_GPU", "1")
+        return [torch.device("cuda", i % count) for i in range(num_replicas)]
 
     return choose
+
+
+@pytest.fixture
+def nccl_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks by NCCL: with a card each, or on one card, which NCCL takes from 2.30 on where it is told to."""
+    if torch.cuda.device_count() < 2:
+        if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+            pytest.skip("needs 2 cards, or NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1")
+        monkeypatch.setenv("EVERYGPU_SHARE_GPU", "1")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def devices(
+    request: pytest.FixtureRequest, shared_gpus: Callable[[int], list[torch.device]]
+) -> Callable[[int], list[torch.device]]:
+    """``devices(n)`` gives n replicas' devices: CPU replicas by default, real GPUs under ``-m gpu``."""
+    return shared_gpus if request.param == "cuda" else lambda num_replicas: [torch.device("cpu")] * num_replicas
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    needed = max((mark.args[0] for mark in item.iter_markers("cards")), default=0)
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    if params.get("devices") != "cpu" and needed and torch.cuda.device_count() < needed:
+        pytest.skip(f"needs {needed} cards")
 
 
 def _wait_for_threads(before: set[threading.Thread]) -> set[threading.Thread]:
@@ -129,6 +151,12 @@ def driver_is_open() -> None:
     """Have the GPUs' driver open its files here, once, and not in the first test that asks for it."""
     torch.cuda.device_count()
     torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def exact_products() -> None:
+    """Have cuDNN not round to TF32, as tests compare what shards and whole batches give."""
+    torch.backends.cudnn.allow_tf32 = False
 
 
 @pytest.fixture(autouse=True, scope="session")

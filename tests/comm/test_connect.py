@@ -4,7 +4,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 # In a process of its own: once two GPUs have copied to each other they are connected for good.
 PROGRAM = """
@@ -24,8 +23,7 @@ assert all(target.eq(7).all() for target in targets), targets
 
 
 @pytest.mark.gpu
+@pytest.mark.cards(2)
 def test_gpus_that_never_copied_to_each_other_are_recorded() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two or more CUDA devices")
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,7 @@
 """Kernels over several GPUs' memory; what recordings make of them is tested with these."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,10 +17,10 @@ LENGTHS = [BLOCK, BLOCK, 100, 0, 1, BLOCK]
 
 
 @pytest.fixture
-def used() -> list[torch.device]:
-    if torch.cuda.device_count() < 2 or not comm.has_triton():
-        pytest.skip("needs two or more CUDA devices, and Triton")
-    found = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+def used(shared_gpus: Any) -> list[torch.device]:
+    if not comm.has_triton():
+        pytest.skip("needs Triton")
+    found: list[torch.device] = shared_gpus(max(2, torch.cuda.device_count()))
     comm.connect(found)
     return found
 

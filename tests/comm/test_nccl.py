@@ -9,8 +9,6 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.com
 
 
 def gpus():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two or more CUDA devices")
     return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
 
 
@@ -19,6 +17,7 @@ def test_cpu_buffers_are_not_for_nccl():
 
 
 @pytest.mark.gpu
+@pytest.mark.cards(2)  # torch.cuda.nccl takes one tensor a card
 class TestOnGpus:
     def test_needs_different_devices(self, monkeypatch):
         here = [torch.ones(2, device=d) for d in gpus()]

@@ -10,7 +10,7 @@ from everygpu import comm
 from everygpu.comm import copies
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.cards(2)]
 
 SMALL: dict[str, Callable[[torch.device], Tensor]] = {
     "one number": lambda d: torch.rand((), device=d),
@@ -34,8 +34,6 @@ OTHERS: dict[str, Callable[[torch.device], Tensor]] = {
 
 @pytest.fixture
 def used() -> list[torch.device]:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two or more CUDA devices")
     return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
 
 

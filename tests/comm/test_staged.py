@@ -242,11 +242,10 @@ def test_module_goes_over_the_cpu_where_copies_cannot_be_trusted(monkeypatch, tr
 
 
 @pytest.mark.gpu
+@pytest.mark.cards(2)
 class TestOnGpus:
     @pytest.fixture(autouse=True)
     def stage_everything(self, monkeypatch):
-        if torch.cuda.device_count() < 2:
-            pytest.skip("needs two or more CUDA devices")
         monkeypatch.setenv(p2p.VARIABLE, "staged")
         p2p._broken_pairs.cache_clear()
         yield

@@ -219,11 +219,10 @@ def test_memory_is_readable_json(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.alone
+@pytest.mark.cards(2)
 def test_real_gpus_are_tested_in_seconds(monkeypatch, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     count = torch.cuda.device_count()
-    if count < 2:
-        pytest.skip("needs two or more CUDA devices")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
     began = time.monotonic()

@@ -129,9 +129,8 @@ def test_collective_of_one_device_is_no_test():
 
 
 @pytest.mark.gpu
+@pytest.mark.cards(2)
 def test_real_gpus(capsys):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two or more CUDA devices")
     said = lines_of(capsys, "2", "--measure", "--collective")
     speeds = [line["gigabytes_per_s"] for line in said if "pair" in line]
     assert all(1 < speed < 2000 for speed in speeds)

@@ -163,9 +163,8 @@ def test_real_devices_draw_different_numbers_after_one_manual_seed():
 
 
 @pytest.mark.gpu
+@pytest.mark.cards(2)
 def test_real_devices_are_spread_when_seeded_before_cuda_starts():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
     code = (
         "import torch, everygpu; everygpu.seed_all(11);"
         "from everygpu.devices import spread_seeds;"

@@ -232,6 +232,9 @@ def test_b19_raise(devices):
     with pytest.raises(NonFiniteError, match="must be finite, got others in update 2"):
         run(step, [0] if used[0].type == "cpu" else [0] * 9)  # on GPUs a few updates later
     assert_same(numbers(net, step), before)
+    if used[0].type == "cuda":
+        with pytest.raises(NonFiniteError, match="must be finite, got others in update 3"):  # queued meanwhile
+            step(*batch())
     step(*batch())
 
 

@@ -313,9 +313,8 @@ def device_facts(module, x):
 
 
 @pytest.mark.gpu
+@pytest.mark.cards(2)
 def test_a38_every_thread_has_its_device_set():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two or more CUDA devices")
     count = torch.cuda.device_count()
     devs = [torch.device("cuda", i) for i in range(count)]
     model = told(device_facts, devs)
@@ -327,9 +326,8 @@ def test_a38_every_thread_has_its_device_set():
 
 
 @pytest.mark.gpu
+@pytest.mark.cards(2)
 def test_a38_no_memory_on_devices_that_take_no_part():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two or more CUDA devices")
     last = torch.cuda.device_count() - 1
     used = torch.cuda.memory_allocated(0)
     model = everygpu.DataParallel(nn.Linear(1024, 1024), [last])
@@ -338,10 +336,9 @@ def test_a38_no_memory_on_devices_that_take_no_part():
 
 
 @pytest.mark.gpu
+@pytest.mark.cards(2)
 @pytest.mark.engines("threads")  # a helper has streams of its own
 def test_a38_work_runs_on_the_callers_stream():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two or more CUDA devices")
     devs = [torch.device("cuda", i) for i in range(2)]
     side = [torch.cuda.Stream(d) for d in devs]
     model = told(lambda module, x: [torch.cuda.current_stream(x.device).cuda_stream], devs)
@@ -366,10 +363,8 @@ NUM_SLOW_CYCLES = 10**8
 
 
 @pytest.mark.gpu
-def test_a38_work_comes_in_turn_with_that_on_the_callers_streams():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two or more CUDA devices")
-    devs = [torch.device("cuda", i) for i in range(2)]
+def test_a38_work_comes_in_turn_with_that_on_the_callers_streams(shared_gpus):
+    devs = shared_gpus(2)
     side = [torch.cuda.Stream(d) for d in devs]
     model = everygpu.DataParallel(Slow().to(devs[0]), devs)
     found = []
@@ -390,10 +385,8 @@ def test_a38_work_comes_in_turn_with_that_on_the_callers_streams():
 
 @pytest.mark.gpu
 @torch.no_grad()
-def test_a38_forwards_on_one_stream_after_another():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two or more CUDA devices")
-    devs = [torch.device("cuda", i) for i in range(2)]
+def test_a38_forwards_on_one_stream_after_another(shared_gpus):
+    devs = shared_gpus(2)
     model = everygpu.DataParallel(Slow().to(devs[0]), devs)
     model(torch.zeros(4, 3, device=devs[0]))
     found = []

@@ -78,7 +78,7 @@ class TestRefused:
 FUNCTIONS = {
     "output": lambda f, x: f(x),
     "mean": lambda f, x: f(x).square().mean(),
-    "cross entropy": lambda f, x: F.cross_entropy(f(x), torch.tensor([0, 1, 2, 3, 0])),
+    "cross entropy": lambda f, x: F.cross_entropy(f(x), torch.tensor([0, 1, 2, 3, 0], device=x.device)),
     "softmax": lambda f, x: f(x).softmax(-1).log().sum(0),
     "two forwards": lambda f, x: f(f(x)),
     "parts": lambda f, x: f(x)[1:4] @ x.t(),

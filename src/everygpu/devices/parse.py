@@ -1,6 +1,7 @@
 """Parse device names and indices into ``torch.device`` objects that exist."""
 
 import operator
+import os
 import re
 from collections.abc import Iterable
 from typing import SupportsIndex, TypeAlias
@@ -81,6 +82,11 @@ def parse_target(device: DeviceLike) -> torch.device:
 def device_id(device: torch.device) -> int | torch.device:
     """Return a device as ``torch.nn.DataParallel`` names it: a CUDA device by its index, others as they are."""
     return device.index if device.type == "cuda" else device
+
+
+def may_share_gpus() -> bool:
+    """Tell whether tests have said that replicas and ranks may share a GPU: CONTRIBUTING.md, ``EVERYGPU_SHARE_GPU``."""
+    return os.environ.get("EVERYGPU_SHARE_GPU") == "1"
 
 
 def _every_device() -> list[torch.device]:
@@ -188,7 +194,7 @@ def _check_together(devices: list[torch.device]) -> None:
             f"{[str(device) for device in devices]}. Leave out one or the other."
         )
     doubled = sorted({str(device) for device in devices if devices.count(device) > 1})
-    if doubled and kinds != ["cpu"]:
+    if doubled and kinds != ["cpu"] and not may_share_gpus():
         raise DeviceError(
             f"parse_devices: each {kinds[0]} device can hold one replica, got {', '.join(doubled)} more than "
             "once. Name each device once; only the CPU can be named several times."

@@ -55,7 +55,7 @@ def spread_seeds(devices: Sequence[torch.device]) -> None:
         return
     if all(device.type == "cuda" for device in devices):
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        spread_generators([torch.cuda.default_generators[_index_of(device)] for device in devices], first)
+        spread_generators([torch.cuda.default_generators[i] for i in dict.fromkeys(map(_index_of, devices))], first)
     elif first:
         _spread_cpu(first)
 

@@ -23,10 +23,8 @@ def fresh_compiler() -> Iterator[None]:
 
 
 @pytest.fixture
-def gpus() -> list[int]:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two or more CUDA devices")
-    return [0, 1]
+def gpus(shared_gpus: Any) -> list[int]:
+    return [d.index for d in shared_gpus(2)]
 
 
 @pytest.fixture
@@ -93,6 +91,7 @@ def assert_alike(ours: Any, eager: Any) -> None:
     torch.testing.assert_close(list(ours.buffers()), list(eager.buffers()), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.cards(2)
 @pytest.mark.parametrize("options", [{}, {"dynamic": False}, {"mode": "reduce-overhead"}], ids=str)
 def test_training_gives_the_same_and_compiles_once(
     gpus: list[int], loads: list[int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -112,6 +111,7 @@ def test_training_gives_the_same_and_compiles_once(
     assert loads == [1, 1]
 
 
+@pytest.mark.cards(2)
 def test_training_and_evaluating_by_turns(gpus: list[int], loads: list[int]) -> None:
     eager, ours = pair(gpus)
     for _ in range(3):
@@ -207,6 +207,7 @@ def test_replicas_drop_other_elements(gpus: list[int]) -> None:
         assert all(not torch.equal(mask, other) for other in seen[:i])
 
 
+@pytest.mark.cards(2)
 def test_shards_of_other_sizes_are_compiled_for_by_themselves(gpus: list[int], loads: list[int]) -> None:
     eager, ours = pair(gpus)
     assert losses_of(ours, 3, rows=33) == pytest.approx(losses_of(eager, 3, rows=33), rel=1e-4)

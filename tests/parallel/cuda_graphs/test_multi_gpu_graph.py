@@ -11,11 +11,9 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_first_launch_draws_what_comes_next(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_launch_draws_what_comes_next(count: int, shared_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the streams of the recording are late with what torch queues on them when it begins to record."""
-    if torch.cuda.device_count() < count:
-        pytest.skip(f"needs {count} CUDA devices")
-    used = [torch.device("cuda", i) for i in range(count)]
+    used = shared_gpus(count)
     begin = torch.cuda.CUDAGraph.capture_begin
 
     def begin_late(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -43,7 +43,10 @@ class Scaled(nn.Module):
 
 def grads_of(used: list[torch.device], kind: str, engine: str) -> tuple[everygpu.DataParallel, Tensor]:
     torch.manual_seed(0)
-    net = Scaled(kind).to(used[0])
+    for p in (SHIFT, DEFAULT):
+        p.data = p.data.to(used[0])
+    with used[0]:
+        net = Scaled(kind)
     model = everygpu.DataParallel(net, used, engine=engine)
     for i, (x, _) in enumerate(make_batches(NUM_STEPS + 1)):
         if kind == "object" and i == NUM_STEPS:

@@ -133,6 +133,7 @@ class TestTurns:
         devices = [DISTINCT[0], DISTINCT[1], DISTINCT[0]]
         run(workers, [early.wait, lambda: (early.wait(), late.wait()), late.wait], devices)
 
+    @pytest.mark.cards(2)
     def test_real_devices_run_at_once(self, devices, workers):
         used = devices(2)
         if used[0].type == "cpu":

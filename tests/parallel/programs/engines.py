@@ -45,7 +45,7 @@ class Setup:
         """Return one device per replica."""
         if self.device == "cpu":
             return [torch.device("cpu")] * num_replicas
-        return [torch.device("cuda", i) for i in range(min(num_replicas, torch.cuda.device_count()))]
+        return [torch.device("cuda", i % torch.cuda.device_count()) for i in range(num_replicas)]
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
@@ -53,6 +53,8 @@ class Setup:
         with pytest.MonkeyPatch.context() as monkeypatch, warnings.catch_warnings():
             # cuDNN's, of weights that a program has moved apart: on one device, too.
             warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
+            if self.device == "cuda":
+                monkeypatch.setenv("EVERYGPU_SHARE_GPU", "1")
             if self.records and self.device == "cpu":
                 tape.install(monkeypatch, fused=False)
             if self.engine == "auto":  # to be looked for on the CPU, too; helpers take long to start

@@ -36,8 +36,6 @@ CASES = [
 
 @pytest.mark.parametrize(("setup", "seeds"), CASES)
 def test_programs(setup: str, seeds: range, helpers: HelperPool) -> None:
-    if SETUPS[setup].device == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two or more CUDA devices")
     reports, num_recordings = check_seeds(setup, seeds, helpers)
     if reports:
         pytest.fail("\n".join(reports), pytrace=False)

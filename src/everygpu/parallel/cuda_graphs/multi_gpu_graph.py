@@ -34,7 +34,7 @@ class MultiGpuGraph:
     graph's, at the same addresses.
 
     Args:
-        devices: CUDA devices, each once.
+        devices: CUDA devices.
         pool: The memory of another graph, to share; see ``next``.
     Source:
         "CUDA Graphs" in NVIDIA's CUDA C++ Programming Guide, on capturing across streams; ``torch.cuda.graph``, which
@@ -42,7 +42,7 @@ class MultiGpuGraph:
     """
 
     def __init__(self, devices: Sequence[torch.device], pool: Any = None) -> None:
-        self._devices = list(devices)
+        self._devices = list(dict.fromkeys(devices))
         self._graph = torch.cuda.CUDAGraph()
         self._pool: Any = torch.cuda.graph_pool_handle() if pool is None else pool
         self._random: list[_RandomState] = []

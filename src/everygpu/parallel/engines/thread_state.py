@@ -197,8 +197,12 @@ class FactoryUse:
         is_method = isinstance(call, types.MethodType)
         code, module = (call.__func__, call.__self__) if is_method else (type(call), call)  # type: ignore[attr-defined]
         kind = code, getattr(module, "training", None), torch.is_grad_enabled()
-        self._num_calls[kind] = self._num_calls.get(kind, 0) + 1
-        return partial(FactoryDevice, use=self) if self.is_found or self._num_calls[kind] <= NUM_WATCHED else None
+        num_calls = self._num_calls.get(kind, 0)
+        if not self.is_found and num_calls >= NUM_WATCHED:
+            return None
+        if not any(isinstance(m, DeviceContext) for m in function_modes()):  # or the caller's would hide what it finds
+            self._num_calls[kind] = num_calls + 1
+        return partial(FactoryDevice, use=self)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from everygpu.devices.parse import may_share_gpus
 from everygpu.errors import DeviceError
 from everygpu.parallel.buckets.grouping import group_tensors
 from everygpu.parallel.buckets.sizes import REPLICA_BYTES
@@ -32,7 +33,7 @@ def check_devices(group: Group, devices: Sequence[torch.device]) -> None:
         DeviceError: on every rank; the message names the ranks.
     """
     mine = [str(torch.cuda.get_device_properties(d).uuid) for d in devices if d.type == "cuda"]
-    if not group.uses_nccl:
+    if not group.uses_nccl or may_share_gpus():
         mine = []
     of_ranks: dict[str, list[int]] = {}
     for rank, found in enumerate(group.gather(mine)):
