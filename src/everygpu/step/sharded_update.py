@@ -88,11 +88,16 @@ class ShardedUpdate:
 
     def _add_up_ranks(self, group: Group, chunks: list[PerDevice]) -> set[int]:
         """Add each device's part up with those of the same device on other ranks; return what any has a gradient of."""
-        works = [group.all_reduce(chunk) for bucket in chunks for chunk in bucket if chunk.numel()]
-        touched = group.union(self._touched, len(self._flat_params.params))
-        for work in works:
-            work.wait()
-        return touched
+        waits = [group.all_reduce(chunk) for bucket in chunks for chunk in bucket if chunk.numel()]
+        num, device = len(self._flat_params.params), self._flat_params.devices[0]
+        is_whole = len(self._touched) == num
+        mask = torch.ones(num) if is_whole else torch.tensor([float(i in self._touched) for i in range(num)])
+        flags = torch.ones(num, device=device) if is_whole else mask.to(device, non_blocking=True)
+        waits.append(group.all_reduce(flags))
+        for wait in waits:
+            wait()
+        # Read only where something is missing: the host would wait for the step.
+        return self._touched if is_whole else {i for i, flag in enumerate(flags.tolist()) if flag}
 
     def apply(self, found_inf: Tensor | None, *, is_common: bool = True) -> set[int] | None:
         fused = self._kernels()

@@ -144,10 +144,6 @@ class TrainStep:
                 for this update is dropped.
         """
         batch = as_batch(inputs, targets, kwargs, with_loss=self.loss is not None)
-        with nullcontext() if self._ranks is None else self._ranks.group.telling(self._home):
-            return self._train(batch)
-
-    def _train(self, batch: Batch) -> Tensor:
         try:
             num_steps = self._updater.num_steps
             self._begin(batch)

@@ -72,9 +72,9 @@ class BatchWeights:
         """Return the loss over all ranks' rows of the batch that was begun."""
         if self._group is None:
             return loss
-        here = torch.as_tensor(self._here, dtype=loss.dtype, device=loss.device)
+        here = _on_device(self._here, loss.dtype, loss.device)
         total = torch.where(here == 0, 0, loss.detach()) * here
-        self._group.all_reduce(total).wait()
+        self._group.all_reduce(total)()
         return total / self._all
 
     def leave_out_empty(self, loss: Tensor) -> Tensor:
@@ -104,11 +104,18 @@ class BatchWeights:
         return found.to(self._home, torch.float32) if isinstance(found, Tensor) else found
 
     def _sum(self, here: float | Tensor) -> Tensor:
-        total = torch.as_tensor(here, dtype=torch.float32, device=self._home).clone()
+        total = _on_device(here, torch.float32, self._home).clone()
         if self._group is not None:
-            self._group.all_reduce(total).wait()
+            self._group.all_reduce(total)()
         return total
 
     def _find_unit(self, here: float | Tensor) -> float:
         found = max(float(here), 1.0)
         return found if self._group is None else self._group.broadcast_object(found)
+
+
+def _on_device(value: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Put a number on a device without a copy from the host, which waits for what is queued there."""
+    if isinstance(value, Tensor):
+        return value.to(device, dtype)
+    return torch.full((), value, dtype=dtype, device=device)
