@@ -241,7 +241,9 @@ def reduce_overhead(work: Work) -> Step:
 
 def ddp(work: Work) -> Step:
     device_ids = [torch.device(work.device_ids[0])] if "cuda" in work.device_ids[0] else None
-    return plain(work, nn.parallel.DistributedDataParallel(work.model, device_ids, gradient_as_bucket_view=True))
+    is_sparse = any(isinstance(m, Experts) for m in work.model.modules())
+    options = {"gradient_as_bucket_view": True, "find_unused_parameters": is_sparse}
+    return plain(work, nn.parallel.DistributedDataParallel(work.model, device_ids, **options))
 
 
 def loop(work: Work, engine: str = "auto") -> Step:
