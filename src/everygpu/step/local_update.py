@@ -49,6 +49,12 @@ class LocalUpdate:
     def detach_grads(self) -> None:
         """They stay where the user may look at them."""
 
+    def flags(self) -> None:
+        return None
+
+    def take_flags(self, flags: Tensor | None) -> None:
+        """Buckets bring them along."""
+
     def reduce(self) -> list[Share]:
         if self._model.rank_model is not None:
             _add_up_ranks(self._model.rank_model.group, list(all_params(self._optimizer)))

@@ -40,6 +40,7 @@ class ShardedUpdate:
         self._optimizer = optimizer
         self._replicas: ReplicaSet | None = None
         self._touched: set[int] = set()
+        self._flags: Tensor | None = None
         self._num_arrangements = 0
         self._arrange(self._trainable(), None)
 
@@ -77,6 +78,15 @@ class ShardedUpdate:
     def detach_grads(self) -> None:
         self._flat_params.detach_grads()
 
+    def flags(self) -> Tensor:
+        touched, num, device = self._flat_params.touched(), len(self._flat_params.params), self._flat_params.devices[0]
+        if len(touched) == num:
+            return torch.ones(num, device=device)  # no copy from the host
+        return torch.tensor([float(i in touched) for i in range(num)]).to(device, non_blocking=True)
+
+    def take_flags(self, flags: Tensor | None) -> None:
+        self._flags = flags
+
     def reduce(self) -> list[Share]:
         self._touched = self._flat_params.touched()
         self._flat_params.reduce()
@@ -89,15 +99,11 @@ class ShardedUpdate:
     def _add_up_ranks(self, group: Group, chunks: list[PerDevice]) -> set[int]:
         """Add each device's part up with those of the same device on other ranks; return what any has a gradient of."""
         waits = [group.all_reduce(chunk) for bucket in chunks for chunk in bucket if chunk.numel()]
-        num, device = len(self._flat_params.params), self._flat_params.devices[0]
-        is_whole = len(self._touched) == num
-        mask = torch.ones(num) if is_whole else torch.tensor([float(i in self._touched) for i in range(num)])
-        flags = torch.ones(num, device=device) if is_whole else mask.to(device, non_blocking=True)
-        waits.append(group.all_reduce(flags))
         for wait in waits:
             wait()
-        # Read only where something is missing: the host would wait for the step.
-        return self._touched if is_whole else {i for i, flag in enumerate(flags.tolist()) if flag}
+        if self._flags is None or len(self._touched) == len(self._flat_params.params):
+            return self._touched
+        return {i for i, flag in enumerate(self._flags.tolist()) if flag}  # the host waits for the step
 
     def apply(self, found_inf: Tensor | None, *, is_common: bool = True) -> set[int] | None:
         fused = self._kernels()

@@ -154,7 +154,8 @@ class TrainStep:
                 if self._num_batches == 0:
                     self._strategy.begin()
                 loss = self._learn(batch)
-            loss = self._weights.mean(loss)
+            loss, flags = self._weights.mean(loss, None if self._ranks is None else self._strategy.flags())
+            self._strategy.take_flags(flags)
             self._last_loss = loss
             self._weights.end()
             if self._updater.num_steps == num_steps:  # a recording may have had the update in it
@@ -195,7 +196,7 @@ class TrainStep:
                 if self._capture is None or not self._capture.forget():
                     raise
                 loss, output = self._compute(batch)
-            return Evaluation(self._weights.mean(loss), output)
+            return Evaluation(self._weights.mean(loss)[0], output)
 
     def refresh(self) -> None:
         """Send the parameters to all devices, after a write that torch doesn't count, such as ``p.data.clamp_()``."""
