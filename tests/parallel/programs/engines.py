@@ -57,9 +57,8 @@ class Setup:
                 monkeypatch.setenv("EVERYGPU_SHARE_GPU", "1")
             if self.records and self.device == "cpu":
                 tape.install(monkeypatch, fused=False)
-            if self.engine == "auto":  # to be looked for on the CPU, too; helpers take long to start
+            if self.engine == "auto":  # to be looked for on the CPU, too
                 monkeypatch.setattr(table, "choose_engine", lambda name, context: name)
-                monkeypatch.setattr(switches, "TRIES_PROCESSES", False)
                 warnings.simplefilter("ignore", DeprecationWarning)  # importing torch's compiler warns of torch.jit
             yield
 
