@@ -141,7 +141,7 @@ def differentiate():
     torch.testing.assert_close(first, bare_first)
     assert_same(second, bare_second)
     seeds = torch.ones(2, *targets[mine].shape, dtype=torch.float64)
-    with pytest.raises(CallError, match="can't go to other processes"):
+    with pytest.raises(CallError, match="can't go to other ranks"):
         torch.autograd.grad(model(ids[mine]), model.module.second.weight, seeds, is_grads_batched=True)
     # A penalty on gradients of inputs, as WGAN-GP has.
     for net in (bare, model):

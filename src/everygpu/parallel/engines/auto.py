@@ -67,8 +67,8 @@ class AutoReplicas(Engine):
             return
         self._recorded = None
         logger.warning(
-            "DataParallel: replicas run in threads, slower than DistributedDataParallel. Not recorded: %s. Change that, "
-            "or start a process a GPU: everygpu run --processes auto (in a notebook: everygpu.launch).",
+            "DataParallel: replicas run in threads, slower than a process a GPU. Not recorded: %s. Change that, or "
+            "start the script by everygpu run --processes auto; in a notebook, by everygpu.launch.",
             reason,
         )
 
