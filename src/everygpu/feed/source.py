@@ -3,6 +3,8 @@
 Knows the insides of torch's DataLoader, and nothing else does. Loaders of other kinds are iterated as they are.
 """
 
+import contextlib
+import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,7 +15,6 @@ import torch.utils.data
 
 from everygpu.errors import WorkerError
 from everygpu.feed.channel import ChannelClosed
-from everygpu.parallel.engines.processes.ends import describe_end, remove_shared_memory
 from everygpu.torch_private.data import LoaderIterator, remove_worker_pids
 
 _POLL_S = 0.1
@@ -92,7 +93,7 @@ class Source:
                 iterator._shutdown_workers()
                 self.kill_workers()
                 for worker in self._workers:
-                    remove_shared_memory(worker.pid)
+                    _remove_shared_memory(worker.pid)
 
     def kill_workers(self) -> None:
         """End worker processes that wouldn't end by themselves, as one that is stopped never would."""
@@ -148,9 +149,28 @@ def _watch(iterator: Any, is_stopped: Callable[[], bool]) -> None:
 
 
 def _explain_death(dead: list[Any]) -> str:
-    ends = ", ".join(f"pid {w.pid}: {describe_end(w.exitcode)}" for w in dead)
+    ends = ", ".join(f"pid {w.pid}: {_describe_end(w.exitcode)}" for w in dead)
     hint = next((_HINTS[name] for name in _HINTS if name in ends), "Run with num_workers=0 to see its error.")
     return f"Feeder: the loader's worker processes must live until the last batch, got {ends}. {hint}"
+
+
+def _describe_end(code: int) -> str:
+    if code > 0:
+        return f"it ended with exit status {code}"
+    with contextlib.suppress(ValueError):  # not every signal has a name
+        return f"it was ended by {signal.Signals(-code).name}"
+    return f"it was ended by signal {-code}"
+
+
+def _remove_shared_memory(pid: int) -> None:
+    """Remove what a process that has ended left in /dev/shm.
+
+    torch gives each piece of shared host memory a name, and takes the name away at once. SIGKILL may come in between.
+    Where there is too little room, torch raises an error and leaves the name, with as much as there was room for.
+    """
+    for path in Path("/dev/shm").glob(f"torch_{pid}_*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _process_state(pid: int) -> str:
