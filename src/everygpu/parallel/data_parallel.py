@@ -236,8 +236,7 @@ class DataParallel(MethodCalls):
             return self._engine.run(calls, [self.replica_devices[p] for p in positions], positions)
 
     def _gather(self, outputs: list[Any], joiner: Joiner) -> Any:
-        self._engine.watch(outputs)
-        return gather_outputs(outputs, joiner)
+        return gather_outputs(self._engine.watch(outputs), joiner)
 
     def _joiner(self, shards: list[Shard]) -> Joiner:
         weights = weights_of(shards) if self.gather_rule == "sharded" else None

@@ -11,9 +11,6 @@ from torch.nn import functional as F
 
 import everygpu
 from everygpu.errors import OptionError, ReplicaError
-from everygpu.parallel.compiler import split_graph
-from everygpu.parallel.compiler.inductor_backend import InductorBackend
-from everygpu.parallel.cuda_graphs import deferred_linear
 from everygpu.parallel.engines import compiled
 from everygpu.parallel.engines.compiled import MAX_SIGNATURES, CompiledReplicas
 
@@ -107,7 +104,7 @@ class TestSameAsThreads:
             made.append(graph)
             return lookup_backend("aot_eager")(graph, inputs)
 
-        monkeypatch.setattr(compiled, "inductor", lambda mode, cuts: counting)
+        monkeypatch.setattr(compiled, "inductor", lambda mode: counting)
         x, y = batch(used[0])
         torch.manual_seed(0)
         net = Plain().to(used[0])
@@ -118,46 +115,6 @@ class TestSameAsThreads:
         torch.testing.assert_close(list(ours.buffers()), list(eager.buffers()))
         # One graph is made for one device.
         assert len(made) == len(set(used))
-
-    def test_graphs_in_pieces(self, devices, monkeypatch):
-        used = devices(3)
-        cut = []
-        monkeypatch.setattr(split_graph, "PIECE_BYTES", 64)
-        compile_pieces = InductorBackend._compile_pieces
-        monkeypatch.setattr(
-            InductorBackend, "_compile_pieces", lambda *args: cut.append(compile_pieces(*args)) or cut[-1]
-        )
-        x, y = batch(used[0])
-        torch.manual_seed(0)
-        net = Plain().to(used[0])
-        eager = everygpu.DataParallel(copy.deepcopy(net), used, engine="threads")
-        ours = everygpu.DataParallel(torch.compile(net), used, engine="graphs")
-        for _ in range(3):  # the last steps are recorded where that is possible
-            assert train(ours, x, y) == pytest.approx(train(eager, x, y), rel=1e-4)
-        torch.testing.assert_close(list(ours.parameters()), list(eager.parameters()), rtol=1e-4, atol=1e-5)
-        assert cut
-        assert None not in cut
-
-    @pytest.mark.parametrize("count", [1, 3])
-    def test_last_products_are_left_out_of_graphs(self, devices, monkeypatch, count):
-        used = devices(count)
-        apart = []
-        monkeypatch.setattr(split_graph, "PIECE_BYTES", 64)
-        monkeypatch.setattr(deferred_linear, "is_large", lambda *_: True)
-        linear = deferred_linear.linear
-        monkeypatch.setattr(deferred_linear, "linear", lambda *operands: apart.append(operands) or linear(*operands))
-        x, y = batch(used[0])
-        torch.manual_seed(0)
-        net = Last().to(used[0])
-        eager = everygpu.DataParallel(copy.deepcopy(net), used, engine="threads")
-        ours = everygpu.DataParallel(torch.compile(net), used, engine="graphs")
-        for _ in range(3):
-            assert train(ours, x, y) == pytest.approx(train(eager, x, y), rel=1e-4)
-        torch.testing.assert_close(list(ours.parameters()), list(eager.parameters()), rtol=1e-4, atol=1e-5)
-        assert apart
-        if used[0].type == "cuda" and ours._engine.recorder is not None:
-            (found,) = ours._engine.recorder.capture._recordings.values()
-            assert any(slot.is_operand for slot in found.recorded.slots)
 
     def test_python_state_means_what_it_does_eagerly(self, devices, quick):
         used = devices(2)

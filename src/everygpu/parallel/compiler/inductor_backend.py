@@ -6,27 +6,25 @@ its kernels are the same, and found in Triton's cache on disk. CUDA graphs are m
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import torch
 
 from everygpu.parallel.compiler.cuda_graph_trees import CapturedGraph
 from everygpu.parallel.compiler.load_graph import load_version, unsupported_reason
 from everygpu.parallel.compiler.multi_device_graph import GraphPart, MultiDeviceGraph
-from everygpu.parallel.compiler.split_graph import WHOLE, Backend, SplitPolicy, compile_pieces
-from everygpu.parallel.cuda_graphs.deferred_linear import split_off
 from everygpu.torch_private.compiler import (
     InductorWrapper,
     compile_fx,
     compile_fx_inner,
     functorch_config,
     inductor_config,
-    restart_analysis,
     tracing_context,
 )
 
 logger = logging.getLogger("everygpu")
+
+Backend = Callable[[Any, list[Any]], Callable[..., Any]]
+"""From Dynamo's graph and example inputs to what runs it."""
 
 
 class InductorBackend:
@@ -34,12 +32,10 @@ class InductorBackend:
 
     Args:
         options: Inductor's, as in ``torch.compile(options=…)``.
-        policy: How graphs are cut.
     """
 
-    def __init__(self, options: Mapping[str, Any], policy: SplitPolicy = WHOLE) -> None:
+    def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
-        self._policy = policy
         self._reasons: set[str] = set()
 
     @property
@@ -53,30 +49,11 @@ class InductorBackend:
         def compile_part(*args: Any, **kwargs: Any) -> Any:
             return self._compile_part(parts, *args, **kwargs)
 
-        def compile_graph(graph: Any, inputs: list[Any]) -> Any:
-            return compile_fx(graph, inputs, inner_compile=compile_part, config_patches=self._options)
-
         # From its cache of whole compilations torch would answer without asking compile_part. Left for later, backward
         # would be compiled by autograd's threads, by one for each GPU.
         with functorch_config().patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
-            policy, function = self._policy if torch.is_grad_enabled() else WHOLE, None
-            put_behind = split_off(graph) if policy.defers_linear else None
-            if policy.in_pieces:
-                function = self._compile_pieces(graph, example_inputs, compile_graph)
-            if function is None:
-                parts.clear()
-                function = compile_graph(graph, example_inputs)
-        return MultiDeviceGraph(function if put_behind is None else put_behind(function), parts)
-
-    def _compile_pieces(self, graph: Any, example_inputs: list[Any], compile_piece: Backend) -> Any:
-        """Compile a graph in pieces; None where it is small or can't be cut."""
-        try:
-            return compile_pieces(graph, example_inputs, compile_piece)
-        except restart_analysis():  # by which torch asks to be called again with another graph
-            raise
-        except Exception as error:  # noqa: BLE001 - such as operations of a higher order; where it is ours, it comes again
-            self._tell(f"{type(error).__name__}: {error}", "graphs aren't cut, and gradients come all at once")
-            return None
+            function = compile_fx(graph, example_inputs, inner_compile=compile_part, config_patches=self._options)
+        return MultiDeviceGraph(function, parts)
 
     def _compile_part(self, parts: list[GraphPart], graph: Any, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Compile a forward or backward graph as torch does, and have it run on the GPU of its inputs."""
@@ -111,23 +88,22 @@ class InductorBackend:
             logger.info("DataParallel: %s: %s", consequence, reason)
 
 
-def inductor(mode: str | None, policy: SplitPolicy = WHOLE) -> InductorBackend:
+def inductor(mode: str | None) -> InductorBackend:
     """Make the backend that ``torch.compile(mode=…)`` would take, compiling once for all GPUs.
 
     Args:
         mode: ``"reduce-overhead"`` for CUDA graphs; None for plain launches, which a CUDA graph can capture.
-        policy: How graphs are cut.
     """
     wrapper = InductorWrapper(mode, None, False)
-    return InductorBackend(wrapper.config, policy)
+    return InductorBackend(wrapper.config)
 
 
-def compiling_once(backend: Backend, *, cuda_graphs: bool, policy: SplitPolicy = WHOLE) -> Backend:
+def compiling_once(backend: Backend, *, cuda_graphs: bool) -> Backend:
     """Replace torch's own backend by ours with the same options, perhaps without CUDA graphs; others stay."""
     if not isinstance(backend, InductorWrapper):
         return backend
     options = backend.config if cuda_graphs else {**backend.config, "triton.cudagraphs": False}
-    return InductorBackend(options, policy)
+    return InductorBackend(options)
 
 
 def _keep_saved_tensors() -> None:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from everygpu import tree
-from everygpu.parallel.compiler.inductor_backend import InductorBackend
+from everygpu.parallel.compiler.inductor_backend import Backend, InductorBackend
 from everygpu.parallel.compiler.multi_device_graph import MultiDeviceGraph
-from everygpu.parallel.compiler.split_graph import Backend
 from everygpu.parallel.engines.engine import Call
 
 _ALIGNED = 16

@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -12,10 +12,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from everygpu import tree
 from everygpu.errors import CaptureError
-from everygpu.parallel.cuda_graphs.deferred_linear import LinearCall
-from everygpu.parallel.cuda_graphs.deferred_tensor import DeferredTensor, DeferredTensorError
 from everygpu.parallel.cuda_graphs.launch import Leaves
-from everygpu.parallel.cuda_graphs.slots import Slot
 from everygpu.parallel.cuda_graphs.static_batch import PLAIN_TYPES
 from everygpu.parallel.cuda_graphs.tensor_names import name_of
 from everygpu.parallel.replicas.module_tree import is_dense
@@ -39,7 +36,7 @@ def check_outputs(outputs: list[Any]) -> None:
     """
     for path, x in tree.leaves(outputs, "out"):
         is_array = type(x) is Tensor and x.layout == torch.strided
-        if not is_array and type(x) not in (*PLAIN_TYPES, LinearCall):
+        if not is_array and type(x) not in PLAIN_TYPES:
             raise CaptureError(
                 f"DataParallel: outputs must be dense tensors, numbers or strings to be recorded, "
                 f"got {type(x).__name__} at {path}. Pass engine='threads'."
@@ -57,7 +54,6 @@ def check_graph(outputs: list[Tensor], params: list[Tensor], leaves: Leaves, mod
     Raises:
         CaptureError: the graph reaches an original, another tensor whose gradient a launch would lose, a reentrant
             checkpoint or a sparse gradient.
-        DeferredTensorError: the graph reaches a tensor without memory.
     """
     originals = set(map(id, params))
     known = {id(t) for rows in leaves for row in rows for t in row}
@@ -85,8 +81,6 @@ def _check_leaf(node: Any, originals: Collection[int], known: Collection[int], m
             "DataParallel: every parameter in forward must be a registered one, got one from a plain attribute "
             "of a module. Register it with register_parameter."
         )
-    if isinstance(leaf, DeferredTensor):
-        raise DeferredTensorError("an autograd function was given what isn't there yet")
     if is_held and id(leaf) not in known:
         raise CaptureError(
             f"DataParallel: what requires a gradient in forward must be a parameter of the module, got "
@@ -100,42 +94,15 @@ def _num_references(node: Any) -> int:
     return sys.getrefcount(node.variable)
 
 
-def find_used(slots: Sequence[Slot], outputs: set[int], *, is_known: bool) -> tuple[int, ...]:
-    """Return the slots that a recorded backward begins at.
-
-    Args:
-        slots: All of them.
-        outputs: Those that got a gradient.
-        is_known: A launch has shown that backward begins at these. An eager backward also reaches what other outputs
-            were computed from, such as logits beside their loss, used or not; mostly it isn't.
-    """
-    used = tuple(i for i, slot in enumerate(slots) if slot.output in outputs and slot.requires_grad)
-    if is_known:
-        return used
-    nodes = {i: get_gradient_edge(slots[i].tensor).node for i in used}
-    below = {i: _collect([n for n, _ in node.next_functions if n is not None]) for i, node in nodes.items()}
-    return tuple(i for i in used if not any(nodes[i] in below[j] for j in used if j != i))
-
-
-def find_watched(outputs: list[Tensor], written: list[Tensor]) -> tuple[list[Tensor], list[set[int]]]:
+def find_watched(outputs: list[Tensor], written: list[Tensor]) -> list[Tensor]:
     """Find which tensors the graph behind outputs has saved for its backward.
 
     Args:
-        outputs: Of the forward that was recorded.
+        outputs: That a recorded backward begins at.
         written: Tensors that Python may write.
-    Returns:
-        These tensors, and for each output which of them its own backward reads.
     """
-    saved = find_saved(outputs)
-    pairs = [(t, t.untyped_storage().data_ptr()) for t in written if not t.is_inference()]
-    watched = [(t, place) for t, place in pairs if any(place in places for places in saved)]
-    return [t for t, _ in watched], [{i for i, (_, p) in enumerate(watched) if p in places} for places in saved]
-
-
-def find_saved(outputs: list[Tensor]) -> list[set[int]]:
-    """Return for each output where the memory is that the graph behind it has saved for its backward; once a graph."""
-    saved = {node: {t.untyped_storage().data_ptr() for t in _saved_by(node)} for node in _nodes(outputs)}
-    return [set().union(*(saved[node] for node in _nodes([t]))) for t in outputs]
+    saved = {t.untyped_storage().data_ptr() for node in _nodes(outputs) for t in _saved_by(node)}
+    return [t for t in written if not t.is_inference() and t.untyped_storage().data_ptr() in saved]
 
 
 def _saved_by(node: Node) -> Iterator[Tensor]:

@@ -155,7 +155,6 @@ class Capture(Generic[Result]):
         recording.batch.write(batch)
         recording.graph.replay()
         self._num_launches += 1
-        recording.batch.write_back(batch)
         if self._num_launches % LONG == 0:
             self._num_attempts = 0
         return self._step.finish(recording.recorded)
@@ -164,22 +163,6 @@ class Capture(Generic[Result]):
     def has_recordings(self) -> bool:
         """Whether there are any."""
         return bool(self._recordings)
-
-    def is_current(self, guards: ModuleGuards | None) -> bool:
-        """Tell whether the modules are as they were, wherever their tensors are; recordings are dropped if not.
-
-        Args:
-            guards: What ``guards`` was then.
-        """
-        if (
-            self.guards is not None
-            and self.guards is guards
-            and self.guards.is_current(self._step.roots(), addresses=False)
-        ):
-            return True
-        self.guards = None
-        self.forget()
-        return False
 
     def forget(self) -> bool:
         """Drop all recordings, with their memory; tell whether there were any."""
@@ -263,7 +246,8 @@ class Capture(Generic[Result]):
         try:
             prepared, before = self._step.prepare(), held.versions()
             recorded = self._step.record(graph, held, prepared)
-            held.note_written(before)
+            if held.versions() != before:
+                raise CaptureError("the batch is written to, and a recording has its own copy of it")
             return _Recording(batch=held, graph=graph, recorded=recorded)
         except Exception as error:  # noqa: BLE001 - whatever it is, the step runs eagerly
             kind = "" if isinstance(error, CaptureError) else f"{type(error).__name__}: "

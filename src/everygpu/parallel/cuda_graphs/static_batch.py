@@ -59,8 +59,6 @@ class StaticBatch:
         # Each leaf is one of its own: attributes that show an item are known by its identity.
         self._structure = tree.map_leaves(lambda _: object(), batch)
         self._slots = [self._make_slot(x) for _, x in _leaves(batch)]
-        self._written: list[Tensor] = []
-        self._values: list[Tensor] = []  # of these, before the work
 
     @torch.no_grad()
     def write(self, batch: Batch) -> None:
@@ -75,13 +73,6 @@ class StaticBatch:
         upload.receive([source for _, source in arriving], upload.mark([t.device for t, _ in arriving]))
         for target, source in arriving:
             target.copy_(source)
-        self._values = [t.clone() for t in self._written]
-
-    @torch.no_grad()
-    def rewind(self) -> None:
-        """Have the batch be as it was written here last, before the work wrote to it."""
-        for target, value in zip(self._written, self._values):
-            target.copy_(value)
 
     def tensors(self) -> list[Tensor]:
         """List the memory."""
@@ -90,31 +81,6 @@ class StaticBatch:
     def versions(self) -> list[int]:
         """Return how often torch has counted a write to each tensor."""
         return [t._version for t in self.tensors()]
-
-    def note_written(self, since: Sequence[int]) -> None:
-        """Note which tensors the work writes to.
-
-        Args:
-            since: What ``versions`` returned before it.
-        """
-        self._written = [t for t, version in zip(self.tensors(), since) if t._version != version]
-
-    @torch.no_grad()
-    def write_back(self, batch: Batch) -> None:
-        """Copy what the work has changed to where it would have changed it in a batch that is given to the replicas.
-
-        Args:
-            batch: What was written here last.
-        """
-        written = set(map(id, self._written))
-        for slot, (_, leaf) in zip(self._slots if written else (), _leaves(batch)):
-            changed = [id(t) in written for t in slot.tensors]
-            if any(changed):
-                # Of a plain tensor the first replica sees a view, the others copies.
-                last = None if isinstance(leaf, ShardedBatch) else 1
-                for target, source, is_changed in list(zip(slot.tensors, slot.sources(leaf), changed))[:last]:
-                    if is_changed and source.device == target.device:
-                        source.copy_(target)
 
     def read(self) -> Batch:
         """Return the batch, made of this memory, for the current streams."""

@@ -52,10 +52,9 @@ class AutoReplicas(Engine):
                 raise
         return self._threads.run(calls, devices, positions)
 
-    def watch(self, outputs: list[Any]) -> None:
+    def watch(self, outputs: list[Any]) -> list[Any]:
         """Note which outputs the loss is computed from."""
-        if self._recorded is not None:
-            self._recorded.watch(outputs)
+        return outputs if self._recorded is None else self._recorded.watch(outputs)
 
     def give_up_recording(self, reason: str) -> None:
         """Run in threads for good, and say so.

@@ -19,7 +19,6 @@ from everygpu.keys import compiled_original
 from everygpu.parallel.batch_norm.layer import SyncBatchNorm
 from everygpu.parallel.compiler.inductor_backend import compiling_once, inductor
 from everygpu.parallel.compiler.shared_graph import Recorder, backend_of, find_binding
-from everygpu.parallel.compiler.split_graph import WHOLE, SplitPolicy
 from everygpu.parallel.engines.engine import Call, Engine
 from everygpu.parallel.engines.thread_state import on_device
 from everygpu.parallel.engines.threads import Outcome, Workers, attempt, take_values
@@ -42,15 +41,12 @@ class CompiledReplicas(Engine):
             options, else for the least overhead.
         workers: Run the replicas where compiling doesn't pay off or fails.
         cuda_graphs: Let torch make CUDA graphs of them.
-        policy: How their graphs are cut.
     """
 
     is_fixed = True
 
-    def __init__(
-        self, module: nn.Module, workers: Workers, *, cuda_graphs: bool = True, policy: SplitPolicy = WHOLE
-    ) -> None:
-        self._compile, self._recorder = _compiler_of(module, cuda_graphs=cuda_graphs, policy=policy)
+    def __init__(self, module: nn.Module, workers: Workers, *, cuda_graphs: bool = True) -> None:
+        self._compile, self._recorder = _compiler_of(module, cuda_graphs=cuda_graphs)
         self._workers = workers
         self._compiled: dict[int, tuple[nn.Module, Callable[..., Any]]] = {}
         self._signatures: set[Any] = set()
@@ -128,16 +124,16 @@ def _can_share(calls: Sequence[Call]) -> bool:
     return len(calls) > 1 and len({_signature(call) for call in calls}) == 1
 
 
-def _compiler_of(module: nn.Module, *, cuda_graphs: bool, policy: SplitPolicy) -> tuple[Compiler, Recorder]:
+def _compiler_of(module: nn.Module, *, cuda_graphs: bool) -> tuple[Compiler, Recorder]:
     if compiled_original(module) is not None:
         context: Any = module.dynamo_ctx
         found, options = backend_of(context), {"dynamic": context._dynamic, "fullgraph": context.fullgraph}
         if found is None:
             return context, Recorder(inductor(None))
-        backend = compiling_once(found, cuda_graphs=cuda_graphs, policy=policy)
+        backend = compiling_once(found, cuda_graphs=cuda_graphs)
     else:
         mode = "reduce-overhead" if cuda_graphs and torch.cuda.is_available() else None
-        backend, options = inductor(mode, policy), {"dynamic": False}
+        backend, options = inductor(mode), {"dynamic": False}
     recorder = Recorder(backend)
     return lambda function: torch.compile(function, backend=recorder, **options), recorder
 

@@ -98,9 +98,9 @@ class Engine(Protocol):
         (output,) = self.run([call], [device])
         return output
 
-    def watch(self, outputs: list[Any]) -> None:
-        """Take note of what the replicas returned from ``run``."""
-        return
+    def watch(self, outputs: list[Any]) -> list[Any]:
+        """Take note of what the replicas returned from ``run``, and return it."""
+        return outputs
 
     def close(self) -> None:
         """End the threads, and whatever else the engine keeps running."""

@@ -65,10 +65,9 @@ class RecordedReplicas(Engine):
         """Make the call by the other engine."""
         return self._eager.run_alone(call, device)
 
-    def watch(self, outputs: list[Any]) -> None:
+    def watch(self, outputs: list[Any]) -> list[Any]:
         """Note which outputs the loss is computed from."""
-        if self.recorder is not None:
-            self.recorder.watch(outputs)
+        return outputs if self.recorder is None else self.recorder.watch(outputs)
 
     def forget(self) -> bool:
         """Drop all recordings, with their memory; tell whether there were any."""

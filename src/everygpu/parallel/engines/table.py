@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from everygpu.keys import compiled_original
-from everygpu.parallel.compiler.split_graph import SplitPolicy
 from everygpu.parallel.engines.auto import AutoReplicas
 from everygpu.parallel.engines.compiled import CompiledReplicas
 from everygpu.parallel.engines.engine import Engine, EngineContext
@@ -16,16 +15,13 @@ def _threads(context: EngineContext) -> Workers:
     return Workers(len(context.devices) - 1)
 
 
-def _compiled(context: EngineContext, *, is_recorded: bool = False) -> CompiledReplicas:
-    # A recording adds gradients up beside its own backward.
-    in_pieces = not context.makes_graphs and len(context.devices) > 1
-    policy = SplitPolicy(in_pieces=in_pieces, defers_linear=is_recorded)
-    return CompiledReplicas(context.module(), _threads(context), cuda_graphs=context.makes_graphs, policy=policy)
+def _compiled(context: EngineContext) -> CompiledReplicas:
+    return CompiledReplicas(context.module(), _threads(context), cuda_graphs=context.makes_graphs)
 
 
 def _recorded(context: EngineContext) -> RecordedReplicas:
     is_compiled = compiled_original(context.module()) is not None
-    return RecordedReplicas(context, _compiled(context, is_recorded=True) if is_compiled else _threads(context))
+    return RecordedReplicas(context, _compiled(context) if is_compiled else _threads(context))
 
 
 _MAKERS: Mapping[str, Callable[[EngineContext], Engine]] = MappingProxyType(
