@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,7 @@ def driver_is_open() -> None:
     """Have the GPUs' driver open its files here, once, and not in the first test that asks for it."""
     torch.cuda.device_count()
     torch.cuda.is_available()
+    ensure_running()  # multiprocessing's, of what spawned processes leave behind: it stays
 
 
 @pytest.fixture(autouse=True, scope="session")

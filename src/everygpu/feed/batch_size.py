@@ -11,7 +11,7 @@ from torch import nn
 
 from everygpu import tree
 from everygpu.checkpoint.left_out import saves_left_out
-from everygpu.errors import ModuleError, OptimizerError, OptionError
+from everygpu.errors import ModuleError, OptimizerError, OptionError, RankError
 from everygpu.feed.arguments import as_whole, check_callback, describe, is_number
 from everygpu.feed.feeder import data_parallel_in, find_route
 from everygpu.feed.restore import restored
@@ -211,8 +211,18 @@ def _apart(group: Group | None) -> Iterator[None]:
     if group is None:
         yield
         return
-    with group.telling(), group.apart():
-        yield
+    error: Exception | None = None
+    with group.apart():
+        try:
+            yield
+        except Exception as raised:  # noqa: BLE001 - raised below
+            error = raised
+    failures = group.gather(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise RankError(f"find_batch_size: the step failed on rank {rank}: {failure}")
 
 
 def _attempt(step: Callable[[Any], object], batch: Any) -> str | None:
