@@ -234,9 +234,9 @@ def restored(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
                         t.grad = None if grad is None else grad[0].copy_(grad[1])
             for module, is_training in flags:
                 module.training = is_training
-            for module, name, t in buffers:
-                if getattr(module, name) is not t:
-                    setattr(module, name, t)
+            for module, name, buffer in buffers:
+                if getattr(module, name) is not buffer:
+                    setattr(module, name, buffer)
             if put_optimizer_back is not None:
                 put_optimizer_back()
 

@@ -10,7 +10,7 @@ import copy
 import random
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from operator import index
@@ -44,31 +44,33 @@ class Pass:
     Each pass has one of its own, so an older pass that goes on doesn't move the position of a later one.
     """
 
-    __slots__ = ("batch", "digest", "drawn", "end", "epoch", "indices", "own")
+    __slots__ = ("batch", "digest", "drawn", "epoch", "indices", "is_last", "own")
 
-    def __init__(self, epoch: int = 0, batch: int = 0, digest: int | None = None, own: Any = None) -> None:
+    def __init__(
+        self, epoch: int = 0, batch: int = 0, digest: int | None = None, own: Any = None, is_last: bool = False
+    ) -> None:
         self.epoch, self.batch = epoch, batch
         self.digest = digest
         """Of the indices of the last batch that was used before the pass was resumed."""
         self.own = own
         """The loader's own state, or its sampler's or dataset's, after the last batch that was used."""
-        self.drawn: deque[tuple[Any, Any]] = deque()
-        """Indices and own state of the batches that are drawn and not used yet."""
+        self.is_last = is_last
+        """Whether that is the state after the whole pass."""
+        self.drawn: deque[tuple[Any, Any, bool]] = deque()
+        """Indices, own state and whether it is the last one, of the batches that are drawn and not used yet."""
         self.indices: Any = None
         """Of the batch that was used last; None before the first one."""
-        self.end: Any = None
-        """The own state after the whole pass."""
 
     def count(self) -> None:
         """Count a batch as used."""
         self.batch += 1
         if self.drawn:
-            self.indices, self.own = self.drawn.popleft()
+            self.indices, self.own, self.is_last = self.drawn.popleft()
 
     def finish(self) -> None:
         """Count the pass as complete."""
         self.epoch, self.batch = self.epoch + 1, 0
-        self.digest, self.indices, self.own = None, None, self.end
+        self.digest, self.indices, self.is_last = None, None, False
 
 
 class Order:
@@ -123,7 +125,7 @@ class Order:
         """
         old, is_resumed = self._pass, self._is_resumed
         if is_resumed:
-            now = Pass(old.epoch, old.batch, old.digest, old.own)
+            now = Pass(old.epoch, old.batch, old.digest, old.own, old.is_last)
         else:
             now = Pass(old.epoch + (old.batch > 0), own=None if old.batch else old.own)
         group = None if self.is_alone else join()
@@ -155,6 +157,7 @@ class Order:
             "seed": self.seed,
             "last_batch": now.digest if now.indices is None else digest_of(now.indices),
             "own": now.own,
+            "is_last": now.is_last,
             "data": self._describe(),
         }
 
@@ -167,7 +170,7 @@ class Order:
         self._check(state)
         # Of parts, what was saved is rank 0's.
         digest = None if self.kind == "sharded" else state["last_batch"]
-        self._pass = Pass(state["epoch"], state["batch"], digest, state["own"])
+        self._pass = Pass(state["epoch"], state["batch"], digest, state["own"], state["is_last"])
         self.seed, self._is_resumed = state["seed"], True
 
     def close(self) -> None:
@@ -180,7 +183,7 @@ class Order:
     ) -> Iterator[Any]:
         cuts = dealing if dealing is not None and dealing.kind == "indexed" else None
         sampler.prepare(now, number, is_resumed, cuts)
-        batches = iter(self.iterated)
+        batches: Iterator[Any] = iter(self.iterated)
         if not isinstance(batches, LoaderIterator):  # an __iter__ of its own, which may begin later
             batches = _begun(batches)
         if now.batch and not sampler.num_drawn:
@@ -191,18 +194,20 @@ class Order:
         return batches
 
     def _begin_iterable(self, now: Pass, is_resumed: bool) -> Iterator[Any]:
+        if now.is_last:
+            return iter(())
         num_left_out = now.batch
         if self.iterated is self._loader:
             _reseed(self._generators)
         if is_resumed and now.own is not None and self._holder is not None:
             self._holder.load_state_dict(copy.deepcopy(now.own))
             num_left_out = 0
-        batches = iter(self.iterated)
+        batches: Iterator[Any] = iter(self.iterated)
         for _ in islice(batches, num_left_out):
             pass
         if isinstance(batches, LoaderIterator) and hasattr(batches, "_workers"):
             return batches  # which have drawn their seeds by now
-        return _begun(batches if self._holder is None else _noted(batches, now, self._holder))
+        return _begun(batches if self._holder is None else _noted(batches, now, self._holder, lambda _: None))
 
     def _describe(self) -> dict[str, Any]:
         """Return what has to be the same for a pass to go on, where it is known."""
@@ -219,7 +224,9 @@ class Order:
     def _check(self, state: Any) -> None:
         try:
             is_position = min(index(state["epoch"]), index(state["batch"]), index(state["seed"])) >= 0
-            is_position = is_position and isinstance(state["data"], dict) and {"own", "last_batch"} <= state.keys()
+            is_position = (
+                is_position and isinstance(state["data"], dict) and {"own", "is_last", "last_batch"} <= state.keys()
+            )
         except (LookupError, TypeError, AttributeError):
             is_position = False
         if not is_position:
@@ -280,23 +287,14 @@ class _OrderSampler:
         with _seeded(derive_seed(number, nth), self._generators):
             if nth == 0 and is_resumed and now.own is not None and self.holder is not None:
                 self.holder.load_state_dict(copy.deepcopy(now.own))
-                batches = iter(self._sampler)
+                batches = iter(()) if now.is_last else iter(self._sampler)
             else:
                 batches = iter(self._sampler)
                 used = deque(islice(batches, now.batch if nth == 0 else 0), maxlen=1)
                 _check_drawn_again(used, now.digest)
             # Samplers draw their order when they are asked for an index.
-            batches = _begun(self._noted(batches, now))
+            batches = _begun(_noted(batches, now, self.holder, _frozen))
         return batches if cuts is None else cuts.cut(batches)
-
-    def _noted(self, batches: Iterator[Any], now: Pass) -> Iterator[Any]:
-        for indices in batches:
-            now.drawn.append((_frozen(indices), self._own_state()))
-            yield indices
-        now.end = self._own_state()
-
-    def _own_state(self) -> Any:
-        return None if self.holder is None else copy.deepcopy(self.holder.state_dict())
 
 
 def keeps_state(value: Any) -> bool:
@@ -412,12 +410,33 @@ def _begun(batches: Iterator[Any]) -> Iterator[Any]:
     return chain(list(islice(batches, 1)), batches)
 
 
-def _noted(batches: Iterator[Any], now: Pass, holder: Any) -> Iterator[Any]:
-    """Note the state that a loader or dataset has after each batch."""
-    for batch in batches:
-        now.drawn.append((None, copy.deepcopy(holder.state_dict())))
+def _noted(batches: Iterator[Any], now: Pass, holder: Any, indices_of: Callable[[Any], Any]) -> Iterator[Any]:
+    """Note each batch, with the state of its holder after it.
+
+    A holder's next batch is drawn before one is given: the last one is known by that. A sampler or dataset that is
+    asked for a short batch is at its end already, and its state that of the next pass.
+    """
+    if holder is None:
+        for batch in batches:
+            now.drawn.append((indices_of(batch), None, False))
+            yield batch
+        return
+    ahead = _draw(batches)
+    while not isinstance(ahead, BaseException):
+        batch, own = ahead[0], copy.deepcopy(holder.state_dict())
+        ahead = _draw(batches)
+        is_last = isinstance(ahead, StopIteration)
+        now.drawn.append((indices_of(batch), copy.deepcopy(holder.state_dict()) if is_last else own, is_last))
         yield batch
-    now.end = copy.deepcopy(holder.state_dict())
+    if not isinstance(ahead, StopIteration):
+        raise ahead
+
+
+def _draw(batches: Iterator[Any]) -> tuple[Any] | BaseException:
+    try:
+        return (next(batches),)
+    except BaseException as error:  # noqa: BLE001 - raised again at its batch
+        return error
 
 
 def _frozen(indices: Any) -> Any:
@@ -459,7 +478,7 @@ def check_in_order(loader: Any) -> None:
     Raises:
         OptionError: saying so.
     """
-    if getattr(loader, "in_order", True) is False and getattr(loader, "num_workers", 0):
+    if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
         raise OptionError(
             "Feeder: a DataLoader with in_order=False can't be resumed: its batches are not counted in the order they "
             "were drawn in. Leave in_order out."
