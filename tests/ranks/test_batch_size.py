@@ -43,7 +43,7 @@ def search(makes_step):
 
     start = [p.detach().clone() for p in model.parameters()]
     batch = torch.arange(8.0).view(4, 2) + rank, torch.arange(4) % 3
-    report = everygpu.find_batch_size(step, batch, model, optimizer, cache=False, max_rows=64)
+    report = everygpu.find_batch_size(step, batch, model, optimizer, max_rows=64)
     as_before = all(torch.equal(p, before) for p, before in zip(model.parameters(), start))
     step(batch)
     after = [p.detach() for p in model.parameters()]
@@ -78,4 +78,4 @@ def fail_on_one():
         model(batch)
 
     with pytest.raises((everygpu.EveryGPUError, ValueError), match="in the user's step"):
-        everygpu.find_batch_size(step, torch.ones(4, 2), model, cache=False, max_rows=16)
+        everygpu.find_batch_size(step, torch.ones(4, 2), model, max_rows=16)

@@ -90,14 +90,12 @@ class Dealing:
         self.lockstep = None if kind == "indexed" else Lockstep(group, must_match=kind == "whole")
         """None where all ranks know the number of batches from the sampler."""
         self._are_empty: deque[bool] = deque()
-        self._first_indices: str | None = None
+        self._first = ""
 
     def cut(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
         """Cut the lists of indices that a batch sampler gives; one index stands for a batch without rows."""
         for whole in batches:
             indices = list(whole)
-            if self._first_indices is None:
-                self._first_indices = repr(indices)
             own = indices[self._share(len(indices))]
             self._are_empty.append(not own)
             yield own or indices[:1]
@@ -115,6 +113,10 @@ class Dealing:
             self.lockstep.note(lambda: tree.map_leaves(_detached, slice_rows(own, empty, dim)), digest)
         return own
 
+    def note_first(self, batches: list[Any]) -> None:
+        """Note the first batch's indices, if there is one, to be compared."""
+        self._first = repr([list(batch) for batch in batches])
+
     def check(self, sampler: Any) -> None:
         """Compare the first batch's indices and the number of batches, once the order is drawn.
 
@@ -129,8 +131,7 @@ class Dealing:
             num_batches = len(sampler)
         except TypeError:  # a sampler without a length
             num_batches = None
-        digest, self._first_indices = zlib.crc32(f"{num_batches} {self._first_indices}".encode()), ""
-        if len(set(self.group.gather(digest))) > 1:
+        if len(set(self.group.gather(zlib.crc32(f"{num_batches} {self._first}".encode())))) > 1:
             raise RankError(
                 "Feeder: ranks must draw the same order from the same data, got different first batches or numbers of "
                 "batches. Seed the sampler alike on all ranks, or pass sharded=True if each rank has data of its own. "

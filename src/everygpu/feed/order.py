@@ -186,7 +186,7 @@ class Order:
         batches: Iterator[Any] = iter(self.iterated)
         if not isinstance(batches, LoaderIterator):  # an __iter__ of its own, which may begin later
             batches = _begun(batches)
-        if now.batch and not sampler.num_drawn:
+        if now.batch and not sampler.is_asked:
             raise CheckpointMismatchError(
                 "Feeder: this DataLoader's own __iter__ asks its sampler for no indices, so a pass can't be resumed in "
                 "its middle. Save between two passes, or use a DataLoader without an __iter__ of its own."
@@ -235,8 +235,8 @@ class Order:
             )
         if state["own"] is not None and self._holder is None:
             raise CheckpointMismatchError(
-                "Feeder: the saved position is that of a loader, sampler or dataset with a state_dict of its own, which "
-                f"this {type(self._loader).__qualname__} lacks. Make the loader as it was, or leave the position out."
+                "Feeder: the saved position is that of a loader, sampler or dataset with a state_dict of its own; "
+                f"this {type(self._loader).__qualname__} has none. Make the loader as it was, or leave the position out."
             )
         if not state["batch"] or self.kind == "sharded":
             return
@@ -270,31 +270,40 @@ class _OrderSampler:
         self._sampler, self._generators = sampler, generators
         self.holder = next((s for s in _with_inner([sampler], Sampler) if keeps_state(s)), None)
         """The sampler that keeps a state of its own; None where there is none."""
-        self.num_drawn = 0
-        """Orders that were drawn for the pass."""
+        self.is_asked = False
+        """Whether the pass has asked for indices."""
 
     def prepare(self, now: Pass, number: int, is_resumed: bool, cuts: Dealing | None) -> None:
         """Say what the next pass is, whose number the order is drawn from; ``cuts`` leaves this rank's indices."""
-        self.num_drawn, self._plan = 0, (now, number, is_resumed, cuts)
+        self.is_asked, self._num_ended = False, 0
+        self._plan = now, number, is_resumed and now.own is not None, cuts
+        self._start = now.own if self.holder is None or self._plan[2] else copy.deepcopy(self.holder.state_dict())
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
         # Runs in the main process, as the DataLoader's iterator is made; not a generator, which would begin later.
-        now, number, is_resumed, cuts = self._plan
-        nth, self.num_drawn = self.num_drawn, self.num_drawn + 1  # an endless loader's own __iter__ draws several
-        with _seeded(derive_seed(number, nth), self._generators):
-            if nth == 0 and is_resumed and now.own is not None and self.holder is not None:
-                self.holder.load_state_dict(copy.deepcopy(now.own))
-                batches = iter(()) if now.is_last else iter(self._sampler)
-            else:
-                batches = iter(self._sampler)
-                used = deque(islice(batches, now.batch if nth == 0 else 0), maxlen=1)
-                _check_drawn_again(used, now.digest)
-            # Samplers draw their order when they are asked for an index.
-            batches = _begun(_noted(batches, now, self.holder, _frozen))
-        return batches if cuts is None else cuts.cut(batches)
+        # With workers, DataLoader asks twice, and takes from the second iterator.
+        now, number, has_own, cuts = self._plan
+        is_first, is_asked, self.is_asked = self._num_ended == 0, self.is_asked, True
+        # An endless loader's own __iter__ asks again when an order has come to its end.
+        with _seeded(derive_seed(number, self._num_ended), self._generators):
+            if self.holder is not None and is_first and (has_own or is_asked):
+                self.holder.load_state_dict(copy.deepcopy(self._start))
+            batches = iter(()) if now.is_last and is_first else iter(self._sampler)
+            if is_first and not (has_own and self.holder is not None):
+                _check_drawn_again(deque(islice(batches, now.batch), maxlen=1), now.digest)
+            first = list(islice(batches, 1))  # samplers draw their order when they are asked for an index
+        found = self._noted(chain(first, batches), now)
+        if cuts is None:
+            return found
+        cuts.note_first(first)
+        return cuts.cut(found)
+
+    def _noted(self, batches: Iterator[Any], now: Pass) -> Iterator[Any]:
+        yield from _noted(batches, now, self.holder, _frozen)
+        self._num_ended += 1
 
 
 def keeps_state(value: Any) -> bool:

@@ -131,7 +131,7 @@ def _try(loader: DataLoader[Any], target: Target, num_workers: int, seconds: flo
     feeder._order.is_alone = True  # ranks measure for different numbers of batches
     feeder._meter.warns = False  # there is nothing else to do than to wait
     with iter(feeder) as feed:
-        if next(feed, None) is None:
+        if next(feed, feed) is feed:
             raise OptionError("tune_workers: the loader gives no batch. Check its dataset and sampler.")
         begin = now = time.perf_counter()
         num_batches = 0
