@@ -48,10 +48,6 @@ def exit_at_once():
     os._exit(3)
 
 
-def leave_shared_memory():
-    Path(f"/dev/shm/torch_{os.getpid()}_0").touch()  # as torch does where /dev/shm is full, or when it is killed
-
-
 def drain(feeder):
     """Iterate until an error, noting the batches and the seconds that the last one took.
 
@@ -81,7 +77,9 @@ def loader_of(do, **options):
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_b15_a_killed_worker_is_a_typed_error(options, prefetch):
     feeder = Feeder(loader_of(kill_oneself, **options), ["cpu"] * 2, prefetch=prefetch)
-    with pytest.raises(WorkerError, match=r"got pid \d+: it was ended by SIGKILL\. The kernel's out-of-memory killer"):
+    with pytest.raises(
+        WorkerError, match=r"died: pid \d+ was ended by SIGKILL\. The kernel's out-of-memory killer"
+    ):
         drain(feeder)
     assert_nothing_left()
 
@@ -121,20 +119,12 @@ def test_b15_the_loader_can_be_used_again():
         assert_nothing_left()
 
 
-def test_b15_shared_memory_that_workers_leave_is_removed():
-    feed = iter(Feeder(loader_of(leave_shared_memory), "cpu"))
-    next(feed)
-    (worker,) = multiprocessing.active_children()
-    assert len(list(feed)) == 49
-    assert not list(Path("/dev/shm").glob(f"torch_{worker.pid}_*"))
-
-
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"persistent_workers": True}], ids=str)
 def test_b16_a_stopped_worker_is_a_timeout(options):
     feed = iter(Feeder(loader_of(stop_oneself, **options), ["cpu"] * 2, timeout=0.7))
     while not any("stopped" in state_of(worker.pid) for worker in multiprocessing.active_children()):
         time.sleep(0.01)
-    with pytest.raises(FeedTimeoutError, match=r"within timeout=0\.7 s, got none.* \(stopped\)"):
+    with pytest.raises(FeedTimeoutError, match=r"no batch came within timeout=0\.7 s\. .* worker processes: pid \d+"):
         drain(feed)
     assert drain.seconds >= 0.7
     assert_nothing_left()
@@ -156,7 +146,7 @@ def test_b16_a_slow_loader_without_workers_is_a_timeout():
 
     def load():
         yield torch.ones(2, 1)
-        while not feeds or not feeds[0]._channel.is_closed:
+        while not feeds or not feeds[0]._stop.is_set():
             time.sleep(0.01)
 
     feed = iter(Feeder(load(), "cpu", timeout=0.2))
