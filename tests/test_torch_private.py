@@ -260,14 +260,6 @@ def test_results_aliased_for_views_are_views():
     assert alias._base is x
 
 
-def test_a_sparse_tensor_is_made_of_its_parts_without_a_copy():
-    indices, values = torch.tensor([[0, 2]]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    made = tensors.make_coalesced(indices, values, (3, 2))
-    assert made.is_coalesced()
-    assert made.values().data_ptr() == values.data_ptr()
-    assert made.to_dense().tolist() == [[1.0, 2.0], [0.0, 0.0], [3.0, 4.0]]
-
-
 def test_a_subclass_shares_memory_and_is_a_leaf():
     x = torch.ones(2, requires_grad=True) * 2
     seen = tensors.make_subclass(nn.Parameter, x.detach())

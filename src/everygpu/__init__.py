@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from everygpu.parallel.scatter.scatter import scatter as scatter
     from everygpu.parallel.scatter.split import Replicated as Replicated
     from everygpu.parallel.sharded.batch import ShardedBatch as ShardedBatch
+    from everygpu.ranks.launch import launch as launch
     from everygpu.ranks.membership import is_main as is_main
     from everygpu.step.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
     from everygpu.step.stats import StepStats as StepStats
@@ -55,6 +56,7 @@ _HOME = {
     "find_batch_size": "feed",
     "gather": "parallel",
     "is_main": "ranks.membership",
+    "launch": "ranks.launch",
     "load": "checkpoint",
     "parallel_apply": "parallel",
     "register_batch": "parallel",

@@ -48,6 +48,10 @@ def exit_at_once():
     os._exit(3)
 
 
+def leave_shared_memory():
+    Path(f"/dev/shm/torch_{os.getpid()}_0").touch()  # as torch does where /dev/shm is full, or when it is killed
+
+
 def drain(feeder):
     """Iterate until an error, noting the batches and the seconds that the last one took.
 
@@ -77,9 +81,7 @@ def loader_of(do, **options):
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_b15_a_killed_worker_is_a_typed_error(options, prefetch):
     feeder = Feeder(loader_of(kill_oneself, **options), ["cpu"] * 2, prefetch=prefetch)
-    with pytest.raises(
-        WorkerError, match=r"died: pid \d+ was ended by SIGKILL\. The kernel's out-of-memory killer"
-    ):
+    with pytest.raises(WorkerError, match=r"died: pid \d+ was ended by SIGKILL\. The kernel's out-of-memory killer"):
         drain(feeder)
     assert_nothing_left()
 
@@ -117,6 +119,14 @@ def test_b15_the_loader_can_be_used_again():
         with pytest.raises(WorkerError):
             drain(feeder)
         assert_nothing_left()
+
+
+def test_b15_shared_memory_that_workers_leave_is_removed():
+    feed = iter(Feeder(loader_of(leave_shared_memory), "cpu"))
+    next(feed)
+    (worker,) = multiprocessing.active_children()
+    assert len(list(feed)) == 49
+    assert not list(Path("/dev/shm").glob(f"torch_{worker.pid}_*"))
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"persistent_workers": True}], ids=str)

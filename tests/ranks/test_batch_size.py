@@ -53,10 +53,12 @@ def search(makes_step):
 
 def search_all_ways():
     batch_size.require_gpus = lambda devices: []  # the step itself says when memory runs out
-    return search(False), search(True)
+    found = search(False), search(True)
+    fail_on_one()
+    return found
 
 
-def test_the_smallest_of_all_counts(tmp_path):
+def test_the_smallest_of_all_counts_and_another_error_reaches_all(tmp_path):
     first, second = run_ranks(search_all_ways, size=2, folder=tmp_path)
     for mine, theirs in zip(first, second):
         num_rows, num_trials, as_before, others, after = mine
@@ -65,3 +67,16 @@ def test_the_smallest_of_all_counts(tmp_path):
         assert as_before
         assert theirs[2]
         assert others == [p.tolist() for p in after]  # and they train together again
+
+
+def fail_on_one():
+    rank = join().rank
+    model = everygpu.DataParallel(nn.Linear(2, 3), ["cpu"])
+
+    def step(batch):
+        if rank == 1:
+            raise ValueError("in the user's step")
+        model(batch)
+
+    with pytest.raises((everygpu.EveryGPUError, ValueError), match="in the user's step"):
+        everygpu.find_batch_size(step, torch.ones(4, 2), model, max_rows=16)

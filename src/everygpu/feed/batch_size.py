@@ -3,7 +3,7 @@
 import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import index
 from typing import Any, SupportsIndex
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from everygpu import tree
 from everygpu.checkpoint.rng import rng_states_kept
-from everygpu.errors import DeviceError, ModuleError, OptimizerError, OptionError
+from everygpu.errors import DeviceError, ModuleError, OptimizerError, OptionError, RankError
 from everygpu.feed.feeder import data_parallel_in, describe, find_route, is_number
 from everygpu.parallel.scatter.batch_types import batch_type, open_batch, split_batch
 from everygpu.parallel.scatter.row_count import find_rows
@@ -120,11 +120,9 @@ def find_batch_size(
         _return_memory(gpus)
         return is_fit
 
-    group = joined()
-    apart = nullcontext() if group is None else group.apart()
-    with _limited_memory(gpus, headroom_pct), restored(model, optimizer), apart:
-        found = find_size(fits, min(max(num_rows or 0, lowest), most), lowest, most, grain=len(route.devices))
-    everywhere = [found] if group is None else group.gather(found)
+    start = min(max(num_rows or 0, lowest), most)
+    with _limited_memory(gpus, headroom_pct), restored(model, optimizer):
+        everywhere = _on_all_ranks(lambda: find_size(fits, start, lowest, most, grain=len(route.devices)))
     sizes = [size for size in everywhere if size is not None]
     if len(sizes) < len(everywhere):
         raise torch.OutOfMemoryError(
@@ -132,6 +130,30 @@ def find_batch_size(
             f"smaller: lower precision, activation checkpointing."
         )
     return BatchSizeReport(num_rows=min(sizes) * len(sizes), trials=tuple(trials), is_limit=min(sizes) == most)
+
+
+def _on_all_ranks(search: Callable[[], int | None]) -> list[int | None]:
+    """Have each rank search by itself, and return what all have found.
+
+    Raises:
+        RankError: the step has failed on another rank.
+    """
+    group = joined()
+    if group is None:
+        return [search()]
+    found, error = None, None
+    with group.apart():
+        try:
+            found = search()
+        except Exception as raised:  # noqa: BLE001 - raised below
+            error = raised
+    everywhere = group.gather((found, None if error is None else f"{type(error).__name__}: {error}"))
+    if error is not None:
+        raise error
+    for rank, (_, failure) in enumerate(everywhere):
+        if failure is not None:
+            raise RankError(f"find_batch_size: the step failed on rank {rank}: {failure}")
+    return [size for size, _ in everywhere]
 
 
 def require_gpus(devices: Sequence[torch.device]) -> list[torch.device]:

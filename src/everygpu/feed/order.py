@@ -235,8 +235,8 @@ class Order:
             )
         if state["own"] is not None and self._holder is None:
             raise CheckpointMismatchError(
-                "Feeder: the saved position is that of a loader, sampler or dataset with a state_dict of its own; "
-                f"this {type(self._loader).__qualname__} has none. Make the loader as it was, or leave the position out."
+                "Feeder: the saved position is that of a loader, sampler or dataset with a state_dict of its own, and "
+                f"{type(self._loader).__qualname__} has none. Make the loader as it was, or leave the position out."
             )
         if not state["batch"] or self.kind == "sharded":
             return

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from everygpu.errors import WorkerError
@@ -93,6 +94,8 @@ class Source:
         if self._has_killed or not iterator._persistent_workers:
             iterator._shutdown_workers()
             self.kill_workers()
+            for worker in self._workers:
+                _remove_shared_memory(worker.pid)
 
     def kill_workers(self) -> None:
         """End worker processes that wouldn't end by themselves, as one that is stopped never would."""
@@ -134,6 +137,17 @@ def _watch(iterator: Any, stop: threading.Event) -> None:
                 return found
 
     iterator._try_get_data = try_get_data
+
+
+def _remove_shared_memory(pid: int) -> None:
+    """Remove what a process that has ended left in /dev/shm.
+
+    torch gives each piece of shared host memory a name, and takes the name away at once. SIGKILL may come in between.
+    Where there is too little room, torch raises an error and leaves the name, with as much as there was room for.
+    """
+    for path in Path("/dev/shm").glob(f"torch_{pid}_*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _describe_end(code: int) -> str:

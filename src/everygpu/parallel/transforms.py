@@ -39,15 +39,15 @@ def check_tangents(tangents: Iterable[Tensor | None]) -> None:
 
 
 def check_unbatched(grads: Iterable[Tensor | None]) -> None:
-    """Refuse gradients that lie in no memory, where they are to be sent to another process.
+    """Refuse gradients that lie in no memory, where they are to be sent to other ranks.
 
     Raises:
         CallError: saying the ways out.
     """
     if are_batched(grads):
         raise CallError(
-            "DataParallel: batched gradients, as of is_grads_batched=True or vmap, can't go to other processes, which "
-            "are helpers or ranks. Pass engine='threads' to DataParallel; under torchrun, differentiate model.module."
+            "DataParallel: batched gradients, as of is_grads_batched=True or vmap, can't go to other ranks. "
+            "Differentiate model.module."
         )
 
 

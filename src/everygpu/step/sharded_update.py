@@ -40,6 +40,7 @@ class ShardedUpdate:
         self._optimizer = optimizer
         self._replicas: ReplicaSet | None = None
         self._touched: set[int] = set()
+        self._flags: Tensor | None = None
         self._num_arrangements = 0
         self._arrange(self._trainable(), None)
 
@@ -77,6 +78,15 @@ class ShardedUpdate:
     def detach_grads(self) -> None:
         self._flat_params.detach_grads()
 
+    def flags(self) -> Tensor:
+        touched, num, device = self._flat_params.touched(), len(self._flat_params.params), self._flat_params.devices[0]
+        if len(touched) == num:
+            return torch.ones(num, device=device)  # no copy from the host
+        return torch.tensor([float(i in touched) for i in range(num)]).to(device, non_blocking=True)
+
+    def take_flags(self, flags: Tensor | None) -> None:
+        self._flags = flags
+
     def reduce(self) -> list[Share]:
         self._touched = self._flat_params.touched()
         self._flat_params.reduce()
@@ -88,11 +98,12 @@ class ShardedUpdate:
 
     def _add_up_ranks(self, group: Group, chunks: list[PerDevice]) -> set[int]:
         """Add each device's part up with those of the same device on other ranks; return what any has a gradient of."""
-        works = [group.all_reduce(chunk) for bucket in chunks for chunk in bucket if chunk.numel()]
-        touched = group.union(self._touched, len(self._flat_params.params))
-        for work in works:
-            work.wait()
-        return touched
+        waits = [group.all_reduce(chunk) for bucket in chunks for chunk in bucket if chunk.numel()]
+        for wait in waits:
+            wait()
+        if self._flags is None or len(self._touched) == len(self._flat_params.params):
+            return self._touched
+        return {i for i, flag in enumerate(self._flags.tolist()) if flag}  # the host waits for the step
 
     def apply(self, found_inf: Tensor | None, *, is_common: bool = True) -> set[int] | None:
         fused = self._kernels()

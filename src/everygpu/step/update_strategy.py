@@ -42,6 +42,12 @@ class UpdateStrategy(Protocol):
     def detach_grads(self) -> None:
         """Clean up after a backward."""
 
+    def flags(self) -> Tensor | None:
+        """Return, under ranks, 1 for each parameter that has got a gradient; None where gradients bring that along."""
+
+    def take_flags(self, flags: Tensor | None) -> None:
+        """Take note of all ranks' flags, added up."""
+
     def reduce(self) -> list[Share]:
         """Add the gradients of all replicas up, and return each device's part."""
 
