@@ -18,12 +18,12 @@ import everygpu
 from everygpu.checkpoint.background import Background
 from everygpu.errors import OptionError
 from everygpu.exit_codes import STUCK
-from everygpu.progress import progress
+from everygpu.progress import progress, running
 from everygpu.ranks.group import join
 from tests.cli.runs import command_of
 from tests.faults.hanging import Net, make_batch, wait_for_ever
 from tests.faults.inject import fork
-from tests.ranks.harness import running
+from tests.ranks.harness import running as running_ranks
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks at processes as Linux shows them"),
@@ -97,6 +97,22 @@ def train_with_a_barrier() -> None:
     everygpu.DataParallel(net, ["cpu"] * 2, engine="threads")(make_batch())
 
 
+def wait_for_ranks_beside_a_forward() -> None:
+    """Stand still at two places at once."""
+    everygpu.watch()
+
+    def wait_for_ranks() -> None:
+        with running("barrier over ranks", waits_for="ranks"):
+            wait_for_ever()
+
+    threading.Thread(target=wait_for_ranks, daemon=True).start()
+    with running("forward"):
+        while len(progress().operations) < 2:
+            time.sleep(0.01)
+        everygpu.watch(timeout=SOON_S)
+        wait_for_ever()
+
+
 def train_while_saving(folder: Path) -> None:
     def save(check: object) -> None:
         time.sleep(3 * SOON_S)
@@ -119,6 +135,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
         "loop": lambda: train("threads", "backward"),
         "step": train_by_step,
         "barrier": train_with_a_barrier,
+        "both": wait_for_ranks_beside_a_forward,
         "save": lambda: train_while_saving(folder),
     }
     train_by_step("")  # torch imports its rest, once for all forks
@@ -147,6 +164,12 @@ def test_b13_a_replica_that_waits_for_another_is_none_that_is_stuck(ends: Ends) 
     assert code == STUCK, said
     assert "No progress for 0.5 s: forward of replica 1 on cpu in thread " in first_line(said)
     assert "replica 0" not in first_line(said)
+
+
+def test_b13_what_waits_for_ranks_is_named_last(ends: Ends) -> None:
+    code, said = ends["both"]
+    assert code == STUCK, said
+    assert "No progress for 0.5 s: forward in thread MainThread; barrier over ranks in thread " in first_line(said)
 
 
 def test_b13_the_only_replica(ends: Ends) -> None:
@@ -188,7 +211,7 @@ def wait_for_a_rank() -> None:
 
 @pytest.mark.usefixtures("warm_python")
 def test_b13_a_rank_that_waits_for_another(tmp_path: Path) -> None:
-    with running(wait_for_a_rank, size=2, folder=tmp_path) as ranks:
+    with running_ranks(wait_for_a_rank, size=2, folder=tmp_path) as ranks:
         said = ranks.processes[0].communicate(timeout=60)[1].decode()
         code = ranks.processes[0].returncode
     assert code == STUCK, said
