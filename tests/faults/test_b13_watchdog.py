@@ -274,8 +274,9 @@ def slow_code() -> None:
 
 def stopped() -> None:
     def wait() -> None:
-        pid = os.getpid()
+        pid, (reading, writing) = os.getpid(), os.pipe()
         if not os.fork():
+            os.write(writing, b"!")
             time.sleep(0.05)
             while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
                 time.sleep(0.01)  # until it sleeps
@@ -283,6 +284,7 @@ def stopped() -> None:
             time.sleep(3 * CALM_S)
             os.kill(pid, signal.SIGCONT)
             os._exit(0)
+        os.read(reading, 1)  # a fork may take its time
         time.sleep(3.5 * CALM_S)
 
     everygpu.watch(timeout=CALM_S)
