@@ -17,7 +17,6 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.parallel.engines.processes.pool import HelperPool
 from tests.warm_python import WarmPython
 
 # The same examples every time, so that a checkout passes or fails for good. To look for new ones:
@@ -96,15 +95,12 @@ def _is_foreign(thread: threading.Thread) -> bool:
         "InductorSubproc",
         "subproc_worker_timer",
         "ThreadPoolExecutor-",
-        "pooled-helper",
     )
     return thread.name.startswith(names) or isinstance(thread, threading._DummyThread)
 
 
 def _num_open_files() -> int:
-    """Count open files, without the four of each helper that tests share."""
-    num_helpers = sum(thread.name == "pooled-helper" for thread in threading.enumerate())
-    return len(list(OPEN_FILES.iterdir())) - 4 * num_helpers if OPEN_FILES.is_dir() else 0
+    return len(list(OPEN_FILES.iterdir())) if OPEN_FILES.is_dir() else 0
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
@@ -131,13 +127,6 @@ def warm_server() -> Iterator[WarmPython]:
     """Python that has imported torch, for ``warm_python``."""
     with closing(WarmPython()) as server:
         yield server
-
-
-@pytest.fixture(scope="session")
-def helpers(warm_server: WarmPython) -> Iterator[HelperPool]:
-    """Helper processes that tests share."""
-    with closing(HelperPool(warm_server.serving)) as pool:
-        yield pool
 
 
 @pytest.fixture

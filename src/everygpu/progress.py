@@ -4,15 +4,13 @@ Next to nothing is spent while nothing watches: an operation is entered by one c
 """
 
 import os
-import signal
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from inspect import CO_GENERATOR
 from types import CodeType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -20,21 +18,12 @@ if TYPE_CHECKING:
 SAVING_S = 60.0
 """A checkpoint that is being written has this long to be finished before its process is ended."""
 SAVING_THREAD = "everygpu-save"
-STACKS_SIGNAL: "signal.Signals | None" = getattr(signal, "SIGUSR2", None)
-"""Has a helper process write the stacks of its threads to its standard error."""
 
 _get_ident = threading.get_ident
 
 
-class Helper(NamedTuple):
-    """A helper process that this one has started."""
-
-    name: str
-    kill: Callable[[], object]
-
-
 class Progress:
-    """The operations that threads of this process are in, while something watches, and its helper processes."""
+    """The operations that threads of this process are in, while something watches."""
 
     def __init__(self) -> None:
         self.is_watched = False
@@ -43,21 +32,18 @@ class Progress:
         self.operations: dict[int, Operation] = {}
         """The innermost one of each thread, by the thread's ``ident``."""
         self.num_begun = 0
-        self.helpers: dict[int, Helper] = {}
-        """By process id."""
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
         self.is_watched = False
         self.operations.clear()
-        self.helpers.clear()
 
 
 class Operation:
     """What a thread is in, between ``__enter__`` and ``__exit__``."""
 
-    __slots__ = ("_outer", "_progress", "code", "device", "num_inner", "process", "replica", "waits_for", "what")
+    __slots__ = ("_outer", "_progress", "code", "device", "num_inner", "replica", "waits_for", "what")
 
     def __init__(
         self,
@@ -66,11 +52,10 @@ class Operation:
         what: str,
         device: "torch.device | None",
         replica: int | None,
-        process: int | None,
         waits_for: str | None,
     ) -> None:
         self._progress, self.code, self.what, self.device = progress, code, what, device
-        self.replica, self.process, self.waits_for = replica, process, waits_for
+        self.replica, self.waits_for = replica, waits_for
         self.num_inner = 0
         """How many operations within it have ended."""
 
@@ -91,8 +76,7 @@ class Operation:
     def __str__(self) -> str:
         replica = "" if self.replica is None else f" of replica {self.replica}"
         device = "" if self.device is None else f" on {self.device}"
-        process = "" if self.process is None else f", in its helper process {self.process}"
-        return f"{self.what}{replica}{device}{process}"
+        return f"{self.what}{replica}{device}"
 
 
 @cache
@@ -105,7 +89,6 @@ def running(
     what: str,
     device: "torch.device | None" = None,
     replica: int | None = None,
-    process: int | None = None,
     waits_for: str | None = None,
 ) -> AbstractContextManager[None]:
     """Say what the calling thread does within; the block is one of the calling function.
@@ -114,7 +97,6 @@ def running(
         what: A noun, as "forward".
         device: Where.
         replica: Of which one, by its position.
-        process: The id of the helper process that does it.
         waits_for: ``"ranks"`` or ``"replicas"`` where it goes on as soon as these do.
     """
     found = progress()
@@ -123,7 +105,7 @@ def running(
     frame: Any = sys._getframe(1)
     if frame.f_code.co_flags & CO_GENERATOR:  # a context manager's, which is on no stack while its block runs
         frame = frame.f_back.f_back
-    return Operation(found, frame.f_code, what, device, replica, process, waits_for)
+    return Operation(found, frame.f_code, what, device, replica, waits_for)
 
 
 def is_saving() -> bool:

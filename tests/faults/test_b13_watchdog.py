@@ -1,8 +1,7 @@
-"""b13: a replica, a helper process, a backward or a rank that stands still is named, and the run ends with code 6."""
+"""b13: a replica, a backward or a rank that stands still is named, and the run ends with code 6."""
 
 import ctypes
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -22,12 +21,9 @@ from everygpu.errors import OptionError
 from everygpu.exit_codes import STUCK
 from everygpu.progress import progress
 from everygpu.ranks.group import join
-from everygpu.watchdog.end import write_stacks
-from everygpu.watchdog.stuck import Judge
 from tests.cli.runs import command_of
 from tests.faults.hanging import Net, make_batch, wait_for_ever
 from tests.faults.inject import fork
-from tests.parallel.engines.processes.pool import HelperPool
 from tests.ranks.harness import running
 
 pytestmark = [
@@ -36,7 +32,7 @@ pytestmark = [
 ]
 SOON_S = 0.5
 CALM_S, LONG_S = 1.0, 2.2
-LINE = wait_for_ever.__code__.co_firstlineno + 3
+LINE = wait_for_ever.__code__.co_firstlineno + 2
 
 
 class Child:
@@ -182,77 +178,6 @@ def test_b13_a_compiled_replica(tmp_path: Path) -> None:
     code, said = Child(tmp_path / "stderr", lambda: train("compile", "forward")).end()
     assert code == STUCK, said
     assert "forward of replica 1 on cpu" in first_line(said)
-
-
-@pytest.mark.slow
-def test_b13_a_helper_process_is_named(tmp_path: Path, helpers: HelperPool, capfd: pytest.CaptureFixture[str]) -> None:
-    """The judge and what is written, without the process's end; that is among the slow ones."""
-    net, x = Net(), make_batch()
-    pid = 0
-    with helpers.serving(), everygpu.watch(timeout=600):
-        model = everygpu.DataParallel(net, ["cpu"] * 2, engine="processes")
-        model(x).sum().backward()
-        for place in ("forward", "backward", "stopped"):
-            net.place, net.release = place, str(tmp_path / place)
-            if place == "stopped":
-                os.kill(pid, signal.SIGSTOP)
-            thread = threading.Thread(target=lambda: model(x).sum().backward())
-            thread.start()
-            try:
-                pid = find_helper("forward" if place == "stopped" else place)
-                wait_for_stacks(pid, "it is stopped" if place == "stopped" else f"line {LINE} in wait_for_ever", capfd)
-            finally:  # or the helper would keep others waiting that it serves next
-                Path(net.release).touch()
-                os.kill(pid, signal.SIGCONT)
-                thread.join()
-
-
-def wait_for_stacks(pid: int, line: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Write stacks until a helper is seen at a line: it may not have come there yet."""
-    limit = time.monotonic() + 60
-    said = ""
-    while line not in said.partition(f"everygpu: process {pid}, the helper of replica 1 on cpu:\n")[2]:
-        assert time.monotonic() < limit, said
-        write_stacks()
-        said = capfd.readouterr().err
-
-
-def find_helper(what: str) -> int:
-    """Look until a thread stands still in a helper's call; return the helper's process."""
-    judge, looks = Judge(progress()), 0.0
-    while True:
-        looks += 1
-        for place in judge.look(looks):
-            match = re.fullmatch(rf"{what} of replica 1 on cpu, in its helper process (\d+), in thread .*", str(place))
-            if match is not None and looks - place.since_s >= 3:
-                assert int(match[1]) in progress().helpers
-                return int(match[1])
-        assert looks < 6000
-        time.sleep(0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["forward", "backward", "stopped"])
-def test_b13_a_helper_process(tmp_path: Path, place: str) -> None:
-    pids: Path = tmp_path / "pids"
-
-    def note() -> None:
-        pids.write_text(" ".join(map(str, progress().helpers)))
-        if place == "stopped":
-            for pid in progress().helpers:
-                os.kill(pid, signal.SIGSTOP)
-
-    code, said = Child(tmp_path / "stderr", lambda: train("processes", place, then=note)).end()
-    assert code == STUCK, said
-    (pid,) = map(int, pids.read_text().split())
-    where = "forward" if place == "stopped" else place
-    assert f"{where} of replica 1 on cpu, in its helper process {pid}" in first_line(said)
-    own = said.partition(f"everygpu: process {pid}, the helper of replica 1 on cpu:\n")[2]
-    assert own.startswith("it is stopped") if place == "stopped" else f"line {LINE} in wait_for_ever" in own
-    limit = time.monotonic() + 60
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < limit, "the helper lives on"
-        time.sleep(0.02)
 
 
 def wait_for_a_rank() -> None:

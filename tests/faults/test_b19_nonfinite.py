@@ -151,21 +151,6 @@ def test_b19_as_if_the_batch_had_not_been(devices):
     assert_same(net.state_dict(), other.state_dict())
 
 
-@pytest.mark.usefixtures("helpers")
-def test_b19_in_helper_processes(devices, caplog):
-    used = devices(2)
-    net = make_net()
-    model = everygpu.DataParallel(net, used, engine="processes")
-    step = everygpu.TrainStep(model, nn.functional.mse_loss, torch.optim.SGD(net.parameters(), lr=0.1))
-    step(*batch())
-    before = copy.deepcopy(net.state_dict())
-    step(*batch(bad_row=5))
-    step.stats()
-    assert_same(net.state_dict(), before)
-    assert "replica 1" in warnings_of(caplog)[0] or used[0].type == "cuda"
-    model.release()
-
-
 def test_b19_one_batch_of_several(devices, caplog):
     net, step = make(devices(2), accumulate=3)
     for _ in range(3):

@@ -218,16 +218,12 @@ def _notes(trace: "Trace", gpus: "Sequence[DeviceShares]", tracer: "StepTracer")
     """Say what the trace can't see, and what it changes."""
     import torch
 
-    from everygpu.progress import progress
-
     notes = []
     untraced = _untraced_ms(tracer)
     if gpus and untraced is not None and _step_ms(trace) > _SLOWED * untraced:
         notes.append("The profiler itself slows launches down: without it, less of the time is waiting for launches.")
     if not gpus and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         notes.append("The profiler gave no work of GPUs, though the script uses them: is another profiler running?")
-    if progress().helpers:
-        notes.append("Replicas in helper processes are not in the trace: engine='threads' keeps all in this process.")
     if not trace.has_loader:
         notes.append("No DataLoader and no Feeder was seen in the training thread: waiting for data can't be told.")
     return notes

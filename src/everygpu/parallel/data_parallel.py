@@ -66,8 +66,7 @@ class DataParallel(MethodCalls):
         engine: ``"auto"``: the fastest that is safe, looked for in the first steps: ``"compile"`` if ``module`` went
             through ``torch.compile``; ``"graphs"`` where Dynamo proves that a recording does the same; else
             ``"threads"``; see ``engine_in_use``. ``"threads"``: replicas run eagerly, each in a thread;
-            ``"compile"``: they are compiled, and launched from one thread; ``"processes"``: they run eagerly, each
-            after the first in a helper process, whose prints and other effects stay there;
+            ``"compile"``: they are compiled, and launched from one thread;
             ``"graphs"``: on GPUs, after a few forwards on batches of one shape, forward and backward are each
             recorded as a CUDA graph over all devices, and launched by one call from then on, until anything changes
             that they were made from. Python code in the module, such as a print or a global variable, is then not
@@ -269,7 +268,7 @@ class DataParallel(MethodCalls):
 
     @property
     def engine_in_use(self) -> str:
-        """The engine that replicas run by now: ``"threads"``, ``"processes"``, ``"graphs"`` or ``"compile"``."""
+        """The engine that replicas run by now: ``"threads"``, ``"graphs"`` or ``"compile"``."""
         return self._engine.in_use
 
     @property

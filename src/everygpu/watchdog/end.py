@@ -8,18 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from everygpu.exit_codes import STUCK
-from everygpu.progress import SAVING_S, STACKS_SIGNAL, is_saving, progress
+from everygpu.progress import SAVING_S, is_saving
 from everygpu.watchdog.gpus import GpuWatch
 
 WRITING_S = 30.0
 """The process ends this long after a save had to be done, whatever is still being written."""
-STACKS_S = 0.3
-"""A helper has this long to write its stacks."""
 RECORD_S = 5.0
-"""So has torch's flight recorder, which asks the GPUs."""
+"""torch's flight recorder, which asks the GPUs, has this long."""
 FLUSH_S = 1.0
 _ADVICE = (
     "The stacks of all threads show what it waits for. Where it only takes long, allow more: "
@@ -28,7 +25,7 @@ _ADVICE = (
 
 
 def end_process(late: Sequence[str], timeout_s: float | None, gpus: GpuWatch | None) -> None:
-    """Write what is stuck and all stacks, finish a save, end helper processes and this one; make no call of CUDA's.
+    """Write what is stuck and all stacks, finish a save, and end this process; make no call of CUDA's.
 
     Args:
         late: What stands still, the first one first.
@@ -48,28 +45,17 @@ def end_process(late: Sequence[str], timeout_s: float | None, gpus: GpuWatch | N
         write_stacks()
         _wait_for(RECORD_S, _write_flight_record)
     _finish_save()
-    for helper in tuple(progress().helpers.values()):
-        with suppress(OSError):
-            helper.kill()
     _wait_for(FLUSH_S, _flush)
     os._exit(STUCK)
 
 
 def write_stacks() -> None:
-    """Write the stacks of all threads of this process and its helpers to standard error."""
+    """Write the stacks of all threads of this process to standard error."""
     threads = threading.enumerate()
     names = ", ".join(f"0x{thread.ident or 0:016x} {thread.name}" for thread in threads)
     _write(f"everygpu: threads of process {os.getpid()}: {names}\n")
     with suppress(OSError, ValueError):
         faulthandler.dump_traceback(_stderr(), all_threads=True)
-    for pid, helper in tuple(progress().helpers.items()):
-        _write(f"everygpu: process {pid}, {helper.name}:\n")
-        if STACKS_SIGNAL is None or _state_of(pid) in ("T", "t"):
-            _write("it is stopped, by a signal such as SIGSTOP, and shows no stacks\n")
-            continue
-        with suppress(OSError):
-            os.kill(pid, STACKS_SIGNAL)
-            time.sleep(STACKS_S)
 
 
 def _write_flight_record() -> None:
@@ -89,13 +75,6 @@ def _finish_save() -> None:
         _write(f"everygpu: a checkpoint is being saved, which is finished first, for up to {SAVING_S:g} s.\n")
     while is_saving() and time.monotonic() < limit:
         time.sleep(0.02)
-
-
-def _state_of(pid: int) -> str:
-    """Return the state of a process as Linux gives it: T for a stopped one."""
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""
 
 
 def _place() -> str:

@@ -97,7 +97,7 @@ class Judge:
             return None
         key = (operation, operation and operation.num_inner, backward, tuple(stack), engines if backward else None)
         name = "of torch's engine" if thread is None else thread.name
-        return Place(name, describe(frame), operation, key, root, now_s, _cpu_s(thread, operation))
+        return Place(name, describe(frame), operation, key, root, now_s, _cpu_s(thread))
 
 
 def describe(frame: FrameType) -> str:
@@ -158,14 +158,12 @@ def _is_engines(thread: threading.Thread | None) -> bool:
     return thread is None or isinstance(thread, threading._DummyThread)
 
 
-def _cpu_s(thread: threading.Thread | None, operation: Operation | None) -> float:
-    """Return how long a thread has computed, or the helper process that it waits for; 0 where that can't be asked."""
-    process = None if operation is None else operation.process
-    if sys.platform != "linux" or (thread is None and process is None):
+def _cpu_s(thread: threading.Thread | None) -> float:
+    """Return how long a thread has computed; 0 where that can't be asked."""
+    if sys.platform != "linux" or thread is None:
         return 0.0
-    place = f"self/task/{thread.native_id}" if process is None and thread is not None else str(process)
     with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(Path(f"/proc/{place}/schedstat").read_text().split()[0]) / 1e9
+        return int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) / 1e9
     return 0.0
 
 

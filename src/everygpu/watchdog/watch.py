@@ -58,11 +58,11 @@ def watch(timeout: float = TIMEOUT_S) -> Watch:
 
     Without ``with`` it lasts to the end of the process, as in a script that ``everygpu run`` has started.
 
-    A replica's forward, a helper process, a backward, an update, a collective over ranks, a recording's launch or a GPU
-    that stands still for so long is named, with its device; the stacks of all threads and helper processes are written
-    to standard error. Then a checkpoint that is being saved in the background is finished, for up to a minute, and the
-    process ends with exit code 6, without running ``finally`` blocks. So does one whose GPU is lost, after an error of
-    the driver that the script doesn't catch. ``everygpu run --restarts`` starts it again.
+    A replica's forward, a backward, an update, a collective over ranks, a recording's launch or a GPU that stands still
+    for so long is named, with its device; the stacks of all threads are written to standard error. Then a checkpoint
+    that is being saved in the background is finished, for up to a minute, and the process ends with exit code 6,
+    without running ``finally`` blocks. So does one whose GPU is lost, after an error of the driver that the script
+    doesn't catch. ``everygpu run --restarts`` starts it again.
 
     Other code of the script may take as long as it likes. Time in which the process is stopped, or in a debugger,
     doesn't count. A wait within a first call that compiles does.
