@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from everygpu import folders
-from everygpu.devices.figures import Figures, Publisher
 from everygpu.devices.reserve import reserve
 from everygpu.feed.tuning_cache import write_result
 from everygpu.folders import cache_folder, open_own, read_json, runtime_folder, write_whole
@@ -46,8 +45,6 @@ def test_what_is_written_is_for_this_user_alone(tmp_path, monkeypatch):
     before = os.umask(0)
     try:
         held = reserve(lambda holders: [SimpleNamespace(uuid="GPU-1")])
-        publisher = Publisher()
-        publisher.publish(Figures(devices=("GPU-1",), num_steps=1))
         write_result("key", 8)
         written = list((tmp_path / "everygpu").rglob("*"))
         modes = {path.relative_to(tmp_path).parts[1]: mode(path) for path in written if path.is_dir()}
@@ -55,9 +52,8 @@ def test_what_is_written_is_for_this_user_alone(tmp_path, monkeypatch):
     finally:
         os.umask(before)
         held.release()
-        publisher.close()
-    assert modes == {"reserved": 0o700, "figures": 0o700, "batch_size": 0o700}
-    assert len(written) > 6
+    assert modes == {"reserved": 0o700, "batch_size": 0o700}
+    assert len(written) > 4
     assert files == {0o600}
 
 

@@ -28,12 +28,6 @@ def run(tmp_path, monkeypatch):
     return invoke
 
 
-def test_trace_and_tune_say_so_at_once(run):
-    for command in ("trace", "tune"):
-        first = run("print('done')\n", "--json", command=(command,)).stderr.splitlines()[0]
-        assert first.startswith(f"main {command}: --json stands after t.py and goes to it. Put it before the script")
-
-
 @pytest.mark.parametrize("args", [("--lr", "2"), ("2",), ("--", "--gpus", "2"), ("--local-rank=0",), ("--gpu",)])
 def test_other_arguments_are_the_scripts(run, args):
     assert run("print('done')\n", *args).stderr == ""

@@ -9,16 +9,10 @@ from everygpu.cli.text import harmless
 _USAGE_ERROR = 2
 
 
-def note_misplaced(script: str, args: Sequence[str]) -> None:
-    """Say that an option of the command stands after the script; for commands that are rarely given to scripts, too."""
-    if found := _find(args):
-        _tell(f"{found[0]} stands after {script} and goes to it. Put it before the script if it is this command's.")
-
-
 def note_refused(script: str, args: Sequence[str], code: object) -> None:
-    """Say so after a script that has refused its arguments."""
-    if code == _USAGE_ERROR:
-        note_misplaced(script, args)
+    """Say that an option of the command stands after the script, if the script has refused its arguments."""
+    if code == _USAGE_ERROR and (found := _find(args)):
+        _tell(f"{found[0]} stands after {script} and goes to it. Put it before the script if it is this command's.")
 
 
 def _find(args: Sequence[str]) -> list[str]:

@@ -25,7 +25,6 @@ from everygpu.feed.position import (
     parse_position,
     resumable_state,
 )
-from everygpu.feed.publishing import Board
 from everygpu.feed.source import keeps_position
 from everygpu.feed.waiting import FeedReport, WaitMeter
 from everygpu.keys import wrapped_child
@@ -66,7 +65,6 @@ class Feeder:
         sharded: Whether each rank's loader gives that rank's own rows. By default its batches are those of the whole
             run, under several ranks too: each gets its own rows of them, and reads no others where the DataLoader
             has indices. A `ResumableLoader` takes it itself.
-        publish: Whether ``everygpu top`` is to show steps per second and the share of waiting; by default on GPUs.
     Raises:
         OptionError: an option has no such value, or ``loader`` can't be iterated.
         DeviceError: a device is unknown, absent or named twice.
@@ -84,7 +82,6 @@ class Feeder:
         dim: int | None = None,
         timeout: float | None = None,
         sharded: bool = False,
-        publish: bool | None = None,
     ) -> None:
         check_loader(loader)
         check_target(model_or_devices, "Feeder")
@@ -106,9 +103,7 @@ class Feeder:
         self._options = FeedOptions(
             loader=iterated, route=find_route(model_or_devices, split, dim), prefetch=prefetch, timeout_s=timeout
         )
-        on_gpus = self._options.route.devices[0].type == "cuda"
-        self._board = Board(self._options.route.devices) if publish or (publish is None and on_gpus) else None
-        self.meter = WaitMeter(iterated, prefetch, None if self._board is None else self._board.show)
+        self.meter = WaitMeter(iterated, prefetch)
         self._tally = Tally(Position())
         self._is_resumed = False
         self._feed: weakref.ref[Feed] | None = None
@@ -171,10 +166,8 @@ class Feeder:
         return self.meter.report()
 
     def close(self) -> None:
-        """End the pass that is on, its thread and its workers, and withdraw what is published."""
+        """End the pass that is on, its thread and its workers."""
         self._end_pass()
-        if self._board is not None:
-            self._board.close()
 
     def __enter__(self) -> "Feeder":
         return self

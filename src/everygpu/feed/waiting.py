@@ -3,7 +3,7 @@
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -67,14 +67,10 @@ class WaitMeter:
     Args:
         loader: The user's loader, for advice.
         prefetch: Batches that are prepared ahead.
-        on_step: Told, after each step, how many there were, and how to average the last ones.
     """
 
-    def __init__(
-        self, loader: Any, prefetch: int, on_step: Callable[[int, Callable[[], FeedReport]], None] | None = None
-    ) -> None:
+    def __init__(self, loader: Any, prefetch: int) -> None:
         self._loader = loader
-        self._on_step = on_step
         self._prefetch = prefetch
         self._recent: deque[StepTime] = deque(maxlen=WINDOW_STEPS)
         self._sums = StepTime()
@@ -88,8 +84,6 @@ class WaitMeter:
         self._sums = StepTime(*map(sum, zip(self._sums, step)))
         if self._num_steps % WINDOW_STEPS == 0 and self.warns:
             self._warn(summarise(self._recent))
-        if self._on_step is not None:
-            self._on_step(self._num_steps, lambda: summarise(self._recent))
 
     def report(self) -> FeedReport:
         """Average over all steps."""
