@@ -1,16 +1,20 @@
-"""Names in a module's state without the prefixes that wrappers put into them.
+"""Names in a module's state: without the prefixes of wrappers, and matched with those of a target.
 
 ``torch.compile`` adds ``_orig_mod.``, DataParallel and DistributedDataParallel add ``module.``. They are
 removed where the wrapper that adds them is found, at the top or inside, so that a user's own submodule
 called ``module`` keeps its name.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
+from typing import Any
 
 from torch import nn
 
 from everygpu import keys
+from everygpu.errors import CheckpointMismatchError
+from everygpu.keys import bare_key
 
 EXTRA_STATE = "_extra_state"
 """What ``Module.get_extra_state`` returned is saved under a name that ends so."""
@@ -20,15 +24,11 @@ _MAX_LISTED = 20
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the user's module where everygpu.DataParallel wraps it: that is whose state it gives."""
-    return keys.unwrap(model) if _is_ours(model) else model
+    return keys.unwrap(model) if getattr(type(model), "wraps_a_module", False) else model
 
 
 def name_cleaner(model: nn.Module) -> Callable[[str], str]:
-    """Return a function that takes the prefixes of wrappers out of names in ``model.state_dict()``.
-
-    Args:
-        model: Bare, wrapped, compiled, or with such modules inside.
-    """
+    """Return a function that takes the prefixes of wrappers out of names in ``model.state_dict()``."""
     # The longest first, so that what is left of a name still begins as the shorter ones expect.
     wrapped = sorted(_wrapped_prefixes(model, ""), key=lambda pair: -len(pair[0] + pair[1]))
 
@@ -42,14 +42,7 @@ def name_cleaner(model: nn.Module) -> Callable[[str], str]:
 
 
 def clean_names(model: nn.Module, names: Collection[str]) -> dict[str, str]:
-    """Map each name in a module's state to the name it is stored under.
-
-    Args:
-        model: The module the names come from.
-        names: As ``model.state_dict()`` gives them.
-    Returns:
-        Stored names by the module's names; all different.
-    """
+    """Map each name in a module's state to the name it is stored under; all different."""
     clean = name_cleaner(model)
     cleaned = {name: clean(name) for name in names}
     # A wrapper with state of its own may share a name with the module inside.
@@ -58,38 +51,71 @@ def clean_names(model: nn.Module, names: Collection[str]) -> dict[str, str]:
 
 
 def match_names(saved: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
-    """Pair the names in a checkpoint with those of a target.
+    """Pair the names in a checkpoint with those of a target; those without a partner are left out.
 
     Equal names belong together; of the rest, those that are equal without any ``module.``,
     ``_orig_mod.`` or ``_fsdp_wrapped_module.`` in them, where that leaves one choice.
-
-    Args:
-        saved: Names in the checkpoint.
-        wanted: Names in the target.
-    Returns:
-        The target's names by the checkpoint's; those without a partner are left out.
     """
     saved, wanted = list(saved), set(wanted)
     pairs = {name: name for name in saved if name in wanted}
-    free_saved = _by_bare_name(name for name in saved if name not in pairs)
     free_wanted = _by_bare_name(wanted - pairs.keys())
-    for bare, names in free_saved.items():
+    for bare, names in _by_bare_name(name for name in saved if name not in pairs).items():
         partners = free_wanted.get(bare, [])
         if len(names) == len(partners) == 1:
             pairs[names[0]] = partners[0]
     return pairs
 
 
-def describe_mismatch(missing: list[str], unexpected: list[str], shapes: Mapping[str, str]) -> str:
-    """List names that don't fit, with the nearest name on the other side.
+def find_prefix(state: Mapping[str, Any], expected: Collection[str]) -> str:
+    """Find the prefix under which a state has the expected names, as Lightning's ``model.``.
 
-    Args:
-        missing: Names the target has and the checkpoint lacks.
-        unexpected: Names the checkpoint has and the target lacks.
-        shapes: What differs, by name.
+    Segments of wrappers count for nothing on both sides.
+
     Returns:
-        Lines, each beginning with a line break.
+        The prefix; empty where none gives more than half of the names, or the names fit at least as well as they are.
+    Raises:
+        CheckpointMismatchError: the names fit under several prefixes equally well.
     """
+    wanted = {bare_key(name) for name in expected}
+    fits = Counter(prefix for name in state for prefix in _prefixes(bare_key(name), wanted))
+    best = max(fits.values(), default=0)
+    leading = sorted(prefix for prefix, count in fits.items() if count == best)
+    if 2 * best <= len(wanted) or fits[""] == best:
+        return ""
+    if len(leading) > 1:
+        raise CheckpointMismatchError(
+            f"load: The model's names stand under more than one prefix: {', '.join(leading)}, with {best} names each. "
+            f"Choose one prefix, for instance prefix={leading[0]!r}."
+        )
+    return leading[0]
+
+
+def strip_prefix(name: str, prefix: str) -> str:
+    """Take a prefix and the segments of wrappers off a name that has the prefix; leave others alone."""
+    bare = bare_key(name)
+    return bare.removeprefix(prefix) if prefix and bare.startswith(prefix) else name
+
+
+def rename(state: Mapping[str, Any], new_name: Callable[[str], str]) -> dict[str, Any]:
+    """Give every entry another name.
+
+    Raises:
+        CheckpointMismatchError: two entries would have the same name, or one an empty name.
+    """
+    renamed: dict[str, Any] = {}
+    for name, value in state.items():
+        new = new_name(name)
+        if not new or new in renamed:
+            raise CheckpointMismatchError(
+                f"load: {name} would become {new!r} without its prefix, "
+                f"which {'another has' if new else 'is no name'}. Choose another prefix."
+            )
+        renamed[new] = value
+    return renamed
+
+
+def describe_mismatch(missing: list[str], unexpected: list[str], shapes: Mapping[str, str]) -> str:
+    """List names that don't fit, with the nearest name on the other side; each line begins with a line break."""
     differing = {name: f"{name}: {what}" for name, what in shapes.items()}
     lines = [
         *_listed("missing in the checkpoint", missing, lambda name: _with_nearest(name, unexpected)),
@@ -99,26 +125,26 @@ def describe_mismatch(missing: list[str], unexpected: list[str], shapes: Mapping
     return "".join(f"\n  {line}" for line in lines)
 
 
+def _prefixes(name: str, wanted: Collection[str]) -> list[str]:
+    starts = [0, *(i + 1 for i, letter in enumerate(name) if letter == ".")]
+    return [name[:start] for start in starts if name[start:] in wanted]
+
+
 def _wrapped_prefixes(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
     """Yield (what stands before, prefix to remove) for every wrapper inside."""
     module = unwrap(module)
     inner = keys.wrapped_child(module)
     for name, child in module._modules.items():
-        if child is None:
-            continue
-        if name == inner:
-            yield prefix, f"{name}."
-        yield from _wrapped_prefixes(child, f"{prefix}{name}.")
-
-
-def _is_ours(module: nn.Module) -> bool:
-    return bool(getattr(type(module), "wraps_a_module", False))
+        if child is not None:
+            if name == inner:
+                yield prefix, f"{name}."
+            yield from _wrapped_prefixes(child, f"{prefix}{name}.")
 
 
 def _by_bare_name(names: Iterable[str]) -> dict[str, list[str]]:
     bare: dict[str, list[str]] = {}
     for name in names:
-        bare.setdefault(keys.bare_key(name), []).append(name)
+        bare.setdefault(bare_key(name), []).append(name)
     return bare
 
 

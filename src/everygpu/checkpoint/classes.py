@@ -20,28 +20,11 @@ _OPTIONAL = frozenset(
 """Keys that some versions of torch have, or schedulers and callers add."""
 
 
-class SavedState:
-    """Stands for an object of which only the state is known, and perhaps the class."""
-
-    def __init__(self, state: Any, class_name: str | None) -> None:
-        self._state, self.class_name = state, class_name
-
-    def state_dict(self) -> Any:
-        """Return the state."""
-        return self._state
-
-    def load_state_dict(self, state: Any) -> None:
-        """Never called: it makes this an object with a state."""
-        raise NotImplementedError
-
-
 def class_name(value: object) -> str | None:
     """Name an optimizer's or a scheduler's class, by which its state is known; None for any other object.
 
     A wrapper counts as the optimizer inside, a subclass of one of torch's classes as that class.
     """
-    if isinstance(value, SavedState):
-        return value.class_name
     while isinstance(value, Optimizer) and (inner := _inner(value)) is not None:
         value = inner
     if not isinstance(value, Optimizer | LRScheduler):
@@ -58,25 +41,15 @@ def class_name(value: object) -> str | None:
 
 
 def check_class(target: object, name: str, saved: str | None, state: Any) -> None:
-    """Refuse the state of another class.
-
-    Args:
-        target: What it is for.
-        name: What that is called in errors.
-        saved: As ``class_name`` gave it; None where the file doesn't say.
-        state: What ``state_dict`` gave.
-    Raises:
-        CheckpointMismatchError: the classes differ; or, where the file doesn't name one, each side has settings that
-            the other lacks.
-    """
+    """Refuse the state of another class, or, where the file names none, one with other settings in place of its own."""
     own = class_name(target)
     if own is None:
         return
     # A class may have moved to another module since.
     if saved is not None and _last(saved) != _last(own):
         raise CheckpointMismatchError(
-            f"load: {name} must be of the class whose state was saved, {saved}, got {own}. Nothing was loaded; "
-            f"make one of that class, or leave {name} out."
+            f"load: {name} is of {own}, and the saved state of {saved}. Nothing was loaded; make one of that class, "
+            f"or leave {name} out."
         )
     if saved != own and isinstance(state, Mapping):
         _check_settings(target, name, own, state)
@@ -93,8 +66,8 @@ def _check_settings(target: Any, name: str, own: str, state: Mapping[str, Any]) 
     missing, unknown = sorted(wanted - found - _OPTIONAL), sorted(found - known - _OPTIONAL)
     if missing and unknown:
         raise CheckpointMismatchError(
-            f"load: {name} must be of the class whose state was saved, one with {', '.join(unknown)}, got {own}, "
-            f"which has {', '.join(missing)} instead. Nothing was loaded; make one of that class, or leave {name} out."
+            f"load: {name} is of {own}, and the saved state of another class: it has {', '.join(unknown)}, where "
+            f"{own} has {', '.join(missing)}. Nothing was loaded; make one of that class, or leave {name} out."
         )
 
 
