@@ -278,14 +278,14 @@ def _write_text(path: Path, text: str) -> tuple[str, str]:
 
 def _finish(path: Path) -> str:
     """Hash a file while the disk writes it."""
-    syncing = partial(_sync, path)
-    digest, _ = side_by_side([partial(hash_file, path), syncing])
-    return str(digest)
+    digest, _ = side_by_side([partial(hash_file, path), partial(_sync, path)])
+    return digest
 
 
-def _sync(path: Path) -> None:
+def _sync(path: Path) -> str:
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
+    return path.name
 
 
 def _read(path: Path) -> bytes:

@@ -6,6 +6,7 @@ nothing, so that a load either changes all its targets or none.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS
 
 from everygpu.checkpoint.classes import check_class, class_name
+from everygpu.checkpoint.format import cut
 from everygpu.checkpoint.modules import Fit, module_state, plan_module
 from everygpu.checkpoint.names import name_cleaner, unwrap
 from everygpu.checkpoint.sections import find_state
@@ -142,11 +144,8 @@ class Plan:
         self._own_parameters = _parameters(targets)
         self._own_names: dict[str, str] = {}
         """Of parameters, by their saved names."""
-        self.restores: list[Restore] = []
         modules = [name for name in targets if kind_of(targets[name]) == "module"]
-        planned = {
-            name: self._plan_module(name, fit if name == "model" else Fit(strict=fit.strict)) for name in modules
-        }
+        planned = {name: self._plan_module(name, fit) for name in modules}
         # What is checked least is restored first, the model last.
         rest = [name for name in targets if name not in planned]
         rest.sort(key=lambda name: name in ("optimizer", "scheduler"))
@@ -154,7 +153,7 @@ class Plan:
 
     def _plan_module(self, name: str, fit: Fit) -> Restore:
         model, part = unwrap(cast(nn.Module, self._targets[name])), self._part(name, "module")
-        restore, pairs = plan_module(model, name, part.state, fit)
+        restore, pairs = plan_module(model, name, part.state, fit if name == "model" else Fit(strict=fit.strict))
         clean = name_cleaner(model)
         self._own_names |= {_qualified(name, there): _qualified(name, clean(here)) for there, here in pairs.items()}
         return restore
@@ -200,20 +199,15 @@ class Plan:
             )
         groups = []
         for theirs, group, own in zip(saved, part.state["param_groups"], target.param_groups):
-            ids = {
-                id(self._own_parameters.get(self._own_names.get(str(n), ""))): i
-                for n, i in zip(theirs, group["params"])
-            }
+            named = [self._own_parameters.get(self._own_names.get(str(known), "")) for known in theirs]
+            ids = {id(parameter): i for parameter, i in zip(named, group["params"])}
             order = [ids.get(id(p)) for p in own["params"]]
-            if None in order:
+            is_one_state = isinstance(target, LBFGS)  # of all parameters together
+            if None in order or (is_one_state and order != list(group["params"])):
                 raise CheckpointMismatchError(
-                    f"load: {name} has a group with other parameters than the saved one, {', '.join(map(str, theirs))}. "
-                    f"Nothing was loaded; make the optimizer with the same parameters in each group."
-                )
-            if order != list(group["params"]) and isinstance(target, LBFGS):
-                raise CheckpointMismatchError(
-                    f"load: {name} has its parameters in another order than the saved one, {', '.join(map(str, theirs))}. "
-                    f"Nothing was loaded; LBFGS keeps one state for all, so make it with the same order."
+                    f"load: {name} has other parameters, or in another order, than the saved group of "
+                    f"{cut(', '.join(map(str, theirs)))}. Nothing was loaded; make the optimizer with the same "
+                    f"parameters in each group."
                 )
             groups.append({**group, "params": order})
         return {**part.state, "param_groups": groups}
@@ -223,8 +217,6 @@ def require_part(contents: Contents, name: str) -> Part:
     """Return a part that is asked for."""
     if name in contents.parts:
         return contents.parts[name]
-    from difflib import get_close_matches
-
     near = get_close_matches(name, contents.parts, n=1)
     hint = f"Did you mean {near[0]}?" if near else "Leave it out, or save it too."
     raise CheckpointMismatchError(f"load: The checkpoint has no part named {name}. Nothing was loaded. {hint}")
@@ -293,7 +285,7 @@ def _check_shapes(target: Any, name: str, state: Any) -> None:
                 if isinstance(tensor, Tensor) and tensor.shape != parameter.shape:
                     raise CheckpointMismatchError(
                         f"load: {name} has a parameter of shape {tuple(parameter.shape)} where the saved {what} is "
-                        f"{tuple(tensor.shape)}. Nothing was loaded; make it with the same parameters in the same order."
+                        f"{tuple(tensor.shape)}. Nothing was loaded; make it with the same parameters, in order."
                     )
 
 

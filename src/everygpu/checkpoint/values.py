@@ -26,28 +26,13 @@ STORABLE = (
 _MAX_INT_BITS = 14_000
 """Python refuses to read or write longer decimal numbers: ``sys.get_int_max_str_digits``."""
 
-_DTYPES = [
-    "float64",
-    "float32",
-    "float16",
-    "bfloat16",
-    "complex64",
-    "int64",
-    "int32",
-    "int16",
-    "int8",
-    "uint64",
-    "uint32",
-    "uint16",
-    "uint8",
-    "bool",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "float8_e4m3fnuz",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "float4_e2m1fn_x2",
-]
+_DTYPES = frozenset(
+    {
+        *("float64", "float32", "float16", "bfloat16", "complex64", "bool"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+    }
+)
 """Those that safetensors has, by torch's names."""
 
 
