@@ -2,16 +2,16 @@
 
 import ctypes
 import errno
-import logging
 import os
 import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from secrets import token_hex
 from time import sleep
+from warnings import warn
 
 from filelock import FileLock, Timeout
 
@@ -24,7 +24,6 @@ from everygpu.errors import (
     OptionError,
 )
 
-logger = logging.getLogger("everygpu")
 _LEFT = re.compile(r"\.(?P<name>.+)\.(?P<what>tmp|old)-\d+-[0-9a-f]{8}")
 """Names of what is being written, and of what has just been replaced."""
 
@@ -109,7 +108,7 @@ def hold_lock(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def new_directory(target: Path) -> Iterator[Path]:
+def new_directory(target: Path, *, is_locked: bool = False) -> Iterator[Path]:
     """Yield an empty directory beside the target; it takes the target's place when the block ends.
 
     Whenever the process dies, a complete checkpoint is under the target's name: the two are exchanged in one step
@@ -118,11 +117,12 @@ def new_directory(target: Path) -> Iterator[Path]:
 
     Args:
         target: As `resolve_target` returned it. Missing parents are made.
+        is_locked: Whether the caller keeps other savers away.
     Raises:
         CheckpointBusyError: another saver is writing to the target.
     """
     _make_parents(target.parent)
-    with hold_lock(target.with_name(f".{target.name}.lock")):
+    with nullcontext() if is_locked else hold_lock(target.with_name(f".{target.name}.lock")):
         clear_leftovers(target.parent, lambda name: name == target.name)
         new = _sibling(target, "tmp")
         new.mkdir()
@@ -179,7 +179,7 @@ def find_directory(path: Path) -> Path:
     replaced = find_replaced(path)
     if replaced is None:
         raise CheckpointNotFoundError(f"load: No checkpoint at {path}. Check the path, or save one first.")
-    logger.warning("load: %s is missing, as a save was cut off; the one before it is taken.", path)
+    warn(f"load: {path} is missing, as a save was cut off; the one before it is taken.", stacklevel=4)
     return replaced
 
 

@@ -92,7 +92,7 @@ def load(
     restores = [*plan.restores, *([plan_rng_restore(contents.rng)] if rng else [])]
     left = {name: part for name, part in contents.parts.items() if name not in {*targets, *known}}
     rest = {name: _plain(part, device) for name, part in left.items()}
-    if not restores and not rest:
+    if not restores and not rest and contents.step is None:
         raise OptionError(
             f"load: There is nothing to load into, and {path} has no extras to return. Write load(path, model=model)."
         )

@@ -148,7 +148,8 @@ def write_checkpoint(
         check: Called before each file, and before the checkpoint takes its place: what it raises gives the save up.
     """
     document = {**({} if run is None else {"run": dict(run)}), **taken.document}
-    with must_be_writable(path, "save"), new_directory(resolve_target(path)) as directory:
+    is_locked = run is not None  # by the run's manager
+    with must_be_writable(path, "save"), new_directory(resolve_target(path), is_locked=is_locked) as directory:
         write_files(directory, taken.tensors, document, check)
         check()
     return path

@@ -242,8 +242,8 @@ def _parameters(parts: Mapping[str, object]) -> dict[str, Tensor]:
         if isinstance(value, nn.Module):
             module = unwrap(value)
             clean = name_cleaner(module)
-            named = module.named_parameters(remove_duplicate=False)
-            found |= {_qualified(part, clean(name)): parameter for name, parameter in named}
+            named = module.state_dict(keep_vars=True).items()
+            found |= {_qualified(part, clean(name)): p for name, p in named if isinstance(p, nn.Parameter)}
     return found
 
 

@@ -16,8 +16,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -54,8 +55,8 @@ class Stop:
         self._key = f"last save to {name}"
         self._heard: signal.Signals | None = None
         self._heard_at = self._pressed_at = -math.inf
-        self._before: dict[signal.Signals, Any] = {}
-        self._handlers: dict[signal.Signals, Any] = {}
+        self._installed: dict[signal.Signals, tuple[Any, Any, int]] = {}
+        """What was there before, our handler, and the address of the function that the system calls since."""
         self._pid = os.getpid()
         self.num_calls = 0
         self._last: int | None = None
@@ -63,29 +64,21 @@ class Stop:
 
     def listen(self) -> None:
         """Hear signals from now on; only the main thread can set that up."""
-        if not self._signals or self._before or threading.current_thread() is not threading.main_thread():
+        if not self._signals or self._installed or threading.current_thread() is not threading.main_thread():
             return
-        # The handlers don't keep a manager that is dropped; they then do what was done before.
-        dropped = weakref.WeakMethod(self._hear)
+        # The handlers don't keep a manager that is dropped, whose end restores what was there before.
+        hear = weakref.WeakMethod(self._hear)
         for number in (*self._signals, signal.SIGINT):
             before = signal.getsignal(number)
-            is_plain_interrupt = before is signal.default_int_handler and not hasattr(sys, "ps1")
-            if number is signal.SIGINT and not is_plain_interrupt:
+            if number is signal.SIGINT and (before is not signal.default_int_handler or hasattr(sys, "ps1")):
                 continue  # a notebook's process is not ours to end
             # What C code has installed, as faulthandler.register, is hidden from Python, and would be lost.
-            if before is None or before is signal.SIG_IGN or (before is signal.SIG_DFL and _has_c_handler(number)):
+            if before is None or before is signal.SIG_IGN or (before is signal.SIG_DFL and _address(number)):
                 continue
-            self._before[number] = before
-
-            def handle(number: int, frame: FrameType | None, before: Any = before) -> None:
-                hear = dropped()
-                if hear is None:
-                    _act(number, frame, before)
-                else:
-                    hear(signal.Signals(number), frame, before)
-
-            signal.signal(number, handle)
-            self._handlers[number] = handle
+            handler = partial(_pass_on, hear, before)
+            signal.signal(number, handler)
+            self._installed[number] = (before, handler, _address(number))
+        weakref.finalize(self, _restore, self._installed).atexit = False
 
     def leave(self, *, has_failed: bool) -> None:
         """Hear nothing more; a signal that came after the last save acts now as it would without us."""
@@ -94,10 +87,7 @@ class Stop:
         if self._is_ending and joined() is not None:  # torchrun ends the others as soon as one has ended
             return
         if threading.current_thread() is threading.main_thread():
-            for number, before in self._before.items():
-                if signal.getsignal(number) is self._handlers[number]:
-                    signal.signal(number, before)
-            self._before = {}
+            _restore(self._installed)
             if missed is not None and joined() is None and signal.getsignal(missed) is signal.SIG_DFL:
                 signal.raise_signal(missed)
 
@@ -135,7 +125,7 @@ class Stop:
         return None if note is None else int(note)
 
     def _hear(self, number: signal.Signals, frame: FrameType | None, before: Any) -> None:
-        if number not in self._before or os.getpid() != self._pid:  # no longer in use; a DataLoader's worker
+        if number not in self._installed or os.getpid() != self._pid:  # no longer in use; a DataLoader's worker
             _act(number, frame, before)
         elif number is signal.SIGINT:
             self._interrupt(number, frame)
@@ -162,6 +152,28 @@ class Stop:
         _act(number, frame, signal.SIG_DFL if since < TWICE_S else signal.default_int_handler)
 
 
+def _pass_on(hear: Callable[[], Any], before: Any, number: int, frame: FrameType | None) -> None:
+    heard_by = hear()
+    if heard_by is None:
+        _act(number, frame, before)
+    else:
+        heard_by(signal.Signals(number), frame, before)
+
+
+def _restore(installed: dict[signal.Signals, tuple[Any, Any, int]]) -> None:
+    """Put the handlers of before back, where no other one has replaced ours."""
+    if threading.current_thread() is threading.main_thread():
+        for number, (before, handler, address) in installed.items():
+            while isinstance(before, partial) and before.func is _pass_on:  # of another manager, perhaps gone
+                heard_by = before.args[0]()
+                if heard_by is not None and heard_by.__self__._installed:
+                    break
+                before = before.args[1]
+            if signal.getsignal(number) is handler and _address(number) == address:
+                signal.signal(number, before)
+        installed.clear()
+
+
 def _act(number: int, frame: FrameType | None, handler: Any) -> None:
     """Do what another handler, or the system, does at a signal."""
     if callable(handler):
@@ -184,11 +196,11 @@ def _check(signals: Collection[int] | None) -> tuple[signal.Signals, ...]:
     return chosen
 
 
-def _has_c_handler(number: int) -> bool:
-    """Tell whether a function of C handles a signal."""
+def _address(number: int) -> int:
+    """Return the address of the function that handles a signal; 0 for the default, or where that can't be asked."""
     if sys.platform not in ("linux", "darwin"):
-        return False
+        return 0
     answer = ctypes.create_string_buffer(512)  # more than any struct sigaction, which begins with the address
     if ctypes.CDLL(None).sigaction(int(number), None, answer):
-        return False
-    return bool(ctypes.cast(answer, ctypes.POINTER(ctypes.c_size_t))[0])
+        return 0
+    return int(ctypes.cast(answer, ctypes.POINTER(ctypes.c_size_t))[0])
