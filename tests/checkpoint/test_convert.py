@@ -25,7 +25,7 @@ from everygpu.errors import (
     CheckpointMismatchError,
     OptionError,
 )
-from tests.checkpoint.foreign.test_dcp import trained, write_dcp
+from tests.checkpoint.test_dcp import trained, write_dcp
 from tests.checkpoint.models import Net, same_state, snapshot
 
 output = import_module("everygpu.checkpoint.output")

@@ -11,9 +11,9 @@ import everygpu
 from everygpu.checkpoint.manifest import manifest_to_json
 from everygpu.checkpoint.verify import Report, examine, total_bytes
 from everygpu.errors import CheckpointNotFoundError
-from tests.checkpoint.foreign.poison import must_not_run
-from tests.checkpoint.foreign.test_dcp import write_dcp
-from tests.checkpoint.foreign.test_sharded import write_sharded
+from tests.checkpoint.poison import must_not_run
+from tests.checkpoint.test_dcp import write_dcp
+from tests.checkpoint.test_sharded import write_sharded
 from tests.checkpoint.forge import describe_files
 from tests.checkpoint.models import Net
 

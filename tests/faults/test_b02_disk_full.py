@@ -72,7 +72,10 @@ def test_b02_a_conversion_says_that_the_disk_is_full(tmp_path: Path, name: str) 
     torch.save(Weights(1).state_dict(), tmp_path / "a.pt")
     num_bytes = (tmp_path / "a.pt").stat().st_size
     for limit in (0, 1000, num_bytes // 2, num_bytes - 2000):
-        with file_size_limit(limit), pytest.raises(CheckpointError, match="can't be written: .*File too large") as caught:
+        with (
+            file_size_limit(limit),
+            pytest.raises(CheckpointError, match="can't be written: .*File too large") as caught,
+        ):
             convert(tmp_path / "a.pt", tmp_path / name)
         assert is_disk_error(caught.value)
         assert os.listdir(tmp_path) == ["a.pt"]

@@ -24,7 +24,7 @@ from everygpu.checkpoint.foreign.dcp_metadata import Piece, Span
 from everygpu.checkpoint.foreign.pickle_scan import Global, scan_pickle
 from everygpu.checkpoint.verify import examine
 from everygpu.errors import CheckpointContentError, CheckpointDamagedError, CheckpointError, CheckpointMismatchError
-from tests.checkpoint.foreign.test_dcp import write_dcp, write_pieces
+from tests.checkpoint.test_dcp import write_dcp, write_pieces
 from tests.checkpoint.forge import edit_manifest, edit_state
 from tests.faults import pickles
 from tests.faults.fuzz import fuzz

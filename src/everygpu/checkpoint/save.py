@@ -24,9 +24,6 @@ from everygpu.ranks.membership import is_main
 LOAD_OPTIONS = frozenset({"strict", "match", "prefix", "ignore_mismatched", "rng", "map_location", "verify"})
 """Names that `everygpu.load` takes for itself."""
 
-MANAGER_OPTIONS = frozenset({"keep", "every", "best", "asynchronous", "signals", "overwrite"})
-"""Names that `CheckpointManager` takes for itself. As extras they would be stored, and do nothing."""
-
 _FILE_SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors"})
 """Ends of names by which other programs expect a file."""
 
@@ -74,8 +71,8 @@ def save(
         The path. A warning says that it is a directory where it ends as a file does: ``.pt``, ``.pth``, ``.ckpt``,
         ``.bin``, ``.safetensors``.
     Raises:
-        CheckpointContentError: a value has no place in a checkpoint, or an extra has the name of an option of `load` or
-            `CheckpointManager`; nothing was written.
+        CheckpointContentError: a value has no place in a checkpoint, or an extra has the name of an option of `load`;
+            nothing was written.
         CheckpointForeignError: something else than a checkpoint is at the path, or it is the working directory; it is
             left alone.
         OptionError: the path is none, or empty; or there is nothing to save.
@@ -120,10 +117,10 @@ def take(parts: Mapping[str, object]) -> Taken:
         CheckpointContentError: a value has no place in a checkpoint.
     """
     check_parts(parts, "save")
-    if reserved := (LOAD_OPTIONS | MANAGER_OPTIONS) & parts.keys():
-        name = min(reserved)
-        whose = "load" if name in LOAD_OPTIONS else "CheckpointManager"
-        raise CheckpointContentError(f"save: {name!r} is an option of {whose}. Choose another name for what is saved.")
+    if reserved := LOAD_OPTIONS & parts.keys():
+        raise CheckpointContentError(
+            f"save: {min(reserved)!r} is an option of load. Choose another name for what is saved."
+        )
     tensors: dict[str, dict[str, Tensor]] = {MODEL: {}, TRAINING: {}}
     encoded = encode_parts(parts, tensors)
     document = {"parts": encoded, "rng": encode(take_rng_states(), "rng", {})}

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from everygpu.checkpoint.encode import decode, encode
+from everygpu.checkpoint.values import decode, encode
 from everygpu.errors import CheckpointContentError
 
 

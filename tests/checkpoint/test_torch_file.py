@@ -11,7 +11,7 @@ from torch import nn
 
 from everygpu.checkpoint.foreign.torch_file import find_archive_fault, read_torch_file
 from everygpu.errors import CheckpointDamagedError, CheckpointForeignError
-from tests.checkpoint.foreign.poison import must_not_run
+from tests.checkpoint.poison import must_not_run
 from tests.checkpoint.models import Net, same_state
 
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from everygpu.checkpoint.foreign import read_foreign
 from everygpu.checkpoint.foreign.dcp import read_dcp
 from everygpu.errors import CheckpointDamagedError, CheckpointForeignError
-from tests.checkpoint.foreign.poison import Poison, must_not_run
+from tests.checkpoint.poison import Poison, must_not_run
 from tests.checkpoint.models import Net, same_state
 
 

@@ -11,9 +11,9 @@ from torch import nn
 
 import everygpu
 from everygpu.errors import CheckpointDamagedError, CheckpointForeignError, CheckpointMismatchError
-from tests.checkpoint.foreign.poison import must_not_run
-from tests.checkpoint.foreign.test_dcp import trained, write_dcp
-from tests.checkpoint.foreign.test_sharded import write_sharded
+from tests.checkpoint.poison import must_not_run
+from tests.checkpoint.test_dcp import trained, write_dcp
+from tests.checkpoint.test_sharded import write_sharded
 from tests.checkpoint.models import WRAPPERS, Net, Wrap, same_state, snapshot
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from everygpu.checkpoint.foreign import read_foreign
 from everygpu.errors import CheckpointDamagedError, CheckpointForeignError
-from tests.checkpoint.foreign.poison import must_not_run
+from tests.checkpoint.poison import must_not_run
 from tests.checkpoint.models import same_state
 
 STATE = {"a.weight": torch.ones(2, 3), "b.weight": torch.zeros(4, dtype=torch.bfloat16), "b.bias": torch.tensor(3)}
