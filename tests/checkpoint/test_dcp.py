@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from everygpu.checkpoint.foreign.dcp import read_dcp
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as records
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from everygpu.checkpoint.foreign import read_foreign
-from everygpu.checkpoint.foreign.dcp import read_dcp
 from everygpu.errors import CheckpointDamagedError, CheckpointForeignError
-from tests.checkpoint.poison import Poison, must_not_run
 from tests.checkpoint.models import Net, same_state
+from tests.checkpoint.poison import Poison, must_not_run
 
 
 def write_dcp(path: Path, state: dict[str, Any]) -> Path:

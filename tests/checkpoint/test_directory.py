@@ -48,62 +48,6 @@ class Dies(BaseException):
     """Stands for the process's end: nothing catches it."""
 
 
-def run(step):
-    path = root / f"step{step}" / "ckpt"
-    path.parent.mkdir()
-    write(path, "old")
-    calls = 0
-    def counted(real):
-        def call(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls == step:
-                os._exit(9)
-            return real(*args, **kwargs)
-        return call
-    for name in ("rename", "fsync", "mkdir", "unlink", "rmdir"):
-        setattr(os, name, counted(getattr(os, name)))
-    module.open = counted(open)
-    write(path, "new")
-
-for step in range(1, 40):
-    child = os.fork()
-    if child == 0:
-        run(step)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    print(os.waitstatus_to_exitcode(status))
-    if status == 0:
-        break
-"""
-    repository = Path(__file__).parents[2]
-    paths = os.pathsep.join([str(repository), str(repository / "src")])
-    run = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": paths},
-        check=False,
-    )
-    codes = run.stdout.split()
-    assert codes[-1] == "0", run.stderr
-    assert set(codes[:-1]) == {"9"}
-    assert len(codes) >= 12
-    seen = []
-    for step in range(1, len(codes) + 1):
-        path = tmp_path / f"step{step}" / "ckpt"
-        if path.exists():
-            seen.append(read(path))
-        else:
-            with pytest.warns(UserWarning, match="cut off"):
-                seen.append(read(path))
-            seen.append("recovered")
-        write(path, "next")
-        assert read(path) == "next"
-        assert not [entry for entry in path.parent.iterdir() if ".old-" in entry.name]
-    assert {"old", "new", "recovered"} == set(seen)
-
-
 def test_a_failed_block_leaves_nothing(tmp_path: Path) -> None:
     def fail() -> None:
         with new_directory(tmp_path / "ckpt") as new:

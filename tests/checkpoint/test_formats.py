@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from everygpu.checkpoint.foreign.formats import is_native, locate
 from safetensors.torch import save_file
 
 from everygpu.checkpoint.foreign import is_foreign, read_foreign
-from everygpu.checkpoint.foreign.formats import is_native, locate
 from everygpu.errors import CheckpointDamagedError, CheckpointForeignError, CheckpointNotFoundError
 from tests.checkpoint.models import same_state
 

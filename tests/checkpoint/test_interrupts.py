@@ -98,7 +98,8 @@ def interrupt_everywhere(run: Path, asynchronous: bool, call: str) -> None:
             fill(model, step + 1)
             try:
                 with interrupt_at(line) as count:
-                    checkpoints.save(step + 1 == "save and close":
+                    checkpoints.save(step + 1)
+                    if call == "save and close":
                         checkpoints.close()
                 last = count[0]
             except KeyboardInterrupt:

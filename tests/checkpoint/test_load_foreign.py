@@ -11,10 +11,10 @@ from torch import nn
 
 import everygpu
 from everygpu.errors import CheckpointDamagedError, CheckpointForeignError, CheckpointMismatchError
+from tests.checkpoint.models import WRAPPERS, Net, Wrap, same_state, snapshot
 from tests.checkpoint.poison import must_not_run
 from tests.checkpoint.test_dcp import trained, write_dcp
 from tests.checkpoint.test_sharded import write_sharded
-from tests.checkpoint.models import WRAPPERS, Net, Wrap, same_state, snapshot
 
 
 class Lit(nn.Module):

@@ -65,7 +65,7 @@ def test_by_order_another_shape_is_named_with_both_sides(path: Path) -> None:
     assert_refused(
         path,
         Renamed(num_classes=6),
-        r"tensor 8 .*head\.weight \(5, 4\) in .*, classifier\.weight \(6, 4\)",
+        r"Tensor 8 .*head\.weight \(5, 4\) in .*, classifier\.weight \(6, 4\)",
         match="order",
     )
 

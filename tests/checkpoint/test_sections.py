@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from everygpu.checkpoint.foreign.sections import MODEL_NAMES, find_state, is_state, sort_document
 from torch import nn
 
-from everygpu.checkpoint.foreign.sections import MODEL_NAMES, find_state, is_state, sort_document
 from everygpu.errors import CheckpointMismatchError
 
 W = {"layer.weight": torch.ones(2, 2), "layer.bias": torch.ones(2)}

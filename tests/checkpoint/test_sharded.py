@@ -12,8 +12,8 @@ from torch import Tensor
 
 from everygpu.checkpoint.foreign import read_foreign
 from everygpu.errors import CheckpointDamagedError, CheckpointForeignError
-from tests.checkpoint.poison import must_not_run
 from tests.checkpoint.models import same_state
+from tests.checkpoint.poison import must_not_run
 
 STATE = {"a.weight": torch.ones(2, 3), "b.weight": torch.zeros(4, dtype=torch.bfloat16), "b.bias": torch.tensor(3)}
 

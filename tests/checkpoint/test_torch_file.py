@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from everygpu.checkpoint.foreign.torch_file import find_archive_fault, read_torch_file
 from torch import nn
 
-from everygpu.checkpoint.foreign.torch_file import find_archive_fault, read_torch_file
 from everygpu.errors import CheckpointDamagedError, CheckpointForeignError
-from tests.checkpoint.poison import must_not_run
 from tests.checkpoint.models import Net, same_state
+from tests.checkpoint.poison import must_not_run
 
 
 def write(path: Path, value: Any, *, new_format: bool = True) -> Path:
