@@ -12,7 +12,6 @@ import pytest
 from everygpu import folders
 from everygpu.devices.figures import Figures, Publisher
 from everygpu.devices.reserve import reserve
-from everygpu.feed.tuning_cache import write_result
 from everygpu.folders import cache_folder, open_own, read_json, runtime_folder, write_whole
 
 pwd = pytest.importorskip("pwd")
@@ -48,7 +47,6 @@ def test_what_is_written_is_for_this_user_alone(tmp_path, monkeypatch):
         held = reserve(lambda holders: [SimpleNamespace(uuid="GPU-1")])
         publisher = Publisher()
         publisher.publish(Figures(devices=("GPU-1",), num_steps=1))
-        write_result("key", 8)
         written = list((tmp_path / "everygpu").rglob("*"))
         modes = {path.relative_to(tmp_path).parts[1]: mode(path) for path in written if path.is_dir()}
         files = {mode(path) for path in written if path.is_file()}
@@ -56,7 +54,7 @@ def test_what_is_written_is_for_this_user_alone(tmp_path, monkeypatch):
         os.umask(before)
         held.release()
         publisher.close()
-    assert modes == {"reserved": 0o700, "figures": 0o700, "batch_size": 0o700}
+    assert modes == {"reserved": 0o700, "figures": 0o700}
     assert len(written) > 6
     assert files == {0o600}
 

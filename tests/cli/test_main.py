@@ -65,8 +65,6 @@ def test_wrong_usage_is_two(arguments):
         ["bench", "--cpu", "--peer", "single", "--timeout"],
         ["run", "--wait", "SCRIPT", "--timeout"],
         ["run", "--max-utilization", "SCRIPT"],
-        ["tune", "SCRIPT", "--seconds"],
-        ["tune", "SCRIPT", "--headroom"],
     ],
     ids=" ".join,
 )

@@ -33,7 +33,6 @@ VERBS = [
     "doctor --quick",
     "top",
     "top --once",
-    "tune --seconds 0.01 train.py",
 ]
 TRAIN = "import torch\nfor x in torch.utils.data.DataLoader(torch.arange(9)): pass"
 

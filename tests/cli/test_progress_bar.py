@@ -2,7 +2,6 @@
 
 import io
 import itertools
-import json
 import os
 import pty
 import re
@@ -15,7 +14,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from everygpu.checkpoint import directory, output
-from everygpu.cli import bench, main, progress_bar, tune
+from everygpu.cli import bench, main, progress_bar
 from everygpu.cli.progress_bar import Bar, clock, remaining_s, show_bar
 from everygpu.devices import doctor
 from everygpu.devices.doctor import Diagnosis
@@ -190,20 +189,6 @@ def test_bench_counts_rows(terminal, monkeypatch):
         "tiny: step 1 of 2 rows",
         "tiny: step 2 of 2 rows",
     ]
-
-
-def test_tune_counts_trials(terminal, monkeypatch, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text("from torch.utils.data import DataLoader\nfor x in DataLoader([1.0] * 9): pass")
-    monkeypatch.setattr(tune, "try_rows", lambda rows, *_: {"num_rows": rows or 8, "fits": rows < 9, "peak_bytes": 1})
-    monkeypatch.setattr("everygpu.feed.workers.numbers_to_try", lambda: [0])
-    arguments = ["tune", "--batch-size", "--seconds", "0.01", str(script)]
-    assert CliRunner().invoke(main, arguments).exit_code == 0
-    assert "running the script with 16 rows 1 trial 0:00" in terminal.lines
-    assert terminal.lines[-1].startswith("loading data 1 of 1 trial")
-    before = terminal.getvalue()
-    assert json.loads(CliRunner().invoke(main, [*arguments[:1], "--json", *arguments[1:]]).stdout)
-    assert terminal.getvalue() == before
 
 
 def test_doctor_counts_pairs_of_gpus(terminal, monkeypatch):

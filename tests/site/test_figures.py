@@ -50,5 +50,5 @@ def test_each_figure_of_readme_is_that_of_a_report(end, models):
     assert models in text
     assert len(picture.MODELS) == 8
     for page, report in (("data-parallel", ONE_GPU), ("reliability", FAULTS)):
-        assert f"](docs/{page}.{end}" in text
-        assert f"reports/{report}.md" in (picture.ROOT / "docs" / f"{page}.{end}").read_text("utf-8")
+        assert f"](docs/{page}.md" in text
+        assert f"reports/{report}.md" in (picture.ROOT / "docs" / f"{page}.md").read_text("utf-8")

@@ -15,7 +15,6 @@ from everygpu.cli.run import run_chosen
 from everygpu.cli.text import harmless
 from everygpu.cli.top import watch_gpus
 from everygpu.cli.trace import trace_script
-from everygpu.cli.tune import tune_script
 from everygpu.errors import CheckpointError, DeviceError, EveryGPUError, OptionError
 
 _EXIT_CODES = ((DeviceError, 3), (CheckpointError, 4), (OptionError, 2))
@@ -70,5 +69,4 @@ main.add_command(find_faults)
 main.add_command(list_devices)
 main.add_command(run_chosen)
 main.add_command(trace_script)
-main.add_command(tune_script)
 main.add_command(watch_gpus)

@@ -1,20 +1,18 @@
 """Measure how many worker processes load data fastest, on the user's own DataLoader."""
 
+import copy
 import math
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from everygpu.checkpoint.loaders import generators_of
-from everygpu.checkpoint.position import ResumableLoader
+from everygpu.checkpoint.rng import rng_states_kept
 from everygpu.errors import OptionError
-from everygpu.feed.arguments import check_callback, check_target, describe, is_number
-from everygpu.feed.feeder import Feeder, Target
-from everygpu.feed.restore import restored_generators
+from everygpu.feed.feeder import Feeder, Target, check_target, describe, is_number
+from everygpu.feed.order import loader_generators_kept
 from everygpu.feed.waiting import count_cores
 
 GAIN = 0.05
@@ -43,19 +41,13 @@ class WorkerReport:
     trials: tuple[WorkerTrial, ...]
     """In the order they were run."""
 
-    @property
-    def best(self) -> WorkerTrial:
-        """The trial of that number."""
-        return next(trial for trial in self.trials if trial.num_workers == self.num_workers)
-
 
 def tune_workers(
-    loader: DataLoader[Any] | ResumableLoader,
+    loader: DataLoader[Any],
     model_or_devices: Target = None,
     *,
     candidates: Iterable[int] | None = None,
     seconds: float = 3.0,
-    on_trial: Callable[[WorkerTrial], object] | None = None,
 ) -> WorkerReport:
     """Measure how many worker processes a DataLoader needs.
 
@@ -67,11 +59,10 @@ def tune_workers(
         loader = DataLoader(dataset, num_workers=report.num_workers)
 
     Args:
-        loader: A DataLoader of torch, or a ``ResumableLoader`` around one, whose position stays.
+        loader: A DataLoader of torch.
         model_or_devices: As for ``Feeder``.
         candidates: Numbers of workers to try, all of them, in this order.
         seconds: How long to measure each number of workers.
-        on_trial: Called after each trial.
     Returns:
         The number, and what was tried.
     Raises:
@@ -80,17 +71,13 @@ def tune_workers(
     Source:
         ``os.sched_getaffinity`` for the cores; the numbers are measured, not derived from them.
     """
-    loader = loader.loader if isinstance(loader, ResumableLoader) else loader
-    numbers, all_of_them = _check_options(loader, candidates, seconds)
+    numbers = _check_options(loader, candidates, seconds)
     check_target(model_or_devices, "tune_workers")
-    check_callback(on_trial, "tune_workers")
     trials: list[WorkerTrial] = []
     for num_workers in numbers:
-        with restored_generators(*generators_of(loader)):
+        with rng_states_kept(with_cuda=False), loader_generators_kept(loader):
             trials.append(_try(loader, model_or_devices, num_workers, seconds))
-        if on_trial is not None:
-            on_trial(trials[-1])
-        if not all_of_them and _has_peaked([t.batches_per_s for t in trials]):
+        if candidates is None and _has_peaked([t.batches_per_s for t in trials]):
             break
     return WorkerReport(num_workers=choose(trials), trials=tuple(trials))
 
@@ -103,47 +90,14 @@ def choose(trials: Iterable[WorkerTrial]) -> int:
 
 
 def with_workers(loader: DataLoader[Any], num_workers: int) -> DataLoader[Any]:
-    """Make a DataLoader like another one, with another number of workers.
-
-    Args:
-        loader: Left as it is; its dataset, sampler, generator and functions are shared.
-        num_workers: 0 or more.
-    """
-    same = ("dataset", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "in_order", "generator")
-    options: dict[str, Any] = {name: getattr(loader, name) for name in same}
-    if not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None:
-        options["batch_sampler"] = loader.batch_sampler
-    else:
-        options["batch_size"], options["drop_last"] = loader.batch_size, loader.drop_last
-        if not isinstance(loader.dataset, IterableDataset):
-            options["sampler"] = loader.sampler
-    if num_workers:
-        options["multiprocessing_context"] = loader.multiprocessing_context
-        options["prefetch_factor"] = loader.prefetch_factor
-    else:
-        options["timeout"] = 0
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="This DataLoader will create")
-        return DataLoader(num_workers=num_workers, **options)
-
-
-def _check_options(loader: DataLoader[Any], candidates: Iterable[int] | None, seconds: float) -> tuple[list[int], bool]:
-    if not isinstance(loader, DataLoader):
-        raise OptionError(
-            f"tune_workers: loader must be a torch.utils.data.DataLoader, got {describe(loader)}. "
-            f"Other iterables have no workers to tune."
-        )
-    if not is_number(seconds) or not 0 < seconds < math.inf:
-        raise OptionError(f"tune_workers: seconds must be more than 0, got {seconds!r}.")
-    if candidates is None:
-        return numbers_to_try(), False
-    numbers = list(candidates) if isinstance(candidates, Iterable) else []
-    if not numbers or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers):
-        raise OptionError(
-            f"tune_workers: candidates must be one or more whole numbers from 0, got {numbers or candidates!r}. "
-            f"Leave them out for 0, 1, 2, 4 and so on."
-        )
-    return numbers, True
+    """Copy a DataLoader, of whatever subclass, with another number of workers."""
+    twin = copy.copy(loader)
+    own = vars(twin)  # DataLoader refuses to set some of these after its constructor
+    own |= {"num_workers": num_workers, "persistent_workers": False, "_iterator": None}
+    own["prefetch_factor"] = (loader.prefetch_factor or 2) if num_workers else None
+    if not num_workers:
+        own["timeout"] = 0
+    return twin
 
 
 def numbers_to_try() -> list[int]:
@@ -152,14 +106,33 @@ def numbers_to_try() -> list[int]:
     return [0, *(2**i for i in range(limit.bit_length()) if 2**i < limit), limit]
 
 
+def _check_options(loader: Any, candidates: Iterable[int] | None, seconds: Any) -> list[int]:
+    if not isinstance(loader, DataLoader):
+        raise OptionError(
+            f"tune_workers: loader must be a torch.utils.data.DataLoader, got {describe(loader)}. "
+            f"Other iterables have no workers to tune."
+        )
+    if not is_number(seconds) or not 0 < seconds < math.inf:
+        raise OptionError(f"tune_workers: seconds must be more than 0, got {seconds!r}.")
+    if candidates is None:
+        return numbers_to_try()
+    numbers = list(candidates) if isinstance(candidates, Iterable) else []
+    if not numbers or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers):
+        raise OptionError(
+            f"tune_workers: candidates must be one or more whole numbers from 0, got {numbers or candidates!r}. "
+            f"Leave them out for 0, 1, 2, 4 and so on."
+        )
+    return numbers
+
+
 def _try(loader: DataLoader[Any], target: Target, num_workers: int, seconds: float) -> WorkerTrial:
-    twin = with_workers(loader, num_workers)
     start = time.perf_counter()
-    feeder = Feeder(twin, target)
-    feeder.dealer = None  # ranks measure for different numbers of batches
-    feeder.meter.warns = False  # there is nothing else to do than to wait
+    feeder = Feeder(with_workers(loader, num_workers), target, seed=0)
+    feeder._order.is_alone = True  # ranks measure for different numbers of batches
+    feeder._meter.warns = False  # there is nothing else to do than to wait
     with iter(feeder) as feed:
-        first_batch(feed, "tune_workers")
+        if next(feed, feed) is feed:
+            raise OptionError("tune_workers: the loader gives no batch. Check its dataset and sampler.")
         begin = now = time.perf_counter()
         num_batches = 0
         for _ in feed:
@@ -171,20 +144,6 @@ def _try(loader: DataLoader[Any], target: Target, num_workers: int, seconds: flo
     return WorkerTrial(
         num_workers=num_workers, batches_per_s=rate, first_batch_s=first_batch_s, num_batches=num_batches
     )
-
-
-def first_batch(batches: Iterator[Any], caller: str) -> Any:
-    """Return a loader's first batch.
-
-    Args:
-        batches: The loader's.
-        caller: Whose error it is.
-    Raises:
-        OptionError: there is none.
-    """
-    for batch in batches:
-        return batch
-    raise OptionError(f"{caller}: the loader must give a batch, got none. Check its dataset and sampler.")
 
 
 def _has_peaked(rates: list[float]) -> bool:

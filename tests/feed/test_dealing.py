@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import everygpu
-from everygpu.checkpoint.dealing import Dealer, Dealing, DealtSampler
 from everygpu.errors import SplitError
+from everygpu.feed.dealing import Dealing, kind_of
 from everygpu.ranks.lockstep import Lockstep
 
 
@@ -23,19 +23,11 @@ def dealings(kind, size):
 
 
 def test_a_batch_of_ten_on_four_ranks():
-    sampler = DealtSampler([list(range(10)), range(10, 13)])
-    found = []
-    for sampler.dealing in dealings("indexed", 4):
-        found.append(list(sampler))
+    ranks = dealings("indexed", 4)
+    found = [list(dealing.cut(iter([list(range(10)), range(10, 13)]))) for dealing in ranks]
     assert found == [[[0, 1, 2], [10]], [[3, 4, 5], [11]], [[6, 7], [12]], [[8, 9], [10]]]
-    empty = sampler.dealing.take(torch.ones(2)), sampler.dealing.take({"x": torch.ones(1, 3), "name": "a"})
+    empty = ranks[3].take(torch.ones(2)), ranks[3].take({"x": torch.ones(1, 3), "name": "a"})
     assert [len(empty[0]), empty[1]["x"].shape, empty[1]["name"]] == [2, (0, 3), "a"]
-
-
-def test_without_ranks_a_sampler_is_as_it_was():
-    sampler = DealtSampler([[3, 1], [2]])
-    assert list(sampler) == [[3, 1], [2]]
-    assert len(sampler) == 2
 
 
 @given(sizes=st.lists(st.integers(1, 9), max_size=5), num_ranks=st.integers(1, 6))
@@ -101,4 +93,4 @@ DATA = TensorDataset(torch.arange(8))
     ],
 )
 def test_what_a_loader_is_taken_for(loader, sharded, kind):
-    assert Dealer(loader, sharded, "Feeder").kind == kind
+    assert kind_of(loader, sharded) == kind
