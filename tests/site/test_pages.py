@@ -20,12 +20,13 @@ from tests.site.running import blocks, commands, page_path, run_page
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ["README", *sorted(path.stem for path in DOCS.glob("*.md") if path.suffixes == [".md"])]
-CHINESE = ["README", "index", "migration"]
+CHINESE = ["README", "how-do-i", "index", "migration"]
 """What a newcomer reads first is there in both languages."""
 RUN = [
     page
     for page in PAGES
-    if page not in ("benchmarks", "index", "migration", "recipes") and blocks(page_path(page).read_text("utf-8"))
+    if page not in ("benchmarks", "how-do-i", "index", "migration", "recipes")
+    and blocks(page_path(page).read_text("utf-8"))
 ]
 """The pages whose code runs as it stands; others are judged by what they do, recipes in tests/clients."""
 
@@ -67,6 +68,22 @@ def test_migration_trains_on_two_replicas(capsys):
 @pytest.mark.parametrize("page", RUN)
 def test_code_of_pages_runs(page):
     run_page(page).clear()  # what a page registers with torch refers to its names, and they to replicas
+
+
+@pytest.mark.usefixtures("two_replicas")
+def test_twenty_questions_have_the_answers_they_show(capsys):
+    names = run_page("how-do-i")
+    assert capsys.readouterr().out.split() == ["threads", "threads"]  # on the CPU nothing is recorded
+    assert [step for step, figures in names["logged"] if figures["loss"] > 0] == [50]
+    assert names["mean"].num_rows == 8
+    assert names["output"].shape == (4,)
+    assert type(names["model"]) is torch.nn.Sequential
+    assert {parameter.requires_grad for parameter in names["model"][0].parameters()} == {False}
+    assert torch.load("model.pt").keys() == names["model"].state_dict().keys()
+    names.clear()
+    questions = re.split(r"^## ", page_path("how-do-i").read_text("utf-8"), flags=re.MULTILINE)[1:]
+    assert len(questions) == 20
+    assert all("```" in text and len(re.findall(r"\]\(", text)) == 1 for text in questions if "gan.py" not in text)
 
 
 @pytest.mark.usefixtures("two_replicas")

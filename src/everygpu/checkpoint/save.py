@@ -78,7 +78,7 @@ def save(
         scheduler: Likewise.
         **extras: Under any other name: values JSON can hold, tensors, NumPy arrays, in list, tuple and
             dict at any depth; or an object with state_dict and load_state_dict (a GradScaler, a
-            `ResumableLoader`), or a torch.Generator.
+            `Feeder`), or a torch.Generator.
     Returns:
         The path. A warning says that it is a directory where it ends as a file does: ``.pt``, ``.pth``, ``.ckpt``,
         ``.bin``, ``.safetensors``.

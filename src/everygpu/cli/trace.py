@@ -20,6 +20,11 @@ from everygpu.errors import OptionError
 from everygpu.exit_codes import INTERRUPTED
 from everygpu.units import format_size
 
+
+class Stop(BaseException):
+    """Ends a script from within; no Exception, so that it is not caught on the way."""
+
+
 if TYPE_CHECKING:
     from everygpu.tracing.events import Trace
     from everygpu.tracing.shares import DeviceShares, HostShares
@@ -83,7 +88,6 @@ def trace_script(
     _check(script, args, output, is_module)
     for name, value in _FOR_GRAPHS.items():
         os.environ.setdefault(name, value)
-    from everygpu.cli.observe import Stop
     from everygpu.tracing.steps import StepTracer, noticing
 
     path, is_main = _path_of_rank(output)

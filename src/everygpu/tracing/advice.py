@@ -10,11 +10,11 @@ SMALL_PCT = 5.0
 """A loss below this is not worth a change."""
 
 _DATA = (
-    "Load ahead: `everygpu tune` on the same script measures how many workers the DataLoader needs, and "
+    "Load ahead: `everygpu.tune_workers(loader)` measures how many workers the DataLoader needs, and "
     "everygpu.Feeder has batches on the devices before the model asks."
 )
 _DATA_OF_FEEDER = (
-    "`everygpu tune` on the same script measures how many workers the DataLoader needs; a larger prefetch helps where "
+    "`everygpu.tune_workers(loader)` measures how many workers the DataLoader needs; a larger prefetch helps where "
     "batches come unevenly."
 )
 _EXCHANGE = (
