@@ -118,8 +118,9 @@ class RecordableStep:
             return True
         recorded.update.write_tables()
         rows = self._strategy.prepare_update(recorded.touched)
-        if rows is None or rows.row_of != recorded.update.rows.row_of:
+        if rows is None:
             return False
+        recorded.update.rows.follow(rows)
         if self._step._replica_check is not None:
             self._step._replica_check.before_update()
         return True

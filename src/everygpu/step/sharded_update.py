@@ -205,7 +205,7 @@ class ShardedUpdate:
         fused = self._whole_update()
         if fused is None:
             return None
-        rows = fused.prepare(self._touched if touched is None else touched)
+        rows = fused.prepare(self._touched if touched is None else touched).for_recording()
         return EarlyUpdate(self._flat_params, fused, rows, beside=beside)
 
     def finish_update(self, rows: HyperparameterTable) -> None:
