@@ -20,12 +20,13 @@ from tests.site.running import blocks, commands, page_path, run_page
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ["README", *sorted(path.stem for path in DOCS.glob("*.md") if path.suffixes == [".md"])]
-CHINESE = ["README", "index", "migration"]
+CHINESE = ["README", "how-do-i", "index", "migration"]
 """What a newcomer reads first is there in both languages."""
 RUN = [
     page
     for page in PAGES
-    if page not in ("benchmarks", "index", "migration", "recipes") and blocks(page_path(page).read_text("utf-8"))
+    if page not in ("benchmarks", "how-do-i", "index", "migration", "recipes")
+    and blocks(page_path(page).read_text("utf-8"))
 ]
 """The pages whose code runs as it stands; others are judged by what they do, recipes in tests/clients."""
 
@@ -70,13 +71,29 @@ def test_code_of_pages_runs(page):
 
 
 @pytest.mark.usefixtures("two_replicas")
+def test_twenty_questions_have_the_answers_they_show(capsys):
+    names = run_page("how-do-i")
+    assert capsys.readouterr().out.split() == ["threads", "threads"]  # on the CPU nothing is recorded
+    assert [step for step, figures in names["logged"] if figures["loss"] > 0] == [50]
+    assert names["mean"].num_rows == 8
+    assert names["output"].shape == (4,)
+    assert type(names["model"]) is torch.nn.Sequential
+    assert {parameter.requires_grad for parameter in names["model"][0].parameters()} == {False}
+    assert torch.load("model.pt").keys() == names["model"].state_dict().keys()
+    names.clear()
+    questions = re.split(r"^## ", page_path("how-do-i").read_text("utf-8"), flags=re.MULTILINE)[1:]
+    assert len(questions) == 20
+    assert all("```" in text and len(re.findall(r"\]\(", text)) == 1 for text in questions if "gan.py" not in text)
+
+
+@pytest.mark.usefixtures("two_replicas")
 def test_benchmarks_can_take_its_functions(monkeypatch):
     module = ModuleType("train")
     vars(module).update(run_page("benchmarks"))
     monkeypatch.setitem(sys.modules, "train", module)
     one, several = (find_training(f"train:{name}").batch for name in ("bench", "bench_of_many_lengths"))
     assert len(list_batches(one)) == 1
-    assert len(list_batches(several)) == 2
+    assert len(list_batches(several)) == 26
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -220,11 +237,11 @@ def test_lines_of_chinese_text_are_joined():
 
 
 def test_options_and_short_code_stay_on_one_line():
-    short, long = "<code>engine=&quot;graphs&quot;</code>", "<code>everygpu tune --batch-size my-train.py</code>"
+    short, long = "<code>engine=&quot;graphs&quot;</code>", "<code>everygpu run --processes my-train.py</code>"
     block = "<pre><code>a\n</code></pre>"
     assert hooks.on_page_content(short + long + block) == (
         '<code class="short">engine=&quot;graphs&quot;</code>'
-        '<code>everygpu tune <span class="short">--batch-size</span> my-train.py</code>' + block
+        '<code>everygpu run <span class="short">--processes</span> my-train.py</code>' + block
     )
 
 

@@ -1,4 +1,4 @@
-"""A model with its optimizer and data, and what a loop knows of itself."""
+"""A model with its optimizer and data, as a script has them."""
 
 import torch
 from torch.utils.data import DataLoader
