@@ -93,7 +93,7 @@ def test_benchmarks_can_take_its_functions(monkeypatch):
     monkeypatch.setitem(sys.modules, "train", module)
     one, several = (find_training(f"train:{name}").batch for name in ("bench", "bench_of_many_lengths"))
     assert len(list_batches(one)) == 1
-    assert len(list_batches(several)) == 2
+    assert len(list_batches(several)) == 26
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -231,11 +231,11 @@ def test_lines_of_chinese_text_are_joined():
 
 
 def test_options_and_short_code_stay_on_one_line():
-    short, long = "<code>engine=&quot;graphs&quot;</code>", "<code>everygpu tune --batch-size my-train.py</code>"
+    short, long = "<code>engine=&quot;graphs&quot;</code>", "<code>everygpu run --processes my-train.py</code>"
     block = "<pre><code>a\n</code></pre>"
     assert hooks.on_page_content(short + long + block) == (
         '<code class="short">engine=&quot;graphs&quot;</code>'
-        '<code>everygpu tune <span class="short">--batch-size</span> my-train.py</code>' + block
+        '<code>everygpu run <span class="short">--processes</span> my-train.py</code>' + block
     )
 
 

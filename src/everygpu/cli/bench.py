@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from everygpu.child import python_command
-from everygpu.cli.live import make_console
-from everygpu.cli.numbers import FiniteRange
+from everygpu.cli.options import FiniteRange
+from everygpu.cli.output import make_console
 from everygpu.cli.paths import UserPath
 from everygpu.cli.progress_bar import Bar, show_bar
 from everygpu.cli.text import harmless

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from everygpu.devices import parse_devices
 from everygpu.devices.parse import DeviceLike
 from everygpu.errors import OptionError
-from everygpu.feed.one_pass import Feed, FeedOptions
+from everygpu.feed.one_pass import Feed
 from everygpu.feed.order import Order, check_in_order
 from everygpu.feed.waiting import FeedReport, WaitMeter
 from everygpu.keys import wrapped_child
@@ -88,12 +88,8 @@ class Feeder:
         _check_options(prefetch, seed, dim, timeout, sharded)
         self.loader = loader
         self._order = Order(loader, seed, sharded)
-        self._options = FeedOptions(
-            loader=self._order.iterated,
-            route=find_route(model_or_devices, split, dim),
-            prefetch=prefetch,
-            timeout_s=timeout,
-        )
+        self._route = find_route(model_or_devices, split, dim)
+        self._prefetch, self._timeout = prefetch, timeout
         self._meter = WaitMeter(loader, prefetch)
         self._feed: weakref.ref[Feed] | None = None
 
@@ -106,10 +102,9 @@ class Feeder:
             CheckpointMismatchError: the order drawn again is not that of the pass that was saved.
             RankError: ranks have drawn different orders.
         """
-        if getattr(self._options.loader, "persistent_workers", False):
+        if getattr(self._order.iterated, "persistent_workers", False):
             self._end_pass()  # such workers serve one pass at a time
-        iterator, position, dealing = self._order.begin()
-        feed = Feed(iterator, self._options, position, self._meter, dealing)
+        feed = Feed(self._order, self._route, self._prefetch, self._timeout, self._meter)
         self._feed = weakref.ref(feed)
         return feed
 
@@ -120,7 +115,7 @@ class Feeder:
     @property
     def devices(self) -> list[torch.device]:
         """One per replica."""
-        return list(self._options.route.devices)
+        return list(self._route.devices)
 
     @property
     def epoch(self) -> int:

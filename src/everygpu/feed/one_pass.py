@@ -7,14 +7,13 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from everygpu.errors import FeedTimeoutError, WorkerError
 from everygpu.feed.batches import SentBatch, send_batch, unpack_batch
 from everygpu.feed.dealing import Dealing
-from everygpu.feed.order import Pass
+from everygpu.feed.order import Order
 from everygpu.feed.source import Source, Stopped
 from everygpu.feed.waiting import StepTime, WaitMeter
 from everygpu.parallel.cuda_graphs.host_rng import DRAW_GATE
@@ -28,18 +27,6 @@ _POLL_S = 0.2
 """Waiting is cut into pieces of this length: on Windows, Ctrl-C gets through only in between."""
 
 logger = logging.getLogger("everygpu")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FeedOptions:
-    """What all passes of a ``Feeder`` have in common."""
-
-    loader: Any
-    route: ScatterSpec
-    prefetch: int
-    """Batches prepared ahead; 0 for none, and no thread."""
-    timeout_s: float | None
-    """How long a batch may take to come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,28 +46,29 @@ class Feed:
     """One pass over a loader; made by ``iter(feeder)``.
 
     Args:
-        iterator: Of the loader, where the pass begins.
-        options: Of the Feeder.
-        position: Is told of each batch that is handed out, and of the end.
+        order: Of the loader; begins the pass.
+        route: Where rows go.
+        prefetch: Batches prepared ahead; 0 for none, and no thread.
+        timeout_s: How long a batch may take to come; None for as long as it takes.
         meter: Is told how long each step took.
-        dealing: Takes this rank's rows of each batch; None where there is one process.
     """
 
     def __init__(
-        self, iterator: Iterator[Any], options: FeedOptions, position: Pass, meter: WaitMeter, dealing: Dealing | None
+        self, order: Order, route: ScatterSpec, prefetch: int, timeout_s: float | None, meter: WaitMeter
     ) -> None:
-        self._options, self._position, self._meter, self._dealing = options, position, meter, dealing
-        self._lockstep = None if dealing is None else dealing.lockstep
+        iterator, self._position, self._dealing = order.begin()
+        self._route, self._timeout_s, self._meter = route, timeout_s, meter
+        self._lockstep = None if self._dealing is None else self._dealing.lockstep
         self._handed_over_at: float | None = None
         self._has_ended = False
         self._ready: _Ready = queue.SimpleQueue()
-        self._room, self._stop = threading.Semaphore(options.prefetch), threading.Event()
-        self._source = Source(iterator, options.loader, self._stop)
+        self._room, self._stop = threading.Semaphore(prefetch), threading.Event()
+        self._source = Source(iterator, order.iterated, self._stop)
         self._thread: threading.Thread | None = None
-        if options.prefetch:
+        if prefetch:
             self._thread = threading.Thread(
                 target=_prepare_batches,
-                args=(self._source, options.route, dealing, self._ready, self._room, self._stop),
+                args=(self._source, route, self._dealing, self._ready, self._room, self._stop),
                 name="everygpu-feeder",
                 daemon=True,  # in case the loader's next() never returns
             )
@@ -128,7 +116,7 @@ class Feed:
 
     def _take(self) -> _Prepared:
         if self._thread is None:
-            return _prepare(self._source, self._options.route, self._dealing)
+            return _prepare(self._source, self._route, self._dealing)
         found = self._await_ready(self._thread)
         self._room.release()
         if isinstance(found, _Prepared):
@@ -139,16 +127,15 @@ class Feed:
             del found  # its traceback holds all that its frames refer to
 
     def _await_ready(self, thread: threading.Thread) -> _Prepared | BaseException:
-        timeout_s = self._options.timeout_s
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        deadline = math.inf if self._timeout_s is None else time.monotonic() + self._timeout_s
         while True:
             try:
                 return self._ready.get(timeout=max(0.0, min(_POLL_S, deadline - time.monotonic())))
             except queue.Empty:
                 if time.monotonic() >= deadline:
                     raise FeedTimeoutError(
-                        f"Feeder: no batch came within timeout={timeout_s:g} s. {self._source.describe_workers()} "
-                        f"Raise timeout, or look at what the loader waits for."
+                        f"Feeder: no batch came within timeout={self._timeout_s:g} s. "
+                        f"{self._source.describe_workers()} Raise timeout, or look at what the loader waits for."
                     ) from None
                 if not thread.is_alive() and self._ready.empty():
                     raise WorkerError(
@@ -167,7 +154,7 @@ class Feed:
             raise StopIteration
         if prepared is not None:
             return prepared
-        return _Prepared(sent=send_batch(lockstep.empty_batch(), self._options.route), load_s=0.0, send_s=0.0)
+        return _Prepared(sent=send_batch(lockstep.empty_batch(), self._route), load_s=0.0, send_s=0.0)
 
     def _measure(self, prepared: _Prepared, asked_at: float) -> None:
         now = time.perf_counter()

@@ -373,28 +373,6 @@ def _reseed(generators: Sequence[Any]) -> None:
             generator.seed(number % 2**32)
 
 
-@contextmanager
-def loader_generators_kept(loader: Any) -> Iterator[None]:
-    """Put the generators of a loader, its samplers and its dataset back when the block ends."""
-    kept = generators_of([loader, *_samplers_of(loader)], Sampler)
-    kept += generators_of([getattr(loader, "dataset", None)], Dataset)
-    states = [_state_of(generator) for generator in kept]
-    try:
-        yield
-    finally:
-        for generator, state in zip(kept, states):
-            write = getattr(generator, "setstate", None) or getattr(generator, "set_state", None)
-            if write is None:  # NumPy's newer ones
-                generator.bit_generator.state = state
-            else:
-                write(state)
-
-
-def _state_of(generator: Any) -> Any:
-    read = getattr(generator, "getstate", None) or getattr(generator, "get_state", None)
-    return generator.bit_generator.state if read is None else read()
-
-
 def _is_generator(value: Any) -> bool:
     is_python = isinstance(value, random.Random) and not isinstance(value, random.SystemRandom)
     return is_python or isinstance(value, (torch.Generator, numpy.random.Generator, numpy.random.RandomState))

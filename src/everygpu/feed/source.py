@@ -126,14 +126,13 @@ def _watch(iterator: Any, stop: threading.Event) -> None:
         iterator._worker_pids_set = False
     plain, of = type(iterator)._try_get_data, weakref.ref(iterator)
 
-    def try_get_data(timeout: float = 5.0) -> tuple[bool, Any]:
-        deadline = time.monotonic() + timeout
+    def try_get_data(timeout: float = _POLL_S) -> tuple[bool, Any]:
+        deadline = time.monotonic() + timeout  # which is the DataLoader's own, where it has one
         while True:
             if stop.is_set():
                 raise Stopped
-            left = deadline - time.monotonic()
-            found: tuple[bool, Any] = plain(of(), max(0.0, min(_POLL_S, left)))
-            if found[0] or left <= _POLL_S:
+            found: tuple[bool, Any] = plain(of(), _POLL_S)
+            if found[0] or time.monotonic() >= deadline:
                 return found
 
     iterator._try_get_data = try_get_data

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 from everygpu.checkpoint.rng import rng_states_kept
 from everygpu.errors import OptionError
 from everygpu.feed.feeder import Feeder, Target, check_target, describe, is_number
-from everygpu.feed.order import loader_generators_kept
 from everygpu.feed.waiting import count_cores
 
 GAIN = 0.05
@@ -52,8 +51,8 @@ def tune_workers(
     """Measure how many worker processes a DataLoader needs.
 
     Batches are loaded and sent to the devices as ``Feeder`` does, with nothing else to do, by 0, 1, 2, 4, … workers
-    up to the CPU cores that this process may use, until more bring nothing. The loader itself stays as it is, and so
-    do the random generators of this process::
+    up to the CPU cores that this process may use, until more bring nothing. The random generators of this process
+    stay as they are; those of the loader are seeded, as by any ``Feeder``::
 
         report = everygpu.tune_workers(loader, model)
         loader = DataLoader(dataset, num_workers=report.num_workers)
@@ -75,7 +74,7 @@ def tune_workers(
     check_target(model_or_devices, "tune_workers")
     trials: list[WorkerTrial] = []
     for num_workers in numbers:
-        with rng_states_kept(with_cuda=False), loader_generators_kept(loader):
+        with rng_states_kept(with_cuda=False):
             trials.append(_try(loader, model_or_devices, num_workers, seconds))
         if candidates is None and _has_peaked([t.batches_per_s for t in trials]):
             break

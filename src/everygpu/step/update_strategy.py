@@ -16,6 +16,8 @@ class FusedStatus(NamedTuple):
     """See ``FiniteCheck``."""
     counted: set[int]
     """Parameters that an update is counted for, whether the kernels leave it out or not."""
+    norm: Tensor | None = None
+    """Of the whole gradient before it was clipped, where it had to be known."""
 
 
 class UpdateStrategy(Protocol):
