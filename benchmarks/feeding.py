@@ -21,9 +21,8 @@ import torch
 
 import everygpu
 from everygpu import tree
-from everygpu.bench.batches import list_batches
 from everygpu.bench.report import describe_machine
-from everygpu.bench.training import count_rows, find_training, repeat_rows, split_batch
+from everygpu.bench.training import count_rows, find_training, list_batches, repeat_rows, split_batch
 from everygpu.feed.batch_size import resize
 
 GOAL = 1.02

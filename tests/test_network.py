@@ -27,6 +27,7 @@ for x, y in everygpu.Feeder(loader, model):
     step(x, y)
 everygpu.save(sys.argv[1], model=model, optimizer=optimizer)
 everygpu.load(sys.argv[1], model=model, optimizer=optimizer)
+everygpu.visible_devices()
 watching.close()
 print(calls, sockets() - before)
 """

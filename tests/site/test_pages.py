@@ -13,8 +13,7 @@ import torch
 from website import check, hooks, prepare
 
 import everygpu
-from everygpu.bench.batches import list_batches
-from everygpu.bench.training import find_training
+from everygpu.bench.training import find_training, list_batches
 from everygpu.cli import main
 from tests.site.running import blocks, commands, page_path, run_page
 
