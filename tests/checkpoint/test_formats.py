@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import everygpu
-from everygpu.checkpoint.foreign import read_foreign
+from everygpu.checkpoint.foreign import find_model_file, format_of, read_foreign
 from everygpu.errors import CheckpointDamagedError, CheckpointForeignError, CheckpointNotFoundError
 from tests.checkpoint.models import same_state
 

@@ -22,7 +22,7 @@ def model_of(found: Contents) -> Any:
 
 
 def extras_of(found: Contents) -> dict[str, Any]:
-    return {name: part.state for name, part in found.parts.items() if name not in ("model", "optimizer", "scheduler")}
+    return {name: part.state for name, part in found.extras.items()}
 
 
 W = {"layer.weight": torch.ones(2, 2), "layer.bias": torch.ones(2)}
