@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 from warnings import warn
@@ -183,13 +184,10 @@ def _decode_part(part: Any, tensors: dict[str, Tensor]) -> Part:
 
 def _take_section(contents: Contents, section: str) -> Contents:
     """Take a module that was saved under another name for the model."""
-    modules = {
-        name: part for name, part in [*contents.parts.items(), *contents.extras.items()] if part.kind == "module"
-    }
+    parts = {**contents.parts, **contents.extras}
+    modules = {name: part for name, part in parts.items() if part.kind == "module"}
     if section not in modules:
         raise CheckpointMismatchError(
             f"load: {section!r} is no module in the checkpoint. There are: {', '.join(map(repr, modules)) or 'none'}."
         )
-    return Contents(
-        format=contents.format, parts={"model": modules[section]}, section=section, libraries=contents.libraries
-    )
+    return replace(contents, parts={"model": modules[section]}, extras={}, section=section)
