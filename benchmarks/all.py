@@ -98,8 +98,6 @@ def list_soaks(box: Box) -> Iterator[Part]:
     for name, options in ways.items():
         if not (box.on_cpu and name == "graphs"):
             yield Part(name=f"soak-{name}", command=["benchmarks/soak.py", *size, *options], seconds=300)
-    kills = box.pick("--kills 20", "--kills 1")
-    yield Part(name="soak-processes", command=["benchmarks/helpers.py", *size, *kills], seconds=300)
 
 
 def list_tests() -> Iterator[Part]:

@@ -77,7 +77,7 @@ def compare(name: str, devices: list[torch.device], options: argparse.Namespace)
         train(inputs, *targets)
 
     there = itertools.cycle(list(everygpu.Feeder(whole, net)))
-    with everygpu.Feeder(Loader(whole, options.batches), net, prefetch=PREFETCH, publish=False) as feeder:
+    with everygpu.Feeder(Loader(whole, options.batches), net, prefetch=PREFETCH) as feeder:
         feed = iter(feeder)
         ways = {"there": lambda: learn(next(there)), "fed": lambda: learn(next(feed))}
         times: dict[str, list[float]] = {way: [] for way in ways}

@@ -57,7 +57,7 @@ def make_update(num: int, devices: list[torch.device], dtype: torch.dtype) -> tu
 def ours(num: int, devices: list[torch.device], dtype: torch.dtype) -> Callable[[], Any]:
     """What TrainStep does after backward, in a step that isn't recorded."""
     fused, touched = make_update(num, devices, dtype)
-    return lambda: fused.run(touched, factor=1.0, is_reduced=False)
+    return lambda: fused.run(touched, factor=1.0, losses=None)
 
 
 def recorded(num: int, devices: list[torch.device], dtype: torch.dtype) -> Callable[[], Any]:

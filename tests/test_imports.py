@@ -24,7 +24,7 @@ LAYERS = [
     {"checkpoint"},
     {"feed"},
     {""},
-    {"bench", "tracing"},
+    {"bench"},
     {"cli"},
     {"__main__"},
 ]

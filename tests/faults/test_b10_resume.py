@@ -41,7 +41,8 @@ class Training:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
         samples = torch.linspace(-1, 1, NUM_SAMPLES * 3).reshape(-1, 3)
         dataset = TensorDataset(torch.arange(NUM_SAMPLES), samples)
-        self.data = everygpu.ResumableLoader(DataLoader(dataset, 6, shuffle=True, num_workers=num_workers))
+        loader = DataLoader(dataset, 6, shuffle=True, num_workers=num_workers)
+        self.data = everygpu.Feeder(loader, "cpu", prefetch=0)
         self.checkpoints = everygpu.CheckpointManager(directory, keep=2, every=3, **self.parts())
         self.step = 0
 

@@ -87,9 +87,13 @@ def test_b18_in_a_save(tmp_path: Path, asynchronous: bool) -> None:
         real(descriptor)
         calls.append(send(TERM) if not calls else None)
 
+    def on(place: str) -> None:
+        while place == "step 2" and not calls:
+            time.sleep(0.001)
+
     def work() -> None:
         os.fsync = fsync
-        train(tmp_path / "run", lambda place: time.sleep(0.02), every=1, asynchronous=asynchronous)
+        train(tmp_path / "run", on, every=1, asynchronous=asynchronous)
 
     assert end_of(work) == 143
     assert saved_in(tmp_path / "run") in ([1, 2], [1, 2, 3])

@@ -197,11 +197,9 @@ PEERS = {
     "ours_compiled": Peer(make=lambda work: ours(work, engine="compile")),
     "ours_graphs": Peer(make=lambda work: ours(work, engine="graphs")),
     "ours_graphs_compiled": Peer(make=lambda work: ours(work, compiled=True, engine="graphs")),
-    "ours_processes": Peer(make=lambda work: ours(work, engine="processes")),
     "ours_ranks": Peer(make=ours_in_ranks, is_distributed=True),
     "step": Peer(make=train_step),
     "step_uncaptured": Peer(make=lambda work: train_step(work, capture=False)),
-    "step_processes": Peer(make=lambda work: train_step(work, engine="processes", capture=False)),
     "step_ranks": Peer(make=lambda work: train_step(work, is_rank=True), is_distributed=True),
     "step_ranks_of_2": Peer(
         make=lambda work: train_step(work, is_rank=True), is_distributed=True, devices_per_process=2

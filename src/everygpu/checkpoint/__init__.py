@@ -14,7 +14,6 @@
 
 from everygpu.checkpoint.load import load
 from everygpu.checkpoint.manager import CheckpointManager
-from everygpu.checkpoint.position import ResumableLoader
 from everygpu.checkpoint.save import save
 
-__all__ = ["CheckpointManager", "ResumableLoader", "load", "save"]
+__all__ = ["CheckpointManager", "load", "save"]

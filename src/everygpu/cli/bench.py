@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from everygpu.child import python_command
-from everygpu.cli.live import make_console
-from everygpu.cli.numbers import FiniteRange
+from everygpu.cli.options import FiniteRange
+from everygpu.cli.output import make_console
 from everygpu.cli.paths import UserPath
 from everygpu.cli.progress_bar import Bar, show_bar
 from everygpu.cli.text import harmless
@@ -91,8 +91,8 @@ def compare_ways(
 
     Rows: single, single_compiled, single_graph (one GPU: eager, compiled, one CUDA graph a step), dp
     (torch.nn.DataParallel), ddp, ddp_compiled (DistributedDataParallel), ours, ours_compiled, ours_graphs,
-    ours_graphs_compiled, ours_processes, ours_ranks (everygpu.DataParallel), step, step_compiled, step_uncaptured,
-    step_processes, step_ranks, step_ranks_of_2 (everygpu.TrainStep). Each runs in a process of its own, those of ranks
+    ours_graphs_compiled, ours_ranks (everygpu.DataParallel), step, step_compiled, step_uncaptured,
+    step_ranks, step_ranks_of_2 (everygpu.TrainStep). Each runs in a process of its own, those of ranks
     in one for each GPU, or for every two.
 
     Models: gpt2, gpt2-xl, resnet50, resnet18, efficientnet, vit, unet, bert, llama, lstm, moe, tiny; or

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from everygpu.parallel.buckets.kept import KeptBucket
-from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.step.update import Share
 
 
@@ -16,6 +15,8 @@ class FusedStatus(NamedTuple):
     """See ``FiniteCheck``."""
     counted: set[int]
     """Parameters that an update is counted for, whether the kernels leave it out or not."""
+    norm: Tensor | None = None
+    """Of the whole gradient before it was clipped, where it had to be known."""
 
 
 class UpdateStrategy(Protocol):
@@ -26,9 +27,6 @@ class UpdateStrategy(Protocol):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model on all devices."""
-
-    def replicas(self) -> ReplicaSet:
-        """Return the replicas that forward runs on."""
 
     def leaves(self) -> list[Tensor]:
         """List the parameters of which each replica has a leaf of its own."""
@@ -41,6 +39,12 @@ class UpdateStrategy(Protocol):
 
     def detach_grads(self) -> None:
         """Clean up after a backward."""
+
+    def flags(self) -> Tensor | None:
+        """Return, under ranks, 1 for each parameter that has got a gradient; None where gradients bring that along."""
+
+    def take_flags(self, flags: Tensor | None) -> None:
+        """Take note of all ranks' flags, added up."""
 
     def reduce(self) -> list[Share]:
         """Add the gradients of all replicas up, and return each device's part."""

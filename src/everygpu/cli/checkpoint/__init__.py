@@ -8,9 +8,9 @@ import click
 from everygpu.errors import CheckpointError
 
 _VERBS = {
-    "convert": "convert_checkpoint",
-    "show": "show_checkpoint",
-    "verify": "verify_checkpoint",
+    "convert": ("convert_checkpoint", "Write SRC to DST in another format, or under other names."),
+    "show": ("show_checkpoint", "Show the tensors in a checkpoint."),
+    "verify": ("verify_checkpoint", "Check a checkpoint against its manifest, or that it can be read."),
 }
 
 
@@ -31,8 +31,12 @@ class _Group(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _VERBS:
             return None
-        command: click.Command = getattr(import_module(f"{__name__}.{cmd_name}"), _VERBS[cmd_name])
+        command: click.Command = getattr(import_module(f"{__name__}.{cmd_name}"), _VERBS[cmd_name][0])
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in _VERBS.items()])
 
 
 @click.group("checkpoint", cls=_Group)
