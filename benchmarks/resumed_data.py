@@ -27,25 +27,24 @@ def count_wrong_resumes(num_tries: int) -> str:
 def _is_resumed_rightly(root: Path, chance: random.Random) -> bool:
     seed, after = chance.randrange(10**6), chance.randrange(1, _NUM_BATCHES)
     prefetch, num_workers = chance.randrange(1, 6), chance.choice([0, 0, 0, 2])
-    with_feeder, asynchronous = chance.random() < 0.5, chance.random() < 0.5
+    asynchronous = chance.random() < 0.5
 
-    def make() -> tuple[everygpu.ResumableLoader, everygpu.Feeder]:
+    def make() -> everygpu.Feeder:
         order = torch.Generator().manual_seed(seed)
         loader = DataLoader(
             torch.arange(_NUM_SAMPLES), _BATCH_SIZE, shuffle=True, generator=order, num_workers=num_workers
         )  # fmt: skip
-        data = everygpu.ResumableLoader(loader)
-        return data, everygpu.Feeder(data, ["cpu"] * 2, prefetch=prefetch)
+        return everygpu.Feeder(loader, ["cpu"] * 2, prefetch=prefetch)
 
-    _, feeder = make()
+    feeder = make()
     whole = _samples(feeder, _NUM_BATCHES)
-    data, feeder = make()
+    feeder = make()
     with everygpu.CheckpointManager(root, asynchronous=asynchronous) as checkpoints:
         seen = _samples(feeder, after)
-        checkpoints.save(after, data=feeder if with_feeder else data)
+        checkpoints.save(after, data=feeder)
     feeder.close()
-    data, feeder = make()
-    checkpoints.load(data=feeder if with_feeder else data)
+    feeder = make()
+    checkpoints.load(data=feeder)
     return seen + _samples(feeder, _NUM_BATCHES - after) == whole
 
 

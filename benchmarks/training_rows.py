@@ -106,6 +106,33 @@ def dlrm(tiny: bool) -> tuple[Any, ...]:
     return DLRM(num_rows), F.binary_cross_entropy_with_logits, sgd, [(inputs, clicks)]
 
 
+class Experts(nn.Module):
+    """Gives each token to one of several experts; how many an expert gets, the host reads."""
+
+    def __init__(self, width: int, num_experts: int = 8) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, num_experts)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(num_experts)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            mine = chosen == index
+            if mine.sum().item():
+                out[mine] = (expert(x[mine]) * weights[mine, None]).to(out.dtype)
+        return x + out
+
+
+def moe(tiny: bool) -> tuple[Any, ...]:
+    width, rows = (16, 32) if tiny else (512, 4096)
+    model = nn.Sequential(*(Experts(width) for _ in range(2 if tiny else 6)), nn.LayerNorm(width), nn.Linear(width, 10))
+    return model, cross_entropy, adamw, [(torch.randn(rows, width), torch.randint(0, 10, (rows,)))]
+
+
 class Residual(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return x + F.relu(super().forward(x))
@@ -126,6 +153,7 @@ WORKLOADS: dict[str, tuple[Callable[[bool], tuple[Any, ...]], str]] = {
     "llama": (llama, "bf16"),
     "dlrm": (dlrm, "fp32"),
     "mlp": (mlp, "fp32"),
+    "moe": (moe, "fp32"),
 }
 """Each makes a model, its loss (None where the model has it), what makes its optimizer, and batches, as
 ``everygpu bench`` takes them; and the precision."""
@@ -213,7 +241,9 @@ def reduce_overhead(work: Work) -> Step:
 
 def ddp(work: Work) -> Step:
     device_ids = [torch.device(work.device_ids[0])] if "cuda" in work.device_ids[0] else None
-    return plain(work, nn.parallel.DistributedDataParallel(work.model, device_ids, gradient_as_bucket_view=True))
+    is_sparse = any(isinstance(m, Experts) for m in work.model.modules())
+    options = {"gradient_as_bucket_view": True, "find_unused_parameters": is_sparse}
+    return plain(work, nn.parallel.DistributedDataParallel(work.model, device_ids, **options))
 
 
 def loop(work: Work, engine: str = "auto") -> Step:
@@ -225,7 +255,7 @@ def loop(work: Work, engine: str = "auto") -> Step:
 def train_step(work: Work, **options: Any) -> Step:
     import everygpu
 
-    net = everygpu.DataParallel(work.model, work.device_ids, engine="compile" if options else "auto")
+    net = everygpu.DataParallel(work.model, work.device_ids, engine="compile" if "compile" in options else "auto")
     step = everygpu.TrainStep(net, work.loss, work.optimizer, precision=work.precision, **options)
     return (step if work.loss is None else lambda batch: step(*batch)), step
 
@@ -256,6 +286,7 @@ ROWS = {
     "ddp_r2": Row(make=ddp, ranks=2),
     "loop_r2": Row(make=loop, ranks=2),
     "step_r2": Row(make=train_step, ranks=2),
+    "step_eager_r2": Row(make=lambda work: train_step(work, capture=False), ranks=2),
 }
 
 

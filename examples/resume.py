@@ -75,7 +75,7 @@ def main() -> None:
     model = everygpu.DataParallel(make_model(), device_ids)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
-    data = everygpu.ResumableLoader(DataLoader(dataset, options.batch_size, shuffle=True))
+    data = everygpu.Feeder(DataLoader(dataset, options.batch_size, shuffle=True), model)
     step = everygpu.TrainStep(model, nn.CrossEntropyLoss(), optimizer)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": data, "train_step": step}
 

@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 
-from tests.parallel.engines.processes.pool import HelperPool
 from tests.warm_python import WarmPython
 
 # The same examples every time, so that a checkout passes or fails for good. To look for new ones:
@@ -95,15 +95,12 @@ def _is_foreign(thread: threading.Thread) -> bool:
         "InductorSubproc",
         "subproc_worker_timer",
         "ThreadPoolExecutor-",
-        "pooled-helper",
     )
     return thread.name.startswith(names) or isinstance(thread, threading._DummyThread)
 
 
 def _num_open_files() -> int:
-    """Count open files, without the four of each helper that tests share."""
-    num_helpers = sum(thread.name == "pooled-helper" for thread in threading.enumerate())
-    return len(list(OPEN_FILES.iterdir())) - 4 * num_helpers if OPEN_FILES.is_dir() else 0
+    return len(list(OPEN_FILES.iterdir())) if OPEN_FILES.is_dir() else 0
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
@@ -132,13 +129,6 @@ def warm_server() -> Iterator[WarmPython]:
         yield server
 
 
-@pytest.fixture(scope="session")
-def helpers(warm_server: WarmPython) -> Iterator[HelperPool]:
-    """Helper processes that tests share."""
-    with closing(HelperPool(warm_server.serving)) as pool:
-        yield pool
-
-
 @pytest.fixture
 def warm_python(warm_server: WarmPython) -> Iterator[None]:
     """Have a test start Python without waiting for torch's import."""
@@ -151,6 +141,7 @@ def driver_is_open() -> None:
     """Have the GPUs' driver open its files here, once, and not in the first test that asks for it."""
     torch.cuda.device_count()
     torch.cuda.is_available()
+    ensure_running()  # multiprocessing's, of what spawned processes leave behind: it stays
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -67,7 +67,7 @@ def names(tmp_path, monkeypatch):
         optimizer.step()
 
     everygpu.save("run/checkpoint", model=model, optimizer=optimizer, step=1)
-    data, num_epochs, step = everygpu.ResumableLoader(loader), 1, 1
+    data, num_epochs, step = everygpu.Feeder(loader, model, prefetch=0), 1, 1
     with everygpu.CheckpointManager("examples") as checkpoints:
         given = {"torch": torch, "nn": nn, "DataLoader": DataLoader, "everygpu": everygpu, **locals()}
         yield given

@@ -8,7 +8,6 @@ import tempfile
 import pytest
 
 from everygpu.devices.reserve import reserve
-from everygpu.feed.tuning_cache import write_result
 from everygpu.folders import cache_folder, read_json, runtime_folder, write_whole
 from tests.devices.fake_nvml import make_sample
 
@@ -41,15 +40,15 @@ def test_what_is_written_is_for_this_user_alone(session, monkeypatch):
     before = os.umask(0)
     try:
         held = reserve(lambda holders: [make_sample(1)])
-        write_result("key", 8)
+        write_whole(cache_folder() / "p2p.json", "{}")
         written = list((session / "everygpu").rglob("*"))
         modes = {path.relative_to(session).parts[1]: mode(path) for path in written if path.is_dir()}
         files = {mode(path) for path in written if path.is_file()}
     finally:
         os.umask(before)
         held.release()
-    assert modes == {"reserved": 0o700, "batch_size": 0o700}
-    assert len(written) > 4
+    assert modes == {"reserved": 0o700}
+    assert len(written) > 2
     assert files == {0o600}
 
 

@@ -1,4 +1,4 @@
-"""Rules of the house, read off the source: sizes, state, private torch, words. Layers are tests/test_imports.py's.
+"""Rules of the house, read off the source: sizes, state, private torch. Layers are tests/test_imports.py's.
 
 What is not there yet is in ``ALLOWED``, each with its present figure: entries can only shrink.
 """
@@ -14,7 +14,6 @@ from tests.private_names import private_names
 from tests.source import ROOT, tree_of, trees
 
 SOURCE = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
-DOCS = {path.name: path.read_text() for path in sorted((Path(__file__).parents[1] / "docs").glob("*.md"))}
 
 MAX_FUNCTION = 60
 
@@ -29,8 +28,6 @@ ALLOWED: dict[str, dict[str, int]] = {
         "parallel/cuda_graphs/capture_lock.py:CAPTURE_LOCK": 1,  # captures are the process's
         "parallel/cuda_graphs/host_rng.py:DRAW_GATE": 1,  # generators are the process's
     },
-    "vague words": {},
-    "old names": {},
 }
 
 
@@ -142,39 +139,6 @@ def test_private_attributes_are_ours_or_listed():
     listed = {name for names in torch_private.ATTRIBUTES.values() for name in names.split()}
     assert {n.attr for n in attributes} - own - PYTHONS_OWN <= listed
     assert listed <= {n.attr for n in attributes} | {n.value for n in nodes if isinstance(n, ast.Constant)}
-
-
-VAGUE = re.compile(r"\b(nobody|somebody|anybody|everybody|whoever|who doesn't)\b", re.IGNORECASE)
-
-
-def test_words_say_what_acts():
-    texts = {**SOURCE, **DOCS}
-    expect("vague words", {name: len(VAGUE.findall(text)) for name, text in texts.items()})
-
-
-OLD = """
-Arrivals Arriving StandIn StandInError Postponed Bundle Mover Marks Look Mirror _Translation Span Cuts Frame Turn Turns
-Lanes _Scene _facts find_obstacle WholeHolder Arena hand_out Portable Recipe _Seat lend withdraw arena bundle bundles
-mover scene recipe obstacle stand_in last_product postponed lane
-"""
-"""Names of before, each with one of the field's in its place now."""
-
-
-def names_in(tree):
-    for node in ast.walk(tree):
-        found = (getattr(node, field, None) for field in ("id", "attr", "name", "arg"))
-        yield from (name for name in found if isinstance(name, str))
-
-
-def old_names(name):
-    """Give the old names that a file may not have: a span of bytes in DCP's files is no range of blocks."""
-    return frozenset(OLD.split()) - ({"Span"} if name.startswith("checkpoint/foreign/") else set())
-
-
-def test_old_names_are_gone():
-    found = {name: sum(n in old_names(name) for n in names_in(tree)) for name, tree in trees().items()}
-    found |= {name: sum(n in old_names(name) for n in re.findall(r"`(\w+)", text)) for name, text in DOCS.items()}
-    expect("old names", found)
 
 
 REPOSITORY = Path(__file__).parents[1]

@@ -52,3 +52,13 @@ def test_collectives_that_are_not_done_are_described(monkeypatch):
         monkeypatch.setattr(module, name, answer, raising=False)
     line = "gloo:all_reduce, number 7 of group 0 default_pg, sizes [[2, 3]], scheduled"
     assert distributed.open_collectives(limit=2) == [line] * 2
+
+
+def test_the_store_of_a_process_group(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        distributed.default_store().set("key", "value")
+        assert distributed.default_store().get("key") == b"value"
+    finally:
+        torch.distributed.destroy_process_group()

@@ -53,37 +53,32 @@ class Line(NamedTuple):
         raise SystemExit(f"website/picture.py: {self.report} has no {self.column} of {self.begins}.")
 
 
-NINTH, TENTH, ELEVENTH = (f"2026-11-23-{name}" for name in ("ninth", "tenth", "eleventh"))
+NINTH, TENTH = "2026-11-23-ninth", "2026-11-23-tenth"
 LOOP, STEP = "`DataParallel`, default", "`TrainStep`, default"
-MIXTURE = "mixture of experts", "the same, an earlier run"
 
-MODELS: dict[str, dict[str, tuple[Row | Line, ...]]] = {
+MODELS: dict[str, dict[str, Row | Line]] = {
     "ResNet-18, 32 px": {
-        "dp": (Row("resnet18", "dp"),),
-        "loop": (Line(NINTH, "ResNet-18", LOOP),),
-        "step": (Row("resnet18", "step"),),
+        "dp": Row("resnet18", "dp"),
+        "loop": Line(NINTH, "ResNet-18", LOOP),
+        "step": Row("resnet18", "step"),
     },
     "ResNet-50": {
-        "dp": (Row("resnet50", "dp"),),
-        "loop": (Row("resnet50", "ours_graphs"),),
-        "step": (Row("resnet50", "step"),),
+        "dp": Row("resnet50", "dp"),
+        "loop": Row("resnet50", "ours_graphs"),
+        "step": Row("resnet50", "step"),
     },
     "GPT-2 124M": {
-        "dp": (Row("gpt2", "dp"),),
-        "loop": (Row("gpt2", "ours_graphs"),),
-        "step": (Row("gpt2", "step"),),
+        "dp": Row("gpt2", "dp"),
+        "loop": Row("gpt2", "ours_graphs"),
+        "step": Row("gpt2", "step"),
     },
-    "BERT, 40 lengths": {"loop": (Line(TENTH, "BERT", LOOP),), "step": (Line(TENTH, "BERT", STEP),)},
-    "ViT-B/16": {"loop": (Line(TENTH, "ViT", LOOP),), "step": (Line(TENTH, "ViT", STEP),)},
-    "Llama 230M": {"loop": (Line(TENTH, "Llama", LOOP),), "step": (Line(TENTH, "Llama", STEP),)},
-    "U-Net": {"loop": (Line(TENTH, "U-Net", LOOP),), "step": (Line(TENTH, "U-Net", STEP),)},
-    "LSTM": {"step": (Line(TENTH, "two-layer LSTM", STEP),)},
-    "mixture of experts": {
-        "loop": tuple(Line(ELEVENTH, name, "`DataParallel`") for name in MIXTURE),
-        "step": (Line(ELEVENTH, MIXTURE[1], "`TrainStep`"),),
-    },
+    "BERT, 40 lengths": {"loop": Line(TENTH, "BERT", LOOP), "step": Line(TENTH, "BERT", STEP)},
+    "ViT-B/16": {"loop": Line(TENTH, "ViT", LOOP), "step": Line(TENTH, "ViT", STEP)},
+    "Llama 230M": {"loop": Line(TENTH, "Llama", LOOP), "step": Line(TENTH, "Llama", STEP)},
+    "U-Net": {"loop": Line(TENTH, "U-Net", LOOP), "step": Line(TENTH, "U-Net", STEP)},
+    "LSTM": {"step": Line(TENTH, "two-layer LSTM", STEP)},
 }
-"""The models of the picture, with the bars of each; a bar of two runs shows the first and names the other."""
+"""The models of the picture, with the bars of each."""
 
 NAMES = {"dp": "torch.nn.DataParallel", "loop": "everygpu.DataParallel", "step": "everygpu.TrainStep"}
 
@@ -129,7 +124,7 @@ def draw() -> str:
     """Give the picture as SVG."""
     body, y = list[str](), TOP
     for model, bars in MODELS.items():
-        runs = {way: [source.read() for source in sources] for way, sources in bars.items()}
+        runs = {way: source.read() for way, source in bars.items()}
         body += group(model, runs, y)
         y += PITCH * max(len(runs), 2) + GAP
     legend = [
@@ -140,17 +135,16 @@ def draw() -> str:
     return FRAME.format(height=y + 4, body="\n  ".join([*legend, *body, ruler]))
 
 
-def group(model: str, runs: dict[str, list[Run]], y: int) -> list[str]:
+def group(model: str, runs: dict[str, Run], y: int) -> list[str]:
     """Draw a model: its name, what DistributedDataParallel took, and a bar for each way."""
-    took = sorted({f"{run.ddp_ms:.1f}" for of_way in runs.values() for run in of_way}, key=float)
+    took = sorted({f"{run.ddp_ms:.1f}" for run in runs.values()}, key=float)
     lines = [
         f'<text x="8" y="{y + 9}">{model}</text>',
         f'<text class="ms" x="8" y="{y + 22}">DDP {" to ".join([took[0], *took[1:][-1:]])} ms</text>',
     ]
-    for place, (way, (run, *others)) in enumerate(runs.items()):
+    for place, (way, run) in enumerate(runs.items()):
         top, width = y + PITCH * place, run.ddp_ms / run.ms * UNIT
         text = f'{run.ddp_ms / run.ms:.2f}<tspan class="ms" dx="7">{in_words(run.ms)}</tspan>'
-        text += "".join(f'<tspan class="ms">, in another run {o.ddp_ms / o.ms:.2f}</tspan>' for o in others)
         lines.append(f'<rect class="{way}" x="{LEFT}" y="{top}" width="{width:.1f}" height="{PITCH - 3}"/>')
         lines.append(f'<text x="{LEFT + max(width, UNIT) + 6:.1f}" y="{top + 9}">{text}</text>')
     return lines
@@ -162,7 +156,7 @@ def in_words(ms: float) -> str:
 
 FRAME = """\
 <svg class="speed" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 480 {height}" role="img" aria-label="\
-Steps a second of nine models on two GPUs, as many times as with DistributedDataParallel.">
+Steps a second of eight models on two GPUs, as many times as with DistributedDataParallel.">
   <style>
     svg.speed {{ --ink: #1f2933; --pale: #64748b; --paper: #fff; font: 12px system-ui, sans-serif; }}
     @media (prefers-color-scheme: dark) {{ svg.speed {{ --ink: #e2e8f0; --pale: #94a3b8; --paper: #0d1117; }} }}

@@ -25,29 +25,18 @@ LANGUAGES = {"en": "en", "zh-CN": "zh"}
 
 TITLES = {
     "Start": "开始",
+    "How do I …?": "怎么做",
     "Migration": "迁移",
     "Guides": "指南",
-    "Data parallelism": "数据并行",
-    "Feeding the devices": "向设备供给数据",
-    "A whole step in one call": "一次调用完成一步",
-    "Checkpoints": "检查点",
-    "Checkpoint format": "检查点格式",
-    "Devices": "设备",
-    "Several boxes": "多台机器",
-    "Versions": "版本",
-    "Reliability": "可靠性",
-    "Differences to nn.DataParallel": "与 nn.DataParallel 的区别",
     "Recipes": "配方",
-    "Gallery": "示例库",
-    "Examples": "示例",
     "Reference": "参考",
     "How it works": "工作原理",
     "Benchmarks": "性能测试",
-    "Newest figures": "最新数据",
-    "Measuring": "如何测量",
-    "Reports": "报告",
 }
-"""The navigation in Chinese."""
+"""The navigation in Chinese; pages that are in English only keep their titles."""
+
+WORD_ENDS = r"[\s\u200b\-]"
+"""Where words end in the search of the Chinese site: jieba puts a zero-width space between those it finds."""
 
 ROOMS = {
     "parallel": "Data parallelism",
@@ -76,13 +65,11 @@ PEERS = {
     "ddp_compiled": "DistributedDataParallel, compiled",
     "ours": "`everygpu.DataParallel`, {engine}",
     "ours_compiled": "`everygpu.DataParallel`, compiled",
-    "ours_processes": "`everygpu.DataParallel`, processes",
     "ours_ranks": "`everygpu.DataParallel` under torchrun",
     "ours_graphs": "`everygpu.DataParallel`, graphs",
     "ours_graphs_compiled": "`everygpu.DataParallel`, graphs, compiled",
     "step": "`everygpu.TrainStep`",
     "step_uncaptured": "`everygpu.TrainStep` without recordings",
-    "step_processes": "`everygpu.TrainStep`, processes",
     "step_ranks": "`everygpu.TrainStep` under torchrun",
     "step_ranks_of_2": "`everygpu.TrainStep` under torchrun, two GPUs a process",
     "step_compiled": "`everygpu.TrainStep`, compiled",
@@ -123,8 +110,9 @@ def configuration(language: str) -> str:
     if language != "en":
         text = text.replace("pages/en", f"pages/{language}").replace("site_dir: site", f"site_dir: site/{language}")
         text = text.replace("  name: material", f"  name: material\n  language: {LANGUAGES[language]}")
+        text = text.replace("  - search\n", f"  - search: {{separator: '{WORD_ENDS}'}}\n")
         head, nav = text.split("\nnav:\n")
-        text = head + "\nnav:\n" + re.sub(r"(?<=- )([^:\n\"]+)(?=:)", lambda found: TITLES[found[1]], nav)
+        text = head + "\nnav:\n" + re.sub(r"(?<=- )([^:\n\"]+)(?=:)", lambda found: TITLES.get(found[1], found[1]), nav)
     for name, entries in parts.items():
         text = text.replace(f'"{name}"', json.dumps(entries))  # JSON is YAML
     return text

@@ -1,8 +1,8 @@
 """Faults at random moments of the digits example: what is whole, what is left, and whether resumed runs are the same.
 
-    python -m benchmarks.fault_soak                                    # 1,000 faults in threads and in processes
+    python -m benchmarks.fault_soak                                    # 1,000 faults
     python -m benchmarks.fault_soak --faults 100 --peers torch,dcp,lightning
-    python -m benchmarks.fault_soak --seed 7 --engines processes --only "kill -9 of a helper"
+    python -m benchmarks.fault_soak --seed 7 --only "kill -9 of a worker"
 
 Runs on the CPU. benchmarks/soak.py is another one: long runs without faults, on GPUs. Ends with status 1 if
 everygpu loses or damages a checkpoint, resumes with other numbers, leaves something behind, or hangs.
@@ -68,7 +68,7 @@ def write(path: Path | None, runs: Runs) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=1000, help="for each engine and peer")
-    parser.add_argument("--engines", default="threads,processes")
+    parser.add_argument("--engines", default="threads")
     parser.add_argument("--peers", default="", help=", ".join(way for way in WAYS if way != "everygpu"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="kinds of faults, separated by commas")

@@ -48,7 +48,7 @@ class Driver:
         done = chain = 0
         while done < num_faults:
             chance = random.Random(f"{self._seed} {way} {engine} {chain}")
-            setup, plan = _draw_setup(chance, way, engine), draw_plan(chance, engine, only)
+            setup, plan = _draw_setup(chance, way, engine), draw_plan(chance, only)
             records = self._train(setup, plan, chance)
             done += sum(len(record.faults) for record in records)
             chain += 1
@@ -157,5 +157,4 @@ def _draw_setup(chance: random.Random, way: str, engine: str) -> Setup:
         asynchronous=WAYS[way].is_asynchronous and chance.random() < 0.5,
         goes_on=chance.random() < 0.5,
         in_block=chance.random() < 0.5,
-        saves_feeder=chance.random() < 0.5,
     )

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.fault_soak.fork_server import ForkServer
 from benchmarks.fault_soak.kinds import Fault, kinds
 from benchmarks.fault_soak.own import EveryGPU
 from benchmarks.fault_soak.processes import SHARED
@@ -44,8 +43,8 @@ def _leave(free_bytes: int, folder: Path) -> None:
 class Faults:
     """Does what the plan says, where it says."""
 
-    def __init__(self, plan: list[Fault], training: Training, root: Path, helpers: ForkServer) -> None:
-        self._plan, self._training, self._root, self._helpers = plan, training, root, helpers
+    def __init__(self, plan: list[Fault], training: Training, root: Path) -> None:
+        self._plan, self._training, self._root = plan, training, root
         self._forks: list[tuple[Fault, int]] = []
         self._full_until: int | None = None
         self._limits = {which: resource.getrlimit(which) for which in (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)}
@@ -74,7 +73,7 @@ class Faults:
         workers = [child.pid for child in multiprocessing.active_children()]
         # By the driver at some moment, or by itself between two steps of a save: peers have none that Python sees.
         itself = "dies" in options and fault.chance < 0.5 and isinstance(self._training, EveryGPU)
-        tell("fault", fault.number, json.dumps({"worker": workers, "helper": self._helpers.pids, "itself": itself}))
+        tell("fault", fault.number, json.dumps({"worker": workers, "itself": itself}))
         if itself:
             die_at(1 + int(2 * fault.chance * options["dies"]))
         self.is_caught = "caught" in options

@@ -1,6 +1,6 @@
 """A process that is forked early and forks others later, which have imported what this one had by then.
 
-The driver's forks runs, and each run's forks its helper processes: starting Python would take seconds.
+The driver's forks runs: starting Python would take seconds.
 """
 
 import os
@@ -17,15 +17,11 @@ _INIT = 1
 
 
 class ForkServer(WarmPython):
-    """Forks on request; the ids of its forks, which are children of this process, are in ``pids``."""
+    """Forks on request; its forks are children of this process."""
 
     def __init__(self, control: socket.socket, pid: int) -> None:
         self._lock, self._control, self._server = threading.Lock(), control, None
-        self.pid, self.pids = pid, list[int]()
-
-    def fork(self, *request: object) -> int:
-        self.pids.append(super().fork(*request))
-        return self.pids[-1]
+        self.pid = pid
 
     def close(self) -> None:
         self._control.close()
@@ -45,7 +41,7 @@ def start_server(prepare: Callable[[], object] = lambda: None) -> ForkServer | N
     prepare()
     request, files = warm_server.wait_for_request(its)
     its.close()
-    while os.getppid() not in (parent, _INIT):  # adopted in a moment; a helper looks whose child it is
+    while os.getppid() not in (parent, _INIT):  # adopted in a moment
         time.sleep(0.001)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     warm_server.take_over(request, files)

@@ -16,8 +16,6 @@ END = "end"
 FIRST_STEP, LAST_FAULT = 2, LAST_STEP - 8
 """Data is fetched so many batches ahead that what its loader is told later may not come."""
 LONGEST_GAP = 9
-GIVEN_UP_S = 1.5
-"""A run with a helper that is stopped for good is killed after this time."""
 
 KILL, STOP, CONT, INT, TERM, USR1 = (
     getattr(signal, f"SIG{name}") for name in ("KILL", "STOP", "CONT", "INT", "TERM", "USR1")
@@ -35,12 +33,10 @@ class Kind:
     errors: tuple[str, ...] = ()
     """The exceptions it may raise."""
     target: str = "main"
-    """The process that gets the signals: the main one, a helper or a worker of the loader; or all of them."""
+    """The process that gets the signals: the main one, or a worker of the loader; or all of them."""
     signals: tuple[tuple[float, int], ...] = ()
     """Seconds since the one before, at most, and the number."""
     phases: tuple[str, ...] = PHASES
-    engines: tuple[str, ...] = ()
-    """Those it makes sense for; all if empty."""
     weight: float = 1.0
     damage: Callable[[Path, random.Random], None] | None = None
     """What is done to a file of the newest checkpoint after the run's end."""
@@ -60,7 +56,6 @@ class Kind:
 
 
 _WORKER = ("WorkerError", "RuntimeError")
-_HELPER = ("processes",)
 _FULL = ("CheckpointError", "RuntimeError", "CheckpointException", "OSError")
 # A worker that can't send its batch drops it, and only prints why (torch's queue); the Feeder's timeout says the rest.
 _NO_FILES = (*_FULL, "WorkerError", "EOFError", "ConnectionResetError", "FeedTimeoutError")
@@ -73,14 +68,9 @@ def _kinds() -> tuple[Kind, ...]:
         Kind(name="kill -9", ends=(-KILL,), signals=((soon, KILL),), weight=2),
         Kind(name="kill -9 in a save", ends=(-KILL,), signals=((0.008, KILL),), phases=("save",),
              options={"dies": 60}, weight=3),
-        Kind(name="kill -9 of a helper", ends=(GOES_ON,), errors=_WORKER, target="helper", engines=_HELPER,
-             signals=((soon, KILL),), weight=2),
         Kind(name="kill -9 of a worker", ends=(GOES_ON,), errors=_WORKER, target="worker", signals=((soon, KILL),)),
         Kind(name="main stopped and continued", ends=(GOES_ON,), signals=pause),
-        Kind(name="helper stopped and continued", ends=(GOES_ON,), target="helper", engines=_HELPER, signals=pause),
         Kind(name="worker stopped and continued", ends=(GOES_ON,), target="worker", signals=pause),
-        Kind(name="helper stopped for good", ends=(-KILL,), target="helper", engines=_HELPER,
-             signals=((soon, STOP),), weight=0.5, options={"gives up": True}),
         Kind(name="worker stopped for good", ends=(GOES_ON,), errors=("FeedTimeoutError", *_WORKER), target="worker",
              signals=((soon, STOP),), weight=0.5),
         Kind(name="SIGTERM", ends=(143,), signals=((soon, TERM),)),
@@ -137,9 +127,9 @@ def kinds() -> dict[str, Kind]:
     return {kind.name: kind for kind in _kinds()}
 
 
-def draw_plan(chance: random.Random, engine: str, only: Sequence[str] = ()) -> list[Fault]:
+def draw_plan(chance: random.Random, only: Sequence[str] = ()) -> list[Fault]:
     """Draw the faults of one training, in the order of its steps; some of them are two at once."""
-    fitting = [k for k in _kinds() if (not k.engines or engine in k.engines) and (not only or k.name in only)]
+    fitting = [k for k in _kinds() if not only or k.name in only]
     at_end = [k for k in fitting if END in k.phases]
     fitting = [k for k in fitting if k not in at_end]
     plan: list[Fault] = []

@@ -14,7 +14,7 @@ import everygpu
 
 
 class EveryGPU:
-    """DataParallel or TrainStep, a Feeder over a ResumableLoader, and a CheckpointManager."""
+    """DataParallel or TrainStep, a Feeder, and a CheckpointManager."""
 
     def __init__(self, setup: Setup, root: Path, seed: int) -> None:
         self.checkpoints = everygpu.CheckpointManager(
@@ -30,13 +30,12 @@ class EveryGPU:
             self.optimizer = everygpu.ShardedOptimizer(self.optimizer, ["cpu"] * 2)
         if setup.loop == "TrainStep":
             self._step = everygpu.TrainStep(self.model, F.cross_entropy, self.optimizer)
-        data = everygpu.ResumableLoader(make_loader(self.samples))
-        self._feeder = everygpu.Feeder(data, self.model, timeout=DATA_TIMEOUT_S)
+        self._feeder = everygpu.Feeder(make_loader(self.samples), self.model, timeout=DATA_TIMEOUT_S)
         self._parts = {
             "model": self.model,
             "optimizer": self.optimizer,
             "scheduler": self._scheduler,
-            "data": self._feeder if setup.saves_feeder else data,
+            "data": self._feeder,
         }
 
     def resume(self) -> int:

@@ -11,7 +11,6 @@ import gc
 import importlib
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -21,7 +20,6 @@ from typing import Any
 
 import torch
 from benchmarks.fault_soak.faults import Faults, tell
-from benchmarks.fault_soak.fork_server import ForkServer, start_server
 from benchmarks.fault_soak.kinds import END, Fault
 from benchmarks.fault_soak.processes import children_of
 from benchmarks.fault_soak.task import EVALUATE_EVERY, datasets, digest_of
@@ -52,13 +50,13 @@ def prepare(ways: Sequence[str], worker_check_s: float) -> None:
 class Run:
     """One training from the newest checkpoint to the last step."""
 
-    def __init__(self, options: dict[str, Any], helpers: ForkServer) -> None:
+    def __init__(self, options: dict[str, Any]) -> None:
         self._setup = Setup(**options["setup"])
         self._digests, self._pid = options["digests"], os.getpid()
         self._root = root = Path(options["root"])
         self._training = WAYS[self._setup.way].begin(self._setup, root, options["seed"])
         plan = [Fault(**{**fault, "signals": tuple(map(tuple, fault["signals"]))}) for fault in options["plan"]]
-        self._faults = Faults(plan, self._training, root, helpers)
+        self._faults = Faults(plan, self._training, root)
 
     def go(self) -> None:
         with self._block():
@@ -186,29 +184,13 @@ def _open_files() -> list[str]:
     return found
 
 
-def _start_helpers_by(server: ForkServer) -> None:
-    """Have this process, and none that it forks, start Python by forks of the server."""
-    plain = subprocess.Popen
-
-    def start_as_ever() -> None:
-        subprocess.Popen = plain
-
-    os.register_at_fork(after_in_child=start_as_ever)
-    subprocess.Popen = server._popen()
-
-
 def main() -> None:
     options, pid, code = json.loads(sys.argv[1]), os.getpid(), [0]
     torch.set_num_threads(1)
     if options["is_quick"]:  # all but the end of modules: the first function that is registered is called last
         atexit.register(lambda: os._exit(code[0]))
-    helpers = start_server()
-    if helpers is None:  # this is a helper, which has ended
-        return
-    _start_helpers_by(helpers)
-    tell("begun", os.getpid(), helpers.pid)
     try:
-        Run(options, helpers).go()
+        Run(options).go()
     except BaseException as error:
         if os.getpid() == pid:  # no fork
             tell("raised", type(error).__name__, str(error).replace("\n", " ")[:300])

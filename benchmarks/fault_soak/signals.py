@@ -2,12 +2,11 @@
 
 import contextlib
 import os
-import signal
 import time
 from typing import Any
 
 from benchmarks.fault_soak.checks import Record
-from benchmarks.fault_soak.kinds import GIVEN_UP_S, INT, KILL, TERM, USR1, Fault, kinds
+from benchmarks.fault_soak.kinds import INT, KILL, TERM, USR1, Fault, kinds
 from benchmarks.fault_soak.processes import Child
 
 Pending = list[tuple[float, int, int]]
@@ -20,22 +19,19 @@ def signals_of(fault: Fault, child: Child, found: dict[str, Any]) -> Pending:
     Args:
         fault: Whose.
         child: The run's process.
-        found: The ids of its workers and helpers, and whether it does the fault to itself.
+        found: The ids of its workers, and whether it does the fault to itself.
     """
     kind, when = kinds()[fault.kind], time.monotonic()
-    for name in ("worker", "helper"):
-        child.names.update(dict.fromkeys(found[name], f"a {name}"))
-    groups = {"main": [child.pid], **found, "all": [child.pid, *found["worker"], *found["helper"]]}
+    child.names.update(dict.fromkeys(found["worker"], "a worker"))
+    groups = {"main": [child.pid], **found, "all": [child.pid, *found["worker"]]}
     pids = groups[kind.target]
     if found["itself"] or not pids:
         return []
-    chosen = {"helper": pids[-1:], "all": pids}.get(kind.target, [pids[int(fault.chance * len(pids))]])
+    chosen = pids if kind.target == "all" else [pids[int(fault.chance * len(pids))]]
     signals: Pending = []
     for after_s, number in fault.signals:
         when += after_s
         signals += [(when, number, pid) for pid in chosen]
-    if kind.options.get("gives up"):
-        signals.append((when + GIVEN_UP_S, signal.SIGKILL, child.pid))
     return signals
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from everygpu.checkpoint.load import load as load
     from everygpu.checkpoint.manager import CheckpointManager as CheckpointManager
-    from everygpu.checkpoint.position import ResumableLoader as ResumableLoader
     from everygpu.checkpoint.save import save as save
     from everygpu.devices import seed_all as seed_all
     from everygpu.devices import select_devices as select_devices
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from everygpu.parallel.scatter.scatter import scatter as scatter
     from everygpu.parallel.scatter.split import Replicated as Replicated
     from everygpu.parallel.sharded.batch import ShardedBatch as ShardedBatch
+    from everygpu.ranks.launch import launch as launch
     from everygpu.ranks.membership import is_main as is_main
     from everygpu.step.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
     from everygpu.step.stats import StepStats as StepStats
@@ -46,7 +46,6 @@ _HOME = {
     "Feeder": "feed",
     "Meter": "feed",
     "Replicated": "parallel",
-    "ResumableLoader": "checkpoint",
     "Rows": "parallel",
     "ShardedBatch": "parallel",
     "ShardedOptimizer": "step.sharded_optimizer",
@@ -57,6 +56,7 @@ _HOME = {
     "find_batch_size": "feed",
     "gather": "parallel",
     "is_main": "ranks.membership",
+    "launch": "ranks.launch",
     "load": "checkpoint",
     "parallel_apply": "parallel",
     "register_batch": "parallel",

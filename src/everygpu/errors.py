@@ -16,7 +16,7 @@
     ├── ReplicaError (RuntimeError)           names the replica an exception came from
     │   └── DivergedError (RuntimeError)      replicas' parameters differ
     ├── RankError (RuntimeError)              processes that train together differ, or one of them has failed
-    ├── WorkerError (RuntimeError)            a process of the loader, or of a replica, died
+    ├── WorkerError (RuntimeError)            a process of the loader died
     ├── FeedTimeoutError (TimeoutError)       no batch came in time
     ├── BenchmarkError (RuntimeError)         a way of training can't be measured on this machine
     └── CheckpointError (RuntimeError)
@@ -111,15 +111,9 @@ class RankError(EveryGPUError, RuntimeError):
 
 
 class WorkerError(EveryGPUError, RuntimeError):
-    """A worker process of the loader, or a helper process of a replica, died: killed, or by a crash of its own.
+    """A worker process of the loader died: killed, or by a crash of its own.
 
-    The message names the signal or exit status. After a helper's death under ``engine="processes"`` parameters are as
-    they were before the step, and the next one has a new helper::
-
-        try:
-            criterion(model(x), y).backward()
-        except everygpu.errors.WorkerError:
-            optimizer.zero_grad()  # a share of the gradients may be missing
+    The message names the signal or exit status.
     """
 
 

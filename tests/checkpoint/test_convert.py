@@ -25,8 +25,8 @@ from everygpu.errors import (
     CheckpointMismatchError,
     OptionError,
 )
-from tests.checkpoint.foreign.test_dcp import trained, write_dcp
 from tests.checkpoint.models import Net, same_state, snapshot
+from tests.checkpoint.test_dcp import trained, write_dcp
 
 output = import_module("everygpu.checkpoint.output")
 TARGETS: list[Target] = ["everygpu", "torch", "safetensors", "dcp"]

@@ -20,7 +20,7 @@ def memory() -> Iterator[SnapshotMemory]:
 
 
 def taken(**tensors: Tensor) -> Taken:
-    return Taken(state={}, tensors={"model.safetensors": tensors})
+    return Taken(document={}, tensors={"model": tensors})
 
 
 @on_each_kind
@@ -32,7 +32,7 @@ def test_it_holds_the_values_from_before_what_is_launched_next(memory: SnapshotM
         snapshot = Copying(memory).finish(taken(big=big, tied=big, **views))
         big.zero_()
         snapshot.wait()
-        found = snapshot.taken.tensors["model.safetensors"]
+        found = snapshot.taken.tensors["model"]
         for name, value in expected.items():
             assert found[name].device.type == "cpu"
             assert torch.equal(found[name], value.cpu()), name
@@ -46,10 +46,10 @@ def test_what_is_added_early_is_copied_once(memory: SnapshotMemory, device: str)
     whole = taken(first=first, second=second)
     for num_early in (0, 1, 2, 2):  # at first there is no room
         copying = Copying(memory)
-        copying.add(dict(list(whole.tensors["model.safetensors"].items())[:num_early]))
+        copying.add(dict(list(whole.tensors["model"].items())[:num_early]))
         snapshot = copying.finish(whole)
         snapshot.wait()
-        found = snapshot.taken.tensors["model.safetensors"]
+        found = snapshot.taken.tensors["model"]
         assert (found["first"][-1], found["second"][-1]) == (1, 2)
         assert memory.num_bytes == 2 * first.nbytes
     grown = torch.full((2**21,), 3.0, device=device)
@@ -59,7 +59,7 @@ def test_what_is_added_early_is_copied_once(memory: SnapshotMemory, device: str)
     copying.add({"first": first})
     snapshot = copying.finish(taken(first=first, grown=grown))
     snapshot.wait()
-    found = snapshot.taken.tensors["model.safetensors"]
+    found = snapshot.taken.tensors["model"]
     assert (found["first"][-1], found["grown"][-1]) == (1, 3)
 
 

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from everygpu.checkpoint.manifest import manifest_to_json
 
 import everygpu
-from everygpu.checkpoint.manifest import manifest_to_json
 from everygpu.checkpoint.verify import Report, examine, total_bytes
 from everygpu.errors import CheckpointNotFoundError
-from tests.checkpoint.foreign.poison import must_not_run
-from tests.checkpoint.foreign.test_dcp import write_dcp
-from tests.checkpoint.foreign.test_sharded import write_sharded
 from tests.checkpoint.forge import describe_files
 from tests.checkpoint.models import Net
+from tests.checkpoint.poison import must_not_run
+from tests.checkpoint.test_dcp import write_dcp
+from tests.checkpoint.test_sharded import write_sharded
 
 
 @pytest.fixture

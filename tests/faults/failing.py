@@ -1,4 +1,4 @@
-"""A model that fails in one replica, where a helper process can import it."""
+"""A model that fails in one replica."""
 
 import sys
 import threading
@@ -22,7 +22,7 @@ class TwoArgumentsError(Exception):
 
 
 class BusyError(OSError):
-    """Has an attribute that no other process can have."""
+    """Has an attribute that can't be copied."""
 
     def __init__(self) -> None:
         super().__init__(16, "busy")
@@ -92,7 +92,6 @@ def hold(t: Tensor) -> Tensor:
 
 
 def _held() -> list[Any]:
-    # Each process's own: variables that forward reads would follow the main process's.
     found: list[Any] = vars(sys.modules[__name__]).setdefault("held", [])
     return found
 

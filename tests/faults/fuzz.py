@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from everygpu.checkpoint.foreign.formats import is_native
 
 import everygpu
 from everygpu.checkpoint.contents import read_any
-from everygpu.checkpoint.foreign.formats import is_native
 from everygpu.checkpoint.verify import examine
 from everygpu.errors import EveryGPUError
 from tests.faults.spoil import READERS, Spoiler

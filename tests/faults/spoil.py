@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from everygpu.checkpoint.manifest import seal
 from safetensors.torch import save_file
 
 import everygpu
-from everygpu.checkpoint.manifest import seal
 from tests.checkpoint.forge import agree
 from tests.faults.pickles import PICKLES
 

@@ -13,19 +13,19 @@ from pathlib import Path
 
 import pytest
 import torch
-
-import everygpu
-from everygpu.checkpoint import regular_file
 from everygpu.checkpoint.brief import brief
-from everygpu.checkpoint.contents import read_any
-from everygpu.checkpoint.convert import convert
 from everygpu.checkpoint.foreign.dcp import _overlap
 from everygpu.checkpoint.foreign.dcp_metadata import Piece, Span
 from everygpu.checkpoint.foreign.pickle_scan import Global, scan_pickle
+
+import everygpu
+from everygpu.checkpoint import regular_file
+from everygpu.checkpoint.contents import read_any
+from everygpu.checkpoint.convert import convert
 from everygpu.checkpoint.verify import examine
 from everygpu.errors import CheckpointContentError, CheckpointDamagedError, CheckpointError, CheckpointMismatchError
-from tests.checkpoint.foreign.test_dcp import write_dcp, write_pieces
 from tests.checkpoint.forge import edit_manifest, edit_state
+from tests.checkpoint.test_dcp import write_dcp, write_pieces
 from tests.faults import pickles
 from tests.faults.fuzz import fuzz
 from tests.faults.spoil import READERS, make_dcp, make_index, make_native, make_torch

@@ -15,7 +15,6 @@ import everygpu
 from everygpu.parallel.engines import compiled
 from tests import tape
 from tests.faults.failing import CompiledNet, Net, RecordableNet, make_batch, raise_as
-from tests.parallel.engines.processes.pool import HelperPool
 
 NUM = 2
 IN_BACKWARD = ["hook", "function"]
@@ -104,31 +103,27 @@ class Run:
 
 WAYS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "threads": [("loop", {}), ("ShardedOptimizer", {}), ("TrainStep", {}), ("TrainStep", {"accumulate": 2})],
-    "processes": [("loop", {}), ("TrainStep", {"accumulate": 2})],
     "compile": [("loop", {}), ("TrainStep", {})],
 }
 
 
 @pytest.mark.parametrize("engine", [pytest.param(e, marks=pytest.mark.slow if e == "compile" else ()) for e in WAYS])
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
-def test_b11_wherever_a_replica_runs_out_of_memory(
-    engine: str, helpers: HelperPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_b11_wherever_a_replica_runs_out_of_memory(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
     monkeypatch.setattr(compiled, "inductor", lambda mode, cuts: lookup_backend("eager"))
-    with helpers.serving():
-        for way, options in WAYS[engine]:
-            run = Run(way, engine, **options)
-            run.train_well()
-            assert run.model.engine_in_use == engine
-            for place in PLACES:
-                for replica in range(NUM) if place in IN_REPLICAS else (0,):
-                    run.fail(place, replica)
-                    # What a failed backward leaves in its queue, torch's engine lets go at the next backward.
-                    assert place in IN_BACKWARD or not any(run.num_left()), f"{way}: {place} of replica {replica}"
-                    run.train_well()
-                    assert not any(run.num_left()), f"{way}: {place} of replica {replica}"
-            run.model.release()
+    for way, options in WAYS[engine]:
+        run = Run(way, engine, **options)
+        run.train_well()
+        assert run.model.engine_in_use == engine
+        for place in PLACES:
+            for replica in range(NUM) if place in IN_REPLICAS else (0,):
+                run.fail(place, replica)
+                # What a failed backward leaves in its queue, torch's engine lets go at the next backward.
+                assert place in IN_BACKWARD or not any(run.num_left()), f"{way}: {place} of replica {replica}"
+                run.train_well()
+                assert not any(run.num_left()), f"{way}: {place} of replica {replica}"
+        run.model.release()
 
 
 def test_b11_a_recorded_step_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:

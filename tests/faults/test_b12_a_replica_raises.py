@@ -1,6 +1,6 @@
 """b12: what a replica raises arrives as it was raised, replica and device are named, and the next call is right.
 
-In backward the message comes from torch's own engine, as on one device; helper processes name their replica there, too.
+In backward the message comes from torch's own engine, as on one device.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,6 @@ import everygpu
 from everygpu.errors import ReplicaError
 from everygpu.parallel.engines import compiled
 from tests.faults.failing import BusyError, CompiledNet, Net, TwoArgumentsError, make_batch
-from tests.parallel.engines.processes.pool import HelperPool
 
 KINDS = {"key": KeyError("missing"), "two arguments": TwoArgumentsError("net", line=3), "busy": BusyError()}
 
@@ -38,8 +37,7 @@ def check(model: everygpu.DataParallel, net: Net, place: str, replica: int, kind
     if place == "forward":
         assert named == [f"forward: replica {replica} on cpu failed, called with args[0] (2, 4)."]
     else:
-        is_helpers = replica > 0 and model.engine_in_use == "processes"
-        assert named == ([f"backward: replica {replica} on cpu failed."] if is_helpers else [])
+        assert named == []
     plain = Net()
     plain(x).square().sum().backward()
     net.zero_grad()
@@ -53,21 +51,8 @@ def check_all(model: everygpu.DataParallel, net: Net, engine: str) -> None:
     assert model.engine_in_use == engine
     for place in ("forward", "hook", "function"):
         for replica in (0, 1):
-            for kind in KINDS if engine == "processes" else ("key",):
+            for kind in KINDS if engine == "threads" else ("key",):
                 check(model, net, place, replica, kind)
-
-
-@pytest.fixture(scope="module")
-def in_helpers(helpers: HelperPool) -> Iterator[everygpu.DataParallel]:
-    with helpers.serving():
-        model = everygpu.DataParallel(Net(), ["cpu"] * 2, engine="processes")
-        check(model, model.module, "hook", 1, "key")  # maps memory that helpers keep
-        yield model
-        model.release()
-
-
-def test_b12_in_helpers(in_helpers: everygpu.DataParallel) -> None:
-    check_all(in_helpers, in_helpers.module, "processes")
 
 
 def test_b12_in_threads() -> None:

@@ -28,40 +28,6 @@ class Spoilt(nn.Module):
         return torch.where(x[:, :1] == 7, self.spoil(x), x)
 
 
-class BadGrad(torch.autograd.Function):
-    """Finite, with gradients that are not in rows whose first value is 7."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return torch.where(x[:, :1] == 7, float("inf"), grad)
-
-
-class BackwardSpoilt(nn.Module):
-    def forward(self, x):
-        return BadGrad.apply(x)
-
-
-def make_bad_grads(first_value):
-    """A net whose gradients before its second module aren't finite where the first value is 7."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 6), BackwardSpoilt(), nn.Linear(6, 3))
-    write_first_value(net, first_value)
-    return net
-
-
-@torch.no_grad()
-def write_first_value(net, value):
-    """Have the first module give this for every row."""
-    net[0].weight[0].zero_()
-    net[0].bias[0] = value
-
-
 def make_net(spoil=lambda x: x * float("nan"), norm=nn.Identity):
     torch.manual_seed(0)
     return nn.Sequential(Spoilt(spoil), nn.Linear(6, 16), norm(), nn.ReLU(), nn.Linear(16, 3))
@@ -151,21 +117,6 @@ def test_b19_as_if_the_batch_had_not_been(devices):
     assert_same(net.state_dict(), other.state_dict())
 
 
-@pytest.mark.usefixtures("helpers")
-def test_b19_in_helper_processes(devices, caplog):
-    used = devices(2)
-    net = make_net()
-    model = everygpu.DataParallel(net, used, engine="processes")
-    step = everygpu.TrainStep(model, nn.functional.mse_loss, torch.optim.SGD(net.parameters(), lr=0.1))
-    step(*batch())
-    before = copy.deepcopy(net.state_dict())
-    step(*batch(bad_row=5))
-    step.stats()
-    assert_same(net.state_dict(), before)
-    assert "replica 1" in warnings_of(caplog)[0] or used[0].type == "cuda"
-    model.release()
-
-
 def test_b19_one_batch_of_several(devices, caplog):
     net, step = make(devices(2), accumulate=3)
     for _ in range(3):
@@ -180,22 +131,84 @@ def test_b19_one_batch_of_several(devices, caplog):
     assert step.stats().num_skipped == 1
 
 
-def check_only_gradients(used, caplog, num_steps):
-    """After some steps, gradients are not finite while the loss is: the parameters that have them stay."""
-    net, step = make(used, net=make_bad_grads(1))
+class Root(nn.Module):
+    """Has infinite gradients at 0, where it is finite, between two layers that learn."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(self.first(x).abs().sqrt())
+
+
+def make_root(used, **options):
+    """A step that has been made once, and what makes the next ones' gradients infinite."""
+    net, step = make(used, net=Root(), **options)
+
+    @torch.no_grad()
+    def spoil():
+        net.first.weight[0].zero_()
+        net.first.bias[0] = 0
+
+    return net, step, spoil
+
+
+def check_only_gradients(used, caplog, num_steps, *, begins_beside=False, **options):
+    """After some steps, gradients are not finite while the loss is: the update is left out as a whole.
+
+    Args:
+        begins_beside: The first such update is made where gradients are finite, and those after it are left out.
+    """
+    net, step, spoil = make_root(used, **options)
     for _ in range(num_steps):
         step(*batch())
-    write_first_value(net, 7)
-    before = copy.deepcopy(net[0].state_dict())
-    assert step(*batch()).isfinite()
+    spoil()
     step.stats()
-    assert_same(net[0].state_dict(), before)
-    assert all(p.isfinite().all() for p in net.parameters())
-    assert len(warnings_of(caplog)) == 1
+    before = copy.deepcopy(net.first.state_dict())
+    if begins_beside:
+        assert step(*batch()).isfinite()
+        assert step.stats().num_skipped == 1
+        assert_same(net.first.weight[0], before["weight"][0])
+        assert_same(net.first.bias[0], before["bias"][0])
+        assert all(p.isfinite().all() for p in net.parameters())
+    before = numbers(net, step)
+    for _ in range(9 - begins_beside):
+        assert step(*batch()).isfinite()
+    assert step.stats().num_skipped == 9
+    assert_same(numbers(net, step), before)
+    with pytest.raises(SystemExit) as end:
+        run(step, [None] * 9)  # on GPUs a few updates later
+    assert end.value.code == 5
+    assert_same(numbers(net, step), before)
+    first, last = warnings_of(caplog)
+    assert f"got others in update {num_steps + 1}" in first
+    assert ("only values with such gradients" in first) == begins_beside
+    assert "10 in a row" in last
 
 
-def test_b19_only_gradients(devices, caplog):
-    check_only_gradients(devices(2), caplog, num_steps=1)
+def check_only_gradients_raise(used, num_steps):
+    net, step, spoil = make_root(used, on_nonfinite="raise")
+    for _ in range(num_steps):
+        step(*batch())
+    step.stats()
+    spoil()
+    before = numbers(net, step)
+    with pytest.raises(NonFiniteError, match=f"got others in update {num_steps + 1}"):
+        run(step, [None] * 9)
+    step.stats()
+    assert_same(numbers(net, step), before)
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}, {"optimizer": torch.optim.SGD}], ids=str)
+@pytest.mark.parametrize("count", [1, 2])
+def test_b19_only_gradients(devices, caplog, count, options):
+    check_only_gradients(devices(count), caplog, num_steps=1, capture=False, **options)
+
+
+def test_b19_only_gradients_raise(devices):
+    check_only_gradients_raise(devices(2), num_steps=1)
 
 
 def test_b19_what_is_named(devices, caplog):
@@ -353,4 +366,39 @@ class TestRecorded:
         assert not torch.equal(net[1].weight, before[0]["1.weight"])
 
     def test_b19_only_gradients(self, used, caplog):
-        check_only_gradients(used, caplog, num_steps=10)
+        _, step, _ = make_root(used)
+        is_fused = step._strategy._fused is not None
+        check_only_gradients(used, caplog, num_steps=10, begins_beside=is_fused)
+
+    def test_b19_only_gradients_after_others(self, used, caplog):
+        """Once an update was left out in part, steps are recorded anew, with updates after backward."""
+        net, step, spoil = make_root(used)
+        for is_bad in [False] * 10 + [True] + [False] * 10 + [True] + [False] * 10:
+            before = numbers(net, step)
+            if is_bad:
+                first = copy.deepcopy(net.first.state_dict())
+                spoil()
+                before = numbers(net, step)
+            step(*batch())
+            num_skipped = step.stats().num_skipped
+            if is_bad and num_skipped == 2:
+                assert_same(numbers(net, step), before)
+            if is_bad:
+                net.first.load_state_dict(first)
+        assert num_skipped == 2
+        assert step.stats().engine == "graphs"
+
+    @pytest.mark.parametrize("options", [{"clip_norm": 1.0}, {"capture": False}], ids=str)
+    def test_b19_only_gradients_where_updates_wait(self, used, caplog, options):
+        check_only_gradients(used, caplog, num_steps=10, **options)
+
+    def test_b19_only_gradients_raise(self, used):
+        check_only_gradients_raise(used, num_steps=10)
+
+    def test_b19_the_norm_of_a_step_that_is_not_recorded(self, used):
+        net, step = make(used, net=Root(), capture=False)
+        plain = copy.deepcopy(net)
+        nn.functional.mse_loss(plain(X.to(used[0])), Y.to(used[0])).backward()
+        step(*batch())
+        norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+        assert step.stats().grad_norm == pytest.approx(norm.item(), rel=1e-5)

@@ -11,7 +11,7 @@ from torch import nn
 import everygpu
 from tests.parallel.oracle import Mlp, assert_same, assert_same_grads, pair, rows, score
 
-pytestmark = [pytest.mark.usefixtures("engine"), pytest.mark.every_engine]
+pytestmark = pytest.mark.usefixtures("in_threads")
 
 
 class Encoder(nn.Module):

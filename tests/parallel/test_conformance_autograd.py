@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.parallel.oracle import TOLERANCE, Mlp, assert_same, assert_same_grads, grads, pair, rows, score
 
-pytestmark = [pytest.mark.usefixtures("engine"), pytest.mark.every_engine]
+pytestmark = pytest.mark.usefixtures("in_threads")
 
 IN_PLACE = "modified by an inplace operation"
 """From torch's error when a tensor that backward needs has been written since."""
@@ -99,7 +99,6 @@ def test_a03_parameters_that_no_replica_uses_have_no_gradient(devices):
     assert run.param_grads["low.0.weight"] is None
 
 
-@pytest.mark.engines("threads")  # a helper's saved tensors don't see versions here
 def test_a03_in_place_change_of_what_only_another_replica_saved(devices):
     """Replica 0 does not use ``high``: the replicas' own copies have to notice."""
     devs = devices(2)

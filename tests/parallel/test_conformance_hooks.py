@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import everygpu
 from tests.parallel.oracle import TOLERANCE, Mlp, assert_same, pair, rows
 
-pytestmark = [pytest.mark.usefixtures("engine"), pytest.mark.every_engine]
+pytestmark = pytest.mark.usefixtures("in_threads")
 
 
 class Hooked(nn.Module):
@@ -164,7 +164,6 @@ def test_a26_hooks_on_parameters_see_the_whole_gradient_once(devices):
     torch.testing.assert_close(*accumulated)
 
 
-@pytest.mark.engines("threads")  # all parameters of a helper's replica take part
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a26_hooks_on_a_parameter_that_takes_no_part_are_not_called(devices, when):
     class Idle(Mlp):
@@ -319,7 +318,6 @@ class Checkpointed(Mlp):
         return checkpoint(self.second, self.first(x), use_reentrant=self.use_reentrant)
 
 
-@pytest.mark.engines("threads")  # a helper's gradients come once, also those of a reentrant checkpoint
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a26_hooks_on_parameters_in_checkpoints(devices, use_reentrant):
     """A reentrant checkpoint runs a backward of its own for each replica; the others have one for all."""

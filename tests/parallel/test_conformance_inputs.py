@@ -20,7 +20,7 @@ from everygpu.errors import (
 )
 from tests.parallel.oracle import assert_same, pair, rows
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = pytest.mark.usefixtures("in_threads")
 
 
 class GradReducer(nn.Module):
@@ -269,7 +269,6 @@ def test_bad_input_something_else_than_a_module(devices, make, named, advice, ta
     assert advice in str(caught.value)
 
 
-@pytest.mark.engines("threads")  # a helper's traceback is text, the exception's cause
 @pytest.mark.parametrize("bad_row", [0, 3, 6])
 def test_bad_input_exception_in_one_replica(devices, bad_row):
     devs = devices(3)

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 import everygpu
 from tests.parallel.oracle import TOLERANCE, Mlp, assert_same, assert_same_grads, pair, rows, run, score
 
-pytestmark = [pytest.mark.usefixtures("engine"), pytest.mark.every_engine]
+pytestmark = pytest.mark.usefixtures("in_threads")
 
 
 def test_a03_rows_of_a_table_that_forward_shortens(devices):
@@ -38,7 +38,6 @@ class Seeing(Mlp):
         return super().forward(x)
 
 
-@pytest.mark.engines("threads")  # replicas write to one dictionary
 def test_a03_replicas_persist_in_place(devices):
     devs = devices(3)
     seen = []

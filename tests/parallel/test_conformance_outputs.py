@@ -16,7 +16,7 @@ import everygpu
 from everygpu.errors import GatherError
 from tests.parallel.oracle import assert_same, assert_same_grads, pair, rows
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = pytest.mark.usefixtures("in_threads")
 
 
 class Return(nn.Module):
@@ -166,7 +166,6 @@ class Plain:
     """An object that is no container."""
 
 
-@pytest.mark.engines("threads")  # replicas return one object
 def test_a12_unknown_objects_come_back_as_they_are(devices):
     thing = Plain()
     assert returned(lambda x: thing, devices(2)) is thing

@@ -13,7 +13,7 @@ from torch.utils._device import CURRENT_DEVICE
 import everygpu
 from tests.parallel.oracle import assert_same, assert_same_grads, pair, rows, score
 
-pytestmark = [pytest.mark.usefixtures("engine"), pytest.mark.every_engine]
+pytestmark = pytest.mark.usefixtures("in_threads")
 
 ASKED = contextvars.ContextVar("ASKED", default="nothing")
 
@@ -337,7 +337,6 @@ def test_a38_no_memory_on_devices_that_take_no_part():
 
 @pytest.mark.gpu
 @pytest.mark.cards(2)
-@pytest.mark.engines("threads")  # a helper has streams of its own
 def test_a38_work_runs_on_the_callers_stream():
     devs = [torch.device("cuda", i) for i in range(2)]
     side = [torch.cuda.Stream(d) for d in devs]

@@ -13,7 +13,7 @@ from everygpu.devices.parse import device_id
 from everygpu.errors import DeviceError, ModuleError, OptionError, PlacementError, SplitError
 from everygpu.parallel.scatter.split import plan_split
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = pytest.mark.usefixtures("in_threads")
 
 gpu_only = pytest.mark.parametrize("devices", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 

@@ -15,7 +15,7 @@ from everygpu import tree
 from tests.parallel.models import CASES, Case, convolutional
 
 pytestmark = [
-    pytest.mark.usefixtures("engine"),
+    pytest.mark.usefixtures("in_threads"),
     # torch 2.11 says so of any sparse tensor, also of those whose checks are left out explicitly.
     pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
 ]
@@ -106,7 +106,6 @@ class TestEqualToOneDevice:
         expected = [p.grad for p in bare.parameters()]
         torch.testing.assert_close(dense(p.grad for p in model.parameters()), dense(expected))
 
-    @pytest.mark.every_engine
     def test_a_training_run(self, case: Case, devices: Devices) -> None:
         (bare, x, _), (model, y, _) = both(case, 11, devices(3))
         ours = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -10,7 +10,7 @@ from torch import nn
 import everygpu
 from everygpu import comm
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = pytest.mark.usefixtures("in_threads")
 
 
 class Net(nn.Module):

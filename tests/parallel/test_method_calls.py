@@ -9,7 +9,7 @@ import everygpu
 from everygpu import DataParallel, ShardedBatch
 from everygpu.errors import CallError, GatherError, SplitError
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = pytest.mark.usefixtures("in_threads")
 
 
 class Writer(nn.Module):
@@ -58,7 +58,6 @@ def writers(used, **options):
 
 
 class TestGenerate:
-    @pytest.mark.every_engine
     def test_a53_rows_are_filled_up(self, devices):
         used = devices(2)
         model = writers(used)
@@ -132,7 +131,6 @@ class TestGenerate:
 
 
 class TestAsForward:
-    @pytest.mark.every_engine
     def test_trains(self, devices):
         used = devices(2)
         model = writers(used)
@@ -198,7 +196,6 @@ class TestAsForward:
         assert model.call_method("dropout", torch.ones(4)).shape == (4,)
         assert model.call_method("double").tolist() == [[4.0]]
 
-    @pytest.mark.every_engine
     def test_goes_with_forward(self):
         model, x = writers(["cpu"] * 2), torch.ones(4)
         model.eval()

@@ -16,7 +16,7 @@ import everygpu
 from everygpu import tree
 from everygpu.errors import SplitError
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = pytest.mark.usefixtures("in_threads")
 
 ROWS = 7
 
@@ -145,7 +145,6 @@ class TestMirrors:
         step = everygpu.TrainStep(parallel(module), None, torch.optim.SGD(module.parameters(), lr=0.1))
         torch.testing.assert_close(step(x), expected)
 
-    @pytest.mark.engines("threads")  # replicas append to one list
     @pytest.mark.parametrize("kind", MIRRORS)
     def test_inputs_are_cut_under_both_names(self, kind, x):
         batch = kind(logits=x, loss=torch.arange(ROWS))
@@ -178,7 +177,6 @@ class TestMirrors:
         with pytest.raises(SplitError, match=r"got 7 in args\[0\]\[\"logits\"\] and 9 in args\[0\]\.loss \(9,\)"):
             parallel(Reading())(Renaming(x, torch.ones(9)))
 
-    @pytest.mark.engines("threads")  # replicas append to one list
     def test_plain_attributes_stay(self, x):
         batch = Copying(x=x)
         batch.name, batch.owner = "train", batch
@@ -223,7 +221,6 @@ class TestArrays:
         with pytest.raises(SplitError, match=r"got 7 in args\[0\] and 10 in args\[1\]"):
             parallel(Reading())(x, np.ones(10))
 
-    @pytest.mark.engines("threads")  # replicas append to one list
     def test_marked_and_single_numbers_go_whole(self, x):
         seen = []
         model = parallel(Reading(lambda x, a, b, c: seen.append((a.shape, b.shape, type(c))) or x))
@@ -297,7 +294,6 @@ class TestObjects:
         with pytest.raises(SplitError, match="the Batch object"):
             step(Batch(x), torch.ones(ROWS, 2))
 
-    @pytest.mark.engines("threads")  # replicas append to one list
     def test_every_way_out_works(self, x, registered):
         for batch in ({"x": x}, Registered(x)):
             model = parallel(Reading(lambda b: b["x"] if isinstance(b, dict) else b.x))
@@ -311,7 +307,6 @@ class TestObjects:
         model = parallel(Reading(lambda b: b.x), 1)
         assert model(Batch(x)).shape == (ROWS, 2)
 
-    @pytest.mark.engines("threads")  # replicas append to one list
     def test_plain_objects_go_whole(self, x):
         def function():
             return x

@@ -14,7 +14,7 @@ from everygpu import DataParallel, Replicated
 from everygpu.errors import CallError, ModuleError
 
 pytestmark = [
-    pytest.mark.usefixtures("engine"),
+    pytest.mark.usefixtures("in_threads"),
     # torch scripts what dual numbers are decomposed by.
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
 ]
@@ -92,7 +92,6 @@ def tangent(function, x, direction):
 
 
 class TestForwardMode:
-    @pytest.mark.every_engine
     @pytest.mark.parametrize("name", FUNCTIONS)
     @pytest.mark.parametrize("records", [True, False], ids=["grad", "no_grad"])
     def test_a55_of_the_input(self, devices, name, records):
@@ -147,9 +146,8 @@ class TestForwardMode:
 
 
 class TestBatchedGradients:
-    @pytest.mark.every_engine
     @pytest.mark.parametrize("create_graph", [False, True])
-    def test_of_parameters_and_inputs(self, devices, create_graph, engine):
+    def test_of_parameters_and_inputs(self, devices, create_graph):
         used = devices(2)
         x = torch.randn(5, 4, dtype=torch.float64, device=used[0], requires_grad=True)
         seeds = torch.randn(3, 5, 4, dtype=torch.float64, device=used[0])
@@ -159,10 +157,6 @@ class TestBatchedGradients:
             return torch.autograd.grad(model(x), ends, seeds, is_grads_batched=True, create_graph=create_graph)
 
         model, bare = DataParallel(Mlp().to(used[0]), used), Mlp().to(used[0])
-        if engine == "processes" and not create_graph:
-            with pytest.raises(CallError, match="engine='threads'"):
-                grads(model)
-            return
         for actual, expected in zip(grads(model), grads(bare), strict=True):
             torch.testing.assert_close(everygpu.gather(actual), expected)
 

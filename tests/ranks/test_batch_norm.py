@@ -40,8 +40,9 @@ def differentiate_again():
     model = everygpu.DataParallel(net, ["cpu"])
     (g,) = torch.autograd.grad(net(torch.randn(3, 2)).square().sum(), net[0].weight, create_graph=True)
     g.sum().backward()  # by itself, over its own rows
+    x = torch.randn(3, 2, requires_grad=True)
     with pytest.raises(CallError, match="differentiated again"):
-        torch.autograd.grad(model(torch.randn(3, 2)).square().sum(), net[0].weight, create_graph=True)
+        torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
 
 
 def everything():

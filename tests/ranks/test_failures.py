@@ -1,169 +1,84 @@
-"""A rank that fails, is killed or stopped: the others end with a RankError, in time."""
+"""A rank that fails or pauses, and what ranks compare and log."""
 
-import contextlib
-import ctypes
 import logging
-import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-from everygpu.checkpoint.background import Background
 from everygpu.errors import RankError
-from everygpu.ranks import watch
 from everygpu.ranks.differences import find_difference
 from everygpu.ranks.group import join, joined
-from tests.ranks.harness import environment, free_port, run_ranks, running
+from tests.ranks.harness import ROOT, run_ranks, running
 
 pytestmark = pytest.mark.usefixtures("warm_python")
-IN_TIME_S = 60
-"""With the start, which torch's stores delay by seconds where rank 0 comes last."""
+
+SCRIPT = """
+import os, signal, sys, time
+import torch, everygpu
+model = everygpu.DataParallel(torch.nn.Linear(2, 1), ["cpu"])
+for step in range(1000):
+    model(torch.ones(2, 2)).sum().backward()
+    if step == 3 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        {what}
+    if step == 5:
+        print("came to step 5", flush=True)
+        break
+"""
 
 
-def join_soon(silent_s=20.0):
-    """Join with limits that make for short tests."""
-    watch.SILENT_S, watch.ASLEEP_S, watch.GRACE_S, watch.BROKEN_S = silent_s, 0.7, 0.3, 1.5
+def torchrun(folder: Path, what: str, *options: str) -> "subprocess.CompletedProcess[str]":
+    script = folder / "train.py"
+    script.write_text(SCRIPT.replace("{what}", what))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    return subprocess.run([*command, script], env=environ, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_torchrun_ends_all_ranks_and_names_the_one_that_was_killed(tmp_path):
+    done = torchrun(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
+    assert done.returncode == 1
+    assert "rank      : 1 (local_rank: 1)" in done.stderr
+    assert "Signal 9 (SIGKILL)" in done.stderr
+
+
+def test_an_error_of_one_rank_is_shown_and_torchrun_starts_all_again(tmp_path):
+    done = torchrun(tmp_path, "raise ZeroDivisionError('the model of rank 1')", "--max-restarts", "1")
+    assert done.returncode == 0, done.stderr
+    assert "ZeroDivisionError: the model of rank 1" in done.stderr
+    assert done.stdout.count("came to step 5") == 2
+
+
+def pause(folder):
     group = join()
-    group.barrier()
-    return group
-
-
-def end_of(process, limit_s=IN_TIME_S):
-    """Wait for one process; return its exit code and what it wrote to its standard error."""
-    err = process.communicate(timeout=limit_s)[1].decode()
-    return process.returncode, err
-
-
-def be_stuck():
-    """Wait as in a collective that never ends: in C++, without the GIL."""
-    ctypes.CDLL(None).sleep(60)
-
-
-def raise_uncaught(folder):
-    group = join_soon()
-    if group.rank == 2:
-        Background().start(lambda check: write_slowly(folder / "checkpoint"))
-    group.barrier()
-    if group.rank == 1:
-        raise ZeroDivisionError("the model of rank 1")
-    if group.rank == 2:
-        be_stuck()
-    group.barrier()
-
-
-def write_slowly(path):
-    time.sleep(1.0)
-    path.touch()
-
-
-def test_an_error_reaches_ranks_that_communicate_and_ranks_that_are_stuck(tmp_path):
-    with running(raise_uncaught, tmp_path, size=3, folder=tmp_path) as ranks:
-        ends = [end_of(process) for process in ranks.processes]
-    assert (tmp_path / "checkpoint").exists(), "what is being saved is finished first"
-    assert [code for code, _ in ends] == [1, 1, 1]
-    assert "RankError" not in ends[1][1]
-    for _, err in (ends[0], ends[2]):
-        assert "RankError: ranks: every rank must go on without an error, got one on rank 1" in err
-        assert f"process {ranks.processes[1].pid}" in err
-        assert "ZeroDivisionError: the model of rank 1" in err
-        assert "in raise_uncaught" in err
-
-
-def raise_caught():
-    group = join_soon()
-    if group.rank == 1:
-        be_stuck()
-    with pytest.raises(ZeroDivisionError), group.telling("cuda:3"):
-        raise ZeroDivisionError
-    with pytest.raises(RankError, match="ZeroDivisionError"), group.telling():
-        pytest.fail("a call after the failure is made")
-    with pytest.raises(RankError, match=r"rank 0 \(host .*, process \d+\), device cuda:3"):
-        group.barrier()
-    return "went on"
-
-
-def test_an_error_that_the_script_catches_ends_the_others_and_its_next_call(tmp_path):
-    with running(raise_caught, size=2, folder=tmp_path) as ranks:
-        (own_code, own_err), (code, err) = [end_of(process) for process in ranks.processes]
-    assert own_code == 0, own_err
-    assert code == 1
-    assert "device cuda:3: ZeroDivisionError" in err
-
-
-def lose_one(rank, how, with_fork):
-    group = join_soon(2.0)
-    if group.rank == rank:
-        if with_fork and not os.fork():  # as a worker of a loader, which keeps its parent's connections open
-            os.closerange(0, 3)
-            time.sleep(4)
-            os._exit(0)
-        os.kill(os.getpid(), how)
-    if group.rank == 2:
-        be_stuck()
-    group.barrier()
-
-
-def leave_early():
-    group = join_soon()
-    watch.BROKEN_S = 0.3
-    if group.rank != 1:
-        group.barrier()
-
-
-def test_a_rank_that_leaves_before_the_others_is_named(tmp_path):
-    with running(leave_early, size=3, folder=tmp_path) as ranks:
-        (first, first_err), (own, own_err), (last, last_err) = [end_of(process) for process in ranks.processes]
-    assert (first, own, last) == (1, 0, 1), own_err
-    for err in (first_err, last_err):
-        assert "RankError: ranks: every rank must make the same calls until its end, got the end of rank 1" in err
-
-
-LOST = [(0, signal.SIGKILL, False, 2), (1, signal.SIGKILL, True, 3), (0, signal.SIGSTOP, False, 2)]
-
-
-def test_a_rank_that_is_killed_or_stopped_is_named_by_the_others(tmp_path):
-    """Several jobs at once, and none hears of another's loss."""
-    with contextlib.ExitStack() as jobs:
-        started = [
-            jobs.enter_context(running(lose_one, rank, how, fork, size=size, folder=tmp_path / str(i)))
-            for i, (rank, how, fork, size) in enumerate(LOST)
-        ]
-        for ranks, (lost, *_) in zip(started, LOST, strict=True):
-            said = f"rank {lost} (host {os.uname().nodename}, process {ranks.processes[lost].pid})"
-            for process in ranks.processes[:lost] + ranks.processes[lost + 1 :]:
-                code, err = end_of(process)
-                assert code == 1, err
-                assert "RankError: ranks: every rank must live as long as the run" in err
-                assert said in err
-
-
-def lose_signs_without_dying(folder):
-    group = join_soon(1.0)
-    if group.rank == 1:
-        ctypes.PyDLL(None).usleep(1_300_000)  # holds the GIL, as a long call in C does
-    group.barrier()
-    (folder / f"stop{group.rank}").touch()
-    time.sleep(1.4)
+    (folder / f"ready{group.rank}").touch()
     group.barrier()
     return "lives"
 
 
-def test_a_busy_rank_and_a_job_that_is_stopped_are_not_taken_for_dead(tmp_path):
-    with running(lose_signs_without_dying, tmp_path, size=2, folder=tmp_path) as ranks:
-        limit = time.monotonic() + IN_TIME_S
-        while not all((tmp_path / f"stop{r}").exists() for r in range(2)):
-            assert time.monotonic() < limit, "a rank that holds the GIL was taken for dead"
-            time.sleep(0.02)
-        for process in ranks.processes:
-            process.send_signal(signal.SIGSTOP)
-        time.sleep(1.2)
-        for process in ranks.processes:
-            process.send_signal(signal.SIGCONT)
+def test_a_rank_that_pauses_is_waited_for(tmp_path):
+    with running(pause, tmp_path, size=2, folder=tmp_path) as ranks:
+        ranks.processes[1].send_signal(signal.SIGSTOP)  # on its way, or about to start
+        time.sleep(3)
+        ranks.processes[1].send_signal(signal.SIGCONT)
         assert ranks.results() == ["lives"] * 2
-    assert ranks.said == ["", ""]
+
+
+def leave_early():
+    group = join()
+    if group.rank == 0:
+        with pytest.raises(RankError, match="Rank 0 lost the others in a barrier over ranks: one has failed or ended"):
+            [group.barrier() for _ in range(2)]
+        os._exit(0)  # as the others are gone
+
+
+def test_a_rank_that_ends_before_the_others_is_an_error_of_theirs(tmp_path):
+    with running(leave_early, size=2, folder=tmp_path) as ranks:
+        assert ranks.wait() == [0, 0], ranks.said
 
 
 class Lines(logging.Handler):
@@ -177,7 +92,7 @@ class Lines(logging.Handler):
 
 def compare_and_log():
     assert joined() is None
-    group = join_soon()
+    group = join()
     assert joined() is group
     logger, lines = logging.getLogger("everygpu"), Lines()
     logger.addHandler(lines)
@@ -218,27 +133,3 @@ def test_descriptions_are_compared_and_lines_come_once(tmp_path):
 )
 def test_the_first_difference_is_named(values, difference):
     assert find_difference(values) == difference
-
-
-def be_rank_of_multiprocessing(rank, late, port):
-    os.environ.update(environment(rank, 2, port))
-    group = join_soon()
-    if rank == late:
-        time.sleep(1.0)  # the other one has ended
-    with group.telling():
-        dist.destroy_process_group()
-
-
-def start_by_multiprocessing():
-    context = multiprocessing.get_context("fork")
-    calls = [(rank, late, port) for late, port in enumerate([free_port(), free_port()]) for rank in range(2)]
-    processes = [context.Process(target=be_rank_of_multiprocessing, args=call) for call in calls]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    return [process.exitcode for process in processes]
-
-
-def test_a_rank_that_ends_before_another_says_goodbye_also_where_atexit_calls_nothing(tmp_path):
-    assert run_ranks(start_by_multiprocessing, size=1, folder=tmp_path) == [[0] * 4]

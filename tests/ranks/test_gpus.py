@@ -102,3 +102,39 @@ def share_a_gpu():
 
 def test_ranks_with_one_gpu_are_refused(tmp_path):
     assert run_ranks(share_a_gpu, size=2, folder=tmp_path) == [True, True]
+
+
+def wait_for_nothing():
+    group = join()
+    device = torch.device("cuda", group.rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    net = nn.Sequential(nn.Linear(6, 16), everygpu.SyncBatchNorm(16), nn.Linear(16, 5)).to(device)
+    model = everygpu.DataParallel(net, [device], engine="threads")
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    x, y = torch.randn(ROWS, 6, device=device), torch.randint(0, 5, (ROWS,), device=device)
+    other = Net().to(device)
+    del other.unused
+    trained = everygpu.DataParallel(other, [device])
+    step = everygpu.TrainStep(trained, F.cross_entropy, torch.optim.AdamW(other.parameters(), lr=0.01))
+
+    def train():
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        step(x, y)
+
+    for _ in range(12):
+        train()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            train()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return step.stats().engine
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_the_host_waits_for_nothing_in_a_step(tmp_path, nccl_ranks):
+    assert run_ranks(wait_for_nothing, size=2, folder=tmp_path) == ["graphs"] * 2

@@ -1,6 +1,8 @@
 """Gradients of a batch that is spread over ranks are those of one device on the whole batch."""
 
+import contextlib
 import copy
+import itertools
 from functools import partial
 
 import pytest
@@ -125,24 +127,13 @@ def differentiate():
     for net in (bare, model.module):
         net.table.sparse = False
     ids, targets, mine = rows_of(group, [3, 2], 0)
-    found = []
-    for net, rows in ((bare, slice(None)), (model, mine)):
-        inner = getattr(net, "module", net)
-        used = [p for n, p in inner.named_parameters() if not n.startswith(("unused", "sometimes"))]
-        # As one step of MAML: the gradient of the loss after an update.
-        grads = torch.autograd.grad(mean_loss(net(ids[rows]), targets[rows]), used, create_graph=True)
-        fast = [p - 0.5 * g for p, g in zip(used, grads)]
-        x = torch.nn.functional.embedding(ids[rows], fast[0])
-        hidden = torch.nn.functional.linear(x, fast[1], fast[2]).tanh()
-        output = torch.nn.functional.linear(torch.nn.functional.linear(hidden, *fast[1:3]), *fast[3:])
-        mean_loss(output, targets[rows]).backward()
-        found.append(([g.detach() for g in grads], grads_of(inner)))
-    (bare_first, bare_second), (first, second) = found
-    torch.testing.assert_close(first, bare_first)
-    assert_same(second, bare_second)
-    seeds = torch.ones(2, *targets[mine].shape, dtype=torch.float64)
-    with pytest.raises(CallError, match="can't go to other processes"):
-        torch.autograd.grad(model(ids[mine]), model.module.second.weight, seeds, is_grads_batched=True)
+    used = [p for n, p in model.module.named_parameters() if not n.startswith(("unused", "sometimes"))]
+    with pytest.raises(CallError, match=r"by torch.autograd.grad can't be added up"):
+        torch.autograd.grad(mean_loss(model(ids[mine]), targets[mine]), used)
+    with pytest.raises(CallError, match=r"by torch.autograd.grad can't be added up"):
+        torch.autograd.grad(mean_loss(model(ids[mine]), targets[mine]), used[-1], create_graph=True)
+    with pytest.raises(CallError, match="by create_graph=True can't be added up"):
+        mean_loss(model(ids[mine]), targets[mine]).backward(create_graph=True)
     # A penalty on gradients of inputs, as WGAN-GP has.
     for net in (bare, model):
         net.zero_grad()
@@ -176,7 +167,7 @@ def differentiate_and_weigh():
     weigh_by_tokens()
 
 
-def test_gradients_that_are_differentiated_again_and_that_weigh_what_is_counted(tmp_path):
+def test_gradients_that_can_not_be_added_up_and_those_that_weigh_what_is_counted(tmp_path):
     run_ranks(differentiate_and_weigh, size=2, folder=tmp_path)
 
 
@@ -242,11 +233,21 @@ def wrap_again():
     bare, net = make(), make()
     ids, targets, mine = rows_of(group, [3, 2], 0)
     model = everygpu.DataParallel(net, ["cpu"])
-    for renew in (model.release, lambda: everygpu.DataParallel(net, ["cpu"]), model.release):
+
+    def override():
+        model.gather = lambda outputs, device: everygpu.gather(outputs, "cpu")
+
+    def wrap():
+        return everygpu.DataParallel(net, ["cpu"])
+
+    renewals = [model.release, override, lambda: setattr(model, "device_ids", ["cpu", "cpu"])]
+    for is_before, renew in [*itertools.product([True, False], renewals), (False, wrap)]:
         mean_loss(bare(ids), targets).backward()
-        mean_loss(model(ids[mine]), targets[mine]).backward()
-        model = renew() or model
-    assert_same(grads_of(net), grads_of(bare))
+        loss = mean_loss(model(ids[mine]), targets[mine])
+        renewed = renew() if is_before else None
+        loss.backward()
+        model = renewed or (None if is_before else renew()) or model
+        assert_same(grads_of(net), grads_of(bare))
     optimizers = [torch.optim.SGD([p for p in m.parameters() if p is not m.table.weight], lr=0.1) for m in (bare, net)]
     net.zero_grad(), bare.zero_grad()
     net.table.requires_grad_(False)
@@ -262,6 +263,50 @@ def wrap_again():
 
 def test_a_model_that_is_released_or_wrapped_again(tmp_path):
     run_ranks(wrap_again, size=2, folder=tmp_path)
+
+
+def accumulate():
+    group = join()
+    bare, model = make(), everygpu.DataParallel(make(), ["cpu"])
+    sums = []
+    all_reduce = group.all_reduce
+    group.all_reduce = lambda x: sums.append(x.numel()) or all_reduce(x)
+    for step in range(8):
+        ids, targets, mine = rows_of(group, [3, 1], step)
+        mean_loss(bare(ids), targets).backward()
+        with model.no_sync() if step % 4 < 3 else contextlib.nullcontext():
+            mean_loss(model(ids[mine]), targets[mine]).backward()
+        if step % 4 == 3:
+            assert_same(grads_of(model.module), grads_of(bare))
+    assert len(sums) == 2 * 2, "a share, and one bucket"
+
+
+def test_micro_batches_are_added_up_once(tmp_path):
+    run_ranks(accumulate, size=2, folder=tmp_path)
+
+
+def hook():
+    join()
+    net = make()
+    model = everygpu.DataParallel(net, ["cpu"])
+    step = everygpu.TrainStep(model, mean_loss, torch.optim.SGD(net.first.parameters(), lr=0.1))
+    batch = torch.tensor([1, 2]), torch.zeros(2, 3, dtype=torch.float64)
+    for register in (net.first.bias.register_hook, net.first.bias.register_post_accumulate_grad_hook):
+        handle = register(lambda _: None)
+        with pytest.raises(
+            CallError, match=r"a hook on parameter first.bias would see the gradient of this rank's rows"
+        ):
+            model(batch[0])
+        with pytest.raises(CallError, match=r"first.bias"):
+            step(*batch)
+        handle.remove()
+        model(batch[0])
+    model(batch[0]).sum().backward()
+    copy.deepcopy(net), model(batch[0])
+
+
+def test_hooks_on_parameters_are_refused(tmp_path):
+    run_ranks(hook, size=2, folder=tmp_path)
 
 
 def start_with_other_weights():

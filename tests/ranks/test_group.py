@@ -1,7 +1,6 @@
 """What ranks say to each other."""
 
 import logging
-import os
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ import everygpu
 from everygpu.errors import RankError
 from everygpu.ranks.first_batch import FirstBatch
 from everygpu.ranks.group import join
-from everygpu.ranks.meeting import open_store
 from everygpu.ranks.membership import find_membership
 from tests.ranks.harness import environment, run_ranks
 
@@ -30,7 +28,7 @@ def talk():
     assert group is join(), "one group for a run"
     x, y = torch.full((3,), float(group.rank)), torch.arange(2) * (group.rank + 1)
     group.broadcast(y)
-    group.all_reduce(x).wait()
+    group.all_reduce(x)()
     return {
         "place": (group.rank, group.size, group.local_rank, group.local_size),
         "gather": group.gather({"rank": group.rank}),
@@ -61,26 +59,6 @@ def test_ranks_exchange_values(tmp_path, function):
             "reduced": [3.0] * 3,
             "is_main": rank == 0,
         }
-
-
-def try_twice():
-    """torchrun has one store for all tries: here, that of the process group."""
-    group = join()
-    rank = group.rank
-    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")
-    first = open_store()
-    group.barrier()  # torchrun ends all processes of a try before it starts the next one
-    second = open_store()
-    first.set(f"address of {rank}", "gone")
-    second.set(f"name of {rank}", f"rank {rank}")
-    found = second.get(f"name of {1 - rank}").decode()
-    return found, second.check([f"address of {rank}"]), first.get(f"address of {1 - rank}")
-
-
-@pytest.mark.usefixtures("warm_python")
-def test_ranks_find_nothing_of_a_try_before_a_restart(tmp_path):
-    results = run_ranks(try_twice, size=2, folder=tmp_path)
-    assert results == [(f"rank {1 - rank}", False, b"gone") for rank in range(2)]
 
 
 def test_a_process_alone_has_no_group(environ):

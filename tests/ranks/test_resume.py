@@ -33,7 +33,7 @@ def train(folder, num_steps):
     model = everygpu.DataParallel(net, ["cpu"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     step = everygpu.TrainStep(model, nn.CrossEntropyLoss(), optimizer)
-    data = everygpu.ResumableLoader(DataLoader(Rows(), batch_size=BATCH, shuffle=True))
+    data = everygpu.Feeder(DataLoader(Rows(), batch_size=BATCH, shuffle=True), "cpu", prefetch=0)
     states = {"model": model, "optimizer": optimizer, "data": data, "train_step": step}
     found = []
     with everygpu.CheckpointManager(folder, keep=2) as checkpoints:

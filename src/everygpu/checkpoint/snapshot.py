@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from everygpu.checkpoint.save import Taken
-from everygpu.checkpoint.tensors import identity
+from everygpu.checkpoint.values import identity
 
 logger = logging.getLogger("everygpu")
 _ALIGNMENT = 64

@@ -48,23 +48,8 @@ def copy_to_each(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
     return [copy(x, d) for d in devices]
 
 
-def copy_beside(x: Tensor, device: torch.device) -> "tuple[Tensor, torch.cuda.Event | None]":
-    """Copy a tensor to a device, beside what is queued there.
-
-    Args:
-        x: On any device.
-        device: Where to.
-    Returns:
-        The copy, or ``x`` itself, and when it is there; both for ``received``.
-    """
-    return copies.copy_beside(x, device) if trusted_peers((x.device, device)) else (copy(x, device), None)
-
-
 with_own_node = copies.with_own_node
 """Have a leaf's gradient come from a node on its own device."""
-
-received = copies.received
-"""Have a device's current stream wait for what ``copy_beside`` copies, and return it."""
 
 
 def copy_from_each(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

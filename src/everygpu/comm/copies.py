@@ -167,29 +167,6 @@ def _beside(source: Tensor, index: int) -> Iterator[None]:
     source.record_stream(stream)
 
 
-def copy_beside(x: Tensor, device: torch.device) -> tuple[Tensor, "torch.cuda.Event | None"]:
-    """Copy a tensor to a device beside what is queued there.
-
-    Returns:
-        The copy, for ``received``, and when it is there; None where that needs no waiting.
-    """
-    if device.type != "cuda" or x.device == device:
-        return x, None
-    stream = kept_stream(device, "copies of gradients")
-    with torch.cuda.stream(stream):
-        copied = copy(x, device)
-        return copied, stream.record_event()
-
-
-def received(copied: Tensor, event: "torch.cuda.Event | None") -> Tensor:
-    """Return what ``copy_beside`` has copied, when the device's current stream may read it."""
-    if event is not None:
-        stream = torch.cuda.current_stream(copied.device)
-        stream.wait_event(event)
-        copied.record_stream(stream)
-    return copied
-
-
 def reduce(sources: Sequence[Tensor], device: torch.device) -> Tensor:
     """Add buffers up on one device, in the order given; the first may be overwritten."""
     total = copy(sources[0], device)

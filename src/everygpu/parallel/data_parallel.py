@@ -3,7 +3,8 @@
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -65,8 +66,7 @@ class DataParallel(MethodCalls):
         engine: ``"auto"``: the fastest that is safe, looked for in the first steps: ``"compile"`` if ``module`` went
             through ``torch.compile``; ``"graphs"`` where Dynamo proves that a recording does the same; else
             ``"threads"``; see ``engine_in_use``. ``"threads"``: replicas run eagerly, each in a thread;
-            ``"compile"``: they are compiled, and launched from one thread; ``"processes"``: they run eagerly, each
-            after the first in a helper process, whose prints and other effects stay there;
+            ``"compile"``: they are compiled, and launched from one thread;
             ``"graphs"``: on GPUs, after a few forwards on batches of one shape, forward and backward are each
             recorded as a CUDA graph over all devices, and launched by one call from then on, until anything changes
             that they were made from. Python code in the module, such as a print or a global variable, is then not
@@ -144,7 +144,7 @@ class DataParallel(MethodCalls):
         self._lock = kept_lock(vars(self).get("_lock"))
         group = join()
         more = self.dim, len(self.replica_devices), self.bucket_cap_mb, self.weight_rule
-        self._ranks = None if group is None else RankModel(group, *more)
+        self._ranks = None if group is None else RankModel(group, *more, vars(self).get("_ranks"))
         # Looked at in every call on one device, where walking the module would cost more than all the rest.
         self._first_parameter = tuple(itertools.islice(self.module.parameters(), 1))
 
@@ -169,8 +169,8 @@ class DataParallel(MethodCalls):
         """Run the module on all devices; see the class."""
         if self._ranks is None:
             return self._forward_by_itself(inputs, kwargs)
-        with self._ranks.forward(self.module, inputs, kwargs):
-            return self._ranks.watch(self._forward_by_itself(inputs, kwargs))
+        run = partial(self._forward_by_itself, inputs, kwargs)
+        return self._ranks.forward(run, self.module, inputs, kwargs)
 
     def _forward_by_itself(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_alone:
@@ -268,13 +268,28 @@ class DataParallel(MethodCalls):
 
     @property
     def engine_in_use(self) -> str:
-        """The engine that replicas run by now: ``"threads"``, ``"processes"``, ``"graphs"`` or ``"compile"``."""
+        """The engine that replicas run by now: ``"threads"``, ``"graphs"`` or ``"compile"``."""
         return self._engine.in_use
 
     @property
     def rank_model(self) -> RankModel | None:
         """What keeps the module and its gradients equal on all ranks; None without torchrun."""
         return self._ranks
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Leave gradients to the first backward after the block, to add micro-batches up by one exchange over ranks::
+
+            with model.no_sync():
+                loss_of(model(x1)).backward()
+            loss_of(model(x2)).backward()
+
+        Without torchrun it changes nothing. The gradient counts by the rows of all micro-batches together: give a rank
+        as many rows in each.
+
+        Source:
+            ``DistributedDataParallel.no_sync``.
+        """
+        return nullcontext() if self._ranks is None else self._ranks.no_sync()
 
     def give_up_recording(self, reason: str) -> None:
         """Have another engine run what ``TrainStep`` won't record."""

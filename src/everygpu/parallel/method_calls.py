@@ -1,6 +1,7 @@
 """Methods of the module, called on all devices."""
 
 import difflib
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -39,8 +40,8 @@ class MethodCalls(Verbs):
         check_method(self.module, name)
         if self._ranks is None:
             return self._call_method(name, inputs, kwargs, pad_value)
-        with self._ranks.forward(self.module, inputs, kwargs):
-            return self._ranks.watch(self._call_method(name, inputs, kwargs, pad_value))
+        run = partial(self._call_method, name, inputs, kwargs, pad_value)
+        return self._ranks.forward(run, self.module, inputs, kwargs)
 
     def _call_method(self, name: str, inputs: tuple[Any, ...], kwargs: dict[str, Any], pad_value: float | None) -> Any:
         if len(self.replica_devices) == 1 and not self._has_overrides:

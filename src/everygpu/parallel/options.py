@@ -21,6 +21,11 @@ def check_options(
     """
     if not isinstance(split, str) or split != "auto":
         check_split(split, num_devices)
+    if engine == "processes":
+        raise OptionError(
+            "DataParallel: engine='processes' is no engine any more. Start one process a GPU: everygpu run --processes "
+            "auto train.py, or everygpu.launch(...) in a notebook."
+        )
     for name, value, values in (
         ("engine", engine, ENGINES),
         ("gather", gather, GATHER_RULES),

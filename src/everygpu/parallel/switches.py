@@ -26,11 +26,6 @@ PROVES_FORWARDS = True
 """Dynamo tells whether a forward may be recorded (``whole_graph``), in 0.5 s and 77 us a call for a transformer of 102
 modules on the CPU. Without it no forward is."""
 
-TRIES_PROCESSES = True
-"""The default engine moves replicas to helper processes where nothing can be recorded (``engines/auto``), while that is
-faster. A step of the mixture of experts takes 120 ms with them on two GPUs, 164 in threads, and 101 with
-DistributedDataParallel; on another machine 151, and 149 in threads (benchmarks/reports/2026-11-23-tenth.md)."""
-
 
 def is_on(switch: bool) -> bool:
     """Tell whether what a switch of these is for may be done with this torch."""

@@ -3,7 +3,10 @@
 import functools
 import logging
 import math
+import os
+import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
@@ -15,15 +18,10 @@ from torch import Tensor
 
 from everygpu.errors import RankError
 from everygpu.progress import running
-from everygpu.ranks.claims import Claims
 from everygpu.ranks.differences import find_difference
 from everygpu.ranks.first_batch import FirstBatch
-from everygpu.ranks.meeting import open_store
 from everygpu.ranks.membership import Membership, find_membership
-from everygpu.ranks.peers import serve
-from everygpu.ranks.printing import log_once
-from everygpu.ranks.sum import Sum
-from everygpu.ranks.watch import Watch
+from everygpu.torch_private.distributed import default_store
 
 T = TypeVar("T")
 
@@ -35,19 +33,22 @@ _POLL_S = 0.02
 class Group:
     """The process group of a run. All ranks make the same calls in the same order.
 
-    When a rank has failed, each of its calls raises a RankError that says which, and why.
+    A rank that fails is found by what has started the ranks, and by NCCL's own watchdog: torchrun ends the others.
 
     Args:
         membership: This process's.
         control: A group that sends Python objects and CPU tensors.
-        watch: Looks after the other ranks.
     """
 
-    def __init__(self, membership: Membership, control: "dist.ProcessGroup", watch: Watch) -> None:
+    def __init__(self, membership: Membership, control: "dist.ProcessGroup") -> None:
         self.rank, self.size, self.local_rank, self.local_size = membership
-        self.claims, self.first_batch = Claims(), FirstBatch()
+        self.first_batch = FirstBatch()
+        self.last_forward: weakref.ref[Any] | None = None
+        """What adds up the gradients of a backward in which no forward's output is known."""
+        self.reached_in: int | None = None
+        """The backward that came last to an output that is known; see ``backward_id``."""
         self._control = control
-        self._watch = watch
+        self._notes: Any = dist.PrefixStore("everygpu/notes", default_store())  # type: ignore[attr-defined]
         self._apart: dist.ProcessGroup | None = None
 
     @property
@@ -56,30 +57,8 @@ class Group:
         return "cuda:nccl" in dist.get_backend_config()
 
     @contextmanager
-    def telling(self, device: "torch.device | str | None" = None) -> Iterator[None]:
-        """Tell all ranks of an error in the block, which reaches the caller as it is; put around each public call.
-
-        Args:
-            device: Named with the error.
-        Raises:
-            RankError: a rank has failed: before, or in the block, whose error is the consequence.
-        """
-        self._watch.check()
-        try:
-            yield
-        except Exception as error:
-            if self._apart is not None:
-                raise
-            reason = self._watch.reason_of(error)
-            if reason is not None:
-                raise reason from error
-            self._watch.tell(error, device)
-            raise
-
-    @contextmanager
     def apart(self) -> Iterator[None]:
-        """Have each rank be by itself within, as in a trial that may fail on one alone: it is told of no error, and all
-        that goes over ranks has this one's part only."""
+        """Have each rank be by itself within, as in a trial that may fail on one alone."""
         alone, before = dist.new_group([self.rank], backend=_backend(), use_local_synchronization=True), self._control
         self._apart = self._control = alone
         try:
@@ -106,8 +85,10 @@ class Group:
 
     def gather(self, value: T) -> list[T]:
         """Return what each rank has passed; any value that can be pickled."""
+        found: list[Any] = [None] * self._control.size()
         with self._communicating("gather over ranks"):
-            return _gather(value, self._control)
+            dist.all_gather_object(found, value, group=self._control)
+        return found
 
     def broadcast_object(self, value: T) -> T:
         """Return what rank 0 has passed."""
@@ -128,14 +109,6 @@ class Group:
             dist.all_reduce(total, group=self._control)
         return [float(v) for v in total]
 
-    def union(self, numbers: set[int], limit: int) -> set[int]:
-        """Return the numbers that any rank has passed; all are below a limit."""
-        found = torch.zeros(limit, dtype=torch.uint8, device="cpu")
-        found[list(numbers)] = 1
-        with self._communicating("union over ranks"):
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._control)
-        return set(found.nonzero().flatten().tolist())
-
     def begin_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
         """Begin to find the largest values over all ranks, each at its place; return what waits for them."""
         largest = torch.tensor(values, dtype=torch.int64, device="cpu")
@@ -153,55 +126,57 @@ class Group:
         with self._communicating("broadcast over ranks"):
             dist.broadcast(x, src=self._first, group=self._group_of(x))
 
-    def all_reduce(self, x: Tensor) -> "Sum":
+    def all_reduce(self, x: Tensor) -> Callable[[], None]:
         """Begin to add a contiguous tensor up over all ranks, beside the device's current stream.
 
         Returns:
-            What has the current stream wait for the sum, by ``wait()``.
+            What waits for the sum; on GPUs, it has the current stream wait.
         """
-        return Sum(dist.all_reduce(x, group=self._group_of(x), async_op=True))
+        work = dist.all_reduce(x, group=self._group_of(x), async_op=True)
+
+        def wait() -> None:
+            with self._communicating("sum over ranks"):
+                work.wait()
+
+        return wait
 
     def leave_note(self, key: str, text: str) -> None:
         """Write something down for other ranks, which read it when they like; no collective."""
-        self._watch.news.set(f"note/{key}", text)
+        with self._communicating("note for ranks"):
+            self._notes.set(key, text)
 
     def find_note(self, key: str) -> str | None:
         """Return a note if it has been left by now."""
         with self._communicating("note of a rank"):
-            news = self._watch.news
-            return str(news.get(f"note/{key}").decode()) if news.check([f"note/{key}"]) else None
+            return str(self._notes.get(key).decode()) if self._notes.check([key]) else None
 
     def read_note(self, key: str, limit_s: float = math.inf) -> str:
         """Wait for a note of rank 0.
 
         Raises:
-            RankError: a rank has failed, or rank 0 has ended, or left no such note in time.
+            RankError: rank 0 has left no such note in time.
         """
-        news, limit = self._watch.news, time.monotonic() + limit_s
-        while not news.check([f"note/{key}"]):
-            self._watch.check()
-            has_ended = self._watch.has_ended(0)
-            if has_ended or time.monotonic() > limit:
-                why = "its end" if has_ended else f"nothing in {limit_s:g} s"
+        limit = time.monotonic() + limit_s
+        while (note := self.find_note(key)) is None:
+            if time.monotonic() > limit:
                 raise RankError(
-                    f"ranks: rank 0 must do what rank {self.rank} waits for, {key}, got {why}. Make the call on all "
-                    f"ranks with the same arguments, or on rank 0 alone."
+                    f"ranks: rank 0 must do what rank {self.rank} waits for, {key}, got nothing in {limit_s:g} s. "
+                    f"Make the call on all ranks with the same arguments, or on rank 0 alone."
                 )
             time.sleep(_POLL_S)
-        return str(news.get(f"note/{key}").decode())
+        return note
 
     @contextmanager
     def _communicating(self, what: str) -> Iterator[None]:
-        """Have a call that fails because of another rank raise what that has failed with."""
-        self._watch.check()
+        """Say what a lost connection means."""
         try:
             with running(what, waits_for="ranks"):
                 yield
-        except RuntimeError as error:
-            reason = self._watch.reason_of(error)
-            if reason is None:
-                raise
-            raise reason from error
+        except RuntimeError as error:  # gloo's, NCCL's and the store's
+            raise RankError(
+                f"Rank {self.rank} lost the others in a {what}: one has failed or ended. Look for the first error: "
+                f"torchrun names its rank."
+            ) from error
 
     def _group_of(self, x: Tensor) -> "dist.ProcessGroup | None":
         return self._control if x.device.type == "cpu" else self._apart
@@ -209,6 +184,20 @@ class Group:
     @property
     def _first(self) -> int:
         return 0 if self._apart is None else self.rank
+
+
+class OncePerRun(logging.Filter):
+    """Leaves warnings and what is below to rank 0; errors come from every rank, and name it."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.ERROR:
+            return self._rank == 0
+        record.msg = f"rank {self._rank}: {record.msg}"
+        return True
 
 
 def join() -> Group | None:
@@ -222,18 +211,27 @@ def join() -> Group | None:
     membership = find_membership()
     if membership is None:
         return None
-    is_ours = not dist.is_initialized()
-    if is_ours:
+    if not dist.is_initialized():
         try:
-            store = open_store()
+            dist.init_process_group(_backend(), store=_open_store(), rank=membership.rank, world_size=membership.size)
         except ValueError as error:
             raise RankError(
                 f"ranks: rank {membership.rank} of {membership.size} must find the others, got: {error} Start the "
                 f"script by torchrun, make the process group first, or unset RANK."
             ) from error
-        dist.init_process_group(_backend(), store=store, rank=membership.rank, world_size=membership.size)
-    log_once(membership.rank)
-    return _Joined.of_this_process().join(membership, is_ours)
+        # At exit, also in processes of multiprocessing, where ``atexit`` calls nothing.
+        Finalize(None, _leave, exitpriority=0)
+    return _Joined.of_this_process().join(membership)
+
+
+def _open_store() -> Any:
+    """Open the store that the environment names, where no addresses are left of processes before a restart.
+
+    Source:
+        ``init_method="env://"``, which gives all tries of torchrun the same keys where the store is its rendezvous's.
+    """
+    store, _, _ = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"everygpu/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)  # type: ignore[attr-defined]
 
 
 def joined() -> Group | None:
@@ -262,32 +260,19 @@ class _Joined:
     def of_this_process() -> "_Joined":
         return _Joined()
 
-    def join(self, membership: Membership, is_ours: bool) -> Group:
+    def join(self, membership: Membership) -> Group:
         world = dist.group.WORLD
         if self.group is None or self._world is not world:
-            self.group, self._world = _make_group(membership, is_ours), world
+            # A user's group may be NCCL's alone.
+            control: Any = world if "gloo" in dist.get_backend_config() else dist.new_group(backend="gloo")
+            self.group, self._world = Group(membership, control), world
+            for old in [f for f in logger.filters if isinstance(f, OncePerRun)]:
+                logger.removeFilter(old)
+            logger.addFilter(OncePerRun(membership.rank))
         return self.group
 
 
-def _make_group(membership: Membership, is_ours: bool) -> Group:
-    # A user's group may be NCCL's alone.
-    control: Any = dist.group.WORLD if "gloo" in dist.get_backend_config() else dist.new_group(backend="gloo")
-    store, me = serve(membership.rank)
-    watch = Watch(membership.rank, _gather(me, control), store)
-    group = Group(membership, control, watch)
-    # At exit in any process, also in those of multiprocessing, where ``atexit`` calls nothing.
-    Finalize(group, _leave, (watch, is_ours), exitpriority=0)
-    return group
-
-
-def _leave(watch: Watch, is_ours: bool) -> None:
-    """Say goodbye; end the process group that ``join`` has made, which NCCL asks for, unless others may be gone."""
-    watch.leave()
-    if is_ours and watch.failure is None and dist.is_initialized():
+def _leave() -> None:
+    """End the process group that ``join`` has made, as NCCL asks for; after an error others may be gone."""
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
-
-
-def _gather(value: T, control: "dist.ProcessGroup") -> list[T]:
-    found: list[Any] = [None] * control.size()
-    dist.all_gather_object(found, value, group=control)
-    return found

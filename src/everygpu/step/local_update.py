@@ -3,12 +3,13 @@
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from everygpu.parallel.buckets.kept import KeptBucket
+from everygpu.parallel.buckets.sizes import UPDATE_BYTES
 from everygpu.parallel.data_parallel import DataParallel
+from everygpu.parallel.ranks.gradients import make_buckets
 from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.ranks.group import Group
 from everygpu.step.shards import all_params
@@ -48,6 +49,12 @@ class LocalUpdate:
     def detach_grads(self) -> None:
         """They stay where the user may look at them."""
 
+    def flags(self) -> None:
+        return None
+
+    def take_flags(self, flags: Tensor | None) -> None:
+        """Buckets bring them along."""
+
     def reduce(self) -> list[Share]:
         if self._model.rank_model is not None:
             _add_up_ranks(self._model.rank_model.group, list(all_params(self._optimizer)))
@@ -82,12 +89,8 @@ class LocalUpdate:
 
 def _add_up_ranks(group: Group, params: list[Tensor]) -> None:
     """Add gradients up over ranks; a parameter that only others have a gradient of gets theirs."""
-    own = {i: p.grad for i, p in enumerate(params) if p.grad is not None}
-    touched = sorted(group.union(set(own), len(params)))
-    sparse = group.union({i for i, grad in own.items() if grad.layout is not torch.strided}, len(params))
-    totals = {i: own[i].to_dense() if i in own else torch.zeros_like(params[i]) for i in touched}
-    totals = {i: total.contiguous() for i, total in totals.items()}
-    works = [group.all_reduce(total) for total in totals.values()]
-    for (i, total), work in zip(totals.items(), works):
-        work.wait()
-        params[i].grad = total.to_sparse(1) if i in sparse else total
+    buckets = make_buckets(params, UPDATE_BYTES)
+    for bucket in buckets:
+        bucket.send(group)
+    for bucket in buckets:
+        bucket.finish()

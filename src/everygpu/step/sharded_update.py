@@ -40,6 +40,7 @@ class ShardedUpdate:
         self._optimizer = optimizer
         self._replicas: ReplicaSet | None = None
         self._touched: set[int] = set()
+        self._flags: Tensor | None = None
         self._num_arrangements = 0
         self._arrange(self._trainable(), None)
 
@@ -77,6 +78,15 @@ class ShardedUpdate:
     def detach_grads(self) -> None:
         self._flat_params.detach_grads()
 
+    def flags(self) -> Tensor:
+        touched, num, device = self._flat_params.touched(), len(self._flat_params.params), self._flat_params.devices[0]
+        if len(touched) == num:
+            return torch.ones(num, device=device)  # no copy from the host
+        return torch.tensor([float(i in touched) for i in range(num)]).to(device, non_blocking=True)
+
+    def take_flags(self, flags: Tensor | None) -> None:
+        self._flags = flags
+
     def reduce(self) -> list[Share]:
         self._touched = self._flat_params.touched()
         self._flat_params.reduce()
@@ -88,11 +98,12 @@ class ShardedUpdate:
 
     def _add_up_ranks(self, group: Group, chunks: list[PerDevice]) -> set[int]:
         """Add each device's part up with those of the same device on other ranks; return what any has a gradient of."""
-        works = [group.all_reduce(chunk) for bucket in chunks for chunk in bucket if chunk.numel()]
-        touched = group.union(self._touched, len(self._flat_params.params))
-        for work in works:
-            work.wait()
-        return touched
+        waits = [group.all_reduce(chunk) for bucket in chunks for chunk in bucket if chunk.numel()]
+        for wait in waits:
+            wait()
+        if self._flags is None or len(self._touched) == len(self._flat_params.params):
+            return self._touched
+        return {i for i, flag in enumerate(self._flags.tolist()) if flag}  # the host waits for the step
 
     def apply(self, found_inf: Tensor | None, *, is_common: bool = True) -> set[int] | None:
         fused = self._kernels()
@@ -108,7 +119,8 @@ class ShardedUpdate:
         # Forward and hooks may have written parameters; here each device updates its own copy of a chunk.
         self._flat_params.follow_edits()
         if fused is not None:
-            self._run_fused(fused, factor=1.0 if found_inf is None else nan_where(found_inf), is_reduced=True)
+            fused.run_on_sums(self._touched, factor=1.0 if found_inf is None else nan_where(found_inf))
+            self._note_update()
             return self._touched
         try:
             self._shards.step(self._optimizer.param_groups, self._touched, found_inf)
@@ -123,11 +135,9 @@ class ShardedUpdate:
             return None
         self._flat_params.follow_edits()
         self._touched = self._flat_params.touched()
-        if losses is not None:
-            fused.begin(losses)
-            factor = fused.gate * factor
-        self._run_fused(fused, factor=factor, is_reduced=False)
-        return FusedStatus(fused.status, self._touched)
+        norm = fused.run(self._touched, factor=factor, losses=losses)
+        self._note_update()
+        return FusedStatus(fused.status, self._touched, norm)
 
     def uncount(self, counted: set[int]) -> None:
         if self._fused is not None:
@@ -185,25 +195,24 @@ class ShardedUpdate:
         self._touched = touched
         return fused.prepare(touched)
 
-    def early_update(self, touched: set[int] | None, *, overlaps: bool) -> EarlyUpdate | None:
-        """Return what queues reduction and update beside a backward that is recorded; None where no kernel does so.
+    def early_update(self, touched: set[int] | None, *, beside: bool) -> EarlyUpdate | None:
+        """Return what queues reduction and update with a backward that is recorded; None where no kernel does so.
 
         Args:
             touched: Parameters that will have a gradient; those of the last update if left out.
-            overlaps: Begin before backward is over.
+            beside: Update beside backward, not only reduce.
         """
         fused = self._whole_update()
         if fused is None:
             return None
-        rows = fused.prepare(self._touched if touched is None else touched)
-        return EarlyUpdate(self._flat_params, fused, rows, overlaps=overlaps)
+        rows = fused.prepare(self._touched if touched is None else touched).for_recording()
+        return EarlyUpdate(self._flat_params, fused, rows, beside=beside)
 
     def finish_update(self, rows: HyperparameterTable) -> None:
         """Take note of an update that a recording has queued."""
         if self._fused is not None:
             self._fused.finish(set(rows.row_of))
-            self._flat_params.note_update()
-            self._optimizer.after_step()
+            self._note_update()
 
     def grad_versions(self) -> list[list[int]]:
         """Return what ``touched`` counts from."""
@@ -249,8 +258,7 @@ class ShardedUpdate:
         self._optimizer.attach(flat_params.params, self._shards)
         self._fused = make_fused(self._optimizer.module, flat_params, self._shards)
 
-    def _run_fused(self, fused: FusedUpdate, *, factor: float | Tensor, is_reduced: bool) -> None:
-        fused.run(self._touched, factor=factor, is_reduced=is_reduced)
+    def _note_update(self) -> None:
         self._flat_params.note_update()
         self._optimizer.after_step()
 

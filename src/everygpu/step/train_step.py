@@ -144,10 +144,6 @@ class TrainStep:
                 for this update is dropped.
         """
         batch = as_batch(inputs, targets, kwargs, with_loss=self.loss is not None)
-        with nullcontext() if self._ranks is None else self._ranks.group.telling(self._home):
-            return self._train(batch)
-
-    def _train(self, batch: Batch) -> Tensor:
         try:
             num_steps = self._updater.num_steps
             self._begin(batch)
@@ -158,7 +154,8 @@ class TrainStep:
                 if self._num_batches == 0:
                     self._strategy.begin()
                 loss = self._learn(batch)
-            loss = self._weights.mean(loss)
+            loss, flags = self._weights.mean(loss, None if self._ranks is None else self._strategy.flags())
+            self._strategy.take_flags(flags)
             self._last_loss = loss
             self._weights.end()
             if self._updater.num_steps == num_steps:  # a recording may have had the update in it
@@ -199,7 +196,7 @@ class TrainStep:
                 if self._capture is None or not self._capture.forget():
                     raise
                 loss, output = self._compute(batch)
-            return Evaluation(self._weights.mean(loss), output)
+            return Evaluation(self._weights.mean(loss)[0], output)
 
     def refresh(self) -> None:
         """Send the parameters to all devices, after a write that torch doesn't count, such as ``p.data.clamp_()``."""

@@ -16,6 +16,8 @@ class FusedStatus(NamedTuple):
     """See ``FiniteCheck``."""
     counted: set[int]
     """Parameters that an update is counted for, whether the kernels leave it out or not."""
+    norm: Tensor | None = None
+    """Of the whole gradient before it was clipped, where it had to be known."""
 
 
 class UpdateStrategy(Protocol):
@@ -41,6 +43,12 @@ class UpdateStrategy(Protocol):
 
     def detach_grads(self) -> None:
         """Clean up after a backward."""
+
+    def flags(self) -> Tensor | None:
+        """Return, under ranks, 1 for each parameter that has got a gradient; None where gradients bring that along."""
+
+    def take_flags(self, flags: Tensor | None) -> None:
+        """Take note of all ranks' flags, added up."""
 
     def reduce(self) -> list[Share]:
         """Add the gradients of all replicas up, and return each device's part."""

@@ -46,7 +46,8 @@ class BatchWeights:
         if self._group is not None:
             self._group.first_batch.compare(self._group, batch)
         self._here = here = self._count(batch)
-        self._all = here if self._group is None else self._sum(here)
+        if self._group is None:
+            self._all = here
         if self._unit is None:
             self._unit = self._find_unit(here)
         share = here / self._unit
@@ -68,14 +69,18 @@ class BatchWeights:
         """Count the batch as one of the update."""
         self._total = self._total + self._all
 
-    def mean(self, loss: Tensor) -> Tensor:
-        """Return the loss over all ranks' rows of the batch that was begun."""
+    def mean(self, loss: Tensor, flags: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the loss over all ranks' rows of the batch that was begun, and the sum of flags that travel along."""
         if self._group is None:
-            return loss
-        here = torch.as_tensor(self._here, dtype=loss.dtype, device=loss.device)
-        total = torch.where(here == 0, 0, loss.detach()) * here
-        self._group.all_reduce(total).wait()
-        return total / self._all
+            return loss, flags
+        dtype = torch.promote_types(loss.dtype, torch.float32)
+        here = _on_device(self._here, dtype, loss.device)
+        found = torch.where(here == 0, 0, loss.detach()) * here
+        numbers = torch.stack([found.to(dtype), here])
+        numbers = numbers if flags is None else torch.cat([numbers, flags.to(dtype)])
+        self._group.all_reduce(numbers)()
+        self._all = numbers[1].to(self._home, torch.float32)
+        return (numbers[0] / numbers[1]).to(loss.dtype), None if flags is None else numbers[2:]
 
     def leave_out_empty(self, loss: Tensor) -> Tensor:
         """Return what must be finite of a loss: 0 for a batch without rows, whose mean is nan."""
@@ -103,12 +108,13 @@ class BatchWeights:
         )
         return found.to(self._home, torch.float32) if isinstance(found, Tensor) else found
 
-    def _sum(self, here: float | Tensor) -> Tensor:
-        total = torch.as_tensor(here, dtype=torch.float32, device=self._home).clone()
-        if self._group is not None:
-            self._group.all_reduce(total).wait()
-        return total
-
     def _find_unit(self, here: float | Tensor) -> float:
         found = max(float(here), 1.0)
         return found if self._group is None else self._group.broadcast_object(found)
+
+
+def _on_device(value: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Put a number on a device without a copy from the host, which waits for what is queued there."""
+    if isinstance(value, Tensor):
+        return value.to(device, dtype)
+    return torch.full((), value, dtype=dtype, device=device)

@@ -1,9 +1,10 @@
-"""The flight recorder of torch's process groups."""
+"""The flight recorder of torch's process groups, and their store."""
 
 import json
 from typing import Any
 
 import torch
+import torch.distributed
 
 
 def open_collectives(limit: int = 20) -> list[str]:
@@ -30,3 +31,8 @@ def _describe(entry: dict[str, Any]) -> str:
         f"{entry.get('profiling_name')}, number {entry.get('collective_seq_id')} of group {group}, sizes {sizes}, "
         f"{entry.get('state')}"
     )
+
+
+def default_store() -> Any:
+    """Return the store of the process group, for which torch has no public name."""
+    return torch.distributed.distributed_c10d._get_default_store()

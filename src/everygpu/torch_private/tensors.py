@@ -1,6 +1,5 @@
 """Tensor subclasses, storages, and operations on lists of tensors."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,33 +20,8 @@ def num_storage_uses(x: Tensor) -> int:
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
 
 
-share_fd: Any = torch.UntypedStorage._share_fd_cpu_
-"""Return the file descriptor and the size of host memory that is shared; ``torch.multiprocessing`` sends them by a
-server thread of its own."""
-
 reshape_alias: Any = torch.ops.aten._reshape_alias.default
 """View a tensor as it is, by an operation for which ``ShardedBatch`` has no rule: ``aten.alias`` has one."""
-
-
-def make_coalesced(indices: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
-    """Make a sparse tensor of the parts of a coalesced one, which aren't checked.
-
-    ``torch.sparse_coo_tensor`` of torch 2.11 warns that they aren't, even if it is called with
-    ``check_invariants=False``.
-    """
-    num_sparse = indices.shape[0]
-    made: Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default(
-        num_sparse,
-        len(shape) - num_sparse,
-        list(shape),
-        indices,
-        values,
-        dtype=values.dtype,
-        layout=torch.sparse_coo,
-        device=values.device,
-        is_coalesced=True,
-    )
-    return made
 
 
 swap_tensors = torch._C._swap_tensor_impl

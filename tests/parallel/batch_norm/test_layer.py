@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import everygpu
 from everygpu.errors import ModuleError, ReplicaError
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = pytest.mark.usefixtures("in_threads")
 
 Devices = Callable[[int], list[torch.device]]
 PROPERTY = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -11,10 +11,8 @@ from torch import Tensor, nn
 import everygpu
 from everygpu.errors import OptionError
 from everygpu.parallel.buckets.sizes import (
-    LARGEST_HELPER_BYTES,
     MIB,
     REPLICA_BYTES,
-    helper_bucket_bytes,
     replica_bucket_bytes,
     update_bucket_bytes,
 )
@@ -37,10 +35,6 @@ def test_defaults_and_a_cap() -> None:
     small, large = [torch.empty(10)], [torch.empty(200 * MIB, device="meta")]
     assert replica_bucket_bytes(None) == REPLICA_BYTES == 25 * MIB
     assert replica_bucket_bytes(0.5) == MIB // 2
-    assert helper_bucket_bytes(small, None) == REPLICA_BYTES
-    assert helper_bucket_bytes(large, None) == 100 * MIB
-    assert helper_bucket_bytes(large * 2, None) == LARGEST_HELPER_BYTES
-    assert helper_bucket_bytes(large, 1) == MIB
     assert update_bucket_bytes(small, None) == 16 * MIB
     assert update_bucket_bytes(large, None) == 25 * MIB
     assert update_bucket_bytes(large, 1) == MIB

@@ -80,8 +80,21 @@ def test_another_engine_is_a_line_in_the_table(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_name_that_is_not_in_the_table() -> None:
-    with pytest.raises(OptionError, match=r"'graphs', 'processes'\), got 'fast'"):
+    with pytest.raises(OptionError, match=r"'compile', 'graphs'\), got 'fast'"):
         everygpu.DataParallel(nn.Linear(3, 2), ["cpu"], engine="fast")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_threads_on_the_cpu_are_no_news(caplog: pytest.LogCaptureFixture, count: int) -> None:
+    model = everygpu.DataParallel(nn.Linear(3, 2), ["cpu"] * count)
+    model(torch.randn(4, 3))
+    assert model.engine_in_use == "threads"
+    assert caplog.messages == []
+
+
+def test_helper_processes_are_refused_by_the_command_that_is_faster() -> None:
+    with pytest.raises(OptionError, match=r"everygpu run --processes auto train\.py, or everygpu\.launch"):
+        everygpu.DataParallel(nn.Linear(3, 2), ["cpu"] * 2, engine="processes")
 
 
 def test_one_device_without_recordings_is_run_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,9 +2,7 @@
 
 import argparse
 import sys
-from contextlib import closing
 
-from tests.parallel.engines.processes.pool import HelperPool
 from tests.parallel.programs.engines import SETUPS, check_seeds
 
 
@@ -17,8 +15,7 @@ def main() -> None:
     seeds = range(args.seed, 1 + (args.seed if args.last is None else args.last))
     if len(seeds) == 1:
         print(SETUPS[args.setup].draw(args.seed).describe())
-    with closing(HelperPool()) as helpers:
-        reports, num_recordings = check_seeds(args.setup, seeds, helpers)
+    reports, num_recordings = check_seeds(args.setup, seeds)
     print(*reports, f"{len(reports)} of {len(seeds)} failed; {num_recordings} recordings", sep="\n")
     sys.exit(bool(reports))
 

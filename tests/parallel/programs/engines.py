@@ -11,13 +11,10 @@ import pytest
 import torch
 
 import everygpu
-from everygpu.parallel import switches
 from everygpu.parallel.cuda_graphs.batch_kinds import NUM_WARM_UPS
 from everygpu.parallel.engines import table
-from everygpu.parallel.engines.processes.helper_process import HelperTracebackError
 from tests import tape
 from tests.parallel.cuda_graphs.forwards import num_recordings
-from tests.parallel.engines.processes.pool import HelperPool
 from tests.parallel.programs.program import NUM_STEPS, Program, draw_program, steady
 from tests.parallel.programs.run import differences, run_program
 
@@ -57,9 +54,8 @@ class Setup:
                 monkeypatch.setenv("EVERYGPU_SHARE_GPU", "1")
             if self.records and self.device == "cpu":
                 tape.install(monkeypatch, fused=False)
-            if self.engine == "auto":  # to be looked for on the CPU, too; helpers take long to start
+            if self.engine == "auto":  # to be looked for on the CPU, too
                 monkeypatch.setattr(table, "choose_engine", lambda name, context: name)
-                monkeypatch.setattr(switches, "TRIES_PROCESSES", False)
                 warnings.simplefilter("ignore", DeprecationWarning)  # importing torch's compiler warns of torch.jit
             yield
 
@@ -72,9 +68,7 @@ SETUPS = {
     "graphs": Setup(engine="graphs", num_steps=NUM_WARM_UPS + 4, num_programs=NUM_PROGRAMS // 5, records=True),
     # On the command line alone: each recording is proven, which takes half a second.
     "auto": Setup(engine="auto", num_steps=NUM_WARM_UPS + 4, num_programs=0, records=True),
-    "processes": Setup(engine="processes", num_programs=20),
     "threads-gpu": Setup(engine="threads", device="cuda", marks=ON_GPUS),
-    "processes-gpu": Setup(engine="processes", device="cuda", num_programs=40, marks=ON_GPUS),
     "graphs-gpu": Setup(engine="graphs", device="cuda", num_steps=NUM_WARM_UPS + 4, records=True, marks=ON_GPUS),
 }
 """By the name that a test and the command line have for it."""
@@ -108,13 +102,9 @@ def check(setup: Setup, program: Program) -> Outcome:
 
 
 def describe(error: BaseException) -> list[str]:
-    """Say what was raised, and then where: in a helper, if it was there."""
-    causes, frames = [error], traceback.format_tb(error.__traceback__)
-    while (cause := causes[-1].__cause__) is not None:
-        causes.append(cause)
-    if isinstance(causes[-1], HelperTracebackError):
-        frames = [causes[-1].text]
-    return "".join([*traceback.format_exception_only(error), *frames]).splitlines()
+    """Say what was raised, and then where."""
+    where = traceback.format_tb(error.__traceback__)
+    return "".join([*traceback.format_exception_only(error), *where]).splitlines()
 
 
 def report(name: str, program: Program, lines: list[str]) -> str:
@@ -126,13 +116,12 @@ def report(name: str, program: Program, lines: list[str]) -> str:
     )
 
 
-def check_seeds(name: str, seeds: range, helpers: HelperPool) -> tuple[list[str], int]:
+def check_seeds(name: str, seeds: range) -> tuple[list[str], int]:
     """Check the programs of some seeds; return reports on those that failed, and the number of recordings."""
     setup, reports, recorded = SETUPS[name], [], 0
     with setup.prepared():
         for program in map(setup.draw, seeds):
-            with helpers.serving():
-                outcome = check(setup, program)
+            outcome = check(setup, program)
             recorded += outcome.num_recordings
             if outcome.lines:
                 reports.append(report(name, program, outcome.lines))

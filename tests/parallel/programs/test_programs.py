@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.parallel.engines.processes.pool import HelperPool
 from tests.parallel.programs import program as drawing
 from tests.parallel.programs.blocks import BLOCKS
 from tests.parallel.programs.engines import NUM_PROGRAMS, SETUPS, check_seeds
@@ -35,8 +34,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("setup", "seeds"), CASES)
-def test_programs(setup: str, seeds: range, helpers: HelperPool) -> None:
-    reports, num_recordings = check_seeds(setup, seeds, helpers)
+def test_programs(setup: str, seeds: range) -> None:
+    reports, num_recordings = check_seeds(setup, seeds)
     if reports:
         pytest.fail("\n".join(reports), pytrace=False)
     assert bool(num_recordings) is SETUPS[setup].records
@@ -86,12 +85,12 @@ def test_what_is_wrong_is_seen(spoil: Callable[[nn.Module], None], seed: int) ->
     assert differences(*runs, program.dtype)
 
 
-def test_a_failure_says_how_to_run_it_alone(monkeypatch: pytest.MonkeyPatch, helpers: HelperPool) -> None:
+def test_a_failure_says_how_to_run_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: nn.Module, *args: object, **kwargs: object) -> None:
         raise RuntimeError("\n".join(["what it is", *map(str, range(40)), "advice"]))
 
     monkeypatch.setattr("everygpu.DataParallel.forward", fail)
-    (report,), _ = check_seeds("threads", range(7, 8), helpers)
+    (report,), _ = check_seeds("threads", range(7, 8))
     assert draw_program(7).describe() in report
     assert "RuntimeError: what it is" in report
     assert "in fail" in report

@@ -1,17 +1,11 @@
 """Lists whose items are each a row, from the loader to the outputs."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
-from everygpu import DataParallel, Feeder, Rows, gather, scatter
-from everygpu.checkpoint.dealing import slice_rows
+from everygpu import DataParallel, Rows, gather, scatter
 from everygpu.errors import GatherError, SplitError
-from everygpu.feed.batch_size import resize
 from everygpu.parallel.cuda_graphs.static_batch import NotStatic, describe_batch
 from everygpu.parallel.scatter.split import ScatterSpec
 
@@ -110,80 +104,3 @@ class TestOutputs:
         assert out["mean"].shape == (5,)
         sum(row["box"].sum() for row in out["found"]).backward()
         assert module.scale.grad.item() == sum(i * (4 + i) * 5 for i in range(5))
-
-    def test_through_helper_processes(self, helpers):
-        module = Detect()
-        model = DataParallel(module, ["cpu"] * 2, engine="processes")
-        with helpers.serving():
-            out = model(images(), torch.ones(5, 2))
-        assert model.engine_in_use == "processes"
-        assert [(row["box"].shape, row["name"]) for row in out["found"]] == [
-            ((4, 5), ""), ((5, 5), "i"), ((6, 5), "ii"), ((7, 5), ""), ((8, 5), "i"),
-        ]  # fmt: skip
-        sum(row["box"].sum() for row in out["found"]).backward()
-        assert module.scale.grad.item() == sum(i * (4 + i) * 5 for i in range(5))
-        model.release()
-
-
-def collate(samples):
-    return {"words": Rows(word for word, _ in samples), "images": Rows(image for _, image in samples)}
-
-
-class TestLoaders:
-    def test_the_feeder_sends_tensors_to_their_replicas(self, devices):
-        used = devices(2)
-        loader = DataLoader(list(zip(WORDS, images())), batch_size=5, collate_fn=collate)
-        (batch,) = list(Feeder(loader, used))
-        assert batch["words"] == WORDS
-        assert type(batch["images"]) is Rows
-        assert [image.device for image in batch["images"]] == [used[0]] * 3 + [used[1]] * 2
-        shards = scatter(batch, used)
-        assert [len(s["images"]) for s in shards] == [3, 2]
-        assert shards[1]["images"][0].data_ptr() == batch["images"][3].data_ptr()
-
-    @pytest.mark.parametrize("num_rows", [0, 1, 3])
-    def test_the_feeder_with_few_of_them(self, devices, num_rows):
-        *_, last = used = devices(2)
-        rows = images()[:num_rows]
-        ((batch,),) = list(Feeder([(Rows(rows),)], used))
-        assert [image.device for image in batch] == [used[0], used[0], last][:num_rows]
-
-    def test_the_feeder_sends_what_is_in_items(self, devices):
-        used = devices(2)
-        rows = Rows([{"x": torch.ones(2, requires_grad=True), "s": torch.eye(2).to_sparse(), "n": "name"}, ()])
-        (batch,) = list(Feeder([{"rows": rows}], used))
-        row = batch["rows"][0]
-        assert (row["x"].device, row["s"].device) == (used[0], used[0])
-        assert row["x"].requires_grad
-        assert row["s"].is_sparse
-        assert (row["n"], batch["rows"][1]) == ("name", ())
-
-    def test_the_feeder_for_one_device(self, devices):
-        (device,) = devices(1)[:1]
-        (batch,) = list(Feeder([{"rows": images()}], [device]))
-        assert {image.device for image in batch["rows"]} == {device}
-
-    @pytest.mark.parametrize("part", [slice(0, 2), slice(2, 5), slice(0, 0), slice(5, 5)])
-    def test_ranks_are_dealt_their_own(self, part):
-        own = slice_rows({"words": Rows(WORDS), "x": torch.arange(5)}, part, 0)
-        assert own["words"] == WORDS[part]
-        assert type(own["words"]) is Rows
-        assert own["x"].tolist() == list(range(5))[part]
-
-    def test_batches_of_other_sizes(self):
-        assert resize((Rows(["a", "b"]), torch.arange(2)), 5, 0)[0] == ["a", "b", "a", "b", "a"]
-
-
-@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_are_rows(again):
-    rows = again(Rows(WORDS))
-    assert rows == WORDS
-    assert type(rows) is Rows
-    assert repr(rows) == f"Rows({WORDS!r})"
-
-
-def test_gathered_rows_are_theirs(devices):
-    *_, last = devices(2)
-    rows = images()
-    assert gather(rows) == rows
-    assert {image.device for image in gather(rows, last)} == {last}

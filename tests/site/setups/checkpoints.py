@@ -11,9 +11,8 @@ import everygpu
 model = torch.nn.Linear(4, 2)
 generator, discriminator, averaged = (torch.nn.Linear(4, 2) for _ in range(3))
 optimizer = torch.optim.AdamW(model.parameters())
-data = everygpu.ResumableLoader(
-    DataLoader(TensorDataset(torch.randn(8, 4), torch.randint(2, (8,))), batch_size=4, shuffle=True)
-)
+dataset = TensorDataset(torch.randn(8, 4), torch.randint(2, (8,)))
+data = everygpu.Feeder(DataLoader(dataset, batch_size=4, shuffle=True), "cpu", prefetch=0)
 
 
 def train(x, y):

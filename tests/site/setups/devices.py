@@ -7,4 +7,5 @@ import everygpu
 
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-data = everygpu.ResumableLoader(DataLoader(range(8), batch_size=4))
+data = everygpu.Feeder(DataLoader(range(8), batch_size=4), "cpu", prefetch=0)
+step, speed, uuids = 100, 19.4, ("cpu",)

@@ -1,4 +1,4 @@
-"""``everygpu checkpoint``: look at checkpoints of any format, check, convert and compare them."""
+"""``everygpu checkpoint``: look at checkpoints of any format, check and convert them."""
 
 from importlib import import_module
 from typing import Any
@@ -9,7 +9,6 @@ from everygpu.errors import CheckpointError
 
 _VERBS = {
     "convert": ("convert_checkpoint", "Write SRC to DST in another format, or under other names."),
-    "diff": ("diff_checkpoints", "Compare the models in two checkpoints of any format."),
     "show": ("show_checkpoint", "Show the tensors in a checkpoint."),
     "verify": ("verify_checkpoint", "Check a checkpoint against its manifest, or that it can be read."),
 }
@@ -24,9 +23,7 @@ class _Group(click.Group):
         except (BrokenPipeError, CheckpointError):  # some of ours are errors of the system as well
             raise
         except OSError as cause:  # such as a path that may not be looked at, or is too long
-            raise CheckpointError(
-                f"checkpoint: the paths must be ones that can be read and written, got {cause}. Check their rights."
-            ) from cause
+            raise CheckpointError(f"checkpoint: A path can't be read or written: {cause}. Check its rights.") from cause
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_VERBS)
@@ -44,7 +41,7 @@ class _Group(click.Group):
 
 @click.group("checkpoint", cls=_Group)
 def checkpoint() -> None:
-    """Show, verify, convert and compare checkpoints.
+    """Show, verify and convert checkpoints.
 
     A checkpoint is a directory of everygpu.save, a file of torch.save, a safetensors file, an index of
     shards, or a directory of torch.distributed.checkpoint, Transformers or Accelerate. Nothing in them is

@@ -36,8 +36,8 @@ def normalize_together(
     elif xs[0].is_cuda and torch.cuda.is_current_stream_capturing():
         raise CaptureError("SyncBatchNorm adds up over several processes, which no recording does.")
     with _without_saved_tensor_hooks():
-        mean, var, *ys = _Normalize.apply(eps, live, whole, len(xs), *xs, *weights, *biases)  # type: ignore[no-untyped-call]
-    count = _count(xs) if whole is None else _sum_over(whole.group, torch.tensor(float(_count(xs)), device=mean.device))
+        mean, var, total, *ys = _Normalize.apply(eps, live, whole, len(xs), *xs, *weights, *biases)  # type: ignore[no-untyped-call]
+    count = _count(xs) if total is None else total
     return [(y, m, v, count) for y, (m, v) in zip(ys, _copy_to_each([mean, var], xs))]
 
 
@@ -80,21 +80,21 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, eps: float, live: "LiveStatistics", whole: SpreadBatch | None, num: int, *tensors: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
         xs, weights, biases = _by_kind(tensors, num)
-        mean, var = _statistics(xs) if whole is None else _statistics_over(whole.group, xs)
+        mean, var, count = (*_statistics(xs), None) if whole is None else _statistics_over(whole.group, xs)
         ctx.eps, ctx.num, ctx.whole = eps, num, whole
         ctx.streams = Streams(*(x.device for x in xs))
         ctx.save_for_backward(*tensors)
         ctx.statistics = live.add(mean, var, [_local_mean(x) for x in xs] if num > 1 else [])
-        ctx.mark_non_differentiable(mean, var)
+        ctx.mark_non_differentiable(*(t for t in (mean, var, count) if t is not None))
         ctx.set_materialize_grads(False)
         ys = (
             F.batch_norm(x, m, v, w, b, training=False, eps=eps)
             for x, w, b, (m, v) in zip(xs, weights, biases, _copy_to_each([mean, var], xs))
         )
         # The first output is where autograd runs this node: on the first replica's device.
-        return mean, var, *ys
+        return mean, var, count, *ys
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
@@ -104,7 +104,7 @@ class _Normalize(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, _mean: Any, _var: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, _mean: Any, _var: Any, _count: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         mean, var = ctx.statistics.mean, ctx.statistics.var
         xs, weights, biases = _by_kind(ctx.saved_tensors, ctx.num)
         given = [torch.zeros_like(x) if g is None else g for x, g in zip(xs, grads)]
@@ -204,22 +204,23 @@ def _statistics(xs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return mean, torch.stack(variance_terms).sum(0)
 
 
-def _statistics_over(group: Group, xs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return mean and variance per channel over all ranks' tensors; a rank may have no rows."""
-    count, channels = _count(xs), xs[0].shape[1]
+def _statistics_over(group: Group, xs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean and variance per channel over all ranks' tensors, and how many values; a rank may have no rows."""
+    own, channels = _count(xs), xs[0].shape[1]
     empty = torch.zeros(channels, dtype=_upcast(xs[0]).dtype, device=xs[0].device)
-    mean, var = _statistics(xs) if count else (empty, empty)
+    mean, var = _statistics(xs) if own else (empty, empty)
     rows = empty.new_zeros(group.size, 2 * channels + 1)
-    rows[group.rank] = torch.cat([mean, var, mean.new_full((1,), count)])
+    rows[group.rank] = torch.cat([mean, var, mean.new_full((1,), own)])
     rows = _sum_over(group, rows)
     means, variances, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
-    shares = counts / counts.sum()
-    total = (means * shares).sum(0)
-    return total, ((variances + (means - total).square()) * shares).sum(0)
+    count = counts.sum()
+    shares = counts / count
+    mean = (means * shares).sum(0)
+    return mean, ((variances + (means - mean).square()) * shares).sum(0), count
 
 
 def _sum_over(group: Group, x: Tensor) -> Tensor:
-    group.all_reduce(x).wait()
+    group.all_reduce(x)()
     return x
 
 
@@ -265,10 +266,7 @@ def _grads(
 
 
 def _means(sums: list[Tensor], count: int, whole: SpreadBatch | None) -> list[Tensor]:
-    """Divide sums per channel by the number of values that they are of, on all ranks.
-
-    Each rank's count as much as its gradients will.
-    """
+    """Average per-channel sums over all ranks, weighted as their gradients are."""
     if whole is None:
         return [s / count for s in sums]
     weighed = torch.stack(sums) * whole.weight

@@ -63,8 +63,6 @@ class Bucket:
         self._trust_versions = trust_versions
         self._kept = kept or trust_versions
         self._uses: list[weakref.ref[Use]] = []
-        # Gradients on their way to the primary device: where they come from, their copy, and when that is there.
-        self._ahead: list[tuple[Tensor, Tensor, Any]] = []
         self._copies: list[_Copy | None] = [None] * len(self.devices)
 
     @property
@@ -115,7 +113,6 @@ class Bucket:
         return totals
 
     def _transfer(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> None:
-        self._ahead.clear()  # of a backward that didn't ask for them
         versions = list(zip(map(weakref.ref, originals), versions_of(originals)))
         if self._trust_versions:
             replicas = [i for i in replicas if (copy := self._copies[i]) is None or not copy.is_of(versions, originals)]
@@ -165,29 +162,10 @@ class Bucket:
             self._uses.append(weakref.ref(use))
         return use
 
-    def send_ahead(self, flat: Tensor) -> None:
-        """Begin to copy gradients of one replica to the primary device, beside its own backward.
-
-        Args:
-            flat: Laid out as a copy is; ``sum_grads`` is given views of it.
-        """
-        self._ahead.append((flat, *comm.copy_beside(flat, self.device)))
-
-    def _flat_of(self, which: Sequence[int], grads: Grads, device: torch.device) -> Tensor:
-        """Put gradients side by side, unless they are; return what has been sent ahead, if they have."""
-        whole = self._plan.whole(grads) if len(which) == len(self._plan.slots) else None
-        if whole is None:
-            return self._plan.flatten(dict(zip(which, grads)), device)
-        for i, (flat, sent, event) in enumerate(self._ahead):
-            if flat is whole:
-                del self._ahead[i]
-                return comm.received(sent, event)
-        return whole
-
     def _sum_flat(self, grads: Sequence[Grads], which: Sequence[int]) -> list[Tensor]:
         if not which:
             return []
-        flats = [self._flat_of(which, row, device) for row, device in _on_devices(grads)]
+        flats = [self._plan.flatten(dict(zip(which, row)), device) for row, device in _on_devices(grads)]
         total = comm.reduce(flats, self.device)
         return [self._plan.slots[k].view(total) for k in which]
 

@@ -109,18 +109,6 @@ class BucketPlan:
             flat.zero_()
         fill_views(self.views(flat), found)
 
-    def whole(self, tensors: Sequence[Tensor | None]) -> Tensor | None:
-        """Return the memory that tensors, by slot, are side by side in as the plan says; None if they aren't."""
-        flat = None if tensors[0] is None else tensors[0]._base
-        if flat is None or flat.shape != (self.numel,) or not flat.is_contiguous():
-            return None
-        for slot, t in zip(self.slots, tensors):
-            if t is None or t._base is not flat or t.shape != slot.shape or t.stride() != slot.strides:
-                return None
-            if t.storage_offset() != flat.storage_offset() + slot.start:
-                return None
-        return flat
-
     def pieces(self, chunk: int) -> Iterator[Piece]:
         """List what the ``chunk``-th chunk holds."""
         begin, end = chunk * self.chunk_numel, (chunk + 1) * self.chunk_numel

@@ -13,10 +13,6 @@ REPLICA_BYTES = 25 * MIB
 """Parameters on their way to replicas, and their gradients back: DistributedDataParallel's default, large enough for
 full bandwidth."""
 
-NUM_HELPER_BUCKETS, LARGEST_HELPER_BYTES = 8, 128 * MIB
-"""Parameters on their way to helper processes, and their gradients back: a large model has about this many buckets, up
-to this size. Each costs Python in both processes some 0.5 ms a step; what is left when backward is over is the last."""
-
 UPDATE_BYTES = 16 * MIB
 """Parameters that are updated together: large enough for full bandwidth, small enough that the last bucket, which no
 backward is left to hide, is soon done."""
@@ -53,13 +49,6 @@ def check_bucket_cap(bucket_cap_mb: float | None, caller: str) -> None:
 def replica_bucket_bytes(bucket_cap_mb: float | None) -> int:
     """Return the size at which a bucket of replicas' parameters is closed."""
     return REPLICA_BYTES if bucket_cap_mb is None else _in_bytes(bucket_cap_mb)
-
-
-def helper_bucket_bytes(params: Sequence[Tensor], bucket_cap_mb: float | None) -> int:
-    """Return the size at which a bucket of parameters that helper processes compute with is closed."""
-    if bucket_cap_mb is not None:
-        return _in_bytes(bucket_cap_mb)
-    return max(REPLICA_BYTES, min(sum(p.nbytes for p in params) // NUM_HELPER_BUCKETS, LARGEST_HELPER_BYTES))
 
 
 def update_bucket_bytes(params: Sequence[Tensor], bucket_cap_mb: float | None) -> int:

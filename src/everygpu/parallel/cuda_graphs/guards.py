@@ -3,7 +3,7 @@
 import functools
 import operator
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -174,30 +174,18 @@ def is_observed() -> bool:
     )
 
 
-def has_global_hooks() -> bool:
-    """Tell whether there are hooks on all modules."""
-    return any(vars(torch_module)[table] for table in _GLOBAL_HOOKS)
-
-
 def find_hooks(roots: Sequence[nn.Module]) -> str | None:
     """Say where there is Python code that a launch wouldn't run."""
-    return next((f"{what}, which a recording wouldn't call" for what, _ in hooks_of(roots)), None)
-
-
-def hooks_of(roots: Sequence[nn.Module]) -> Iterator[tuple[str, list[Any]]]:
-    """List what has hooks, in words, with the hooks."""
-    found = [hook for table in _GLOBAL_HOOKS for hook in vars(torch_module)[table].values()]
-    if found:
-        yield "there are hooks on all modules", found
+    if any(vars(torch_module)[table] for table in _GLOBAL_HOOKS):
+        return "there are hooks on all modules, which a recording wouldn't call"
     for root in roots:
         for name, m in root.named_modules():
-            found = [hook for table in HOOKS for hook in (getattr(m, table, None) or {}).values()]
-            if found:
-                yield f"module {name or type(m).__name__!r} has hooks", found
+            if any(getattr(m, table, None) for table in HOOKS):
+                return f"module {name or type(m).__name__!r} has hooks, which a recording wouldn't call"
         for name, p in root.named_parameters():
             if has_hooks(p):
-                tables = (p._backward_hooks, p._post_accumulate_grad_hooks)
-                yield f"parameter {name} has hooks", [hook for table in tables if table for hook in table.values()]
+                return f"parameter {name} has hooks, which a recording wouldn't call"
+    return None
 
 
 def referents(function: Any) -> tuple[Any, ...]:

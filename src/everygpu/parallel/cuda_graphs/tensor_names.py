@@ -1,11 +1,12 @@
 """What code calls a tensor that is no parameter of a module, for messages."""
 
+import types
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
-from everygpu.parallel.engines.processes.used_globals import UsedGlobals
-from everygpu.parallel.replicas.callables import open_callable
+from everygpu.parallel.replicas.callables import cell_contents, open_callable
 from everygpu.parallel.replicas.contents import CONTAINERS, is_constant, is_open
 from everygpu.parallel.replicas.watch import TABLES
 
@@ -21,16 +22,31 @@ def name_of(module: nn.Module, tensor: Tensor) -> str:
     if buffer is not None:
         return f"buffer {buffer}"
     modules = dict(module.named_modules())
+    known = set(map(id, modules.values()))
     for path, m in modules.items():
         for key, value in vars(m).items():
-            if key not in TABLES and _leads_to(value, tensor, set(map(id, modules.values()))):
+            if key not in TABLES and _leads_to(value, tensor, set(known)):
                 return f"attribute {path}{'.' if path else ''}{key}"
-    found = UsedGlobals(list(modules.values())).variables.values()
-    # A function leads to its defaults and closure, which are variables, too, and say more.
-    for variable in sorted(found, key=lambda v: callable(v.read())):
-        if _leads_to(variable.read(), tensor, set(map(id, modules.values()))):
-            return str(variable)
+    for name, value in _variables({kind for m in modules.values() for kind in type(m).__mro__}):
+        if _leads_to(value, tensor, set(known)):
+            return name
     return f"a tensor of shape {tuple(tensor.shape)}"
+
+
+def _variables(classes: Iterable[type]) -> Iterator[tuple[str, Any]]:
+    """Yield what the user's methods read by name: global variables, defaults and closures."""
+    methods = [value for kind in classes for value in vars(kind).values() if isinstance(value, types.FunctionType)]
+    for method in methods:
+        home, code = method.__module__ or "", method.__code__
+        if home.partition(".")[0] in ("torch", "everygpu"):
+            continue
+        for name in code.co_names:
+            if name in method.__globals__:
+                yield f"global variable {home}.{name}", method.__globals__[name]
+        for value in (*(method.__defaults__ or ()), *(method.__kwdefaults__ or {}).values()):
+            yield f"a default argument of {method.__qualname__}", value
+        for name, cell in zip(code.co_freevars, method.__closure__ or ()):
+            yield f"variable {name} in {method.__qualname__}", cell_contents(cell)
 
 
 def _leads_to(value: Any, tensor: Tensor, seen: set[int]) -> bool:

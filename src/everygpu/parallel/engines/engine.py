@@ -70,7 +70,7 @@ class Engine(Protocol):
         ...
 
     def give_up_recording(self, reason: str) -> None:
-        """Take note that the caller makes no recordings, either, and why: another engine may be faster then."""
+        """Take note that the caller makes no recordings, either, and why."""
         return
 
     def launch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:

@@ -9,7 +9,6 @@ from everygpu.parallel.engines.auto import AutoReplicas
 from everygpu.parallel.engines.compiled import CompiledReplicas
 from everygpu.parallel.engines.engine import Engine, EngineContext
 from everygpu.parallel.engines.graphs import RecordedReplicas
-from everygpu.parallel.engines.processes.engine import ProcessReplicas
 from everygpu.parallel.engines.threads import Workers
 
 
@@ -35,7 +34,6 @@ _MAKERS: Mapping[str, Callable[[EngineContext], Engine]] = MappingProxyType(
         "threads": _threads,
         "compile": _compiled,
         "graphs": _recorded,
-        "processes": ProcessReplicas,
     }
 )
 

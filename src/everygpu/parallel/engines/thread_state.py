@@ -32,7 +32,7 @@ NUM_WATCHED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Modes:
-    """A thread's grad and inference mode, and its autocast; another thread, or process, can enter them."""
+    """A thread's grad and inference mode, and its autocast; another thread can enter them."""
 
     records_grads: bool
     is_inference: bool

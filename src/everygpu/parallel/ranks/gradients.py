@@ -1,288 +1,280 @@
 """Gradients that are added up over ranks while backward goes on."""
 
-import contextlib
-import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from everygpu import tree
+from everygpu.errors import CallError
 from everygpu.parallel.buckets.grouping import group_by_storage
 from everygpu.parallel.buckets.plan import BucketPlan, plan_bucket
-from everygpu.parallel.transforms import check_unbatched
-from everygpu.ranks.claims import Claim
 from everygpu.ranks.group import Group
-from everygpu.ranks.sum import Sum
 from everygpu.torch_private.autograd import NO_BACKWARD, after_backward, backward_id, will_execute
+from everygpu.torch_private.tensors import foreach_copy_
+
+Weight = float | Tensor
+
+_STRIDED, _SPARSE = 1.0, 1024.0
+"""Flags of a parameter's gradient."""
 
 
 class RankGradients:
-    """Has every backward give parameters the mean of all ranks' gradients, weighed by their rows.
+    """Has every ``backward`` give parameters the mean of all ranks' gradients, weighed by their rows.
 
-    ``backward()`` adds bucket by bucket up beside what it still computes; ``torch.autograd.grad`` and
-    ``create_graph=True`` tensor by tensor, as a part of the graph.
+    Buckets are added up beside what backward still computes, in one order on all ranks. What parameters have of
+    earlier backwards is the same on all ranks, and stays as it is in a mean. Whoever keeps the output of a forward
+    keeps this.
 
     Args:
         group: The ranks.
         params: Those that take gradients.
         bucket_bytes: Size at which a bucket is closed.
     Source:
-        ``DistributedDataParallel``'s reducer, which leaves ``torch.autograd.grad`` and ``create_graph=True`` alone,
-        weighs all ranks alike, and takes no parameter that gets no gradient.
+        ``DistributedDataParallel``'s reducer, which weighs all ranks alike, searches the graph for parameters that take
+        no part, and leaves the second of two backwards after two forwards alone, without a word.
     """
 
     def __init__(self, group: Group, params: Sequence[Tensor], bucket_bytes: int) -> None:
         self._group = group
         self.params = list(params)
-        backwards = range(len(params))[::-1]  # as backward finishes them
-        self._buckets = [
-            _Bucket(params, plan_bucket(params, members, 1, together=together, unit=1))
-            for members, together in group_by_storage(params, backwards, bucket_bytes)
-        ]
-        self._bucket_of = {id(params[slot.index]): bucket for bucket in self._buckets for slot in bucket.plan.slots}
-        self._weights: list[float | Tensor] = []
-        self._is_weight_used = True
-        self._claim = Claim()
+        self.is_held = False
+        """Backwards leave gradients as they are, for a later one to add up."""
+        self._buckets = make_buckets(params, bucket_bytes)
+        self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.params}
+        self._nodes = [get_gradient_edge(p).node for p in params]
         self._num_forwards = 0
-        self._reached: dict[int, float | Tensor] = {}
-        """Weights of the forwards whose outputs the backward that is running has come to."""
-        self._factor: _Factor | None = None
-        self._num_sent = 0
-        self._handles: list[RemovableHandle] = []
-        me = weakref.proxy(self)  # parameters outlive this
-        for p in self.params:
-            before = partial(_call_before, me, p, get_gradient_edge(p).node)
-            before.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save leaves it out unsaid
-            self._handles.append(p.register_hook(before))  # type: ignore[no-untyped-call]
-            self._handles.append(p.register_post_accumulate_grad_hook(partial(_call_after, me)))  # type: ignore[no-untyped-call]
+        self._last: Weight = 1.0
+        self._held: list[Weight] = []
+        self._clear()
+        after = _After(weakref.proxy(self))  # parameters outlive this
+        self._handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(after) for p in params]  # type: ignore[no-untyped-call]
         weakref.finalize(self, _remove, self._handles)
+
+    def _clear(self) -> None:
+        self._reached: dict[int, Weight] = {}
+        """Weights of the forwards whose outputs the backward that is running has come to."""
+        self._share: _Share | None = None
+        self._num_sent = 0
+        for bucket in self._buckets:
+            bucket.clear()
 
     def fits(self, params: Sequence[Tensor]) -> bool:
         """Tell whether these are the parameters it was made for."""
-        return len(params) == len(self.params) and all(map(operator.is_, params, self.params))
+        return len(params) == len(self.params) and all(map(lambda p, q: p is q, params, self.params))
 
-    def weigh(self, weight: float | Tensor) -> None:
-        """Take note of a forward: how much its gradients count beside other ranks'."""
-        self._group.claims.take(self._claim, self.params)
+    def watch(self, output: Any, weight: Weight) -> None:
+        """Take note of a forward's output, and of how much its gradients count beside other ranks'."""
         if backward_id() == NO_BACKWARD:  # else it computes again what a checkpoint has left out
-            self._reached.clear()
-            if self._factor is not None:
-                self._finish(is_failed=True)
-        if self._is_weight_used:
-            self._weights, self._is_weight_used = [], False
-        self._weights.append(weight)
-
-    def watch(self, output: Any) -> None:
-        """Take note of the last forward's output: a backward that doesn't come to it isn't weighed by its rows."""
+            self._clear()  # a backward may have ended midway
         self._num_forwards += 1
-        reach = partial(_call_reach, weakref.proxy(self), self._num_forwards, self._weights[-1])
+        self._last, self._group.last_forward = weight, weakref.ref(self)
+        reach = partial(self._reach, self._num_forwards, weight)
         for _, leaf in tree.leaves(output, ""):
             for tensor in tree.tensors_in(leaf):
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(reach)
 
-    def reach(self, forward: int, weight: float | Tensor) -> None:
+    def _reach(self, forward: int, weight: Weight, _: Any) -> None:
         """Count a forward among those of the backward that is running."""
         if not self._reached:
-            after_backward(self._reached.clear)
+            self._check_backward()
+            after_backward(self._end)
         self._reached[forward] = weight
+        self._group.reached_in = backward_id()
 
-    def close(self) -> None:
-        """Leave gradients alone from now on."""
-        _remove(self._handles)
-
-    def before(self, p: Tensor, node: Node, grad: Tensor | None) -> Tensor | None:
-        """Set aside what the parameter has of earlier backwards; where ``backward`` won't write it, add up at once."""
-        if id(p) in self._claim.lost:
-            return None
-        if grad is None:  # a Function that has the parameter among its inputs gives it none
-            return None
-        if torch.is_grad_enabled() or grad.layout is not torch.strided or not _will_accumulate(node):
-            total: Tensor = _Total.apply(grad, self._begun(grad.device), self._group)  # type: ignore[no-untyped-call]
-            return total
-        self._bucket_of[id(p)].set_aside(p)
-        return None
+    def _check_backward(self) -> None:
+        """Refuse a backward whose gradients of parameters nobody would add up."""
+        try:
+            takes_part = any(will_execute(node) for node in self._nodes)
+        except RuntimeError:
+            what = "torch.autograd.grad"
+        else:
+            if not (takes_part and torch.is_grad_enabled()):
+                return
+            what = "create_graph=True"
+        raise CallError(
+            f"DataParallel: gradients of parameters by {what} can't be added up over ranks. Call backward(), or run "
+            f"in one process."
+        )
 
     def after(self, p: Tensor) -> None:
-        """Take a gradient that is complete; send buckets that are, in the order that all ranks have."""
-        bucket = self._bucket_of[id(p)]
-        if id(p) not in self._claim.lost and bucket.take(p):
-            factor = self._begun(p.device)
-            while self._num_sent < len(self._buckets) and self._buckets[self._num_sent].is_complete:
-                self._send_next(factor)
+        """Take a gradient that is complete; send buckets that are."""
+        if not self._reached:
+            is_other = self._group.last_forward is None or self._group.last_forward() is not self
+            if is_other or self._group.reached_in == backward_id():
+                return  # another wrapper's forward, or a TrainStep's
+            if self._share is None and not self.is_held:
+                after_backward(self._end)
+        if self.is_held:
+            return
+        share = self._begun(p.device)
+        self._bucket_of[id(p)].take(p)
+        while self._num_sent < len(self._buckets) and self._buckets[self._num_sent].is_ready:
+            self._send_next(share)
 
-    def _begun(self, device: torch.device) -> "_Factor":
-        """Begin to add up the ranks' weights, once in a backward."""
-        if self._factor is None:
-            self._is_weight_used = True
+    def _begun(self, device: torch.device) -> "_Share":
+        if self._share is None:
             # Parameters wait for all forwards that use them, so these have been reached by now.
-            weights = list(self._reached.values()) or self._weights
-            self._factor = _Factor(self._group, weights, device)
-            after_backward(self._finish)
-        return self._factor
+            weights = [*self._held, *(self._reached.values() or [self._last])]
+            self._held = []
+            self._share = _Share(self._group, weights, device)
+        return self._share
 
-    def _send_next(self, factor: "_Factor") -> None:
-        self._buckets[self._num_sent].send(self._group, factor)
+    def _send_next(self, share: "_Share") -> None:
+        self._buckets[self._num_sent].send(self._group, share)
         self._num_sent += 1
 
     @torch.no_grad()
-    def _finish(self, *, is_failed: bool = False) -> None:
-        """Wait for the sums, and give parameters what they had before and them."""
-        try:
-            if is_failed:  # a backward has ended midway
-                for bucket in self._buckets:
-                    bucket.put_back()
-            elif self._factor is not None and any(bucket.has_some for bucket in self._buckets):
-                while self._num_sent < len(self._buckets):
-                    self._send_next(self._factor)
-                for bucket in self._buckets:
-                    bucket.finish()
-        finally:
-            self._factor, self._num_sent = None, 0
+    def _end(self) -> None:
+        """Send what is left, wait for the sums, and give them to the parameters."""
+        if self.is_held:
+            self._held += self._reached.values()
+        elif self._share is not None:
+            while self._num_sent < len(self._buckets):
+                self._send_next(self._share)
             for bucket in self._buckets:
-                bucket.clear()
+                bucket.finish()
+        self._clear()
 
 
-class _Factor:
+class _Share:
     """This rank's share in the mean: its weight by all ranks'."""
 
-    def __init__(self, group: Group, weights: Sequence[float | Tensor], device: torch.device) -> None:
-        parts = [torch.as_tensor(w, dtype=torch.float64, device=device) for w in weights or [1.0]]
-        self._may_be_zero = any(isinstance(w, Tensor) for w in weights) or (bool(weights) and not any(weights))
-        self._own = torch.stack(parts).sum()
+    def __init__(self, group: Group, weights: Sequence[Weight], device: torch.device) -> None:
+        counted = sum(w for w in weights if not isinstance(w, Tensor))
+        self._own = torch.full((), counted, dtype=torch.float64, device=device)  # no copy from the host, which waits
+        for w in weights:
+            if isinstance(w, Tensor):
+                self._own += w.to(device)
+        self._may_be_zero = not counted
         self._total = self._own.clone()
-        self._work: Sum | None = group.all_reduce(self._total)
-        self._share = self._own
+        self._wait: Callable[[], None] | None = group.all_reduce(self._total)
+        self._value = self._own
 
     def scale_(self, grad: Tensor) -> None:
         """Multiply a gradient by the share; that of a rank without rows, whose mean is nan, becomes zero."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-            self._share = self._own / self._total
-        grad.mul_(self._share)
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+            self._value = self._own / self._total
+        grad.mul_(self._value)
         if self._may_be_zero:
-            grad.masked_fill_(self._share == 0, 0)
+            grad.masked_fill_(self._value == 0, 0)
 
 
-class _Bucket:
+class Bucket:
     """Gradients that travel together, before a flag for each parameter: whether it has one."""
 
     def __init__(self, params: Sequence[Tensor], plan: BucketPlan) -> None:
-        self.plan = plan
-        self._params = {slot.index: params[slot.index] for slot in plan.slots}
-        self._index = {id(p): i for i, p in self._params.items()}
+        self._plan = plan
+        self.params = [params[slot.index] for slot in plan.slots]
         self.clear()
 
     def clear(self) -> None:
-        self._kept: dict[int, Tensor | None] = {}
-        self._grads: dict[int, Tensor | None] = {}
-        self._sent: tuple[Tensor, Sum] | None = None
+        self._taken: set[int] = set()
+        self._flat: Tensor | None = None
+        self._flags: Tensor | None = None
+        self._wait: Callable[[], None] | None = None
 
     @property
-    def has_some(self) -> bool:
-        return bool(self._grads)
+    def is_ready(self) -> bool:
+        return len(self._taken) == len(self.params)
 
-    @property
-    def is_complete(self) -> bool:
-        return len(self._grads) == len(self._params)
+    def take(self, p: Tensor) -> None:
+        if id(p) in self._taken:
+            raise CallError(
+                "DataParallel: a parameter got its gradient twice in one backward, as by reentrant checkpoints, after "
+                "it was sent to other ranks. Call torch.utils.checkpoint.checkpoint with use_reentrant=False."
+            )
+        self._taken.add(id(p))
 
-    def set_aside(self, p: Tensor) -> None:
-        index = self._index[id(p)]
-        if index not in self._kept:
-            self._kept[index], p.grad = p.grad, None
-
-    def put_back(self) -> None:
-        for index, kept in self._kept.items():
-            self._params[index].grad = kept
-
-    def take(self, p: Tensor) -> bool:
-        """Take a gradient; False where it was added up already."""
-        index = self._index[id(p)]
-        if index in self._kept:
-            self._grads[index] = p.grad
-        return index in self._kept
-
-    def send(self, group: Group, factor: _Factor) -> None:
-        device, slots = next(iter(self._params.values())).device, self.plan.slots
-        make = torch.zeros if self.plan.has_gaps else torch.empty
-        whole = make(self.plan.numel + len(slots), dtype=self.plan.dtype, device=device)
-        flat, flags = whole[: self.plan.numel], whole[self.plan.numel :]
-        self.plan.fill(flat, self._grads)
-        factor.scale_(flat)
-        if self.is_complete:
+    def send(self, group: Group, share: _Share | None = None) -> None:
+        """Begin to add the gradients up, those of all ranks multiplied by their shares."""
+        grads = [p.grad for p in self.params]
+        make, numel = torch.zeros if self._plan.has_gaps else torch.empty, self._plan.numel
+        whole = make(numel + len(grads), dtype=self._plan.dtype, device=self.params[0].device)
+        self._flat, flags = whole[:numel], whole[numel:]
+        self._plan.fill(self._flat, {s.index: _to_strided(g) for s, g in zip(self._plan.slots, grads)})
+        if share is not None:
+            share.scale_(self._flat)
+        if all(g is not None for g in grads):
             flags.fill_(1)
         else:
-            flags.copy_(torch.tensor([slot.index in self._grads for slot in slots]))
-        self._sent = whole, group.all_reduce(whole)
+            flags.copy_(torch.tensor([_kind(g) for g in grads]), non_blocking=True)
+            self._flags = flags
+        self._wait = group.all_reduce(whole)
 
     def finish(self) -> None:
         """Write the gradients; a parameter that no rank has one for keeps what it had."""
-        if self._sent is None:
+        if self._wait is None or self._flat is None:
             return
-        whole, work = self._sent
-        work.wait()
-        flat, flags = whole[: self.plan.numel], whole[self.plan.numel :]
-        present = [True] * len(flags) if self.is_complete else flags.tolist()
-        for slot, view, is_there in zip(self.plan.slots, self.plan.views(flat), present):
-            p = self._params[slot.index]
-            kept = self._kept.get(slot.index, p.grad)
-            if is_there:
-                p.grad = view if kept is None else kept.add_(view)
+        self._wait()
+        kinds = [_STRIDED] * len(self.params) if self._flags is None else self._flags.tolist()
+        targets, sources = [], []
+        for p, view, kind in zip(self.params, self._plan.views(self._flat), kinds):
+            if p.grad is None and kind:
+                p.grad = view.clone() if kind < _SPARSE else view.to_sparse(1)
+            elif p.grad is None:
+                continue
+            elif p.grad.layout is torch.strided:
+                targets.append(p.grad)
+                sources.append(view)
             else:
-                p.grad = kept
+                p.grad = view.to_sparse(p.grad.sparse_dim())
+        if targets:
+            foreach_copy_(targets, sources)
 
 
-class _Total(torch.autograd.Function):
-    """The mean over ranks, which can be differentiated again."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, factor: _Factor, group: Group) -> Tensor:
-        ctx.factor, ctx.group = factor, group
-        return _add_up(grad, factor, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        # What all ranks' losses say of the mean, each weighed, is what this rank's gradient is in it.
-        return _Total.apply(grad, ctx.factor, ctx.group), None, None  # type: ignore[no-untyped-call]
+def make_buckets(params: Sequence[Tensor], bucket_bytes: int) -> list[Bucket]:
+    """Put parameters side by side, in the order in which backward usually finishes them."""
+    return [
+        Bucket(params, plan_bucket(params, members, 1, together=together, unit=1))
+        for members, together in group_by_storage(params, range(len(params))[::-1], bucket_bytes)
+    ]
 
 
-def _add_up(grad: Tensor, factor: _Factor, group: Group) -> Tensor:
-    check_unbatched([grad])
-    is_sparse = grad.layout is not torch.strided
-    total = grad.to_dense() if is_sparse else grad.clone(memory_format=torch.contiguous_format)
-    factor.scale_(total)
-    group.all_reduce(total).wait()
-    return total.to_sparse(grad.sparse_dim()) if is_sparse else total
+def _kind(grad: Tensor | None) -> float:
+    """Return the flag of a gradient; added up over ranks, it tells whether one has it, and whether it is sparse."""
+    return 0.0 if grad is None else _STRIDED if grad.layout is torch.strided else _SPARSE
 
 
-def _will_accumulate(node: Node) -> bool:
-    """Tell whether the backward that is running writes a leaf's gradient, instead of returning it."""
-    try:
-        return will_execute(node)
-    except RuntimeError:  # torch.autograd.grad
-        return False
+def _to_strided(grad: Tensor | None) -> Tensor | None:
+    return grad if grad is None or grad.layout is torch.strided else grad.to_dense()
+
+
+class _After:
+    """The hook of a parameter."""
+
+    __torch_unserializable__ = True  # torch.save leaves it out unsaid
+
+    def __init__(self, gradients: RankGradients) -> None:
+        self._gradients = gradients
+
+    def __call__(self, p: Tensor) -> None:
+        self._gradients.after(p)
+
+
+def check_hooks(named: Mapping[str, Tensor]) -> None:
+    """Refuse parameters whose hooks would see this rank's gradient alone.
+
+    Raises:
+        CallError: a parameter has one; the message names it.
+    """
+    for name, p in named.items():
+        later = p._post_accumulate_grad_hooks or {}
+        if p._backward_hooks or not all(isinstance(hook, _After) for hook in later.values()):
+            raise CallError(
+                f"DataParallel: a hook on parameter {name} would see the gradient of this rank's rows alone. Change "
+                f"gradients after backward(), when they are those of all ranks, or remove the hook."
+            )
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
-
-
-def _call_before(gradients: RankGradients, p: Tensor, node: Node, grad: Tensor | None) -> Tensor | None:
-    return gradients.before(p, node, grad)
-
-
-def _call_after(gradients: RankGradients, p: Tensor) -> None:
-    gradients.after(p)
-
-
-def _call_reach(gradients: RankGradients, forward: int, weight: float | Tensor, _: Any) -> None:
-    with contextlib.suppress(ReferenceError):  # made anew since, for other parameters
-        gradients.reach(forward, weight)

@@ -1,21 +1,18 @@
 """What a model does before each forward, as one of several ranks' models."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from everygpu.parallel.buckets.sizes import replica_bucket_bytes
-from everygpu.parallel.ranks.gradients import RankGradients
+from everygpu.parallel.ranks.gradients import RankGradients, check_hooks
 from everygpu.parallel.ranks.start import copy_from_first
 from everygpu.parallel.scatter.batch_weight import Weight, weigh_batch
-from everygpu.ranks.claims import Claim
 from everygpu.ranks.group import Group
 from everygpu.ranks.spread_batch import SpreadBatch, forward_of
-from everygpu.torch_private.autograd import NO_BACKWARD, backward_id
 
 
 class RankModel:
@@ -27,69 +24,70 @@ class RankModel:
         num_devices: Of this rank.
         bucket_cap_mb: Size at which a bucket of gradients is closed, in MiB; None for the default.
         weight: Called with a batch, returns how much it counts beside other ranks'; its rows when left out.
+        before: What was made for the same module before its options changed; backwards may still come to it.
     """
 
     def __init__(
-        self, group: Group, dim: int, num_devices: int, bucket_cap_mb: float | None, weight: Weight | None
+        self,
+        group: Group,
+        dim: int,
+        num_devices: int,
+        bucket_cap_mb: float | None,
+        weight: Weight | None,
+        before: "RankModel | None" = None,
     ) -> None:
         self.group = group
         self._dim = dim
         self._num_devices = num_devices
         self._bucket_bytes = replica_bucket_bytes(bucket_cap_mb)
         self._weight = weight
-        self._gradients: RankGradients | None = None
+        self._gradients: RankGradients | None = None if before is None else before._gradients
+        self._is_held: bool = before is not None and before._is_held
         self._is_apart = False
-        self._claim_apart = Claim()
-        self._last_weight: float | Tensor = 1.0
 
-    @contextlib.contextmanager
-    def forward(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        """Have layers within compute over all ranks' batches, and the gradients be added up; tell ranks of an error."""
+    def forward(self, function: Callable[..., Any], module: nn.Module, inputs: Any, kwargs: Any) -> Any:
+        """Return a forward's output; layers compute over all ranks' batches, and gradients will be added up.
+
+        Args:
+            function: Runs the forward.
+            module: Its module.
+            inputs, kwargs: Its batch, to be weighed.
+        """
         if self._is_apart:
-            yield
-            return
-        with self._telling(module):
-            self._begin(module, inputs, kwargs)
-            with forward_of(SpreadBatch(self.group, self._last_weight)):
-                yield
-
-    def _telling(self, module: nn.Module) -> AbstractContextManager[None]:
-        if backward_id() != NO_BACKWARD:  # a checkpoint computes again, and ends that by an exception of its own
-            return contextlib.nullcontext()
-        return self.group.telling(next((p.device for p in module.parameters()), None))
-
-    def watch(self, output: Any) -> Any:
-        """Return a forward's output, once backwards through it are noticed."""
-        if self._gradients is not None and torch.is_grad_enabled() and not self._is_apart:
-            self._gradients.watch(output)
-        return output
-
-    def _begin(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            return function()
         if not torch.is_grad_enabled():
-            return
+            with forward_of(SpreadBatch(self.group, 1.0)):
+                return function()
         self.group.first_batch.compare(self.group, (inputs, kwargs))
         self.copy_buffers(module)
-        params = [p for p in module.parameters() if p.requires_grad]
+        weight = weigh_batch(self._weight, "DataParallel", inputs, kwargs, dim=self._dim, num_devices=self._num_devices)
+        gradients = self._current_gradients(module)
+        with forward_of(SpreadBatch(self.group, weight)):
+            output = function()
+        gradients.watch(output, weight)
+        return output
+
+    def _current_gradients(self, module: nn.Module) -> RankGradients:
+        named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        check_hooks(named)
+        params = list(named.values())
         if self._gradients is None or not self._gradients.fits(params):
-            self.close()
             self._gradients = RankGradients(self.group, params, self._bucket_bytes)
-        self._last_weight = self._weight_of(inputs, kwargs)
-        self._gradients.weigh(self._last_weight)
+            self._gradients.is_held = self._is_held
+        return self._gradients
 
     def copy_buffers(self, module: nn.Module) -> None:
         """Have all ranks begin with rank 0's buffers, in training: those that will be saved."""
         if module.training:
             copy_from_first(self.group, list(module.buffers()))
 
-    def _weight_of(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> float | Tensor:
-        return weigh_batch(self._weight, "DataParallel", inputs, kwargs, dim=self._dim, num_devices=self._num_devices)
-
     @contextlib.contextmanager
     def apart(self, module: nn.Module) -> Iterator[None]:
         """Leave gradients and buffers to the caller within, which weighs them by itself."""
-        self.close()
+        self._gradients = None
         if torch.is_grad_enabled():
-            self.group.claims.take(self._claim_apart, module.parameters())
+            check_hooks(dict(module.named_parameters()))
+            self.group.last_forward = None
         before, self._is_apart = self._is_apart, True
         try:
             with forward_of(SpreadBatch(self.group, 1.0)):
@@ -97,11 +95,20 @@ class RankModel:
         finally:
             self._is_apart = before
 
-    def close(self) -> None:
-        """Leave gradients alone."""
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients of backwards within to the first one after it."""
+        before = self._is_held
+        self._hold(True)
+        try:
+            yield
+        finally:
+            self._hold(before)
+
+    def _hold(self, is_held: bool) -> None:
+        self._is_held = is_held
         if self._gradients is not None:
-            self._gradients.close()
-            self._gradients = None
+            self._gradients.is_held = is_held
 
 
 def own_devices(group: Group | None) -> Sequence[int | str] | None:

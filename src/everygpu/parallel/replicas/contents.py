@@ -19,9 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everygpu.parallel.buckets.memory import version_of
 from everygpu.parallel.replicas.callables import open_callable
-from everygpu.parallel.replicas.module_tree import is_dense
 
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 
@@ -123,23 +121,18 @@ class Search:
 
     Args:
         known: By ``id``, modules and tensors that are compared elsewhere: here by identity only.
-        opens_objects: Search the attributes of objects such as a configuration, and what functions refer to, as
-            another process has copies of them; and note tensors.
 
     Attributes:
-        containers: Those found, to be compared; an object's attributes are a dict among them.
+        containers: Those found, to be compared; a dataclass's attributes are a dict among them.
         functions: Those found, to be compared.
-        tensors: Those found that aren't known, if objects are opened.
         unseen: Name of the first attribute with a value that may change unseen; None if there is none.
     """
 
-    def __init__(self, known: Mapping[int, Any], *, opens_objects: bool = False) -> None:
+    def __init__(self, known: Mapping[int, Any]) -> None:
         self._known = known
-        self._opens_objects = opens_objects
         self._seen: set[int] = set()
         self.containers: list[Any] = []
         self.functions: list[Any] = []
-        self.tensors: list[Tensor] = []
         self.unseen: str | None = None
 
     def add(self, name: str, value: Any) -> None:
@@ -149,7 +142,7 @@ class Search:
         to tensors: replicas share both.
         """
         is_searched = isinstance(value, (*CONTAINERS, Tensor)) or _refers_to_tensors(value, set())
-        if (is_searched or self._opens_objects) and not self._search(value) and self.unseen is None:
+        if is_searched and not self._search(value) and self.unseen is None:
             self.unseen = name
 
     def _search(self, value: Any) -> bool:
@@ -170,9 +163,6 @@ class Search:
 
     def _object(self, value: Any) -> Sequence[Any] | None:
         """Return what an object refers to; None where that isn't known."""
-        if self._opens_objects and isinstance(value, Tensor):
-            self.tensors.append(value)
-            return ()
         if isinstance(value, types.BuiltinFunctionType):
             return (value.__self__,)
         if isinstance(value, weakref.ref):
@@ -181,15 +171,9 @@ class Search:
         if dataclasses.is_dataclass(value):
             return self._dataclass(value)
         if open_callable(value) is None:
-            return self._open(value)
+            return None
         self.functions.append(value)
         return _referents(value)
-
-    def _open(self, value: Any) -> Sequence[Any] | None:
-        if not self._opens_objects or not (is_open(value) or isinstance(value, nn.Module)):
-            return None
-        self.containers.append(vars(value))
-        return list(vars(value).values())
 
     def _dataclass(self, value: Any) -> Sequence[Any] | None:
         attributes: dict[str, Any] = getattr(value, "__dict__", {})
@@ -215,31 +199,3 @@ def _referents(function: Any) -> tuple[Any, ...]:
 
 def _is_same(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
     return len(now) == len(before) and all(map(operator.is_, now, before))
-
-
-class DeepContents:
-    """What values hold at every depth, the attributes of objects and the values of tensors included.
-
-    Args:
-        values: Any.
-        known: By ``id``, modules and tensors that are compared elsewhere.
-
-    Attributes:
-        is_opaque: Something in the values may change unseen, such as an array.
-    """
-
-    def __init__(self, values: Iterable[Any], known: Mapping[int, Any]) -> None:
-        search = Search(known, opens_objects=True)
-        for value in values:
-            search.add("value", value)
-        self.is_opaque = search.unseen is not None
-        self._contents = contents_of(search.containers, search.functions)
-        self._tensors = search.tensors
-        self._marks = self._mark()
-
-    def is_same(self) -> bool:
-        """Tell whether everything that doesn't change unseen is as it was."""
-        return self._contents.is_same() and self._mark() == self._marks
-
-    def _mark(self) -> list[tuple[int, int, bool]]:
-        return [(t.data_ptr() if is_dense(t) else 0, version_of(t), t.requires_grad) for t in self._tensors]

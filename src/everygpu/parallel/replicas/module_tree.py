@@ -51,10 +51,6 @@ class ModuleTree:
             if not _has_same_keys(contents, self._contents) or _indices(contents.values, tensors) != self.order:
                 return False
             self._contents, self.tensors = contents, tensors
-        return self.is_alike()
-
-    def is_alike(self) -> bool:
-        """Tell whether the tensors have the properties that their copies depend on."""
         return _metas(self.tensors) == self._metas
 
     def _has_same_children(self) -> bool:

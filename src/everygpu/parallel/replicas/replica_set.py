@@ -85,7 +85,6 @@ class ReplicaSet:
         self._make_leaves = make_leaves
         self._devices = list(devices)
         self._strict_device = strict_device
-        self._is_looked_at = False
         self._build()
 
     def refresh(self, positions: Sequence[int], fresh: set[int] | None = None) -> list[nn.Module]:
@@ -102,11 +101,6 @@ class ReplicaSet:
             if fresh is not None and not torch.is_grad_enabled():
                 fresh.update(positions)
         return [self._replicas[p - 1].root if p else self.module for p in positions]
-
-    def is_same(self) -> bool:
-        """Tell whether the module has the modules and tensors it had, as they were; refresh then doesn't look again."""
-        self._is_looked_at = self._tree.is_same() and self._tree.is_alike()
-        return self._is_looked_at
 
     def position_of(self, root: nn.Module) -> int | None:
         """Return a replica's place among the devices; None where it is none of these."""
@@ -159,9 +153,8 @@ class ReplicaSet:
                 mine.data.add_(sum(_difference(t, mine) * (w / total) for t, w in zip(theirs, weights)))
 
     def _update(self, positions: Sequence[int]) -> None:
-        if not self._is_looked_at and not self._tree.is_current():
+        if not self._tree.is_current():
             self._build()
-        self._is_looked_at = False
         changed = self._watch.changed()
         for replica in self._replicas:
             replica.expire(changed)

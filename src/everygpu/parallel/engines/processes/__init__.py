@@ -1,1 +1,0 @@
-"""Replicas with interpreters of their own: helper processes on the devices after the first."""

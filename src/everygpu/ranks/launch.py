@@ -1,0 +1,103 @@
+"""One process a GPU from a notebook, where there is no script for torchrun to start."""
+
+import contextlib
+import os
+import pickle
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+
+from everygpu.errors import DeviceError, OptionError, RankError
+
+T = TypeVar("T")
+
+
+def launch(function: Callable[..., T], *args: Any, processes: int | None = None) -> list[T]:
+    """Call a function in several processes of this machine that train together, one for each GPU::
+
+        def train(learning_rate):
+            model = everygpu.DataParallel(torch.nn.Linear(2, 1))  # on this process's own GPU
+            optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
+            model(torch.ones(4, 2)).mean().backward()
+            optimizer.step()
+            return model.state_dict()
+
+        weights, _ = everygpu.launch(train, 0.1, processes=2)
+
+    For notebooks, where a model that can't be recorded would run in threads; a script is started by
+    ``everygpu run --processes auto train.py``, or by torchrun. What the function uses is copied to the
+    processes, by cloudpickle; make the model within, so that its weights aren't.
+
+    Args:
+        function: Called in each process with ``args``; may be defined in a cell.
+        *args: Anything that can be pickled.
+        processes: How many; one for each visible GPU when left out. On a machine without GPUs they use the CPU.
+    Returns:
+        What each has returned, by rank.
+    Raises:
+        DeviceError: there is no GPU, and ``processes`` is left out; or there are fewer GPUs.
+        OptionError: the function or an argument can't be pickled, or this is one of several processes itself.
+        RankError: a process has failed; the message has its rank and traceback, and the others are ended.
+    Source:
+        ``torch.multiprocessing.start_processes`` with ``"spawn"``; the variables are torchrun's.
+    """
+    size = _check(processes)
+    try:
+        call = cloudpickle.dumps((function, args))
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise OptionError(
+            f"launch: the function and its arguments must be picklable: {error}. Make the rest within the function."
+        ) from error
+    with tempfile.TemporaryDirectory(prefix="everygpu-") as folder:
+        with _errors_of_ranks():
+            start_processes(_run, (call, size, _free_port(), folder), nprocs=size, start_method="spawn")  # type: ignore[no-untyped-call]
+        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(size)]
+
+
+def _check(processes: int | None) -> int:
+    if dist.is_initialized() or "RANK" in os.environ:
+        raise OptionError("launch: this is one of several processes already. Call the function itself.")
+    count = torch.cuda.device_count()
+    if processes is None and not count:
+        raise DeviceError("launch: no GPU found. Pass processes=2 to use the CPU.")
+    size = count if processes is None else processes
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise OptionError(f"launch: processes must be 1 or more, got {processes!r}.")
+    if 0 < count < size:
+        raise DeviceError(f"launch: {size} processes asked for, but {count} GPUs found. Pass processes={count}.")
+    return size
+
+
+@contextlib.contextmanager
+def _errors_of_ranks() -> Iterator[None]:
+    try:
+        yield
+    except (ProcessRaisedException, ProcessExitedException) as error:
+        raise RankError(f"Rank {error.error_index} failed, and the others were ended. {str(error).strip()}") from None
+
+
+def _run(rank: int, call: bytes, size: int, port: int, folder: str) -> None:
+    """Be one of the processes."""
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in own.items()}})
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+    function, args = pickle.loads(call)
+    result = function(*args)
+    Path(folder, str(rank)).write_bytes(cloudpickle.dumps(result))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
