@@ -36,7 +36,7 @@ def on_page_context(context: dict[str, Any], *, page: Any, config: Any, **kwargs
 
 def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> None:
     """Leave out the column of neighbours for a page without any. Find questions first, and tables of figures not at all."""
-    search = {"how-do-i.md": {"boost": 2}, "measured.md": {"exclude": True}}
+    search = {"how-do-i.md": {"boost": 4}, "measured.md": {"exclude": True}}
     if page.file.src_uri in search:
         page.meta["search"] = search[page.file.src_uri]
     if page.parent is None:
