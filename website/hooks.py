@@ -35,7 +35,7 @@ def on_page_context(context: dict[str, Any], *, page: Any, config: Any, **kwargs
 
 
 def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> None:
-    """Leave out the column of neighbours for a page without any. Find questions first, and tables of figures not at all."""
+    """Leave out the column of neighbours where there are none; find questions first, tables of figures not at all."""
     search = {"how-do-i.md": {"boost": 4}, "measured.md": {"exclude": True}}
     if page.file.src_uri in search:
         page.meta["search"] = search[page.file.src_uri]
