@@ -68,6 +68,7 @@ def names(tmp_path, monkeypatch):
 
     everygpu.save("run/checkpoint", model=model, optimizer=optimizer, step=1)
     data, num_epochs, step = everygpu.Feeder(loader, model, prefetch=0), 1, 1
+    feeder, meter = data, everygpu.Meter()
     with everygpu.CheckpointManager("examples", model=model) as checkpoints:
         given = {"torch": torch, "nn": nn, "DataLoader": DataLoader, "everygpu": everygpu, **locals()}
         yield given

@@ -10,7 +10,7 @@ from everygpu.errors import CheckpointError
 _VERBS = {
     "convert": ("convert_checkpoint", "Write the model in SRC to DST, as safetensors or .pt."),
     "show": ("show_checkpoint", "Show the tensors in a checkpoint."),
-    "verify": ("verify_checkpoint", "Check a checkpoint against its manifest, or that it can be read."),
+    "verify": ("verify_checkpoint", "Check a checkpoint against its SHA256SUMS, or that it can be read."),
 }
 
 
