@@ -35,7 +35,9 @@ def on_page_context(context: dict[str, Any], *, page: Any, config: Any, **kwargs
 
 
 def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> None:
-    """Leave out the column of neighbours for a page without any: code beside code needs the width."""
+    """Leave out the column of neighbours for a page without any, and keep tables of figures out of the search."""
+    if page.file.src_uri == "measured.md":
+        page.meta["search"] = {"exclude": True}
     if page.parent is None:
         page.meta.setdefault("hide", ["navigation"])
 

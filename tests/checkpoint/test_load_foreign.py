@@ -192,18 +192,18 @@ def test_several_models_load_under_their_names(tmp_path: Path) -> None:
     generator, discriminator = Net(3), Net(4)
     assert everygpu.load(tmp_path / "gan.pt", G=generator, D=discriminator) == {"step": 5}
     assert same_state(snapshot(generator, discriminator), snapshot(Net(1), Net(2)))
-    with pytest.raises(CheckpointMismatchError, match="several under names of its own: 'G', 'D"):
+    with pytest.raises(CheckpointMismatchError, match="several models under names of its own: 'G', 'D"):
         everygpu.load(tmp_path / "gan.pt", model=generator)
 
 
 @pytest.mark.parametrize(
     ("what", "match"),
     [
-        ({"model": nn.Linear(3, 3)}, "must have the names and shapes of model"),
-        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, "none named optimizer"),
+        ({"model": nn.Linear(3, 3)}, "model has other names and shapes"),
+        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, "no part named optimizer"),
         ({"rng": True}, "random states"),
-        ({"ema": Net(0)}, "none named ema"),
-        ({"epoch": Net(0)}, "epoch must be what was saved"),
+        ({"ema": Net(0)}, "no part named ema"),
+        ({"epoch": Net(0)}, "epoch was saved as a int"),
     ],
     ids=["model", "optimizer", "rng", "ema", "epoch"],
 )

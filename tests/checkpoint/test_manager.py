@@ -243,7 +243,7 @@ def test_a_damaged_one_is_stepped_over_with_a_warning_that_names_it(tmp_path: Pa
     for step in range(3):
         put(checkpoints, step)
     flip(tmp_path / "step-00000002" / name)
-    with pytest.warns(UserWarning, match=rf"(?s)step-00000001 is taken.*step-00000002/{name}"):
+    with pytest.warns(UserWarning, match=rf"(?s)step-00000001 is taken.*step-00000002/.*{name}"):
         assert loaded(tmp_path) == (1, 1)
     with pytest.warns(UserWarning, match="is taken"):
         assert everygpu.load(tmp_path) == {"step": 1}
@@ -301,9 +301,8 @@ def test_only_what_this_manager_has_not_written_is_read_and_once(tmp_path: Path,
         put(first, step)
     read: list[str] = []
     real = run_directory.find_altered
-    monkeypatch.setattr(
-        run_directory, "find_altered", lambda path, *args: (read.append(path.name), real(path, *args))[1]
-    )
+    find = lambda path, *args: read.append(path.name) or real(path, *args)  # noqa: E731
+    monkeypatch.setattr(run_directory, "find_altered", find)
     checkpoints = manager(tmp_path, keep=3)
     checkpoints.resume()
     for step in range(3, 8):
@@ -430,7 +429,7 @@ def test_options_outside_what_they_may_be(tmp_path: Path, options: dict[str, Any
 
 def test_steps_that_are_none_and_nothing_to_save(tmp_path: Path) -> None:
     for step in (-1, 1.0, True, "1", Net()):
-        with pytest.raises(OptionError, match="step is a whole number.*CheckpointManager"):
+        with pytest.raises(OptionError, match="(?s)step is a whole number.*CheckpointManager"):
             manager(tmp_path).save(step)
     with pytest.raises(OptionError, match="nothing to save"):
         CheckpointManager(tmp_path).save(1)

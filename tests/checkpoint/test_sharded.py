@@ -45,7 +45,7 @@ def index(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def test_by_index_and_by_directory(index: Path) -> None:
     for path in (index, index.parent):
-        assert same_state(dict(read_foreign(path).model or {}), STATE)
+        assert same_state(dict(read_foreign(path).require_model("")), STATE)
 
 
 def test_a_directory_with_links_out_of_it_is_read(index: Path, tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_directory_with_links_out_of_it_is_read(index: Path, tmp_path: Path) -
     snapshot.mkdir()
     for entry in [entry for entry in tmp_path.iterdir() if entry.is_file()]:
         os.symlink(f"../{entry.name}", snapshot / entry.name)
-    assert same_state(dict(read_foreign(snapshot).model or {}), STATE)
+    assert same_state(dict(read_foreign(snapshot).require_model("")), STATE)
 
 
 def test_a_missing_shard_is_named(index: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_truncated_shard_is_named(index: Path) -> None:
 def test_a_tensor_that_is_not_in_its_shard_is_named(index: Path) -> None:
     weight_map = json.loads(index.read_text())["weight_map"]
     write_index(index, weight_map | {"c": weight_map["a.weight"]})
-    with pytest.raises(CheckpointDamagedError, match=r"00001-of.* that lacks 'c'"):
+    with pytest.raises(CheckpointDamagedError, match=r"00001-of.* lacks 'c'"):
         read_foreign(index)
 
 
@@ -126,5 +126,5 @@ def test_a_poisoned_shard_is_refused_and_not_run(tmp_path: Path) -> None:
     with must_not_run(tmp_path) as poison:
         torch.save({"a": poison}, tmp_path / "s.bin")
         index = write_index(tmp_path / "pytorch_model.bin.index.json", {"a": "s.bin"})
-        with pytest.raises(CheckpointForeignError, match=r"s\.bin, which wants to run"):
+        with pytest.raises(CheckpointForeignError, match=r"s\.bin wants to run"):
             read_foreign(index)

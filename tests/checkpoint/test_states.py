@@ -31,7 +31,7 @@ def stored(value: object) -> Any:
 
 
 def plan(target: object, part: Any, strict: bool = True) -> Callable[[], None]:
-    planned = Plan(Contents(format="", parts={"x": part}), {"x": target}, Fit(strict=strict))
+    planned = Plan(Contents(format="", parts={}, extras={"x": part}), {"x": target}, Fit(strict=strict))
     return lambda: [restore() for restore in planned.restores] and None
 
 

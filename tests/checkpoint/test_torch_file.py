@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from everygpu.checkpoint.foreign.torch_file import find_archive_fault, read_torch_file
 from torch import nn
 
+from everygpu.checkpoint.foreign import _read_torch as read_torch_file
+from everygpu.checkpoint.foreign import find_archive_fault
 from everygpu.errors import CheckpointDamagedError, CheckpointForeignError
 from tests.checkpoint.models import Net, same_state
 from tests.checkpoint.poison import must_not_run
@@ -72,9 +73,7 @@ def test_a_poisoned_file_is_refused_and_not_run(
         if forced:
             patch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
         path = write(tmp_path / "a.pt", {"w": torch.ones(2), "x": poison}, new_format=new_format)
-        with pytest.raises(
-            CheckpointForeignError, match=r"a\.pt, which wants to run \w*\.?open\. Nothing of it was run"
-        ):
+        with pytest.raises(CheckpointForeignError, match=r"a\.pt wants to run \w*\.?open\. Nothing in it was executed"):
             read_torch_file(path)
 
 
@@ -101,14 +100,7 @@ def test_a_name_that_the_user_allows_is_read(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_torchscript_is_refused(tmp_path: Path) -> None:
     torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)).save(tmp_path / "a.pt")
-    with pytest.raises(CheckpointForeignError, match="TorchScript archive, which holds code"):
-        read_torch_file(tmp_path / "a.pt")
-
-
-def test_an_archive_of_something_else_is_refused(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
-        archive.writestr("weights.npy", b"x")
-    with pytest.raises(CheckpointForeignError, match=r"torch\.save did not write"):
+    with pytest.raises(CheckpointForeignError, match="is a TorchScript archive, which holds code"):
         read_torch_file(tmp_path / "a.pt")
 
 

@@ -24,7 +24,6 @@ VERBS = [
     "bench --cpu --peer single",
     "checkpoint --help",
     "checkpoint convert a.pt b.pt",
-    "checkpoint diff a.pt ours",
     "checkpoint show a.pt",
     "checkpoint show a.pt --json",
     "checkpoint verify ours",

@@ -97,8 +97,7 @@ def test_b19_an_update_is_left_out_and_named(devices, caplog, setup):
     assert num_skipped == 1 + (setup == "fp16" and used[0].type == "cuda") * (num_skipped - 1)
     (message,) = warnings_of(caplog)
     assert "got others in update 4" in message
-    if used[0].type == "cpu":  # where the batch is at hand when it is told
-        assert f"module 0 (Spoilt) on cpu (replica {count - 1})" in message
+    assert "torch.autograd.set_detect_anomaly(True) finds the operation" in message
     step(*batch())
     assert all(p.isfinite().all() for p in net.parameters())
     assert not torch.equal(net[1].weight, before[0]["1.weight"])
@@ -211,32 +210,6 @@ def test_b19_only_gradients_raise(devices):
     check_only_gradients_raise(devices(2), num_steps=1)
 
 
-def test_b19_what_is_named(devices, caplog):
-    used = devices(2)
-    if used[0].type != "cpu":
-        pytest.skip("on GPUs the batch is gone by then, unless the next one has the same")
-    _, step = make(used, net=make_net())
-    x, y = batch()
-    x[6, 2] = float("nan")
-    step(x, y)
-    assert "the batch itself, on cpu (replica 1)" in warnings_of(caplog)[-1]
-    step(*batch())
-    step(x, y * float("inf"))
-    _, other = make(used, net=make_net())
-    other(X, Y * float("inf"))
-    assert "First in a forward" not in warnings_of(caplog)[-1], "the loss is, not the model"
-    with torch.no_grad():
-        other.model.module[4].bias[1] = float("inf")
-    other(*batch())
-    other(*batch())
-    net, step = make(used, net=make_net())
-    step(*batch())
-    with torch.no_grad():
-        net[4].bias[1] = float("nan")
-    step(*batch())
-    assert "parameter 4.bias" in warnings_of(caplog)[-1]
-
-
 def test_b19_raise(devices):
     used = devices(2)
     net, step = make(used, on_nonfinite="raise")
@@ -273,8 +246,6 @@ def test_b19_ten_in_a_row_end_the_run(devices, caplog):
     first, last = warnings_of(caplog)
     assert "got others in update 2" in first
     assert f"update {MAX_IN_ROW} in a row" in last
-    assert "module 0 (Spoilt)" in last
-    assert "replica 0" in last
 
 
 def test_b19_others_in_between_begin_anew(devices, caplog):
@@ -293,38 +264,6 @@ def test_b19_counters_are_saved(devices):
     _, other = make(devices(2))
     other.load_state_dict(state)
     assert other.stats().num_skipped == 1
-
-
-def test_b19_forward_is_run_again_without_a_trace(devices, caplog):
-    used = devices(2)
-    net, step = make(used, net=nn.Sequential(make_net(norm=lambda: nn.BatchNorm1d(16)), nn.Dropout(0.5)))
-    step(*batch())
-    generator = torch.get_rng_state()
-    step(*batch())
-    drawn = torch.get_rng_state()
-    torch.set_rng_state(generator)
-    step(*batch(bad_row=2))
-    assert torch.equal(torch.get_rng_state(), drawn)
-    assert int(net[0][2].num_batches_tracked) == 3
-    assert not torch.nn.modules.module._global_forward_hooks
-
-
-def test_b19_a_second_forward_that_fails_is_no_error(devices, caplog):
-    used = devices(2)
-
-    class Once(nn.Module):
-        num_calls = 0
-
-        def forward(self, x):
-            Once.num_calls += 1
-            if Once.num_calls > 2:
-                raise ZeroDivisionError
-            return x * float("nan")
-
-    _, step = make(used, net=nn.Sequential(nn.Linear(6, 3), Once()))
-    step(*batch())
-    step.stats()
-    assert "got others in update 1" in warnings_of(caplog)[0]
 
 
 @pytest.mark.parametrize("value", ["", "stop", None, True, 0])

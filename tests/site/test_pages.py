@@ -188,14 +188,8 @@ def test_missing_docstrings_are_named(monkeypatch, tmp_path):
 
 
 def test_links_lead_within_the_site():
-    page = (
-        "[a](../benchmarks/reports/2026-11-22.md) [b](../examples/charlm.py) [n](../examples/notebook.ipynb) "
-        "[c](index.zh-CN.md#d) [e](../benchmarks/reports)"
-    )
-    assert prepare.with_links(page) == (
-        "[a](benchmarks/reports/2026-11-22.md) [b](examples/charlm.md) [n](examples/notebook.md) "
-        "[c](index.md#d) [e](benchmarks/index.md)"
-    )
+    page = "[b](../examples/charlm.py) [n](../examples/notebook.ipynb) [c](index.zh-CN.md#d)"
+    assert prepare.with_links(page) == ("[b](examples/charlm.md) [n](examples/notebook.md) [c](index.md#d)")
 
 
 def test_the_gallery_has_each_example():
@@ -242,35 +236,6 @@ def test_options_and_short_code_stay_on_one_line():
         '<code class="short">engine=&quot;graphs&quot;</code>'
         '<code>everygpu run <span class="short">--processes</span> my-train.py</code>' + block
     )
-
-
-def row(peer, **more):
-    return {
-        "model": "m",
-        "peer": peer,
-        "num_devices": 2,
-        "ms": 2.0,
-        "ms_min": 1.0,
-        "ms_max": 3.0,
-        "samples_per_s": 9.0,
-        **more,
-    }
-
-
-def test_the_newest_figures_with_a_peer_are_shown():
-    def report(date, *rows):
-        return {"machine": {"date": date, "commit": "c", "torch": "t", "gpus": ["G"] * 2}, "rows": rows}
-
-    measured = [
-        ("new.json", report("2026-02", row("ddp", ms=5.0), row("step", ms=4.0))),
-        ("old.json", report("2026-01", row("ddp", ms=7.0), row("step"))),
-        ("alone.json", report("2026-03", row("step", ms=6.0))),
-        ("no_step.json", report("2026-03", row("ddp", ms=8.0), row("ours"))),
-    ]
-    page = prepare.figures(measured)
-    assert "## m, 2 x G" in page
-    assert "| DistributedDataParallel | 5.00 (1.00 to 3.00) | 9 |\n| `everygpu.TrainStep` | 4.00" in page
-    assert not any(name in page for name in ("old.json", "alone.json", "no_step.json"))
 
 
 def test_what_the_network_would_give_is_seen():

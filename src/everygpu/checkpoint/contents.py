@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 from warnings import warn
@@ -24,7 +25,7 @@ from everygpu.checkpoint.format import (
 )
 from everygpu.checkpoint.modules import check_module
 from everygpu.checkpoint.run_directory import is_run_directory, list_saved, step_of
-from everygpu.checkpoint.states import Contents, Kind, Part
+from everygpu.checkpoint.states import KNOWN, Contents, Kind, Part
 from everygpu.checkpoint.values import decode
 from everygpu.errors import CheckpointDamagedError, CheckpointError, CheckpointForeignError, CheckpointMismatchError
 
@@ -146,7 +147,8 @@ def read_native(
         run = document.get("run")
         return Contents(
             format=FORMAT,
-            parts=parts,
+            parts={name: part for name, part in parts.items() if name in KNOWN},
+            extras={name: part for name, part in parts.items() if name not in KNOWN},
             libraries={str(name): str(number) for name, number in document.get("libraries", {}).items()},
             rng=decode(document["rng"], {}),
             step=None if run is None else int(run["step"]),
@@ -182,10 +184,10 @@ def _decode_part(part: Any, tensors: dict[str, Tensor]) -> Part:
 
 def _take_section(contents: Contents, section: str) -> Contents:
     """Take a module that was saved under another name for the model."""
-    part = contents.parts.get(section)
-    if part is None or part.kind != "module":
-        known = [name for name, other in contents.parts.items() if other.kind == "module"]
+    parts = {**contents.parts, **contents.extras}
+    modules = {name: part for name, part in parts.items() if part.kind == "module"}
+    if section not in modules:
         raise CheckpointMismatchError(
-            f"load: {section!r} is no module in the checkpoint. There are: {', '.join(map(repr, known)) or 'none'}."
+            f"load: {section!r} is no module in the checkpoint. There are: {', '.join(map(repr, modules)) or 'none'}."
         )
-    return Contents(format=contents.format, parts={"model": part}, section=section, libraries=contents.libraries)
+    return replace(contents, parts={"model": modules[section]}, extras={}, section=section)

@@ -76,20 +76,25 @@ def convert(
     versions = {f"{path}.".removeprefix(strip_prefix).rstrip(".") if path else "": v for path, v in versions.items()}
     model = _cast(model, dtype)
     tensors = {name: value for name, value in model.items() if isinstance(value, Tensor)}
-    left_out = sorted(repr(name) for name in {*contents.parts, *(model.keys() - tensors.keys())} - {"model"})
+    left_out = {*contents.parts, *contents.extras} - {"model"}
     with (
         must_be_writable(destination, "convert"),
         writing(sum(t.nbytes for t in tensors.values() if t.layout == torch.strided)),
         new_file(destination) as temporary,
     ):
         if target == "safetensors":
+            left_out |= model.keys() - tensors.keys()
             for name, tensor in tensors.items():
                 check_storable(tensor, name)
             write_safetensors(temporary, tensors)
         else:
-            left_out = sorted(repr(name) for name in contents.parts if name != "model")
             _write_torch(temporary, model, versions)
-    return Outcome(format=target, num_tensors=len(tensors), left_out=tuple(left_out), notes=contents.notes)
+    return Outcome(
+        format=target,
+        num_tensors=len(tensors),
+        left_out=tuple(sorted(map(repr, left_out))),
+        notes=contents.notes,
+    )
 
 
 def _check_destination(destination: Path, overwrite: bool) -> None:

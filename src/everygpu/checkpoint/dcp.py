@@ -106,7 +106,7 @@ def _check(directory: Path, metadata: Any, with_values: bool) -> None:
         pieces = [(tuple(c.offsets), tuple(c.sizes)) for c in getattr(entry, "chunks", ())]
         shape, num_bytes = tuple(getattr(entry, "size", ())), sum(ends.values())
         is_whole = sum(math.prod(sizes) for _, sizes in pieces) == math.prod(shape) <= num_bytes * 8
-        if is_whole and len(pieces) > 1:
+        if is_whole and pieces != [((0,) * len(shape), shape)]:
             covered = torch.zeros(shape, dtype=torch.bool)
             for offsets, sizes in pieces:
                 covered[tuple(slice(o, o + n) for o, n in zip(offsets, sizes))] = True

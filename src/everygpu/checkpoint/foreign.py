@@ -236,14 +236,17 @@ def _sort(document: Any, words: str, section: str | None) -> Contents:
         candidates = find_sections(document) if section is None else []
         section = choose(candidates) if section is None else section
         others = {name: value for name, value in document.items() if name != (section or "").split(".")[0]}
-    parts = {str(name): value for name, value in others.items()}
-    optimizer = _take(parts, OPTIMIZER_NAMES, is_optimizer_state)
+    extras = {str(name): value for name, value in others.items()}
+    optimizer = _take(extras, OPTIMIZER_NAMES, is_optimizer_state)
     known = {
         "optimizer": None if optimizer is None else _with_same_ids(optimizer),
-        "scheduler": _take(parts, SCHEDULER_NAMES, lambda value: isinstance(value, Mapping)),
+        "scheduler": _take(extras, SCHEDULER_NAMES, lambda value: isinstance(value, Mapping)),
     }
-    parts |= {name: value for name, value in known.items() if value is not None}
-    contents = Contents(format=words, parts={name: Part(kind=None, state=value) for name, value in parts.items()})
+    contents = Contents(
+        format=words,
+        parts={name: Part(kind=None, state=value) for name, value in known.items() if value is not None},
+        extras={name: Part(kind=None, state=value) for name, value in extras.items()},
+    )
     if section is None:
         return replace(contents, why_no_model=explain_choice(document, candidates))
     return _with_model(contents, section, at(document, section), [name for name in candidates if name != section])

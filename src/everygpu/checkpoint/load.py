@@ -90,8 +90,7 @@ def load(
             f"load: {path} has no random states; only checkpoints of everygpu.save do. Leave out rng=True."
         )
     restores = [*plan.restores, *([plan_rng_restore(contents.rng)] if rng else [])]
-    left = {name: part for name, part in contents.parts.items() if name not in {*targets, *known}}
-    rest = {name: _plain(part, device) for name, part in left.items()}
+    rest = {name: _plain(part, device) for name, part in contents.extras.items() if name not in targets}
     if not restores and not rest and contents.step is None:
         raise OptionError(
             f"load: There is nothing to load into, and {path} has no extras to return. Write load(path, model=model)."

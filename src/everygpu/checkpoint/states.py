@@ -25,6 +25,9 @@ from everygpu.tree import map_leaves
 Kind: TypeAlias = Literal["module", "state_dict", "generator", "plain"]
 """How a value is saved: a module by names, an object by its state_dict, a torch.Generator, or as it is."""
 
+KNOWN = ("model", "optimizer", "scheduler")
+"""Parts that have a place of their own in every checkpoint."""
+
 Restore: TypeAlias = Callable[[], object]
 
 _BY_SHAPE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum")
@@ -51,7 +54,9 @@ class Contents:
     format: str
     """In words, for people."""
     parts: Mapping[str, Part]
-    """By name: model, optimizer, scheduler, and everything else."""
+    """Those of model, optimizer and scheduler that were found."""
+    extras: Mapping[str, Part] = field(default_factory=dict)
+    """Everything else, by name."""
     why_no_model: str = "no model in it. Save one with everygpu.save(path, model=model)."
     section: str = ""
     """The name under which the model was found; empty where the whole file is its state dict."""
@@ -82,7 +87,7 @@ def kind_of(value: object) -> Kind:
 
 def check_parts(parts: Mapping[str, object], function: str) -> None:
     """Refuse a model, an optimizer or a scheduler that is nothing of the kind."""
-    for name in parts.keys() & {"model", "optimizer", "scheduler"}:
+    for name in parts.keys() & {*KNOWN}:
         kind, what = ("module", "a torch.nn.Module")
         if name != "model":
             kind, what = ("state_dict", "an object with state_dict and load_state_dict")
@@ -215,9 +220,10 @@ class Plan:
 
 def require_part(contents: Contents, name: str) -> Part:
     """Return a part that is asked for."""
-    if name in contents.parts:
-        return contents.parts[name]
-    near = get_close_matches(name, contents.parts, n=1)
+    place = contents.parts if name in KNOWN else contents.extras
+    if name in place:
+        return place[name]
+    near = get_close_matches(name, place, n=1)
     hint = f"Did you mean {near[0]}?" if near else "Leave it out, or save it too."
     raise CheckpointMismatchError(f"load: The checkpoint has no part named {name}. Nothing was loaded. {hint}")
 

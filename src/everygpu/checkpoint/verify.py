@@ -61,10 +61,9 @@ def total_bytes(path: Path) -> int:
 
 def _faults_of_ours(directory: Path, advance: Advance) -> list[str]:
     try:
-        document = read_document(directory)
+        faults = [str(error) for error in find_altered(directory, read_document(directory), advance)]
     except CheckpointError as error:
         return [str(error)]
-    faults = [str(error) for error in find_altered(directory, document, advance)]
     if not faults:  # each of the files is as it was written: now what is in them
         try:
             read_native(directory)

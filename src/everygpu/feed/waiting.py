@@ -67,7 +67,7 @@ class WaitMeter:
         self._recent: deque[StepTime] = deque(maxlen=WINDOW_STEPS)
         self._sums = StepTime()
         self._num_steps = 0
-        self.warns = True
+        self.warns = prefetch > 0  # without, every batch is waited for
 
     def add(self, step: StepTime) -> None:
         """Count a step."""
@@ -106,8 +106,6 @@ def advise(report: FeedReport, loader: Any, prefetch: int) -> str:
         loader: The user's loader.
         prefetch: Batches that are prepared ahead.
     """
-    if prefetch == 0:
-        return "Nothing is prepared ahead: leave out prefetch=0."
     if report.send_s > report.load_s:
         if isinstance(loader, DataLoader) and loader.num_workers and not loader.pin_memory:
             return "Set pin_memory=True in the DataLoader, so that batches come in memory that GPUs copy from."

@@ -62,9 +62,6 @@ class ShardedUpdate:
             self._replicas = self._model.make_replicas(self._make_leaves, fixed=self._fixed)
         return self._model.forward_with(self._replicas, *inputs, **kwargs)
 
-    def replicas(self) -> ReplicaSet:
-        return self._replicas if self._replicas is not None else self._model.make_replicas()
-
     def leaves(self) -> list[Tensor]:
         # The hooks of a parameter are to see the sum of all replicas' gradients: its replicas are no leaves.
         return [p for p in self._flat_params.params if not has_hooks(p)] if len(self._model.replica_devices) > 1 else []

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from everygpu.parallel.buckets.kept import KeptBucket
-from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.step.update import Share
 
 
@@ -28,9 +27,6 @@ class UpdateStrategy(Protocol):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model on all devices."""
-
-    def replicas(self) -> ReplicaSet:
-        """Return the replicas that forward runs on."""
 
     def leaves(self) -> list[Tensor]:
         """List the parameters of which each replica has a leaf of its own."""

@@ -8,7 +8,7 @@ import click
 from everygpu.errors import CheckpointError
 
 _VERBS = {
-    "convert": ("convert_checkpoint", "Write SRC to DST in another format, or under other names."),
+    "convert": ("convert_checkpoint", "Write the model in SRC to DST, whose name ends with .pt, .pth, .ckpt, .bin or .safetensors."),
     "show": ("show_checkpoint", "Show the tensors in a checkpoint."),
     "verify": ("verify_checkpoint", "Check a checkpoint against its manifest, or that it can be read."),
 }

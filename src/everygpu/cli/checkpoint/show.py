@@ -124,7 +124,7 @@ def describe(path: Path, contents: Contents) -> dict[str, Any]:
 
 
 def _others(contents: Contents) -> dict[str, Any]:
-    parts = {name: part for name, part in contents.parts.items() if name != "model"}
+    parts = {name: part for name, part in contents.parts.items() if name != "model"} | dict(contents.extras)
     return {name: part.state["values"] if part.kind == "module" else part.state for name, part in parts.items()}
 
 
