@@ -119,17 +119,19 @@ def main() -> None:
     test_batches = DataLoader(test_set, 360)
     console.print(f"training on {', '.join(map(str, model.replica_devices))}", highlight=False)
 
-    checkpoints = everygpu.CheckpointManager(options.checkpoint, keep=1, keep_best={"accuracy": "max"})
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": train_batches}
+    checkpoints = everygpu.CheckpointManager(
+        options.checkpoint, keep=1, best=("accuracy", "max", 1), overwrite=not options.resume,
+        model=model, optimizer=optimizer, scheduler=scheduler, data=train_batches,
+    )  # fmt: skip
     if options.resume:
-        checkpoints.load(**parts, rng=True)
+        checkpoints.resume()
 
     for epoch in range(train_batches.epoch + 1, options.epochs + 1):
         loss = train_epoch(model, train_batches, optimizer, f"epoch {epoch}")
         scheduler.step()
         accuracy = measure_accuracy(model, test_batches)
         console.print(f"epoch {epoch:2}  loss {loss:.6f}  accuracy {accuracy:.4f}", highlight=False)
-        checkpoints.save(epoch, metrics={"accuracy": accuracy}, **parts)
+        checkpoints.save(epoch, accuracy=accuracy)
 
     # The checkpoint knows nothing of devices or replicas: it loads into the bare model, here on the CPU.
     bare = DigitNet()

@@ -93,8 +93,8 @@ torch.cuda.synchronize = torch.cuda.empty_cache = never
 atexit.register(print, "ended")
 model = Model()
 parallel = everygpu.DataParallel(model, ["cpu"] * 2, engine="threads")
-checkpoints = everygpu.CheckpointManager("run", every=1, asynchronous=True)
-checkpoints.save(1, model=model)
+checkpoints = everygpu.CheckpointManager("run", every=1, asynchronous=True, model=model)
+checkpoints.save(1)
 model.code = int(sys.argv[1])
 if len(sys.argv) > 2:
     try:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from everygpu.checkpoint.format import cut, damaged
+from everygpu.checkpoint.format import cut, damaged, open_regular
 from everygpu.errors import CheckpointDamagedError
 
 METADATA = ".metadata"
@@ -43,8 +43,7 @@ def read_dcp(directory: Path, *, with_values: bool = True) -> dict[Any, Any]:
     """
     path = directory / METADATA
     try:
-        with open(path, "rb") as file:
-            metadata = _Unpickler(file).load()
+        metadata = _read_metadata(path)
         about = metadata.state_dict_metadata
         state = {name: _empty(entry, "cpu" if with_values else "meta") for name, entry in about.items()}
         _check(directory, metadata, with_values)
@@ -56,6 +55,16 @@ def read_dcp(directory: Path, *, with_values: bool = True) -> dict[Any, Any]:
         raise
     except Exception as cause:  # altered records fail in any way
         raise damaged(path, f"can't be read as a distributed checkpoint's ({type(cause).__name__}: {cause})") from cause
+
+
+def _read_metadata(path: Path) -> Any:
+    with open_regular(path) as file:
+        try:
+            return _Unpickler(file).load()
+        except pickle.UnpicklingError as cause:
+            if not str(cause).startswith("Unsupported"):
+                raise damaged(path, f"is no whole pickle ({cause})") from cause
+            raise
 
 
 class _Unpickler(pickle.Unpickler):

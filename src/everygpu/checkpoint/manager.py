@@ -36,12 +36,12 @@ class CheckpointManager:
     ::
 
         run = everygpu.CheckpointManager("runs/a", keep=3, best=("accuracy", "max", 3), every=500,
-                                         model=model, optimizer=optimizer, data=feeder)
+                                         model=model, optimizer=optimizer, data=data)
         done = run.resume()  # the step, 0 in an empty directory; random states too
         with run:
-            for step, (x, y) in enumerate(feeder, done + 1):
+            for step, (x, y) in enumerate(data, done + 1):
                 train(x, y)
-                run.save(step, accuracy=meter)  # every 500th, and the last one when the block ends
+                run.save(step, accuracy=0.9)  # every 500th, and the last one when the block ends
 
     Under torchrun rank 0 writes what it has, and the others wait: in `save` until it is written, or, with
     ``asynchronous=True``, copied; in `resume`, `latest`, `best`, `wait` and `close` until it is written. What fails is
