@@ -30,3 +30,6 @@ torch.save({"state_dict": weights, "optimizer_states": [optimizer.state_dict()]}
 torch.save({"model": weights, "epoch": 3}, "old.pt")
 torch.save({"G": weights, "D": weights}, "gan.pt")
 torch.save({"state_dict": weights, "state_dict_ema": weights}, "timm.pth.tar")
+
+meter = everygpu.Meter()
+meter.update(torch.tensor(0.5), 4)
