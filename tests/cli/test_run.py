@@ -91,7 +91,8 @@ def test_a_named_demand_that_is_not_met_does_not_fall_to_the_cpu(script, tmp_pat
 
 
 def test_one_process_for_each_chosen_gpu(script, tmp_path):
-    path = script("import os; print(os.environ['LOCAL_RANK'], os.environ['CUDA_VISIBLE_DEVICES'], flush=True)")
+    line = "os.environ['LOCAL_RANK'] + ' ' + os.environ['CUDA_VISIBLE_DEVICES'] + '\\n'"  # in one write
+    path = script(f"import os; os.write(1, ({line}).encode())")
     done = run("--processes", "auto", "--redirects", "0", path, fake_gpus=tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"{rank} {','.join(H200_UUIDS)}" for rank in (0, 1)]

@@ -54,7 +54,7 @@ def main() -> None:
 
     \b
     Exit codes
-      1    any other error; `checkpoint diff`: the two differ
+      1    any other error
       2    wrong option
       3    no such GPU, or too few that fit
       4    unreadable checkpoint

@@ -8,7 +8,7 @@ import click
 from everygpu.errors import CheckpointError
 
 _VERBS = {
-    "convert": ("convert_checkpoint", "Write the model in SRC to DST: .pt, .pth, .ckpt, .bin or .safetensors."),
+    "convert": ("convert_checkpoint", "Write the model in SRC to DST, as safetensors or .pt."),
     "show": ("show_checkpoint", "Show the tensors in a checkpoint."),
     "verify": ("verify_checkpoint", "Check a checkpoint against its SHA256SUMS, or that it can be read."),
 }
