@@ -19,7 +19,7 @@ from everygpu.checkpoint.load import check_targets, load
 from everygpu.checkpoint.one_writer import one_writer
 from everygpu.checkpoint.run_directory import Best, Mode, Rotation, Saved, best_first, list_saved, step_of, step_path
 from everygpu.checkpoint.save import Taken, take, wait_for_devices, write_checkpoint
-from everygpu.checkpoint.snapshot import Copying, Snapshot, SnapshotMemory
+from everygpu.checkpoint.snapshot import Snapshot, SnapshotMemory, copy_to
 from everygpu.checkpoint.stop import Stop
 from everygpu.errors import CheckpointError, CheckpointForeignError, OptionError
 from everygpu.ranks.group import joined
@@ -279,7 +279,7 @@ class CheckpointManager:
 
     def _copy(self, memory: SnapshotMemory) -> Snapshot:
         try:
-            return Copying(memory).finish(take(self._objects))
+            return copy_to(memory, take(self._objects))
         except BaseException:
             memory.wait()
             self._spare[:] = [memory]

@@ -11,6 +11,7 @@ import everygpu
 model = torch.nn.Linear(4, 2)
 generator, discriminator, averaged = (torch.nn.Linear(4, 2) for _ in range(3))
 optimizer = torch.optim.AdamW(model.parameters())
+meter = everygpu.Meter()
 dataset = TensorDataset(torch.randn(8, 4), torch.randint(2, (8,)))
 data = everygpu.Feeder(DataLoader(dataset, batch_size=4, shuffle=True), "cpu", prefetch=0)
 
