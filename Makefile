@@ -1,43 +1,43 @@
-# Two commands matter to a newcomer: `make demo` and `make test`. Both install into .venv, once.
 PYTHON  ?= python3
 VENV    := .venv
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
+DEMO    := .venv-demo
 CLIENTS := .venv-clients
 DOCS    := .venv-docs
 
-.PHONY: demo test test-slow test-clients test-core test-gpu lint docs dist clean
+.PHONY: help demo test test-slow test-clients test-core test-gpu lint docs dist clean
 
-demo: $(STAMP)
-	$(BIN)/python examples/digits.py
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+demo: $(DEMO)/.installed  ## train a small CNN on handwritten digits, without a GPU
+	$(DEMO)/bin/python examples/digits.py
 
 # Tests start some two hundred processes: they find their code compiled, also where Python is told not to write it. While
 # one waits for such a process, a core is free for another: one worker more than cores.
 WORKERS = $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
-test: $(STAMP)
+test: $(STAMP)  ## run all tests, on the CPU
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile \
 		--no-loadscope-reorder
 
-# What takes minutes: torch's own samples of operators and modules, hundreds of faults and random programs.
-test-slow: $(STAMP)
+test-slow: $(STAMP)  ## run what takes minutes: torch's own samples, hundreds of faults and programs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu" --numprocesses=auto
 
-# transformers, Lightning and others around everygpu, in an environment of their own. On GPUs, too, where there are two.
-test-clients: $(CLIENTS)/.installed
+test-clients: $(CLIENTS)/.installed  ## run everygpu with transformers, Lightning and others
 	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -m "not alone" tests/clients
 
-# On a machine with a GPU or more, in calls of nine minutes: call it again until no file is left.
-test-gpu: $(STAMP)
+test-gpu: $(STAMP)  ## run the tests for GPUs; call it until no file is left
 	$(BIN)/python -m tests.gpu_suite
 
-lint: $(STAMP)
+lint: $(STAMP)  ## run ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The site: build/site/index.html; its search works by `python -m http.server -d build/site`. A broken link or an export
+# The site's search works by `python -m http.server -d build/site`. A broken link or an export
 # without a docstring is an error (mkdocs --quiet would hide warnings from --strict).
-docs: $(DOCS)/.installed
+docs: $(DOCS)/.installed  ## build the site: build/site/index.html
 	$(PYTHON) website/prepare.py
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --config-file build/mkdocs.en.yml
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --config-file build/mkdocs.zh-CN.yml
@@ -46,18 +46,22 @@ docs: $(DOCS)/.installed
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[demo,dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $@
+
+$(DEMO)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DEMO)
+	$(DEMO)/bin/python -m pip install --quiet -c constraints.txt -e ".[demo]"
 	touch $@
 
 $(CLIENTS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet -c constraints.txt torch
-	$(CLIENTS)/bin/python -m pip install --quiet -c constraints.txt -e ".[demo,dev,clients]"
+	$(CLIENTS)/bin/python -m pip install --quiet -c constraints.txt -e ".[dev,clients]"
 	touch $@
 
-# The wheel and the sdist in dist/, looked through, installed into fresh environments and tried there.
 RELEASE := .venv-release
-dist: $(RELEASE)/.installed
+dist: $(RELEASE)/.installed  ## build wheel and sdist, and try both
 	rm -rf dist
 	PIP_CONSTRAINT="$(CURDIR)/constraints.txt" $(RELEASE)/bin/python -m build
 	$(RELEASE)/bin/python -m twine check --strict dist/*
@@ -71,7 +75,7 @@ $(RELEASE)/.installed: constraints.txt
 # For docs/versions.md, with any Python and torch: make test-core PYTHON=python3.13 TORCH=2.15.0
 TORCH ?= 2.13.0
 CORE  := .venv-core
-test-core:
+test-core:  ## run the core tests: PYTHON=python3.13 TORCH=2.15.0
 	$(PYTHON) -m venv --clear $(CORE)
 	grep -v '^torch' constraints.txt > $(CORE)/constraints.txt
 	$(CORE)/bin/python -m pip install --quiet "torch==$(TORCH)"
@@ -85,5 +89,5 @@ $(DOCS)/.installed: website/requirements.txt constraints.txt
 	$(DOCS)/bin/python -m pip install --quiet -c constraints.txt -r website/requirements.txt
 	touch $@
 
-clean:
-	rm -rf build dist $(VENV) $(CLIENTS) $(DOCS) $(RELEASE) $(CORE) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:  ## remove what the others made
+	rm -rf build dist $(VENV) $(DEMO) $(CLIENTS) $(DOCS) $(RELEASE) $(CORE) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -46,18 +46,25 @@ class AsyncSaver:
 
 class _EveryGPU:
     def __init__(self, root: Path, keep: int) -> None:
-        self._checkpoints = everygpu.CheckpointManager(root, keep=keep, asynchronous=True)
-        self.close = self._checkpoints.close
+        self._root, self._keep = root, keep
+        self._checkpoints: everygpu.CheckpointManager | None = None
 
     def save(self, step: int, model: Weights) -> None:
-        self._checkpoints.save(step, model=model)
+        if self._checkpoints is None:
+            options = {"keep": self._keep, "asynchronous": True, "overwrite": True}
+            self._checkpoints = everygpu.CheckpointManager(self._root, model=model, **options)
+        self._checkpoints.save(step)
+
+    def close(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.close()
 
 
 def _load_with_everygpu(root: Path) -> int:
     model = Weights(-1, NUM_ELEMENTS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # an older one in the newest's place is a loss too
-        everygpu.CheckpointManager(root).load(model=model)
+        everygpu.load(root, model=model)
     return version_of(model.state_dict())
 
 

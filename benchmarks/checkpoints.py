@@ -131,9 +131,10 @@ def measure(run: Run, root: Path, num_rounds: int) -> Times:
 def measure_background(run: Run, root: Path, num_rounds: int) -> Times:
     """Save in the background, and for comparison not, in turn."""
     times: Times = {}
-    checkpoints = everygpu.CheckpointManager(root / "async", keep=1, asynchronous=True)
+    parts = {"model": run.model, "optimizer": run.optimizer}
+    checkpoints = everygpu.CheckpointManager(root / "async", keep=1, asynchronous=True, **parts)
     for step in range(num_rounds + 1):
-        save = partial(checkpoints.save, step, model=run.model, optimizer=run.optimizer)
+        save = partial(checkpoints.save, step)
         note(times, "synchronous save", lambda: run.save(root / "c"), run)
         shutil.rmtree(root / "c")
         note(times, "asynchronous save returns", save, run)
@@ -145,10 +146,11 @@ def measure_background(run: Run, root: Path, num_rounds: int) -> Times:
 
 def measure_memory(run: Run, root: Path) -> dict[str, int]:
     """Return the growth of memory in bytes during a save of each kind."""
-    checkpoints = everygpu.CheckpointManager(root / "memory", keep=1, asynchronous=True)
+    parts = {"model": run.model, "optimizer": run.optimizer}
+    checkpoints = everygpu.CheckpointManager(root / "memory", keep=1, asynchronous=True, **parts)
 
     def save_in_background() -> None:
-        checkpoints.save(1, model=run.model, optimizer=run.optimizer)
+        checkpoints.save(1)
         checkpoints.wait()
 
     growth = {

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 from benchmarks.exits import exits_table
-from benchmarks.resumed_data import count_wrong_resumes
 from tests.faults.inject import (
     count_unnoticed,
     files_of,
@@ -149,7 +148,6 @@ def main() -> int:
     parser.add_argument("--interrupts", type=int, default=20, help="for each handler and each number to keep")
     parser.add_argument("--exits", type=int, default=40, help="for each kind of end")
     parser.add_argument("--kills-with-workers", type=int, default=20)
-    parser.add_argument("--resumes", type=int, default=100, help="of data that was fetched ahead")
     options = parser.parse_args()
     lines = []
     if options.kills:
@@ -158,9 +156,6 @@ def main() -> int:
     for line in exits_table(options.interrupts, options.exits, options.kills_with_workers):
         lines.append(line)
         print(line, flush=True)
-    if options.resumes:
-        lines.append(f"| saved while a Feeder fetches ahead, resumed | {count_wrong_resumes(options.resumes)} |")
-        print(lines[-1], flush=True)
     print("\n" + ", ".join(f"{name} {value}" for name, value in describe_machine().items() if value))
     return int(count_own_losses(lines) > 0)
 

@@ -21,9 +21,8 @@ import torch
 
 import everygpu
 from everygpu import tree
-from everygpu.bench.batches import list_batches
 from everygpu.bench.report import describe_machine
-from everygpu.bench.training import count_rows, find_training, repeat_rows, split_batch
+from everygpu.bench.training import count_rows, find_training, list_batches, repeat_rows, split_batch
 from everygpu.feed.batch_size import resize
 
 GOAL = 1.02
@@ -77,7 +76,7 @@ def compare(name: str, devices: list[torch.device], options: argparse.Namespace)
         train(inputs, *targets)
 
     there = itertools.cycle(list(everygpu.Feeder(whole, net)))
-    with everygpu.Feeder(Loader(whole, options.batches), net, prefetch=PREFETCH, publish=False) as feeder:
+    with everygpu.Feeder(Loader(whole, options.batches), net, prefetch=PREFETCH) as feeder:
         feed = iter(feeder)
         ways = {"there": lambda: learn(next(there)), "fed": lambda: learn(next(feed))}
         times: dict[str, list[float]] = {way: [] for way in ways}

@@ -68,15 +68,12 @@ def show_progress(title: str, total: int) -> Iterator:
         yield advance
 
 
-def train_epoch(
-    model: nn.Module, batches: everygpu.ResumableLoader, optimizer: torch.optim.Optimizer, title: str
-) -> float:
+def train_epoch(model: nn.Module, batches: everygpu.Feeder, optimizer: torch.optim.Optimizer, title: str) -> float:
     model.train()
     mean_loss = everygpu.Meter()
     with show_progress(title, len(batches.loader.dataset)) as advance:
         for images, labels in batches:
-            scores = model(images)
-            loss = F.cross_entropy(scores, labels.to(scores.device))
+            loss = F.cross_entropy(model(images), labels)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -118,22 +115,23 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.8)
 
     train_set, test_set = load_data()
-    shuffle = torch.Generator().manual_seed(options.seed)
-    train_batches = everygpu.ResumableLoader(DataLoader(train_set, options.batch_size, shuffle=True, generator=shuffle))
+    train_batches = everygpu.Feeder(DataLoader(train_set, options.batch_size, shuffle=True), model, seed=options.seed)
     test_batches = DataLoader(test_set, 360)
     console.print(f"training on {', '.join(map(str, model.replica_devices))}", highlight=False)
 
-    checkpoints = everygpu.CheckpointManager(options.checkpoint, keep=1, keep_best={"accuracy": "max"})
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": train_batches}
+    checkpoints = everygpu.CheckpointManager(
+        options.checkpoint, keep=1, best=("accuracy", "max", 1), overwrite=not options.resume,
+        model=model, optimizer=optimizer, scheduler=scheduler, data=train_batches,
+    )  # fmt: skip
     if options.resume:
-        checkpoints.load(**parts, rng=True)
+        checkpoints.resume()
 
     for epoch in range(train_batches.epoch + 1, options.epochs + 1):
         loss = train_epoch(model, train_batches, optimizer, f"epoch {epoch}")
         scheduler.step()
         accuracy = measure_accuracy(model, test_batches)
         console.print(f"epoch {epoch:2}  loss {loss:.6f}  accuracy {accuracy:.4f}", highlight=False)
-        checkpoints.save(epoch, metrics={"accuracy": accuracy}, **parts)
+        checkpoints.save(epoch, accuracy=accuracy)
 
     # The checkpoint knows nothing of devices or replicas: it loads into the bare model, here on the CPU.
     bare = DigitNet()

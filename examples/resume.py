@@ -35,19 +35,16 @@ def make_model() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def train(
-    step: everygpu.TrainStep, checkpoints: everygpu.CheckpointManager, state: dict, last: int, pause: float
-) -> None:
+def train(step: everygpu.TrainStep, run: everygpu.CheckpointManager, state: dict, last: int, pause: float) -> None:
     """Go on after the newest checkpoint, up to the last step."""
-    done = 0
-    if checkpoints.latest():
-        done = checkpoints.load(**state, rng=True)["step"]
+    done = run.resume()
+    if done:
         console.print(f"going on after step {done}")
     while done < last:
         for points, spirals in state["data"]:  # the first pass goes on where it was left
             loss, done = step(points, spirals), done + 1
             state["scheduler"].step()
-            checkpoints.save(done, **state)  # writes at every 20th step
+            run.save(done)  # writes at every 20th step
             if done % 5 == 0:
                 console.print(f"step {done:3}  loss {loss.item():.6f}")
             time.sleep(pause)
@@ -75,14 +72,14 @@ def main() -> None:
     model = everygpu.DataParallel(make_model(), device_ids)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
-    data = everygpu.ResumableLoader(DataLoader(dataset, options.batch_size, shuffle=True))
+    data = everygpu.Feeder(DataLoader(dataset, options.batch_size, shuffle=True), model)
     step = everygpu.TrainStep(model, nn.CrossEntropyLoss(), optimizer)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": data, "train_step": step}
 
     console.print("Ctrl-C stops; the same command goes on where the last checkpoint is")
     try:
-        with everygpu.CheckpointManager(options.folder, keep=2, every=20) as checkpoints:
-            train(step, checkpoints, state, options.steps, options.pause)
+        with everygpu.CheckpointManager(options.folder, keep=2, every=20, **state) as run:
+            train(step, run, state, options.steps, options.pause)
     except KeyboardInterrupt:
         console.print("stopped: start it again to go on")
         raise SystemExit(130) from None

@@ -67,8 +67,9 @@ def names(tmp_path, monkeypatch):
         optimizer.step()
 
     everygpu.save("run/checkpoint", model=model, optimizer=optimizer, step=1)
-    data, num_epochs, step = everygpu.ResumableLoader(loader), 1, 1
-    with everygpu.CheckpointManager("examples") as checkpoints:
+    data, num_epochs, step = everygpu.Feeder(loader, model, prefetch=0), 1, 1
+    feeder, meter = data, everygpu.Meter()
+    with everygpu.CheckpointManager("examples", model=model) as checkpoints:
         given = {"torch": torch, "nn": nn, "DataLoader": DataLoader, "everygpu": everygpu, **locals()}
         yield given
     given.clear()  # functions of an example refer to it, and it to them

@@ -16,7 +16,7 @@ from tests.source import ROOT, tree_of
 LAYERS = [
     {"errors", "torch_private"},
     {"tree", "units", "keys", "folders", "child", "exit_codes", "progress"},
-    {"locks", "ranks"},
+    {"ranks"},
     {"devices"},
     {"comm", "watchdog"},
     {"parallel"},
@@ -24,7 +24,7 @@ LAYERS = [
     {"checkpoint"},
     {"feed"},
     {""},
-    {"bench", "tracing"},
+    {"bench"},
     {"cli"},
     {"__main__"},
 ]

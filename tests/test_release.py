@@ -53,13 +53,6 @@ def test_rows_are_found():
     assert {len(row) for row in ROWS} == {5}
 
 
-def test_the_chinese_table_has_the_same_figures():
-    chinese = rows_of((REPOSITORY / "docs" / "versions.zh-CN.md").read_text(encoding="utf-8"))
-    assert [re.findall(r"\d[\d,.]*\d|\d", " ".join(row)) for row in chinese] == [
-        re.findall(r"\d[\d,.]*\d|\d", " ".join(row)) for row in ROWS
-    ]
-
-
 def test_classifiers_are_the_pythons_that_something_ran_with():
     classified = found(r'"Programming Language :: Python :: (3\.\d+)"')
     assert sorted(classified, key=numbers_of) == sorted({row[0] for row in RUN}, key=numbers_of)

@@ -35,7 +35,10 @@ def on_page_context(context: dict[str, Any], *, page: Any, config: Any, **kwargs
 
 
 def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> None:
-    """Leave out the column of neighbours for a page without any: code beside code needs the width."""
+    """Leave out the column of neighbours where there are none; find questions first, tables of figures not at all."""
+    search = {"how-do-i.md": {"boost": 4}, "measured.md": {"exclude": True}}
+    if page.file.src_uri in search:
+        page.meta["search"] = search[page.file.src_uri]
     if page.parent is None:
         page.meta.setdefault("hide", ["navigation"])
 

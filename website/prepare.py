@@ -1,4 +1,4 @@
-"""Write what MkDocs builds the site from, into build/: the pages of docs/, the reports, the examples and the reference.
+"""Write what MkDocs builds the site from, into build/: the pages of docs/, the examples and the reference.
 
 The pages in docs/ stay where they are, so that their links work on a code host as well. Needs nothing but Python::
 
@@ -10,14 +10,12 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "everygpu"
-REPORTS = ROOT / "benchmarks" / "reports"
 EXAMPLES = ROOT / "examples"
 
 LANGUAGES = {"en": "en", "zh-CN": "zh"}
@@ -25,29 +23,18 @@ LANGUAGES = {"en": "en", "zh-CN": "zh"}
 
 TITLES = {
     "Start": "开始",
+    "How do I …?": "怎么做",
     "Migration": "迁移",
     "Guides": "指南",
-    "Data parallelism": "数据并行",
-    "Feeding the devices": "向设备供给数据",
-    "A whole step in one call": "一次调用完成一步",
-    "Checkpoints": "检查点",
-    "Checkpoint format": "检查点格式",
-    "Devices": "设备",
-    "Several boxes": "多台机器",
-    "Versions": "版本",
-    "Reliability": "可靠性",
-    "Differences to nn.DataParallel": "与 nn.DataParallel 的区别",
     "Recipes": "配方",
-    "Gallery": "示例库",
-    "Examples": "示例",
     "Reference": "参考",
     "How it works": "工作原理",
     "Benchmarks": "性能测试",
-    "Newest figures": "最新数据",
-    "Measuring": "如何测量",
-    "Reports": "报告",
 }
-"""The navigation in Chinese."""
+"""The navigation in Chinese; pages that are in English only keep their titles."""
+
+WORD_ENDS = r"[\s\u200b\-]"
+"""Where words end in the search of the Chinese site: jieba puts a zero-width space between those it finds."""
 
 ROOMS = {
     "parallel": "Data parallelism",
@@ -61,36 +48,10 @@ ROOMS = {
 }
 """The rooms of the public API, each with the title of its page of the reference."""
 
-ORDINALS = (
-    *("second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "eleventh", "twelfth"),
-    *("thirteenth", "fourteenth", "fifteenth", "sixteenth", "seventeenth", "eighteenth", "nineteenth", "twentieth"),
-)
-"""What reports of one day are called after the first."""
-
-PEERS = {
-    "single": "one GPU",
-    "single_compiled": "one GPU, compiled",
-    "single_graph": "one GPU, one CUDA graph",
-    "dp": "`torch.nn.DataParallel`",
-    "ddp": "DistributedDataParallel",
-    "ddp_compiled": "DistributedDataParallel, compiled",
-    "ours": "`everygpu.DataParallel`, {engine}",
-    "ours_compiled": "`everygpu.DataParallel`, compiled",
-    "ours_ranks": "`everygpu.DataParallel` under torchrun",
-    "ours_graphs": "`everygpu.DataParallel`, graphs",
-    "ours_graphs_compiled": "`everygpu.DataParallel`, graphs, compiled",
-    "step": "`everygpu.TrainStep`",
-    "step_uncaptured": "`everygpu.TrainStep` without recordings",
-    "step_ranks": "`everygpu.TrainStep` under torchrun",
-    "step_ranks_of_2": "`everygpu.TrainStep` under torchrun, two GPUs a process",
-    "step_compiled": "`everygpu.TrainStep`, compiled",
-}
-"""The rows of ``everygpu bench``, in the words of the page."""
-
 
 def main() -> None:
     shutil.rmtree(ROOT / "build", ignore_errors=True)
-    generated = {**reference(), **examples(), **reports()}
+    generated = {**reference(), **examples()}
     for language in LANGUAGES:
         write_pages(ROOT / "build" / "pages" / language, {**own_pages(language), **generated})
         write(ROOT / "build" / f"mkdocs.{language}.yml", configuration(language))
@@ -101,8 +62,6 @@ def write_pages(folder: Path, pages: Mapping[str, str]) -> None:
         write(folder / name, text)
     shutil.copytree(ROOT / "docs" / "assets", folder / "assets")
     shutil.copyfile(ROOT / "website" / "site.css", folder / "assets" / "site.css")
-    for path in REPORTS.glob("*.json"):
-        shutil.copyfile(path, folder / "benchmarks" / "reports" / path.name)
 
 
 def write(path: Path, text: str) -> None:
@@ -116,13 +75,13 @@ def configuration(language: str) -> str:
     parts = {
         "@examples": [{path.stem: f"examples/{path.stem}.md"} for path in example_files()],
         "@reference": ["reference/index.md", *({ROOMS[room]: f"reference/{room}.md"} for room in exports_by_room())],
-        "@reports": [f"benchmarks/reports/{path.name}" for path in newest_first()],
     }
     if language != "en":
         text = text.replace("pages/en", f"pages/{language}").replace("site_dir: site", f"site_dir: site/{language}")
         text = text.replace("  name: material", f"  name: material\n  language: {LANGUAGES[language]}")
+        text = text.replace("  - search\n", f"  - search: {{separator: '{WORD_ENDS}'}}\n")
         head, nav = text.split("\nnav:\n")
-        text = head + "\nnav:\n" + re.sub(r"(?<=- )([^:\n\"]+)(?=:)", lambda found: TITLES[found[1]], nav)
+        text = head + "\nnav:\n" + re.sub(r"(?<=- )([^:\n\"]+)(?=:)", lambda found: TITLES.get(found[1], found[1]), nav)
     for name, entries in parts.items():
         text = text.replace(f'"{name}"', json.dumps(entries))  # JSON is YAML
     return text
@@ -190,9 +149,7 @@ def joined(text: str) -> str:
 
 
 def with_links(text: str) -> str:
-    """Point links at the site's pages: of reports, of examples, and of the same language."""
-    text = text.replace("](../benchmarks/reports)", "](benchmarks/index.md)")
-    text = text.replace("](../benchmarks/reports/", "](benchmarks/reports/")
+    """Point links at the site's pages: of examples, and of the same language."""
     text = re.sub(r"(\]\([\w-]+)\.zh-CN\.md", r"\1.md", text)
     return re.sub(r"\]\(\.\./examples/(\w+)\.(?:py|ipynb)", r"](examples/\1.md", text)
 
@@ -311,79 +268,6 @@ def notebook(path: Path) -> str:
         shown = ["".join(out.get("text") or out["data"]["text/plain"]) for out in cell.get("outputs", ())]
         parts += [f"```text\n{text.rstrip()}\n```" for text in shown]
     return "\n\n".join(parts) + "\n"
-
-
-def newest_first() -> list[Path]:
-    """Sort the written reports: by day, and within a day by number."""
-
-    def key(path: Path) -> tuple[str, int, str]:
-        number = next((ORDINALS.index(word) + 1 for word in path.stem.split("-") if word in ORDINALS), 0)
-        return path.stem[:10], number, path.stem
-
-    return sorted(REPORTS.glob("*.md"), key=key, reverse=True)
-
-
-def reports() -> dict[str, str]:
-    """Give the reports as they are, and a page with the newest figures."""
-    pages = {f"benchmarks/reports/{path.name}": path.read_text("utf-8") for path in newest_first()}
-    measured = [(path, json.loads(path.read_text("utf-8"))) for path in sorted(REPORTS.glob("*.json"))]
-    return pages | {"benchmarks/index.md": figures([(p.name, report) for p, report in measured])}
-
-
-def figures(measured: list[tuple[str, Mapping[str, Any]]]) -> str:
-    """Write the page of the newest figures: a table for each model and number of GPUs, and the list of reports."""
-    lines = [INTRODUCTION]
-    for (model, num_gpus, is_compiled), (name, machine, rows) in sorted(newest_tables(measured).items()):
-        lines += [f"## {model}{', compiled' * is_compiled}, {num_gpus} x {machine['gpus'][0]}", ""]
-        versions = f"{machine['date']}, commit {machine['commit']}, torch {machine['torch']}"
-        lines += [f"{versions}: [{name}](reports/{name})", ""]
-        lines += ["| | ms a step | samples/s |", "|---|---|---|", *map(table_row, rows), ""]
-    lines += ["## All reports, newest first", ""]
-    return "\n".join([*lines, *(f"* [{title(path)}](reports/{path.name})" for path in newest_first()), ""])
-
-
-INTRODUCTION = """# Newest figures
-
-For each model and number of GPUs this page shows the newest report in JSON that measured DistributedDataParallel and
-everygpu in the same call, with `TrainStep` where there is one. Times are medians of rounds, with the least and most in
-brackets. Machines differ: compare within a table. Later reports without JSON replace some of these rows; all are listed
-below, newest first. [Measuring](../benchmarks.md) says how to make such a report on your machine.
-"""
-
-Table = tuple[str, Mapping[str, Any], list[Mapping[str, Any]]]
-"""The report's file, its machine, and rows."""
-
-
-def newest_tables(measured: list[tuple[str, Mapping[str, Any]]]) -> dict[tuple[str, int, bool], Table]:
-    """Choose for each model, number of GPUs, compiled or not: those with ``TrainStep`` first, then the newest."""
-    found: dict[tuple[str, int, bool], list[tuple[bool, str, Table]]] = {}
-    for name, report in measured:
-        machine = report["machine"]
-        for model, is_compiled, rows in tables_of(report.get("rows", ())):
-            peers = {row["peer"].removesuffix("_compiled") for row in rows}
-            if "ddp" in peers and peers & {"ours", "ours_graphs", "step"}:
-                key = model, max(row["num_devices"] for row in rows), is_compiled
-                found.setdefault(key, []).append(("step" in peers, machine["date"], (name, machine, rows)))
-    return {key: max(tables, key=lambda table: table[:2])[2] for key, tables in found.items()}
-
-
-def tables_of(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, bool, list[Mapping[str, Any]]]]:
-    """Sort a report's rows by model, and by whether they are compiled; other rows are left out."""
-    tables: dict[tuple[str, bool], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        if row.get("peer") in PEERS and {"ms", "num_devices"} <= set(row):
-            tables.setdefault((row["model"], row["peer"].endswith("_compiled")), []).append(row)
-    yield from ((*key, its) for key, its in tables.items())
-
-
-def table_row(row: Mapping[str, Any]) -> str:
-    name = PEERS[row["peer"]].format(engine=row.get("engine") or "threads")
-    times = f"{row['ms']:.2f} ({row['ms_min']:.2f} to {row['ms_max']:.2f})"
-    return f"| {name} | {times} | {row['samples_per_s']:,.0f} |"
-
-
-def title(path: Path) -> str:
-    return path.read_text("utf-8").splitlines()[0].removeprefix("# ")
 
 
 if __name__ == "__main__":

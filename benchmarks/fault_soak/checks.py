@@ -127,7 +127,7 @@ def read_whole(setup: Setup, root: Path, reference: Log, damaged: Path | None) -
         return None, [("corrupt or lost", f"contents of step {step} differ")]
     saved = [path for path in sorted(root.glob("step-*")) if path != damaged] if setup.way == "everygpu" else []
     faults = [(path, fault) for path in saved for fault in examine(path).faults]
-    return step, [("corrupt or lost", f"{path.name}/{fault.file} {fault.problem}") for path, fault in faults]
+    return step, [("corrupt or lost", f"{path.name}: {fault}") for path, fault in faults]
 
 
 Left = set[tuple[str, int]]

@@ -157,5 +157,4 @@ def _draw_setup(chance: random.Random, way: str, engine: str) -> Setup:
         asynchronous=WAYS[way].is_asynchronous and chance.random() < 0.5,
         goes_on=chance.random() < 0.5,
         in_block=chance.random() < 0.5,
-        saves_feeder=chance.random() < 0.5,
     )

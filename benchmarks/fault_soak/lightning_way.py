@@ -125,7 +125,7 @@ class LightningTraining:
     ) -> None:
         """Train; the functions do what the other ways' loop does at the same places."""
         self.on, self.tell, self.take, self.after_step, self.digest = on, tell, take, after_step, digest
-        data = everygpu.ResumableLoader(make_loader(self.samples, timeout=DATA_TIMEOUT_S))
+        data = everygpu.Feeder(make_loader(self.samples, timeout=DATA_TIMEOUT_S), "cpu", prefetch=0)
         self._trainer = Trainer(
             accelerator="cpu",
             devices=1,

@@ -14,13 +14,10 @@ import everygpu
 
 
 class EveryGPU:
-    """DataParallel or TrainStep, a Feeder over a ResumableLoader, and a CheckpointManager."""
+    """DataParallel or TrainStep, a Feeder, and a CheckpointManager."""
 
     def __init__(self, setup: Setup, root: Path, seed: int) -> None:
-        self.checkpoints = everygpu.CheckpointManager(
-            root, keep=KEEP, every=SAVE_EVERY, asynchronous=setup.asynchronous
-        )
-        everygpu.seed_all(seed if self.checkpoints.latest() else 0)
+        everygpu.seed_all(seed if everygpu.CheckpointManager(root).latest() else 0)
         self.net, self.samples = Net(), Samples()
         self.model = everygpu.DataParallel(self.net, ["cpu"] * 2, engine=setup.engine)
         self.optimizer = make_optimizer(self.model)
@@ -30,19 +27,20 @@ class EveryGPU:
             self.optimizer = everygpu.ShardedOptimizer(self.optimizer, ["cpu"] * 2)
         if setup.loop == "TrainStep":
             self._step = everygpu.TrainStep(self.model, F.cross_entropy, self.optimizer)
-        data = everygpu.ResumableLoader(make_loader(self.samples))
-        self._feeder = everygpu.Feeder(data, self.model, timeout=DATA_TIMEOUT_S)
-        self._parts = {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "scheduler": self._scheduler,
-            "data": self._feeder if setup.saves_feeder else data,
-        }
+        self._feeder = everygpu.Feeder(make_loader(self.samples), self.model, timeout=DATA_TIMEOUT_S)
+        self.checkpoints = everygpu.CheckpointManager(
+            root,
+            keep=KEEP,
+            every=SAVE_EVERY,
+            asynchronous=setup.asynchronous,
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self._scheduler,
+            data=self._feeder,
+        )
 
     def resume(self) -> int:
-        if not self.checkpoints.latest():
-            return 0
-        return int(self.checkpoints.load(**self._parts, rng=True)["step"])
+        return self.checkpoints.resume()
 
     def batches(self) -> Iterator[Any]:
         return iter(self._feeder)
@@ -75,7 +73,7 @@ class EveryGPU:
         return found
 
     def save(self, step: int) -> bool:
-        return self.checkpoints.save(step, **self._parts) is not None
+        return self.checkpoints.save(step) is not None
 
     def wait(self) -> None:
         self.checkpoints.wait()

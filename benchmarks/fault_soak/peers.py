@@ -18,7 +18,7 @@ import everygpu
 
 
 class _Plain:
-    """A plain loop on one device. The data's position is kept by our ResumableLoader: it is not what is compared."""
+    """A plain loop on one device. The data's position is kept by our Feeder: it is not what is compared."""
 
     def __init__(self, setup: Setup, root: Path, seed: int) -> None:
         self._root = root
@@ -26,7 +26,7 @@ class _Plain:
         self.net, self.samples = Net(), Samples()
         self._optimizer = make_optimizer(self.net)
         self._scheduler = torch.optim.lr_scheduler.ExponentialLR(self._optimizer, gamma=0.99)
-        self._data = everygpu.ResumableLoader(make_loader(self.samples, timeout=DATA_TIMEOUT_S))
+        self._data = everygpu.Feeder(make_loader(self.samples, timeout=DATA_TIMEOUT_S), "cpu", prefetch=0)
         self._pass: Iterator[Any] | None = None
 
     def batches(self) -> Iterator[Any]:

@@ -25,7 +25,6 @@ class Setup:
     in_block: bool = False
     """Whether the manager is used in a ``with`` block."""
     num_steps: int = LAST_STEP
-    saves_feeder: bool = False
     """Whether the position is saved of the Feeder, or of the loader below it."""
 
     @property

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from everygpu.checkpoint.load import load as load
     from everygpu.checkpoint.manager import CheckpointManager as CheckpointManager
-    from everygpu.checkpoint.position import ResumableLoader as ResumableLoader
     from everygpu.checkpoint.save import save as save
     from everygpu.devices import seed_all as seed_all
     from everygpu.devices import select_devices as select_devices
@@ -47,7 +46,6 @@ _HOME = {
     "Feeder": "feed",
     "Meter": "feed",
     "Replicated": "parallel",
-    "ResumableLoader": "checkpoint",
     "Rows": "parallel",
     "ShardedBatch": "parallel",
     "ShardedOptimizer": "step.sharded_optimizer",

@@ -41,7 +41,7 @@ class EveryGPUError(Exception):
     ::
 
         try:
-            checkpoints.load(model=model)
+            everygpu.load("run/checkpoint", model=model)
         except everygpu.EveryGPUError as error:  # here also a RuntimeError
             print(error)  # <function>: <what is required>, got <value>. <What to do.>
 

@@ -1,9 +1,5 @@
-"""What the threads of this process are doing that could hang, for a watchdog that looks from a thread of its own.
+"""The operations that threads of this process are in, for a watchdog. While none watches, noting one is one call."""
 
-Next to nothing is spent while nothing watches: an operation is entered by one call that returns at once.
-"""
-
-import os
 import sys
 import threading
 from contextlib import AbstractContextManager, nullcontext
@@ -15,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-SAVING_S = 60.0
-"""A checkpoint that is being written has this long to be finished before its process is ended."""
 SAVING_THREAD = "everygpu-save"
+"""The name of a thread that writes a checkpoint: a watchdog lets it finish."""
 
 _get_ident = threading.get_ident
 
 
 class Progress:
-    """The operations that threads of this process are in, while something watches."""
+    """The open operations, while something watches."""
 
     def __init__(self) -> None:
         self.is_watched = False
@@ -31,47 +26,29 @@ class Progress:
         """Entered while nothing watches: making one for each operation would double its time."""
         self.operations: dict[int, Operation] = {}
         """The innermost one of each thread, by the thread's ``ident``."""
-        self.num_begun = 0
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forget)
-
-    def _forget(self) -> None:
-        self.is_watched = False
-        self.operations.clear()
 
 
 class Operation:
     """What a thread is in, between ``__enter__`` and ``__exit__``."""
 
-    __slots__ = ("_outer", "_progress", "code", "device", "num_inner", "replica", "waits_for", "what")
+    __slots__ = ("_operations", "_outer", "code", "device", "replica", "waits_for", "what")
 
-    def __init__(
-        self,
-        progress: Progress,
-        code: CodeType,
-        what: str,
-        device: "torch.device | None",
-        replica: int | None,
-        waits_for: str | None,
-    ) -> None:
-        self._progress, self.code, self.what, self.device = progress, code, what, device
-        self.replica, self.waits_for = replica, waits_for
-        self.num_inner = 0
-        """How many operations within it have ended."""
+    def __init__(self, operations: "dict[int, Operation]", code: CodeType, what: str) -> None:
+        self._operations, self.code, self.what = operations, code, what
+        self.device: torch.device | None = None
+        self.replica: int | None = None
+        self.waits_for: str | None = None
 
     def __enter__(self) -> None:
-        progress, ident = self._progress, _get_ident()
-        self._outer = progress.operations.get(ident)
-        progress.operations[ident] = self
-        progress.num_begun += 1
+        ident = _get_ident()
+        self._outer = self._operations.get(ident)
+        self._operations[ident] = self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        outer = self._outer
-        if outer is None:
-            self._progress.operations.pop(_get_ident(), None)
+        if self._outer is None:
+            self._operations.pop(_get_ident(), None)
         else:
-            outer.num_inner += 1
-            self._progress.operations[_get_ident()] = outer
+            self._operations[_get_ident()] = self._outer
 
     def __str__(self) -> str:
         replica = "" if self.replica is None else f" of replica {self.replica}"
@@ -91,7 +68,7 @@ def running(
     replica: int | None = None,
     waits_for: str | None = None,
 ) -> AbstractContextManager[None]:
-    """Say what the calling thread does within; the block is one of the calling function.
+    """Note what the calling function does in a ``with`` block.
 
     Args:
         what: A noun, as "forward".
@@ -105,9 +82,6 @@ def running(
     frame: Any = sys._getframe(1)
     if frame.f_code.co_flags & CO_GENERATOR:  # a context manager's, which is on no stack while its block runs
         frame = frame.f_back.f_back
-    return Operation(found, frame.f_code, what, device, replica, waits_for)
-
-
-def is_saving() -> bool:
-    """Tell whether a checkpoint is being written in the background."""
-    return any(thread.name == SAVING_THREAD for thread in threading.enumerate())
+    operation = Operation(found.operations, frame.f_code, what)
+    operation.device, operation.replica, operation.waits_for = device, replica, waits_for
+    return operation

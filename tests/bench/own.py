@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from everygpu.bench import Batches
-from everygpu.bench.workloads import bert, moe
+from everygpu.bench.workloads import bert
 
 NUMBER = 3
 
@@ -85,12 +85,6 @@ def small_bert():
     torch.manual_seed(0)
     sizes = {"vocabulary": 50, "width": 16, "num_layers": 2, "num_heads": 2, "dropout": 0.0}
     return bert.bert(rows=4, lengths=(4, 12), num_batches=3, **sizes)
-
-
-def small_moe():
-    torch.manual_seed(0)
-    sizes = {"width": 16, "num_blocks": 2, "num_heads": 2, "hidden": 16, "num_experts": 4}
-    return moe.moe(rows=4, length=16, vocabulary=30, **sizes)
 
 
 def talkative():

@@ -2,7 +2,7 @@
 
 import time
 
-from everygpu.bench.measure import Conditions, measure_row
+from everygpu.bench.rows import Conditions, measure_row
 
 OWN = "tests.bench.own:"
 
@@ -16,6 +16,7 @@ def measure(peer, name=f"{OWN}classifier", **changed):
         "num_devices": 2,
         "rows": None,
         "precision": "fp32",
+        "compiled": False,
         "num_rounds": 3,
         "num_steps": 2,
         "started_s": time.time() - 100,

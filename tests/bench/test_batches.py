@@ -1,18 +1,14 @@
 """Several batches: all ways to train cycle through the same ones, in the same order."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from torch import nn
 
 from everygpu.bench import Batches
-from everygpu.bench.peers import PEERS, Work
+from everygpu.bench.rows import ROWS, Work
 from everygpu.bench.training import find_training
-from everygpu.errors import BenchmarkError
 from tests.bench import own
 from tests.bench.rows import OWN, measure
-from tests.devices.real_gpus import find_gpus
 
 
 @pytest.mark.parametrize(("peer", "num_devices"), [("single", 1), ("ours", 2), ("step", 2)])
@@ -25,7 +21,7 @@ def test_steps_take_them_in_turn(peer, num_devices):
         return output.square().mean()
 
     work = Work(training=training._replace(loss=loss), devices=[torch.device("cpu")] * num_devices, precision="fp32")
-    step = PEERS[peer].make(work)
+    step = ROWS[peer].make(work)
     for _ in range(4):
         step()
     assert seen == [(n * num_devices, [n] * n * num_devices) for n in (6, 4, 2, 6)]
@@ -62,24 +58,3 @@ def test_rows_as_asked_for():
     assert measure("single", f"{OWN}small_bert", rows=2)["rows_per_device"] == 2
     row = measure("single", f"{OWN}small_bert", rows=9)
     assert row["samples_per_s"] == pytest.approx(9 * row["steps_per_s"])
-
-
-def test_one_graph_takes_one_shape():
-    work = Work(training=find_training(f"{OWN}several"), devices=[torch.device("cpu")], precision="fp32")
-    with pytest.raises(BenchmarkError, match="needs batches of one shape, got 3 different ones. Leave this row out"):
-        PEERS["single_graph"].make(work)
-
-
-@pytest.mark.gpu
-def test_one_graph_trains_on_each():
-    model = nn.Linear(1, 1, bias=False)
-    batches = Batches([(torch.full((2, 1), value),) for value in (1.0, 2.0, 4.0)])
-    training = (model, lambda output: output.mean(), torch.optim.SGD(model.parameters(), lr=1.0), batches)
-    device = torch.device("cuda", find_gpus(1)[0].index)
-    work = Work(training=find_training(f"{OWN}several")._make(training), devices=[device], precision="fp32")
-    step = PEERS["single_graph"].make(work)
-    found = [model.weight.item()]  # after the steps that capturing takes
-    for _ in range(4):
-        step()
-        found.append(model.weight.item())
-    assert [a - b for a, b in pairwise(found)] == pytest.approx([1.0, 2.0, 4.0, 1.0])

@@ -35,7 +35,7 @@ def test_rows_as_asked_for():
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("peer", ["single", "ddp"])
 def test_a_wrong_model_is_refused(peer):
-    assert "must return a tuple" in measure(peer, f"{OWN}three", num_devices=1)["refused"]
+    assert "Return (model, loss, optimizer, batch)" in measure(peer, f"{OWN}three", num_devices=1)["refused"]
 
 
 def test_what_does_not_run_here_is_an_error():

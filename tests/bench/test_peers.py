@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from everygpu.bench.peers import PEERS, WITHOUT_GPUS, Work
+from everygpu.bench.rows import ROWS, Work
 from everygpu.bench.training import find_training
 from everygpu.errors import BenchmarkError
 from tests.devices.real_gpus import find_gpus
@@ -16,13 +16,13 @@ def train(peer, name, devices):
     """Take three steps; return the parameters."""
     torch.manual_seed(0)
     work = Work(training=find_training(name), devices=devices, precision="fp32")
-    step = PEERS[peer].make(work)
+    step = ROWS[peer].make(work)
     for _ in range(3):
         step()
     return [p.detach().cpu() for p in work.training.model.parameters()]
 
 
-NAMES = ["classifier", "keywords", "positional", "several", "small_bert", "small_moe"]
+NAMES = ["classifier", "keywords", "positional", "several", "small_bert"]
 
 
 @pytest.mark.parametrize("name", [OWN + name for name in NAMES])
@@ -37,20 +37,15 @@ def test_several_devices_train_as_one_does(peer, name, devices):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")  # of nn.DataParallel's new threads
-@pytest.mark.parametrize("peer", ["dp", "single_graph"])
-def test_peers_on_gpus_train_too(peer):
+def test_nn_data_parallel_trains_too():
     gpus = [torch.device("cuda", sample.index) for sample in find_gpus(2)[:2]]
     one = train("single", f"{OWN}classifier", gpus[:1])
-    if peer == "dp":
-        torch.testing.assert_close(train(peer, f"{OWN}classifier", gpus), one, rtol=1e-3, atol=1e-5)
-    else:  # capturing takes steps of its own
-        assert not torch.allclose(train(peer, f"{OWN}classifier", gpus[:1])[0], one[0])
+    torch.testing.assert_close(train("dp", f"{OWN}classifier", gpus), one, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("peer", ["dp", "single_graph"])
-def test_what_needs_a_gpu_says_so(peer):
-    with pytest.raises(BenchmarkError, match="needs a GPU, got cpu. Leave this row out"):
-        train(peer, "tiny", [torch.device("cpu")])
+def test_what_needs_a_gpu_says_so():
+    with pytest.raises(BenchmarkError, match="DataParallel needs a GPU. Leave out"):
+        train("dp", "tiny", [torch.device("cpu")])
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
@@ -64,7 +59,7 @@ def test_precision_is_that_of_the_forward(precision, dtype):
 
     for peer in ("single", "ours", "step"):
         work = Work(training=training._replace(loss=loss), devices=[torch.device("cpu")], precision=precision)
-        PEERS[peer].make(work)()
+        ROWS[peer].make(work)()
     assert seen == [dtype] * 3
 
 
@@ -78,9 +73,5 @@ def test_every_device_has_rows_of_its_own(peer, rows):
         return nn.functional.cross_entropy(output, target)
 
     work = Work(training=training._replace(loss=loss), devices=[torch.device("cpu")] * 3, precision="fp32")
-    PEERS[peer].make(work)()
+    ROWS[peer].make(work)()
     assert seen == [(rows, rows)]
-
-
-def test_rows_without_gpus_are_rows():
-    assert set(WITHOUT_GPUS) < set(PEERS)

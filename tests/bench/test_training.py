@@ -27,25 +27,23 @@ def test_a_model_with_everything_to_train_it(name):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("gpt3", "one of gpt2, gpt2-xl, .*, tiny, or module:function, got 'gpt3'"),
-        ("train.py", "For a function bench"),
-        (":f", "got ':f'"),
-        ("tests.bench.own:", "got 'tests.bench.own:'"),
-        ("nowhere:f", "needs a module nowhere, got none of that name"),
-        ("tests.bench.nowhere:f", "needs a module tests.bench.nowhere"),
-        ("tests.bench.own.deeper:f", "needs a module tests.bench.own.deeper"),
-        (f"{OWN}nothing", "needs a function nothing in .*own.py, got no such name"),
-        (f"{OWN}NUMBER", "needs a function NUMBER .*, got a int"),
-        (f"{OWN}three", r"own:three\(\) must return a tuple .*, got a tuple of 3"),
-        (f"{OWN}net", r"must return a tuple \(model, loss, optimizer, batch\), got a Sequential"),
-        (f"{OWN}no_module", "must return a torch.nn.Module first, got a int"),
-        (f"{OWN}no_loss", "must return as second a loss .* got a str"),
-        (f"{OWN}no_optimizer", "must return a torch.optim.Optimizer third, got a float"),
-        (f"{OWN}foreign_optimizer", "an optimizer over the model's parameters, got one over others"),
-        (f"{OWN}no_rows", "must return a batch with rows fourth, got a str"),
-        (f"{OWN}no_batches", "one batch or more in Batches, got none"),
-        (f"{OWN}one_without_rows", "must return a batch with rows fourth, got a str"),
-        (f"{OWN}unequal_rows", "batch fourth, with rows on axis 0: .* got 3 in .* and 4 in"),
+        ("gpt3", "No module 'gpt3'"),
+        ("tests.bench.own:", "No function '' in tests.bench.own"),
+        ("nowhere:f", "No module 'nowhere': .* Run the command in the directory of the file"),
+        ("tests.bench.nowhere:f", "No module 'tests.bench.nowhere'"),
+        ("tests.bench.own.deeper:f", "No module 'tests.bench.own.deeper'"),
+        (f"{OWN}nothing", "No function 'nothing' in tests.bench.own"),
+        (f"{OWN}NUMBER", "No function 'NUMBER' in tests.bench.own"),
+        (f"{OWN}three", r"own:three\(\) returns a tuple of 3\. Return \(model, loss, optimizer, batch\)"),
+        (f"{OWN}net", r"own:net\(\) returns a Sequential\."),
+        (f"{OWN}no_module", "returns a int first. Return a torch.nn.Module"),
+        (f"{OWN}no_loss", "returns a str second. Return a loss"),
+        (f"{OWN}no_optimizer", "returns a float third. Return a torch.optim.Optimizer"),
+        (f"{OWN}foreign_optimizer", "an optimizer over other parameters"),
+        (f"{OWN}no_rows", "returns a batch without rows"),
+        (f"{OWN}no_batches", "returns a batch without rows"),
+        (f"{OWN}one_without_rows", "returns a batch without rows"),
+        (f"{OWN}unequal_rows", "a batch without rows on axis 0. .* 3 .* 4"),
     ],
 )
 def test_what_cannot_be_used(name, words):
@@ -70,14 +68,10 @@ def test_a_script_that_parses_arguments_as_it_is_imported_is_refused(tmp_path, m
     (tmp_path / "parses.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("sys.argv", ["-c", "bench", "--apart", "{}"])
-    with pytest.raises(
-        OptionError, match="parses:bench needs a module .* exits with 2: .* under if __name__ == '__main__'"
-    ):
+    with pytest.raises(OptionError, match="parses:bench exits with 2: .* under if __name__ == '__main__'"):
         find_training("parses:bench")
     monkeypatch.setattr("tests.bench.own.three", lambda: sys.exit(2))
-    with pytest.raises(
-        OptionError, match=r"three\(\) must return a tuple .* got an exit with 2.* write parse_args\(\[\]\)"
-    ):
+    with pytest.raises(OptionError, match=r"own:three exits with 2.* write parse_args\(\[\]\)"):
         find_training(f"{OWN}three")
     assert "unrecognized arguments" in capsys.readouterr().err  # of the row's process, which isn't shown
 
@@ -91,7 +85,7 @@ def test_images_need_torchvision(monkeypatch):
         return plain(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    for name in ("resnet50", "efficientnet", "vit"):
+    for name in ("resnet50", "resnet18"):
         with pytest.raises(BenchmarkError, match="needs torchvision"):
             find_training(name)
 

@@ -92,13 +92,13 @@ def test_an_interrupt_at_any_line_leaves_one_that_is_whole_and_the_next_save_wor
 
 def interrupt_everywhere(run: Path, asynchronous: bool, call: str) -> None:
     model, line, last, step = Weights(1), 1, 10**6, 1
-    with CheckpointManager(run, keep=1, asynchronous=asynchronous) as checkpoints:
-        checkpoints.save(1, model=model)
+    with CheckpointManager(run, keep=1, asynchronous=asynchronous, model=model) as checkpoints:
+        checkpoints.save(1)
         while line < last:
             fill(model, step + 1)
             try:
                 with interrupt_at(line) as count:
-                    checkpoints.save(step + 1, model=model)
+                    checkpoints.save(step + 1)
                     if call == "save and close":
                         checkpoints.close()
                 last = count[0]
@@ -108,7 +108,7 @@ def interrupt_everywhere(run: Path, asynchronous: bool, call: str) -> None:
             if line % 2:
                 checkpoints.wait()
                 assert load_version(run) in (step, step + 1)
-            checkpoints.save(step + 2, model=model)
+            checkpoints.save(step + 2)
             checkpoints.wait()
             assert load_version(run) == step + 2
             assert len(os.listdir(run)) == 1
@@ -129,8 +129,8 @@ def test_after_an_interrupted_wait_the_save_goes_on_and_is_waited_for(tmp_path: 
 
     monkeypatch.setattr(manager_module, "write_checkpoint", write)
     model = Weights(1)
-    with CheckpointManager(tmp_path, keep=2, asynchronous=True) as checkpoints:
-        checkpoints.save(1, model=model)
+    with CheckpointManager(tmp_path, keep=2, asynchronous=True, model=model) as checkpoints:
+        checkpoints.save(1)
         interrupt = threading.Timer(0.05, press_ctrl_c)
 
         def wait() -> None:
@@ -143,8 +143,8 @@ def test_after_an_interrupted_wait_the_save_goes_on_and_is_waited_for(tmp_path: 
         release = threading.Timer(0.05, go_on.set)
         release.start()
         fill(model, 2)
-        checkpoints.save(2, model=model)  # waits for the first, whose memory it uses
-        checkpoints.load(1, model=model)
+        checkpoints.save(2)  # waits for the first, whose memory it uses
+        checkpoints.resume(1)
         assert version_of(model.state_dict()) == 1
         release.join()
 
@@ -154,14 +154,14 @@ def test_after_an_interrupted_wait_the_save_goes_on_and_is_waited_for(tmp_path: 
 def test_a_signal_s_handler_can_save_in_the_middle_of_a_save(tmp_path: Path, monkeypatch, asynchronous: bool) -> None:
     skip_disk(monkeypatch)
     model = Weights(1)
-    with CheckpointManager(tmp_path, keep=1, asynchronous=asynchronous) as checkpoints:
-        before = signal.signal(signal.SIGINT, lambda number, frame: checkpoints.save(10**6, model=model))
+    with CheckpointManager(tmp_path, keep=1, asynchronous=asynchronous, model=model) as checkpoints:
+        before = signal.signal(signal.SIGINT, lambda number, frame: checkpoints.save(10**6))
         try:
             for step in range(20):
                 interrupt = threading.Timer(0.0002 * step, press_ctrl_c)
                 fill(model, step)
                 interrupt.start()
-                checkpoints.save(step, model=model)
+                checkpoints.save(step)
                 interrupt.join()
                 checkpoints.wait()
                 assert load_version(tmp_path) == step

@@ -1,6 +1,5 @@
 """Loading: into any wrapper and device, nothing changed unless everything fits, damage noticed and named."""
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -23,11 +22,11 @@ from everygpu.errors import (
     CheckpointNotFoundError,
     DeviceError,
 )
-from tests.checkpoint.forge import agree, edit_manifest, edit_state
+from tests.checkpoint.forge import agree, edit_document, edit_part
 from tests.checkpoint.models import WRAPPERS, Net, Wrap, same_state, snapshot
 
 # By name: the package's attribute ``load`` is the function.
-read_module = import_module("everygpu.checkpoint.read")
+contents = import_module("everygpu.checkpoint.contents")
 
 
 class Run:
@@ -192,7 +191,7 @@ def test_map_location_that_is_no_device_is_refused(path: Path, name: Any) -> Non
 def test_optimizer_tensors_do_not_depend_on_the_file(path: Path, source: Run) -> None:
     target = Run(seed=2)
     everygpu.load(path, **target.parts())
-    with open(path / "optimizer.safetensors", "r+b") as file:
+    with open(path / "training.safetensors", "r+b") as file:
         file.write(b"\xff" * os.path.getsize(file.name))
     assert same_state(snapshot(target.optimizer), snapshot(source.optimizer))
 
@@ -219,7 +218,7 @@ def test_extra_state_does_not_depend_on_the_file(tmp_path: Path) -> None:
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    assert_nothing_changes(CheckpointNotFoundError, tmp_path / "none", "none with nothing there")
+    assert_nothing_changes(CheckpointNotFoundError, tmp_path / "none", "No checkpoint at .*none")
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.safetensors", "x"])
@@ -230,15 +229,15 @@ def test_a_file_there(tmp_path: Path, name: str) -> None:
 
 def test_a_directory_of_something_else(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_bytes(b"x")
-    assert_nothing_changes(CheckpointForeignError, tmp_path, "neither manifest.json nor state.json")
+    assert_nothing_changes(CheckpointForeignError, tmp_path, "holds no checkpoint: none of checkpoint.json")
 
 
 def test_a_newer_format(path: Path) -> None:
-    edit_manifest(path, version=99)
-    assert_nothing_changes(CheckpointForeignError, path, "got 99")
+    edit_document(path, version=99)
+    assert_nothing_changes(CheckpointForeignError, path, "version 99")
 
 
-FILES = ["model.safetensors", "optimizer.safetensors", "state.safetensors", "state.json", "manifest.json"]
+FILES = ["model.safetensors", "training.safetensors", "checkpoint.json", "SHA256SUMS"]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -251,7 +250,7 @@ def test_a_truncated_file_is_named(path: Path, name: str, keep: float) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith("safetensors")])
-def test_a_truncated_file_whose_size_the_manifest_agrees_with_is_named(path: Path, name: str) -> None:
+def test_a_truncated_file_with_sums_that_agree_is_named(path: Path, name: str) -> None:
     (path / name).write_bytes((path / name).read_bytes()[:-4])
     agree(path)
     assert_nothing_changes(CheckpointDamagedError, path, name)
@@ -266,28 +265,30 @@ def test_a_missing_file_is_named(path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model": None},
-        {"model": {}},
-        {"model": {"kind": "module", "state": {}}},
-        {"model": {"kind": "module", "state": {"values": [], "versions": {}}}},
-        {"model": {"kind": "module", "state": {"values": {"w": {"$tensor": "gone"}}, "versions": {}}}},
-        {"optimizer": {"kind": "pickle", "state": {"$unknown": 1}}},
-        {"optimizer": {"kind": "pickle", "state": {}}},
-        {"scheduler": {"kind": "state_dict", "state": {"$tuple": 5}}},
-        {"scheduler": {"kind": "state_dict", "class": 3, "state": {}}},
-        {"extras": []},
-        {"extras": {"a": {"kind": ["plain"], "state": 1}}},
+        {"parts": None},
+        {"parts": {"model": {}}},
+        {"parts": {"model": {"kind": "module", "state": {}}}},
+        {"parts": {"model": {"kind": "module", "state": {"values": [], "versions": {}}}}},
+        {"parts": {"model": {"kind": "module", "state": {"values": {"w": {"$tensor": "gone"}}, "versions": {}}}}},
+        {"parts": {"model": {"kind": "module", "state": {"values": {}, "versions": {"": {"version": "2"}}}}}},
+        {"parts": {"optimizer": {"kind": "pickle", "state": {"$unknown": 1}}}},
+        {"parts": {"optimizer": {"kind": "pickle", "state": {}}}},
+        {"parts": {"scheduler": {"kind": "state_dict", "state": {"$tuple": 5}}}},
+        {"parts": {"scheduler": {"kind": "state_dict", "class": 3, "state": {}}}},
+        {"parts": []},
+        {"parts": {"a": {"kind": ["plain"], "state": 1}}},
         {"rng": {"$tensor": "x"}},
+        {"run": {"step": "x"}},
     ],
     ids=str,
 )
 def test_a_state_of_another_structure_is_damage(path: Path, changes: dict[str, Any]) -> None:
-    edit_state(path, **changes)
-    assert_nothing_changes(CheckpointDamagedError, path, r"state\.json")
+    edit_document(path, **changes)
+    assert_nothing_changes(CheckpointDamagedError, path, r"checkpoint\.json")
 
 
 def test_broken_random_states_are_damage(path: Path) -> None:
-    edit_state(path, rng={"python": None, "torch": None})
+    edit_document(path, rng={"python": None, "torch": None})
     assert_nothing_changes(CheckpointDamagedError, path, "random states")
 
 
@@ -302,7 +303,7 @@ def test_another_model(path: Path, strict: bool) -> None:
 
 
 def test_an_ema_of_another_model(path: Path) -> None:
-    assert_nothing_changes(CheckpointMismatchError, path, "names and shapes of ema", ema=nn.Linear(1, 1))
+    assert_nothing_changes(CheckpointMismatchError, path, "ema has other names and shapes", ema=nn.Linear(1, 1))
 
 
 def test_another_optimizer(path: Path) -> None:
@@ -325,25 +326,71 @@ def cosine(run: Run) -> Any:
 @pytest.mark.parametrize(
     ("name", "make", "saved", "is_named"),
     [
-        ("optimizer", sgd, "AdamW, got torch.optim.sgd.SGD", True),
-        ("optimizer", adam, "AdamW, got torch.optim.adam.Adam", True),
+        ("optimizer", sgd, "sgd.SGD, and the saved state of .*AdamW", True),
+        ("optimizer", adam, "adam.Adam, and the saved state of .*AdamW", True),
         ("optimizer", sgd, "amsgrad, betas, eps.* has dampening, momentum, nesterov", False),
-        ("scheduler", cosine, "StepLR, got .*CosineAnnealingLR", True),
+        ("scheduler", cosine, "CosineAnnealingLR, and the saved state of .*StepLR", True),
         ("scheduler", cosine, "gamma, step_size.* has T_max, eta_min", False),
     ],
 )
 def test_the_state_of_another_class(path: Path, name: str, make: Any, saved: str, is_named: bool) -> None:
     if not is_named:
-        part = json.loads((path / "state.json").read_text())[name]
-        edit_state(path, **{name: {key: value for key, value in part.items() if key != "class"}})
+        edit_part(path, name, **{"class": None})
     target = make(Run(seed=2))
     before = snapshot(target)
-    assert_nothing_changes(CheckpointMismatchError, path, f"class whose state was saved.*{saved}", **{name: target})
+    assert_nothing_changes(CheckpointMismatchError, path, saved, **{name: target})
     assert same_state(snapshot(target), before)
 
 
+def test_an_optimizer_s_state_goes_to_the_parameters_by_name(path: Path, source: Run) -> None:
+    target = Run(seed=2)
+    target.optimizer = torch.optim.AdamW(reversed([*target.model.parameters()]), lr=0.1)
+    everygpu.load(path, model=target.model, optimizer=target.optimizer)
+    own = dict(source.model.named_parameters())
+    for name, parameter in target.model.named_parameters():
+        assert same_state(dict(target.optimizer.state[parameter]), dict(source.optimizer.state[own[name]]))
+
+
+def test_parameters_in_other_groups_are_refused(tmp_path: Path) -> None:
+    def make(model: nn.Module, order: tuple[str, ...]) -> torch.optim.Optimizer:
+        groups = [{"params": [model.get_parameter(name)]} for name in order]
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+    source, target = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = make(source, ("0.weight", "1.weight"))
+    source(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    path = everygpu.save(tmp_path / "ckpt", model=source, optimizer=optimizer)
+    other = make(target, ("1.weight", "0.weight"))
+    before = snapshot(target, other)
+    with pytest.raises(CheckpointMismatchError, match=r"other parameters, .* the saved group of 0\.weight"):
+        everygpu.load(path, model=target, optimizer=other)
+    assert same_state(snapshot(target, other), before)
+
+
+def test_two_optimizers_of_two_models(tmp_path: Path) -> None:
+    def make(seed: int) -> dict[str, Any]:
+        models = {"G": Net(seed), "D": Net(seed + 1)}
+        return models | {f"opt_{name}": torch.optim.AdamW(model.parameters()) for name, model in models.items()}
+
+    source, target = make(1), make(5)
+    for name in "GD":
+        source[name](torch.ones(4, 4)).sum().backward()
+        source[f"opt_{name}"].step()
+    path = everygpu.save(tmp_path / "ckpt", **source)
+    everygpu.load(path, **target)
+    assert same_state(snapshot(*target.values()), snapshot(*source.values()))
+    with pytest.raises(CheckpointMismatchError, match="opt_D has other parameters"):
+        everygpu.load(path, **target | {"opt_D": target["opt_G"]})
+
+
+def test_an_optimizer_alone_is_refused(path: Path) -> None:
+    with pytest.raises(CheckpointMismatchError, match="Pass the model along"):
+        everygpu.load(path, optimizer=Run(seed=2).optimizer)
+
+
 def test_a_generator_saved_as_something_else(path: Path) -> None:
-    assert_nothing_changes(CheckpointMismatchError, path, "epoch must be what was saved", epoch=torch.Generator())
+    assert_nothing_changes(CheckpointMismatchError, path, "epoch was saved as a plain", epoch=torch.Generator())
 
 
 def test_an_extra_that_was_not_saved(path: Path) -> None:
@@ -357,7 +404,7 @@ def test_a_part_that_was_not_saved(tmp_path: Path, source: Run, part: str) -> No
     parts = source.parts()
     del parts[part]
     path = everygpu.save(tmp_path / "partial", **parts)
-    assert_nothing_changes(CheckpointMismatchError, path, f"got none named {part}")
+    assert_nothing_changes(CheckpointMismatchError, path, f"no part named {part}|no model in it")
 
 
 @pytest.mark.parametrize(
@@ -402,14 +449,14 @@ def test_a_failed_load_does_not_spoil_the_next(path: Path, source: Run) -> None:
 
 def test_a_checkpoint_replaced_while_it_is_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = everygpu.save(tmp_path / "ckpt", value=1, model=Net(1))
-    real, replaced = read_module.read_tensors, []
+    real, replaced = contents.read_tensors, []
 
-    def read_late(file: Path) -> Any:
+    def read_late(*args: Any) -> Any:
         if not replaced:
             replaced.append(everygpu.save(path, value=2, model=Net(2)))
-        return real(file)
+        return real(*args)
 
-    monkeypatch.setattr(read_module, "read_tensors", read_late)
+    monkeypatch.setattr(contents, "read_tensors", read_late)
     target = Net(3)
     assert everygpu.load(path, model=target) == {"value": 2}
     assert same_state(dict(target.state_dict()), dict(Net(2).state_dict()))
@@ -417,23 +464,15 @@ def test_a_checkpoint_replaced_while_it_is_read_is_read_again(tmp_path: Path, mo
 
 def test_a_checkpoint_that_keeps_being_replaced_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = everygpu.save(tmp_path / "ckpt", model=Net(1))
-    real = read_module.read_tensors
+    real = contents.read_tensors
 
-    def read_late(file: Path) -> Any:
+    def read_late(*args: Any) -> Any:
         everygpu.save(path, model=Net(2))
-        return real(file)
+        return real(*args)
 
-    monkeypatch.setattr(read_module, "read_tensors", read_late)
-    with pytest.raises(CheckpointError, match="replaced 5 times"):
+    monkeypatch.setattr(contents, "read_tensors", read_late)
+    with pytest.raises(CheckpointError, match="was replaced 5 times"):
         everygpu.load(path, model=Net(3))
-
-
-def test_a_save_cut_off_between_its_renames_is_recovered(path: Path, source: Run) -> None:
-    os.rename(path, path.parent / ".ckpt.old-123-0badcafe")
-    target = Run(seed=2)
-    with pytest.warns(UserWarning, match="cut off"):
-        assert everygpu.load(path, **target.parts()) == {"epoch": 3}
-    assert same_state(target.state(), source.state())
 
 
 def test_a_copied_checkpoint_loads(path: Path, tmp_path: Path) -> None:

@@ -14,17 +14,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import nn
 
 import everygpu
-from everygpu import CheckpointManager
-from everygpu.checkpoint.lock import hold_lock
+from everygpu import CheckpointManager, Meter
+from everygpu.checkpoint import format as format_module
+from everygpu.checkpoint.directory import hold_lock
 from everygpu.errors import (
     CheckpointBusyError,
     CheckpointContentError,
     CheckpointDamagedError,
     CheckpointError,
     CheckpointForeignError,
+    CheckpointMismatchError,
     CheckpointNotFoundError,
     OptionError,
 )
@@ -32,7 +35,32 @@ from tests.checkpoint.models import Net, same_state
 
 manager_module = import_module("everygpu.checkpoint.manager")
 run_directory = import_module("everygpu.checkpoint.run_directory")
-save_module = import_module("everygpu.checkpoint.save")
+
+
+class Value(nn.Module):
+    """One number."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self.register_buffer("value", torch.tensor(float(value)))
+
+
+def manager(directory: Path, **options: Any) -> CheckpointManager:
+    return CheckpointManager(directory, **{"model": Value(), **options})
+
+
+def put(checkpoints: CheckpointManager, step: int, **metrics: Any) -> Path | None:
+    """Save a step whose model has the step's number."""
+    checkpoints.wait()
+    checkpoints._objects["model"].value.fill_(step)
+    return checkpoints.save(step, **metrics)
+
+
+def loaded(directory: Path) -> tuple[int, float]:
+    """The step and the model's number."""
+    model = Value(-1)
+    step = CheckpointManager(directory, model=model).resume()
+    return step, model.value.item()
 
 
 def steps_in(directory: Path) -> list[int]:
@@ -49,43 +77,65 @@ def flip(path: Path) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_newest_are_kept(tmp_path: Path, asynchronous: bool) -> None:
-    with CheckpointManager(tmp_path / "run", keep=2, asynchronous=asynchronous) as checkpoints:
+    with manager(tmp_path / "run", keep=2, asynchronous=asynchronous) as checkpoints:
+        assert checkpoints.resume() == 0
         for step in range(5):
-            path = checkpoints.save(step, model=Net(step))
+            path = put(checkpoints, step)
             assert path == tmp_path / "run" / f"step-{step:08d}"
     assert steps_in(tmp_path / "run") == [3, 4]
     assert checkpoints.latest() == path
-    target = Net(9)
-    assert checkpoints.load(model=target) == {"step": 4}
-    assert same_state(dict(target.state_dict()), dict(Net(4).state_dict()))
-    assert checkpoints.load(3, model=target) == {"step": 3}
+    assert loaded(tmp_path / "run") == (4, 4)
+    assert checkpoints.resume(3) == 3
+    assert checkpoints._objects["model"].value == 3
 
 
-def test_every_saves_at_multiples_and_force_at_any(tmp_path: Path) -> None:
-    checkpoints = CheckpointManager(tmp_path, keep=9, every=3)
-    saved = [checkpoints.save(step) is not None for step in range(8)]
-    assert saved == [True, False, False, True, False, False, True, False]
-    assert checkpoints.save(7, force=True) == tmp_path / "step-00000007"
+def test_every_saves_at_multiples_and_the_last_one_when_the_block_ends(tmp_path: Path) -> None:
+    with manager(tmp_path, keep=9, every=3) as checkpoints:
+        saved = [put(checkpoints, step) is not None for step in range(8)]
+        assert saved == [True, False, False, True, False, False, True, False]
+        assert steps_in(tmp_path) == [0, 3, 6]
     assert steps_in(tmp_path) == [0, 3, 6, 7]
+    assert loaded(tmp_path) == (7, 7)
+    with manager(tmp_path, keep=9, every=3) as checkpoints:
+        checkpoints.resume()
+        put(checkpoints, 9)
+    assert steps_in(tmp_path) == [0, 3, 6, 7, 9]
 
 
-def test_the_best_stays(tmp_path: Path) -> None:
-    checkpoints = CheckpointManager(tmp_path, keep=1, keep_best={"accuracy": "max", "loss": "min"})
-    for step, (accuracy, loss) in enumerate([(0.1, 3.0), (0.9, 2.0), (0.5, 1.0), (float("nan"), float("inf"))]):
-        checkpoints.save(step, metrics={"accuracy": torch.tensor(accuracy), "loss": loss})
-    assert steps_in(tmp_path) == [1, 2, 3]
-    assert checkpoints.best("accuracy") == tmp_path / "step-00000001"
-    assert checkpoints.best("loss") == tmp_path / "step-00000002"
-    assert checkpoints.best("loss", "max") == tmp_path / "step-00000001"
-    assert checkpoints.best("speed", "max") is None
-    assert everygpu.load(checkpoints.best("accuracy")) == {"step": 1}
+def test_a_block_that_fails_saves_nothing_more(tmp_path: Path) -> None:
+    def train() -> None:
+        with manager(tmp_path, every=3) as checkpoints:
+            for step in (3, 4):
+                put(checkpoints, step)
+            raise KeyError("training")
+
+    with pytest.raises(KeyError, match="training"):
+        train()
+    assert steps_in(tmp_path) == [3]
 
 
-def test_of_equally_good_ones_the_newest_is_best(tmp_path: Path) -> None:
-    checkpoints = CheckpointManager(tmp_path, keep=1, keep_best={"accuracy": "max"})
-    for step in range(3):
-        checkpoints.save(step, metrics={"accuracy": 1.0})
-    assert steps_in(tmp_path) == [2]
+def test_random_states_come_back(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path)
+    put(checkpoints, 1)
+    expected = torch.randn(2)
+    torch.manual_seed(0)
+    checkpoints.resume()
+    assert torch.equal(torch.randn(2), expected)
+
+
+def test_the_best_stay_and_ties_keep_the_earlier(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path, keep=1, best=("accuracy", "max", 2))
+    for step, accuracy in enumerate([0.1, 0.9, 0.5, 0.9, 0.9, float("nan")]):
+        put(checkpoints, step, accuracy=torch.tensor(accuracy), loss=1.0)
+    assert steps_in(tmp_path) == [1, 3, 5]
+    assert checkpoints.best() == tmp_path / "step-00000001"
+    assert CheckpointManager(tmp_path, best=("loss", "min", 1)).best() == tmp_path / "step-00000001"
+    assert CheckpointManager(tmp_path, best=("speed", "max", 1)).best() is None
+    model = Value()
+    everygpu.load(checkpoints.best(), model=model)
+    assert model.value == 1
+    with pytest.raises(OptionError, match=r"best=\('loss', 'min', 1\)"):
+        manager(tmp_path).best()
 
 
 @settings(max_examples=25)
@@ -93,129 +143,173 @@ def test_of_equally_good_ones_the_newest_is_best(tmp_path: Path) -> None:
     steps=st.lists(st.integers(0, 9), min_size=1, max_size=8),
     values=st.lists(st.sampled_from([0.0, 1.0, 2.0, float("nan")]), min_size=8, max_size=8),
     keep=st.integers(1, 3),
+    num=st.integers(1, 2),
 )
 def test_what_stays_is_the_newest_and_the_best(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[int], values: list[float], keep: int
+    tmp_path_factory: pytest.TempPathFactory, steps: list[int], values: list[float], keep: int, num: int
 ) -> None:
     """Any steps, also back to earlier ones, which replace the checkpoint of that step."""
     directory = tmp_path_factory.mktemp("run")
-    checkpoints = CheckpointManager(directory, keep=keep, keep_best={"loss": "min"})
+    checkpoints = manager(directory, keep=keep, best=("loss", "min", num))
     there: dict[int, float] = {}  # by step, the one written last at the end
     for step, value in zip(steps, values):
-        checkpoints.save(step, metrics={"loss": value})
+        put(checkpoints, step, loss=value)
         there.pop(step, None)
         there[step] = value
-        finite = [value for value in there.values() if value == value]
-        best = [step for step in there if finite and there[step] == min(finite)][-1:]
+        finite = [step for step in there if there[step] == there[step]]
+        best = sorted(finite, key=there.__getitem__)[:num]
         there = {step: there[step] for step in there if step in best or step in list(there)[-keep:]}
         assert steps_in(directory) == sorted(there)
-        assert checkpoints.load() == {"step": step}
+        assert loaded(directory) == (step, step)
 
 
 def test_after_going_back_the_checkpoint_written_last_is_the_latest(tmp_path: Path) -> None:
-    checkpoints = CheckpointManager(tmp_path)
+    checkpoints = manager(tmp_path)
     for step in (100, 200, 150):
-        checkpoints.save(step)
-    assert CheckpointManager(tmp_path).latest() == tmp_path / "step-00000150"
-    assert CheckpointManager(tmp_path).load() == {"step": 150}
+        put(checkpoints, step)
+    assert manager(tmp_path).latest() == tmp_path / "step-00000150"
+    assert loaded(tmp_path) == (150, 150)
 
 
 def test_without_checkpoints_there_is_nothing(tmp_path: Path) -> None:
-    checkpoints = CheckpointManager(tmp_path / "run", keep_best={"a": "max"})
+    checkpoints = manager(tmp_path / "run", best=("a", "max", 1))
     assert checkpoints.latest() is None
-    assert checkpoints.best("a") is None
+    assert checkpoints.best() is None
+    assert checkpoints.resume() == 0
     with pytest.raises(CheckpointNotFoundError):
-        checkpoints.load()
+        checkpoints.resume(3)
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "manifest.json"])
+def test_an_exported_model_in_the_directory_is_no_checkpoint(tmp_path: Path) -> None:
+    save_file({"value": torch.tensor(9.0)}, tmp_path / "model.safetensors")
+    checkpoints = manager(tmp_path)
+    assert checkpoints.resume() == 0
+    assert checkpoints._objects["model"].value == 0
+    put(checkpoints, 1)
+    assert loaded(tmp_path) == (1, 1)
+    model = Value()
+    assert everygpu.load(tmp_path, model=model) == {"step": 1}
+    assert model.value == 1
+
+
+# A directory with an earlier run.
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_a_run_that_has_not_resumed_is_refused(tmp_path: Path, every: int) -> None:
+    put(manager(tmp_path), 5)
+    with pytest.raises(CheckpointForeignError, match=r"the newest of step 5. Call resume\(\) first .* overwrite=True"):
+        put(manager(tmp_path, every=every), 6)
+    assert loaded(tmp_path) == (5, 5)
+
+
+def test_overwrite_removes_the_earlier_run_when_the_first_one_is_written(tmp_path: Path) -> None:
+    old = manager(tmp_path)
+    for step in (5, 6):
+        put(old, step)
+    with manager(tmp_path, overwrite=True, asynchronous=True) as checkpoints:
+        assert steps_in(tmp_path) == [5, 6]
+        put(checkpoints, 1)
+        put(checkpoints, 2)
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def test_a_resumed_run_removes_nothing_though_it_may_overwrite(tmp_path: Path) -> None:
+    put(manager(tmp_path), 5)
+    checkpoints = manager(tmp_path, overwrite=True)
+    assert checkpoints.resume() == 5
+    put(checkpoints, 6)
+    assert steps_in(tmp_path) == [5, 6]
+
+
+def test_going_on_from_the_best_one_leaves_the_run_where_it_is(tmp_path: Path) -> None:
+    first = manager(tmp_path, best=("accuracy", "max", 1))
+    for step, accuracy in ((1, 0.5), (2, 0.9), (3, 0.7)):
+        put(first, step, accuracy=accuracy)
+    second = manager(tmp_path, best=("accuracy", "max", 1))
+    assert second.resume(2) == 2
+    put(second, 3, accuracy=0.6)
+    assert second.best() == tmp_path / "step-00000002"
+    assert steps_in(tmp_path) == [1, 2, 3]
+
+
+# Damage.
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "checkpoint.json", "SHA256SUMS"])
 def test_a_damaged_one_is_stepped_over_with_a_warning_that_names_it(tmp_path: Path, name: str) -> None:
-    checkpoints = CheckpointManager(tmp_path)
+    checkpoints = manager(tmp_path)
     for step in range(3):
-        checkpoints.save(step, model=Net(step))
+        put(checkpoints, step)
     flip(tmp_path / "step-00000002" / name)
-    target = Net(9)
-    with pytest.warns(UserWarning, match=rf"(?s)step-00000001 is taken.*step-00000002/{name}"):
-        assert checkpoints.load(model=target) == {"step": 1}
-    assert same_state(dict(target.state_dict()), dict(Net(1).state_dict()))
+    with pytest.warns(UserWarning, match=rf"(?s)step-00000001 is taken.*step-00000002/.*{name}"):
+        assert loaded(tmp_path) == (1, 1)
     with pytest.warns(UserWarning, match="is taken"):
         assert everygpu.load(tmp_path) == {"step": 1}
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
-        checkpoints.load(2, model=target)
-
-
-def test_a_link_with_a_leftover_s_name_hides_no_checkpoint(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path)
-    manager.save(1, value=1)
-    (tmp_path / ".step-00000009.old-1-0123abcd").symlink_to(tmp_path / "step-00000001")
-    assert manager.load()["value"] == 1
+        checkpoints.resume(2)
 
 
 def test_a_damaged_one_saved_after_going_back_is_named(tmp_path: Path) -> None:
-    checkpoints = CheckpointManager(tmp_path)
+    checkpoints = manager(tmp_path)
     for step in (5, 3):
-        path = checkpoints.save(step, model=Net(step))
-        assert path is not None
-        os.utime(path, ns=(0, 10**9 * (9 - step)))
-    flip(tmp_path / "step-00000003" / "manifest.json")
-    with pytest.warns(UserWarning, match=r"(?s)step-00000005 is taken.*step-00000003/manifest\.json"):
-        assert checkpoints.load() == {"step": 5}
+        put(checkpoints, step)
+    flip(tmp_path / "step-00000003" / "checkpoint.json")
+    document = tmp_path / "step-00000003" / "checkpoint.json"
+    document.write_text(document.read_text()[:100])
+    with pytest.warns(UserWarning, match=r"(?s)step-00000005 is taken.*step-00000003/checkpoint\.json"):
+        assert loaded(tmp_path) == (5, 5)
 
 
 def test_checkpoints_in_each_other_s_place_are_named(tmp_path: Path) -> None:
-    checkpoints = CheckpointManager(tmp_path)
+    checkpoints = manager(tmp_path)
     for step in range(3):
-        checkpoints.save(step, model=Net(step))
-    assert checkpoints.load() == {"step": 2}
+        put(checkpoints, step)
     for old, new in (("1", "x"), ("2", "1"), ("x", "2")):
         os.rename(tmp_path / f"step-0000000{old}", tmp_path / f"step-0000000{new}")
     with pytest.warns(UserWarning, match="step-00000002 is taken, which holds the checkpoint of step 1"):
-        assert checkpoints.load(2) == {"step": 1}
-    with pytest.warns(UserWarning, match="step-00000001 is taken, which holds the checkpoint of step 2"):
-        assert checkpoints.load() == {"step": 2}
+        assert checkpoints.resume(2) == 1
 
 
 def test_all_damaged_is_an_error_that_lists_them(tmp_path: Path) -> None:
-    checkpoints = CheckpointManager(tmp_path)
+    checkpoints = manager(tmp_path)
     for step in range(2):
-        flip(checkpoints.save(step, model=Net(step)) / "model.safetensors")
+        flip(put(checkpoints, step) / "model.safetensors")
     with pytest.raises(CheckpointDamagedError, match=r"(?s)step-00000001/model.*step-00000000/model"):
-        checkpoints.load(model=Net())
+        checkpoints.resume()
 
 
-def test_a_damaged_one_does_not_count_towards_keep(tmp_path: Path) -> None:
-    for step in range(3):
-        CheckpointManager(tmp_path, keep=3, keep_best={"loss": "min"}).save(step, model=Net(step), metrics={"loss": 1})
-    flip(tmp_path / "step-00000002" / "model.safetensors")
-    checkpoints = CheckpointManager(tmp_path, keep=2)
-    checkpoints.save(3, model=Net(3))
-    assert steps_in(tmp_path) == [1, 2, 3], "the last whole one but the newest is gone"
-    checkpoints.save(4, model=Net(4))
-    assert steps_in(tmp_path) == [3, 4]
-
-
-def test_a_damaged_best_one_does_not_count_as_best(tmp_path: Path) -> None:
-    checkpoints = CheckpointManager(tmp_path, keep=1, keep_best={"loss": "min"})
-    for step, loss in enumerate([2.0, 1.0]):
-        CheckpointManager(tmp_path, keep=9).save(step, model=Net(step), metrics={"loss": loss})
+def test_a_damaged_one_does_not_count_towards_keep_nor_as_best(tmp_path: Path) -> None:
+    first = manager(tmp_path, keep=9)
+    for step, loss in enumerate([2.0, 1.0, 3.0]):
+        put(first, step, loss=loss)
     flip(tmp_path / "step-00000001" / "model.safetensors")
-    checkpoints.save(2, model=Net(2), metrics={"loss": 3.0})
-    assert steps_in(tmp_path) == [0, 1, 2]
+    flip(tmp_path / "step-00000002" / "model.safetensors")
+    checkpoints = manager(tmp_path, keep=2, best=("loss", "min", 1))
+    with pytest.warns(UserWarning, match="is taken"):
+        assert checkpoints.resume() == 0
+    put(checkpoints, 3, loss=5)
+    assert steps_in(tmp_path) == [0, 1, 2, 3], "the last whole one but the newest is gone"
+    put(checkpoints, 4, loss=5)
+    assert steps_in(tmp_path) == [0, 1, 3, 4]
 
 
 def test_only_what_this_manager_has_not_written_is_read_and_once(tmp_path: Path, monkeypatch) -> None:
+    first = manager(tmp_path)
     for step in range(3):
-        CheckpointManager(tmp_path).save(step, model=Net(step))
+        put(first, step)
     read: list[str] = []
-    real = run_directory.check_files
-    monkeypatch.setattr(run_directory, "check_files", lambda path, *args: (read.append(path.name), real(path, *args)))
-    checkpoints = CheckpointManager(tmp_path, keep=3)
+    real = run_directory.find_altered
+    find = lambda path, *args: read.append(path.name) or real(path, *args)  # noqa: E731
+    monkeypatch.setattr(run_directory, "find_altered", find)
+    checkpoints = manager(tmp_path, keep=3)
+    checkpoints.resume()
     for step in range(3, 8):
-        checkpoints.save(step, model=Net(step))
+        put(checkpoints, step)
     assert read == ["step-00000002", "step-00000001"]
     os.utime(tmp_path / "step-00000007" / "model.safetensors", ns=(1, 1))
-    checkpoints.save(8, model=Net(8))
+    put(checkpoints, 8)
     assert read[2:] == ["step-00000007"]
 
 
@@ -224,24 +318,22 @@ def test_without_verify_a_flip_passes_and_the_log_says_so(tmp_path: Path, caplog
     flip(path / "model.safetensors")
     with caplog.at_level("INFO", "everygpu"):
         everygpu.load(path, model=Net(), verify=False)
-    assert "verify=False" in caplog.text
-    with pytest.raises(CheckpointDamagedError, match=r"model\.safetensors that was altered between"):
+    assert "without comparing" in caplog.text
+    with pytest.raises(CheckpointDamagedError, match=r"model\.safetensors was altered"):
         everygpu.load(path, model=Net())
 
 
 def test_what_a_killed_saver_left_is_cleared_or_put_back(tmp_path: Path) -> None:
-    checkpoints = CheckpointManager(tmp_path, keep=1)
-    checkpoints.save(1, value="old")
+    put(manager(tmp_path), 1)
     os.rename(tmp_path / "step-00000001", tmp_path / ".step-00000001.old-1-0badcafe")
     (tmp_path / ".step-00000002.tmp-1-0badcafe").mkdir()
     (tmp_path / ".notes").write_text("the user's")
+    checkpoints = manager(tmp_path, keep=2)
     assert checkpoints.latest() == tmp_path / "step-00000001"
     with pytest.warns(UserWarning, match="cut off"):
-        assert checkpoints.load() == {"value": "old", "step": 1}
-    checkpoints.keep = 2
-    checkpoints.save(3)
+        assert checkpoints.resume() == 1
+    put(checkpoints, 3)
     assert sorted(os.listdir(tmp_path)) == [".notes", "step-00000001", "step-00000003"]
-    assert checkpoints.load(1) == {"value": "old", "step": 1}
 
 
 def test_what_only_has_the_name_of_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
@@ -250,18 +342,17 @@ def test_what_only_has_the_name_of_a_checkpoint_is_left_alone(tmp_path: Path) ->
     (tmp_path / "step-00000002").write_text("a file")
     everygpu.save(tmp_path / "archive", value=1)
     (tmp_path / "step-00000003").symlink_to("archive")
-    checkpoints = CheckpointManager(tmp_path, keep=1)
+    checkpoints = manager(tmp_path, keep=1)
     for step in range(4, 7):
-        checkpoints.save(step)
+        put(checkpoints, step)
     assert sorted(os.listdir(tmp_path)) == ["archive", *(f"step-0000000{step}" for step in (1, 2, 3, 6))]
-    assert (tmp_path / "step-00000001" / ".metadata").read_text() == "of another program"
     assert everygpu.load(tmp_path / "archive") == {"value": 1}
 
 
 def test_a_relative_directory_stays_the_same_when_the_program_goes_elsewhere(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    with CheckpointManager("run", keep=1, asynchronous=True) as checkpoints:
+    with CheckpointManager("run", keep=1, asynchronous=True, model=Value()) as checkpoints:
         checkpoints.save(1)
         monkeypatch.chdir("elsewhere")
         path = checkpoints.save(2)
@@ -271,22 +362,9 @@ def test_a_relative_directory_stays_the_same_when_the_program_goes_elsewhere(tmp
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-@pytest.mark.parametrize("value", [None, "good", torch.ones(2), 10**400], ids=["none", "text", "several", "huge"])
-def test_metrics_that_are_no_numbers_are_refused(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(OptionError, match="for loss"):
-        CheckpointManager(tmp_path).save(1, metrics={"loss": value})
-    assert steps_in(tmp_path) == []
-
-
-def test_a_loss_with_its_graph_is_a_metric(tmp_path: Path) -> None:
-    checkpoints = CheckpointManager(tmp_path)
-    checkpoints.save(1, metrics={"loss": torch.ones((), requires_grad=True)})  # warnings are errors here
-    assert checkpoints.best("loss", "min") == tmp_path / "step-00000001"
-
-
 def test_another_saver_in_the_directory_is_refused(tmp_path: Path) -> None:
-    checkpoints = CheckpointManager(tmp_path)
-    checkpoints.save(1)
+    checkpoints = manager(tmp_path)
+    put(checkpoints, 1)
     with hold_lock(tmp_path / ".lock"), pytest.raises(CheckpointBusyError):
         checkpoints.save(2)
     assert steps_in(tmp_path) == [1]
@@ -296,25 +374,79 @@ def test_another_saver_in_the_directory_is_refused(tmp_path: Path) -> None:
 def test_a_checkpoint_s_own_directory_is_refused(tmp_path: Path) -> None:
     everygpu.save(tmp_path / "ckpt", value=1)
     with pytest.raises(CheckpointForeignError, match="ckpt-run"):
-        CheckpointManager(tmp_path / "ckpt").save(1)
+        manager(tmp_path / "ckpt").save(1)
     assert everygpu.load(tmp_path / "ckpt") == {"value": 1}
 
 
+# What it is called with.
+
+
+@pytest.mark.parametrize("value", [None, "good", torch.ones(2), 10**400], ids=["none", "text", "several", "huge"])
+def test_metrics_that_are_no_numbers_are_refused(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(OptionError, match="The metric loss is"):
+        manager(tmp_path).save(1, loss=value)
+    assert steps_in(tmp_path) == []
+
+
+def test_a_loss_with_its_graph_and_a_meter_are_metrics(tmp_path: Path) -> None:
+    meter = Meter()
+    meter.update(0.25, 4)
+    checkpoints = manager(tmp_path, best=("loss", "min", 1))
+    checkpoints.save(1, loss=torch.ones((), requires_grad=True))  # warnings are errors here
+    checkpoints.save(2, loss=meter)
+    assert checkpoints.best() == tmp_path / "step-00000002"
+
+
+def test_a_misspelt_metric_is_an_error_that_names_both(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path / "run", best=("acc", "max", 1))
+    with pytest.raises(OptionError, match="best is by 'acc', got 'accuracy', 'loss'"):
+        checkpoints.save(1, accuracy=0.5, loss=1.0)
+    assert not (tmp_path / "run").exists()
+    checkpoints.save(1)
+    checkpoints.save(2, acc=0.5)
+    checkpoints.save(3, time_s=1)  # a metric may be there at some saves only
+    assert checkpoints.best() == tmp_path / "run" / "step-00000002"
+
+
+def test_a_run_that_never_has_the_metric_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with manager(tmp_path, best=("acc", "max", 1)) as checkpoints:
+        checkpoints.save(1)
+    assert "had the metric 'acc'" in caplog.text
+
+
 @pytest.mark.parametrize(
-    "options", [{"keep": 0}, {"keep": True}, {"every": 0}, {"every": 1.5}, {"keep_best": {"a": "up"}}]
+    "options",
+    [
+        *({"keep": 0}, {"keep": True}, {"every": 0}, {"every": 1.5}, {"best": {"a": "max"}}, {"best": "loss"}),
+        *({"best": ("a", "up", 1)}, {"best": ("a", "max")}, {"best": ("a", "max", 0)}, {"signals": [2]}),
+    ],
+    ids=str,
 )
 def test_options_outside_what_they_may_be(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match="CheckpointManager: "):
         CheckpointManager(tmp_path, **options)
 
 
-def test_steps_and_modes_that_are_none(tmp_path: Path) -> None:
-    checkpoints = CheckpointManager(tmp_path)
-    for step in (-1, 1.0, True, "1"):
-        with pytest.raises(OptionError, match="step must be"):
-            checkpoints.save(step)
-    with pytest.raises(OptionError, match="mode='max'"):
-        checkpoints.best("loss")
+def test_steps_that_are_none_and_nothing_to_save(tmp_path: Path) -> None:
+    for step in (-1, 1.0, True, "1", Net()):
+        with pytest.raises(OptionError, match="(?s)step is a whole number.*CheckpointManager"):
+            manager(tmp_path).save(step)
+    with pytest.raises(OptionError, match="nothing to save"):
+        CheckpointManager(tmp_path).save(1)
+
+
+@pytest.mark.parametrize("objects", [{"epoch": 3}, {"model": {}}, {"optimizer": Net}, {"config": {"lr": 1}}], ids=str)
+def test_what_can_t_be_restored_in_place_is_refused(tmp_path: Path, objects: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointContentError, match="must be"):
+        CheckpointManager(tmp_path, **objects)
+
+
+def test_an_object_that_was_not_saved_changes_nothing(tmp_path: Path) -> None:
+    put(manager(tmp_path), 1)
+    checkpoints = manager(tmp_path, shuffle=torch.Generator())
+    with pytest.raises(CheckpointMismatchError, match="no part named shuffle"):
+        checkpoints.resume()
+    assert checkpoints._objects["model"].value == 0
 
 
 # In the background.
@@ -339,8 +471,8 @@ def test_training_goes_on_and_what_is_saved_is_the_moment_of_the_call(tmp_path: 
     model.register_buffer("turned", torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t())
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = torch.optim.AdamW(model.parameters())
-    with CheckpointManager(tmp_path, asynchronous=True) as checkpoints:
-        checkpoints.save(1, model=model, optimizer=optimizer)
+    with CheckpointManager(tmp_path, asynchronous=True, model=model, optimizer=optimizer) as checkpoints:
+        checkpoints.save(1)
         with torch.no_grad():
             for value in model.state_dict().values():
                 value.zero_()
@@ -348,23 +480,27 @@ def test_training_goes_on_and_what_is_saved_is_the_moment_of_the_call(tmp_path: 
         go_on.set()
         checkpoints.wait()
         assert checkpoints.latest() is not None
-        checkpoints.load(model=model, optimizer=optimizer)
+        checkpoints.resume()
     assert same_state(dict(model.state_dict()), expected)
     assert model.head.weight is model.embed.weight
     assert (tmp_path / "step-00000001" / "model.safetensors").stat().st_size < 2000, "tied weights are stored twice"
 
 
 def test_one_save_waits_for_the_one_before(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path, keep=9, asynchronous=True) as checkpoints:
+    model = nn.Module()
+    model.register_buffer("x", torch.zeros(1000))
+    with CheckpointManager(tmp_path, keep=9, asynchronous=True, model=model) as checkpoints:
         for step in range(6):
-            checkpoints.save(step, x=torch.full((1000,), float(step)))
+            model.x.fill_(step)
+            checkpoints.save(step)
     for step in range(6):
-        assert checkpoints.load(step)["x"].unique().tolist() == [step]
+        checkpoints.resume(step)
+        assert model.x.unique().tolist() == [step]
 
 
-@pytest.mark.parametrize("call", ["save", "save at no multiple", "load", "latest", "best", "wait", "close", "exit"])
+@pytest.mark.parametrize("call", ["save", "save at no multiple", "resume", "latest", "best", "wait", "close", "exit"])
 def test_an_error_in_the_background_is_raised_once_at_the_next_call(tmp_path: Path, monkeypatch, call: str) -> None:
-    checkpoints = CheckpointManager(tmp_path, every=2, asynchronous=True)
+    checkpoints = manager(tmp_path, every=2, asynchronous=True, best=("loss", "min", 1))
     checkpoints.save(0)
     checkpoints.wait()
 
@@ -372,8 +508,8 @@ def test_an_error_in_the_background_is_raised_once_at_the_next_call(tmp_path: Pa
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(save_module, "write_tensors", fail)
-        checkpoints.save(2, x=torch.ones(1))
+        patch.setattr(format_module, "save_file", fail)
+        checkpoints.save(2)
         deadline = time.monotonic() + 60
         while not checkpoints._background._tasks[0].is_done:
             assert time.monotonic() < deadline
@@ -381,9 +517,9 @@ def test_an_error_in_the_background_is_raised_once_at_the_next_call(tmp_path: Pa
     calls = {
         "save": lambda: checkpoints.save(4),
         "save at no multiple": lambda: checkpoints.save(5),
-        "load": checkpoints.load,
+        "resume": checkpoints.resume,
         "latest": checkpoints.latest,
-        "best": lambda: checkpoints.best("loss", "min"),
+        "best": checkpoints.best,
         "wait": checkpoints.wait,
         "close": checkpoints.close,
         "exit": lambda: checkpoints.__exit__(None, None, None),
@@ -400,7 +536,7 @@ def test_the_block_s_own_error_is_the_one_that_is_seen(tmp_path: Path, monkeypat
     monkeypatch.setattr(manager_module, "write_checkpoint", raise_full)
 
     def train() -> None:
-        with CheckpointManager(tmp_path, asynchronous=True) as checkpoints:
+        with manager(tmp_path, asynchronous=True) as checkpoints:
             checkpoints.save(1)
             raise KeyError("training")
 
@@ -420,34 +556,40 @@ def test_without_new_threads_the_caller_s_does_the_work(tmp_path: Path, monkeypa
     def refuse(*args: Any) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    checkpoints = CheckpointManager(tmp_path, keep=1, asynchronous=asynchronous)
+    checkpoints = manager(tmp_path, keep=1, asynchronous=asynchronous)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        checkpoints.save(1, model=Net(1))
+        put(checkpoints, 1)
         patch.setattr(_thread, "start_new_thread", refuse)
-        checkpoints.save(2, model=Net(2))
+        put(checkpoints, 2)
         assert steps_in(tmp_path) == [2]
-        assert checkpoints.load(model=Net()) == {"step": 2}
+        assert loaded(tmp_path) == (2, 2)
     checkpoints.close()
 
 
 EXITS = """
 import atexit, sys, threading, torch, everygpu
 
+class State(torch.nn.Module):
+    def __init__(self, step):
+        super().__init__()
+        self.register_buffer("x", torch.full((3_000_000,), float(step)))
+
 def save(name, step):
-    checkpoints = everygpu.CheckpointManager(sys.argv[1] + "/" + name, asynchronous=True)
-    checkpoints.save(step, x=torch.full((3_000_000,), float(step)))
+    checkpoints = everygpu.CheckpointManager(sys.argv[1] + "/" + name, asynchronous=True, model=State(step))
+    checkpoints.save(step)
     return checkpoints
 
 def save_at_exit():
     save("at exit", 1)
     checkpoints = save("at exit, closed", 2)
     checkpoints.close()
-    assert checkpoints.load()["x"].unique().tolist() == [2]
+    assert checkpoints.resume() == 2
 
 def train():
     threading.main_thread().join()
-    save("thread", 3).save(4, x=torch.full((3_000_000,), 4.0))
+    checkpoints = save("thread", 3)
+    checkpoints.save(4)
 
 atexit.register(save_at_exit)
 threading.Thread(target=train).start()
@@ -462,32 +604,30 @@ def test_the_last_checkpoint_is_there_however_the_program_ends(tmp_path: Path) -
     assert "KeyboardInterrupt" in ended.stderr
     assert "AssertionError" not in ended.stderr
     for name, step in {"at exit": 1, "at exit, closed": 2, "thread": 4, "main": 5}.items():
-        found = everygpu.load(tmp_path / name)
-        assert (found["step"], found["x"].unique().tolist()) == (step, [step]), name
+        assert everygpu.load(tmp_path / name, rng=True)["step"] == step, name
 
 
 def test_what_can_t_be_saved_is_refused_in_the_caller_s_thread(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path, asynchronous=True) as checkpoints:
-        with pytest.raises(CheckpointContentError):
-            checkpoints.save(1, model=nn.Linear(1, 1, device="meta"))
-        with pytest.raises(CheckpointContentError, match="'verify'"):
-            checkpoints.save(1, verify=True)
+    checkpoints = CheckpointManager(tmp_path, asynchronous=True, model=nn.Linear(1, 1, device="meta"))
+    with pytest.raises(CheckpointContentError):
+        checkpoints.save(1)
+    checkpoints.close()
 
 
 def test_snapshots_reuse_their_memory_and_give_it_back(tmp_path: Path, devices) -> None:
     device = devices(2)[-1]
     model = nn.Linear(64, 64).to(device)
-    checkpoints = CheckpointManager(tmp_path, asynchronous=True)
-    checkpoints.save(1, model=model)
+    checkpoints = CheckpointManager(tmp_path, asynchronous=True, model=model)
+    checkpoints.save(1)
     checkpoints.wait()
     memory = checkpoints._spare[0]._memory
-    checkpoints.save(2, model=model)
+    checkpoints.save(2)
     checkpoints.wait()
     assert checkpoints._spare[0]._memory is memory
     assert memory.numel() <= sum(p.nbytes for p in model.parameters()) + 64 * 2 + 1024 * 8
     assert memory.is_pinned() == device.type.startswith("cuda")
     checkpoints.close()
     assert not checkpoints._spare
-    checkpoints.save(3, model=model)
+    checkpoints.save(3)
     checkpoints.close()
-    assert checkpoints.load()["step"] == 3
+    assert checkpoints.resume() == 3

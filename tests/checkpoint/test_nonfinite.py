@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import everygpu
-from everygpu.checkpoint.nonfinite import find_nonfinite
+from everygpu.checkpoint.manager import find_nonfinite
 
 
 def make(value=0.0):
@@ -23,31 +23,36 @@ def steps_in(directory):
 
 
 def save_all(directory, values, first=1, **options):
-    with everygpu.CheckpointManager(directory, **options) as checkpoints:
+    model = make()
+    with everygpu.CheckpointManager(directory, model=model, **options) as checkpoints:
         for step, value in enumerate(values, first):
-            checkpoints.save(step, model=make(value))
+            checkpoints.wait()
+            model.center.fill_(value)
+            checkpoints.save(step)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_newest_finite_one_stays(tmp_path, caplog, asynchronous):
     save_all(tmp_path, [1, 2, math.nan, math.nan, math.inf], keep=2, asynchronous=asynchronous)
     assert steps_in(tmp_path) == [2, 4, 5]
-    (message,) = [r.getMessage() for r in caplog.records if "must be finite" in r.getMessage()]
-    assert "nan or infinite ones in center and 1 more of its tensors at step-00000003" in message
-    assert "load(step=2) goes back to it" in message
+    (message,) = [r.getMessage() for r in caplog.records if "nan or infinite" in r.getMessage()]
+    assert "at step-00000003 has nan or infinite values in center and 1 more of its tensors" in message
+    assert "resume(2) goes back to it" in message
     model = make()
-    everygpu.CheckpointManager(tmp_path).load(step=2, model=model)
+    everygpu.CheckpointManager(tmp_path, model=model).resume(2)
     assert model.center == 2
 
 
 def test_the_next_run_keeps_it_too_until_one_is_finite_again(tmp_path):
     save_all(tmp_path, [1, math.nan, math.nan], keep=1)
     assert steps_in(tmp_path) == [1, 3]
-    checkpoints = everygpu.CheckpointManager(tmp_path, keep=1)
-    checkpoints.load(model=make())
-    checkpoints.save(4, model=make(math.nan))
+    model = make()
+    checkpoints = everygpu.CheckpointManager(tmp_path, keep=1, model=model)
+    assert checkpoints.resume() == 3
+    checkpoints.save(4)
     assert steps_in(tmp_path) == [1, 4]
-    checkpoints.save(5, model=make(5))
+    model.center.fill_(5)
+    checkpoints.save(5)
     assert steps_in(tmp_path) == [5]
 
 

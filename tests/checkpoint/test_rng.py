@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from everygpu.checkpoint.encode import decode, encode
 from everygpu.checkpoint.rng import plan_rng_restore, take_rng_states
+from everygpu.checkpoint.values import decode, encode
 from everygpu.errors import CheckpointDamagedError
 
 

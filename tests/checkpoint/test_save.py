@@ -5,7 +5,6 @@ import json
 import os
 import stat
 import threading
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,10 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 import everygpu
-from everygpu.checkpoint import tensors as tensors_module
+from everygpu.checkpoint import directory
+from everygpu.checkpoint import format as format_module
 from everygpu.errors import CheckpointContentError, CheckpointError, CheckpointForeignError, OptionError
 from tests.checkpoint.models import WRAPPERS, Counting, Net, Wrap, same_state
-
-# By name: the package's attribute ``save`` is the function.
-save_module = import_module("everygpu.checkpoint.save")
 
 
 def names_in(path: Path) -> set[str]:
@@ -42,19 +39,20 @@ def test_a_tilde_is_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(variable, str(tmp_path / "home"))
     assert everygpu.save("~/last", epoch=1) == tmp_path / "home" / "last"
     assert everygpu.load(Path("~/last")) == {"epoch": 1}
-    assert everygpu.CheckpointManager("~/run").save(7, epoch=2) == tmp_path / "home" / "run" / "step-00000007"
-    assert everygpu.load("~/run") == {"epoch": 2, "step": 7}
+    checkpoints = everygpu.CheckpointManager("~/run", model=nn.Linear(1, 1))
+    assert checkpoints.save(7) == tmp_path / "home" / "run" / "step-00000007"
+    assert everygpu.load("~/run") == {"step": 7}
     assert not names_in(tmp_path / "here")
 
 
 def test_only_the_parts_passed_are_written(tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
-    always = {"state.json", "manifest.json"}
+    always = {"checkpoint.json", "SHA256SUMS"}
     assert names_in(everygpu.save(tmp_path / "b", model=model)) == always | {"model.safetensors"}
-    assert names_in(everygpu.save(tmp_path / "c", optimizer=optimizer)) == always | {"optimizer.safetensors"}
+    assert names_in(everygpu.save(tmp_path / "c", scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1))) == always
     assert names_in(everygpu.save(tmp_path / "d", epoch=3, name="x")) == always
-    assert names_in(everygpu.save(tmp_path / "e", best=torch.ones(1))) == always | {"state.safetensors"}
+    assert names_in(everygpu.save(tmp_path / "e", best=torch.ones(1))) == always | {"training.safetensors"}
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=list(WRAPPERS))
@@ -82,7 +80,7 @@ def test_there_is_json_and_safetensors_and_nothing_else(tmp_path: Path) -> None:
     for entry in (tmp_path / "ckpt").iterdir():
         if entry.suffix == ".json":
             json.loads(entry.read_text())
-        else:
+        elif entry.name != "SHA256SUMS":
             with safe_open(str(entry), "pt") as file:
                 file.keys()
     assert not list(tmp_path.glob(".*"))
@@ -125,8 +123,8 @@ class StoppedError(Exception):
 )
 @pytest.mark.parametrize(
     ("where", "name"),
-    [(os, "fsync"), (os, "rename"), (save_module, "write_tensors"), (save_module, "new_hashed_file"), (json, "dumps")],
-    ids=["fsync", "rename", "tensors", "file", "json"],
+    [(os, "fsync"), (directory, "exchange"), (format_module, "save_file"), (json, "dumps")],
+    ids=["fsync", "exchange", "tensors", "json"],
 )
 def test_a_failure_anywhere_leaves_the_old_checkpoint(
     tmp_path: Path, where: Any, name: str, error: BaseException
@@ -141,7 +139,7 @@ def test_a_failure_anywhere_leaves_the_old_checkpoint(
         assert everygpu.load(path, model=target) == {"epoch": 1, "best": torch.ones(1)}
         assert same_state(dict(target.state_dict()), dict(Net(seed=1).state_dict()))
         assert names_in(tmp_path) == {"ckpt"}
-    assert failures >= 2
+    assert failures >= 1
     assert everygpu.load(path)["epoch"] == 2
 
 
@@ -166,18 +164,18 @@ def save_failing_at(call: int, where: Any, name: str, error: BaseException, path
 
 @pytest.mark.parametrize(
     ("number", "said"),
-    [(errno.ENOSPC, "No space left.*; make room"), (errno.EMFILE, "Too many open files.*; close files.*ulimit -n")],
+    [(errno.ENOSPC, "No space left.* Make room"), (errno.EMFILE, "Too many open files.* Close files.*ulimit -n")],
 )
 def test_what_the_system_refuses_in_the_middle_of_a_tensor_is_a_typed_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, said: str
 ) -> None:
     everygpu.save(tmp_path / "ckpt", epoch=1)
 
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **options: Any) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(tensors_module, "_write_elements", fail)
-    with pytest.raises(CheckpointError, match=rf"save: .*ckpt must be writable, got .*{said}"):
+    monkeypatch.setattr(format_module, "save_file", fail)
+    with pytest.raises(CheckpointError, match=rf"save: .*ckpt can't be written: .*{said}"):
         everygpu.save(tmp_path / "ckpt", model=Net())
     assert everygpu.load(tmp_path / "ckpt") == {"epoch": 1}
     assert names_in(tmp_path) == {"ckpt"}
@@ -195,7 +193,7 @@ def test_a_directory_without_permission_is_a_typed_error(tmp_path: Path) -> None
 
 def test_a_parent_that_is_a_file_is_a_typed_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointError, match="must be writable"):
+    with pytest.raises(CheckpointError, match="can't be written"):
         everygpu.save(tmp_path / "file" / "ckpt", epoch=1)
 
 
@@ -230,18 +228,21 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["", None, 5, b"ckpt", "a\0b"], ids=repr)
 def test_what_names_no_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(OptionError, match="save: the path must be a str or Path that names a directory, got"):
+    with pytest.raises(OptionError, match="save: .* is no path"):
         everygpu.save(path, epoch=1)
-    with pytest.raises(OptionError, match="CheckpointManager: the path must be"):
+    with pytest.raises(OptionError, match="CheckpointManager: .* is no path"):
         everygpu.CheckpointManager(path)
-    with pytest.raises(OptionError, match="load: the path must be"):
+    with pytest.raises(OptionError, match="load: .* is no path"):
         everygpu.load(path)
     assert not names_in(tmp_path)
 
 
-def test_a_damaged_checkpoint_may_be_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model.safetensors", "SHA256SUMS"])
+def test_a_damaged_checkpoint_may_be_replaced(tmp_path: Path, name: str) -> None:
     path = everygpu.save(tmp_path / "ckpt", model=Net(), epoch=1)
-    (path / "manifest.json").unlink()
+    (path / name).unlink()
+    document = path / "checkpoint.json"
+    document.write_text(document.read_text()[:50])
     everygpu.save(path, epoch=2)
     assert everygpu.load(path) == {"epoch": 2}
 
@@ -274,15 +275,13 @@ def test_savers_of_one_path_never_mix(tmp_path: Path) -> None:
         ({"optimizer": {}}, "optimizer must be .*, got dict"),
         ({"optimizer": Net()}, "optimizer must be .*, got Net"),
         ({"scheduler": 3}, "scheduler must be .*, got int"),
-        ({"config": {"fn": [len]}}, r"extras\.config\.fn\.0 must be .*, got builtin_function_or_method"),
-        ({"nested": {"ema": Net()}}, r"extras\.nested\.ema must be .*, got Net"),
-        ({"loss": torch.eye(2).to_sparse()}, r"at extras\.loss"),
-        ({"model": Counting(object())}, r"_extra_state must be .*, got object"),
+        ({"config": {"fn": [len]}}, r"config\.fn\.0 is a builtin_function_or_method"),
+        ({"nested": {"ema": Net()}}, r"nested\.ema is a Net"),
+        ({"loss": torch.eye(2).to_sparse()}, r"at loss"),
+        ({"model": Counting(object())}, r"_extra_state is a object"),
         ({"model": nn.Linear(1, 1, device="meta")}, "meta device"),
-        ({"strict": 1}, "must not be those of load's options, got 'strict'"),
+        ({"strict": 1}, "'strict' is an option of load"),
         ({"rng": 1}, "'rng'"),
-        ({"asynchronous": True}, r"CheckpointManager's options, got 'asynchronous'\. Write .*asynchronous="),
-        ({"keep": 3, "every": 2}, "got 'every'"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, str) else "",
 )
@@ -316,7 +315,7 @@ def test_extras_of_all_kinds_come_back(tmp_path: Path) -> None:
 def test_returned_tensors_do_not_depend_on_the_file(tmp_path: Path) -> None:
     path = everygpu.save(tmp_path / "ckpt", x=torch.arange(4), y=np.arange(3))
     back = everygpu.load(path)
-    with open(path / "state.safetensors", "r+b") as file:
+    with open(path / "training.safetensors", "r+b") as file:
         file.write(b"\xff" * os.path.getsize(file.name))
     back["y"][0] = 7
     assert back["x"].tolist() == [0, 1, 2, 3]
@@ -325,26 +324,19 @@ def test_returned_tensors_do_not_depend_on_the_file(tmp_path: Path) -> None:
 
 def test_parts_without_a_name_are_refused(tmp_path: Path) -> None:
     model: Any = nn.Linear(1, 1)
-    checkpoints: Any = everygpu.CheckpointManager(tmp_path)
-    with pytest.raises(CheckpointContentError, match=r"got Linear without one. Write save\(path, model=model\)"):
+    with pytest.raises(CheckpointContentError, match=r"got a Linear without one. Write save\(path, model=model\)"):
         everygpu.save(tmp_path / "a", model)
     with pytest.raises(TypeError, match=r"Write load\(path, model=model\)"):
         everygpu.load(tmp_path / "a", model)
-    with pytest.raises(CheckpointContentError, match=r"Write save\(step, model=model\)"):
-        checkpoints.save(1, model)
-    with pytest.raises(CheckpointContentError, match=r"Write load\(step, model=model\)"):
-        checkpoints.load(1, model)
-    with pytest.raises(OptionError, match="load: step must be a whole number"):
-        checkpoints.load(model)
     assert os.listdir(tmp_path) == []
 
 
 def test_nothing_to_save_or_to_load_into_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"something to save must be passed, got nothing"):
+    with pytest.raises(OptionError, match="nothing to save"):
         everygpu.save(tmp_path / "a", model=None)
     assert os.listdir(tmp_path) == []
     everygpu.save(tmp_path / "a", model=nn.Linear(1, 1))
-    with pytest.raises(OptionError, match="something to load into must be passed"):
+    with pytest.raises(OptionError, match="nothing to load into"):
         everygpu.load(tmp_path / "a")
     assert everygpu.load(tmp_path / "a", rng=True) == {}
     everygpu.save(tmp_path / "b", extras=1, misplaced=2)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from everygpu.checkpoint.save import Taken
-from everygpu.checkpoint.snapshot import Copying, SnapshotMemory
+from everygpu.checkpoint.snapshot import SnapshotMemory, copy_to
 
 on_each_kind = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
@@ -20,7 +20,7 @@ def memory() -> Iterator[SnapshotMemory]:
 
 
 def taken(**tensors: Tensor) -> Taken:
-    return Taken(state={}, tensors={"model.safetensors": tensors})
+    return Taken(document={}, tensors={"model": tensors})
 
 
 @on_each_kind
@@ -29,10 +29,10 @@ def test_it_holds_the_values_from_before_what_is_launched_next(memory: SnapshotM
     views = {"strided": big[::4096], "half": big[:1000].half(), "scalar": big[7], "empty": big[:0]}
     expected = {"big": big.clone(), **{name: view.clone() for name, view in views.items()}}
     for _ in range(3):  # the second and the third time into the memory of the first
-        snapshot = Copying(memory).finish(taken(big=big, tied=big, **views))
+        snapshot = copy_to(memory, taken(big=big, tied=big, **views))
         big.zero_()
         snapshot.wait()
-        found = snapshot.taken.tensors["model.safetensors"]
+        found = snapshot.taken.tensors["model"]
         for name, value in expected.items():
             assert found[name].device.type == "cpu"
             assert torch.equal(found[name], value.cpu()), name
@@ -41,36 +41,13 @@ def test_it_holds_the_values_from_before_what_is_launched_next(memory: SnapshotM
 
 
 @on_each_kind
-def test_what_is_added_early_is_copied_once(memory: SnapshotMemory, device: str) -> None:
-    first, second = (torch.full((2**20,), value, device=device) for value in (1.0, 2.0))
-    whole = taken(first=first, second=second)
-    for num_early in (0, 1, 2, 2):  # at first there is no room
-        copying = Copying(memory)
-        copying.add(dict(list(whole.tensors["model.safetensors"].items())[:num_early]))
-        snapshot = copying.finish(whole)
-        snapshot.wait()
-        found = snapshot.taken.tensors["model.safetensors"]
-        assert (found["first"][-1], found["second"][-1]) == (1, 2)
-        assert memory.num_bytes == 2 * first.nbytes
-    grown = torch.full((2**21,), 3.0, device=device)
-    abandoned = Copying(memory)
-    abandoned.add({"first": first})
-    copying = Copying(memory)
-    copying.add({"first": first})
-    snapshot = copying.finish(taken(first=first, grown=grown))
-    snapshot.wait()
-    found = snapshot.taken.tensors["model.safetensors"]
-    assert (found["first"][-1], found["grown"][-1]) == (1, 3)
-
-
-@on_each_kind
 def test_only_memory_for_gpus_is_pinned_and_it_is_given_back(memory: SnapshotMemory, device: str) -> None:
-    Copying(memory).finish(taken(x=torch.ones(1000, device=device))).wait()
+    copy_to(memory, taken(x=torch.ones(1000, device=device))).wait()
     first = memory._memory
     assert first.is_pinned() == (device == "cuda")
-    Copying(memory).finish(taken(x=torch.ones(500, device=device))).wait()
+    copy_to(memory, taken(x=torch.ones(500, device=device))).wait()
     assert memory._memory is first
-    Copying(memory).finish(taken(x=torch.ones(100_000, device=device))).wait()
+    copy_to(memory, taken(x=torch.ones(100_000, device=device))).wait()
     assert memory._memory.numel() >= 400_000
     memory.release()
     assert memory._memory.numel() == 0
@@ -78,7 +55,7 @@ def test_only_memory_for_gpus_is_pinned_and_it_is_given_back(memory: SnapshotMem
 
 @pytest.mark.gpu
 def test_memory_for_the_cpu_is_pinned_when_a_gpu_comes(memory: SnapshotMemory) -> None:
-    Copying(memory).finish(taken(x=torch.ones(1000))).wait()
+    copy_to(memory, taken(x=torch.ones(1000))).wait()
     assert not memory._memory.is_pinned()
-    Copying(memory).finish(taken(x=torch.ones(500, device="cuda"), y=torch.zeros(3))).wait()
+    copy_to(memory, taken(x=torch.ones(500, device="cuda"), y=torch.zeros(3))).wait()
     assert memory._memory.is_pinned()

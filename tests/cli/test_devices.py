@@ -4,7 +4,6 @@ import io
 import json
 import shutil
 import subprocess
-import sys
 import time
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
-from everygpu.cli import devices, live, main
+from everygpu.cli import devices, main
 from everygpu.devices.nvml import sample_devices
 from everygpu.devices.reserve import Holder
 from everygpu.devices.visible import VisibleDevice
@@ -40,11 +39,14 @@ BOX = [make_sample(0), make_sample(1, free=3 * GIB, utilization_pct=97.0, proces
 
 @pytest.fixture
 def invoke(monkeypatch):
-    """Run the command on a machine where torch sees some devices, NVML others, and some are reserved."""
+    """Run the command on a machine where NVML sees some GPUs, some are reserved, and torch sees ``visible``."""
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(name, raising=False)
 
-    def run(visible, samples, *arguments, holders=None):
-        monkeypatch.setattr(devices, "visible_devices", lambda: visible)
+    def run(samples, *arguments, visible=(), holders=None, names=None):
+        monkeypatch.setattr(devices, "visible_devices", lambda: list(visible))
         monkeypatch.setattr(devices.nvml, "sample_devices", lambda: samples)
+        monkeypatch.setattr(devices.nvml, "name_processes", lambda pids: names or {})
         monkeypatch.setattr(devices, "find_holders", lambda: holders or {})
         return CliRunner().invoke(main, ["devices", *arguments])
 
@@ -65,47 +67,56 @@ def show(invoke):
 
 @pytest.mark.parametrize("samples", [None, []])
 def test_no_gpu_is_said_plainly(show, samples):
-    out = show([], samples)
-    assert "No GPU on this machine" in out
-    assert "'cpu'" in out
+    assert show(samples) == "No NVIDIA GPU found. For other accelerators pass --torch.\n"
+    assert show(samples, "--torch") == "No GPU found.\n"
 
 
 def test_no_gpu_in_json_is_an_empty_list(show):
-    assert json.loads(show([], None, "--json")) == {"devices": []}
+    assert json.loads(show(None, "--json")) == {"devices": []}
 
 
-def test_cpu_build_of_torch_is_named(show, monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert f"torch {torch.__version__} is built without CUDA" in show([], None)
-    assert "2 GPUs are out of torch's reach" in show([], BOX)
-    assert "install a CUDA build" in show([], BOX)
+def cells(out):
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if "│" in line]
 
 
-def test_table_shows_logical_and_physical(show):
-    out = show([as_visible(0, BOX[1]), as_visible(1, BOX[0])], BOX)
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if "│" in line]
+def test_table_shows_logical_and_physical(show, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    out = show(BOX)
+    rows = cells(out)
     assert rows[0] == ["cuda:0", "1", "NVIDIA H200", BOX[1].uuid, "3.0 GiB / 140.0 GiB", "97%", "7 (5.0 GiB)"]
     assert rows[1] == ["", "", "", "", "", "", "8 (?)"]
     assert rows[2] == ["cuda:1", "0", "NVIDIA H200", BOX[0].uuid, "100.0 GiB / 140.0 GiB", "0%", "-"]
     assert "hidden" not in out
 
 
+def test_torch_itself_is_asked_when_it_is_wanted(show):
+    rows = cells(show(BOX, "--torch", visible=[as_visible(0, BOX[1]), as_visible(1, BOX[0])]))
+    assert [(row[0], row[1]) for row in rows if row[0]] == [("cuda:0", "1"), ("cuda:1", "0")]
+
+
 def test_hidden_gpus_are_listed_with_the_reason(show, monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    out = show([as_visible(0, BOX[1])], BOX)
+    out = show(BOX)
     assert "1 GPU is hidden by CUDA_VISIBLE_DEVICES='1'." in out
     assert out.index(BOX[1].uuid) < out.index(BOX[0].uuid)
 
 
-def test_gpus_that_torch_cannot_reach_for_no_known_reason(show, monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert "check that the driver fits torch's CUDA" in show([], BOX)
+def test_gpus_that_torch_does_not_reach_are_told(show):
+    assert "2 GPUs are out of torch's reach. `everygpu doctor` says why." in show(BOX, "--torch")
 
 
-def test_json_has_bytes_and_hidden_devices(show):
-    records = json.loads(show([as_visible(0, BOX[1])], BOX, "--json"))["devices"]
+def test_unlike_gpus_have_no_names_before_cuda_is_asked(show, monkeypatch):
+    box = [make_sample(0, name="NVIDIA T400"), BOX[1]]
+    out = show(box)
+    assert out.count("cuda:?") == 2
+    assert "CUDA numbers unlike GPUs fastest first" in out
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert "cuda:1" in show(box)
+
+
+def test_json_has_bytes_and_hidden_devices(show, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    records = json.loads(show(BOX, "--json"))["devices"]
     assert records[0] == {
         "device": "cuda:0",
         "index": 1,
@@ -121,57 +132,42 @@ def test_json_has_bytes_and_hidden_devices(show):
 
 
 def test_what_is_not_known_has_a_sign(show):
-    mps = as_visible(
-        0,
-        BOX[0],
-        device=torch.device("mps"),
-        name="MPS",
-        index=None,
-        uuid=None,
-        free_memory_bytes=None,
-        total_memory_bytes=None,
-        utilization_pct=None,
-    )
-    (row,) = [line for line in show([mps], None).splitlines() if "mps" in line]
-    assert [cell.strip() for cell in row.split("│")[1:-1]] == ["mps", "-", "MPS", "-", "? / ?", "-", "-"]
+    unknown = dict.fromkeys(["index", "uuid", "free_memory_bytes", "total_memory_bytes", "utilization_pct"])
+    mps = as_visible(0, BOX[0], device=torch.device("mps"), name="MPS", **unknown)
+    assert cells(show(None, "--torch", visible=[mps])) == [["mps", "-", "MPS", "-", "? / ?", "-", "-"]]
 
 
 def test_narrow_terminal_loses_nothing_of_the_uuid():
     stream = io.StringIO()
-    Console(file=stream, width=80).print(devices.build_table([BOX[0]], {}))
+    Console(file=stream, width=80).print(devices.build_table([("cuda:0", BOX[0])], {}))
     column = [line.split("│")[4].strip() for line in stream.getvalue().splitlines() if "│" in line]
     assert "".join(column) == BOX[0].uuid
 
 
 def test_markup_in_a_name_is_shown_as_it_is(show):
-    assert "[bold]x" in show([as_visible(0, BOX[0], name="[bold]x")], BOX)
+    assert "[bold]x" in show([make_sample(0, name="[bold]x")])
 
 
-def test_mig_instances_are_listed_with_their_uuids(show, monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+def test_mig_instances_are_listed_with_their_uuids(show):
     box = sample_devices(FakeNvml(mig_gpu()))
-    first, second = box[0].mig_instances
-    assert [line.split("│")[2].strip() for line in show([], box).splitlines() if "│" in line] == ["0:0", "0:1"]
-    out = show([as_visible(0, first)], box)
-    assert first.uuid in out
-    assert second.uuid in out
-    assert "out of torch's reach" not in out  # CUDA uses one instance in a process
-    assert "1 GPU is out of torch's reach" in show([], box)
+    out = show(box)
+    assert [(row[0], row[1]) for row in cells(out)] == [("cuda:0", "0:0"), ("-", "0:1")]
+    assert all(part.uuid in out for part in box[0].mig_instances)
+    assert "hidden" not in out  # CUDA uses one instance in a process
 
 
 def test_gpu_in_mig_mode_without_instances_is_listed_itself(show):
-    assert "GPU-1f2e3d4c" in show([], sample_devices(FakeNvml(mig_gpu(num_instances=0))))
+    assert "GPU-1f2e3d4c" in show(sample_devices(FakeNvml(mig_gpu(num_instances=0))))
 
 
 HOLDERS = {BOX[0].uuid: Holder(pid=12, command="train.py")}
 
 
 def test_reservations_are_shown(show):
-    out = show([as_visible(0, BOX[1])], BOX, holders=HOLDERS)
+    out = show(BOX, holders=HOLDERS)
     assert "reserved by process 12 (train.py)" in out
-    records = json.loads(show([as_visible(0, BOX[1])], BOX, "--json", holders=HOLDERS))["devices"]
-    assert [record["reserved_by"] for record in records] == [None, {"pid": 12, "command": "train.py"}]
+    records = json.loads(show(BOX, "--json", holders=HOLDERS))["devices"]
+    assert [record["reserved_by"] for record in records] == [{"pid": 12, "command": "train.py"}, None]
 
 
 @pytest.mark.parametrize(
@@ -190,34 +186,27 @@ def test_reservations_are_shown(show):
     ],
 )
 def test_visible_format_is_a_value_for_the_variable(show, arguments, expected):
-    out = show([], BOX, *arguments, "--format", "visible")
+    out = show(BOX, *arguments, "--format", "visible")
     assert out == ",".join(BOX[index].uuid for index in expected) + "\n"
 
 
 def test_visible_format_leaves_out_what_is_reserved(show):
-    assert show([], BOX, "--select", "1", "--format", "visible", holders=HOLDERS) == BOX[1].uuid + "\n"
+    assert show(BOX, "--select", "1", "--format", "visible", holders=HOLDERS) == BOX[1].uuid + "\n"
 
 
 @pytest.mark.parametrize("arguments", [["--select", "3"], ["--min-free", "101GiB"], ["--name", "A100"]])
 def test_selection_that_cannot_be_met_is_three_and_prints_nothing_to_stdout(invoke, arguments):
-    result = invoke([], BOX, *arguments, "--format", "visible")
+    result = invoke(BOX, *arguments, "--format", "visible")
     assert (result.exit_code, result.stdout) == (3, "")
     assert "GPU 1   NVIDIA H200" in result.stderr
 
 
 def test_selected_rows_come_in_the_order_of_the_choice(show):
-    visible = [as_visible(0, BOX[1]), as_visible(1, BOX[0])]
-    records = json.loads(show(visible, BOX, "--select", "2", "--json"))["devices"]
+    records = json.loads(show(BOX, "--select", "1,0", "--json"))["devices"]
     assert [record["device"] for record in records] == ["cuda:1", "cuda:0"]
-    table = show(visible, BOX, "--select", "1")
-    assert "cuda:1" in table
-    assert "cuda:0" not in table
-
-
-def test_visible_format_needs_no_torch():
-    code = "import sys; sys.argv[1:] = ['devices', '--format', 'visible']\nfrom everygpu.cli import main\n"
-    code += "try: main()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    table = show(BOX, "--select", "1")
+    assert "cuda:0" in table
+    assert "cuda:1" not in table
 
 
 @pytest.mark.parametrize(
@@ -225,10 +214,12 @@ def test_visible_format_needs_no_torch():
     [["--watch", "--json"], ["--watch", "--format=visible"], ["--select", "x"], ["--interval", "0"], ["--sort", "y"]],
 )
 def test_wrong_usage_is_two(invoke, arguments):
-    assert invoke([], BOX, *arguments).exit_code == 2
+    assert invoke(BOX, *arguments).exit_code == 2
 
 
-def test_watch_asks_again_until_interrupted(show, monkeypatch):
+@pytest.fixture
+def sleeps(monkeypatch):
+    """Interrupt at the third pause; gives the lengths of the pauses."""
     times = []
 
     def sleep(seconds):
@@ -236,10 +227,22 @@ def test_watch_asks_again_until_interrupted(show, monkeypatch):
         if len(times) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(live.time, "sleep", sleep)
-    out = show([as_visible(0, BOX[0])], BOX, "--watch", "--interval", "0.5")
-    assert out.count("cuda:0") == 3
-    assert times == [0.5] * 3
+    monkeypatch.setattr(devices.time, "sleep", sleep)
+    return times
+
+
+def test_watch_asks_again_until_interrupted(show, sleeps):
+    assert show(BOX[:1], "--watch", "--interval", "0.5").count("NVIDIA H200") == 3
+    assert sleeps == [0.5] * 3
+
+
+@pytest.mark.usefixtures("sleeps")
+def test_watch_has_a_line_a_device_with_runs_and_programs(show):
+    out = show(BOX, "--watch", holders=HOLDERS, names={7: "/usr/bin/python3"})
+    assert cells(out)[:2] == [
+        ["0", "NVIDIA H200", "0%", "40.0 GiB / 140.0 GiB", "train.py (12)"],
+        ["1", "NVIDIA H200", "97%", "137.0 GiB / 140.0 GiB", "python3 (7), ? (8)"],
+    ]
 
 
 def test_this_machine_answers():

@@ -7,10 +7,8 @@ from click.testing import CliRunner
 
 from everygpu.cli import doctor as command
 from everygpu.cli import main
-from everygpu.devices import doctor
-from everygpu.devices.checks import Finding
-from everygpu.devices.doctor import Diagnosis
-from everygpu.devices.peer_run import Outcome, PairReport
+from everygpu.devices.doctor import Diagnosis, Finding
+from everygpu.devices.p2p import Outcome, PairReport
 
 OK = Finding(check="driver", state="ok", message="NVIDIA driver [580]")
 WARNING = Finding(check="P2P", state="warning", message="copies hang between 0>1", fix="Turn off IOMMU.")
@@ -29,7 +27,7 @@ def run(monkeypatch):
             invoke.asked = test_peers
             return Diagnosis(findings=tuple(findings), peers=peers)
 
-        monkeypatch.setattr(doctor, "diagnose", diagnose)
+        monkeypatch.setattr("everygpu.devices.doctor.diagnose", diagnose)
         return CliRunner().invoke(main, ["doctor", *arguments])
 
     return invoke
@@ -57,7 +55,8 @@ def test_matrix_has_speeds_and_verdicts(run):
 
 
 def test_pair_that_was_not_measured():
-    assert command._cell(PairReport(verdict="right")) == "right"
+    peers = Outcome(pairs={(0, 1): PairReport(verdict="right"), (1, 0): PairReport(verdict="right")})
+    assert list(command.build_matrix(peers).columns[2].cells) == ["right", ""]
 
 
 def test_json(run):

@@ -7,25 +7,40 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from everygpu.cli.launch import Launch, launch, pass_on
+from everygpu.cli.launch import OPTIONS, launch, torchrun_arguments
 
 
-@pytest.fixture(autouse=True)
-def put_back(monkeypatch):
-    """Have what a launch sets for torchrun taken back."""
-    monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", "SIGTERM")
+def parse(*arguments, **options):
+    return run.parse_args(torchrun_arguments(*arguments, **options))
 
 
-def test_alone_on_a_box():
-    arguments = Launch(num_processes=2).arguments("dir/train.py", ["--lr", "1"])
-    assert arguments == ["--standalone", "--nproc-per-node", "2", "dir/train.py", "--lr", "1"]
+def test_alone_on_a_machine():
+    parsed = parse(2, {}, "dir/train.py", ["--lr", "1"])
+    assert (parsed.standalone, parsed.nproc_per_node) == (True, "2")
+    assert (parsed.training_script, parsed.training_script_args) == ("dir/train.py", ["--lr", "1"])
 
 
-def test_arguments_are_understood_by_torchrun():
-    plan = Launch(num_processes=4, nnodes="2", rdzv_endpoint="first:29400")
-    parsed = run.parse_args(plan.arguments("train.py", ["--nnodes", "9"]))
-    assert (parsed.nproc_per_node, parsed.nnodes, parsed.rdzv_endpoint) == ("4", "2", "first:29400")
-    assert (parsed.training_script, parsed.training_script_args) == ("train.py", ["--nnodes", "9"])
+def test_several_machines_meet_by_c10d():
+    parsed = parse(4, {"--nnodes": "2", "--rdzv-endpoint": "first:29400"}, "dir/train.py", ["--nnodes", "9"])
+    assert (parsed.standalone, parsed.nproc_per_node, parsed.nnodes) == (False, "4", "2")
+    assert (parsed.rdzv_backend, parsed.rdzv_endpoint, parsed.rdzv_id) == ("c10d", "first:29400", "train.py")
+    assert parsed.training_script_args == ["--nnodes", "9"]
+
+
+def test_other_ways_to_meet_are_torchruns():
+    parsed = parse(4, {"--nnodes": "2", "--master-addr": "first", "--node-rank": "1"}, "train.py", [])
+    assert (parsed.rdzv_backend, parsed.master_addr, parsed.node_rank) == ("static", "first", 1)
+    assert parse(4, {"--nnodes": "2", "--rdzv-id": "7"}, "train.py", []).rdzv_id == "7"
+
+
+def test_a_module():
+    parsed = parse(2, {}, "package.train", ["-x"], is_module=True)
+    assert (parsed.module, parsed.training_script, parsed.training_script_args) == (True, "package.train", ["-x"])
+
+
+def test_options_are_torchruns_own():
+    known = {name for action in run.get_args_parser()._actions for name in action.option_strings}
+    assert set(OPTIONS) <= known
 
 
 def failure(exitcode):
@@ -49,23 +64,10 @@ def test_endings(monkeypatch, ending, code, words):
             raise ending
 
     monkeypatch.setattr(run, "main", main)
-    assert launch(Launch(num_processes=2), "train.py", []) == (code, words)
+    assert launch(["train.py"]) == (code, words)
 
 
 def test_other_errors_go_through(monkeypatch):
     monkeypatch.setattr(run, "main", lambda arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        launch(Launch(num_processes=2), "train.py", [])
-
-
-def test_a_module():
-    plan = Launch(num_processes=2, is_module=True)
-    assert plan.arguments("package.train", ["-x"])[-4:] == ["2", "--module", "package.train", "-x"]
-
-
-def test_options_of_torchruns_are_passed_on():
-    options = pass_on({"--local-ranks-filter": "0", "--tee": None, "--log-dir": "logs", "--max-restarts": "2"})
-    arguments = Launch(num_processes=2, passed_on=options).arguments("train.py", ["--tee", "x"])
-    parsed = run.parse_args(arguments)
-    assert (parsed.local_ranks_filter, parsed.tee, parsed.log_dir, parsed.max_restarts) == ("0", "0", "logs", 2)
-    assert parsed.training_script_args == ["--tee", "x"]
+        launch(["train.py"])

@@ -3,8 +3,8 @@
 import click
 import pytest
 
-from everygpu.cli.filters import Filters
-from everygpu.cli.plan import Manners, Plan, Request, choose_gpus, parse_request, plan_run
+from everygpu.cli.options import Filters, Request, read_request
+from everygpu.cli.plan import Plan, choose_gpus, plan_run
 from everygpu.devices import nvml
 from everygpu.devices.nvml import sample_devices
 from everygpu.devices.reserve import Holder
@@ -14,6 +14,12 @@ from tests.devices.fake_nvml import GIB, H200_UUIDS, MIG_UUIDS, FakeNvml, Gpu, m
 
 BOX = [make_sample(0, free=10 * GIB), make_sample(1, free=90 * GIB), make_sample(2, free=50 * GIB)]
 UUIDS = [sample.uuid for sample in BOX]
+
+
+def parse_request(text):
+    return read_request(None, None, text)
+
+
 CPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 
 
@@ -35,7 +41,7 @@ def test_what_gpus_says(text, request_):
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "all", "1.5", ",", "0,,1", "0;1", "0,1,0", "GPU-1", "0, 1"])
 def test_what_gpus_cannot_say(text):
-    with pytest.raises(click.BadParameter, match="got") as caught:
+    with pytest.raises(click.BadParameter, match="auto|twice") as caught:
         parse_request(text)
     assert repr(text) in str(caught.value.message)
 
@@ -44,11 +50,11 @@ def test_what_gpus_cannot_say(text):
 def plan(monkeypatch):
     """Plan a run on a box of samples; None stands for a machine without a driver."""
 
-    def make(gpus="auto", *, min_free=None, min_count=None, samples=BOX, manners=Manners(share=True), **environ):  # noqa: B008
+    def make(gpus="auto", *, min_free=None, min_count=None, samples=BOX, **environ):
         monkeypatch.setattr(nvml, "sample_devices", lambda: samples)
         request = parse_request(gpus)
         filters = Filters(min_free=min_free, min_count=min_count)
-        return plan_run(request, filters.demand(request.num_asked), environ, manners)
+        return plan_run(request, filters.demand(request), environ, share=True)
 
     return make
 
@@ -82,19 +88,18 @@ def test_auto_without_a_driver_leaves_torch_what_it_finds(plan, samples):
     made = plan(samples=samples)
     assert made.environ == {}
     assert made.num_gpus == 0
-    assert "no NVIDIA GPU" in made.note
+    assert "No NVIDIA GPU" in made.note
 
 
 @pytest.mark.parametrize(
-    ("min_free", "environ", "words"),
+    ("environ", "words"),
     [
-        ("91GiB", {}, "no GPU with 91.0 GiB free fits: the script runs on the CPU"),
-        (None, {"CUDA_VISIBLE_DEVICES": ""}, "no GPU among CUDA_VISIBLE_DEVICES='' fits: the script"),
-        (None, {"CUDA_VISIBLE_DEVICES": "1,1"}, "no GPU among CUDA_VISIBLE_DEVICES='1,1'"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "No usable GPU in CUDA_VISIBLE_DEVICES='': the script runs on the CPU"),
+        ({"CUDA_VISIBLE_DEVICES": "1,1"}, "No usable GPU in CUDA_VISIBLE_DEVICES='1,1'"),
     ],
 )
-def test_auto_falls_to_the_cpu_with_one_line(plan, min_free, environ, words):
-    made = plan(min_free=min_free, **environ)
+def test_auto_falls_to_the_cpu_with_one_line(plan, environ, words):
+    made = plan(**environ)
     assert made.environ == CPU
     assert made.num_gpus == 0
     assert words in made.note
@@ -104,9 +109,10 @@ def test_auto_falls_to_the_cpu_with_one_line(plan, min_free, environ, words):
 @pytest.mark.parametrize(
     ("gpus", "min_free", "environ", "words"),
     [
-        ("4", None, {}, "4 fitting devices required, got 3 of 3"),
+        ("4", None, {}, "Found 3 of 4 requested GPUs"),
+        ("auto", "91GiB", {}, "Found 0 of 1 requested GPUs"),
         ("3", "20GiB", {}, "GPU 0 .* below 20.0 GiB"),
-        ("0,7", None, {}, "2 fitting devices required, got 1 of 3"),
+        ("0,7", None, {}, "Found 1 of 2 requested GPUs"),
         ("0,1", "20GiB", {}, "GPU 2 .* not asked for"),
         ("0,1", None, {"CUDA_VISIBLE_DEVICES": "1,2"}, "GPU 0 .* hidden by CUDA_VISIBLE_DEVICES='1,2'"),
         ("1", None, {"CUDA_VISIBLE_DEVICES": "-1"}, "GPU 2 .* hidden by CUDA_VISIBLE_DEVICES='-1'"),
@@ -119,7 +125,7 @@ def test_what_is_asked_for_and_cannot_be_had(plan, gpus, min_free, environ, word
 
 
 def test_asking_for_gpus_without_a_driver(plan):
-    with pytest.raises(DeviceError, match="got none"):
+    with pytest.raises(DeviceError, match="Found 0 of 1 requested GPUs: this machine has none"):
         plan("1", samples=None)
 
 
@@ -127,7 +133,7 @@ def test_the_fewest_that_will_do(plan):
     assert plan("3", min_free="20GiB", min_count=2).num_gpus == 2
     assert plan(min_free="20GiB", min_count=2).num_gpus == 2
     for options in ({"min_free": "20GiB"}, {"samples": None}, {"CUDA_VISIBLE_DEVICES": ""}):
-        with pytest.raises(DeviceError, match="3 fitting devices required"):
+        with pytest.raises(DeviceError, match="of 3 requested GPUs"):
             plan(min_count=3, **options)  # the CPU will not do
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,9 +15,10 @@ from click.testing import CliRunner
 
 from everygpu.cli import main
 from everygpu.cli.plan import NO_GPU
-from everygpu.cli.script import run_module, run_script
+from everygpu.cli.script import run_script
 from everygpu.devices import nvml
 from tests.cli.runs import command_of, everygpu, install_driver
+from tests.devices.fake_nvml import H200_UUIDS
 
 
 @pytest.fixture
@@ -78,11 +80,45 @@ def test_environment_is_set_before_the_script_starts(script, tmp_path):
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize(("arguments", "code"), [(["--min-free", "999GiB"], 3), (["--name", "A100"], 3), ([], 0)])
+def test_a_named_demand_that_is_not_met_does_not_fall_to_the_cpu(script, tmp_path, arguments, code):
+    started = time.monotonic()
+    waiting = run("--wait", "--timeout", "60", *arguments, script("print('ran')"), fake_gpus=tmp_path)
+    assert (waiting.returncode, waiting.stdout) == (code, "" if code else "ran\n")
+    assert time.monotonic() - started < 60  # no GPU comes to have more memory, or another name
+    if code:
+        assert "Omit --gpus and the filters, or pass --cpu, to use the CPU." in waiting.stderr
+
+
+def test_one_process_for_each_chosen_gpu(script, tmp_path):
+    line = "os.environ['LOCAL_RANK'] + ' ' + os.environ['CUDA_VISIBLE_DEVICES'] + '\\n'"  # in one write
+    path = script(f"import os; os.write(1, ({line}).encode())")
+    done = run("--processes", "auto", "--redirects", "0", path, fake_gpus=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"{rank} {','.join(H200_UUIDS)}" for rank in (0, 1)]
+
+
+def test_one_process_for_each_gpu_needs_a_gpu(script, tmp_path):
+    install_driver(tmp_path, "")
+    done = everygpu("run", "--processes", "auto", script("print('ran')"), fake_gpus=tmp_path)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr == "Error: No GPU for --processes auto. Pass --processes N --cpu to use the CPU.\n"
+
+
+def test_a_script_may_run_without_an_output(script):
+    path = script("raise SystemExit(3)")
+    command = command_of("run", path)
+    words = " ".join(shlex.quote(word) for word in command.pop("args"))
+    done = subprocess.run(["sh", "-c", f"{words} >&-"], **command, stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 3
+    assert "Traceback" not in done.stderr
+
+
 def test_unmet_request_is_three_and_the_script_does_not_run(script, tmp_path):
     done = run("--gpus", "3", script("print('ran')"), fake_gpus=tmp_path)
     assert done.returncode == 3
     assert done.stdout == ""
-    assert "3 fitting devices required, got 2 of 2" in done.stderr
+    assert "Found 2 of 3 requested GPUs" in done.stderr
     assert "GPU 1   NVIDIA H200" in done.stderr
 
 
@@ -99,6 +135,7 @@ def test_cpu_hides_the_gpus(script, tmp_path):
         ("import torch, sys; sys.exit(0)", True),
         ("import torch; torch.cuda.used = True", False),
         ("import torch, sys; sys.exit(2)", False),
+        ("import torch, subprocess, sys; subprocess.run([sys.executable, '-c', ''])", False),
         ("", False),
     ],
 )
@@ -152,7 +189,7 @@ class TestInThisProcess:
     def test_command_passes_the_code_on(self, script, ending, code):
         result = CliRunner().invoke(main, ["run", str(script(f"import sys; sys.exit({ending})"))])
         assert result.exit_code == code
-        assert "no NVIDIA GPU found" in result.stderr
+        assert "No NVIDIA GPU found" in result.stderr
 
     @pytest.mark.parametrize(
         ("option", "asked"), [([], [600]), (["--watchdog", "60"], [60]), (["--watchdog", "0"], [])]
@@ -225,7 +262,7 @@ class TestInThisProcess:
             ["run", "--processes", "0", "SCRIPT"],
             ["run", "--processes", "all", "SCRIPT"],
             ["run", "--nnodes", "2", "SCRIPT"],
-            ["run", "--processes", "2", "--nnodes", "2", "SCRIPT"],
+            ["run", "--processes", "auto", "--cpu", "SCRIPT"],
             ["run", "--tee", "3", "SCRIPT"],
         ],
     )
@@ -286,7 +323,7 @@ class TestModule:
             del sys.modules[name]
 
     def test_its_traceback_begins_in_it(self, capsys):
-        assert run_module("package.fails", []) == 1
+        assert run_script("package.fails", [], True) == 1
         said = capsys.readouterr().err
         assert "ZeroDivisionError" in said
         assert "script.py" not in said
@@ -304,7 +341,7 @@ class TestModule:
         assert "'package.train' does not exist. For a module, write -m." in result.stderr
 
 
-@pytest.mark.parametrize(("size", "said"), [("8", "Write 8GiB"), (" 1.5 ", "needs a unit"), ("much", "looks like")])
+@pytest.mark.parametrize(("size", "said"), [("8", "Write 8GiB"), (" 1.5 ", "has no unit"), ("much", "looks like")])
 @pytest.mark.parametrize("option", ["--min-free", "--min-total"])
 def test_a_size_needs_its_unit(option, size, said):
     result = CliRunner().invoke(main, ["devices", option, size])

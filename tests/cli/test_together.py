@@ -10,8 +10,8 @@ import time
 import pytest
 
 from everygpu.cli import plan as planning
-from everygpu.cli.plan import Manners, Request, plan_run
-from everygpu.cli.run import ask_for_each
+from everygpu.cli.options import Request
+from everygpu.cli.plan import plan_run
 from everygpu.devices import nvml
 from everygpu.devices.reserve import OWN
 from everygpu.devices.select import check_demand
@@ -227,8 +227,8 @@ def test_waiting_asks_the_driver_again(clock, monkeypatch):
 
     monkeypatch.setattr(nvml, "sample_devices", sample)
     told = []
-    manners = Manners(wait_s=100, tell=told.append)
-    plan = plan_run(Request(count=1), check_demand(count=1, min_free_memory="50GiB"), {}, manners)
+    demand = check_demand(count=1, min_free_memory="50GiB")
+    plan = plan_run(Request(count=1), demand, {}, wait_s=100, tell=told.append)
     assert plan.environ["CUDA_VISIBLE_DEVICES"] == plan.environ[OWN] == make_sample(0).uuid
     assert clock[0] == 6.0
     assert len(told) == 1
@@ -239,13 +239,13 @@ def test_waiting_asks_the_driver_again(clock, monkeypatch):
 def test_waiting_ends_on_time_to_the_second(clock, monkeypatch):
     monkeypatch.setattr(nvml, "sample_devices", lambda: [make_sample(0, free=GIB)])
     with pytest.raises(DeviceError, match="--wait starts the script"):
-        plan_run(Request(count=1), check_demand(count=1, min_free_memory="50GiB"), {}, Manners(wait_s=3))
+        plan_run(Request(count=1), check_demand(count=1, min_free_memory="50GiB"), {}, wait_s=3)
     assert clock[0] == 3.0
 
 
 def test_auto_waits_rather_than_take_the_cpu(clock, monkeypatch):
     monkeypatch.setattr(nvml, "sample_devices", lambda: [make_sample(0, free=(90 if clock[0] else 1) * GIB)])
-    plan = plan_run(Request(), check_demand(min_free_memory="50GiB"), {}, Manners(wait_s=9, share=True))
+    plan = plan_run(Request(), check_demand(min_free_memory="50GiB"), {}, wait_s=9, share=True)
     assert plan.num_gpus == 1
     assert plan.locks == ()
     assert OWN not in plan.environ
@@ -271,13 +271,6 @@ def test_processes_hands_over_to_torchrun(box):
     assert json.loads(line) == [[rank, 2, ["-x", "1"], f"{A},{B}", "auto"] for rank in range(2)]
 
 
-@pytest.mark.parametrize(("processes", "count"), [(None, None), (0, None), (1, None), (3, 3)])
-def test_one_process_has_all_gpus_and_several_have_one_each(monkeypatch, processes, count):
-    monkeypatch.setattr(nvml, "sample_devices", lambda: [make_sample(0)])
-    assert ask_for_each(processes, Request()) == Request(count=count)
-    assert ask_for_each(processes, Request(indices=(0,))) == Request(indices=(0,))
-
-
 @pytest.mark.usefixtures("warm_python")
 def test_exit_code_of_the_process_that_failed_is_passed_on(box):
     (box / "fail.py").write_text("import os, sys, time; os.environ['RANK'] == '1' and sys.exit(7); time.sleep(200)")
@@ -291,4 +284,4 @@ def test_exit_code_of_the_process_that_failed_is_passed_on(box):
 def test_a_gpu_for_each_process_or_none_starts(box):
     done = everygpu("run", "--processes", "3", box / "say.py", fake_gpus=box)
     assert (done.returncode, done.stdout) == (3, "")
-    assert "3 fitting devices required, got 2 of 2" in done.stderr
+    assert "Found 2 of 3 requested GPUs" in done.stderr

@@ -34,4 +34,4 @@ def test_shows_what_it_showed(tmp_path):
     assert done.returncode == 0, done.stderr
     assert outputs(Path(copy)) == outputs(NOTEBOOK)
     assert Path(copy).read_bytes() != NOTEBOOK.read_bytes()  # it was run
-    assert (tmp_path / "checkpoints" / "spirals" / "manifest.json").exists()
+    assert (tmp_path / "checkpoints" / "spirals" / "checkpoint.json").exists()

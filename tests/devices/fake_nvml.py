@@ -17,7 +17,6 @@ class Gpu:
 
     name: str = "NVIDIA H200"
     uuid: str = H200_UUIDS[0]
-    bus_id: str = "00000000:00:06.0"
     total: int | None = 140 * GIB
     used: int = 0
     reserved: int = GIB
@@ -26,9 +25,6 @@ class Gpu:
     mig: "list[Gpu] | None" = None
     lost: bool = False
     temperature: int | None = 31
-    power: int | None = 76_500
-    power_limit: int | None = 700_000
-    persistence: int | None = 1
     slowdowns: int | None = 1
 
 
@@ -93,9 +89,6 @@ class FakeNvml:
     def nvmlDeviceGetUUID(self, gpu: Gpu) -> object:
         return self._known(gpu.uuid)
 
-    def nvmlDeviceGetPciInfo(self, gpu: Gpu) -> SimpleNamespace:
-        return SimpleNamespace(busId=gpu.bus_id)
-
     def nvmlDeviceGetMemoryInfo(self, gpu: Gpu, version: int | None = None) -> SimpleNamespace:
         if version is not None and self.old_driver:
             self._fail(self.NVML_ERROR_FUNCTION_NOT_FOUND)
@@ -113,15 +106,6 @@ class FakeNvml:
     def nvmlDeviceGetTemperature(self, gpu: Gpu, sensor: int) -> object:
         assert sensor == 0
         return self._known(gpu.temperature)
-
-    def nvmlDeviceGetPowerUsage(self, gpu: Gpu) -> object:
-        return self._known(gpu.power)
-
-    def nvmlDeviceGetEnforcedPowerLimit(self, gpu: Gpu) -> object:
-        return self._known(gpu.power_limit)
-
-    def nvmlDeviceGetPersistenceMode(self, gpu: Gpu) -> object:
-        return self._known(gpu.persistence)
 
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu: Gpu) -> object:
         return self._known(gpu.slowdowns)
@@ -150,7 +134,7 @@ class FakeNvml:
 
 def two_h200s(**changes: object) -> tuple[Gpu, Gpu]:
     """The GPUs of the machine whose answers are recorded here, idle; ``changes`` go to the second."""
-    second = Gpu(uuid=H200_UUIDS[1], bus_id="00000000:00:07.0")
+    second = Gpu(uuid=H200_UUIDS[1])
     return Gpu(), replace(second, **changes)  # type: ignore[arg-type]
 
 
@@ -163,7 +147,6 @@ def mig_gpu(num_instances: int = 2) -> Gpu:
     return Gpu(
         name="NVIDIA A100-SXM4-40GB",
         uuid="GPU-1f2e3d4c-aaaa-bbbb-cccc-123456789abc",
-        bus_id="00000000:0A:00.0",
         total=40 * GIB,
         utilization=None,
         mig=slices,
@@ -176,7 +159,6 @@ def make_sample(index: int, *, free: int | None = 100 * GIB, **changes: object) 
         "index": index,
         "name": "NVIDIA H200",
         "uuid": f"GPU-{index:08x}-0df6-c9f7-a45c-22c4343803ae",
-        "pci_bus_id": f"00000000:{index + 1:02X}:00.0",
         "total_memory_bytes": None if free is None else 140 * GIB,
         "used_memory_bytes": None if free is None else 140 * GIB - free,
         "free_memory_bytes": free,

@@ -1,14 +1,16 @@
-"""Each check on facts of sound and unsound machines."""
+"""Each check on facts of sound and unsound machines, and limits and variables at the limits."""
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from everygpu.devices import checks
-from everygpu.devices.checks import TorchBuild
+from everygpu.devices import doctor
+from everygpu.devices.doctor import TorchBuild
 from everygpu.devices.nvml import DriverSample, NvmlFailure
-from everygpu.devices.peer_run import Outcome, PairReport
-from tests.devices.fake_nvml import make_sample
+from everygpu.devices.p2p import Outcome, PairReport
+from tests.devices.fake_nvml import GIB, make_sample
 
 DRIVER = DriverSample(version="580.159.03", cuda_version=(13, 0))
 ABSENT = NvmlFailure(is_absent=True, text="Driver Not Loaded")
@@ -35,12 +37,12 @@ RIGHT = PairReport(verdict="right")
         (replace(DRIVER, cuda_version=None), 2, "ok", "580.159.03"),
         (BROKEN, 2, "error", "mismatch"),
         (BROKEN, 0, "error", "mismatch"),
-        (ABSENT, 2, "error", "2 NVIDIA GPU(s) on the PCI bus"),
+        (ABSENT, 2, "error", "2 NVIDIA GPU(s) without a driver"),
         (ABSENT, 0, "note", "Driver Not Loaded"),
     ],
 )
 def test_driver(driver, num_boards, state, words):
-    finding = checks.check_driver(driver, num_boards)
+    finding = doctor.check_driver(driver, num_boards)
     assert finding.state == state
     assert words in finding.message
     assert (finding.fix is not None) == (state == "error")
@@ -52,7 +54,7 @@ def test_driver(driver, num_boards, state, words):
         ({}, DRIVER, {}, "ok", "CUDA 13.0 sees 2 GPU(s)"),
         ({"cuda_version": (12, 8)}, DRIVER, {}, "ok", "12.8"),
         ({"cuda_version": (13, 2)}, DRIVER, {}, "ok", "13.2"),
-        ({"cuda_version": (14, 0)}, DRIVER, {}, "error", "built for CUDA 14.0, the driver serves 13.0 at most"),
+        ({"cuda_version": (14, 0)}, DRIVER, {}, "error", "built for CUDA 14.0, the driver serves 13.0"),
         ({"cuda_version": (14, 0)}, replace(DRIVER, cuda_version=None), {}, "ok", "14.0"),
         ({"num_devices": 0}, DRIVER, {}, "error", "torch sees no GPU, and the driver does"),
         ({"num_devices": 0}, DRIVER, {"CUDA_VISIBLE_DEVICES": "9"}, "warning", "CUDA_VISIBLE_DEVICES='9'"),
@@ -63,26 +65,10 @@ def test_driver(driver, num_boards, state, words):
     ],
 )
 def test_torch(changes, driver, environ, state, words):
-    finding = checks.check_torch(replace(BUILD, **changes), driver, environ)
+    finding, *_ = doctor.check_torch(replace(BUILD, **changes), driver, environ)
     assert finding.state == state
     assert words in finding.message
     assert (finding.fix is not None) == (state != "ok")
-
-
-@pytest.mark.parametrize(
-    ("cuda_version", "driver", "noted"),
-    [
-        ((13, 0), DRIVER, False),
-        ((12, 9), DRIVER, False),
-        ((13, 2), DRIVER, True),
-        ((14, 0), DRIVER, False),
-        ((13, 2), ABSENT, False),
-        (None, DRIVER, False),
-    ],
-)
-def test_minor_version(cuda_version, driver, noted):
-    findings = checks.check_minor_version(replace(BUILD, cuda_version=cuda_version), driver)
-    assert [finding.state for finding in findings] == ["note"] * noted
 
 
 @pytest.mark.parametrize(
@@ -99,38 +85,36 @@ def test_minor_version(cuda_version, driver, noted):
     ],
 )
 def test_architectures(capability, fits):
-    findings = checks.check_architectures(replace(BUILD, capabilities=((9, 0), capability, capability)))
-    assert [finding.state for finding in findings] == ([] if fits else ["error"])
-    if not fits:
-        assert f"capability {capability[0]}.{capability[1]}" in findings[0].message
+    assert lacking(capabilities=((9, 0), capability, capability)) == ([] if fits else [capability])
 
 
-def test_architectures_with_letters_and_none():
-    assert checks.check_architectures(replace(BUILD, architectures=("sm_90a", "sm_120f"))) == []
-    assert checks.check_architectures(replace(BUILD, architectures=())) == []
-    assert checks.check_architectures(replace(BUILD, architectures=("gfx942",), is_rocm=True)) == []
+def lacking(**changes):
+    """The compute capabilities that torch has no kernels for."""
+    words = [f.message.split() for f in doctor.check_torch(replace(BUILD, **changes), DRIVER, {}) if f.state == "error"]
+    return [tuple(map(int, word[-1].split("."))) for word in words]
+
+
+def test_architectures_with_letters_and_of_other_makers():
+    assert lacking(architectures=("sm_90a", "sm_120f")) == []
+    assert lacking(architectures=("gfx942",), is_rocm=True) == []
 
 
 def test_nccl():
-    (found,) = checks.check_nccl(BUILD)
-    assert (found.state, found.message) == ("ok", "NCCL 2.29.3")
-    (lacking,) = checks.check_nccl(replace(BUILD, nccl_version=None))
-    assert lacking.state == "note"
-    assert checks.check_nccl(replace(BUILD, num_devices=1, nccl_version=None)) == []
-    assert checks.check_nccl(CPU_BUILD) == []
+    def states(**changes):
+        return [f.state for f in doctor.check_torch(replace(BUILD, **changes), DRIVER, {}) if f.check == "nccl"]
+
+    assert states() == ["ok"]
+    assert states(nccl_version=None) == ["note"]
+    assert states(num_devices=1, nccl_version=None) == []
 
 
 def test_health():
     hot = make_sample(1, slowdowns=("power brake",), temperature_c=91.0)
-    sleepy = make_sample(2, is_persistent=False)
-    (sound,) = checks.check_health([make_sample(0), make_sample(1, is_persistent=True)])
-    assert (sound.state, sound.message) == ("ok", "2 GPU(s), none is held back")
-    warned, noted = checks.check_health([make_sample(0), hot, sleepy])
-    assert (warned.state, warned.message) == ("warning", "GPU 1 is held back: power brake, at 91 °C")
-    assert noted.state == "note"
-    assert "off on GPU 2" in noted.message
-    assert [f.state for f in checks.check_health([sleepy], is_linux=False)] == ["ok"]
-    assert checks.check_health([]) == []
+    (sound,) = doctor.check_health([make_sample(0), make_sample(1)])
+    assert (sound.state, sound.message) == ("ok", "2 GPU(s), none is slowed")
+    (warned,) = doctor.check_health([make_sample(0), hot])
+    assert (warned.state, warned.message) == ("warning", "GPU 1 is slowed: power brake, at 91 °C")
+    assert list(doctor.check_health([])) == []
 
 
 @pytest.mark.parametrize(
@@ -144,7 +128,7 @@ def test_health():
     ],
 )
 def test_iommu(types, num_devices, noted):
-    findings = checks.check_iommu(types, num_devices)
+    findings = doctor.check_iommu(types, num_devices)
     assert [finding.state for finding in findings] == ["note"] * noted
 
 
@@ -155,14 +139,14 @@ def outcome(**changed):
 
 
 def test_peers_that_are_right():
-    (finding,) = checks.check_peers(outcome())
+    (finding,) = doctor.check_peers(outcome())
     assert (finding.state, finding.message) == ("ok", "copies of 6 of 6 pairs arrive right, at 390 to 392 GB/s")
-    assert checks.check_peers(None) == []
+    assert list(doctor.check_peers(None)) == []
 
 
 def test_peers_that_are_not():
     wrong, hangs = PairReport(verdict="wrong", detail="bfloat16 by a kernel"), PairReport(verdict="hangs")
-    findings = checks.check_peers(outcome(_01=wrong, _02=hangs, _20=hangs, _12=PairReport(verdict="untested")))
+    findings = list(doctor.check_peers(outcome(_01=wrong, _02=hangs, _20=hangs, _12=PairReport(verdict="untested"))))
     assert [finding.state for finding in findings] == ["warning", "warning", "note", "ok"]
     assert "arrive wrong between 0>1 (bfloat16 by a kernel)" in findings[0].message
     assert "hang between 0>2, 2>0" in findings[1].message
@@ -172,7 +156,7 @@ def test_peers_that_are_not():
 
 def test_many_broken_pairs_are_counted():
     pairs = dict.fromkeys(outcome().pairs, PairReport(verdict="hangs"))
-    (finding,) = checks.check_peers(Outcome(pairs=pairs))
+    (finding,) = doctor.check_peers(Outcome(pairs=pairs))
     assert "0>1, 0>2, 1>0 and 3 more" in finding.message
 
 
@@ -182,6 +166,59 @@ def test_many_broken_pairs_are_counted():
 )
 def test_collective(verdict, state, words):
     report = PairReport(verdict=verdict, detail="" if verdict == "right" else "x")
-    finding = checks.check_peers(replace(outcome(), collective=report))[-1]
+    *_, finding = doctor.check_peers(replace(outcome(), collective=report))
     assert (finding.check, finding.state) == ("nccl", state)
     assert finding.message.endswith(words)
+
+
+@pytest.mark.parametrize(
+    ("environ", "states"),
+    [
+        ({}, []),
+        ({"CUDA_LAUNCH_BLOCKING": "1"}, ["warning"]),
+        ({"CUDA_LAUNCH_BLOCKING": "0"}, []),
+        ({"CUDA_LAUNCH_BLOCKING": ""}, []),
+        ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, ["warning"]),
+        ({"NCCL_P2P_DISABLE": "1", "NCCL_DEBUG": "INFO"}, ["note", "note"]),
+        ({"NCCL_DEBUG": "WARN"}, []),
+        ({"EVERYGPU_P2P": "staged"}, ["note"]),
+        ({"EVERYGPU_P2P": "trust"}, ["note"]),
+        ({"EVERYGPU_P2P": "test"}, []),
+    ],
+)
+def test_variables(environ, states):
+    findings = list(doctor.check_environment(environ, []))
+    assert [finding.state for finding in findings] == states
+    assert all(finding.fix for finding in findings)
+    assert all(f"{name}={environ[name]}" in finding.message for name, finding in zip(environ, findings))
+
+
+@pytest.mark.parametrize(
+    ("names", "environ", "noted"),
+    [
+        (["A", "A"], {}, False),
+        (["A", "B"], {}, True),
+        (["A", "B"], {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, True),
+        (["A", "B"], {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, False),
+        ([], {}, False),
+    ],
+)
+def test_order(names, environ, noted):
+    findings = doctor.check_environment(environ, [make_sample(i, name=name) for i, name in enumerate(names)])
+    assert [finding.state for finding in findings] == ["note"] * noted
+
+
+@pytest.mark.parametrize(("total", "state"), [(64 * 2**20, "warning"), (GIB, "ok")])
+def test_shared_memory(monkeypatch, tmp_path, total, state):
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(total=total))
+    finding = next(iter(doctor.check_limits(tmp_path)))
+    assert (finding.state, "--shm-size" in (finding.fix or "")) == (state, state == "warning")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
+@pytest.mark.parametrize(("limit", "state"), [(1024, "warning"), (4095, "warning"), (4096, "ok"), (-1, "ok")])
+def test_open_files(monkeypatch, tmp_path, limit, state):
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (limit, limit))
+    (finding,) = doctor.check_limits(tmp_path)
+    assert (finding.state, "ulimit -n" in (finding.fix or "")) == (state, state == "warning")

@@ -1,14 +1,13 @@
 """Facts as they are gathered, and whole diagnoses of machines."""
 
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 from everygpu.devices import doctor, nvml, p2p
-from everygpu.devices.doctor import count_boards, describe_torch, diagnose, measure_shared_memory, read_iommu_types
-from everygpu.devices.peer_run import Outcome, PairReport
+from everygpu.devices.doctor import count_boards, describe_torch, diagnose, read_iommu_types
+from everygpu.devices.p2p import Outcome, PairReport
 from tests.devices.fake_nvml import FakeNvml, Gpu, two_h200s
 from tests.devices.test_checks import BUILD, CPU_BUILD
 
@@ -37,13 +36,11 @@ def system(tmp_path):
 def test_facts_are_read_from_the_system(system):
     assert count_boards(system) == 2
     assert sorted(read_iommu_types(system)) == ["DMA", "identity"]
-    assert measure_shared_memory(system) > 0
 
 
 def test_system_without_such_files(tmp_path):
     assert count_boards(tmp_path) == 0
     assert read_iommu_types(tmp_path) == []
-    assert measure_shared_memory(tmp_path) is None
 
 
 def test_torch_of_this_machine():
@@ -133,18 +130,6 @@ def test_one_gpu_and_a_quick_look_copy_nothing(examine):
 def test_environment_is_looked_at(examine):
     _, states, _ = examine(FakeNvml(*two_h200s()), BUILD, environ={"CUDA_LAUNCH_BLOCKING": "1"})
     assert states["environment"] == "warning"
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limits")
-def test_limits_of_this_process_are_looked_at(examine, monkeypatch):
-    import resource
-
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, resource.RLIM_INFINITY))
-    states = examine(FakeNvml(*two_h200s()), BUILD)[1]
-    assert (states["open files"], states["pinned memory"]) == ("warning", "note")
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
-    states = examine(FakeNvml(*two_h200s()), BUILD)[1]
-    assert (states["open files"], states["pinned memory"]) == ("ok", "ok")
 
 
 @pytest.mark.gpu

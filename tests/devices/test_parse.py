@@ -25,6 +25,7 @@ def three_gpus(monkeypatch):
     """A machine with three CUDA devices, the second current."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
 
@@ -59,7 +60,7 @@ class TestWithoutAccelerator:
 
     @pytest.mark.parametrize("device", [0, [0], "cuda", ["cuda:0"], [torch.device("cuda:1")], np.int64(0)])
     def test_cuda_is_told_to_be_absent(self, device):
-        with pytest.raises(DeviceError, match=r"CUDA must be available .*only 'cpu'"):
+        with pytest.raises(DeviceError, match=r"No CUDA for .*only 'cpu'"):
             parse_devices(device)
 
     def test_reason_without_cuda_is_torch_itself(self, monkeypatch):
@@ -74,16 +75,16 @@ class TestWithoutAccelerator:
 
     @pytest.mark.parametrize("name", ["mps", "xpu:0", torch.device("mps")])
     def test_other_types_are_absent(self, name):
-        with pytest.raises(DeviceError, match=r"a type that this machine has.*only 'cpu'"):
+        with pytest.raises(DeviceError, match=r"This machine has no .*only 'cpu'"):
             parse_devices([name])
 
     @pytest.mark.parametrize("name", ["meta", "meta:0", torch.device("meta")])
     def test_meta_is_no_device_to_train_on(self, name):
-        with pytest.raises(DeviceError, match=r"must hold values, got .*meta.* no device to train on.*only 'cpu'"):
+        with pytest.raises(DeviceError, match=r"meta.* have no values to train\..*only 'cpu'"):
             parse_devices([name])
 
     def test_the_names_of_others_mean_cuda(self):
-        with pytest.raises(DeviceError, match=r"got 'gpu:0'\. Did you mean 'cuda:0'\? .*only 'cpu'"):
+        with pytest.raises(DeviceError, match=r"'gpu:0' is no device name.* Did you mean 'cuda:0'\? .*only 'cpu'"):
             parse_devices(["gpu:0"])
 
 
@@ -93,7 +94,7 @@ class TestWithoutAccelerator:
 )
 @pytest.mark.usefixtures("three_gpus")
 def test_names_that_others_use_say_what_is_meant(name, meant):
-    with pytest.raises(DeviceError, match=rf"such as 'cuda:0', got '{name}'\. Did you mean '{meant}'\?"):
+    with pytest.raises(DeviceError, match=rf"'{name}' is no device name; 'cuda:0' is one\. Did you mean '{meant}'\?"):
         parse_devices([name])
 
 
@@ -102,7 +103,7 @@ def test_names_that_others_use_say_what_is_meant(name, meant):
 )
 @pytest.mark.usefixtures("three_gpus")
 def test_unknown_name_says_what_there_is(name):
-    with pytest.raises(DeviceError, match=r"a device name .* got .*'cpu' and 3 of 'cuda'") as caught:
+    with pytest.raises(DeviceError, match=r"is no device name.*'cpu' and 3 of 'cuda'") as caught:
         parse_devices([name])
     assert repr(name) in str(caught.value)
 
@@ -110,20 +111,20 @@ def test_unknown_name_says_what_there_is(name):
 @pytest.mark.parametrize("entry", [True, False, 1.0, None, b"cuda", object(), ["cuda:0"], {}])
 @pytest.mark.usefixtures("three_gpus")
 def test_entry_of_a_wrong_type(entry):
-    with pytest.raises(DeviceError, match="must be an int, a str or a torch.device") as caught:
+    with pytest.raises(DeviceError, match=r"is no device\. Pass an int, a str or a torch\.device") as caught:
         parse_devices([0, entry])
-    assert type(entry).__name__ in str(caught.value)
+    assert repr(entry) in str(caught.value)
 
 
 @pytest.mark.parametrize("device_ids", [True, 1.5, object()])
 def test_lone_value_of_a_wrong_type(device_ids):
-    with pytest.raises(DeviceError, match="must be an int, a str or a torch.device"):
+    with pytest.raises(DeviceError, match="Pass an int, a str or a torch.device"):
         parse_devices(device_ids)
 
 
 @pytest.mark.parametrize("device_ids", [[], (), range(0)])
 def test_no_entry(device_ids):
-    with pytest.raises(DeviceError, match="at least one device is required, got an empty list"):
+    with pytest.raises(DeviceError, match="device_ids is empty"):
         parse_devices(device_ids)
 
 
@@ -151,24 +152,24 @@ class TestWithGpus:
 
     @pytest.mark.parametrize("device", [3, -1, "cuda:3", "cuda:300", "cuda:256", torch.device("cuda:44")])
     def test_index_beyond_the_last_says_how_many_there_are(self, device):
-        with pytest.raises(DeviceError, match=r"below the number of its devices, 3 here, .* Use 0 to 2"):
+        with pytest.raises(DeviceError, match=r"cuda has 3 here\. Use 0 to 2"):
             parse_devices([0, device])
 
     @pytest.mark.parametrize("device_ids", [[0, 0], [0, "cuda:0"], [1, 0, torch.device("cuda:1")], ["cuda", 1]])
     def test_same_gpu_twice(self, device_ids):
-        with pytest.raises(DeviceError, match=r"can hold one replica, got cuda:[01] more than once"):
+        with pytest.raises(DeviceError, match=r"device_ids names cuda:[01] twice"):
             parse_devices(device_ids)
 
     @pytest.mark.parametrize("device_ids", [["cpu", 0], [0, 1, "cpu"]])
     def test_mixed_types(self, device_ids):
-        with pytest.raises(DeviceError, match="must be of one type, got cpu and cuda"):
+        with pytest.raises(DeviceError, match="device_ids mixes cpu and cuda"):
             parse_devices(device_ids)
 
     def test_cpu_replicas_are_still_possible(self):
         assert parse_devices(["cpu", "cpu"]) == [CPU, CPU]
 
     def test_other_accelerator_is_absent(self):
-        with pytest.raises(DeviceError, match=r"a type that this machine has, got 'mps'"):
+        with pytest.raises(DeviceError, match=r"This machine has no 'mps'"):
             parse_device("mps")
 
 
@@ -179,11 +180,11 @@ class TestWithMps:
         assert parse_devices(device_ids) == [torch.device("mps", 0)]
 
     def test_there_is_one(self):
-        with pytest.raises(DeviceError, match=r"1 here, got 'mps:1'. Use 0,"):
+        with pytest.raises(DeviceError, match=r"No device 'mps:1': mps has 1 here. Use 0,"):
             parse_devices("mps:1")
 
     def test_an_int_means_cuda(self):
-        with pytest.raises(DeviceError, match="CUDA must be available"):
+        with pytest.raises(DeviceError, match="No CUDA for 0"):
             parse_devices([0])
 
 
@@ -221,7 +222,7 @@ def test_real_devices():
     count = torch.cuda.device_count()
     assert parse_devices(None) == cuda(*range(count))
     assert parse_devices("cuda") == cuda(torch.cuda.current_device())
-    with pytest.raises(DeviceError, match=f"{count} here"):
+    with pytest.raises(DeviceError, match=f"has {count} here"):
         parse_devices([count])
     for device in parse_devices(None):
         assert torch.zeros(1, device=device).device == device

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from everygpu.child import python_command
-from everygpu.devices import peer_run
-from everygpu.devices.p2p import MODULE
-from everygpu.devices.peer_run import PairReport, Patience, examine
+from everygpu.devices import p2p
+from everygpu.devices.p2p import MODULE, PairReport, Patience, examine
 
-SRC = str(Path(peer_run.__file__).parents[2])
+SRC = str(Path(p2p.__file__).parents[2])
 CALM = Patience(start_s=60, step_s=60, total_s=60)
 QUICK = Patience(start_s=60, step_s=0.5, total_s=60)
 """For what hangs."""
@@ -136,7 +135,7 @@ def test_process_that_cannot_be_killed_does_not_hold_us_up(monkeypatch, caplog):
             pass
 
     monkeypatch.setattr(subprocess, "Popen", Stuck)
-    monkeypatch.setattr(peer_run, "_END_S", 0.5)
+    monkeypatch.setattr(p2p, "_END_S", 0.5)
     outcome = run(READY, begin(0, 1), "time.sleep(100)", patience=QUICK)
     assert outcome.pairs[0, 1].verdict == "hangs"
     assert "can't be ended" in caplog.text
@@ -179,11 +178,3 @@ def test_module_runs_as_a_program():
     done = subprocess.run(python_command(MODULE, "0"), env={}, capture_output=True, text=True, check=True)
     assert [json.loads(line) for line in done.stdout.splitlines()] == [{"ready": []}, {"done": True}]
     assert done.stderr == ""
-
-
-def test_without_a_place_for_its_output_nothing_is_tested(monkeypatch):
-    def refuse(**options):
-        raise FileNotFoundError("No usable temporary directory found")
-
-    monkeypatch.setattr(peer_run.tempfile, "TemporaryDirectory", refuse)
-    assert run(READY, DONE).pairs == {(0, 1): UNTESTED, (1, 0): UNTESTED}

@@ -64,7 +64,7 @@ def test_which_are_chosen(demand, expected):
     ],
 )
 def test_too_few_is_an_error_with_both_numbers(demand, required, fit):
-    with pytest.raises(DeviceError, match=rf"select_devices: {required} fitting devices? required, got {fit} of 4"):
+    with pytest.raises(DeviceError, match=rf"Found {fit} of {required} requested GPUs\. Ask for fewer"):
         choose(BOX, check_demand(**demand))
 
 
@@ -102,6 +102,16 @@ def test_unlike_gpus_are_chosen_by_name_and_size(demand, expected):
     assert indices(choose(UNLIKE, check_demand(**demand))) == expected
 
 
+@pytest.mark.parametrize(
+    ("entry", "left"),
+    [("4090", [1, 2]), ("1", [0, 2]), ("0", [1, 2]), ("3", [0, 1, 2]), ("GPU-00000002", [0, 1]), ("rtx 4090", [1, 2])],
+)
+def test_what_an_excluded_word_means(entry, left):
+    names = ["NVIDIA GeForce RTX 4090", "NVIDIA H100 80GB HBM3", "NVIDIA H200"]
+    box = [make_sample(i, name=name) for i, name in enumerate(names)]
+    assert indices(choose(box, check_demand(exclude=[entry], sort="index"))) == left
+
+
 def test_names_and_exclusions_are_reasons_in_the_table():
     with pytest.raises(DeviceError) as caught:
         choose(UNLIKE, check_demand(count=3, name="A100", exclude=[1]))
@@ -127,7 +137,7 @@ def test_refused_devices_are_not_chosen():
 
 
 def test_no_device_at_all():
-    with pytest.raises(DeviceError, match="1 fitting device required, got none: this machine has no accelerator"):
+    with pytest.raises(DeviceError, match="Found 0 of 1 requested GPUs: this machine has none"):
         choose([], Demand())
 
 
@@ -194,7 +204,7 @@ def test_table_has_a_question_mark_for_what_is_not_known():
     ],
 )
 def test_wrong_arguments(wrong):
-    with pytest.raises(OptionError, match="got"):
+    with pytest.raises(OptionError):
         select_devices(**wrong)
 
 
@@ -262,7 +272,9 @@ def test_without_accelerator_nothing_asked_is_the_cpu(sort):
     "asked", [{"count": 1}, {"min_count": 1}, {"min_free_memory": 0}, {"min_total_memory": 1}, {"max_utilization": 9}]
 )
 def test_without_accelerator_anything_asked_is_an_error(asked):
-    with pytest.raises(DeviceError, match="this machine has no accelerator"):
+    with pytest.raises(
+        DeviceError, match="this machine has none that can be seen. Leave the arguments out to use the CPU"
+    ):
         select_devices(**asked)
 
 

@@ -15,10 +15,9 @@ import everygpu
 from everygpu.devices import nvml
 from everygpu.devices.nvml import sample_devices
 from everygpu.devices.visible import (
-    match_sample,
     pick_visible,
+    predict_names,
     resolve_environ,
-    resolve_rocm,
     resolve_visible,
     visible_devices,
 )
@@ -113,7 +112,7 @@ FOUR = [f"GPU-{digit * 8}-0df6-c9f7-a45c-22c4343803ae" for digit in "abcd"]
 def test_table_of_four_gpus(fake_cuda, text, physical):
     # CUDA shows torch what the rules leave, in that order; the table finds each by its UUID.
     environ = {} if text is None else {"CUDA_VISIBLE_DEVICES": text}
-    library = FakeNvml(*(Gpu(uuid=uuid, bus_id=f"00000000:0{i}:00.0") for i, uuid in enumerate(FOUR)))
+    library = FakeNvml(*(Gpu(uuid=uuid) for uuid in FOUR))
     shown = resolve_environ(environ, sample_devices(library))
     assert [sample.index for sample in shown] == physical
     if physical:
@@ -212,45 +211,18 @@ def test_like_gpus_need_no_warning(caplog):
 
 
 @pytest.mark.parametrize(
-    ("environ", "expected"),
+    ("names", "environ", "expected"),
     [
-        ({}, [0, 1, 2, 3]),
-        ({"HIP_VISIBLE_DEVICES": "2,0"}, [2, 0]),
-        ({"CUDA_VISIBLE_DEVICES": "3"}, [3]),
-        ({"CUDA_VISIBLE_DEVICES": "3", "HIP_VISIBLE_DEVICES": "1"}, [1]),
-        ({"ROCR_VISIBLE_DEVICES": "1,3"}, [1, 3]),
-        ({"ROCR_VISIBLE_DEVICES": "3,1", "HIP_VISIBLE_DEVICES": "1"}, [1]),
-        ({"ROCR_VISIBLE_DEVICES": "1,3", "HIP_VISIBLE_DEVICES": "2"}, []),
-        ({"ROCR_VISIBLE_DEVICES": "GPU-00000002", "HIP_VISIBLE_DEVICES": "0"}, [2]),
-        ({"HIP_VISIBLE_DEVICES": "-1"}, []),
+        ("AA", {}, {0: "cuda:0", 1: "cuda:1"}),
+        ("AA", {"CUDA_VISIBLE_DEVICES": "1"}, {1: "cuda:0"}),
+        ("AB", {}, {0: "cuda:?", 1: "cuda:?"}),
+        ("AB", {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, {0: "cuda:0", 1: "cuda:1"}),
+        ("AB", {"CUDA_VISIBLE_DEVICES": f"{make_sample(1).uuid},{make_sample(0).uuid}"}, {1: "cuda:0", 0: "cuda:1"}),
     ],
 )
-def test_rocm_filters_twice(environ, expected):
-    assert resolve_rocm(environ, [make_sample(index).uuid for index in range(4)]) == expected
-
-
-def fake_properties(uuid: str, *, domain: int = 0, bus: int = 0, slot: int = 0) -> SimpleNamespace:
-    return SimpleNamespace(
-        uuid=uuid, name="NVIDIA H200", pci_domain_id=domain, pci_bus_id=bus, pci_device_id=slot, total_memory=1
-    )
-
-
-def test_a37_match_by_uuid_whatever_the_order():
-    box = sample_devices(FakeNvml(*two_h200s()))
-    assert match_sample(fake_properties(B[4:]), box).index == 1
-    assert match_sample(fake_properties(A[4:].upper()), box[::-1]).index == 0
-
-
-def test_match_by_pci_address_when_the_uuid_is_unknown():
-    box = sample_devices(FakeNvml(*two_h200s(), mig_gpu()))
-    assert match_sample(fake_properties("0", slot=7), box).index == 1
-    assert match_sample(fake_properties("0", bus=10), box).index == 2
-    assert match_sample(fake_properties("0", domain=1, slot=7), box) is None
-
-
-def test_match_finds_a_mig_instance():
-    box = sample_devices(FakeNvml(Gpu(), mig_gpu()))
-    assert match_sample(fake_properties(MIG_UUIDS[1][4:]), box).uuid == MIG_UUIDS[1]
+def test_torchs_names_are_predicted_where_the_order_is_known(names, environ, expected):
+    box = [make_sample(i, name=name) for i, name in enumerate(names)]
+    assert predict_names(environ, box) == {box[i].uuid: name for i, name in expected.items()}
 
 
 @pytest.fixture
@@ -258,7 +230,7 @@ def fake_cuda(monkeypatch):
     """Make torch report devices by UUID, in the order given, and NVML the two H200s (or nothing)."""
 
     def install(uuids, library):
-        properties = [fake_properties(uuid) for uuid in uuids]
+        properties = [SimpleNamespace(uuid=uuid, name="NVIDIA H200") for uuid in uuids]
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[device.index])
@@ -268,7 +240,7 @@ def fake_cuda(monkeypatch):
     return install
 
 
-def test_a37_logical_devices_get_the_numbers_of_their_physical_ones(fake_cuda):
+def test_logical_devices_get_the_numbers_of_their_physical_ones(fake_cuda):
     fake_cuda([B[4:], A[4:]], FakeNvml(*two_h200s(used=39 * GIB, utilization=50, processes=[(7, GIB)])))
     first, second = visible_devices()
     assert (first.device, second.device) == (torch.device("cuda:0"), torch.device("cuda:1"))
@@ -294,15 +266,9 @@ def test_memory_that_nvml_does_not_know_is_asked_of_torch(fake_cuda):
     assert (device.index, device.free_memory_bytes, device.total_memory_bytes) == (0, 5, 9)
 
 
-def test_on_rocm_the_index_follows_from_the_environment(fake_cuda, monkeypatch):
-    fake_cuda(["a", "b"], FakeNvml(*two_h200s()))
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "2,3")
-    assert [d.index for d in visible_devices()] == [2, 3]
-    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "GPU-abc,GPU-def")
-    assert [d.index for d in visible_devices()] == [None, None]
+def test_mig_instance_is_found_by_its_uuid(fake_cuda):
+    fake_cuda([MIG_UUIDS[1][4:].upper()], FakeNvml(Gpu(), mig_gpu()))
+    assert visible_devices()[0].uuid == MIG_UUIDS[1]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, NotImplementedError])

@@ -12,25 +12,25 @@ from everygpu.errors import CheckpointDamagedError, CheckpointError
 from tests.faults.inject import files_of, flip_bit, truncate
 from tests.faults.savers import Weights
 
-FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.json", "state.safetensors"]
+FILES = ["SHA256SUMS", "checkpoint.json", "model.safetensors", "training.safetensors"]
 
 
-def save_two(directory: Path) -> everygpu.CheckpointManager:
+def save_two(directory: Path) -> None:
     """Save steps 1 and 2 of a run, with every kind of file."""
-    checkpoints = everygpu.CheckpointManager(directory)
+    model = Weights(1, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoints = everygpu.CheckpointManager(directory, model=model, optimizer=optimizer)
     for step in (1, 2):
-        model = Weights(step, 64)
-        optimizer = torch.optim.AdamW(model.parameters())
         (model.first.sum() + model.second.sum()).backward()
         optimizer.step()
-        checkpoints.save(step, model=model, optimizer=optimizer, ema=torch.ones(50))
+        checkpoints.save(step)
     assert [path.name for path in files_of(directory / "step-00000002")] == FILES
-    return checkpoints
 
 
 def try_faults(directory: Path, num_faults: int, fault: Callable[[Path, random.Random], None]) -> list[CheckpointError]:
     """Alter each file of step 2 in turn; loading must name it, change nothing, and fall back to step 1."""
-    checkpoints, chance, errors = save_two(directory), random.Random(0), []
+    save_two(directory)
+    chance, errors = random.Random(0), []
     files = files_of(directory / "step-00000002")
     originals = {path: path.read_bytes() for path in files}
     for index in range(num_faults):
@@ -42,10 +42,10 @@ def try_faults(directory: Path, num_faults: int, fault: Callable[[Path, random.R
             everygpu.load(directory / "step-00000002", model=model)
         assert (model.first == -1).all()
         with pytest.warns(UserWarning, match=rf"(?s)step-00000001 is taken.*{path.name}"):
-            assert checkpoints.load(model=model)["step"] == 1
+            assert everygpu.CheckpointManager(directory, model=model).resume() == 1
         errors.append(raised.value)
         path.write_bytes(originals[path])
-    assert checkpoints.load(model=model)["step"] == 2
+    assert everygpu.CheckpointManager(directory, model=model).resume() == 2
     return errors
 
 

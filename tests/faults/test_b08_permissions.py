@@ -30,9 +30,10 @@ def modes(directory: Path) -> set[int]:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_b08_umask_decides_who_may_read(tmp_path: Path, mask: int, asynchronous: bool) -> None:
     model = Weights(1)
-    with umask(mask), everygpu.CheckpointManager(tmp_path / "run", asynchronous=asynchronous) as checkpoints:
+    parts = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "shuffle": torch.Generator()}
+    with umask(mask), everygpu.CheckpointManager(tmp_path / "run", asynchronous=asynchronous, **parts) as checkpoints:
         for step in (1, 2):
-            path = checkpoints.save(step, model=model, optimizer=torch.optim.SGD(model.parameters()), x=torch.ones(1))
+            path = checkpoints.save(step)
     assert path is not None
     assert modes(path) == {0o666 & ~mask}
     assert stat.S_IMODE(path.stat().st_mode) == 0o777 & ~mask
@@ -78,9 +79,10 @@ def test_b08_a_linked_checkpoint_is_written_where_it_points(tmp_path: Path) -> N
 def test_b08_a_run_s_directory_may_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "run").symlink_to("disk")
-    checkpoints = everygpu.CheckpointManager(tmp_path / "run", keep=1)
+    model = Weights(2)
+    checkpoints = everygpu.CheckpointManager(tmp_path / "run", keep=1, model=model)
     for step in (1, 2):
-        checkpoints.save(step, model=Weights(step))
+        checkpoints.save(step)
     assert (tmp_path / "run").is_symlink()
     assert os.listdir(tmp_path / "disk") == ["step-00000002"]
     assert version_of(EVERYGPU.load(tmp_path / "run")) == 2

@@ -41,8 +41,9 @@ class Training:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
         samples = torch.linspace(-1, 1, NUM_SAMPLES * 3).reshape(-1, 3)
         dataset = TensorDataset(torch.arange(NUM_SAMPLES), samples)
-        self.data = everygpu.ResumableLoader(DataLoader(dataset, 6, shuffle=True, num_workers=num_workers))
-        self.checkpoints = everygpu.CheckpointManager(directory, keep=2, every=3)
+        loader = DataLoader(dataset, 6, shuffle=True, num_workers=num_workers)
+        self.data = everygpu.Feeder(loader, "cpu", prefetch=0)
+        self.checkpoints = everygpu.CheckpointManager(directory, keep=2, every=3, **self.parts())
         self.step = 0
 
     def parts(self) -> dict[str, object]:
@@ -50,8 +51,7 @@ class Training:
         return {name: getattr(self, name) for name in names}
 
     def resume(self) -> None:
-        if self.checkpoints.latest():
-            self.step = self.checkpoints.load(**self.parts(), rng=True)["step"]
+        self.step = self.checkpoints.resume()
 
     def run(self, log: list[tuple[int, Line]] | Path, up_to: int = LAST_STEP) -> None:
         while self.data.epoch < NUM_EPOCHS:
@@ -59,7 +59,7 @@ class Training:
                 loss = self.train(samples)
                 self.step += 1
                 write(log, self.step, (tuple(numbers.tolist()), loss))
-                self.checkpoints.save(self.step, **self.parts())
+                self.checkpoints.save(self.step)
                 if self.step == up_to:
                     return
 
@@ -161,7 +161,7 @@ def test_b10_resumed_on_other_replicas_and_workers(tmp_path: Path, num_replicas:
         resumed = Training(tmp_path / "run", replicas, workers, seed=7)
         resumed.resume()
         assert resumed.step == 6
-        resumed.checkpoints = everygpu.CheckpointManager(tmp_path / "other", every=1000)
+        resumed.checkpoints = everygpu.CheckpointManager(tmp_path / "other", every=1000, **resumed.parts())
         log: list[tuple[int, Line]] = []
         resumed.run(log, up_to=9)
         samples = {step: line[0] for step, line in log}

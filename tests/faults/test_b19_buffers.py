@@ -1,8 +1,6 @@
 """b19: buffers that a forward writes, where the loss of a batch is not finite."""
 
 import copy
-import logging
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -156,19 +154,6 @@ def test_b19_only_what_a_forward_writes_is_copied():
     assert forward(lambda: module.scale.add_(1)) == 12
     assert forward(lambda: module.scale.data.zero_(), loss=float("inf")) == 16, "torch has counted a write to it"
     assert module.scale.tolist() == [2] * 4
-
-
-def test_b19_a_buffer_that_stays_nan_is_named(devices, caplog):
-    used = devices(1)
-    step = make(used, in_place, capture=False)
-    step(X, Y)
-    step.model.module[0].center[2] = float("nan")
-    caplog.set_level(logging.WARNING)
-    on_gpu = used[0].type == "cuda"  # which is asked later: the tenth in a row, which ends the run, is named
-    with pytest.raises(SystemExit) if on_gpu else nullcontext():
-        for _ in range(12 if on_gpu else 1):
-            step(X, Y)
-    assert "buffer 0.center of Sequential stays nan" in caplog.text
 
 
 @pytest.mark.parametrize("write", [in_place, through_data])

@@ -14,8 +14,8 @@ from everygpu.devices import nvml
 from everygpu.errors import ReplicaError
 from everygpu.exit_codes import STUCK
 from everygpu.progress import progress
-from everygpu.watchdog import lost
-from everygpu.watchdog.lost import find_loss
+from everygpu.watchdog import gpus
+from everygpu.watchdog.gpus import find_loss
 from tests.cli.runs import command_of
 from tests.devices.fake_nvml import FakeNvml, Gpu
 
@@ -28,38 +28,38 @@ def error_of(code: int | None) -> BaseException:
 
 
 def test_b21_errors_of_a_lost_gpu_are_told_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost, "_ask_nvml", list)
+    monkeypatch.setattr(gpus, "_ask_nvml", list)
     for code in (46, 214, 700, 719, 999):
         said = find_loss(error_of(code))
         assert said is not None
-        assert f"got CUDA's error {code}: this process can't use it any more" in said
+        assert said.startswith(f"This process has lost a GPU: CUDA error {code}. Start again from")
     for error in (error_of(1), error_of(2), error_of(710), error_of(720), error_of(None), RuntimeError(), ValueError()):
         assert find_loss(error) is None
     assert find_loss(torch.OutOfMemoryError()) is None
 
 
 def test_b21_the_replica_is_named_wherever_the_error_is_in_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost, "_ask_nvml", lambda: ["GPU 1: GPU is lost"])
+    monkeypatch.setattr(gpus, "_ask_nvml", lambda: ["GPU 1: GPU is lost"])
     error = error_of(719)
     error.__cause__ = ReplicaError("forward: replica 1 on cuda:1 failed, called with args[0] (2, 4).")
     outer = KeyError("of the script")
     outer.__context__ = error
     said = find_loss(outer)
     assert said is not None
-    assert "got CUDA's error 719, in replica 1 on cuda:1, GPU 1: GPU is lost: this process" in said
+    assert "lost a GPU: CUDA error 719, in replica 1 on cuda:1, GPU 1: GPU is lost. Start" in said
 
 
 def test_b21_nvml_knows_a_lost_gpu_though_the_error_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost, "_ask_nvml", lambda: ["GPU 1: GPU is lost"])
+    monkeypatch.setattr(gpus, "_ask_nvml", lambda: ["GPU 1: GPU is lost"])
     error = RuntimeError("cuBLAS error")
     assert find_loss(error) is None, "CUDA isn't in use"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert "got GPU 1: GPU is lost: this process" in str(find_loss(error))
+    assert "lost a GPU: GPU 1: GPU is lost. Start" in str(find_loss(error))
 
 
 def test_b21_nvml_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     is_over = threading.Event()
-    monkeypatch.setattr(lost, "NVML_S", 0.05)
+    monkeypatch.setattr(gpus, "NVML_S", 0.05)
     monkeypatch.setattr(nvml, "find_lost", is_over.wait)
     assert "no answer of NVML in 0.05 s" in str(find_loss(error_of(719)))
     is_over.set()
@@ -93,8 +93,8 @@ torch.cuda.synchronize = torch.cuda.empty_cache = never
 atexit.register(print, "ended")
 model = Model()
 parallel = everygpu.DataParallel(model, ["cpu"] * 2, engine="threads")
-checkpoints = everygpu.CheckpointManager("run", every=1, asynchronous=True)
-checkpoints.save(1, model=model)
+checkpoints = everygpu.CheckpointManager("run", every=1, asynchronous=True, model=model)
+checkpoints.save(1)
 model.code = int(sys.argv[1])
 if len(sys.argv) > 2:
     try:
@@ -124,12 +124,12 @@ def test_b21_a_run_that_loses_a_gpu(tmp_path: Path, args: list[str], code: int) 
     assert restored["weight"].count_nonzero() == 0
     if code == STUCK:
         assert done.stdout == ""
-        trace, _, said = done.stderr.partition("everygpu: a GPU must go on working, got CUDA's error 719, ")
+        trace, _, said = done.stderr.partition("everygpu: This process has lost a GPU: CUDA error 719, ")
         assert "ReplicaError: forward: replica 1 on cpu failed" in trace
-        assert said.startswith("in replica 1 on cpu: this process can't use it any more.")
+        assert said.startswith("in replica 1 on cpu. Start again from the newest checkpoint")
     else:
         assert "ended" in done.stdout
-        assert "must go on working" not in done.stderr
+        assert "lost a GPU" not in done.stderr
 
 
 def test_b21_the_hook_of_the_script_is_called_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,4 +180,4 @@ def test_b21_an_illegal_access_ends_a_run(tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(asked, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == STUCK, done.stderr
-    assert "a GPU must go on working, got CUDA's error 700" in done.stderr
+    assert "This process has lost a GPU: CUDA error 700" in done.stderr

@@ -104,11 +104,7 @@ def numbers_in(batch):
 
 
 def wrapped(loader, how, **options):
-    """The loader in a Feeder with threads or without, or in a ResumableLoader."""
-    if how == "resumable":
-        return everygpu.ResumableLoader(loader, **options)
-    if how == "both":
-        return everygpu.Feeder(everygpu.ResumableLoader(loader, **options), ["cpu"] * 2)
+    """The loader in a Feeder with a thread or without."""
     return everygpu.Feeder(loader, ["cpu"] * 2, prefetch=0 if how == "no thread" else 2, **options)
 
 
@@ -121,9 +117,8 @@ def two_passes(name, how):
     return {"passes": passes, "num_read": None if read is None else len(read)}
 
 
-HOWS = {name: ["thread", "resumable"] for name in MAKE}
-HOWS |= {name: ["thread", "no thread", "resumable", "both"] for name in ("short last batch", "iterable")}
-HOWS["list"] = ["thread", "no thread"]
+HOWS = {name: ["thread"] for name in MAKE}
+HOWS |= {name: ["thread", "no thread"] for name in ("short last batch", "iterable", "list")}
 
 
 def all_passes():
@@ -133,7 +128,7 @@ def all_passes():
 def sharded_passes():
     """Each rank's own loader: uneven, one without rows, and the same under a DistributedSampler."""
     found = {}
-    for how in ("thread", "no thread", "resumable", "both"):
+    for how in ("thread", "no thread"):
         data = wrapped(DataLoader(Stream(part(*place())), 2), how, sharded=True)
         found[how] = [[numbers_in(batch) for batch in data] for _ in range(2)]
     sampler = DistributedSampler(range(24), *reversed(place()), shuffle=False)
@@ -202,7 +197,7 @@ def different_orders():
 
 def uneven_streams():
     found = []
-    for how in ("thread", "resumable"):
+    for how in ("thread", "no thread"):
         try:
             found.append([numbers_in(batch) for batch in wrapped(DataLoader(Stream(range(8 - place()[0])), 2), how)])
         except RankError as error:
@@ -239,7 +234,7 @@ def everything(saved):
 RESUMED = [
     (name, how)
     for name in ("shuffled", "a generator", "a batch sampler", "iterable", "short last batch")
-    for how in ("thread", "resumable", "both")
+    for how in ("thread", "no thread")
 ]
 
 

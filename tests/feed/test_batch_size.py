@@ -1,8 +1,6 @@
 """The search for the largest batch: near the limit, few trials, and everything back as it was."""
 
 import copy
-import json
-import logging
 import random
 import threading
 
@@ -15,19 +13,19 @@ from torch import nn
 
 import everygpu
 from everygpu import DataParallel, Replicated, find_batch_size
-from everygpu.errors import ModuleError, OptimizerError, OptionError, SplitError
-from everygpu.feed.batch_size import resize
-from everygpu.feed.size_search import PRECISION
-from everygpu.folders import cache_folder
+from everygpu.errors import DeviceError, ModuleError, OptimizerError, OptionError, SplitError
+from everygpu.feed import batch_size
+from everygpu.feed.batch_size import PRECISION, resize
 
 EXAMPLE = (torch.arange(6.0).reshape(3, 2), torch.arange(3))
 FOUR = (torch.arange(8.0).reshape(4, 2), torch.arange(4))
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("sys.platform", "linux")
+def on_the_cpu(request, monkeypatch):
+    """Search on CPU replicas, where the step itself says when memory runs out."""
+    if request.node.name != "test_without_a_gpu_it_is_refused" and "gpu" not in request.keywords:
+        monkeypatch.setattr(batch_size, "require_gpus", lambda devices: [])
 
 
 class Training:
@@ -50,7 +48,7 @@ class Training:
         self.optimizer.step()
 
     def search(self, batch=EXAMPLE, **options):
-        return find_batch_size(self, batch, self.model, self.optimizer, **{"cache": False, **options})
+        return find_batch_size(self, batch, self.model, self.optimizer, **options)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 8, 31, 100, 1000, 4097])
@@ -76,9 +74,9 @@ def test_any_bounds(limit, lowest, most, count):
 
     most = max(lowest, most)
     model = DataParallel(nn.Linear(1, 1), ["cpu"] * count)
-    options = {"batch": torch.ones(3), "model": model, "min_rows": lowest, "max_rows": most, "cache": False}
+    options = {"batch": torch.ones(3), "model": model, "min_rows": lowest, "max_rows": most}
     if limit < lowest:
-        with pytest.raises(torch.OutOfMemoryError, match=f"{lowest} rows must fit"):
+        with pytest.raises(torch.OutOfMemoryError, match=f"not even {lowest} rows fit"):
             find_batch_size(step, **options)
         return
     report = find_batch_size(step, **options)
@@ -88,6 +86,13 @@ def test_any_bounds(limit, lowest, most, count):
     assert report.num_rows >= min(reachable * (1 - PRECISION) - count, reachable)
     assert lowest <= min(sizes)
     assert max(sizes) <= most
+
+
+def test_without_a_gpu_it_is_refused():
+    training = Training(10**9)
+    with pytest.raises(DeviceError, match="the model is on no GPU"):
+        training.search()
+    assert training.sizes == []
 
 
 def test_sizes_are_doubled_and_then_bisected():
@@ -111,14 +116,6 @@ def test_every_device_gets_as_many_rows():
     assert report.num_rows in (96, 99)
 
 
-def test_progress_is_told(caplog):
-    told = []
-    report = Training(5).search(on_trial=told.append)
-    assert tuple(told) == report.trials
-    assert all(t.peak_bytes is None for t in told)
-    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
-
-
 def test_memory_that_runs_out_in_a_replica():
     class Hungry(nn.Module):
         def __init__(self):
@@ -140,7 +137,7 @@ def test_other_errors_are_the_users():
         raise ValueError("labels must be below 10")
 
     with pytest.raises(ValueError, match="below 10"):
-        find_batch_size(step, EXAMPLE, nn.Linear(2, 2), cache=False)
+        find_batch_size(step, EXAMPLE, nn.Linear(2, 2))
 
 
 class TestRestoring:
@@ -176,7 +173,7 @@ class TestRestoring:
             training(batch)
             optimizer.param_groups[0]["lr"] = 7.0  # as a scheduler does
 
-        find_batch_size(step, FOUR, model, optimizer, cache=False)
+        find_batch_size(step, FOUR, model, optimizer)
         torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before, rtol=0, atol=0)
         torch.testing.assert_close([p.grad for p in model.parameters()], grads, rtol=0, atol=0)
         assert [(id(p), id(p.grad), p.data_ptr()) for p in model.parameters()] == identities
@@ -193,7 +190,7 @@ class TestRestoring:
         model.register_buffer("state", torch.zeros(1))
         model.register_buffer("unset", None)
         state, wrapped = model.state, wrap(model)
-        find_batch_size(lambda batch: wrapped(batch[0]), FOUR, wrapped, cache=False, max_rows=16)
+        find_batch_size(lambda batch: wrapped(batch[0]), FOUR, wrapped, max_rows=16)
         assert model.state is state
         assert state.tolist() == [0]
 
@@ -225,7 +222,7 @@ class TestRestoring:
             for _ in range(warm_steps):
                 step(FOUR)
             if searches:
-                assert find_batch_size(step, FOUR, model, optimizer, cache=False).num_rows >= 19
+                assert find_batch_size(step, FOUR, model, optimizer).num_rows >= 19
             for _ in range(3):
                 step((torch.ones(4, 2), torch.arange(4)))
             ends.append((model.state_dict(), optimizer.state_dict()["state"]))
@@ -247,7 +244,7 @@ class TestRestoring:
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            find_batch_size(step, FOUR, training.model, training.optimizer, cache=False)
+            find_batch_size(step, FOUR, training.model, training.optimizer)
         torch.testing.assert_close(training.model.state_dict(), before, rtol=0, atol=0)
 
     def test_random_generators(self):
@@ -257,7 +254,7 @@ class TestRestoring:
         def step(batch):
             random.random(), torch.rand(2), np.random.rand()
 
-        find_batch_size(step, EXAMPLE, model, cache=False, max_rows=4)
+        find_batch_size(step, EXAMPLE, model, max_rows=4)
         assert random.getstate() == states[0]
         assert torch.get_rng_state().equal(states[1])
         assert np.random.get_state()[1].tolist() == states[2]
@@ -268,85 +265,6 @@ class TestRestoring:
         training.search(FOUR)
         assert model._replicas is None
         assert len(model(torch.ones(6, 2))) == 6
-
-
-class TestCache:
-    def test_a_result_is_remembered_and_tried_once(self):
-        first, second = Training(50), Training(50)
-        found = first.search(cache=True)
-        again = second.search(cache=True)
-        assert (found.is_cached, again.is_cached) == (False, True)
-        assert again.num_rows == found.num_rows
-        assert [t.num_rows for t in again.trials] == [found.num_rows]
-
-    def test_a_result_that_no_longer_fits_is_searched_again(self):
-        Training(50).search(cache=True)
-        less = Training(20)
-        report = less.search(cache=True)
-        assert not report.is_cached
-        assert 18 <= report.num_rows <= 20
-        assert Training(20).search(cache=True).is_cached
-
-    @pytest.mark.parametrize(
-        "change",
-        [
-            {"model": nn.Linear(2, 2, bias=False)},
-            {"model": nn.Linear(2, 2).double()},
-            {"model": nn.Linear(2, 2).requires_grad_(False)},
-            {"batch": (torch.ones(3, 2).bfloat16(), torch.arange(3))},
-            {"model": DataParallel(nn.Linear(2, 2), ["cpu"] * 2)},
-            {"headroom_pct": 10},
-            {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)},
-            {"step": lambda batch: None},
-        ],
-        ids=lambda change: next(iter(change)),
-    )
-    def test_for_another_run_it_is_measured_again(self, change):
-        def step(batch):
-            batch[0].sum()
-
-        options = {"step": step, "batch": EXAMPLE, "model": nn.Linear(2, 2), "optimizer": None, "max_rows": 4}
-        assert not find_batch_size(**options).is_cached
-        assert find_batch_size(**options).is_cached
-        assert not find_batch_size(**{**options, **change}).is_cached
-
-    def test_steps_that_differ_in_a_name_or_a_number(self):
-        def in_single(batch):
-            return [x.to(torch.float32) for x in batch] * 2
-
-        def in_half(batch):
-            return [x.to(torch.float16) for x in batch] * 2
-
-        def more(batch):
-            return [x.to(torch.float32) for x in batch] * 4
-
-        for step in (in_single, in_half, more):
-            step.__qualname__ = "step"  # as after an edit
-            options = {"step": step, "batch": EXAMPLE, "model": nn.Linear(2, 2), "max_rows": 4}
-            assert not find_batch_size(**options).is_cached
-            assert find_batch_size(**options).is_cached
-
-    def test_another_version_of_torch(self, monkeypatch):
-        Training(5).search(cache=True)
-        monkeypatch.setattr(torch, "__version__", "99.0")
-        assert not Training(5).search(cache=True).is_cached
-
-    @pytest.mark.parametrize("text", ["", "{", "[]", '{"num_rows": "4"}', '{"num_rows": -4}', "{}"])
-    def test_a_damaged_record_is_measured_again(self, text):
-        Training(5).search(cache=True)
-        (record,) = (cache_folder() / "batch_size").iterdir()
-        record.write_text(text)
-        assert not Training(5).search(cache=True).is_cached
-        assert json.loads(record.read_text()) == {"num_rows": 5}
-
-    def test_a_cache_that_cannot_be_written(self, tmp_path, monkeypatch):
-        (tmp_path / "file").write_text("")
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-        assert Training(5).search(cache=True).num_rows == 5
-
-    def test_off(self, tmp_path):
-        Training(5).search(cache=False)
-        assert not (tmp_path / "cache").exists()
 
 
 class TestResize:
@@ -392,31 +310,13 @@ class TestResize:
         ({"max_rows": True}, OptionError, "max_rows must be a whole number, got True"),
         ({"headroom_pct": "5"}, OptionError, "headroom_pct must be"),
         ({"headroom_pct": float("nan")}, OptionError, "headroom_pct must be"),
-        ({"on_trial": 3}, OptionError, "on_trial must be callable as on_trial.trial., got int"),
     ],
     ids=str,
 )
 def test_wrong_options(options, error, message):
-    arguments = {"step": lambda batch: None, "batch": EXAMPLE, "model": nn.Linear(2, 2), "cache": False, **options}
+    arguments = {"step": lambda batch: None, "batch": EXAMPLE, "model": nn.Linear(2, 2), **options}
     with pytest.raises(error, match=message):
         find_batch_size(**arguments)
-
-
-def test_saves_in_the_step_are_left_out(tmp_path, caplog):
-    checkpoints = everygpu.CheckpointManager(tmp_path / "run")
-    file = tmp_path / "file.pt"
-
-    def step(batch):
-        everygpu.save(tmp_path / "own", rows=len(batch))
-        checkpoints.save(len(batch), rows=len(batch))
-        torch.save(batch, file)
-
-    step([1])
-    find_batch_size(step, torch.ones(4, 1), nn.Linear(1, 1), max_rows=8, cache=False)
-    assert everygpu.load(tmp_path / "own")["rows"] == checkpoints.load()["rows"] == len(torch.load(file)) == 1
-    assert caplog.messages == ["find_batch_size: saves are left out."]
-    step([1, 2])
-    assert everygpu.load(tmp_path / "own")["rows"] == checkpoints.load()["rows"] == len(torch.load(file)) == 2
 
 
 def test_limits_of_numpy():
@@ -449,7 +349,7 @@ def test_on_gpus_it_lands_near_the_limit_and_returns_the_memory(devices):
         optimizer.zero_grad()
         torch.cuda.empty_cache()
         before = [torch.cuda.memory_reserved(d) for d in used]
-        report = find_batch_size(step, torch.ones(8, 4096), model, optimizer, cache=False, headroom_pct=0)
+        report = find_batch_size(step, torch.ones(8, 4096), model, optimizer, headroom_pct=0)
         after = [torch.cuda.memory_reserved(d) for d in used]
         for a, b in zip(after, before):
             assert a <= 1.05 * b + 2**21

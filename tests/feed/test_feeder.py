@@ -152,7 +152,7 @@ class TestTargets:
         ("loader", "named"), [(None, "NoneType"), (5, "int"), (DataLoader, "the class DataLoader")]
     )
     def test_what_can_not_be_iterated(self, loader, named):
-        with pytest.raises(OptionError, match=f"loader must be an iterable of batches, got {named}. Pass"):
+        with pytest.raises(OptionError, match=f"{named} is no iterable of batches. Pass"):
             Feeder(loader, "cpu")
 
     def test_what_is_iterated_by_index_alone(self):
@@ -284,12 +284,13 @@ class TestLoaders:
         feeder = Feeder(loader, ["cpu"] * 2)
         expected = [[0, 1], [2, 3], [4, 5], [6, 7]]
         assert values(feeder) == expected
-        (pid,) = (w.pid for w in loader._iterator._workers)
+        (pid,) = (w.pid for w in feeder._order.iterated._iterator._workers)
         for _ in feeder:
             break
         assert values(feeder) == expected
-        assert [w.pid for w in loader._iterator._workers] == [pid]
-        loader._iterator._shutdown_workers()
+        assert [w.pid for w in feeder._order.iterated._iterator._workers] == [pid]
+        feeder.close()
+        assert not torch.multiprocessing.active_children()
 
     def test_persistent_workers_leave_a_pass_for_the_next_one(self):
         loader = numbered(40, batch_size=2, num_workers=2, persistent_workers=True)
@@ -300,7 +301,7 @@ class TestLoaders:
             next(first)
             assert values(feeder) == expected
             assert list(first) == []
-        loader._iterator._shutdown_workers()
+        feeder.close()
 
     def test_an_iterable_without_a_length(self):
         feeder = Feeder((x for x in batches(3)), ["cpu"] * 2)

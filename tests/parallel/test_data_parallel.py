@@ -209,7 +209,7 @@ class TestConstruction:
             (lambda: DataParallel(Net(), ["cpu"], buffers="last"), OptionError, "'first', 'mean'.* got 'last'"),
             (lambda: DataParallel(Net(), ["cpu"] * 2, split=[1]), OptionError, "2 devices"),
             (lambda: DataParallel(Net(), ["tpu:0"]), DeviceError, "'tpu:0'"),
-            (lambda: DataParallel(Net(), []), DeviceError, "empty list"),
+            (lambda: DataParallel(Net(), []), DeviceError, "device_ids is empty"),
             (lambda: DataParallel(Net(), ["cpu"], output_device="tpu"), DeviceError, "'tpu'"),
         ],
     )

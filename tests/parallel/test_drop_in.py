@@ -66,7 +66,7 @@ def test_devices_can_be_set():
     model.module.rows.clear()
     assert model(torch.randn(6, 3)).shape == (6, 2)
     assert model.module.rows == [2]
-    with pytest.raises(DeviceError, match="at least one"):
+    with pytest.raises(DeviceError, match="device_ids is empty"):
         model.device_ids = []
 
 

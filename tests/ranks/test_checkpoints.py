@@ -50,7 +50,7 @@ def save_and_load(folder):
 def save_alone(folder, rank):
     if rank == 0:
         everygpu.save(folder / "alone", model=model_of(0))
-        everygpu.CheckpointManager(folder / "alone-run").save(1, model=model_of(0))
+        everygpu.CheckpointManager(folder / "alone-run", model=model_of(0)).save(1)
 
 
 def save_by_all(folder, rank):
@@ -59,41 +59,47 @@ def save_by_all(folder, rank):
     torch.manual_seed(5 + rank)
     assert everygpu.load(folder / "one", model=model, rng=True) == {"rank": 0}
     assert model.weight.tolist() == [[7, 7]]
-    manager = everygpu.CheckpointManager(folder / "run", every=2)
-    saved = [manager.save(step, model=model_of(step + rank)) for step in (1, 2, 3, 4)]
+    bound = model_of(0)
+    manager = everygpu.CheckpointManager(folder / "run", every=2, best=("accuracy", "max", 1), model=bound)
+    saved = []
+    for step in (1, 2, 3, 4):
+        torch.nn.init.constant_(bound.weight, step + rank)
+        meter = everygpu.Meter()
+        meter.update(1.0 if rank == 0 else step / 4, 1 + 3 * rank)  # rank 0 alone would find step 2 as good as 4
+        saved.append(manager.save(step, accuracy=meter))
     assert saved == [None, folder / "run/step-00000002", None, folder / "run/step-00000004"]
     assert saved[3].exists()
-    assert manager.latest() == saved[3]
-    assert manager.load(model=model)["step"] == 4
-    assert model.weight.tolist() == [[4, 4]]
+    assert manager.latest() == manager.best() == saved[3]
+    assert manager.resume() == 4
+    assert bound.weight.tolist() == [[4, 4]]
 
 
 def save_in_the_background(folder, rank):
-    with everygpu.CheckpointManager(folder / "background", asynchronous=True) as manager:
-        path = manager.save(1, model=model_of(rank))
+    with everygpu.CheckpointManager(folder / "background", asynchronous=True, model=model_of(rank)) as manager:
+        path = manager.save(1)
         assert not path.exists(), "copied, but not written"
         assert manager.latest() == path
         assert threading.active_count() < 10
-        manager.save(2, model=model_of(rank))
-        assert manager.load()["step"] == 2
-        path = manager.save(3, model=model_of(rank))
+        manager.save(2)
+        assert manager.resume() == 2
+        path = manager.save(3)
     assert path.exists(), "close has waited for it"
 
 
 def fail_on_all(folder, rank):
     (folder / "file").write_text("")
-    with pytest.raises(CheckpointForeignError, match="must be free"):
+    with pytest.raises(CheckpointForeignError, match="is a file"):
         everygpu.save(folder / "file", model=model_of(rank))
-    with pytest.raises(OptionError, match="must be a number"):
-        everygpu.CheckpointManager(folder / "other").save(1, model=model_of(rank), metrics={"loss": "low"})
+    with pytest.raises(OptionError, match="no number"):
+        everygpu.CheckpointManager(folder / "other", model=model_of(rank)).save(1, loss="low")
     with pytest.raises(NotImplementedError if rank == 0 else CheckpointError, match="not yet"):
         everygpu.save(folder / "none", state=Unready())
-    manager = everygpu.CheckpointManager(folder / "file", asynchronous=True)
-    manager.save(1, model=model_of(rank))
-    with pytest.raises(CheckpointError, match="must be a writable directory"):
-        manager.save(2, model=model_of(rank))
-    manager.save(3, model=model_of(rank))
-    with pytest.raises(CheckpointError, match="must be a writable directory"):
+    manager = everygpu.CheckpointManager(folder / "file", asynchronous=True, model=model_of(rank))
+    manager.save(1)
+    with pytest.raises(CheckpointError, match="can't be written"):
+        manager.save(2)
+    manager.save(3)
+    with pytest.raises(CheckpointError, match="can't be written"):
         manager.close()
     manager.close()
 
@@ -121,12 +127,12 @@ def train(folder):
     torch.set_num_threads(1)
     group = join()
     model = model_of(0)
-    manager = everygpu.CheckpointManager(folder / "run", keep=1)
-    done = manager.load(model=model, rng=True)["step"] if manager.latest() else 0
+    manager = everygpu.CheckpointManager(folder / "run", keep=1, model=model)
+    done = manager.resume()
     for step in range(done + 1, NUM_STEPS + 1):
         with torch.no_grad():
             model.weight.mul_(2).add_(group.sum_numbers([step + group.rank])[0])
-        manager.save(step, model=model)
+        manager.save(step)
         if step == 3 and group.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
     return done, model.weight.tolist()

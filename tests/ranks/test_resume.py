@@ -33,17 +33,17 @@ def train(folder, num_steps):
     model = everygpu.DataParallel(net, ["cpu"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     step = everygpu.TrainStep(model, nn.CrossEntropyLoss(), optimizer)
-    data = everygpu.ResumableLoader(DataLoader(Rows(), batch_size=BATCH, shuffle=True))
+    data = everygpu.Feeder(DataLoader(Rows(), batch_size=BATCH, shuffle=True), "cpu", prefetch=0)
     states = {"model": model, "optimizer": optimizer, "data": data, "train_step": step}
     found = []
-    with everygpu.CheckpointManager(folder, keep=2) as checkpoints:
-        done = checkpoints.load(**states, rng=True)["step"] if checkpoints.latest() else 0
+    with everygpu.CheckpointManager(folder, keep=2, **states) as checkpoints:
+        done = checkpoints.resume()
         while True:
             for x, y, rows in data:
                 loss = step(x, y)
                 done += 1
                 found.append((rows.tolist(), loss.item()))
-                checkpoints.save(done, **states)
+                checkpoints.save(done)
                 if len(found) == num_steps:
                     return found
 

@@ -1,56 +1,74 @@
-"""README's figures: each is computed from a report, in both languages, and the page it links to names that report."""
+"""README's figures are computed from benchmarks/results, in both languages; so is the page of what was measured."""
 
 import re
 
 import pytest
-from website import picture
+from website import measured, picture
 
-ONE_GPU, FAULTS = "2026-11-23-eleventh", "2026-11-23-faults"
 NO_FIGURES = re.compile(
     r"""```.*?```|`[^`]*`|\]\([^)]*\)|(?:src|width)="[^"]*"  # code, and where links and pictures lead
-    |(?:ResNet|GPT|Apache)-[\d.]+|H200|bf16|(?:PyTorch|Python)\ [\d.]+|64\ (?:rows|行)|为\ 1(?=\W\D)""",
+    |(?:ResNet|GPT|Apache)-[\d.]+|H[12]00|FSDP2|x86-64|bf16|(?:PyTorch|Python)\ [\d.]+|64\ (?:rows|行)|为\ 1(?=\W\D)""",
     re.DOTALL | re.VERBOSE,
 )
 
 
 def speeds_beside_ddp(way):
     """The least and the most of the picture."""
-    runs = [source.read() for bars in picture.MODELS.values() for source in bars.get(way, ())]
+    runs = [run for model in picture.MODELS for name, run in picture.bars(model).items() if name == way]
     times = [run.ddp_ms / run.ms for run in runs]
     return [min(times), max(times)]
 
 
 def speeds_on_one_gpu():
     """The fastest model, BERT, and by how many percent GPT-2 is faster."""
-    lines = [cells for cells in picture.tables(read_report(ONE_GPU)) if "eager" in cells]
-    times = {cells["model"]: picture.number(cells["eager"]) / picture.number(cells["`TrainStep`"]) for cells in lines}
-    assert max(times, key=times.__getitem__).startswith("ResNet-18")
-    return [max(times.values()), times["BERT-base, 40 lengths"], 100 * times["GPT-2 124M"] - 100]
+    rows = [row for row in measured.read("steps") if row["hardware"] == "NVIDIA H200"]
+    ms = {(row["workload"], row["row"]): row["median_ms"] for row in rows}
+    times = {model: ms[model, "single"] / ms[model, "step"] for model, row in ms if row == "step"}
+    assert max(times, key=times.__getitem__) == "resnet18"
+    return [max(times.values()), times["bert"], 100 * times["gpt2"] - 100]
 
 
 def interrupts():
     """How often Ctrl-C came to everygpu; nothing may have gone wrong."""
-    wrong, of, wrong_too, of_too = map(
-        int, re.search(r"^\| Ctrl-C \| (\d+) of (\d+) \| (\d+) of (\d+) \|", read_report(FAULTS), re.MULTILINE).groups()
-    )
-    assert (wrong, wrong_too) == (0, 0)
-    return [of + of_too]
+    (row,) = [row for row in measured.read("faults") if (row["workload"], row["row"]) == ("Ctrl-C", "everygpu")]
+    assert row["value"] == 0
+    return [int(re.fullmatch(r"of (\d+) wrong", row["unit"])[1])]
 
 
-def read_report(name):
-    return (picture.REPORTS / f"{name}.md").read_text("utf-8")
-
-
-@pytest.mark.parametrize(("end", "models"), [("md", "nine models"), ("zh-CN.md", "九个模型")])
-def test_each_figure_of_readme_is_that_of_a_report(end, models):
+@pytest.mark.parametrize(("end", "models"), [("md", "eight models"), ("zh-CN.md", "八个可以录制的模型")])
+def test_each_figure_of_readme_is_measured(end, models):
     text = (picture.ROOT / f"README.{end}").read_text("utf-8")
     said = re.findall(r"\d+(?:\.\d+)?", NO_FIGURES.sub("", text))
     measured = [speed for way in ("dp", "loop", "step") for speed in speeds_beside_ddp(way)]
     measured += [*interrupts(), *speeds_on_one_gpu()]
-    assert len(said) == len(measured), f"a figure of README must be of a report, got {said}"
+    assert len(said) == len(measured), f"a figure of README must be of the results, got {said}"
     assert said == [f"{value:.{len(figure.partition('.')[2])}f}" for figure, value in zip(said, measured)]
     assert models in text
-    assert len(picture.MODELS) == 9
-    for page, report in (("data-parallel", ONE_GPU), ("reliability", FAULTS)):
-        assert f"](docs/{page}.{end}" in text
-        assert f"reports/{report}.md" in (picture.ROOT / "docs" / f"{page}.{end}").read_text("utf-8")
+    assert len(picture.MODELS) == 8
+    for page in ("data-parallel", "reliability"):
+        assert f"](docs/{page}.md" in text
+    assert "](docs/measured.md" in text
+
+
+def test_the_page_of_what_was_measured_is_up_to_date():
+    assert measured.page() == measured.PAGE.read_text("utf-8"), "python website/measured.py"
+
+
+def test_rows_of_results_have_one_form():
+    for path in measured.RESULTS.glob("*.json"):
+        for row in measured.read(path.stem):
+            assert {"commit", "hardware", "versions", "workload", "row", "date", "note"} <= row.keys()
+            assert ("median_ms" in row) != ({"value", "unit"} <= row.keys())
+            assert row.get("least_ms", 0) <= row.get("median_ms", 0) <= row.get("most_ms", 1e9)
+
+
+def test_runs_of_one_day_are_lines_of_their_own():
+    row = {"workload": "gpt2", "note": ""}
+    first = [{**row, "commit": "a", "row": "step_x2", "median_ms": 2.0, "least_ms": 1.0, "most_ms": 3.0}]
+    second = [{**row, "commit": "b", "row": "ddp", "median_ms": 4.0}]
+    assert list(measured.table(first + second)) == [
+        "| | DDP | TrainStep, 2 replicas | commit |",
+        "|---|---|---|---|",
+        "| GPT-2 124M |  | 2.00 (1.00 to 3.00) | a |",
+        "| GPT-2 124M | 4.00 |  | b |",
+    ]

@@ -13,19 +13,19 @@ import torch
 from website import check, hooks, prepare
 
 import everygpu
-from everygpu.bench.batches import list_batches
-from everygpu.bench.training import find_training
+from everygpu.bench.training import find_training, list_batches
 from everygpu.cli import main
 from tests.site.running import blocks, commands, page_path, run_page
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ["README", *sorted(path.stem for path in DOCS.glob("*.md") if path.suffixes == [".md"])]
-CHINESE = [page for page in PAGES if page != "design"]
-"""What a user reads is there in both languages."""
+CHINESE = ["README", "how-do-i", "index", "migration"]
+"""What a newcomer reads first is there in both languages."""
 RUN = [
     page
     for page in PAGES
-    if page not in ("benchmarks", "index", "migration", "recipes") and blocks(page_path(page).read_text("utf-8"))
+    if page not in ("benchmarks", "how-do-i", "index", "migration", "recipes")
+    and blocks(page_path(page).read_text("utf-8"))
 ]
 """The pages whose code runs as it stands; others are judged by what they do, recipes in tests/clients."""
 
@@ -70,13 +70,29 @@ def test_code_of_pages_runs(page):
 
 
 @pytest.mark.usefixtures("two_replicas")
+def test_twenty_questions_have_the_answers_they_show(capsys):
+    names = run_page("how-do-i")
+    assert capsys.readouterr().out.split() == ["threads", "threads"]  # on the CPU nothing is recorded
+    assert [step for step, figures in names["logged"] if figures["loss"] > 0] == [50]
+    assert names["mean"].num_rows == 8
+    assert names["output"].shape == (4,)
+    assert type(names["model"]) is torch.nn.Sequential
+    assert {parameter.requires_grad for parameter in names["model"][0].parameters()} == {False}
+    assert torch.load("model.pt").keys() == names["model"].state_dict().keys()
+    names.clear()
+    questions = re.split(r"^## ", page_path("how-do-i").read_text("utf-8"), flags=re.MULTILINE)[1:]
+    assert len(questions) == 20
+    assert all("```" in text and len(re.findall(r"\]\(", text)) == 1 for text in questions if "gan.py" not in text)
+
+
+@pytest.mark.usefixtures("two_replicas")
 def test_benchmarks_can_take_its_functions(monkeypatch):
     module = ModuleType("train")
     vars(module).update(run_page("benchmarks"))
     monkeypatch.setitem(sys.modules, "train", module)
     one, several = (find_training(f"train:{name}").batch for name in ("bench", "bench_of_many_lengths"))
     assert len(list_batches(one)) == 1
-    assert len(list_batches(several)) == 2
+    assert len(list_batches(several)) == 26
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -116,6 +132,10 @@ def shape(text):
         "items": len(re.findall(r"^(?:\*|\d\.|\|) ", prose, re.MULTILINE)),
         "links": sorted(link.replace(".zh-CN.md", ".md").split("#")[0] for link in re.findall(r"\]\(([^)]+)\)", prose)),
     }
+
+
+def test_pages_for_newcomers_are_in_chinese():
+    assert sorted(path.name.split(".")[0] for path in DOCS.glob("*.zh-CN.md")) == CHINESE[1:]
 
 
 @pytest.mark.parametrize("page", CHINESE)
@@ -168,14 +188,8 @@ def test_missing_docstrings_are_named(monkeypatch, tmp_path):
 
 
 def test_links_lead_within_the_site():
-    page = (
-        "[a](../benchmarks/reports/2026-11-22.md) [b](../examples/charlm.py) [n](../examples/notebook.ipynb) "
-        "[c](index.zh-CN.md#d) [e](../benchmarks/reports)"
-    )
-    assert prepare.with_links(page) == (
-        "[a](benchmarks/reports/2026-11-22.md) [b](examples/charlm.md) [n](examples/notebook.md) "
-        "[c](index.md#d) [e](benchmarks/index.md)"
-    )
+    page = "[b](../examples/charlm.py) [n](../examples/notebook.ipynb) [c](index.zh-CN.md#d)"
+    assert prepare.with_links(page) == ("[b](examples/charlm.md) [n](examples/notebook.md) [c](index.md#d)")
 
 
 def test_the_gallery_has_each_example():
@@ -216,41 +230,12 @@ def test_lines_of_chinese_text_are_joined():
 
 
 def test_options_and_short_code_stay_on_one_line():
-    short, long = "<code>engine=&quot;graphs&quot;</code>", "<code>everygpu tune --batch-size my-train.py</code>"
+    short, long = "<code>engine=&quot;graphs&quot;</code>", "<code>everygpu run --processes my-train.py</code>"
     block = "<pre><code>a\n</code></pre>"
     assert hooks.on_page_content(short + long + block) == (
         '<code class="short">engine=&quot;graphs&quot;</code>'
-        '<code>everygpu tune <span class="short">--batch-size</span> my-train.py</code>' + block
+        '<code>everygpu run <span class="short">--processes</span> my-train.py</code>' + block
     )
-
-
-def row(peer, **more):
-    return {
-        "model": "m",
-        "peer": peer,
-        "num_devices": 2,
-        "ms": 2.0,
-        "ms_min": 1.0,
-        "ms_max": 3.0,
-        "samples_per_s": 9.0,
-        **more,
-    }
-
-
-def test_the_newest_figures_with_a_peer_are_shown():
-    def report(date, *rows):
-        return {"machine": {"date": date, "commit": "c", "torch": "t", "gpus": ["G"] * 2}, "rows": rows}
-
-    measured = [
-        ("new.json", report("2026-02", row("ddp", ms=5.0), row("step", ms=4.0))),
-        ("old.json", report("2026-01", row("ddp", ms=7.0), row("step"))),
-        ("alone.json", report("2026-03", row("step", ms=6.0))),
-        ("no_step.json", report("2026-03", row("ddp", ms=8.0), row("ours"))),
-    ]
-    page = prepare.figures(measured)
-    assert "## m, 2 x G" in page
-    assert "| DistributedDataParallel | 5.00 (1.00 to 3.00) | 9 |\n| `everygpu.TrainStep` | 4.00" in page
-    assert not any(name in page for name in ("old.json", "alone.json", "no_step.json"))
 
 
 def test_what_the_network_would_give_is_seen():

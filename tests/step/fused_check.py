@@ -16,7 +16,6 @@ from everygpu.step.fused import FusedUpdate, has_kernel
 from everygpu.step.kernels import blocks
 from everygpu.step.rules.table import find_rule
 from everygpu.step.shards import Shards
-from everygpu.step.update import clip_factor
 
 OPTIMIZERS = {
     "Adagrad": lambda p: torch.optim.Adagrad(
@@ -68,7 +67,7 @@ def assert_alike(actual, expected, what=""):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, msg=lambda m: f"{what}: {m}")
 
 
-def check(name, num_devices, dtype, *, is_reduced):
+def check(name, num_devices, dtype, how):
     plain, stock = make(name, torch.float32)
     params, optimizer = make(name, dtype)
     flat_params = FlatParameters(params, [torch.device("cpu")] * num_devices)
@@ -110,9 +109,11 @@ def check(name, num_devices, dtype, *, is_reduced):
                 shards.step(optimizer.param_groups, touched)
             flat_params.all_gather_params()
         else:
-            if is_reduced:
+            if how == "on sums":
                 flat_params.reduce()
-            fused.run(touched, factor=0.5, is_reduced=is_reduced)
+                fused.run_on_sums(touched, factor=0.5)
+            else:
+                fused.run(touched, factor=0.5, losses=torch.ones(()) if how == "checked" else None)
         if step == 5:
             optimizer.load_state_dict(optimizer.state_dict())
         for i, (p, q) in enumerate(zip(params, plain)):
@@ -153,7 +154,7 @@ def check_in_place(name, num_devices, dtype, clip_norm):
     fused = FusedUpdate(optimizer, find_rule(optimizer), flat_params, shards)
     for step in range(4):
         touched = {i for i in range(len(params)) if not (i == 4 and step % 2 and num_devices == 1)}
-        update = EarlyUpdate(flat_params, fused, fused.prepare(touched), overlaps=False)
+        update = EarlyUpdate(flat_params, fused, fused.prepare(touched), beside=clip_norm is None)
         with update.watching():
             set_grads(flat_params.params, step)
             for twins in flat_params.twins:
@@ -169,17 +170,11 @@ def check_in_place(name, num_devices, dtype, clip_norm):
         assert update.touched() == touched
         update.write_tables()
         chunks = list(itertools.product(range(len(flat_params.plans)), range(num_devices)))
-        if clip_norm is None:
-            for b, rank in chunks:
-                update._update(b, rank)
-        else:
-            for b, rank in chunks:
-                update._reduce(b, rank)
-            norm = fused.norm_of_reduced(update.rows)
+        for b, rank in chunks:
+            (update._update if clip_norm is None else update._reduce)(b, rank)
+        if clip_norm is not None:
+            norm = fused.update_from_sums(update.rows, clip_norm=clip_norm, is_checked=False)
             torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain, clip_norm))
-            for b, rank in chunks:
-                factor = clip_factor(norm, clip_norm)
-                fused.launch_range(fused.spans[b], rank, update.rows, factor=factor, is_reduced=True)
         del held
         fused.finish(touched)
         step_plainly(stock, dtype)
@@ -205,8 +200,8 @@ if __name__ == "__main__":
     sizes.UPDATE_BYTES = 4096  # several buckets
     blocks.num_programs = lambda num_blocks, device, num_away: 1 + num_away  # each has several blocks, as on GPUs
     for name, num_devices, dtype in itertools.product(OPTIMIZERS, (1, 2, 3), DTYPES):
-        for is_reduced in (False, True):
-            check(name, num_devices, dtype, is_reduced=is_reduced)
+        for how in ("at once", "checked", "on sums"):
+            check(name, num_devices, dtype, how)
         for clip_norm in (None, 0.1, 1e9):
             check_in_place(name, num_devices, dtype, clip_norm)
         print(name, num_devices, dtype, "as torch")

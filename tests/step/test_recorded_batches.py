@@ -210,6 +210,6 @@ def test_kinds_that_cannot_be_recorded_leave_the_others(recording: Devices, rows
         for _ in range(6):
             losses += [step(X[:num], Y[:num]) for num in rows]
         assert step._capture is None or (num_recordings(step) == 2 and step._capture.reason is None)
-        assert step._capture is None or step._capture._step._overlaps
+        assert step._capture is None or step._capture._step._is_beside
 
     check(recording, scenario, make=Sometimes)

@@ -41,6 +41,19 @@ def test_what_takes_no_part_stays_as_it_is(recording: Devices, options: dict[str
     check(recording, scenario, make=TwoHeads, **options)
 
 
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=str)
+def test_after_one_step_without_a_head_launches_go_on(recording: Devices, options: dict[str, Any]) -> None:
+    """Its step count is another one from then on, and so are the options that its update takes."""
+
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        losses.append(step(X, Y, head="other"))
+        for _ in range(6):
+            losses.append(step(X, Y, head="both"))
+            assert step._capture is None or step.stats().engine == "graphs"
+
+    check(recording, scenario, make=TwoHeads, first=((X, Y), {"head": "both"}), **options)
+
+
 def test_what_takes_no_part_any_more(recording: Devices) -> None:
     def scenario(step: Step, losses: list[Tensor]) -> None:
         for head in ("both", "both", "both", "other", "both", "other", "both", "other", "both", "other", "other"):

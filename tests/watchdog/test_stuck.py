@@ -1,6 +1,5 @@
 """Which threads stand still, and which do not."""
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,14 +10,25 @@ import pytest
 import torch
 
 from everygpu.progress import progress, running
-from everygpu.watchdog.stuck import Judge
+from everygpu.watchdog.watch import Place, find_places
+
+
+class Judge:
+    """Looks again and again."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, Place] = {}
+
+    def look(self, now_s: float) -> list[Place]:
+        self._places = find_places(self._places, now_s)
+        return list(self._places.values())
 
 
 @pytest.fixture
 def judge() -> Iterator[Judge]:
     """A judge, while operations are entered."""
     progress().is_watched = True
-    yield Judge(progress())
+    yield Judge()
     progress().is_watched = False
     assert progress().operations == {}
 
@@ -48,7 +58,7 @@ def settled(judge: Judge, now_s: float) -> list[tuple[str, float]]:
     while num_times < 3:
         num_times = num_times + 1 if all(is_asleep(t) for t in threading.enumerate() if t.name == "beside") else 0
         time.sleep(0.01)
-    return [(str(place).partition(",")[0], place.since_s) for place in judge.look(now_s)]
+    return [(str(place).partition(" in thread")[0], place.since_s) for place in judge.look(now_s)]
 
 
 def test_an_operation_that_waits_is_found_with_since_when(judge: Judge) -> None:
@@ -62,40 +72,31 @@ def test_an_operation_that_waits_is_found_with_since_when(judge: Judge) -> None:
     assert settled(judge, 800) == []
 
 
-def test_of_nested_operations_the_inner_one_counts_and_each_end_is_a_move(judge: Judge) -> None:
+def test_of_nested_operations_the_inner_one_counts_and_another_one_at_the_same_place_is_a_move(judge: Judge) -> None:
     steps = [threading.Event() for _ in range(3)]
 
     def work(over: threading.Event) -> None:
         with running("update"):
             for step in steps:
-                with running("sum over ranks", waits_for="ranks"):
-                    pass
-                step.wait()
+                with running("sum over ranks"):
+                    step.wait()
             over.wait()
 
     with beside(work):
         for now_s, step in enumerate(steps):
-            assert settled(judge, now_s) == [("update", now_s)]
+            assert settled(judge, now_s) == [("sum over ranks", now_s)]
             step.set()
-    assert settled(judge, 9) == []
+        assert settled(judge, 9) == [("update", 9)]
+    assert settled(judge, 10) == []
 
 
-def test_what_waits_for_other_replicas_is_not_stuck_and_ranks_have_more_time(judge: Judge) -> None:
+def test_what_waits_for_other_replicas_is_not_stuck(judge: Judge) -> None:
     def work(over: threading.Event) -> None:
         with running("forward"), running("barrier", waits_for="replicas"):
             over.wait()
 
     with beside(work):
         assert settled(judge, 0) == []
-
-    def collective(over: threading.Event) -> None:
-        with running("barrier over ranks", waits_for="ranks"):
-            over.wait()
-
-    with beside(collective):
-        settled(judge, 0)
-        (place,) = judge.look(1)
-    assert (place.patience_s(10), place.patience_s(1000)) == (11, 1010)
 
 
 def test_other_code_is_none_of_its_business(judge: Judge) -> None:
@@ -116,23 +117,6 @@ def test_an_operation_that_an_interrupt_has_left_open_is_none(judge: Judge) -> N
         assert settled(judge, 0) == []
 
 
-def test_computing_on_the_cpu_is_moving(judge: Judge) -> None:
-    if sys.platform != "linux":
-        pytest.skip("needs /proc")
-
-    def work(over: threading.Event) -> None:
-        x = torch.ones(1200, 1200)
-        with running("forward", torch.device("cpu")):
-            while not over.is_set():
-                torch.linalg.matrix_power(x, 60)  # long calls of C++
-
-    with beside(work):
-        begun = time.monotonic()
-        while not (places := judge.look(time.monotonic())) or places[0].since_s < begun + 0.1:
-            assert time.monotonic() < begun + 60
-            time.sleep(0.02)
-
-
 def test_one_backward_is_told_from_the_next_at_the_same_place(judge: Judge) -> None:
     steps = [threading.Event() for _ in range(2)]
 
@@ -145,11 +129,16 @@ def test_one_backward_is_told_from_the_next_at_the_same_place(judge: Judge) -> N
     with beside(work):
         assert settled(judge, 0) == [("backward", 0)]
         assert settled(judge, 9) == [("backward", 0)]
+        (first,) = judge.look(9)
         steps[0].set()
         assert settled(judge, 10) == [("backward", 10)]
+        # Frames of the next one may have the same addresses: the tensor that it began from is another.
+        (second,) = judge.look(11)
+        first.stacks = second.stacks
+        (ident,) = find_places({}, 0)
+        assert find_places({ident: first}, 12)[ident].since_s == 12
+        assert find_places({ident: second}, 12)[ident].since_s == 10
         steps[1].set()
-        (found,) = settled(judge, 11)
-        assert found == ("backward", 11)
 
 
 def test_nothing_is_entered_while_nothing_watches() -> None:
@@ -163,17 +152,3 @@ def test_an_error_ends_an_operation(judge: Judge) -> None:
     with pytest.raises(ZeroDivisionError), running("forward"), running("barrier"):
         raise ZeroDivisionError
     assert progress().operations == {}
-
-
-def test_of_two_threads_in_a_debugger_neither_stands_still(judge: Judge) -> None:
-    scope: dict[str, object] = {"__name__": "pdb"}
-    exec("def interaction(over): over.wait()", scope)
-
-    def work(over: threading.Event) -> None:
-        with running("forward"):
-            over.wait()
-
-    with beside(work), beside(scope["interaction"]):  # type: ignore[arg-type]
-        assert settled(judge, 0) == []
-    with beside(work):
-        assert settled(judge, 1) == [("forward", 1)]

@@ -1,4 +1,4 @@
-"""Measure times in rounds of steps, each row in a process of its own."""
+"""Measure times in rounds of steps, and rows in processes of their own."""
 
 import json
 import os
@@ -6,7 +6,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -43,23 +42,22 @@ def time_rounds(
 
 
 def run_command(command: list[str], timeout: float) -> dict[str, Any]:
-    """Run a command whose last line is a row as JSON; a hang or a failure is its result.
+    """Run a command whose last line is a row as JSON; a hang or a failure is its result, as ``error``.
 
     Args:
         command: With its arguments.
         timeout: Seconds after which it is ended, with all processes that it started.
-    Returns:
-        The row, or ``error``: the end of what was said.
     """
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with _heeding_sigterm(), subprocess.Popen(command, **pipes, start_new_session=True) as process:
         try:
             out, error = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            _end(process)
-            return {"error": f"no result in {timeout:g} s"}
-        except BaseException:
-            _end(process)  # a session of its own doesn't hear of Ctrl-C
+        except BaseException as cause:  # a session of its own doesn't hear of Ctrl-C
+            with suppress(ProcessLookupError):  # all that it started, too: they hold GPUs, and its pipes
+                process.kill() if sys.platform == "win32" else os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if isinstance(cause, subprocess.TimeoutExpired):
+                return {"error": f"no result in {timeout:g} s"}
             raise
     if process.returncode or not out.strip():
         return {"error": error.strip()[-_KEPT_LETTERS:] or f"ended with exit code {process.returncode}"}
@@ -70,9 +68,6 @@ def run_command(command: list[str], timeout: float) -> dict[str, Any]:
 @contextmanager
 def _heeding_sigterm() -> Iterator[None]:
     """Turn the signal into an exception: by default it ends this process alone, and the others go on holding GPUs."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -82,13 +77,3 @@ def _heeding_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """End a process and those it started: they hold GPUs, and its pipes."""
-    if sys.platform == "win32":
-        process.kill()
-    else:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

@@ -1,6 +1,7 @@
-"""Find a benchmark's model by name, check it, and resize its batch."""
+"""Find a benchmark's model by name, check it, and shape its batches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -8,11 +9,33 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from everygpu import tree
-from everygpu.bench.batches import Batches, list_batches
 from everygpu.bench.workloads import MODELS
 from everygpu.errors import OptionError, SplitError
 from everygpu.feed.batch_size import resize
 from everygpu.parallel.scatter.row_count import find_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """Mark several batches that training steps cycle through, in their order; a plain list is one batch.
+
+    ::
+
+        from everygpu.bench import Batches
+
+        def bench():
+            return model, loss, optimizer, Batches(list(itertools.islice(loader, 40)))
+
+    Args:
+        items: Each as ``Training.batch`` says; their shapes and numbers of rows may differ.
+    """
+
+    items: Sequence[Any]
+
+
+def list_batches(batch: Any) -> list[Any]:
+    """Return all batches: those of ``Batches``, or the only one."""
+    return list(batch.items) if isinstance(batch, Batches) else [batch]
 
 
 class Training(NamedTuple):
@@ -36,88 +59,55 @@ def find_training(name: str) -> Training:
     Args:
         name: One of ours, or ``"module:function"``; the function takes no arguments and returns a ``Training``.
     Raises:
-        OptionError: there is no such module or function, the module exits as it is imported, the function can't be
-            called, or what it returns is none.
+        OptionError: there is no such module or function, or what it returns is no ``Training``.
         Exception: what the module or the function raises by itself.
     """
-    function: Any = MODELS[name] if name in MODELS else _find_function(name)
+    module_name, _, function_name = MODELS.get(name, name).partition(":")
     try:
+        function = getattr(import_module(module_name), function_name, None)
+        if not callable(function):
+            raise OptionError(f"No function {function_name!r} in {module_name}. Check --model {name}.")
         made = function()
-    except SystemExit as stop:
-        raise OptionError(
-            f"bench: {name}() must return a tuple (model, loss, optimizer, batch), got an exit with {stop.code!r}. "
-            f"It has no command line to read: write parse_args([]) in it."
-        ) from stop
-    return _check(made, f"bench: {name}()")
-
-
-def _find_function(name: str) -> Any:
-    module_name, colon, function_name = name.partition(":")
-    if not (module_name and colon and function_name):
-        raise OptionError(
-            f"bench: --model must be one of {', '.join(MODELS)}, or module:function, got {name!r}. "
-            f"For a function bench() in train.py write train:bench."
-        )
-    try:
-        module = import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module is there; what it imports itself is not
         raise OptionError(
-            f"bench: --model {name} needs a module {module_name}, got none of that name: {error}. "
-            f"Run the command in the directory of the file."
+            f"No module {module_name!r}: {error}. Run the command in the directory of the file."
         ) from error
     except SystemExit as stop:
         raise OptionError(
-            f"bench: --model {name} needs a module that can be imported, got one that exits with {stop.code!r}: "
-            f"it runs as a script. Put the script's part, such as parse_args() and the loop, under "
-            f"if __name__ == '__main__'."
+            f"{name} exits with {stop.code!r}: it runs as a script. Put parse_args() and the loop under "
+            f"if __name__ == '__main__', or write parse_args([])."
         ) from stop
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        found = "no such name" if function is None else f"a {type(function).__qualname__}"
-        raise OptionError(f"bench: --model {name} needs a function {function_name} in {module.__file__}, got {found}.")
-    return function
+    return _check(made, f"{name}()")
 
 
 def _check(made: Any, what: str) -> Training:
     if not isinstance(made, tuple) or len(made) != len(Training._fields):
         found = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__qualname__}"
-        raise OptionError(f"{what} must return a tuple (model, loss, optimizer, batch), got {found}.")
+        raise OptionError(f"{what} returns {found}. Return (model, loss, optimizer, batch).")
     training = Training(*made)
-    if not isinstance(training.model, nn.Module):
-        raise OptionError(f"{what} must return a torch.nn.Module first, got a {type(training.model).__qualname__}.")
-    if training.loss is not None and not callable(training.loss):
-        raise OptionError(
-            f"{what} must return as second a loss to call as loss(output, *targets), or None when the model returns "
-            f"its loss, got a {type(training.loss).__qualname__}."
+    for position, (value, is_right, wanted) in enumerate(
+        (
+            (training.model, isinstance(training.model, nn.Module), "a torch.nn.Module"),
+            (training.loss, training.loss is None or callable(training.loss), "a loss(output, *targets), or None"),
+            (training.optimizer, isinstance(training.optimizer, Optimizer), "a torch.optim.Optimizer"),
         )
-    if not isinstance(training.optimizer, Optimizer):
-        raise OptionError(
-            f"{what} must return a torch.optim.Optimizer third, got a {type(training.optimizer).__qualname__}."
-        )
+    ):
+        if not is_right:
+            place = ("first", "second", "third")[position]
+            raise OptionError(f"{what} returns a {type(value).__qualname__} {place}. Return {wanted}.")
     optimized = {id(p) for group in training.optimizer.param_groups for p in group["params"]}
     if optimized.isdisjoint(id(p) for p in training.model.parameters()):
-        raise OptionError(f"{what} must return an optimizer over the model's parameters, got one over others.")
-    if isinstance(training.batch, Batches) and not training.batch.items:
-        raise OptionError(
-            f"{what} must return one batch or more in Batches, got none. Return for instance some of a loader."
-        )
-    for batch in list_batches(training.batch):
-        _check_batch(batch, what)
-    return training
-
-
-def _check_batch(batch: Any, what: str) -> None:
+        raise OptionError(f"{what} returns an optimizer over other parameters. Give it the model's.")
+    batches = list_batches(training.batch)
     try:
-        num_rows = find_rows([("batch", batch)], 0)
+        has_rows = [bool(find_rows([("batch", batch)], 0)) for batch in batches]
     except SplitError as error:
-        raise OptionError(f"{what} must return a batch fourth, with rows on axis 0: {error}") from error
-    if not num_rows:
-        raise OptionError(
-            f"{what} must return a batch with rows fourth, got a {type(batch).__qualname__} without any. "
-            f"Return for instance next(iter(loader)), or everygpu.bench.Batches of several."
-        )
+        raise OptionError(f"{what} returns a batch without rows on axis 0. {error}") from error
+    if not batches or not all(has_rows):
+        raise OptionError(f"{what} returns a batch without rows. Return for instance next(iter(loader)).")
+    return training
 
 
 def count_rows(batch: Any) -> int:
@@ -138,15 +128,7 @@ def split_batch(batch: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def compute_loss(net: Callable[..., Any], loss: Callable[..., Tensor] | None, batch: Any) -> Tensor:
-    """Run a model and its loss as ``TrainStep`` does, for those that know nothing of it.
-
-    Args:
-        net: The model, however it is wrapped.
-        loss: As in ``Training``.
-        batch: Likewise, on the device where ``net`` takes it.
-    Returns:
-        Shape ().
-    """
+    """Run a model and its loss as ``TrainStep`` does, for those that know nothing of it."""
     inputs, targets = split_batch(batch)
     more = targets if loss is None else ()
     if isinstance(inputs, dict) and not more:

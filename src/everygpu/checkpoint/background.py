@@ -33,22 +33,14 @@ class Background:
         self._begin()
 
     def start(self, work: Work) -> None:
-        """Begin a piece of work, after the one before it.
-
-        Raises:
-            BaseException: what the work before it raised; the new one is not begun.
-        """
+        """Begin a piece of work, after the one before it, whose error is raised."""
         self.wait()
         task = _Task(lambda check: _log_error(work, check), self._turn)
         self._tasks.append(task)
         task.start()
 
     def run(self, work: Work) -> None:
-        """Do a piece of work, after the one before it, and wait for it; if that is interrupted, the work is given up.
-
-        Raises:
-            BaseException: what the work, or the one before it, raised.
-        """
+        """Do a piece of work, after the one before it, and wait for it; given up if the wait is interrupted."""
         self.wait()
         task = _Task(work, self._turn)
         try:
@@ -63,11 +55,7 @@ class Background:
         self.check()
 
     def wait(self) -> None:
-        """Wait until the work is done; when interrupted, the work goes on, and can be waited for again.
-
-        Raises:
-            BaseException: what it raised, once.
-        """
+        """Wait until the work is done, and raise its error once; when interrupted, the work goes on."""
         if self._pid != os.getpid():  # forked: the threads are in the other process
             self._begin()
         for task in tuple(self._tasks):

@@ -1,19 +1,15 @@
 """Read a checkpoint into the objects of a run."""
 
 import os
-from collections.abc import Callable
-from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import torch
 
+from everygpu.checkpoint.contents import read_any
 from everygpu.checkpoint.directory import as_path
-from everygpu.checkpoint.foreign import is_foreign, read_parts
 from everygpu.checkpoint.modules import Fit, Match
-from everygpu.checkpoint.read import Contents, Part, read_contents
 from everygpu.checkpoint.rng import plan_rng_restore
-from everygpu.checkpoint.states import kind_of, plan_restore, require_kind, require_names
+from everygpu.checkpoint.states import Part, Plan, check_parts, detach, kind_of, require_names
 from everygpu.errors import CheckpointContentError, CheckpointMismatchError, DeviceError, OptionError
 
 
@@ -46,7 +42,8 @@ def load(
             loaded, or the newest before it that is whole, with a warning that names the damage; or a foreign
             file or directory.
         model: The module to load into: bare, wrapped or compiled, on any device.
-        optimizer: The optimizer to load into; its tensors go to its parameters' devices.
+        optimizer: The optimizer to load into; its tensors go to its parameters' devices. Pass the model along: the
+            state is found by the names of the parameters.
         scheduler: The scheduler to load into.
         strict: Whether a module's names must be exactly those saved. Shapes must fit in any case.
         match: ``"name"``; or ``"order"`` for a model whose tensors have the same shapes in the same order
@@ -56,11 +53,11 @@ def load(
         rng: Whether to restore the random states of Python, NumPy and torch. CUDA devices that are
             not here are left out. Foreign checkpoints have none that could be read.
         map_location: The device for tensors in the result; by default the CPU.
-        verify: Whether to compare every byte with the SHA-256 in the manifest.
+        verify: Whether to compare every byte with ``SHA256SUMS``.
         **extras: Objects that were saved as extras, restored in place.
     Returns:
         The extras that were not passed: plain values as they were saved, objects as their state
-        (a module as its names and tensors).
+        (a module as its names and tensors); and the ``step`` of a manager's checkpoint.
     Raises:
         CheckpointNotFoundError: there is nothing at the path.
         CheckpointForeignError: it is of no format that is known, or can't be read without executing what
@@ -77,38 +74,36 @@ def load(
         all of them.
     """
     require_names(misplaced, "load", "load(path, model=model)")
-    targets = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    targets = {name: target for name, target in targets.items() if target is not None}
-    _check_targets(targets, extras)
-    _check_match(match)
+    known = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    targets = {name: target for name, target in known.items() if target is not None} | extras
+    check_targets(targets)
+    if match not in get_args(Match):
+        raise OptionError(f"load: match is 'name' or 'order', got {match!r}.")
     fit = Fit(strict=strict, match=match, prefix=prefix, ignore_mismatched=ignore_mismatched)
     device = _parse_device(map_location)
-    where = as_path(path, "load")
-    if is_foreign(where):
-        contents = _read_foreign(where, targets, extras, device, prefix)
-    else:
-        contents = read_contents(where, targets, device, verify)
-    plans = _plan_all(contents, targets, extras, fit)
-    if rng:
-        plans.append(_plan_rng(contents, path))
-    rest = {name: _plain(part) for name, part in contents.extras.items() if name not in extras}
-    if not plans and not rest:
-        raise OptionError(
-            f"load: something to load into must be passed, as {path} has no extras to return, got nothing. "
-            f"Write load(path, model=model)."
+    contents = read_any(as_path(path, "load"), restored=targets.keys(), device=device, verify=verify)
+    if "model" in targets:
+        contents.require_model(path)
+    plan = Plan(contents, targets, fit)
+    if rng and contents.rng is None:
+        raise CheckpointMismatchError(
+            f"load: {path} has no random states; only checkpoints of everygpu.save do. Leave out rng=True."
         )
-    for restore in plans:
+    restores = [*plan.restores, *([plan_rng_restore(contents.rng)] if rng else [])]
+    rest = {name: _plain(part, device) for name, part in contents.extras.items() if name not in targets}
+    if not restores and not rest and contents.step is None:
+        raise OptionError(
+            f"load: There is nothing to load into, and {path} has no extras to return. Write load(path, model=model)."
+        )
+    for restore in restores:
         restore()
-    return rest
+    return rest if contents.step is None else {**rest, "step": contents.step}
 
 
-def _check_targets(targets: dict[str, Any], extras: dict[str, Any]) -> None:
+def check_targets(targets: dict[str, Any]) -> None:
+    """Refuse what can't be restored in place."""
+    check_parts(targets, "load")
     for name, target in targets.items():
-        if name == "model":
-            require_kind(target, name, "a torch.nn.Module", "load", "module")
-        else:
-            require_kind(target, name, "an object with state_dict and load_state_dict", "load", "state_dict")
-    for name, target in extras.items():
         if kind_of(target) == "plain":
             raise CheckpointContentError(
                 f"load: {name} must be an object to restore in place, got {type(target).__qualname__}. "
@@ -116,59 +111,15 @@ def _check_targets(targets: dict[str, Any], extras: dict[str, Any]) -> None:
             )
 
 
-def _check_match(match: object) -> None:
-    if match not in get_args(Match):
-        raise OptionError(f"load: match must be 'name' or 'order', got {match!r}. Choose one of the two.")
-
-
 def _parse_device(map_location: Any) -> torch.device:
     try:
         return torch.empty(0, device="cpu" if map_location is None else map_location).device
     except (RuntimeError, TypeError, AssertionError) as cause:  # AssertionError: torch without CUDA
         raise DeviceError(
-            f"load: map_location must be a device of this machine, got {map_location!r}. "
-            f"Use for instance 'cpu' or 'cuda:0'."
+            f"load: map_location={map_location!r} is no device of this machine. Use for instance 'cpu' or 'cuda:0'."
         ) from cause
 
 
-def _plan_all(
-    contents: Contents, targets: dict[str, Any], extras: dict[str, Any], fit: Fit
-) -> list[Callable[[], object]]:
-    others = Fit(strict=fit.strict)
-    plans = [_plan(contents.extras, name, target, others) for name, target in extras.items()]
-    # The model comes last: what is checked least is restored first.
-    return plans + [_plan(contents.parts, name, targets[name], fit) for name in reversed(targets)]
-
-
-def _plan_rng(contents: Contents, path: str | os.PathLike[str]) -> Callable[[], object]:
-    if contents.rng is None:
-        raise CheckpointMismatchError(
-            f"load: random states are only in checkpoints of everygpu.save, got {path}. Leave out rng=True."
-        )
-    return plan_rng_restore(contents.rng)
-
-
-def _read_foreign(
-    path: Path, targets: dict[str, Any], extras: dict[str, Any], device: torch.device, prefix: str
-) -> Contents:
-    parts, rest = read_parts(path, targets, extras, device, prefix)
-    return Contents(
-        parts={name: Part(kind=kind, state=state) for name, (kind, state) in parts.items()},
-        extras={name: Part(kind=kind, state=state) for name, (kind, state) in rest.items()},
-        rng=None,
-    )
-
-
-def _plan(parts: dict[str, Part], name: str, target: object, fit: Fit) -> Callable[[], object]:
-    if name not in parts:
-        near = get_close_matches(name, parts, n=1)
-        hint = f" Did you mean {near[0]}?" if near else " Leave it out, or save it too."
-        raise CheckpointMismatchError(
-            f"load: the checkpoint must have what is asked for, got none named {name}. Nothing was loaded.{hint}"
-        )
-    part = parts[name]
-    return plan_restore(target, name, part.kind, part.state, fit, part.class_name)
-
-
-def _plain(part: Part) -> Any:
-    return part.state["values"] if part.kind == "module" else part.state
+def _plain(part: Part, device: torch.device) -> Any:
+    state = part.state["values"] if part.kind == "module" else part.state
+    return state if part.kind not in (None, "module") else detach(state, device)

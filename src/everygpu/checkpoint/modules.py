@@ -7,11 +7,23 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from everygpu.checkpoint.keys import EXTRA_STATE, clean_names, describe_mismatch, match_names, name_cleaner
+from everygpu.checkpoint.names import (
+    EXTRA_STATE,
+    clean_names,
+    describe_mismatch,
+    find_prefix,
+    match_names,
+    name_cleaner,
+    rename,
+    strip_prefix,
+)
+from everygpu.checkpoint.values import identity
 from everygpu.errors import CheckpointMismatchError
 from everygpu.keys import bare_key
 from everygpu.torch_private.modules import NormBase
+from everygpu.tree import map_leaves
 
 logger = logging.getLogger("everygpu")
 
@@ -45,42 +57,40 @@ def module_state(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def plan_module(model: nn.Module, name: str, state: Any, fit: Fit) -> Callable[[], object]:
-    """Check that a state fits a module, and return what puts it there.
+def plan_module(model: nn.Module, name: str, state: Any, fit: Fit) -> tuple[Callable[[], object], dict[str, str]]:
+    """Check that a state fits a module.
 
     Args:
         model: The module to change later.
         name: What it is called in errors.
         state: As `module_state` returned it.
         fit: What may differ.
+    Returns:
+        What changes the module, and its own names by the saved ones.
     Raises:
         CheckpointMismatchError: names or shapes differ more than they may.
     """
-    saved = _select(state["values"], fit.prefix)
-    versions = select_versions(state["versions"], fit.prefix)
     own = model.state_dict()
+    prefix = fit.prefix or ("" if fit.match == "order" else find_prefix(state["values"], own.keys()))
+    versions = _select_versions({bare_key(p): v for p, v in state["versions"].items()} | state["versions"], prefix)
+    if fit.prefix:
+        saved, saved_names = _select(state["values"], prefix), {}
+    else:
+        saved_names = {strip_prefix(there, prefix): there for there in state["values"]}
+        saved = rename(state["values"], lambda there: strip_prefix(there, prefix))
+    saved = _with_tied(saved, own)
     pairs = _pair_by_order(name, saved, own) if fit.match == "order" else _pair_by_name(model, saved, own)
+    own_left: Mapping[str, Any] = own
     if fit.ignore_mismatched:
         saved, own_left = _leave_out_mismatched(name, saved, own, pairs)
-    else:
-        own_left = own
     own_versions = _own_versions(model, own, versions, _paths(pairs) if fit.match == "order" else {})
     _check_names(name, saved, own_left, pairs, fit.strict, _made_by_torch(model, own_versions, set(pairs.values())))
-    loaded = OrderedDict((pairs.get(there, there), value) for there, value in saved.items())
+    loaded = OrderedDict((pairs.get(there, there), _outliving(there, value)) for there, value in saved.items())
     # torch reads the versions from this attribute: Module.load_state_dict.
     loaded._metadata = own_versions  # type: ignore[attr-defined]
     strict = fit.strict and len(own_left) == len(own)
-    return lambda: model.load_state_dict(loaded, strict=strict)
-
-
-def _select(saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    selected = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
-    if saved and not selected:
-        raise CheckpointMismatchError(
-            f"load: prefix must begin some name in the checkpoint, got {prefix!r}, while the names are "
-            f"{', '.join(list(saved)[:3])}, … Pass what stands before the names of the part to load."
-        )
-    return selected
+    named = {saved_names.get(there, fit.prefix + there): here for there, here in pairs.items()}
+    return lambda: model.load_state_dict(loaded, strict=strict), named
 
 
 def is_version(entry: object) -> bool:
@@ -88,15 +98,52 @@ def is_version(entry: object) -> bool:
     return isinstance(entry, Mapping) and isinstance(entry.get("version"), int | None)
 
 
-def select_versions(saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Give versions by the path inside the part behind the prefix; the part itself has the empty path.
+def check_module(state: Any) -> None:
+    """See that a state read from a file has the structure that `module_state` gives.
 
-    Args:
-        saved: By the path of each module; the one at ``model`` stands behind ``model.`` too.
-        prefix: Ends with a dot, or is empty.
+    Raises:
+        LookupError, TypeError: it has another one.
     """
+    for names in (state["values"], state["versions"]):
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names):
+            raise TypeError("a module's values and versions must be dicts with names")
+    if not all(is_version(entry) for entry in state["versions"].values()):
+        raise TypeError("a version must be a dict with a whole number")
+
+
+def _select(saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    selected = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
+    if saved and not selected:
+        raise CheckpointMismatchError(
+            f"load: No name in the checkpoint begins with the prefix {prefix!r}; they are "
+            f"{', '.join(list(saved)[:3])}, … Pass what stands before the names of the part to load."
+        )
+    return selected
+
+
+def _select_versions(saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Give versions by the path inside the part behind the prefix; the part itself has the empty path."""
     paths = {f"{path}.".lstrip("."): version for path, version in saved.items()}
     return {path.removeprefix(prefix)[:-1]: version for path, version in paths.items() if path.startswith(prefix)}
+
+
+def _with_tied(values: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Add names that are missing where the target has their tensor under a name that is there.
+
+    Of tied tensors, safetensors files of Transformers and Accelerate keep one.
+    """
+    names = {bare_key(name): name for name in values}
+    tensors = {name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor) and not is_lazy(tensor)}
+    there = {identity(t): names[bare_key(name)] for name, t in tensors.items() if t.numel() and bare_key(name) in names}
+    missing = {name: there.get(identity(t)) for name, t in tensors.items() if bare_key(name) not in names}
+    return values | {name: values[tied] for name, tied in missing.items() if tied is not None}
+
+
+def _outliving(name: str, value: Any) -> Any:
+    """Copy what a module keeps as it is given: its extra state. Tensors it copies into its own."""
+    if isinstance(value, Tensor) and not name.endswith(EXTRA_STATE):
+        return value
+    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _pair_by_name(model: nn.Module, saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, str]:
@@ -108,19 +155,17 @@ def _pair_by_order(name: str, saved: Mapping[str, Any], own: Mapping[str, Any]) 
     """Pair the tensors of both sides one after the other; all must have the same shapes."""
     theirs = [(key, value.shape) for key, value in saved.items() if isinstance(value, Tensor)]
     ours = [(key, value.shape) for key, value in own.items() if isinstance(value, Tensor)]
-    for index, ((there, saved_shape), (here, shape)) in enumerate(zip(theirs, ours)):
+    for index, ((there, saved_shape), (here, shape)) in enumerate(zip(theirs, ours), 1):
         if saved_shape != shape:
             raise CheckpointMismatchError(
-                f"load: with match='order', tensor {index + 1} of the checkpoint must have the shape of {name}'s, "
-                f"{here} {tuple(shape)}, got {there} {tuple(saved_shape)}. Nothing was loaded; use match='name', "
-                f"or bring the modules into the same order."
+                f"load: Tensor {index} is {there} {tuple(saved_shape)} in the checkpoint, {here} {tuple(shape)} in "
+                f"{name}. Nothing was loaded; use match='name', or bring the modules into the same order."
             )
     if len(theirs) != len(ours):
         longer = theirs if len(theirs) > len(ours) else ours
         raise CheckpointMismatchError(
-            f"load: with match='order', the checkpoint must have as many tensors as {name}, {len(ours)}, got "
-            f"{len(theirs)}; the first without a partner is {longer[min(len(theirs), len(ours))][0]}. "
-            f"Nothing was loaded; prefix= selects a part of the checkpoint."
+            f"load: The checkpoint has {len(theirs)} tensors, {name} {len(ours)}; the first without a partner is "
+            f"{longer[min(len(theirs), len(ours))][0]}. Nothing was loaded; prefix= selects a part of the checkpoint."
         )
     pairs = {there: here for (there, _), (here, _) in zip(theirs, ours)}
     return pairs | _pair_extra_states(saved, own, _paths(pairs))
@@ -172,14 +217,14 @@ def _check_names(
         advice = " ignore_mismatched=True leaves those of another shape out." if shapes else ""
         advice += " strict=False loads the names that both have." if missing or unexpected else ""
         raise CheckpointMismatchError(
-            f"load: the checkpoint must have the names and shapes of {name}, got "
-            f"{len(missing)} missing, {len(unexpected)} unknown and {len(shapes)} of another shape. "
-            f"Nothing was loaded.{advice}{describe_mismatch(missing, unexpected, shapes)}"
+            f"load: {name} has other names and shapes than the checkpoint: {len(missing)} missing, {len(unexpected)} "
+            f"unknown and {len(shapes)} of another shape. Nothing was loaded.{advice}"
+            f"{describe_mismatch(missing, unexpected, shapes)}"
         )
 
 
 def _difference(name: str, saved: object, own: object) -> str | None:
-    if not isinstance(own, Tensor) or nn.parameter.is_lazy(own) or name.endswith(EXTRA_STATE):
+    if not isinstance(own, Tensor) or is_lazy(own) or name.endswith(EXTRA_STATE):
         return None
     if not isinstance(saved, Tensor):
         return f"a {type(saved).__name__} in the checkpoint, a tensor in the target"

@@ -9,18 +9,12 @@ import numpy
 import torch
 from torch import Tensor
 
-from everygpu.checkpoint.brief import cut
+from everygpu.checkpoint.format import cut
 from everygpu.errors import CheckpointDamagedError
 
 
 def take_rng_states(with_cuda: bool = True) -> dict[str, Any]:
-    """Return the states of every generator in use, without drawing from any.
-
-    Args:
-        with_cuda: Whether to ask the CUDA devices too.
-    Returns:
-        Python's, torch's and NumPy's; CUDA's, by device, where CUDA is in use.
-    """
+    """Return the states of every generator in use, without drawing from any; CUDA's where it is in use."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": to_bytes(torch.get_rng_state())}
     states["numpy"] = _to_lists(numpy.random.get_state(legacy=False))
     if with_cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -29,34 +23,32 @@ def take_rng_states(with_cuda: bool = True) -> dict[str, Any]:
 
 
 def plan_rng_restore(states: Any) -> Callable[[], None]:
-    """Check saved states and return what puts them back.
+    """Check saved states and return what puts them back; those of CUDA devices that are not here are left out.
 
-    Args:
-        states: As `take_rng_states` returned them. States of CUDA devices that are not here are left out.
-    Returns:
-        A call without arguments that sets the generators.
     Raises:
         CheckpointDamagedError: the states are none that `take_rng_states` makes.
     """
     try:
-        python = random.Random()
-        python.setstate(states["python"])
+        random.Random().setstate(states["python"])
         torch_state = to_tensor(states["torch"])
         torch.Generator().set_state(torch_state)
         cuda = [to_tensor(state) for state in states.get("cuda", [])]
-        _check_numpy(states.get("numpy"))
+        # Of the same kind as numpy's global one, which a program may have replaced.
+        kind = type(numpy.random.get_bit_generator())  # type: ignore[attr-defined]
+        numpy.random.RandomState(kind()).set_state(states["numpy"])
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as cause:
-        problem = f"{type(cause).__name__}: {cut(str(cause))}"
         raise CheckpointDamagedError(
-            f"load: the saved random states must be whole, got {problem}. Nothing was loaded; leave out rng=True."
+            f"load: The saved random states are damaged ({type(cause).__name__}: {cut(cause)}). Nothing was loaded; "
+            f"leave out rng=True."
         ) from cause
 
     def restore() -> None:
         random.setstate(states["python"])
         torch.set_rng_state(torch_state)
-        if states.get("numpy") is not None:
-            numpy.random.set_state(states["numpy"])
-        _restore_cuda(cuda)
+        numpy.random.set_state(states["numpy"])
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        for index, state in enumerate(cuda[:count]):
+            torch.cuda.set_rng_state(state, index)
 
     return restore
 
@@ -71,30 +63,13 @@ def rng_states_kept(with_cuda: bool = True) -> Iterator[None]:
         restore()
 
 
-def _check_numpy(state: Any) -> None:
-    if state is not None:
-        # Of the same kind as numpy's global one, which a program may have replaced.
-        kind = type(numpy.random.get_bit_generator())  # type: ignore[attr-defined]
-        numpy.random.RandomState(kind()).set_state(state)
-
-
-def _restore_cuda(states: list[Tensor]) -> None:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for index, state in enumerate(states[:count]):
-        torch.cuda.set_rng_state(state, index)
-
-
 def to_bytes(state: Tensor) -> bytes:
     """Turn a generator's state into what a checkpoint holds."""
     return bytes(state.tolist())
 
 
 def to_tensor(state: bytes) -> Tensor:
-    """Turn it back into what ``torch.Generator.set_state`` takes.
-
-    Raises:
-        TypeError: it is something else than bytes.
-    """
+    """Turn it back into what ``torch.Generator.set_state`` takes."""
     if not isinstance(state, bytes):
         raise TypeError(f"a state must be bytes, not {type(state).__name__}")
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)

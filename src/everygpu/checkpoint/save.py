@@ -1,9 +1,8 @@
 """Write a checkpoint."""
 
-import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,28 +11,18 @@ from warnings import warn
 import torch
 from torch import Tensor
 
-from everygpu.checkpoint import manifest as files
 from everygpu.checkpoint.background import Background, Check
-from everygpu.checkpoint.digests import MAX_WRITERS, HashingPool
-from everygpu.checkpoint.directory import as_path, new_directory, resolve_target
-from everygpu.checkpoint.encode import Json, encode
-from everygpu.checkpoint.hashed_file import HashedFile, new_hashed_file
-from everygpu.checkpoint.manifest import FileRecord, Place
+from everygpu.checkpoint.directory import as_path, must_be_writable, new_directory, resolve_target
+from everygpu.checkpoint.format import MODEL, TRAINING, write_files
 from everygpu.checkpoint.one_writer import one_writer
-from everygpu.checkpoint.regular_file import MAX_DOCUMENT_BYTES
 from everygpu.checkpoint.rng import take_rng_states
-from everygpu.checkpoint.states import kind_of, require_kind, require_names, take_state
-from everygpu.checkpoint.tensors import write_tensors
-from everygpu.checkpoint.trainers import class_name
-from everygpu.checkpoint.writable import must_be_writable
+from everygpu.checkpoint.states import check_parts, encode_parts, require_names
+from everygpu.checkpoint.values import Json, encode
 from everygpu.errors import CheckpointContentError, OptionError
 from everygpu.ranks.membership import is_main
 
 LOAD_OPTIONS = frozenset({"strict", "match", "prefix", "ignore_mismatched", "rng", "map_location", "verify"})
 """Names that `everygpu.load` takes for itself."""
-
-MANAGER_OPTIONS = frozenset({"keep", "every", "keep_best", "asynchronous", "signals"})
-"""Names that `CheckpointManager` takes when it is made. As extras they would be stored, and do nothing."""
 
 _FILE_SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors"})
 """Ends of names by which other programs expect a file."""
@@ -43,10 +32,9 @@ _FILE_SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors"})
 class Taken:
     """The state of a run, taken apart into what goes into each file."""
 
-    state: Json
-    """The content of state.json."""
+    document: dict[str, Json] = field(default_factory=dict)
     tensors: dict[str, dict[str, Tensor]]
-    """By file and name: the run's own tensors, not copies."""
+    """By `MODEL` and `TRAINING`, and by name: the run's own tensors, not copies."""
 
 
 def save(
@@ -59,11 +47,10 @@ def save(
 ) -> Path:
     """Save a training run to a directory, so that either the old checkpoint or the new one is there.
 
-    The directory holds ``model.safetensors``, ``optimizer.safetensors``, ``state.json`` (structure,
-    scheduler, extras, random states), ``state.safetensors`` where those have tensors, and
-    ``manifest.json`` with the SHA-256 of all of them. It is written to ``.NAME.tmp-*`` beside the path,
-    synced and renamed. The checkpoint that was there is renamed to ``.NAME.old-*`` for that moment and
-    removed at the end; if the process dies in between, `everygpu.load` finds it there::
+    The directory holds ``model.safetensors``, ``training.safetensors`` (all other tensors), ``checkpoint.json``
+    (structure, plain values, random states) and ``SHA256SUMS``. It is written beside the path as ``.NAME.tmp-*``,
+    synced, and takes the place of the old one in one step. Other files in the old directory stay, such as the
+    ``config.json`` by which Transformers reads ``model.safetensors``::
 
         everygpu.save("run/checkpoint", model=model, optimizer=optimizer, step=1200)
 
@@ -74,17 +61,18 @@ def save(
         path: The directory, new or an earlier checkpoint; ``~`` is the home, symbolic links to it are followed.
         model: A module, bare or wrapped. Names are stored without the prefixes of wrappers, tied
             tensors once.
-        optimizer: Any object with state_dict and load_state_dict.
+        optimizer: Any object with state_dict and load_state_dict. Its state is kept by the names that its parameters
+            have in the modules that are saved along.
         scheduler: Likewise.
         **extras: Under any other name: values JSON can hold, tensors, NumPy arrays, in list, tuple and
             dict at any depth; or an object with state_dict and load_state_dict (a GradScaler, a
-            `ResumableLoader`), or a torch.Generator.
+            `Feeder`), or a torch.Generator.
     Returns:
         The path. A warning says that it is a directory where it ends as a file does: ``.pt``, ``.pth``, ``.ckpt``,
         ``.bin``, ``.safetensors``.
     Raises:
-        CheckpointContentError: a value has no place in a checkpoint, or an extra has the name of an option of `load` or
-            `CheckpointManager`; nothing was written.
+        CheckpointContentError: a value has no place in a checkpoint, or an extra has the name of an option of `load`;
+            nothing was written.
         CheckpointForeignError: something else than a checkpoint is at the path, or it is the working directory; it is
             left alone.
         OptionError: the path is none, or empty; or there is nothing to save.
@@ -95,24 +83,26 @@ def save(
         ``torch.save``, which writes a pickle over the old file; safetensors for the tensors.
     """
     require_names(misplaced, "save", "save(path, model=model)")
-    if not extras and all(part is None for part in (model, optimizer, scheduler)):
-        raise OptionError("save: something to save must be passed, got nothing. Write save(path, model=model).")
+    known = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    parts = {name: part for name, part in known.items() if part is not None} | extras
+    if not parts:
+        raise OptionError("save: There is nothing to save. Write save(path, model=model).")
     where = as_path(path, "save")
     if where.suffix in _FILE_SUFFIXES and is_main():
         warn(
-            f"save: a checkpoint is a directory, also where its name ends with {where.suffix}, got {path}: torch.load "
-            f"can't read it. For a single file run `everygpu checkpoint convert DIRECTORY FILE{where.suffix}`.",
+            f"save: {path} becomes a directory, also as its name ends with {where.suffix}: torch.load can't read it. "
+            f"For a single file run `everygpu checkpoint convert DIRECTORY FILE{where.suffix}`.",
             stacklevel=2,
         )
-    take_and_write(where, partial(collect_states, model, optimizer, scheduler, extras))
+    take_and_write(where, partial(take, parts))
     return where
 
 
 def take_and_write(where: Path, taking: Callable[[], Taken]) -> None:
-    """Collect the states of a run and write them, on rank 0; wait for it on the others."""
+    """Take the states of a run and write them, on rank 0; wait for it on the others."""
 
     def work() -> None:
-        taken = with_generators(taking())
+        taken = taking()
         wait_for_devices(taken)
         Background().run(lambda check: write_checkpoint(where, taken, check=check))
 
@@ -120,41 +110,21 @@ def take_and_write(where: Path, taking: Callable[[], Taken]) -> None:
     ranks.write(ranks.next_key(f"save to {where}"), work)
 
 
-def with_generators(taken: Taken) -> Taken:
-    """Add the states of the random generators, as they are now."""
-    return replace(taken, state={**taken.state, "rng": encode(take_rng_states(), "rng", {})})
+def take(parts: Mapping[str, object]) -> Taken:
+    """Take the states of objects and of the random generators, without copying tensors.
 
-
-def collect_states(
-    model: object,
-    optimizer: object,
-    scheduler: object,
-    extras: Mapping[str, object],
-    on_tensors: Callable[[Mapping[str, Tensor]], object] = lambda _: None,
-) -> Taken:
-    """Collect the state of everything but the random generators, without copying tensors.
-
-    Args:
-        model, optimizer, scheduler, extras: As `save` takes them.
-        on_tensors: Called with the model's tensors and the optimizer's as soon as they are known.
     Raises:
         CheckpointContentError: a value has no place in a checkpoint.
     """
-    _check_sources(model, {"optimizer": optimizer, "scheduler": scheduler}, extras)
-    tensors: dict[str, dict[str, Tensor]] = {}
-    rest: dict[str, Tensor] = {}
-    state: dict[str, Json] = {"extras": {}}
-    with_files = (("model", model, files.MODEL_TENSORS), ("optimizer", optimizer, files.OPTIMIZER_TENSORS))
-    for name, value, file in with_files:
-        if value is not None:
-            tensors[file] = {}
-            state[name] = _encode_part(value, "", tensors[file])
-            on_tensors(tensors[file])
-    if scheduler is not None:
-        state["scheduler"] = _encode_part(scheduler, "scheduler", rest)
-    for name, value in extras.items():
-        state["extras"][name] = _encode_part(value, f"extras.{name}", rest)
-    return Taken(state=state, tensors=tensors | ({files.STATE_TENSORS: rest} if rest else {}))
+    check_parts(parts, "save")
+    if reserved := LOAD_OPTIONS & parts.keys():
+        raise CheckpointContentError(
+            f"save: {min(reserved)!r} is an option of load. Choose another name for what is saved."
+        )
+    tensors: dict[str, dict[str, Tensor]] = {MODEL: {}, TRAINING: {}}
+    encoded = encode_parts(parts, tensors)
+    document = {"parts": encoded, "rng": encode(take_rng_states(), "rng", {})}
+    return Taken(document=document, tensors={stem: group for stem, group in tensors.items() if group})
 
 
 def wait_for_devices(taken: Taken) -> None:
@@ -164,84 +134,19 @@ def wait_for_devices(taken: Taken) -> None:
 
 
 def write_checkpoint(
-    path: Path,
-    taken: Taken,
-    place: Place | None = None,
-    *,
-    check: Check,
-    make_way: Callable[[], object] = lambda: None,
+    path: Path, taken: Taken, run: Mapping[str, Any] | None = None, *, check: Check = lambda: None
 ) -> Path:
     """Write what was taken from a run to a checkpoint directory.
 
     Args:
         path: The directory, new or an earlier checkpoint.
         taken: As `take` returned it.
-        place: Where the checkpoint stands among those of its run.
-        check: Called before each chunk, and before the checkpoint takes its place: what it raises gives the save up.
-        make_way: Called when all is written, before the checkpoint takes its place.
-    Returns:
-        The path.
-    Raises:
-        CheckpointError: as `save` describes.
+        run: Where the checkpoint stands in its run: step, serial, metrics, num_nonfinite.
+        check: Called before each file, and before the checkpoint takes its place: what it raises gives the save up.
     """
-    with must_be_writable(path, "save"), new_directory(resolve_target(path)) as directory:
-        _write(directory, taken, place, check)
+    document = {**({} if run is None else {"run": dict(run)}), **taken.document}
+    is_locked = run is not None  # by the run's manager
+    with must_be_writable(path, "save"), new_directory(resolve_target(path), is_locked=is_locked) as directory:
+        write_files(directory, taken.tensors, document, check)
         check()
-        make_way()
     return path
-
-
-def _check_sources(model: object, trained_by: Mapping[str, object], extras: Mapping[str, object]) -> None:
-    taken = LOAD_OPTIONS & extras.keys()
-    if taken:
-        raise CheckpointContentError(
-            f"save: names of extras must not be those of load's options, got {min(taken)!r}. Choose another name."
-        )
-    options = MANAGER_OPTIONS & extras.keys()
-    if options:
-        raise CheckpointContentError(
-            f"save: names of extras must not be those of CheckpointManager's options, got {min(options)!r}. Write "
-            f"CheckpointManager(directory, {min(options)}=…), or choose another name."
-        )
-    if model is not None:
-        require_kind(model, "model", "a torch.nn.Module", "save", "module")
-    for name, value in trained_by.items():
-        if value is not None:
-            require_kind(value, name, "an object with state_dict and load_state_dict", "save", "state_dict")
-
-
-def _encode_part(value: object, path: str, tensors: dict[str, Tensor]) -> Json:
-    kind, state = kind_of(value), take_state(value)
-    if kind != "module":
-        named = class_name(value)
-        known = {} if named is None else {"class": named}
-        return {"kind": kind, **known, "state": encode(state, path, tensors)}
-    # A module's tensors are stored under the very names it has for them.
-    values = encode(state["values"], path, tensors)
-    return {"kind": kind, "state": {"values": values, "versions": encode(state["versions"], path, tensors)}}
-
-
-def _write(directory: Path, taken: Taken, place: Place | None, check: Check) -> None:
-    def write(name: str, write_content: Callable[[HashedFile], object]) -> FileRecord:
-        with new_hashed_file(directory / name, pool, check) as file:
-            write_content(file)
-            return file.finish()
-
-    with HashingPool(MAX_WRITERS) as pool:
-        records = {
-            name: write(name, partial(write_tensors, tensors=content)) for name, content in taken.tensors.items()
-        }
-        text = json.dumps(taken.state, allow_nan=False) + "\n"
-        _check_length(text)
-        records[files.STATE_FILE] = write(files.STATE_FILE, lambda file: file.write(text.encode()))
-        manifest = files.manifest_to_json(files.make_manifest(records, place))
-        write(files.MANIFEST_FILE, lambda file: file.write(manifest.encode()))
-
-
-def _check_length(text: str) -> None:
-    """Refuse to write what `load` would refuse to read."""
-    if len(text) > MAX_DOCUMENT_BYTES:
-        raise CheckpointContentError(
-            f"save: the values that are no tensors must fit into {MAX_DOCUMENT_BYTES} bytes of JSON, got {len(text)}. "
-            f"Save long lists of numbers as tensors."
-        )

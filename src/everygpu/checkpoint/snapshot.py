@@ -3,7 +3,6 @@
 import logging
 import mmap
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from everygpu.checkpoint.save import Taken
-from everygpu.checkpoint.tensors import identity
+from everygpu.checkpoint.values import identity
 
 logger = logging.getLogger("everygpu")
 _ALIGNMENT = 64
@@ -40,11 +39,6 @@ class SnapshotMemory:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def has_room(self, begin: int, tensor: Tensor) -> bool:
-        """Tell whether a tensor fits from a byte on, as the memory is now."""
-        fits = begin + _padded_bytes(tensor) <= self._memory.numel()
-        return fits and (not tensor.is_cuda or self._memory.is_pinned())
 
     @property
     def num_bytes(self) -> int:
@@ -82,57 +76,26 @@ class SnapshotMemory:
         return self._memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
-class Copying:
-    """A snapshot on its way to host memory, where it overwrites the one before; equal views are copied once.
+def copy_to(memory: SnapshotMemory, taken: Taken) -> Snapshot:
+    """Copy a run's state to host memory, where it overwrites the one before; equal views are copied once.
 
     Tensors on GPUs are copied in the order of their device's current stream: what is launched there afterwards may
     change them at once.
-
-    Args:
-        memory: Where to.
     """
-
-    def __init__(self, memory: SnapshotMemory) -> None:
-        self._memory = memory
-        self._areas: dict[object, Tensor] = {}
-        self._end = 0
-
-    def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Begin with some tensors, as far as there is room, while others are still looked for."""
-        for tensor in tensors.values():
-            if identity(tensor) not in self._areas and self._memory.has_room(self._end, tensor):
-                self._copy(tensor)
-
-    def finish(self, taken: Taken) -> Snapshot:
-        """Copy what is left.
-
-        Args:
-            taken: Of the run, with the tensors that were added.
-        """
-        unique = {identity(t): t for tensors in taken.tensors.values() for t in tensors.values()}
-        devices = sorted({t.device for t in unique.values() if t.is_cuda}, key=str)
-        self._make_room(unique, pin=bool(devices))
-        # One after the other: a GPU copies the first tensors while the areas of the others are made.
-        for key, tensor in unique.items():
-            if key not in self._areas:
-                self._copy(tensor)
-        tensors = {
-            file: {name: self._areas[identity(t)] for name, t in content.items()}
-            for file, content in taken.tensors.items()
-        }
-        events = tuple(torch.cuda.current_stream(device).record_event() for device in devices)
-        return Snapshot(taken=replace(taken, tensors=tensors), copied=events)
-
-    def _make_room(self, unique: Mapping[object, Tensor], *, pin: bool) -> None:
-        left = sum(_padded_bytes(t) for key, t in unique.items() if key not in self._areas)
-        if self._memory.num_bytes < self._end + left:  # begin anew
-            self._areas, self._end = {}, 0
-            left = sum(map(_padded_bytes, unique.values()))
-        self._memory.reserve(self._end + left, pin=pin)
-
-    def _copy(self, tensor: Tensor) -> None:
-        self._areas[identity(tensor)] = self._memory.area(self._end, tensor).copy_(tensor, non_blocking=True)
-        self._end += _padded_bytes(tensor)
+    unique = {identity(t): t for tensors in taken.tensors.values() for t in tensors.values()}
+    devices = sorted({t.device for t in unique.values() if t.is_cuda}, key=str)
+    memory.reserve(sum(map(_padded_bytes, unique.values())), pin=bool(devices))
+    areas: dict[object, Tensor] = {}
+    begin = 0
+    # One after the other: a GPU copies the first tensors while the areas of the others are made.
+    for key, tensor in unique.items():
+        areas[key] = memory.area(begin, tensor).copy_(tensor, non_blocking=True)
+        begin += _padded_bytes(tensor)
+    tensors = {
+        file: {name: areas[identity(t)] for name, t in content.items()} for file, content in taken.tensors.items()
+    }
+    events = tuple(torch.cuda.current_stream(device).record_event() for device in devices)
+    return Snapshot(taken=replace(taken, tensors=tensors), copied=events)
 
 
 def _padded_bytes(tensor: Tensor) -> int:

@@ -4,19 +4,75 @@ Putting back is planned first and done later: planning checks everything that ca
 nothing, so that a load either changes all its targets or none.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import LBFGS
 
-from everygpu.checkpoint.keys import unwrap
+from everygpu.checkpoint.classes import check_class, class_name
+from everygpu.checkpoint.format import cut
 from everygpu.checkpoint.modules import Fit, module_state, plan_module
-from everygpu.checkpoint.trainers import check_class
+from everygpu.checkpoint.names import name_cleaner, unwrap
+from everygpu.checkpoint.sections import find_state
+from everygpu.checkpoint.values import Json, encode
 from everygpu.errors import CheckpointContentError, CheckpointMismatchError
+from everygpu.tree import map_leaves
 
 Kind: TypeAlias = Literal["module", "state_dict", "generator", "plain"]
 """How a value is saved: a module by names, an object by its state_dict, a torch.Generator, or as it is."""
+
+KNOWN = ("model", "optimizer", "scheduler")
+"""Parts that have a place of their own in every checkpoint."""
+
+Restore: TypeAlias = Callable[[], object]
+
+_BY_SHAPE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum")
+"""Of an optimizer's state: tensors of the parameter's shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One saved object or value."""
+
+    kind: Kind | None
+    """None in another program's file, which doesn't say."""
+    state: Any
+    class_name: str | None = None
+    """Of an optimizer or a scheduler, where the checkpoint has it."""
+    parameters: list[list[str | None]] | None = None
+    """Names of an optimizer's parameters, by group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """The parts of a checkpoint, in whatever format it was written."""
+
+    format: str
+    """In words, for people."""
+    parts: Mapping[str, Part]
+    """Those of model, optimizer and scheduler that were found."""
+    extras: Mapping[str, Part] = field(default_factory=dict)
+    """Everything else, by name."""
+    why_no_model: str = "no model in it. Save one with everygpu.save(path, model=model)."
+    section: str = ""
+    """The name under which the model was found; empty where the whole file is its state dict."""
+    notes: tuple[str, ...] = ()
+    """Choices among several sections, and sections left out, with the reason."""
+    libraries: Mapping[str, str] = field(default_factory=dict)
+    rng: Any = None
+    step: int | None = None
+    """Of a run."""
+
+    def require_model(self, path: object) -> Mapping[str, Any]:
+        """Return the model's names and tensors."""
+        if "model" not in self.parts:
+            raise CheckpointMismatchError(f"load: {path} has {self.why_no_model}")
+        values: Mapping[str, Any] = self.parts["model"].state["values"]
+        return values
 
 
 def kind_of(value: object) -> Kind:
@@ -29,13 +85,155 @@ def kind_of(value: object) -> Kind:
     return "state_dict" if has_state and not isinstance(value, type) else "plain"
 
 
-def take_state(value: object) -> Any:
-    """Return what is to be stored of a value; tensors in it are the value's own, not copies.
+def check_parts(parts: Mapping[str, object], function: str) -> None:
+    """Refuse a model, an optimizer or a scheduler that is nothing of the kind."""
+    for name in parts.keys() & {*KNOWN}:
+        kind, what = ("module", "a torch.nn.Module")
+        if name != "model":
+            kind, what = ("state_dict", "an object with state_dict and load_state_dict")
+        if kind_of(parts[name]) != kind:
+            raise CheckpointContentError(
+                f"{function}: {name} must be {what}, got {type(parts[name]).__qualname__}. Pass the object itself, "
+                f"not its state."
+            )
+
+
+def require_names(misplaced: tuple[object, ...], function: str, call: str) -> None:
+    """Refuse what was passed without saying what it is."""
+    if misplaced:
+        kind = type(misplaced[0]).__qualname__
+        raise CheckpointContentError(f"{function}: Parts are passed by name, got a {kind} without one. Write {call}.")
+
+
+def encode_parts(parts: Mapping[str, object], tensors: Mapping[str, dict[str, Tensor]]) -> Json:
+    """Turn the states of all parts into JSON, putting their tensors aside; these are the objects' own, not copies.
 
     Args:
-        value: Of any kind. A module's names come without prefixes of wrappers.
+        parts: By name.
+        tensors: Receives the tensors: under ``"model"`` those of the model, under ``"training"`` all others.
     """
-    kind = kind_of(value)
+    names: dict[int, str] = {}
+    for name, parameter in _parameters(parts).items():
+        names.setdefault(id(parameter), name)
+    encoded = {}
+    for name, value in parts.items():
+        kind, group = kind_of(value), tensors["model" if name == "model" else "training"]
+        part: dict[str, Any] = {"kind": kind}
+        if (known := class_name(value)) is not None:
+            part["class"] = known
+        if _is_optimizer(value):
+            groups = cast(Any, value).param_groups
+            part["parameters"] = [[names.get(id(p)) for p in group["params"]] for group in groups]
+        state, path = _take(value, kind), "" if name == "model" else name
+        if kind == "module":  # a model's tensors are stored under the very names it has for them
+            part["state"] = {about: encode(entries, path, group) for about, entries in state.items()}
+        else:
+            part["state"] = encode(state, path, group)
+        encoded[name] = part
+    return encoded
+
+
+class Plan:
+    """What a load will do, made part by part; the model's names decide which optimizer state is whose.
+
+    Args:
+        contents: Of the checkpoint.
+        targets: Objects to restore, by name.
+        fit: How exactly the model must be the one that was saved; other modules are matched by name.
+    Raises:
+        CheckpointMismatchError: something does not fit, or was not saved.
+    """
+
+    def __init__(self, contents: Contents, targets: Mapping[str, object], fit: Fit) -> None:
+        self._contents, self._targets = contents, targets
+        self._own_parameters = _parameters(targets)
+        self._own_names: dict[str, str] = {}
+        """Of parameters, by their saved names."""
+        modules = [name for name in targets if kind_of(targets[name]) == "module"]
+        planned = {name: self._plan_module(name, fit) for name in modules}
+        # What is checked least is restored first, the model last.
+        rest = [name for name in targets if name not in planned]
+        rest.sort(key=lambda name: name in ("optimizer", "scheduler"))
+        self.restores = [self._plan(name) for name in rest] + [planned[name] for name in reversed(modules)]
+
+    def _plan_module(self, name: str, fit: Fit) -> Restore:
+        model, part = unwrap(cast(nn.Module, self._targets[name])), self._part(name, "module")
+        restore, pairs = plan_module(model, name, part.state, fit if name == "model" else Fit(strict=fit.strict))
+        clean = name_cleaner(model)
+        self._own_names |= {_qualified(name, there): _qualified(name, clean(here)) for there, here in pairs.items()}
+        return restore
+
+    def _plan(self, name: str) -> Restore:
+        target, kind = self._targets[name], kind_of(self._targets[name])
+        part = self._part(name, kind)
+        if kind == "generator":
+            return _plan_generator(cast(torch.Generator, target), name, part.state)
+        state = part.state
+        if getattr(target, "param_groups", None) is not None:
+            _check_group_sizes(target, name, state)
+            check_class(target, name, part.class_name, state)
+            state = self._in_own_order(target, name, part)
+            _check_shapes(target, name, state)
+        else:
+            check_class(target, name, part.class_name, state)
+        return lambda: cast(Any, target).load_state_dict(state)
+
+    def _part(self, name: str, kind: Kind) -> Part:
+        part = require_part(self._contents, name)
+        if part.kind is None and kind == "module" and (state := find_state(part.state)) is not None:
+            part = Part(kind=kind, state={"values": state, "versions": {}})
+        elif part.kind is None and kind != "module" and isinstance(part.state, Mapping | Tensor):
+            part = replace(part, kind=kind, state=detach(part.state, torch.device("cpu")))
+        if part.kind != kind:
+            raise CheckpointMismatchError(
+                f"load: {name} was saved as a {part.kind or type(part.state).__qualname__}, which "
+                f"{type(self._targets[name]).__qualname__} can't take. Leave it out to get the saved value back in "
+                f"load's result."
+            )
+        return part
+
+    def _in_own_order(self, target: Any, name: str, part: Part) -> Any:
+        """Order the saved groups' parameters as the target's, by the names that the parameters have in the models."""
+        saved = part.parameters
+        if saved is None or any(known is None for group in saved for known in group):
+            return part.state
+        if not self._own_names:
+            raise CheckpointMismatchError(
+                f"load: {name}'s state is kept by the names of the model's parameters. Pass the model along: "
+                f"load(path, model=model, {name}={name})."
+            )
+        groups = []
+        for theirs, group, own in zip(saved, part.state["param_groups"], target.param_groups):
+            named = [self._own_parameters.get(self._own_names.get(str(known), "")) for known in theirs]
+            ids = {id(parameter): i for parameter, i in zip(named, group["params"])}
+            order = [ids.get(id(p)) for p in own["params"]]
+            is_one_state = isinstance(target, LBFGS)  # of all parameters together
+            if None in order or (is_one_state and order != list(group["params"])):
+                raise CheckpointMismatchError(
+                    f"load: {name} has other parameters, or in another order, than the saved group of "
+                    f"{cut(', '.join(map(str, theirs)))}. Nothing was loaded; make the optimizer with the same "
+                    f"parameters in each group."
+                )
+            groups.append({**group, "params": order})
+        return {**part.state, "param_groups": groups}
+
+
+def require_part(contents: Contents, name: str) -> Part:
+    """Return a part that is asked for."""
+    place = contents.parts if name in KNOWN else contents.extras
+    if name in place:
+        return place[name]
+    near = get_close_matches(name, place, n=1)
+    hint = f"Did you mean {near[0]}?" if near else "Leave it out, or save it too."
+    raise CheckpointMismatchError(f"load: The checkpoint has no part named {name}. Nothing was loaded. {hint}")
+
+
+def detach(value: Any, device: torch.device) -> Any:
+    """Copy every tensor in a value, so that it outlives the file."""
+    return map_leaves(lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _take(value: object, kind: Kind) -> Any:
     if kind == "module":
         return module_state(unwrap(cast(nn.Module, value)))
     if kind == "generator":
@@ -43,81 +241,58 @@ def take_state(value: object) -> Any:
     return cast(Any, value).state_dict() if kind == "state_dict" else value
 
 
-def require_kind(value: object, name: str, what: str, function: str, *kinds: Kind) -> None:
-    """Refuse an argument that is nothing of the kind.
-
-    Raises:
-        CheckpointContentError: the value is of none of the kinds.
-    """
-    if kind_of(value) not in kinds:
-        raise CheckpointContentError(
-            f"{function}: {name} must be {what}, got {type(value).__qualname__}. Pass the object itself, not its state."
-        )
-
-
-def require_names(misplaced: tuple[object, ...], function: str, call: str) -> None:
-    """Refuse what was passed without saying what it is.
-
-    Raises:
-        CheckpointContentError: there is something.
-    """
-    if misplaced:
-        kind = type(misplaced[0]).__qualname__
-        raise CheckpointContentError(f"{function}: parts must be passed by name, got {kind} without one. Write {call}.")
+def _parameters(parts: Mapping[str, object]) -> dict[str, Tensor]:
+    """Name the parameters of all modules among the parts; tied ones under each name."""
+    found: dict[str, Tensor] = {}
+    for part, value in parts.items():
+        if isinstance(value, nn.Module):
+            module = unwrap(value)
+            clean = name_cleaner(module)
+            named = module.state_dict(keep_vars=True).items()
+            found |= {_qualified(part, clean(name)): p for name, p in named if isinstance(p, nn.Parameter)}
+    return found
 
 
-def plan_restore(
-    target: object, name: str, kind: Kind, state: Any, fit: Fit, saved_class: str | None = None
-) -> Callable[[], object]:
-    """Check that a state fits its target, and return what puts it there.
+def _qualified(part: str, name: str) -> str:
+    return name if part == "model" else f"{part}/{name}"
 
-    Args:
-        target: The object to change later.
-        name: What it is called in errors.
-        kind: How it was saved.
-        state: The saved state, as `take_state` returned it.
-        fit: How exactly a module must be the one that was saved.
-        saved_class: Of an optimizer or a scheduler, where the checkpoint names it.
-    Returns:
-        A call without arguments that changes the target.
-    Raises:
-        CheckpointMismatchError: the state belongs to something else.
-    """
-    if kind != kind_of(target):
+
+def _is_optimizer(value: object) -> bool:
+    groups = getattr(value, "param_groups", None)
+    return kind_of(value) == "state_dict" and isinstance(groups, list) and _group_sizes(groups) is not None
+
+
+def _plan_generator(target: torch.Generator, name: str, state: Any) -> Restore:
+    if not isinstance(state, Tensor) or state.shape != target.get_state().shape:
         raise CheckpointMismatchError(
-            f"load: {name} must be what was saved under that name, a {kind}, "
-            f"got {type(target).__qualname__}. Leave it out to get the saved value back in load's result."
-        )
-    if kind == "module":
-        return plan_module(unwrap(cast(nn.Module, target)), name, state, fit)
-    if kind == "generator":
-        return _plan_generator(cast(torch.Generator, target), name, state)
-    _check_param_groups(target, name, state)
-    check_class(target, name, saved_class, state)
-    return lambda: cast(Any, target).load_state_dict(state)
-
-
-def _plan_generator(target: torch.Generator, name: str, state: Any) -> Callable[[], object]:
-    own = target.get_state()
-    if not isinstance(state, Tensor) or state.shape != own.shape:
-        raise CheckpointMismatchError(
-            f"load: {name} must be a generator of the same type of device as the saved one, "
-            f"got one on {target.device}. Make it there, or leave it out."
+            f"load: {name} is a generator on {target.device}, and one of another type of device was saved. Make it "
+            f"there, or leave it out."
         )
     return lambda: target.set_state(state.cpu())
 
 
-def _check_param_groups(target: object, name: str, state: Any) -> None:
-    own = getattr(target, "param_groups", None)
-    if own is None:
-        return
-    saved = state.get("param_groups") if isinstance(state, dict) else None
-    sizes, own_sizes = _group_sizes(saved), _group_sizes(own)
+def _check_group_sizes(target: Any, name: str, state: Any) -> None:
+    saved = state.get("param_groups") if isinstance(state, Mapping) else None
+    sizes, own_sizes = _group_sizes(saved), _group_sizes(target.param_groups)
     if sizes != own_sizes:
         raise CheckpointMismatchError(
-            f"load: {name} must have the parameter groups that were saved, {sizes} parameters, "
-            f"got {own_sizes}. Nothing was loaded; make the optimizer with the same parameters in the same order."
+            f"load: {name} was saved with parameter groups of {sizes} parameters, got {own_sizes}. Nothing was loaded; "
+            f"make the optimizer with the same parameters."
         )
+
+
+def _check_shapes(target: Any, name: str, state: Any) -> None:
+    """Refuse moments that are of another parameter."""
+    for group, own in zip(state["param_groups"], target.param_groups):
+        for key, parameter in zip(group["params"], own["params"]):
+            about = state.get("state", {}).get(key)
+            for what in _BY_SHAPE if isinstance(about, Mapping) else ():
+                tensor = about.get(what)
+                if isinstance(tensor, Tensor) and tensor.shape != parameter.shape:
+                    raise CheckpointMismatchError(
+                        f"load: {name} has a parameter of shape {tuple(parameter.shape)} where the saved {what} is "
+                        f"{tuple(tensor.shape)}. Nothing was loaded; make it with the same parameters, in order."
+                    )
 
 
 def _group_sizes(groups: Any) -> list[int] | None:

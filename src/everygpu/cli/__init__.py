@@ -13,9 +13,6 @@ from everygpu.cli.doctor import find_faults
 from everygpu.cli.output import check_output, flush_output, plain_end, without_caller
 from everygpu.cli.run import run_chosen
 from everygpu.cli.text import harmless
-from everygpu.cli.top import watch_gpus
-from everygpu.cli.trace import trace_script
-from everygpu.cli.tune import tune_script
 from everygpu.errors import CheckpointError, DeviceError, EveryGPUError, OptionError
 
 _EXIT_CODES = ((DeviceError, 3), (CheckpointError, 4), (OptionError, 2))
@@ -53,22 +50,21 @@ class _Group(click.Group):
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="everygpu")
 def main() -> None:
-    """Give a PyTorch script every GPU of the box.
+    """Give a PyTorch script every GPU of the machine.
 
-    Exit codes: 2 for a wrong option, 3 for devices that don't exist or don't fit, 4 for a checkpoint that
-    can't be read, 1 for other errors, 130 after Ctrl-C, 141 where the output's reader has left. `everygpu run`
-    passes the script's own on, and ends one whose numbers are not finite, or whose replicas differ, with 5, and one
-    that stands still, or has lost a GPU, with 6; `everygpu checkpoint diff` ends with 1 where the two differ.
-
-    What takes more than a second shows a progress bar on the error stream, where that is a terminal.
+    \b
+    Exit codes
+      1    any other error
+      2    wrong option
+      3    no such GPU, or too few that fit
+      4    unreadable checkpoint
+      5    `run`: numbers not finite, or replicas differ
+      6    `run`: no progress, or a GPU was lost
+      130  Ctrl-C
+      141  the reader of the output has left
+    `run` passes on the script's own exit code.
     """
 
 
-main.add_command(checkpoint)
-main.add_command(compare_ways)
-main.add_command(find_faults)
-main.add_command(list_devices)
-main.add_command(run_chosen)
-main.add_command(trace_script)
-main.add_command(tune_script)
-main.add_command(watch_gpus)
+for command in (run_chosen, list_devices, find_faults, compare_ways, checkpoint):
+    main.add_command(command)

@@ -2,28 +2,31 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 import click
 from rich.console import Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from everygpu.cli.filters import Filters, filter_options
-from everygpu.cli.live import interval_option, make_console, show_live
-from everygpu.cli.plan import Request, choose_gpus, read_request
+from everygpu.cli.options import Filters, FiniteRange, Request, filter_options, read_request
+from everygpu.cli.output import make_console
+from everygpu.cli.plan import choose_gpus
 from everygpu.cli.text import harmless
 from everygpu.devices import nvml
 from everygpu.devices.nvml import DeviceSample
 from everygpu.devices.reserve import Holder, find_holders
-from everygpu.devices.visible import VisibleDevice, visible_devices
+from everygpu.devices.visible import VisibleDevice, predict_names, visible_devices
 from everygpu.units import format_size
 
-Row = VisibleDevice | DeviceSample
+Row = tuple[str | None, DeviceSample | VisibleDevice]
+"""torch's name for a device, None where it can't use it; and the device."""
 
 
 @click.command("devices")
-@click.option("--select", callback=read_request, metavar="N|auto|0,2", help="Only the GPUs that `run` would take.")
+@click.option("--select", "request", callback=read_request, metavar="N|auto|0,2", help="Only what `run` would take.")
 @filter_options
 @click.option(
     "--format",
@@ -34,99 +37,108 @@ Row = VisibleDevice | DeviceSample
     help="'visible' is a value for CUDA_VISIBLE_DEVICES.",
 )
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
-@click.option("--watch", is_flag=True, help="Renew the table until Ctrl-C.")
-@interval_option
+@click.option("--torch", "ask_torch", is_flag=True, help="Ask torch, for GPUs of other makers too; takes seconds.")
+@click.option("--watch", is_flag=True, help="Show use and memory until Ctrl-C. nvitop shows more.")
+@click.option(
+    "--interval",
+    "interval_s",
+    type=FiniteRange(min=0.1, max=86400),
+    default=2.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="With --watch: time between updates.",
+)
 def list_devices(
-    select: Request | None, filters: Filters, form: str, as_json: bool, watch: bool, interval_s: float
+    request: Request | None,
+    filters: Filters,
+    form: str,
+    as_json: bool,
+    ask_torch: bool,
+    watch: bool,
+    interval_s: float,
 ) -> None:
     """List the GPUs and torch's names for them, or choose among them.
 
-    JSON has sizes in bytes. `CUDA_VISIBLE_DEVICES=$(everygpu devices --select 2 --format visible)` chooses for
-    a program that isn't run by `everygpu run`; nothing is reserved.
+    JSON has sizes in bytes. `CUDA_VISIBLE_DEVICES=$(everygpu devices --select 2 --format visible)` chooses GPUs for
+    another program, and reserves none.
     """
     form = "json" if as_json else form
     if watch and form != "table":
-        raise click.UsageError("--watch renews the table: leave out the format.")
-    if filters.are_given and select is None:
-        select = Request()
+        raise click.UsageError("--watch shows a table. Leave out the format.")
+    if request is None and (filters.are_given or form == "visible"):
+        request = Request()
     console = make_console()
-    if form == "visible":
-        console.out(",".join(gpu.uuid for gpu in choose_now(select or Request(), filters)), highlight=False)
-    elif form == "json":
-        records = [describe(row, holders) for rows, holders in [find_rows(select, filters)] for row in rows]
-        console.out(json.dumps({"devices": records}, indent=2), highlight=False)
-    elif watch:
-        show_live(lambda: build_view(select, filters), interval_s)
+
+    def build() -> RenderableType:
+        rows, holders = find_rows(request, filters, ask_torch)
+        if not rows:
+            return Text("No GPU found." if ask_torch else "No NVIDIA GPU found. For other accelerators pass --torch.")
+        notes = [] if request or watch else [Text(note) for note in explain_hidden(rows)]
+        return Group(build_watch(rows, holders) if watch else build_table(rows, holders), *notes)
+
+    if watch:
+        _show_live(build, interval_s)
+    elif form == "table":
+        console.print(build())
     else:
-        console.print(build_view(select, filters))
+        rows, holders = find_rows(request, filters, ask_torch)
+        text = json.dumps({"devices": [describe(row, holders) for row in rows]}, indent=2)
+        console.out(text if form == "json" else ",".join(gpu.uuid or "" for _, gpu in rows), highlight=False)
 
 
-def choose_now(select: Request, filters: Filters) -> list[DeviceSample]:
-    """Take the GPUs that ``everygpu run`` would take now, without loading torch.
+def _show_live(build: Callable[[], RenderableType], interval_s: float) -> None:
+    """Redraw in place; in a pipe, print one after the other."""
+    console = make_console()
+    try:
+        if not console.is_terminal:
+            while True:
+                console.print(build())
+                time.sleep(interval_s)
+        with Live(build(), console=console, auto_refresh=False, screen=True) as live:
+            while True:
+                time.sleep(interval_s)
+                live.update(build(), refresh=True)
+    except KeyboardInterrupt:
+        return  # that is how one leaves it
 
-    Raises:
-        DeviceError: too few fit.
-    """
-    demand = filters.demand(select.num_asked)
-    return choose_gpus(nvml.sample_devices() or [], select, demand, os.environ, find_holders())
 
-
-def find_rows(select: Request | None, filters: Filters) -> tuple[list[Row], dict[str, Holder]]:
+def find_rows(request: Request | None, filters: Filters, ask_torch: bool) -> tuple[list[Row], dict[str, Holder]]:
     """List what torch sees, then what it doesn't; or what is selected, in the order of the choice."""
-    samples = nvml.sample_devices() or []
-    visible = visible_devices()
-    holders = find_holders()
-    if select is None:
-        return [*visible, *find_hidden(visible, samples)], holders
-    by_uuid = {device.uuid: device for device in visible}
-    demand = filters.demand(select.num_asked)
-    chosen = choose_gpus(samples, select, demand, os.environ, holders)
-    return [by_uuid.get(sample.uuid, sample) for sample in chosen], holders
+    samples, holders = nvml.sample_devices() or [], find_holders()
+    visible = visible_devices() if ask_torch else []
+    predicted = {} if ask_torch else predict_names(os.environ, samples)
+    names = {d.uuid or "": str(d.device) for d in visible} or predicted
+    if request is not None:
+        chosen = choose_gpus(samples, request, filters.demand(request), os.environ, holders)
+        return [(names.get(gpu.uuid), gpu) for gpu in chosen], holders
+    parts = {part.uuid: part for gpu in samples for part in (gpu, *(gpu.mig_instances or ()))}
+    hidden = [part for gpu in samples for part in gpu.mig_instances or (gpu,) if part.uuid not in names]
+    seen: list[Row] = [(str(device.device), device) for device in visible]
+    seen += [(name, parts[uuid]) for uuid, name in predicted.items()]
+    return [*seen, *((None, part) for part in hidden)], holders
 
 
-def build_view(select: Request | None, filters: Filters) -> RenderableType:
-    """Make the table and what has to be said about it."""
-    rows, holders = find_rows(select, filters)
-    if not rows:
-        none = f"No GPU on this machine that torch or an NVIDIA driver sees{_cpu_only_hint()}."
-        return Text(f"{none}\nEverything runs on the CPU: device 'cpu'.")
-    # Of the instances of a GPU, CUDA uses one: the others are no cause for concern.
-    seen = {row.index for row in rows if isinstance(row, VisibleDevice)}
-    num_hidden = len({row.index for row in rows} - seen)
-    notes = [Text(explain_hidden(num_hidden))] if num_hidden and select is None else []
-    return Group(build_table(rows, holders), *notes)
+def explain_hidden(rows: Sequence[Row]) -> list[str]:
+    """Say why torch doesn't use some GPUs. Of the instances of a GPU, CUDA uses one: the others are no concern."""
+    used = {device.index for name, device in rows if name is not None}
+    num_hidden = len({device.index for _, device in rows} - used)
+    notes = []
+    if any(name == "cuda:?" for name, _ in rows):
+        notes.append("CUDA numbers unlike GPUs fastest first: set CUDA_DEVICE_ORDER=PCI_BUS_ID, or pass --torch.")
+    if num_hidden:
+        them = "1 GPU is" if num_hidden == 1 else f"{num_hidden} GPUs are"
+        text = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hidden = f"{them} hidden by CUDA_VISIBLE_DEVICES={text!r}."
+        notes.append(f"{them} out of torch's reach. `everygpu doctor` says why." if text is None else hidden)
+    return notes
 
 
-def find_hidden(visible: Sequence[VisibleDevice], samples: Sequence[DeviceSample]) -> list[DeviceSample]:
-    """List the physical GPUs, and MIG instances, that torch can't use, in PCI order."""
-    seen = {device.uuid for device in visible}
-    parts = [part for sample in samples for part in sample.mig_instances or (sample,)]
-    return [part for part in parts if part.uuid not in seen]
-
-
-def explain_hidden(num_hidden: int) -> str:
-    """Say why torch doesn't use some GPUs."""
-    them = "1 GPU is" if num_hidden == 1 else f"{num_hidden} GPUs are"
-    if _cpu_only_hint():
-        return f"{them} out of torch's reach{_cpu_only_hint()}: install a CUDA build."
-    text = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if text is None:
-        return f"{them} out of torch's reach: check that the driver fits torch's CUDA."
-    return f"{them} hidden by CUDA_VISIBLE_DEVICES={text!r}."
-
-
-def _cpu_only_hint() -> str:
-    import torch
-
-    built_for_gpus = torch.version.cuda or torch.version.hip
-    return "" if built_for_gpus else f" (torch {torch.__version__} is built without CUDA)"
-
-
-def describe(device: Row, holders: Mapping[str, Holder]) -> dict[str, object]:
+def describe(row: Row, holders: Mapping[str, Holder]) -> dict[str, object]:
     """Make a record for JSON; ``device`` is null where torch can't use it."""
+    name, device = row
     holder = holders.get(device.uuid or "")
     return {
-        "device": str(device.device) if isinstance(device, VisibleDevice) else None,
+        "device": name,
         "index": device.index,
         "name": device.name,
         "uuid": device.uuid,
@@ -142,22 +154,43 @@ def build_table(rows: Sequence[Row], holders: Mapping[str, Holder]) -> Table:
     """Lay the devices out for a terminal."""
     table = Table("torch", "GPU", "name", "UUID", "free / total", "busy", "processes", highlight=False)
     table.columns[3].overflow = "fold"
-    for device in rows:
+    for name, device in rows:
         holder = holders.get(device.uuid or "")
         used_by = [f"{pid} ({format_size(used)})" for pid, used in device.processes]
         table.add_row(
-            str(device.device) if isinstance(device, VisibleDevice) else "-",
+            name or "-",
             _number(device),
             harmless(device.name),
             harmless(device.uuid or "-"),
             f"{format_size(device.free_memory_bytes)} / {format_size(device.total_memory_bytes)}",
-            "-" if device.utilization_pct is None else f"{device.utilization_pct:g}%",
+            _busy(device),
             "\n".join([*used_by, *([] if holder is None else [harmless(holder.reason)])]) or "-",
         )
     return table
 
 
-def _number(device: Row) -> str:
+def build_watch(rows: Sequence[Row], holders: Mapping[str, Holder]) -> Table:
+    """Lay out a line a device: use, memory, and the runs and programs on it."""
+    names = nvml.name_processes(sorted({pid for _, device in rows for pid, _ in device.processes}))
+    table = Table("GPU", "name", "busy", "memory", "used by", highlight=False)
+    for _, device in rows:
+        holder = holders.get(device.uuid or "")
+        programs = {pid: os.path.basename(names.get(pid, "?")) for pid, _ in device.processes}
+        if holder is not None:
+            programs[holder.pid or 0] = holder.command or "reserved"
+        used_by = ", ".join(f"{name} ({pid})" if pid else name for pid, name in programs.items())
+        free, total = device.free_memory_bytes, device.total_memory_bytes
+        used = None if free is None or total is None else total - free
+        memory = f"{format_size(used)} / {format_size(total)}"
+        table.add_row(_number(device), harmless(device.name), _busy(device), memory, harmless(used_by) or "-")
+    return table
+
+
+def _number(device: DeviceSample | VisibleDevice) -> str:
     if isinstance(device, DeviceSample):
         return device.label.removeprefix("GPU ")
     return "-" if device.index is None else str(device.index)
+
+
+def _busy(device: DeviceSample | VisibleDevice) -> str:
+    return "-" if device.utilization_pct is None else f"{device.utilization_pct:g}%"

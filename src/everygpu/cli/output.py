@@ -15,6 +15,7 @@ from everygpu.errors import EveryGPUError
 CLOSED_PIPE = 141
 """128 and SIGPIPE: what shells report of programs that were writing when their reader left."""
 
+_PIPED_WIDTH = 200  # rich takes 80 columns for a pipe, and would fold the UUIDs
 _CALLER = re.compile(r"[A-Za-z_][\w.]*: ")
 
 
@@ -35,6 +36,14 @@ class Output(Console):
         raise BrokenPipeError
 
 
+def make_console() -> Output:
+    """Make a console that prints names as they are, and doesn't fold tables in a pipe."""
+    console = Output(markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = _PIPED_WIDTH
+    return console
+
+
 def check_output(verb: str | None) -> None:
     """Refuse to run without an output, before anything is done; a script may do without one.
 
@@ -42,7 +51,7 @@ def check_output(verb: str | None) -> None:
         click.ClickException: the output is closed.
     """
     if sys.stdout is None and verb != "run":
-        raise click.ClickException("the output must be open, got none. Redirect it to a file, or to /dev/null.")
+        raise click.ClickException("The output is closed. Redirect it to a file, or to /dev/null.")
 
 
 def flush_output() -> None:
@@ -89,7 +98,7 @@ def _output_errors() -> Iterator[None]:
 
 def _refuse(cause: OSError) -> click.ClickException:
     _drop_output()
-    return click.ClickException(f"the output must be writable, got {cause}. Make room, or print elsewhere.")
+    return click.ClickException(f"Can't write the output: {cause}. Make room, or print elsewhere.")
 
 
 def _drop_output() -> None:

@@ -13,7 +13,7 @@ def harmless(text: object, *, keep: str = "") -> str:
         keep: Letters that stay: ``"\\n"`` for text of several lines.
     """
     printable = "".join(x if x.isprintable() or x in keep else ascii(x)[1:-1] for x in str(text))
-    encoding = sys.stdout.encoding or "utf-8"
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # a script may run without an output
     return printable.encode(encoding, "backslashreplace").decode(encoding)
 
 

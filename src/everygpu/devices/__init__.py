@@ -8,8 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from everygpu.devices.figures import Figures as Figures
-    from everygpu.devices.figures import Publisher as Publisher
     from everygpu.devices.parse import parse_device as parse_device
     from everygpu.devices.parse import parse_devices as parse_devices
     from everygpu.devices.seed import seed_all as seed_all
@@ -19,8 +17,6 @@ if TYPE_CHECKING:
     from everygpu.devices.visible import visible_devices as visible_devices
 
 _HOME = {
-    "Figures": "figures",
-    "Publisher": "figures",
     "measure_shares": "speed",
     "parse_device": "parse",
     "parse_devices": "parse",

@@ -1,24 +1,69 @@
-"""Gather the facts that ``checks`` and ``host_checks`` judge, for ``everygpu doctor``."""
+"""Find what keeps GPUs from working or from being fast, for ``everygpu doctor``: facts, and what they mean."""
 
+import itertools
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from everygpu.devices import checks, host_checks, nvml, p2p
-from everygpu.devices.checks import Finding, TorchBuild, Version
-from everygpu.devices.peer_run import Outcome
+from everygpu.devices import nvml, p2p
+from everygpu.devices.nvml import DeviceSample, DriverSample, NvmlFailure
+from everygpu.devices.p2p import Outcome
+from everygpu.devices.visible import has_known_order
 from everygpu.torch_private.cuda import has_nccl
+from everygpu.units import format_size
 
-_NVIDIA, _DISPLAY = "0x10de", "0x03"
+State = Literal["ok", "note", "warning", "error"]
+Version = tuple[int, ...]
+_ENOUGH_SHARED_BYTES = 2**30
+_ENOUGH_FILES = 4096
+IOMMU_FIX = "On the machine itself, start Linux with iommu=pt, or turn off IOMMU and ACS in the BIOS."
+# Variable, its values that matter (None for all but 0), and what they do.
+_VARIABLES: tuple[tuple[str, tuple[str, ...] | None, str], ...] = (
+    ("CUDA_LAUNCH_BLOCKING", None, "every launch waits for its kernel; NCCL is not used"),
+    ("PYTORCH_NO_CUDA_MEMORY_CACHING", None, "each tensor asks the driver for memory"),
+    ("NCCL_P2P_DISABLE", ("1",), "NCCL sends through host memory"),
+    ("NCCL_DEBUG", ("INFO", "TRACE"), "NCCL writes much to the log"),
+    (p2p.VARIABLE, ("staged",), "copies between GPUs go through host memory"),
+    (p2p.VARIABLE, ("trust",), "copies between GPUs are trusted without a test"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    check: str
+    state: State
+    """``error``: the GPUs can't be used; ``warning``: something is slow or will fail; ``note``: worth knowing."""
+    message: str
+    fix: str | None = None
+    """What to do, in a line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchBuild:
+    """What torch was built for, and what it sees."""
+
+    version: str
+    cuda_version: Version | None
+    """``torch.version.cuda``; None for a build without it."""
+    is_rocm: bool
+    num_devices: int
+    architectures: tuple[str, ...]
+    """``torch.cuda.get_arch_list()``, such as ``sm_90`` and ``compute_90``."""
+    capabilities: tuple[Version, ...]
+    """``torch.cuda.get_device_capability`` of each device."""
+    nccl_version: Version | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """The finding."""
+    """What was found."""
 
     findings: tuple[Finding, ...]
     peers: Outcome | None
@@ -37,96 +82,204 @@ def diagnose(
     system: Path = Path("/"),
     on_pair: Callable[[int, int], object] = lambda num_pairs, num_all: None,
 ) -> Diagnosis:
-    """Look at everything.
+    """Look at everything. The result of the copy test is kept for later runs.
 
     Args:
         environ: As ``os.environ``.
         test_peers: Copy between the GPUs, which takes some seconds and 256 MiB on each.
         system: Where the system's files are.
         on_pair: Called before the first pair of GPUs and after each, with the number of pairs so far and of all.
-    Returns:
-        The findings. The result of the copy test is kept for later runs.
     """
     driver, samples, build = nvml.sample_driver(), nvml.sample_devices() or [], describe_torch()
-    outcome = _test_peers(build, on_pair) if test_peers else None
-    findings = [
-        checks.check_driver(driver, count_boards(system)),
-        checks.check_torch(build, driver, environ),
-        *checks.check_minor_version(build, driver),
-        *checks.check_architectures(build),
-        *checks.check_nccl(build),
-        *checks.check_peers(outcome),
-        *checks.check_iommu(read_iommu_types(system), build.num_devices),
-        *checks.check_health(samples, is_linux=sys.platform == "linux"),
-        *host_checks.check_variables(environ),
-        *host_checks.check_order(samples, environ),
-        *host_checks.check_shared_memory(measure_shared_memory(system)),
-        *_check_limits(),
-    ]
-    return Diagnosis(findings=tuple(findings), peers=outcome)
+    outcome = None
+    if test_peers and build.num_devices > 1:
+        num_all = build.num_devices * (build.num_devices - 1)
+        on_pair(0, num_all)
+        outcome = p2p.examine_and_keep(p2p.list_uuids(), full=True, on_pair=lambda num: on_pair(num, num_all))
+    findings = (
+        check_driver(driver, count_boards(system)),
+        *check_torch(build, driver, environ),
+        *check_peers(outcome),
+        *check_iommu(read_iommu_types(system), build.num_devices),
+        *check_health(samples),
+        *check_environment(environ, samples),
+        *check_limits(system),
+    )
+    return Diagnosis(findings=findings, peers=outcome)
 
 
-def _test_peers(build: TorchBuild, on_pair: Callable[[int, int], object]) -> Outcome | None:
-    if build.num_devices < 2:
-        return None
-    num_all = build.num_devices * (build.num_devices - 1)
-    on_pair(0, num_all)
-    return p2p.examine_and_keep(p2p.list_uuids(), full=True, on_pair=lambda num_pairs: on_pair(num_pairs, num_all))
+def check_driver(driver: DriverSample | NvmlFailure, num_boards: int) -> Finding:
+    """Look at the driver; ``num_boards`` counts NVIDIA GPUs on the PCI bus, with or without one."""
+    if isinstance(driver, DriverSample):
+        serves = "" if driver.cuda_version is None else f", for CUDA up to {_dotted(driver.cuda_version)}"
+        return Finding("driver", "ok", f"NVIDIA driver {driver.version}{serves}")
+    if not driver.is_absent:
+        fix = "Reboot, or reinstall the driver: its library and its kernel module may be of different versions."
+        return Finding("driver", "error", f"the driver doesn't answer: {driver.text}", fix)
+    if num_boards:
+        fix = "Install the NVIDIA driver; in a container, start it with --gpus all."
+        return Finding("driver", "error", f"{num_boards} NVIDIA GPU(s) without a driver: {driver.text}", fix)
+    return Finding("driver", "note", f"no NVIDIA driver: {driver.text}")
+
+
+def check_torch(build: TorchBuild, driver: DriverSample | NvmlFailure, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Look at whether torch was built for this driver and these GPUs, and sees them."""
+    serves = driver.cuda_version if isinstance(driver, DriverSample) else None
+    if isinstance(driver, DriverSample) and not build.is_rocm:
+        if build.cuda_version is None:
+            message = f"torch {build.version} is built without CUDA, and there are NVIDIA GPUs"
+            yield Finding("torch", "error", message, "Install a CUDA build of torch.")
+            return
+        if serves is not None and build.cuda_version[0] > serves[0]:
+            message = f"torch is built for CUDA {_dotted(build.cuda_version)}, the driver serves {_dotted(serves)}"
+            yield Finding("torch", "error", message, f"Update the driver, or install a torch for CUDA {serves[0]}.")
+            return
+        if build.num_devices == 0 and (text := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+            fix = "Unset CUDA_VISIBLE_DEVICES, or see `everygpu devices` for valid values."
+            yield Finding("torch", "warning", f"torch sees no GPU under CUDA_VISIBLE_DEVICES={text!r}", fix)
+            return
+        if build.num_devices == 0:
+            fix = "See whether nvidia-smi works, and whether this user may open /dev/nvidia*."
+            yield Finding("torch", "error", "torch sees no GPU, and the driver does", fix)
+            return
+    kind = (
+        "ROCm" if build.is_rocm else "no CUDA" if build.cuda_version is None else f"CUDA {_dotted(build.cuda_version)}"
+    )
+    yield Finding("torch", "ok", f"torch {build.version} with {kind} sees {build.num_devices} GPU(s)")
+    for capability in sorted(set(build.capabilities)):
+        if not build.is_rocm and not any(_runs_on(name, capability) for name in build.architectures):
+            message = f"torch has no kernels for GPUs of compute capability {_dotted(capability)}"
+            yield Finding(
+                "torch", "error", message, "Install a build that has them: newer for new GPUs, older for old."
+            )
+    if build.num_devices > 1 and build.nccl_version is None:
+        message = "torch has no NCCL: several GPUs exchange gradients by copies, which is slower"
+        yield Finding("nccl", "note", message, "Use Linux, or WSL, for NCCL.")
+    elif build.num_devices > 1 and build.nccl_version is not None:
+        yield Finding("nccl", "ok", f"NCCL {_dotted(build.nccl_version)}")
+
+
+def _runs_on(architecture: str, capability: Version) -> bool:
+    """Tell whether kernels are of a GPU's major version, or can be compiled for it."""
+    kind, _, number = architecture.partition("_")
+    digits = "".join(itertools.takewhile(str.isdecimal, number))
+    if len(digits) < 2:
+        return True
+    built_for = (int(digits[:-1]), int(digits[-1]))
+    return built_for <= capability if kind == "compute" else built_for[0] == capability[0] and built_for <= capability
+
+
+def check_peers(outcome: Outcome | None) -> Iterator[Finding]:
+    """Look at what came of the test of copies; None when it was not run."""
+    if outcome is None:
+        return
+    for verdict, what in (("wrong", "arrive wrong"), ("hangs", "hang")):
+        if pairs := _list_pairs(outcome, verdict):
+            message = f"copies {what} between {pairs}: everygpu goes through host memory"
+            yield Finding("P2P", "warning", message, IOMMU_FIX)
+    if pairs := _list_pairs(outcome, "untested"):
+        fix = "Test again when the GPUs have memory free and are not in exclusive mode."
+        yield Finding("P2P", "note", f"not tested: {pairs}", fix)
+    right = [report for report in outcome.pairs.values() if report.verdict == "right"]
+    speeds = [report.gigabytes_per_s for report in right if report.gigabytes_per_s is not None]
+    if right:
+        measured = f", at {min(speeds):g} to {max(speeds):g} GB/s" if speeds else ""
+        yield Finding("P2P", "ok", f"copies of {len(right)} of {len(outcome.pairs)} pairs arrive right{measured}")
+    total = outcome.collective
+    if total.verdict == "right":
+        yield Finding("nccl", "ok", "a sum over all GPUs is right")
+    elif total.verdict != "untested":
+        fix = f"Run with NCCL_DEBUG=INFO to see why; {p2p.VARIABLE}=staged does without NCCL."
+        what = "hangs" if total.verdict == "hangs" else "is wrong"
+        yield Finding("nccl", "warning", f"a sum over all GPUs {what} ({total.detail})", fix)
+
+
+def _list_pairs(outcome: Outcome, verdict: str) -> str:
+    found = [(pair, report.detail) for pair, report in outcome.pairs.items() if report.verdict == verdict]
+    names = [f"{i}>{j}" + (f" ({detail})" if detail else "") for (i, j), detail in found]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def check_iommu(types: Sequence[str], num_devices: int) -> Iterator[Finding]:
+    """Look at whether the IOMMU translates what GPUs send each other.
+
+    Source:
+        Linux, /sys/kernel/iommu_groups/<group>/type; NCCL's documentation, "PCI Access Control Services".
+    """
+    if num_devices > 1 and any(kind.startswith("DMA") for kind in types):
+        message = "the IOMMU translates: where GPUs exchange over PCIe, that is slow, and on some boards wrong"
+        yield Finding("iommu", "note", message, IOMMU_FIX)
+
+
+def check_health(samples: Sequence[DeviceSample]) -> Iterator[Finding]:
+    """Look at what slows GPUs down."""
+    slowed = [sample for sample in samples if sample.slowdowns]
+    for sample in slowed:
+        heat = "" if sample.temperature_c is None else f", at {sample.temperature_c:g} °C"
+        fix = "Look at its cooling and its power supply: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER."
+        yield Finding("health", "warning", f"{sample.label} is slowed: {', '.join(sample.slowdowns)}{heat}", fix)
+    if samples and not slowed:
+        yield Finding("health", "ok", f"{len(samples)} GPU(s), none is slowed")
+
+
+def check_environment(environ: Mapping[str, str], samples: Sequence[DeviceSample]) -> Iterator[Finding]:
+    """Look at variables that slow training down, and at the order of unlike GPUs."""
+    for name, values, what in _VARIABLES:
+        if environ.get(name, "") not in ("", "0") and (values is None or environ[name] in values):
+            state: State = "warning" if values is None else "note"
+            yield Finding("environment", state, f"{name}={environ[name]}: {what}", "Unset it.")
+    if not has_known_order(environ, samples):
+        message = "unlike GPUs: torch numbers the fastest first, nvidia-smi by PCI address"
+        fix = "Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or choose by UUID: `everygpu run` does."
+        yield Finding("environment", "note", message, fix)
+
+
+def check_limits(system: Path) -> Iterator[Finding]:
+    """Look at what DataLoader workers need: /dev/shm to hand over batches, and open files."""
+    if (system / "dev/shm").is_dir():
+        shared = shutil.disk_usage(system / "dev/shm").total
+        message = f"/dev/shm has {format_size(shared)}"
+        if shared >= _ENOUGH_SHARED_BYTES:
+            yield Finding("shared memory", "ok", message)
+        else:
+            fix = "In a container: --shm-size=8g or --ipc=host. Else: mount -o remount,size=8G /dev/shm."
+            yield Finding("shared memory", "warning", f"{message}: loader workers may die with a bus error", fix)
+    if sys.platform != "win32":
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if limit == resource.RLIM_INFINITY or limit >= _ENOUGH_FILES:
+            yield Finding("open files", "ok", "no limit" if limit == resource.RLIM_INFINITY else str(limit))
+        else:
+            message = f"{limit} at most: many loader workers may fail with 'Too many open files'"
+            yield Finding("open files", "warning", message, "ulimit -n 65536")
 
 
 def describe_torch() -> TorchBuild:
     """Ask torch what it was built for and what it sees; makes no CUDA context."""
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    cuda = torch.version.cuda
+    nccl = torch.cuda.nccl.version() if has_nccl() else None  # type: ignore[no-untyped-call]
     return TorchBuild(
         version=torch.__version__,
-        cuda_version=_parse(torch.version.cuda),
+        cuda_version=None if cuda is None else tuple(int(part) for part in cuda.split(".")[:2]),
         is_rocm=torch.version.hip is not None,
         num_devices=num_devices,
         architectures=tuple(torch.cuda.get_arch_list()) if num_devices else (),
         capabilities=tuple(torch.cuda.get_device_capability(i) for i in range(num_devices)),
-        nccl_version=_nccl_version(),
+        nccl_version=None if nccl is None else tuple(part for part in nccl if isinstance(part, int)),
     )
-
-
-def _parse(version: str | None) -> Version | None:
-    return None if version is None else tuple(int(part) for part in version.split(".")[:2])
-
-
-def _nccl_version() -> Version | None:
-    if not has_nccl():
-        return None
-    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return tuple(part for part in version if isinstance(part, int))
 
 
 def count_boards(system: Path) -> int:
     """Count NVIDIA GPUs on the PCI bus, as Linux lists them; 0 elsewhere."""
     folders = (system / "sys/bus/pci/devices").glob("*")
-    return sum(_read(f / "vendor") == _NVIDIA and _read(f / "class").startswith(_DISPLAY) for f in folders)
+    return sum(_read(f / "vendor") == "0x10de" and _read(f / "class").startswith("0x03") for f in folders)
 
 
 def read_iommu_types(system: Path) -> list[str]:
-    """List the types of all IOMMU groups; none where there is no IOMMU, or none to be seen."""
+    """List the types of all IOMMU groups: ``identity`` where nothing is translated, else ``DMA`` or ``DMA-FQ``."""
     return [_read(path) for path in (system / "sys/kernel/iommu_groups").glob("*/type")]
-
-
-def measure_shared_memory(system: Path) -> int | None:
-    """Measure /dev/shm; None where there is none."""
-    folder = system / "dev/shm"
-    return shutil.disk_usage(folder).total if folder.is_dir() else None
-
-
-def _check_limits() -> list[Finding]:
-    if sys.platform == "win32":
-        return []
-    import resource
-
-    files, locked = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
-    infinite = resource.RLIM_INFINITY
-    return [
-        *host_checks.check_open_files(None if files == infinite else files),
-        *host_checks.check_locked_memory(None if locked == infinite else locked),
-    ]
 
 
 def _read(path: Path) -> str:
@@ -134,3 +287,7 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8").strip()
     except OSError:
         return ""
+
+
+def _dotted(version: Version) -> str:
+    return ".".join(map(str, version))

@@ -1,7 +1,6 @@
 """The NVIDIA driver's figures for each GPU, read through NVML without making a CUDA context.
 
-The only module that imports ``pynvml``. Where NVML is absent or broken it says so in the log and
-answers None, and callers go on with the numbers torch has.
+The only module that imports ``pynvml``. Where NVML is absent or broken, the log says so and the answer is None.
 """
 
 import logging
@@ -19,7 +18,6 @@ _SLOWDOWNS = {
     0x40: "hardware thermal slowdown",
     0x80: "power brake",
 }
-_TEMPERATURE_OF_GPU = 0  # nvml.h, NVML_TEMPERATURE_GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +30,6 @@ class DeviceSample:
     """``nvidia-smi --query-gpu=name``."""
     uuid: str
     """``nvidia-smi --query-gpu=uuid``: ``GPU-…``; ``MIG-…`` for an instance, as in ``nvidia-smi -L``."""
-    pci_bus_id: str
-    """``nvidia-smi --query-gpu=pci.bus_id``: domain:bus:device.function in hexadecimal."""
     total_memory_bytes: int | None
     """``nvidia-smi --query-gpu=memory.total``; None where the GPU shares the host's memory."""
     used_memory_bytes: int | None
@@ -50,18 +46,12 @@ class DeviceSample:
     """``nvidia-smi -L``: number of a MIG instance on its GPU; None for a GPU."""
     temperature_c: float | None = None
     """``nvidia-smi --query-gpu=temperature.gpu``."""
-    power_w: float | None = None
-    """``nvidia-smi --query-gpu=power.draw``."""
-    power_limit_w: float | None = None
-    """``nvidia-smi --query-gpu=enforced.power.limit``."""
-    is_persistent: bool | None = None
-    """``nvidia-smi --query-gpu=persistence_mode``; None where there is no such mode (Windows)."""
     slowdowns: tuple[str, ...] = ()
     """``nvidia-smi --query-gpu=clocks_event_reasons.active``: of these, what holds a working GPU back."""
 
     @property
     def label(self) -> str:
-        """How a table for people calls this device: its physical index."""
+        """``GPU 0``; ``GPU 0:1`` for a MIG instance."""
         return f"GPU {self.index}" if self.instance is None else f"GPU {self.index}:{self.instance}"
 
 
@@ -85,7 +75,7 @@ class NvmlFailure:
 
 
 def sample_devices(library: Any = None) -> list[DeviceSample] | None:
-    """Ask NVML about every GPU of the box, visible to CUDA or not.
+    """Ask NVML about every GPU of the machine, visible to CUDA or not.
 
     Args:
         library: What to call in place of the ``pynvml`` module.
@@ -96,25 +86,23 @@ def sample_devices(library: Any = None) -> list[DeviceSample] | None:
         ``nvmlDeviceGetHandleByIndex`` and the queries of ``nvidia-smi --query-gpu``. NVML ignores
         ``CUDA_VISIBLE_DEVICES``.
     """
-    nvml = _import_pynvml() if library is None else library
+    nvml = library or _import_pynvml()
     if nvml is None:
         return None
     try:
         with _opened(nvml):
             samples = [_sample_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
     except nvml.NVMLError as error:
-        _log_failure(nvml, error)
+        # A machine without a driver is no fault.
+        level = logging.INFO if _is_absent(nvml, error) else logging.WARNING
+        logger.log(level, "NVML does not answer (%s): GPUs are described by torch alone.", error)
         return None
     return [sample for sample in samples if sample is not None]
 
 
 def find_lost(library: Any = None) -> list[str]:
-    """Name the GPUs that no longer answer, with NVML's reason, as "GPU 1: GPU is lost".
-
-    Args:
-        library: What to call in place of the ``pynvml`` module.
-    """
-    nvml = _import_pynvml() if library is None else library
+    """Name the GPUs that no longer answer, with NVML's reason, as "GPU 1: GPU is lost"."""
+    nvml = library or _import_pynvml()
     if nvml is None:
         return []
     found = []
@@ -132,14 +120,8 @@ def find_lost(library: Any = None) -> list[str]:
 
 
 def sample_driver(library: Any = None) -> DriverSample | NvmlFailure:
-    """Ask NVML for the driver's version, or say why that can't be asked.
-
-    Args:
-        library: What to call in place of the ``pynvml`` module.
-    Source:
-        ``nvmlSystemGetDriverVersion``, ``nvmlSystemGetCudaDriverVersion``.
-    """
-    nvml = _import_pynvml() if library is None else library
+    """Ask NVML for the driver's version, or say why that can't be asked."""
+    nvml = library or _import_pynvml()
     if nvml is None:
         return NvmlFailure(is_absent=True, text="the package nvidia-ml-py is missing")
     try:
@@ -152,17 +134,12 @@ def sample_driver(library: Any = None) -> DriverSample | NvmlFailure:
 
 
 def name_processes(pids: Iterable[int], library: Any = None) -> dict[int, str]:
-    """Find the programs behind processes on the GPUs.
+    """Find the programs behind processes on the GPUs, as paths or names, of those that this user may know.
 
-    Args:
-        pids: As in ``DeviceSample.processes``.
-        library: What to call in place of the ``pynvml`` module.
-    Returns:
-        Paths or names, by pid, of those that this user may know.
     Source:
         ``nvidia-smi --query-compute-apps=pid,process_name``.
     """
-    nvml = _import_pynvml() if library is None else library
+    nvml = library or _import_pynvml()
     if nvml is None:
         return {}
     try:
@@ -193,12 +170,6 @@ def _opened(nvml: Any) -> Iterator[None]:
             nvml.nvmlShutdown()
 
 
-def _log_failure(nvml: Any, error: Any) -> None:
-    """Tell of a broken driver aloud, of a machine without one quietly."""
-    level = logging.INFO if _is_absent(nvml, error) else logging.WARNING
-    logger.log(level, "NVML does not answer (%s): GPUs are described by torch alone.", error)
-
-
 def _is_absent(nvml: Any, error: Any) -> bool:
     return error.value in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
 
@@ -206,45 +177,37 @@ def _is_absent(nvml: Any, error: Any) -> bool:
 def _sample_gpu(nvml: Any, index: int) -> DeviceSample | None:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        pci_bus_id = str(nvml.nvmlDeviceGetPciInfo(handle).busId)
-        instances = _sample_instances(nvml, handle, index, pci_bus_id)
-        return _sample_handle(nvml, handle, index, pci_bus_id, mig_instances=instances)
+        return _sample_handle(nvml, handle, index, mig_instances=_sample_instances(nvml, handle, index))
     except nvml.NVMLError as error:
         logger.warning("GPU %d is left out: NVML answers %s.", index, error)
         return None
 
 
-def _sample_handle(nvml: Any, handle: Any, index: int, pci_bus_id: str, **more: Any) -> DeviceSample:
-    total, used, free = _read_memory(nvml, handle)
+def _sample_handle(nvml: Any, handle: Any, index: int, **more: Any) -> DeviceSample:
+    # The first version of the query counts what the driver reserves (615 MiB on an H200) as used;
+    # nvidia-smi shows the second. Free memory is the same in both.
+    memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle, nvml.nvmlMemory_v2)
+    memory = memory or _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
     utilization = _ask(nvml, "nvmlDeviceGetUtilizationRates", handle)
-    temperature = _ask(nvml, "nvmlDeviceGetTemperature", handle, _TEMPERATURE_OF_GPU)
-    persistence = _ask(nvml, "nvmlDeviceGetPersistenceMode", handle)
+    temperature = _ask(nvml, "nvmlDeviceGetTemperature", handle, 0)  # nvml.h, NVML_TEMPERATURE_GPU
     slowed = _ask(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
     processes = _ask(nvml, "nvmlDeviceGetComputeRunningProcesses", handle) or []
     return DeviceSample(
         index=index,
         name=str(nvml.nvmlDeviceGetName(handle)),
         uuid=str(nvml.nvmlDeviceGetUUID(handle)),
-        pci_bus_id=pci_bus_id,
-        total_memory_bytes=total,
-        used_memory_bytes=used,
-        free_memory_bytes=free,
+        total_memory_bytes=None if memory is None else int(memory.total),
+        used_memory_bytes=None if memory is None else int(memory.used),
+        free_memory_bytes=None if memory is None else int(memory.free),
         utilization_pct=None if utilization is None else float(utilization.gpu),
         processes=tuple((process.pid, process.usedGpuMemory) for process in processes),
         temperature_c=None if temperature is None else float(temperature),
-        power_w=_watts(_ask(nvml, "nvmlDeviceGetPowerUsage", handle)),
-        power_limit_w=_watts(_ask(nvml, "nvmlDeviceGetEnforcedPowerLimit", handle)),
-        is_persistent=None if persistence is None else bool(persistence),
         slowdowns=tuple(words for bit, words in _SLOWDOWNS.items() if slowed & bit),
         **more,
     )
 
 
-def _watts(milliwatts: int | None) -> float | None:
-    return None if milliwatts is None else milliwatts / 1000
-
-
-def _sample_instances(nvml: Any, parent: Any, index: int, pci_bus_id: str) -> tuple[DeviceSample, ...] | None:
+def _sample_instances(nvml: Any, parent: Any, index: int) -> tuple[DeviceSample, ...] | None:
     """List a GPU's MIG instances: none created is an empty tuple, MIG mode off is None."""
     mode = _ask(nvml, "nvmlDeviceGetMigMode", parent)
     if mode is None or mode[0] == 0:
@@ -252,21 +215,8 @@ def _sample_instances(nvml: Any, parent: Any, index: int, pci_bus_id: str) -> tu
     slots = range(nvml.nvmlDeviceGetMaxMigDeviceCount(parent))
     handles = [_ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", parent, slot) for slot in slots]
     return tuple(
-        _sample_handle(nvml, handle, index, pci_bus_id, instance=slot)
-        for slot, handle in enumerate(handles)
-        if handle is not None
+        _sample_handle(nvml, handle, index, instance=slot) for slot, handle in enumerate(handles) if handle is not None
     )
-
-
-def _read_memory(nvml: Any, handle: Any) -> tuple[int, int, int] | tuple[None, None, None]:
-    # The first version of the query counts what the driver reserves (615 MiB on an H200) as used;
-    # nvidia-smi shows the second. Free memory is the same in both.
-    memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle, nvml.nvmlMemory_v2)
-    if memory is None:
-        memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
-    if memory is None:
-        return None, None, None
-    return int(memory.total), int(memory.used), int(memory.free)
 
 
 def _ask(nvml: Any, query: str, *args: Any) -> Any:

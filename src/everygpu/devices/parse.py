@@ -13,7 +13,6 @@ from everygpu.errors import DeviceError
 DeviceLike: TypeAlias = int | SupportsIndex | str | torch.device
 """A CUDA index, a name such as ``"cuda:1"`` or ``"cpu"``, or a ``torch.device``."""
 
-_NAME = re.compile(r"([a-z]+)(?::([0-9]+))?")
 _OTHER_NAME = re.compile(r"(?:gpu|cuda|nvidia|hip|rocm)[\s:_-]*([0-9]*)", re.IGNORECASE)
 """How GPUs are named elsewhere: ``"gpu:0"``, ``"GPU"``, ``"cuda0"``."""
 
@@ -34,11 +33,21 @@ def parse_devices(device_ids: DeviceLike | Iterable[DeviceLike] | None) -> list[
         ``torch.nn.DataParallel``'s ``device_ids``, which also takes the CPU for nothing but an error.
     """
     if device_ids is None:
-        return _every_device()
-    if _is_one(device_ids):
-        return [parse_device(device_ids)]  # type: ignore[arg-type]
-    devices = [parse_device(entry) for entry in device_ids]  # type: ignore[union-attr]
-    _check_together(devices)
+        if torch.cuda.is_available():
+            return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        accelerator = _accelerator()
+        return [torch.device("cpu") if accelerator is None else parse_device(accelerator)]
+    if isinstance(device_ids, (str, torch.device)) or not isinstance(device_ids, Iterable):
+        return [parse_device(device_ids)]
+    devices = [parse_device(entry) for entry in device_ids]
+    if not devices:
+        raise DeviceError("device_ids is empty. Pass None for every device.")
+    if len(kinds := sorted({device.type for device in devices})) > 1:
+        names = [str(device) for device in devices]
+        raise DeviceError(f"device_ids mixes {' and '.join(kinds)}: {names}. Leave out one or the other.")
+    doubled = sorted({str(device) for device in devices if devices.count(device) > 1})
+    if doubled and kinds != ["cpu"] and not may_share_gpus():
+        raise DeviceError(f"device_ids names {', '.join(doubled)} twice. Only the CPU holds several replicas.")
     return devices
 
 
@@ -57,15 +66,21 @@ def parse_device(device: DeviceLike) -> torch.device:
     kind, index = _read(device)
     if kind == "cpu":
         return torch.device("cpu")
-    _check_kind(kind, device)
-    count = _count(kind)
+    if kind == "meta":
+        raise DeviceError(f"Tensors on {device!r} have no values to train. This machine has {_inventory()}.")
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            raise DeviceError(f"No CUDA for {device!r}. {_why_no_cuda()} This machine has {_inventory()}.")
+        count = torch.cuda.device_count()
+    else:
+        if (accelerator := _accelerator()) is None or accelerator.type != kind:
+            raise DeviceError(f"This machine has no {device!r}. It has {_inventory()}.")
+        count = torch.accelerator.device_count()
     if index is None:
         return torch.device(kind, torch.accelerator.current_device_index())
     if not 0 <= index < count:
-        raise DeviceError(
-            f"parse_devices: an index of {kind} must be below the number of its devices, {count} here, "
-            f"got {device!r}. Use {_span(count)}, or check CUDA_VISIBLE_DEVICES."
-        )
+        span = "0" if count == 1 else f"0 to {count - 1}"
+        raise DeviceError(f"No device {device!r}: {kind} has {count} here. Use {span}, or check CUDA_VISIBLE_DEVICES.")
     return torch.device(kind, index)
 
 
@@ -75,8 +90,8 @@ def parse_target(device: DeviceLike) -> torch.device:
     Source:
         ``torch.nn.parallel.gather``.
     """
-    is_index = isinstance(device, SupportsIndex) and not isinstance(device, bool)
-    return torch.device("cpu") if is_index and operator.index(device) == -1 else parse_device(device)  # type: ignore[arg-type]
+    is_cpu = isinstance(device, SupportsIndex) and not isinstance(device, bool) and operator.index(device) == -1
+    return torch.device("cpu") if is_cpu else parse_device(device)
 
 
 def device_id(device: torch.device) -> int | torch.device:
@@ -89,73 +104,22 @@ def may_share_gpus() -> bool:
     return os.environ.get("EVERYGPU_SHARE_GPU") == "1"
 
 
-def _every_device() -> list[torch.device]:
-    if torch.cuda.is_available():
-        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    accelerator = _accelerator()
-    return [torch.device("cpu") if accelerator is None else parse_device(accelerator)]
-
-
-def _is_one(device_ids: object) -> bool:
-    return isinstance(device_ids, (str, torch.device)) or not isinstance(device_ids, Iterable)
-
-
 def _read(device: object) -> tuple[str, int | None]:
-    """Take a device id apart, without asking whether it exists."""
+    """Take a device id apart."""
     if isinstance(device, torch.device):
         return device.type, device.index
-    if isinstance(device, str):
-        return _read_name(device)
     if isinstance(device, SupportsIndex) and not isinstance(device, bool):
         return "cuda", operator.index(device)
-    raise DeviceError(
-        f"parse_devices: a device must be an int, a str or a torch.device, got {device!r} of type "
-        f"{type(device).__name__}. Write for example [0, 1] or ['cuda:0', 'cuda:1']."
-    )
-
-
-def _read_name(name: str) -> tuple[str, int | None]:
-    match = _NAME.fullmatch(name)
-    if match is None or not _is_kind(match[1]):
-        raise DeviceError(
-            f"parse_devices: a device name must be a type and an index, such as 'cuda:0', got {name!r}. "
-            f"{_suggest(name)}This machine has {_inventory()}."
-        )
-    return match[1], None if match[2] is None else int(match[2])
-
-
-def _suggest(name: str) -> str:
-    """Say which device of this machine a name may mean, with a space after it; nothing where there is none."""
-    match, accelerator = _OTHER_NAME.fullmatch(name.strip()), _accelerator()
-    if match is None:
-        return ""
-    kind = "cuda" if accelerator is None else accelerator.type
-    meant = f"{kind}:{int(match[1])}" if match[1] else kind
-    return f"Did you mean {meant!r}? "
-
-
-def _is_kind(name: str) -> bool:
-    """Tell a type that machines can have, whose absence has a better message, from a slip of the pen."""
+    if not isinstance(device, str):
+        raise DeviceError(f"{device!r} is no device. Pass an int, a str or a torch.device: [0, 1], ['cuda:0', 'cpu'].")
+    match = re.fullmatch(r"([a-z]+)(?::([0-9]+))?", device)
     # The machine is asked last: that starts the CUDA driver, and naming the CPU must not.
-    return name in ("cpu", "cuda", "mps", "xpu", "meta") or ((here := _accelerator()) is not None and here.type == name)
-
-
-def _check_kind(kind: str, device: object) -> None:
-    if kind == "meta":
-        raise DeviceError(
-            f"parse_devices: a device must hold values, got {device!r}, whose tensors have none: it is no device "
-            f"to train on. This machine has {_inventory()}."
-        )
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise DeviceError(
-            f"parse_devices: CUDA must be available for a CUDA device, got {device!r}. {_why_no_cuda()} "
-            f"This machine has {_inventory()}."
-        )
-    accelerator = _accelerator()
-    if kind != "cuda" and (accelerator is None or accelerator.type != kind):
-        raise DeviceError(
-            f"parse_devices: a device must be of a type that this machine has, got {device!r}. It has {_inventory()}."
-        )
+    if match and (match[1] in ("cpu", "cuda", "mps", "xpu", "meta") or match[1] == getattr(_accelerator(), "type", "")):
+        return match[1], None if match[2] is None else int(match[2])
+    meant = _OTHER_NAME.fullmatch(device.strip())
+    kind = getattr(_accelerator(), "type", "cuda")
+    hint = f"Did you mean '{kind}{f':{int(meant[1])}' if meant[1] else ''}'? " if meant else ""
+    raise DeviceError(f"{device!r} is no device name; 'cuda:0' is one. {hint}This machine has {_inventory()}.")
 
 
 def _why_no_cuda() -> str:
@@ -168,34 +132,8 @@ def _accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator(check_available=True)
 
 
-def _count(kind: str) -> int:
-    return torch.cuda.device_count() if kind == "cuda" else torch.accelerator.device_count()
-
-
 def _inventory() -> str:
-    """Say what devices there are, for a message: ``"'cpu' and 2 of 'cuda'"``."""
-    accelerator = _accelerator()
-    return "only 'cpu'" if accelerator is None else f"'cpu' and {_count(accelerator.type)} of {accelerator.type!r}"
-
-
-def _span(count: int) -> str:
-    return "0" if count == 1 else f"0 to {count - 1}"
-
-
-def _check_together(devices: list[torch.device]) -> None:
-    if not devices:
-        raise DeviceError(
-            "parse_devices: at least one device is required, got an empty list. Pass None for every device."
-        )
-    kinds = sorted({device.type for device in devices})
-    if len(kinds) > 1:
-        raise DeviceError(
-            f"parse_devices: all devices must be of one type, got {' and '.join(kinds)} in "
-            f"{[str(device) for device in devices]}. Leave out one or the other."
-        )
-    doubled = sorted({str(device) for device in devices if devices.count(device) > 1})
-    if doubled and kinds != ["cpu"] and not may_share_gpus():
-        raise DeviceError(
-            f"parse_devices: each {kinds[0]} device can hold one replica, got {', '.join(doubled)} more than "
-            "once. Name each device once; only the CPU can be named several times."
-        )
+    """Say what devices there are: ``"'cpu' and 2 of 'cuda'"``."""
+    if (accelerator := _accelerator()) is None:
+        return "only 'cpu'"
+    return f"'cpu' and {torch.accelerator.device_count()} of {accelerator.type!r}"

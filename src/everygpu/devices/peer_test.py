@@ -5,7 +5,6 @@
 Writes a line of JSON before and after each pair, so that the reader knows which one hangs.
 """
 
-import argparse
 import itertools
 import json
 import sys
@@ -25,6 +24,12 @@ _NUM_BYTES = (4_104, 2_097_152)  # a few pages and a bit, and what a bucket is m
 _UNWRITTEN = 0xA5
 _MEASURED_BYTES = 256 * 2**20
 _NUM_MEASURED = 5
+# A copy of memory as it lies is the copy engine's; of a transposed matrix, a kernel's, which reads the other
+# GPU's memory itself.
+_WAYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "the copy engine": lambda x: x,
+    "a kernel": lambda x: x.view(-1, 3).t() if x.numel() % 3 == 0 else x.view(-1, 2).t(),
+}
 
 
 def copy(target: Tensor, source: Tensor) -> None:
@@ -33,19 +38,8 @@ def copy(target: Tensor, source: Tensor) -> None:
 
 
 def main(arguments: Sequence[str], devices: Sequence[torch.device] | None = None, transfer: Transfer = copy) -> None:
-    """Test every ordered pair of devices and write what comes of it.
-
-    Args:
-        arguments: As on the command line.
-        devices: In place of the first CUDA devices.
-        transfer: In place of ``copy``.
-    """
-    parser = argparse.ArgumentParser()
-    parser.add_argument("num_devices", type=int)
-    parser.add_argument("--measure", action="store_true")
-    parser.add_argument("--collective", action="store_true")
-    options = parser.parse_args(arguments)
-    used = devices or [torch.device("cuda", index) for index in range(options.num_devices)]
+    """Test every ordered pair of devices, or of the first CUDA devices, and write what comes of it."""
+    used = devices or [torch.device("cuda", index) for index in range(int(arguments[0]))]
     patterns = {i: pattern for i, device in enumerate(used) if (pattern := _try_pattern(device)) is not None}
     _say(ready=list(patterns))
     for source, target in itertools.permutations(patterns, 2):
@@ -54,9 +48,9 @@ def main(arguments: Sequence[str], devices: Sequence[torch.device] | None = None
             wrong = find_wrong(patterns[source], patterns[target], source, transfer)
         except torch.OutOfMemoryError:
             continue  # others fill the GPU: nothing is known of the pair
-        speed = _measure(used[source], used[target]) if options.measure and wrong is None else None
+        speed = _measure(used[source], used[target]) if "--measure" in arguments and wrong is None else None
         _say(pair=[source, target], wrong=wrong, gigabytes_per_s=speed)
-    if options.collective:
+    if "--collective" in arguments:
         _say(begin="collective")
         _say(collective=True, wrong=find_wrong_sum([used[i] for i in patterns]))
     _say(done=True)
@@ -88,11 +82,10 @@ def make_pattern() -> Tensor:
 
 
 def find_wrong(source: Tensor, target: Tensor, mark: int, transfer: Transfer) -> str | None:
-    """Copy from one device to another, in every dtype and way.
+    """Copy the pattern from one device to another, in every dtype and way.
 
     Args:
-        source: The pattern, on one device.
-        target: The pattern, on the other.
+        source, target: The pattern, on each.
         mark: A number of the source, added to its bytes: another device's would be noticed.
         transfer: What copies.
     Returns:
@@ -112,14 +105,6 @@ def find_wrong(source: Tensor, target: Tensor, mark: int, transfer: Transfer) ->
     return None
 
 
-# A copy of memory as it lies is the copy engine's; of a transposed matrix, a kernel's, which reads the other
-# GPU's memory itself.
-_WAYS: dict[str, Callable[[Tensor], Tensor]] = {
-    "the copy engine": lambda x: x,
-    "a kernel": lambda x: x.view(-1, 3).t() if x.numel() % 3 == 0 else x.view(-1, 2).t(),
-}
-
-
 def _wait_for(*devices: torch.device) -> None:
     for device in devices:
         if device.type == "cuda":
@@ -135,17 +120,15 @@ def _measure(source: torch.device, target: torch.device) -> float | None:
         arrived = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device=target)
     except torch.OutOfMemoryError:
         return None
-    stream = torch.cuda.current_stream(source)
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
     arrived.copy_(sent, non_blocking=True)
     with torch.cuda.device(source):
-        marks[0].record(stream)
+        marks[0].record()
         for _ in range(_NUM_MEASURED):
             arrived.copy_(sent, non_blocking=True)
-        marks[1].record(stream)
+        marks[1].record()
     _wait_for(source, target)
-    elapsed_ms = float(marks[0].elapsed_time(marks[1]))
-    return round(_NUM_MEASURED * _MEASURED_BYTES / elapsed_ms / 1e6, 1)
+    return round(_NUM_MEASURED * _MEASURED_BYTES / float(marks[0].elapsed_time(marks[1])) / 1e6, 1)
 
 
 def find_wrong_sum(devices: Sequence[torch.device]) -> str | None:

@@ -12,26 +12,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 from urllib.parse import quote, unquote
 
-from everygpu.folders import read_json, runtime_folder
-from everygpu.locks import Lock, is_locked, try_lock, wait_for_lock
+from filelock import BaseFileLock, FileLock, Timeout
+
+from everygpu.devices.nvml import DeviceSample
+from everygpu.devices.visible import VisibleDevice
+from everygpu.folders import read_json, runtime_folder, write_whole
 
 logger = logging.getLogger("everygpu")
 OWN = "EVERYGPU_RESERVED"
 """Variable by which the processes that a run starts know its GPUs for their own: UUIDs, with commas."""
 _TURN_S = 10.0  # choosing takes milliseconds; a process suspended in the middle of it must not block all others
-
-
-class Named(Protocol):
-    """What can be reserved: ``DeviceSample`` and ``VisibleDevice`` both can."""
-
-    @property
-    def uuid(self) -> str | None: ...
-
-
-AnyNamed = TypeVar("AnyNamed", bound=Named)
+AnyDevice = TypeVar("AnyDevice", DeviceSample, VisibleDevice)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +43,11 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class Reservation(Generic[AnyNamed]):
-    """Devices, and the locks that keep other runs off them."""
+class Reservation(Generic[AnyDevice]):
+    """Devices, and the locks that keep other runs off them; the system releases them when the process ends."""
 
-    devices: list[AnyNamed]
-    locks: tuple[Lock, ...]
+    devices: list[AnyDevice]
+    locks: tuple[BaseFileLock, ...]
 
     def release(self) -> None:
         """Let other runs have them."""
@@ -61,65 +55,48 @@ class Reservation(Generic[AnyNamed]):
             lock.release()
 
 
-def reserve(select: Callable[[Mapping[str, Holder]], list[AnyNamed]]) -> Reservation[AnyNamed]:
+def reserve(select: Callable[[Mapping[str, Holder]], list[AnyDevice]]) -> Reservation[AnyDevice]:
     """Choose devices and reserve them, while no other run chooses.
 
     Args:
         select: Gets the holders of what is reserved, by UUID, and returns devices without them; it should
             ask the driver anew. What it raises goes through, and then nothing is reserved.
     Returns:
-        The devices, with one lock each. Without locks, and with a line in the log, where files can't be
-        locked.
+        The devices, with one lock each. Without locks, and with a line in the log, where files can't be locked.
     """
-    folder = _folder()
-    if folder is None:
-        return Reservation(select({}), ())
-    with _turn(folder):
-        devices = select(_read_holders(folder, os.environ))
-        return Reservation(devices, tuple(_hold(folder, [d.uuid for d in devices if d.uuid])))
+    with _turn() as folder:
+        devices = select({} if folder is None else _read_holders(folder, os.environ))
+        locks = () if folder is None else tuple(_hold(folder, [d.uuid for d in devices if d.uuid]))
+        return Reservation(devices, locks)
 
 
 def find_holders(environ: Mapping[str, str] | None = None) -> dict[str, Holder]:
-    """Say which GPUs other runs have reserved.
+    """Say which GPUs other runs have reserved, by UUID.
 
     Args:
         environ: As ``os.environ``; the GPUs of the run that started this process are its own.
-    Returns:
-        Holders by UUID; empty where files can't be locked.
     """
-    folder = _folder()
-    if folder is None:
-        return {}
-    with _turn(folder):
-        return _read_holders(folder, os.environ if environ is None else environ)
-
-
-def _folder() -> Path | None:
-    """Make the folder of the locks, and see that its file system has locks."""
-    try:
-        folder = runtime_folder() / "reserved"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        probe = try_lock(folder / "probe")
-        if probe is not None:
-            probe.release()
-    except OSError as error:
-        logger.warning("GPUs can't be reserved (%s): other runs may choose the same ones.", error)
-        return None
-    return folder
+    with _turn() as folder:
+        return {} if folder is None else _read_holders(folder, os.environ if environ is None else environ)
 
 
 @contextmanager
-def _turn(folder: Path) -> Iterator[None]:
-    """Hold the right to choose."""
+def _turn() -> Iterator[Path | None]:
+    """Hold the right to choose; gives the folder of the locks, or None where files can't be locked."""
+    lock = None
+    folder: Path | None = None
     try:
-        lock = wait_for_lock(folder / "choosing", _TURN_S)
-        if lock is None:
-            logger.warning("Another run has been choosing GPUs for %g s: not waiting for it any longer.", _TURN_S)
+        folder = runtime_folder() / "reserved"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        lock = FileLock(folder / "choosing", timeout=_TURN_S, mode=0o600)
+        lock.acquire()
+    except Timeout:
+        logger.warning("Another run has been choosing GPUs for %g s: not waiting for it any longer.", _TURN_S)
     except OSError as error:
-        logger.warning("Runs that start together may choose the same GPUs: %s.", error)
-        lock = None
+        logger.warning("GPUs can't be reserved (%s): other runs may choose the same ones.", error)
+        folder = None
     try:
-        yield
+        yield folder
     finally:
         if lock is not None:
             lock.release()
@@ -133,7 +110,10 @@ def _read_holders(folder: Path, environ: Mapping[str, str]) -> dict[str, Holder]
 
 def _is_held(path: Path) -> bool:
     try:
-        return is_locked(path)
+        with FileLock(path, timeout=0, mode=0o600):
+            return False
+    except Timeout:
+        return True
     except OSError as error:  # a link, a pipe or another user's file reserves nothing
         logger.debug("No reservation is read: %s.", error)
         return False
@@ -141,23 +121,25 @@ def _is_held(path: Path) -> bool:
 
 def _read_holder(path: Path) -> Holder:
     try:
-        told = read_json(path)
+        told = read_json(path.with_suffix(".json"))
         return Holder(pid=int(told["pid"]), command=str(told["command"]))
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return Holder(pid=None, command=None)
 
 
-def _hold(folder: Path, uuids: Sequence[str]) -> Iterator[Lock]:
+def _hold(folder: Path, uuids: Sequence[str]) -> Iterator[BaseFileLock]:
     text = json.dumps({"pid": os.getpid(), "command": name_command()})
     for uuid in uuids:
-        # The UUIDs of old MIG instances have slashes.
+        path = folder / f"{quote(uuid, safe='')}.lock"  # the UUIDs of old MIG instances have slashes
+        lock = FileLock(path, timeout=0, mode=0o600)
         try:
-            lock = try_lock(folder / f"{quote(uuid, safe='')}.lock")
+            lock.acquire()
+            write_whole(path.with_suffix(".json"), text)  # beside it: to try the lock empties its file
+        except Timeout:  # a process inside a run reserves what the run holds already
+            continue
         except OSError as error:
             logger.warning("%s can't be reserved (%s): other runs may choose it.", uuid, error)
-            continue
-        if lock is not None:  # a process inside a run reserves what the run holds already
-            lock.write(text)
+        if lock.is_locked:
             yield lock
 
 

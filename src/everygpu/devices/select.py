@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from everygpu.devices import reserve, visible
+from everygpu.devices.nvml import DeviceSample
+from everygpu.devices.visible import VisibleDevice
 from everygpu.errors import DeviceError, OptionError
 from everygpu.units import format_size, parse_size
 
@@ -12,28 +14,8 @@ if TYPE_CHECKING:
     import torch
 
 SortKey = Literal["free", "total", "index", "utilization"]
-
-
-class Candidate(Protocol):
-    """The properties a choice is made by; ``DeviceSample`` and ``VisibleDevice`` both have them."""
-
-    @property
-    def label(self) -> str: ...
-    @property
-    def index(self) -> int | None: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def uuid(self) -> str | None: ...
-    @property
-    def total_memory_bytes(self) -> int | None: ...
-    @property
-    def free_memory_bytes(self) -> int | None: ...
-    @property
-    def utilization_pct(self) -> float | None: ...
-
-
-AnyCandidate = TypeVar("AnyCandidate", bound=Candidate)
+Candidate = DeviceSample | VisibleDevice
+AnyCandidate = TypeVar("AnyCandidate", DeviceSample, VisibleDevice)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +27,13 @@ class Demand:
     min_count: int | None = None
     """The fewest that will do; None for ``count``, or one without it."""
     min_free_bytes: int | None = None
-    """Each device must have this much memory free."""
     min_total_bytes: int | None = None
-    """Each device must have this much memory altogether."""
     max_utilization_pct: float | None = None
     """0 to 100: no device may be busier."""
     name: str | None = None
     """A part that each device's name must have, in any case."""
     exclude: tuple[int | str, ...] = ()
-    """Devices to leave out: physical indices, or parts of a name or UUID."""
+    """Devices to leave out: physical indices, parts of a name, or beginnings of a UUID."""
     sort: SortKey = "free"
     """Which come first: the most free memory, the most memory, the lowest index, or the least busy."""
 
@@ -107,7 +87,7 @@ def select_devices(
         min_total_memory: Bytes, or a size, that each must have altogether.
         max_utilization: 0 to 100; busier devices are left out.
         name: A part of the name, such as ``"H100"``, in any case.
-        exclude: Devices to leave out: indices as in nvidia-smi, or parts of a name or UUID.
+        exclude: Devices to leave out: indices as in nvidia-smi, parts of a name, or the beginning of a UUID.
         sort: ``"free"``, ``"total"``, ``"index"`` or ``"utilization"``: which come first.
     Returns:
         Devices for ``device_ids``. ``[cpu]`` on a machine without an accelerator, if nothing was asked for.
@@ -146,29 +126,18 @@ def check_demand(
     exclude: Sequence[int | str] = (),
     sort: SortKey = "free",
 ) -> Demand:
-    """Make a demand of the arguments of ``select_devices``.
-
-    Raises:
-        OptionError: an argument is outside what it may be.
-    """
-    _check_count("count", count)
-    _check_count("min_count", min_count)
+    """Make a demand of the arguments of ``select_devices``; raise ``OptionError`` for one that means nothing."""
+    for option, number in (("count", count), ("min_count", min_count)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise OptionError(f"{option}={number!r} is no number of devices. Pass 1 or more, or leave it out for all.")
     if count is not None and min_count is not None and min_count > count:
-        raise OptionError(
-            f"select_devices: min_count must not be above count, got {min_count} and {count}. Lower min_count."
-        )
+        raise OptionError(f"min_count={min_count} is above count={count}. Lower min_count.")
     if max_utilization is not None and not 0 <= max_utilization <= 100:
-        raise OptionError(
-            f"select_devices: max_utilization must be from 0 to 100 percent, got {max_utilization!r}. "
-            "Write 25 for a quarter."
-        )
+        raise OptionError(f"max_utilization={max_utilization!r} is no percentage. Pass 0 to 100: 25 for a quarter.")
     if isinstance(exclude, str) or not all(isinstance(entry, (int, str)) and entry != "" for entry in exclude):
-        raise OptionError(
-            f"select_devices: exclude must be a list of indices and of parts of names, got {exclude!r}. "
-            "Write for example [0, 'T400']."
-        )
+        raise OptionError(f"exclude={exclude!r} is no list of indices and names. Pass for example [0, 'T400'].")
     if sort not in _KEYS:
-        raise OptionError(f"select_devices: sort must be one of {', '.join(_KEYS)}, got {sort!r}.")
+        raise OptionError(f"sort={sort!r} is unknown. Pass one of {', '.join(_KEYS)}.")
     return Demand(
         count=count,
         min_count=min_count,
@@ -181,16 +150,11 @@ def check_demand(
     )
 
 
-def _check_count(option: str, number: int | None) -> None:
-    if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-        raise OptionError(
-            f"select_devices: {option} must be a whole number of at least 1, got {number!r}. "
-            "Leave it out for every device that fits."
-        )
-
-
 def choose(
-    devices: Sequence[AnyCandidate], demand: Demand, refused: Mapping[int, str] | None = None
+    devices: Sequence[AnyCandidate],
+    demand: Demand,
+    refused: Mapping[int, str] | None = None,
+    use_cpu: str = "Leave the arguments out to use the CPU.",
 ) -> list[AnyCandidate]:
     """Take the devices that meet a demand; asks neither torch nor the driver.
 
@@ -198,6 +162,7 @@ def choose(
         devices: All that exist, whether or not they can be used.
         demand: Count, limits and names to satisfy.
         refused: Reasons against some devices from elsewhere, by position in ``devices``.
+        use_cpu: What the message says of the CPU.
     Returns:
         At most ``demand.count`` devices, sorted as it says; equals keep their order.
     Raises:
@@ -207,7 +172,12 @@ def choose(
     reasons = [refused.get(i) or find_fault(device, demand) for i, device in enumerate(devices)]
     fitting = [device for device, reason in zip(devices, reasons) if reason is None]
     if len(fitting) < demand.num_required:
-        raise DeviceError(_explain(devices, reasons, demand))
+        found = f"Found {len(fitting)} of {demand.num_required} requested GPUs"
+        if not devices:
+            raise DeviceError(f"{found}: this machine has none that can be seen. {use_cpu}")
+        raise DeviceError(
+            f"{found}. Ask for fewer or for less, or wait. {use_cpu}\n{format_verdicts(devices, reasons)}"
+        )
     return sorted(fitting, key=_KEYS[demand.sort])[: demand.count]
 
 
@@ -218,53 +188,30 @@ def refuse_held(devices: Sequence[Candidate], holders: Mapping[str, reserve.Hold
 
 def find_fault(device: Candidate, demand: Demand) -> str | None:
     """Say the first thing a device lacks for a demand; None when it fits. What isn't known doesn't fit."""
-    faults = (
-        _fault_of_name(device, demand),
-        _fault_of_size("total", device.total_memory_bytes, demand.min_total_bytes),
-        _fault_of_size("free", device.free_memory_bytes, demand.min_free_bytes),
-        _fault_of_load(device.utilization_pct, demand.max_utilization_pct),
-    )
-    return next((fault for fault in faults if fault is not None), None)
-
-
-def _fault_of_name(device: Candidate, demand: Demand) -> str | None:
     if demand.name is not None and demand.name.lower() not in device.name.lower():
         return f"not named {demand.name!r}"
-    entry = next((entry for entry in demand.exclude if _is_meant(device, entry)), None)
-    return None if entry is None else f"excluded by {entry!r}"
+    for entry in demand.exclude:
+        if _is_meant(device, entry):
+            return f"excluded by {entry!r}"
+    for what, has, least in (
+        ("total", device.total_memory_bytes, demand.min_total_bytes),
+        ("free", device.free_memory_bytes, demand.min_free_bytes),
+    ):
+        if least is not None and (has is None or has < least):
+            return f"{what} memory {'unknown' if has is None else format_size(has)}, below {format_size(least)}"
+    busy, most = device.utilization_pct, demand.max_utilization_pct
+    if most is not None and (busy is None or busy > most):
+        return f"utilization {'unknown' if busy is None else f'{busy:g}%'}, above {most:g}%"
+    return None
 
 
 def _is_meant(device: Candidate, entry: int | str) -> bool:
     if isinstance(entry, int):
         return device.index == entry
-    return entry.lower() in device.name.lower() or entry.lower() in (device.uuid or "").lower()
-
-
-def _fault_of_size(what: str, has_bytes: int | None, min_bytes: int | None) -> str | None:
-    if min_bytes is None or (has_bytes is not None and has_bytes >= min_bytes):
-        return None
-    has = "unknown" if has_bytes is None else format_size(has_bytes)
-    return f"{what} memory {has}, below {format_size(min_bytes)}"
-
-
-def _fault_of_load(has_pct: float | None, max_pct: float | None) -> str | None:
-    if max_pct is None or (has_pct is not None and has_pct <= max_pct):
-        return None
-    has = "unknown" if has_pct is None else f"{has_pct:g}%"
-    return f"utilization {has}, above {max_pct:g}%"
-
-
-def _explain(devices: Sequence[Candidate], reasons: Sequence[str | None], demand: Demand) -> str:
-    required = f"{demand.num_required} fitting device{'s' if demand.num_required > 1 else ''}"
-    if not devices:
-        return (
-            f"select_devices: {required} required, got none: this machine has no accelerator that can be "
-            "seen. Ask for nothing to get the CPU, or check nvidia-smi and CUDA_VISIBLE_DEVICES."
-        )
-    return (
-        f"select_devices: {required} required, got {list(reasons).count(None)} of {len(devices)}. "
-        f"Ask for fewer or for less, or wait until they are free.\n{format_verdicts(devices, reasons)}"
-    )
+    if entry.isdecimal():  # an index, or a model such as "4090"; "3" is not meant to be the one of HBM3
+        return device.index == int(entry) or entry in device.name.split()
+    entry, uuid = entry.lower(), (device.uuid or "").lower()
+    return entry in device.name.lower() or uuid.startswith(entry) or uuid[4:].startswith(entry)
 
 
 def format_verdicts(devices: Sequence[Candidate], reasons: Sequence[str | None]) -> str:

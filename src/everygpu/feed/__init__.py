@@ -3,6 +3,6 @@
 from everygpu.feed.batch_size import find_batch_size
 from everygpu.feed.feeder import Feeder
 from everygpu.feed.meter import Meter
-from everygpu.feed.workers import tune_workers
+from everygpu.feed.tune import tune_workers
 
 __all__ = ["Feeder", "Meter", "find_batch_size", "tune_workers"]

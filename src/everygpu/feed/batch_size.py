@@ -1,29 +1,29 @@
 """The largest batch that fits: found by running the user's own step on larger and larger ones."""
 
+import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from everygpu import tree
-from everygpu.checkpoint.left_out import saves_left_out
-from everygpu.errors import ModuleError, OptimizerError, OptionError, RankError
-from everygpu.feed.arguments import as_whole, check_callback, describe, is_number
-from everygpu.feed.feeder import data_parallel_in, find_route
-from everygpu.feed.restore import restored
-from everygpu.feed.size_search import find_size
-from everygpu.feed.tuning_cache import describe_run, read_result, write_result
+from everygpu.checkpoint.rng import rng_states_kept
+from everygpu.errors import DeviceError, ModuleError, OptimizerError, OptionError, RankError
+from everygpu.feed.feeder import data_parallel_in, describe, find_route, is_number
 from everygpu.parallel.scatter.batch_types import batch_type, open_batch, split_batch
 from everygpu.parallel.scatter.row_count import find_rows
-from everygpu.parallel.scatter.split import ScatterSpec
-from everygpu.ranks.group import Group, joined
+from everygpu.ranks.group import joined
 
 STEPS_PER_TRIAL = 2
 """The first step makes the optimizer's state, the second has it beside its activations."""
+
+PRECISION = 0.05
+"""The search stops when the largest size that fits and the smallest that doesn't are this close."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +32,8 @@ class BatchTrial:
 
     num_rows: int
     fits: bool
-    peak_bytes: int | None
-    """Most memory that torch held on any one GPU; None without GPUs."""
+    peak_bytes: int
+    """Most memory that torch held on any one GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +44,6 @@ class BatchSizeReport:
     """The largest batch that fits, for all devices of all ranks together."""
     trials: tuple[BatchTrial, ...]
     """In the order they were run; those of this rank, with rows for its devices."""
-    is_cached: bool
-    """Whether an earlier search had found it, and one trial has confirmed it."""
     is_limit: bool
     """Whether ``max_rows`` ended the search, not the memory."""
 
@@ -59,10 +57,8 @@ def find_batch_size(
     min_rows: int | None = None,
     max_rows: int = 2**16,
     headroom_pct: float = 5.0,
-    cache: bool = True,
-    on_trial: Callable[[BatchTrial], object] | None = None,
 ) -> BatchSizeReport:
-    """Find the largest batch that a training step has memory for, on every device.
+    """Find the largest batch that a training step has memory for, on every GPU.
 
     The step runs on batches made by repeating the rows of ``batch``: from its own size on, sizes are doubled until
     one doesn't fit, then bisected. Afterwards the model, the optimizer and all random generators are as they were,
@@ -74,172 +70,137 @@ def find_batch_size(
             criterion(model(x), y).backward()
             optimizer.step()
 
-        report = everygpu.find_batch_size(step, next(iter(loader)), model, optimizer)
-        loader = DataLoader(dataset, batch_size=report.num_rows)
+        if torch.cuda.is_available():
+            report = everygpu.find_batch_size(step, next(iter(loader)), model, optimizer)
+            loader = DataLoader(dataset, batch_size=report.num_rows)
 
     Under torchrun each rank searches by itself, without the others, from the batch it is given on; the smallest that
     was found counts for all, times the ranks.
 
     Args:
         step: Does everything that a training step does. Whatever it changes beside ``model`` and ``optimizer``
-            stays changed. Saves in it, by everygpu or as ``torch.save(…, path)``, are left out; a line says so.
+            stays changed, and what it saves is saved.
         batch: An example, as the loader gives it: tensors of shape (..., rows, ...), 1 row or more, in any
             nesting of containers.
-        model: A ``DataParallel``, or a module on one device.
+        model: A ``DataParallel``, or a module on one device; on GPUs.
         optimizer: Of the step.
         min_rows: The smallest size to try; one row per device when left out.
         max_rows: The largest size to try; under torchrun, both are for each rank.
         headroom_pct: Share of each GPU's memory that stays free: 0 to less than 100.
-        cache: Remember the result for this model, step, batch, devices and versions, in the user's cache
-            directory; a remembered result is tried once before it is returned.
-        on_trial: Called after each trial.
     Returns:
         The size, and what was tried.
     Raises:
         OptionError: an option has no such value, ``batch`` has no rows, or ``step`` can't be called.
         ModuleError: ``model`` is no module.
         OptimizerError: ``optimizer`` is none of torch's.
+        DeviceError: ``model`` is on no GPU: a host that runs out of memory ends programs instead of raising.
         torch.OutOfMemoryError: not even ``min_rows`` fit.
         Exception: what the step raises.
     Source:
         ``torch.cuda.set_per_process_memory_fraction`` keeps the headroom free; ``torch.OutOfMemoryError`` ends a trial.
     """
-    _check_arguments(step, model, optimizer, on_trial)
+    _check_kinds(step, model, optimizer)
     route = find_route(model, None, None)
-    max_rows = as_whole(max_rows, "max_rows")
-    lowest = min(len(route.devices), max_rows) if min_rows is None else as_whole(min_rows, "min_rows")
-    start = _check_options(batch, route, lowest, max_rows, headroom_pct)
-    search = _Search(step, batch, model, route, on_trial)
-    key = describe_run(step, batch, model, optimizer, route, (lowest, max_rows, headroom_pct)) if cache else None
-    group = joined()
-    with (
-        limited_memory(route.devices, headroom_pct),
-        restored(model, optimizer),
-        _apart(group),
-        saves_left_out("find_batch_size"),
-    ):
-        known = read_result(key) if key is not None else None
-        is_cached = known is not None and search.fits(known)
-        found = known if is_cached else find_size(search.fits, start, lowest, max_rows, grain=len(route.devices))
-    everywhere = [found] if group is None else group.gather(found)
-    if None in everywhere:
-        raise torch.OutOfMemoryError(
-            f"find_batch_size: {lowest} rows must fit, got out of memory. Pass a smaller min_rows, or make the "
-            f"model's memory smaller: lower precision, activation checkpointing."
-        )
-    if key is not None and found is not None and not is_cached:
-        write_result(key, found)
-    return search.report(min(size for size in everywhere if size), len(everywhere), max_rows, is_cached=is_cached)
-
-
-def _check_arguments(step: Any, model: Any, optimizer: Any, on_trial: Any) -> None:
-    if not callable(step):
-        raise OptionError(
-            f"find_batch_size: step must be callable as step(batch), got {describe(step)}. "
-            f"Pass a function that trains on one batch."
-        )
-    if not isinstance(model, nn.Module):
-        raise ModuleError(
-            f"find_batch_size: model must be a torch.nn.Module, got {describe(model)}. Pass the model that step trains."
-        )
-    if optimizer is not None and not isinstance(getattr(optimizer, "module", optimizer), torch.optim.Optimizer):
-        raise OptimizerError(
-            f"find_batch_size: optimizer must be a torch optimizer, got {describe(optimizer)}. "
-            f"Pass the one that step uses, or leave it out."
-        )
-    check_callback(on_trial, "find_batch_size")
-
-
-def _check_options(batch: Any, route: ScatterSpec, min_rows: int, max_rows: int, headroom_pct: float) -> int:
-    """Return the size to start with: the batch's own, within the limits."""
+    gpus = require_gpus(route.devices)
+    most = _as_whole(max_rows, "max_rows")
+    lowest = min(len(route.devices), most) if min_rows is None else _as_whole(min_rows, "min_rows")
     num_rows = find_rows([("batch", batch)], route.dim, len(route.devices))
-    if not num_rows:
-        raise OptionError(
-            "find_batch_size: batch must have a tensor with rows, got none. Pass one batch of the loader."
-        )
-    if not 1 <= min_rows <= max_rows:
-        raise OptionError(f"find_batch_size: needs 1 <= min_rows <= max_rows, got {min_rows} and {max_rows}.")
-    if not is_number(headroom_pct) or not 0 <= headroom_pct < 100:
-        raise OptionError(f"find_batch_size: headroom_pct must be from 0 to below 100, got {headroom_pct!r}.")
-    return min(max(num_rows, min_rows), max_rows)
+    _check_options(num_rows, lowest, most, headroom_pct)
+    trials: list[BatchTrial] = []
 
-
-class _Search:
-    """Tries sizes and keeps what came out."""
-
-    def __init__(
-        self,
-        step: Callable[[Any], object],
-        batch: Any,
-        model: nn.Module,
-        route: ScatterSpec,
-        on_trial: Callable[[BatchTrial], object] | None,
-    ) -> None:
-        self._step, self._batch, self._route = step, batch, route
-        self._wrapper = data_parallel_in(model)
-        self._gpus = [d for d in dict.fromkeys(route.devices) if d.type == "cuda"]
-        self._on_trial = on_trial
-        self._trials: list[BatchTrial] = []
-
-    def fits(self, num_rows: int) -> bool:
-        """Run a trial."""
-        for gpu in self._gpus:
+    def fits(size: int) -> bool:
+        for gpu in gpus:
             torch.cuda.reset_peak_memory_stats(gpu)
-        error = _attempt(self._step, resize(self._batch, num_rows, self._route.dim, len(self._route.devices)))
-        peak = max((torch.cuda.max_memory_reserved(gpu) for gpu in self._gpus), default=None)
-        trial = BatchTrial(num_rows=num_rows, fits=error is None, peak_bytes=peak)
-        self._trials.append(trial)
-        if self._wrapper is not None:
-            self._wrapper.release()  # of each size, compiled replicas keep memory
-        return_memory()
-        if self._on_trial is not None:
-            self._on_trial(trial)
-        return error is None
+        is_fit = _attempt(step, resize(batch, size, route.dim, len(route.devices)), gpus)
+        peak = max((torch.cuda.max_memory_reserved(gpu) for gpu in gpus), default=0)
+        trials.append(BatchTrial(num_rows=size, fits=is_fit, peak_bytes=peak))
+        wrapper = data_parallel_in(model)
+        if wrapper is not None:
+            wrapper.release()  # of each size, compiled replicas keep memory
+        _return_memory(gpus)
+        return is_fit
 
-    def report(self, num_rows: int, num_ranks: int, max_rows: int, *, is_cached: bool) -> BatchSizeReport:
-        return BatchSizeReport(
-            num_rows=num_rows * num_ranks,
-            trials=tuple(self._trials),
-            is_cached=is_cached,
-            is_limit=num_rows == max_rows,
+    start = min(max(num_rows or 0, lowest), most)
+    with _limited_memory(gpus, headroom_pct), restored(model, optimizer):
+        everywhere = _on_all_ranks(lambda: find_size(fits, start, lowest, most, grain=len(route.devices)))
+    sizes = [size for size in everywhere if size is not None]
+    if len(sizes) < len(everywhere):
+        raise torch.OutOfMemoryError(
+            f"find_batch_size: not even {lowest} rows fit. Pass a smaller min_rows, or make the model's memory "
+            f"smaller: lower precision, activation checkpointing."
         )
+    return BatchSizeReport(num_rows=min(sizes) * len(sizes), trials=tuple(trials), is_limit=min(sizes) == most)
 
 
-@contextmanager
-def _apart(group: Group | None) -> Iterator[None]:
-    """Have a rank try sizes by itself; an error that ends the search reaches the others."""
+def _on_all_ranks(search: Callable[[], int | None]) -> list[int | None]:
+    """Have each rank search by itself, and return what all have found.
+
+    Raises:
+        RankError: the step has failed on another rank.
+    """
+    group = joined()
     if group is None:
-        yield
-        return
-    error: Exception | None = None
+        return [search()]
+    found, error = None, None
     with group.apart():
         try:
-            yield
+            found = search()
         except Exception as raised:  # noqa: BLE001 - raised below
             error = raised
-    failures = group.gather(None if error is None else f"{type(error).__name__}: {error}")
+    everywhere = group.gather((found, None if error is None else f"{type(error).__name__}: {error}"))
     if error is not None:
         raise error
-    for rank, failure in enumerate(failures):
+    for rank, (_, failure) in enumerate(everywhere):
         if failure is not None:
             raise RankError(f"find_batch_size: the step failed on rank {rank}: {failure}")
+    return [size for size, _ in everywhere]
 
 
-def _attempt(step: Callable[[Any], object], batch: Any) -> str | None:
-    """Run a few steps; return what was said when memory ran out, without the frames that hold on to it."""
-    try:
-        for _ in range(STEPS_PER_TRIAL):
-            step(batch)
-            # Before memory runs out nothing may be under way: what torch then frees, another GPU could be writing.
-            for device in _devices_in_use():
-                torch.cuda.synchronize(device)
-    except torch.OutOfMemoryError as error:
-        return str(error) or "out of memory"
-    return None
+def require_gpus(devices: Sequence[torch.device]) -> list[torch.device]:
+    """Return the GPUs among the devices of a model, each once.
+
+    Raises:
+        DeviceError: there is none.
+    """
+    gpus = [d for d in dict.fromkeys(devices) if d.type == "cuda"]
+    if not gpus:
+        raise DeviceError(
+            "find_batch_size: the model is on no GPU. A host that runs out of memory ends programs instead of raising: "
+            "choose the size for the CPU yourself."
+        )
+    return gpus
 
 
-def _devices_in_use() -> list[int]:
-    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+def find_size(fits: Callable[[int], bool], start: int, lowest: int, highest: int, grain: int) -> int | None:
+    """Search for the largest size that fits: double or halve until a smaller fits and a larger doesn't, then bisect.
+
+    Args:
+        fits: Tries a size.
+        start: The first to try.
+        lowest: The smallest to try.
+        highest: The largest to try.
+        grain: Sizes in between are multiples of this.
+    Returns:
+        A size that fits; None when the smallest doesn't.
+    """
+    low, high = start, highest + 1
+    if fits(start):
+        while low < highest:
+            larger = min(2 * low, highest)
+            if not fits(larger):
+                high = larger
+                break
+            low = larger
+    else:
+        while True:
+            if low == lowest:
+                return None
+            high, low = low, max(low // 2, lowest)
+            if fits(low):
+                break
+    while (middle := _between(low, high, grain)) is not None:
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def resize(batch: Any, num_rows: int, dim: int, num_devices: int = 0) -> Any:
@@ -260,32 +221,89 @@ def resize(batch: Any, num_rows: int, dim: int, num_devices: int = 0) -> Any:
             return kind.join([rows[i % len(rows)] for i in range(num_rows)])
         if not tree.has_dims(leaf) or leaf.shape[dim] != num_own:
             return leaf
-        if not isinstance(leaf, torch.Tensor):
+        if not isinstance(leaf, Tensor):
             return leaf.take(range(num_rows), axis=dim, mode="wrap")
-        index = torch.arange(num_rows, device=leaf.device) % leaf.shape[dim]
+        positions = torch.arange(num_rows, device=leaf.device) % leaf.shape[dim]
         # Indexing keeps channels_last, index_select doesn't.
         before: list[Any] = [slice(None)] * (dim % leaf.ndim)
-        repeated = leaf[(*before, index)]
-        return repeated.requires_grad_(leaf.requires_grad)
+        return leaf[(*before, positions)].requires_grad_(leaf.requires_grad)
 
     with torch.no_grad():
         return tree.map_leaves(repeat, batch, open_batch)
 
 
-def return_memory() -> None:
-    """Return unreferenced memory of the caching allocator to the GPUs."""
-    if _devices_in_use():
-        gc.collect()
-    for device in _devices_in_use():
-        with torch.cuda.device(device):
-            torch.cuda.empty_cache()
+@contextmanager
+def restored(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Put back parameters, buffers, gradients, training flags, the optimizer's state and all random generators.
+
+    Copies wait on the CPU meanwhile, so that the GPUs' memory is the steps' own. The tensors stay the same
+    objects, for optimizers and others refer to them; buffers that a step has replaced are the old ones again.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    values = [_on_host(t) for t in tensors]
+    grads = [(t.grad, _on_host(t.grad)) if t.is_leaf and t.grad is not None else None for t in tensors]
+    flags = [(module, module.training) for module in model.modules()]
+    buffers = [(module, name, t) for module in model.modules() for name, t in module._buffers.items()]
+    put_optimizer_back = None if optimizer is None else _save_optimizer(optimizer)
+    with rng_states_kept():
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for t, value, grad in zip(tensors, values, grads):
+                    t.copy_(value)
+                    if t.is_leaf:
+                        t.grad = None if grad is None else grad[0].copy_(grad[1])
+            for module, is_training in flags:
+                module.training = is_training
+            for module, name, buffer in buffers:
+                if getattr(module, name) is not buffer:
+                    setattr(module, name, buffer)
+            if put_optimizer_back is not None:
+                put_optimizer_back()
+
+
+def _save_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return a call that puts an optimizer back to where it is, in the same tensors."""
+    stock = getattr(optimizer, "module", optimizer)
+    if stock._optimizer_state_dict_pre_hooks:
+        # Its state is elsewhere, as ShardedOptimizer's is on all devices, and brought together by these hooks.
+        whole = tree.map_leaves(lambda x: _on_host(x) if isinstance(x, Tensor) else x, optimizer.state_dict())
+        return lambda: optimizer.load_state_dict(whole)
+    state = {p: tree.map_leaves(lambda leaf: leaf, known) for p, known in optimizer.state.items()}
+    groups = [{k: copy.copy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    everything = [*state.values(), *({**g, "params": None} for g in optimizer.param_groups)]
+    values = [(leaf, _on_host(leaf)) for _, leaf in tree.leaves(everything, "") if isinstance(leaf, Tensor)]
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for t, value in values:
+                t.copy_(value)
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, saved in zip(optimizer.param_groups, groups):
+            group.update(saved)
+
+    return put_back
+
+
+def _attempt(step: Callable[[Any], object], batch: Any, gpus: Sequence[torch.device]) -> bool:
+    """Run a few steps; tell whether memory sufficed."""
+    try:
+        for _ in range(STEPS_PER_TRIAL):
+            step(batch)
+            # Before memory runs out nothing may be under way: what torch then frees, another GPU could be writing.
+            for gpu in gpus:
+                torch.cuda.synchronize(gpu)
+    except torch.OutOfMemoryError:
+        return False
+    return True
 
 
 @contextmanager
-def limited_memory(devices: Sequence[torch.device], headroom_pct: float) -> Iterator[None]:
+def _limited_memory(gpus: Sequence[torch.device], headroom_pct: float) -> Iterator[None]:
     """Let torch take only so much of each GPU that the headroom stays free of it."""
-    gpus = [d for d in dict.fromkeys(devices) if d.type == "cuda"]
-    return_memory()
+    _return_memory(gpus)
     before = [torch.cuda.get_per_process_memory_fraction(gpu) for gpu in gpus]
     try:
         for gpu, fraction in zip(gpus, before):
@@ -296,4 +314,61 @@ def limited_memory(devices: Sequence[torch.device], headroom_pct: float) -> Iter
     finally:
         for gpu, fraction in zip(gpus, before):
             torch.cuda.set_per_process_memory_fraction(fraction, gpu)
-        return_memory()
+        _return_memory(gpus)
+
+
+def _return_memory(gpus: Sequence[torch.device]) -> None:
+    """Return unreferenced memory of the caching allocator to the GPUs."""
+    gc.collect()
+    for gpu in gpus:
+        with torch.cuda.device(gpu):
+            torch.cuda.empty_cache()
+
+
+def _on_host(t: Tensor) -> Tensor:
+    return t.detach().to("cpu", copy=True)
+
+
+def _between(fits: int, fails: int, grain: int) -> int | None:
+    """Choose a size in the middle: a multiple of the grain, or None when the two are close enough."""
+    if fails - fits <= max(1, PRECISION * fits):
+        return None
+    middle = (fits + fails) // 2
+    rounded = middle // grain * grain
+    if fits < rounded < fails:
+        return rounded
+    return None if fits >= grain else middle
+
+
+def _check_kinds(step: Any, model: Any, optimizer: Any) -> None:
+    if not callable(step):
+        raise OptionError(
+            f"find_batch_size: step must be callable as step(batch), got {describe(step)}. "
+            f"Pass a function that trains on one batch."
+        )
+    if not isinstance(model, nn.Module):
+        raise ModuleError(
+            f"find_batch_size: model must be a torch.nn.Module, got {describe(model)}. Pass the model that step trains."
+        )
+    if optimizer is not None and not isinstance(getattr(optimizer, "module", optimizer), torch.optim.Optimizer):
+        raise OptimizerError(
+            f"find_batch_size: optimizer must be a torch optimizer, got {describe(optimizer)}. "
+            f"Pass the one that step uses, or leave it out."
+        )
+
+
+def _check_options(num_rows: int | None, min_rows: int, max_rows: int, headroom_pct: Any) -> None:
+    if not num_rows:
+        raise OptionError(
+            "find_batch_size: batch must have a tensor with rows, got none. Pass one batch of the loader."
+        )
+    if not 1 <= min_rows <= max_rows:
+        raise OptionError(f"find_batch_size: needs 1 <= min_rows <= max_rows, got {min_rows} and {max_rows}.")
+    if not is_number(headroom_pct) or not 0 <= headroom_pct < 100:
+        raise OptionError(f"find_batch_size: headroom_pct must be from 0 to below 100, got {headroom_pct!r}.")
+
+
+def _as_whole(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise OptionError(f"find_batch_size: {name} must be a whole number, got {value!r}. Pass an int.")
+    return index(value)

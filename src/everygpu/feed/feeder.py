@@ -1,32 +1,19 @@
 """Prefetch a loader's batches to their devices."""
 
 import weakref
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
-from typing import Any, TypeAlias
+from collections.abc import Iterable
+from numbers import Real
+from typing import Any, SupportsIndex, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
-from everygpu.checkpoint.dealing import Dealer, Dealing
-from everygpu.checkpoint.loaders import generators_of, is_in_order, with_order_drawn
-from everygpu.checkpoint.position import ResumableLoader
 from everygpu.devices import parse_devices
 from everygpu.devices.parse import DeviceLike
 from everygpu.errors import OptionError
-from everygpu.feed.arguments import check_loader, check_target, is_number
-from everygpu.feed.one_pass import Feed, FeedOptions
-from everygpu.feed.position import (
-    Position,
-    Tally,
-    as_resumable,
-    begin_pass,
-    generator_state,
-    parse_position,
-    resumable_state,
-)
-from everygpu.feed.publishing import Board
-from everygpu.feed.source import keeps_position
+from everygpu.feed.one_pass import Feed
+from everygpu.feed.order import Order, check_in_order
 from everygpu.feed.waiting import FeedReport, WaitMeter
 from everygpu.keys import wrapped_child
 from everygpu.parallel.data_parallel import DataParallel
@@ -41,14 +28,19 @@ Target: TypeAlias = nn.Module | TrainStep | Devices
 
 
 class Feeder:
-    """Iterate a loader's batches, each already on the devices that use it.
+    """Iterate a loader's batches, each already on the devices that use it, and know the position for a checkpoint.
 
     A thread loads batches ahead and copies the rows of each replica from pinned memory straight to its device,
     beside the computation. Tensors come as ``ShardedBatch``es, which ``DataParallel`` uses where they are; on one
     device as plain tensors::
 
-        for x, y in everygpu.Feeder(loader, model):
-            loss = criterion(model(x), y)
+        feeder = everygpu.Feeder(loader, model)
+        for epoch in range(feeder.epoch, num_epochs):
+            for x, y in feeder:
+                loss = criterion(model(x), y)
+
+    Saved and loaded with a checkpoint, it goes on after the last batch that the loop was given, in the same order:
+    that of a pass comes from ``seed`` and the pass's number. Workers, replicas and ranks may be others then.
 
     Leaving the loop early ends the thread and the loader's workers, and so does closing or dropping the iterator.
 
@@ -60,15 +52,17 @@ class Feeder:
             device is; a ``TrainStep``; or devices as ``DataParallel`` takes them, None for all.
         prefetch: How many batches to have on the devices ahead of the one in use. 0: no thread, each batch is
             sent when it is asked for.
+        seed: Of the orders of all passes: 0 to 2**63 - 1. By default drawn from the loader's generator if it has one,
+            else from torch's, as the Feeder is made. A position that is loaded has its own.
         split: As for ``DataParallel``; taken from there when left out.
         dim: Likewise, else 0.
-        timeout: Seconds after which a batch that has not come is an error; None to wait as long as it takes.
+        timeout: Seconds after which a batch that has not come is an error; None to wait as long as it takes. Without
+            worker processes, the first batch of what has no indices is waited for.
         sharded: Whether each rank's loader gives that rank's own rows. By default its batches are those of the whole
             run, under several ranks too: each gets its own rows of them, and reads no others where the DataLoader
-            has indices. A `ResumableLoader` takes it itself.
-        publish: Whether ``everygpu top`` is to show steps per second and the share of waiting; by default on GPUs.
+            has indices.
     Raises:
-        OptionError: an option has no such value, or ``loader`` can't be iterated.
+        OptionError: an option has no such value, or ``loader`` can't be iterated, or has ``in_order=False``.
         DeviceError: a device is unknown, absent or named twice.
     Source:
         ``DataLoader(pin_memory=True)`` with ``Tensor.to(non_blocking=True)``, ahead of time and to several devices.
@@ -80,50 +74,37 @@ class Feeder:
         model_or_devices: Target = None,
         *,
         prefetch: int = 2,
+        seed: int | None = None,
         split: Split | None = None,
         dim: int | None = None,
         timeout: float | None = None,
         sharded: bool = False,
-        publish: bool | None = None,
     ) -> None:
-        check_loader(loader)
+        kind = type(loader)
+        if getattr(kind, "__iter__", None) is None and getattr(kind, "__getitem__", None) is None:
+            raise OptionError(f"Feeder: {describe(loader)} is no iterable of batches. Pass for instance a DataLoader.")
+        check_in_order(loader)
         check_target(model_or_devices, "Feeder")
-        if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
-            raise OptionError(f"Feeder: prefetch must be a whole number from 0, got {prefetch!r}. Leave it out for 2.")
-        if timeout is not None and not (is_number(timeout) and timeout > 0):
-            raise OptionError(f"Feeder: timeout must be more than 0 seconds, got {timeout!r}. Leave it out to wait.")
-        if timeout is not None and prefetch == 0:
-            raise OptionError("Feeder: timeout needs a thread that loads ahead, got prefetch=0. Leave out one of them.")
-        if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
-            raise OptionError(f"Feeder: dim must be an int, got {dim!r}. Leave it out for the model's, else 0.")
-        if sharded and isinstance(loader, ResumableLoader):
-            raise OptionError("Feeder: sharded must be left out over a ResumableLoader, got True. Pass it there.")
+        _check_options(prefetch, seed, dim, timeout, sharded)
         self.loader = loader
-        self.dealer: Dealer | None = None if isinstance(loader, ResumableLoader) else Dealer(loader, sharded, "Feeder")
-        """Deals batches to ranks; None to have each rank take the loader's as they are."""
-        self._data = as_resumable(loader, sharded)
-        iterated = loader if self._data is None else self._data.loader
-        self._options = FeedOptions(
-            loader=iterated, route=find_route(model_or_devices, split, dim), prefetch=prefetch, timeout_s=timeout
-        )
-        on_gpus = self._options.route.devices[0].type == "cuda"
-        self._board = Board(self._options.route.devices) if publish or (publish is None and on_gpus) else None
-        self.meter = WaitMeter(iterated, prefetch, None if self._board is None else self._board.show)
-        self._tally = Tally(Position())
-        self._is_resumed = False
+        self._order = Order(loader, seed, sharded)
+        self._route = find_route(model_or_devices, split, dim)
+        self._prefetch, self._timeout = prefetch, timeout
+        self._meter = WaitMeter(loader, prefetch)
         self._feed: weakref.ref[Feed] | None = None
 
     def __iter__(self) -> Feed:
         """Begin a pass; after ``load_state_dict`` where that one stood. All ranks begin and leave it at the same place.
 
+        A pass that was left early counts as complete.
+
         Raises:
+            CheckpointMismatchError: the order drawn again is not that of the pass that was saved.
             RankError: ranks have drawn different orders.
         """
-        if getattr(self._options.loader, "persistent_workers", False):
+        if getattr(self._order.iterated, "persistent_workers", False):
             self._end_pass()  # such workers serve one pass at a time
-        iterator, self._tally, dealing = self._begin()
-        self._is_resumed = False
-        feed = Feed(iterator, self._options, self._tally, self.meter, dealing)
+        feed = Feed(self._order, self._route, self._prefetch, self._timeout, self._meter)
         self._feed = weakref.ref(feed)
         return feed
 
@@ -134,82 +115,48 @@ class Feeder:
     @property
     def devices(self) -> list[torch.device]:
         """One per replica."""
-        return list(self._options.route.devices)
+        return list(self._route.devices)
+
+    @property
+    def epoch(self) -> int:
+        """How many passes are complete."""
+        return self._order.epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been used up: batches handed out, not those prepared ahead.
+        """Return the position: batches handed out, not those prepared ahead.
 
         Returns:
-            ``epoch`` (whole passes), ``batch`` (of the present pass), and what the loader needs to give the same
-            order again. ``everygpu.save(path, feeder=feeder)`` stores it. Over a ``ResumableLoader`` it is that
-            loader's position, wherever it was iterated; over a DataLoader the same.
+            ``epoch`` (whole passes), ``batch`` (of the present pass, for all ranks together), ``seed``, and what tells
+            another dataset or order. ``own`` is the state of a loader, sampler or dataset that keeps one.
         """
-        if self._data is None:
-            return asdict(self._tally.position) | {"in_order": is_in_order(self.loader)}
-        state = self._data.state_dict()
-        return asdict(Position(epoch=state["epoch"], batch=state["num_batches"])) | {"loader": state}
+        return self._order.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next pass begin where ``state_dict`` was taken.
 
-        A DataLoader goes there as a `ResumableLoader` does; one that keeps its own position, such as torchdata's
-        StatefulDataLoader, is put there; other loaders are iterated that far, in the same order if it is drawn from
-        torch's generator.
+        A DataLoader over a dataset with indices skips what was used without loading it. A loader, sampler or dataset
+        with a ``state_dict`` of its own is put there; everything else is read again up to the position.
 
         Raises:
-            OptionError: ``state`` is no such state, or that of a Feeder over another kind of loader.
-            CheckpointMismatchError: the DataLoader has other data than the one that was saved, or draws its order from
-                other generators; it shuffles and did not in the pass that was saved, or the other way round.
+            CheckpointMismatchError: ``state`` is no position, or in the middle of a pass over other data, or in another
+                order; nothing has changed then.
         """
-        position = parse_position(state, self.loader)
-        if self._data is not None:
-            self._data.load_state_dict(resumable_state(position, state.get("in_order"), self._data))
-        self._tally, self._is_resumed = Tally(position), True
+        self._order.load_state_dict(state)
 
     def report(self) -> FeedReport:
         """Return how long the steps took so far, and how much of that was waiting for data."""
-        return self.meter.report()
+        return self._meter.report()
 
     def close(self) -> None:
-        """End the pass that is on, its thread and its workers, and withdraw what is published."""
+        """End the pass that is on, its thread and its workers, persistent ones too."""
         self._end_pass()
-        if self._board is not None:
-            self._board.close()
+        self._order.close()
 
     def __enter__(self) -> "Feeder":
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _begin(self) -> tuple[Iterator[Any], Tally, Dealing | None]:
-        """Begin to iterate the loader, where it was resumed at its position."""
-        if self._data is not None:
-            if self._data is not self.loader:
-                self._data.dealer = self.dealer
-            iterator, progress = self._data.begin_pass()
-            tally = Tally(Position(epoch=progress.epoch, batch=progress.num_batches), progress)
-            return iterator, tally, progress.dealing
-        dealing = None if self.dealer is None else self.dealer.begin_pass()
-        if dealing is None:
-            return *self._begin_at(self._tally.position), None
-        with dealing.same_order(self.loader, generators_of(self.loader)):
-            iterator, tally = self._begin_at(self._tally.position)
-            if not keeps_position(self.loader):  # such an iterator saves its sampler's position
-                iterator = with_order_drawn(iterator)
-        return iterator, tally, dealing
-
-    def _begin_at(self, position: Position) -> tuple[Iterator[Any], Tally]:
-        loader = self.loader
-        # The generator's state is needed from before the loader draws its order from it.
-        now = generator_state(loader)
-        if self._is_resumed:
-            iterator = begin_pass(loader, position)
-        else:
-            left_early = position.batch > 0
-            position = Position(epoch=position.epoch + left_early)
-            iterator = iter(loader)
-        return iterator, Tally(position if position.batch else replace(position, generator=now))
 
     def _end_pass(self) -> None:
         feed = None if self._feed is None else self._feed()
@@ -237,6 +184,45 @@ def data_parallel_in(model: nn.Module) -> DataParallel | None:
             return None
         model = model.get_submodule(child)
     return model
+
+
+def check_target(target: Any, caller: str) -> None:
+    """Refuse what is neither a model nor could be devices; those are looked at by ``parse_devices``.
+
+    Raises:
+        OptionError: saying what was passed and what to pass.
+    """
+    is_known = target is None or isinstance(target, (nn.Module, TrainStep, str, torch.device, SupportsIndex))
+    if not is_known and (isinstance(target, DataLoader) or not isinstance(target, Iterable)):
+        raise OptionError(
+            f"{caller}: model_or_devices must be a model, a TrainStep or devices, got {describe(target)}. "
+            f"Leave it out for every device."
+        )
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether a value can be compared with numbers, and is meant as one."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def describe(value: Any) -> str:
+    """Name what was passed by its type; its own text may be pages long."""
+    return f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__}"
+
+
+def _check_options(prefetch: Any, seed: Any, dim: Any, timeout: Any, sharded: Any) -> None:
+    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
+        raise OptionError(f"Feeder: prefetch must be a whole number from 0, got {prefetch!r}. Leave it out for 2.")
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63):
+        raise OptionError(f"Feeder: seed must be a whole number from 0 to 2**63 - 1, got {seed!r}. Pass an int.")
+    if timeout is not None and not (is_number(timeout) and timeout > 0):
+        raise OptionError(f"Feeder: timeout must be more than 0 seconds, got {timeout!r}. Leave it out to wait.")
+    if timeout is not None and prefetch == 0:
+        raise OptionError("Feeder: timeout needs a thread that loads ahead, got prefetch=0. Leave out one of them.")
+    if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
+        raise OptionError(f"Feeder: dim must be an int, got {dim!r}. Leave it out for the model's, else 0.")
+    if not isinstance(sharded, bool):
+        raise OptionError(f"Feeder: sharded must be True or False, got {sharded!r}. Leave it out for False.")
 
 
 def _devices_of(target: nn.Module | Devices) -> list[torch.device]:

@@ -3,6 +3,7 @@
 import math
 from numbers import Real
 from operator import index
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -47,18 +48,23 @@ class Meter:
             OptionError: the value has another shape or is no real number, or num_rows is negative or
                 not an integer.
         """
-        rows = _parse_num_rows(num_rows)
+        # A tensor would make index() wait for its device.
+        if isinstance(num_rows, Tensor) or not isinstance(num_rows, SupportsIndex) or index(num_rows) < 0:
+            got = type(num_rows).__qualname__ if isinstance(num_rows, Tensor) else repr(num_rows)
+            raise OptionError(f"Meter: num_rows is no whole number from 0 but {got}. Pass the batch's length, len(x).")
+        rows = index(num_rows)
         if isinstance(value, Tensor):
-            _check_tensor(value)
+            if value.ndim > 1 or value.numel() == 0 or value.is_complex():
+                raise OptionError(
+                    f"Meter: the value has dtype {value.dtype} and shape {tuple(value.shape)}, and must be real with "
+                    f"shape () or (replicas,). Average it over the rows first."
+                )
             if rows:
-                self._add_tensor(value, rows)
+                self._add(value, rows)
         elif isinstance(value, Real):
             self._number += float(value) * rows if rows else 0.0
         else:
-            raise OptionError(
-                f"Meter.update: value must be a number or a tensor, got {type(value).__qualname__}. "
-                f"Pass the loss itself."
-            )
+            raise OptionError(f"Meter: a {type(value).__qualname__} is no number or tensor. Pass the loss itself.")
         self._num_rows += rows
 
     def sync(self) -> "Meter":
@@ -76,11 +82,9 @@ class Meter:
             RankError: the environment is incomplete.
         """
         group, total = join(), Meter()
-        own = self._total()
-        if group is None:
-            total._number, total._num_rows = own, self._num_rows
-        else:
-            total._number, num_rows = group.sum_numbers([own, self._num_rows])
+        total._number, total._num_rows = self._total(), self._num_rows
+        if group is not None:
+            total._number, num_rows = group.sum_numbers([total._number, self._num_rows])
             total._num_rows = int(num_rows)
         return total
 
@@ -92,17 +96,16 @@ class Meter:
     @property
     def value(self) -> float:
         """The mean over all rows, nan before the first; reading it waits for the devices."""
-        if self._num_rows == 0:
-            return math.nan
-        return self._total() / self._num_rows
+        return self._total() / self._num_rows if self._num_rows else math.nan
 
     def _total(self) -> float:
         return self._number + sum(total.item() for total in self._sums.values())
 
-    def _add_tensor(self, value: Tensor, rows: int) -> None:
+    def _add(self, value: Tensor, rows: int) -> None:
+        dtype = torch.float32 if value.device.type == "mps" else torch.float64
         # Not in place: a sum that began in inference mode may not be changed outside of it.
         with torch.no_grad():
-            total = value.detach().to(_sum_dtype(value.device)).mean() * rows
+            total = value.detach().to(dtype).mean() * rows
             known = self._sums.get(value.device)
             self._sums[value.device] = total if known is None else known + total
 
@@ -117,25 +120,3 @@ class Meter:
 
     def __repr__(self) -> str:
         return f"Meter(value={self.value!r}, num_rows={self._num_rows})"
-
-
-def _parse_num_rows(num_rows: int) -> int:
-    # A tensor would make index() wait for its device.
-    if not isinstance(num_rows, Tensor) and hasattr(num_rows, "__index__") and index(num_rows) >= 0:
-        return index(num_rows)
-    raise OptionError(
-        f"Meter.update: num_rows must be an integer of at least 0, got {type(num_rows).__qualname__} "
-        f"{'' if isinstance(num_rows, Tensor) else repr(num_rows)}. Pass the batch's length, len(x)."
-    )
-
-
-def _check_tensor(value: Tensor) -> None:
-    if value.ndim > 1 or value.numel() == 0 or value.is_complex():
-        raise OptionError(
-            f"Meter.update: a tensor must be real with shape () or (replicas,), got {value.dtype} with shape "
-            f"{tuple(value.shape)}. Average it over the rows first."
-        )
-
-
-def _sum_dtype(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64

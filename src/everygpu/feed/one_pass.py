@@ -1,93 +1,81 @@
-"""One pass over a loader: a thread prepares batches, its consumer takes them."""
+"""One pass over a loader: a thread prepares batches, the training loop takes them."""
 
 import logging
+import math
 import os
+import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from everygpu.checkpoint.dealing import Dealing
 from everygpu.errors import FeedTimeoutError, WorkerError
 from everygpu.feed.batches import SentBatch, send_batch, unpack_batch
-from everygpu.feed.channel import Channel, ChannelClosed
-from everygpu.feed.position import Tally
-from everygpu.feed.source import Source
+from everygpu.feed.dealing import Dealing
+from everygpu.feed.order import Order
+from everygpu.feed.source import Source, Stopped
 from everygpu.feed.waiting import StepTime, WaitMeter
 from everygpu.parallel.cuda_graphs.host_rng import DRAW_GATE
 from everygpu.parallel.scatter.split import ScatterSpec
 from everygpu.ranks.lockstep import Lockstep
 
 GRACE_S = 5.0
-"""How long a worker process may take to end when it is asked to."""
+"""How long a loader's next() may take to return when the loop is left."""
+
+_POLL_S = 0.2
+"""Waiting is cut into pieces of this length: on Windows, Ctrl-C gets through only in between."""
 
 logger = logging.getLogger("everygpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FeedOptions:
-    """What all passes of a ``Feeder`` have in common."""
-
-    loader: Any
-    route: ScatterSpec
-    prefetch: int
-    """Batches prepared ahead; 0 for none, and no thread."""
-    timeout_s: float | None
-    """How long a batch may take to come."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """A batch on its way to the consumer."""
+    """A batch on its way to the loop."""
 
     sent: SentBatch
-    loader_state: Any
     load_s: float
     send_s: float
+
+
+_Ready = queue.SimpleQueue[_Prepared | BaseException]
+"""Batches in order; then what the loader ended with, a StopIteration or an error."""
 
 
 class Feed:
     """One pass over a loader; made by ``iter(feeder)``.
 
     Args:
-        iterator: Of the loader, where the pass begins.
-        options: Of the Feeder.
-        tally: Is told of each batch that is handed out, and of the end.
+        order: Of the loader; begins the pass.
+        route: Where rows go.
+        prefetch: Batches prepared ahead; 0 for none, and no thread.
+        timeout_s: How long a batch may take to come; None for as long as it takes.
         meter: Is told how long each step took.
-        dealing: Takes this rank's rows of each batch; None where there is one process.
     """
 
     def __init__(
-        self,
-        iterator: Iterator[Any],
-        options: FeedOptions,
-        tally: Tally,
-        meter: WaitMeter,
-        dealing: Dealing | None = None,
+        self, order: Order, route: ScatterSpec, prefetch: int, timeout_s: float | None, meter: WaitMeter
     ) -> None:
-        channel: Channel[_Prepared] = Channel(max(1, options.prefetch))
-        self._channel = channel
-        self._source = Source(iterator, options.loader, lambda: channel.is_closed)
-        self._options = options
-        self._dealing = dealing
-        self._lockstep = None if dealing is None else dealing.lockstep
-        self._tally = tally
-        self._meter = meter
+        iterator, self._position, self._dealing = order.begin()
+        self._route, self._timeout_s, self._meter = route, timeout_s, meter
+        self._lockstep = None if self._dealing is None else self._dealing.lockstep
         self._handed_over_at: float | None = None
-        self._end_state: list[Any] = []
         self._has_ended = False
+        self._ready: _Ready = queue.SimpleQueue()
+        self._room, self._stop = threading.Semaphore(prefetch), threading.Event()
+        self._source = Source(iterator, order.iterated, self._stop)
         self._thread: threading.Thread | None = None
-        if options.prefetch:
+        if prefetch:
             self._thread = threading.Thread(
                 target=_prepare_batches,
-                args=(self._source, channel, options.route, dealing, self._end_state),
+                args=(self._source, route, self._dealing, self._ready, self._room, self._stop),
                 name="everygpu-feeder",
                 daemon=True,  # in case the loader's next() never returns
             )
         # Also called when the interpreter ends, while threads still run.
-        self._finalizer = weakref.finalize(self, _end_pass, self._source, channel, self._thread, os.getpid())
+        self._finalizer = weakref.finalize(
+            self, _end_pass, self._source, self._ready, self._room, self._stop, self._thread, os.getpid()
+        )
         if self._thread is not None:
             self._thread.start()
 
@@ -113,7 +101,7 @@ class Feed:
         except BaseException as error:
             self._finish(error)
             raise
-        self._tally.count(prepared.loader_state)  # last: what interrupts the above has not used the batch
+        self._position.count()  # last: what interrupts the above has not used the batch
         return batch
 
     def close(self) -> None:
@@ -128,14 +116,31 @@ class Feed:
 
     def _take(self) -> _Prepared:
         if self._thread is None:
-            return _prepare(self._source, self._options.route, self._dealing)
+            return _prepare(self._source, self._route, self._dealing)
+        found = self._await_ready(self._thread)
+        self._room.release()
+        if isinstance(found, _Prepared):
+            return found
         try:
-            return self._channel.get(self._thread, self._options.timeout_s)
-        except FeedTimeoutError:
-            raise FeedTimeoutError(
-                f"Feeder: a batch must come within timeout={self._options.timeout_s:g} s, got none. "
-                f"{self._source.describe_workers()} Raise timeout, or look at what the loader waits for."
-            ) from None
+            raise found
+        finally:
+            del found  # its traceback holds all that its frames refer to
+
+    def _await_ready(self, thread: threading.Thread) -> _Prepared | BaseException:
+        deadline = math.inf if self._timeout_s is None else time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return self._ready.get(timeout=max(0.0, min(_POLL_S, deadline - time.monotonic())))
+            except queue.Empty:
+                if time.monotonic() >= deadline:
+                    raise FeedTimeoutError(
+                        f"Feeder: no batch came within timeout={self._timeout_s:g} s. "
+                        f"{self._source.describe_workers()} Raise timeout, or look at what the loader waits for."
+                    ) from None
+                if not thread.is_alive() and self._ready.empty():
+                    raise WorkerError(
+                        "Feeder: a fork has no copy of the thread that loads batches. Begin a pass of its own there."
+                    ) from None
 
     def _take_in_lockstep(self, lockstep: Lockstep) -> _Prepared:
         """Take the next batch; after the loader's end one without rows, while other ranks go on."""
@@ -149,11 +154,7 @@ class Feed:
             raise StopIteration
         if prepared is not None:
             return prepared
-        sent = send_batch(lockstep.empty_batch(), self._options.route)
-        return _Prepared(sent=sent, loader_state=self._state_at_end(), load_s=0.0, send_s=0.0)
-
-    def _state_at_end(self) -> Any:
-        return self._end_state[0] if self._thread is not None else self._source.state()
+        return _Prepared(sent=send_batch(lockstep.empty_batch(), self._route), load_s=0.0, send_s=0.0)
 
     def _measure(self, prepared: _Prepared, asked_at: float) -> None:
         now = time.perf_counter()
@@ -164,9 +165,9 @@ class Feed:
 
     def _finish(self, error: BaseException) -> None:
         if isinstance(error, StopIteration):
-            self._tally.finish(self._state_at_end())
+            self._position.finish()
         elif isinstance(error, (FeedTimeoutError, WorkerError)):
-            self._channel.close()
+            self._stop.set()
             self._source.kill_workers()
         self.close()
 
@@ -178,36 +179,45 @@ def _prepare(source: Source, route: ScatterSpec, dealing: Dealing | None) -> _Pr
     if dealing is not None:
         batch = dealing.take(batch, route.dim)
     loaded = time.perf_counter()
-    sent, state = send_batch(batch, route), source.state()
-    return _Prepared(sent=sent, loader_state=state, load_s=loaded - start, send_s=time.perf_counter() - loaded)
+    sent = send_batch(batch, route)
+    return _Prepared(sent=sent, load_s=loaded - start, send_s=time.perf_counter() - loaded)
 
 
 def _prepare_batches(
-    source: Source, channel: Channel[_Prepared], route: ScatterSpec, dealing: Dealing | None, end_state: list[Any]
+    source: Source,
+    route: ScatterSpec,
+    dealing: Dealing | None,
+    ready: _Ready,
+    room: threading.Semaphore,
+    stop: threading.Event,
 ) -> None:
-    """Prepare batches until the loader ends or the channel closes: the thread's target."""
+    """Prepare batches until the loader ends or the loop is left: the thread's target."""
     kill = False
     try:
-        while True:
-            channel.wait_for_room()
-            channel.put(_prepare(source, route, dealing))
-    except ChannelClosed:
+        while room.acquire() and not stop.is_set():
+            ready.put(_prepare(source, route, dealing))
+    except Stopped:
         pass
-    except StopIteration:
-        end_state.append(source.state())
-        channel.finish()
     except BaseException as error:  # noqa: BLE001 - raised again where the batch is asked for
         kill = isinstance(error, WorkerError)
-        channel.finish(error)
+        ready.put(error)
     finally:
         source.end(kill=kill)
 
 
-def _end_pass(source: Source, channel: Channel[_Prepared], thread: threading.Thread | None, pid: int) -> None:
-    """End a pass's thread and workers, whatever they are doing; in the thread of the consumer."""
-    if pid != os.getpid():  # a fork has copied neither, and the channel's lock as it was: perhaps taken
+def _end_pass(
+    source: Source,
+    ready: _Ready,
+    room: threading.Semaphore,
+    stop: threading.Event,
+    thread: threading.Thread | None,
+    pid: int,
+) -> None:
+    """End a pass's thread and workers, whatever they are doing; in the thread of the loop."""
+    if pid != os.getpid():  # a fork has copied neither, and locks as they were: perhaps taken
         return
-    channel.close()
+    stop.set()
+    room.release()
     if thread is None or thread.ident is None:  # Ctrl-C came before it was started
         source.end(kill=False)
         return
@@ -224,3 +234,5 @@ def _end_pass(source: Source, channel: Channel[_Prepared], thread: threading.Thr
         thread.join(GRACE_S)
     if thread.is_alive():
         logger.warning("Feeder: the loader's next() has not returned since the loop was left: its thread goes on.")
+    while not ready.empty():
+        ready.get_nowait()

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,11 +22,8 @@ class StepTime(NamedTuple):
     total_s: float = 0.0
     """From one batch being handed over to the next."""
     wait_s: float = 0.0
-    """The part of it in which the consumer waited."""
     load_s: float = 0.0
-    """Seconds the loader needed for the batch, beside the consumer's work."""
     send_s: float = 0.0
-    """What staging the batch and queuing its copies took, likewise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,25 +35,21 @@ class FeedReport:
     step_s: float
     """From one batch to the next."""
     wait_s: float
-    """The part of a step in which the consumer waited for data."""
+    """The part of a step in which the loop waited for data."""
     load_s: float
-    """Seconds the loader needs for a batch, beside the consumer's work."""
+    """Seconds the loader needs for a batch, beside the loop's work."""
     send_s: float
     """What staging a batch and queuing its copies took, likewise."""
 
     @property
     def wait_pct(self) -> float:
-        """Share of the time in which the consumer waited: 0 to 100; 0 before the first step."""
+        """Share of the time in which the loop waited: 0 to 100; 0 before the first step."""
         return 100 * self.wait_s / self.step_s if self.step_s else 0.0
 
 
-def summarise(times: Iterable[StepTime]) -> FeedReport:
+def summarise(steps: Iterable[StepTime], num_steps: int) -> FeedReport:
     """Average over steps."""
-    steps = list(times)
-    return _average(len(steps), StepTime(*map(sum, zip(StepTime(), *steps))))
-
-
-def _average(num_steps: int, sums: StepTime) -> FeedReport:
+    sums = StepTime(*map(sum, zip(StepTime(), *steps)))
     total_s, wait_s, load_s, send_s = (value / max(1, num_steps) for value in sums)
     return FeedReport(num_steps=num_steps, step_s=total_s, wait_s=wait_s, load_s=load_s, send_s=send_s)
 
@@ -67,19 +60,14 @@ class WaitMeter:
     Args:
         loader: The user's loader, for advice.
         prefetch: Batches that are prepared ahead.
-        on_step: Told, after each step, how many there were, and how to average the last ones.
     """
 
-    def __init__(
-        self, loader: Any, prefetch: int, on_step: Callable[[int, Callable[[], FeedReport]], None] | None = None
-    ) -> None:
-        self._loader = loader
-        self._on_step = on_step
-        self._prefetch = prefetch
+    def __init__(self, loader: Any, prefetch: int) -> None:
+        self._loader, self._prefetch = loader, prefetch
         self._recent: deque[StepTime] = deque(maxlen=WINDOW_STEPS)
         self._sums = StepTime()
         self._num_steps = 0
-        self.warns = True
+        self.warns = prefetch > 0  # without, every batch is waited for
 
     def add(self, step: StepTime) -> None:
         """Count a step."""
@@ -87,13 +75,11 @@ class WaitMeter:
         self._num_steps += 1
         self._sums = StepTime(*map(sum, zip(self._sums, step)))
         if self._num_steps % WINDOW_STEPS == 0 and self.warns:
-            self._warn(summarise(self._recent))
-        if self._on_step is not None:
-            self._on_step(self._num_steps, lambda: summarise(self._recent))
+            self._warn(summarise(self._recent, WINDOW_STEPS))
 
     def report(self) -> FeedReport:
         """Average over all steps."""
-        return _average(self._num_steps, self._sums)
+        return summarise([self._sums], self._num_steps)
 
     def _warn(self, recent: FeedReport) -> None:
         if recent.wait_pct <= LIMIT_PCT:
@@ -120,18 +106,12 @@ def advise(report: FeedReport, loader: Any, prefetch: int) -> str:
         loader: The user's loader.
         prefetch: Batches that are prepared ahead.
     """
-    if prefetch == 0:
-        return "Nothing is prepared ahead: leave out prefetch=0."
     if report.send_s > report.load_s:
         if isinstance(loader, DataLoader) and loader.num_workers and not loader.pin_memory:
             return "Set pin_memory=True in the DataLoader, so that batches come in memory that GPUs copy from."
         return "Send less: smaller types (uint8 instead of float32), converted on the GPU."
     if report.load_s + report.send_s < report.step_s - report.wait_s:
         return f"Batches come unevenly: raise prefetch={prefetch}, to have more of them ready."
-    return _advise_loader(loader)
-
-
-def _advise_loader(loader: Any) -> str:
     if not isinstance(loader, DataLoader):
         return "The iterable itself is slow: make it a Dataset, and load it with DataLoader(..., num_workers=...)."
     measure = "everygpu.tune_workers(loader) measures which number is best."

@@ -34,6 +34,7 @@ from everygpu.parallel.scatter.split import ScatterSpec, Split, default_split, s
 from everygpu.parallel.transforms import check_transforms
 from everygpu.parallel.verbs import log_fallback, overridden
 from everygpu.ranks.group import join
+from everygpu.watchdog.watch import watch_as_told
 
 
 class DataParallel(MethodCalls):
@@ -110,6 +111,7 @@ class DataParallel(MethodCalls):
         weight: Callable[..., float | Tensor] | None = None,
     ) -> None:
         super().__init__()
+        watch_as_told()
         group = join()
         module = without_wrappers(module, "DataParallel")
         check_module(module, "DataParallel")

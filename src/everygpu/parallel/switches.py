@@ -9,8 +9,7 @@ from everygpu.torch_private import is_tried
 
 COMPILES_ONCE = True
 """What was compiled for one GPU is loaded for the others (``load_graph``). GPT-2 starts within 36.8 s on two GPUs with
-it, and within 37.8 s on one. Without it each further GPU is compiled for as the first one was
-(benchmarks/reports/2026-11-20-recorded-steps.md)."""
+it, and within 37.8 s on one. Without it each further GPU is compiled for as the first one was."""
 
 
 PROVES_FORWARDS = True

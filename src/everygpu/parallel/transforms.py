@@ -38,19 +38,6 @@ def check_tangents(tangents: Iterable[Tensor | None]) -> None:
         )
 
 
-def check_unbatched(grads: Iterable[Tensor | None]) -> None:
-    """Refuse gradients that lie in no memory, where they are to be sent to other ranks.
-
-    Raises:
-        CallError: saying the ways out.
-    """
-    if are_batched(grads):
-        raise CallError(
-            "DataParallel: batched gradients, as of is_grads_batched=True or vmap, can't go to other ranks. "
-            "Differentiate model.module."
-        )
-
-
 @left_to_run  # torch.compile before torch 2.13 takes is_exporting() for true
 def _find_transform() -> tuple[str, str] | None:
     if are_transforms_active():

@@ -33,8 +33,8 @@ class FirstBatch:
         if self._is_known and len(set(found)) == 1 and found[0]:
             logger.warning(
                 "ranks: all %d ranks got the same rows in their first batch: each step does the work of %d for the "
-                "result of one. Deal the batch to the ranks by everygpu.Feeder(loader, model) or "
-                "everygpu.ResumableLoader(loader), or give the loader a DistributedSampler.",
+                "result of one. Deal the batch to the ranks by everygpu.Feeder(loader, model), "
+                "or give the loader a DistributedSampler.",
                 len(found),
                 len(found),
             )

@@ -1,4 +1,4 @@
-"""Updates that begin while backward goes on, from gradients where backward leaves them."""
+"""Gradients added up while backward goes on, or updated from, where backward leaves them."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -9,37 +9,37 @@ from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from everygpu import comm
-from everygpu.comm.streams import queueing_on, synchronize_streams
+from everygpu.comm.streams import queueing_on
 from everygpu.parallel.buckets.grad_tables import GradTables
 from everygpu.parallel.cuda_graphs.ready_events import ReadyEvents
 from everygpu.step.flat_parameters import FlatParameters
 from everygpu.step.fused import FusedUpdate
 from everygpu.step.hyperparameters import HyperparameterTable
-from everygpu.step.update import clip_factor
 
 _LOSS = -1
 """Stands among the buckets for what is done when the loss is there."""
 
 
 class EarlyUpdate:
-    """Updates each bucket when all devices have its gradients, beside what is left of the backward; when recording.
+    """Takes each bucket when all devices have its gradients, beside what is left of the backward; when recording.
 
-    A recording's memory stays where it is: gradients are read where backward has put them, not added to others first.
+    Beside backward it is updated, or only added up, where the update has to know all gradients. A recording's memory
+    stays where it is: gradients are read where backward has put them.
 
     Args:
         flat_params: The parameters, on CUDA devices.
         fused: Their update.
         rows: What ``FusedUpdate.prepare`` returned.
-        overlaps: Begin before backward is over.
+        beside: Update beside backward; else after it.
     """
 
     def __init__(
-        self, flat_params: FlatParameters, fused: FusedUpdate, rows: HyperparameterTable, *, overlaps: bool
+        self, flat_params: FlatParameters, fused: FusedUpdate, rows: HyperparameterTable, *, beside: bool
     ) -> None:
         self.rows = rows
         self._flat_params = flat_params
         self._fused = fused
-        self._overlaps = overlaps
+        self._is_beside = beside
         self._marks = ReadyEvents(flat_params.devices)
         self._touched: set[int] = set()
         self._is_checked = False
@@ -65,9 +65,8 @@ class EarlyUpdate:
             RuntimeError: torch's, in backward, where a parameter is needed after its gradient is complete.
         """
         self._clear()
-        groups = self._members() if self._overlaps else []
         try:
-            with self._marks.watching(groups, _on_accumulation):
+            with self._marks.watching(self._members(), self._on_accumulation):
                 yield
             self._touched = {i for tensors in self._replicas() for i, t in enumerate(tensors) if t.grad is not None}
             self._take_grads()
@@ -82,28 +81,15 @@ class EarlyUpdate:
         """Queue the kernels, and have the devices' current streams wait for them.
 
         Args:
-            clip_norm: The largest norm that the gradient may have; longer ones are scaled down.
+            clip_norm: The largest norm that the gradient may have, in an update after backward.
         Returns:
             The norm before that, shape (), if it had to be known.
         """
-        if clip_norm is None:
+        if self._is_beside:
             self._run_on_buckets(self._update, has_gate=self._is_checked)
             return None
-        # What can begin early is adding up: before the first update the last gradient must be known.
         self._run_on_buckets(self._reduce)
-        synchronize_streams(self._flat_params.devices)
-        norm = self._fused.norm_of_reduced(self.rows)
-        factor = clip_factor(norm, clip_norm)
-        if self._is_checked:
-            self._fused.leave_out_unless_finite(norm)
-            factor = factor * self._fused.gate
-        for rank, d in enumerate(self._flat_params.devices):
-            scale = comm.copy(factor, d)
-            with queueing_on(d):
-                for span in self._fused.whole:
-                    self._fused.launch_range(span, rank, self.rows, factor=scale, is_reduced=True)
-        synchronize_streams(self._flat_params.devices)
-        return norm
+        return self._fused.update_from_sums(self.rows, clip_norm=clip_norm, is_checked=self._is_checked)
 
     def _update(self, b: int, rank: int) -> None:
         self._fused.launch_range(
@@ -166,16 +152,15 @@ class EarlyUpdate:
     def _replicas(self) -> list[list[Tensor]]:
         return [self._flat_params.params, *self._flat_params.twins]
 
+    def _on_accumulation(self, t: Tensor, note: Callable[[Tensor], None]) -> RemovableHandle:
+        def complete(t: Tensor) -> None:
+            if self._is_beside:  # from here on its value is not the one that forward saw: backward refuses to use it
+                increment_version(t)
+            note(t)
+
+        return t.register_post_accumulate_grad_hook(complete)  # type: ignore[no-any-return, no-untyped-call]
+
     def _clear(self) -> None:
         for tensors in self._replicas():
             for t in tensors:
                 t.grad = None
-
-
-def _on_accumulation(t: Tensor, note: Callable[[Tensor], None]) -> RemovableHandle:
-    def complete(t: Tensor) -> None:
-        # From here on its value is not the one that forward saw: torch refuses to use it in backward.
-        increment_version(t)
-        note(t)
-
-    return t.register_post_accumulate_grad_hook(complete)  # type: ignore[no-any-return, no-untyped-call]

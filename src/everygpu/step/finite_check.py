@@ -21,11 +21,6 @@ MAX_IN_ROW = 10
 """As many updates left out one after another end the run."""
 MADE, SCALED = 1.0, 2.0
 """Values of a status: the update was made; it was left out as a scaled gradient of float16 was too large."""
-NO_ROWS = "a batch of 0 rows"
-"""Found in place of a value: the mean over none is nan."""
-
-Find = Callable[[], str | None]
-"""Names the first value that isn't finite, by another forward of the same batch."""
 
 
 class _Update(NamedTuple):
@@ -59,6 +54,9 @@ class FiniteCheck:
         rule: str,
     ) -> None:
         self.is_on = rule != "ignore"
+        self.is_whole = rule == "raise"
+        """Whether updates are to wait for all gradients. Waiting exposes the whole update, 6% of a BERT's step: under
+        "skip" it begins with the first update that has cost a part of its values."""
         self.num_skipped = 0
         self._raises = rule == "raise"
         self._devices = list(devices)
@@ -82,17 +80,15 @@ class FiniteCheck:
         self._queued.clear()
         self._error, self._num_in_row, self.num_skipped = None, 0, num_skipped
 
-    def look(self, find: Find) -> None:
+    def look(self) -> None:
         """Read what is due.
 
-        Args:
-            find: Searches the batch of the newest update.
         Raises:
             NonFiniteError: an update was left out, where that raises.
             SystemExit: with exit code 5: so many were, one after another.
         """
-        # Once one was found the next are waited for, as the batch that may have the same is still there.
-        self._read(0 if self._num_in_row else self._lag, find)
+        # Once one was found the next are waited for: ten in a row end the run.
+        self._read(0 if self._num_in_row else self._lag)
         error, self._error = self._error, None
         if error is not None and self._raises:
             raise error
@@ -102,41 +98,41 @@ class FiniteCheck:
 
     def wait(self) -> None:
         """Read all that there is; what is to be raised is raised by ``look``."""
-        self._read(0, lambda: None)
+        self._read(0)
 
-    def _read(self, lag: int, find: Find) -> None:
+    def _read(self, lag: int) -> None:
         while len(self._queued) > lag:
             update = self._queued.popleft()
             if update.event is not None:
                 update.event.synchronize()
-            self._judge(update, find if not self._queued else lambda: None)
+            self._judge(update)
 
-    def _judge(self, update: _Update, find: Find) -> None:
+    def _judge(self, update: _Update) -> None:
         *found, value = update.status.tolist()
         places = [f"{d} (replica {i})" for i, (d, is_bad) in enumerate(zip(self._devices, found)) if is_bad]
         if value == SCALED:
             self.num_skipped += 1
-        elif math.isnan(value):
-            self._note_left_out(update, places, find)
+        elif math.isnan(value) or places:
+            self._note_left_out(update, places)
         else:
             self._num_in_row = 0
-            if places:
-                logger.warning(
-                    "TrainStep: update %d has gradients that are not finite, though its loss is, from %s: values of "
-                    "parameters that have one stayed as they were.",
-                    update.number,
-                    " and ".join(places),
-                )
 
-    def _note_left_out(self, update: _Update, places: list[str], find: Find) -> None:
+    def _note_left_out(self, update: _Update, places: list[str]) -> None:
         self.num_skipped += 1
         self._num_in_row += 1
-        if update.touched is not None:
+        is_partial = not math.isnan(update.status[-1])
+        if is_partial:
+            self.is_whole = True
+        elif update.touched is not None:
             self._uncount(update.touched)
         is_last = self._num_in_row >= MAX_IN_ROW
         if not (self._raises or is_last or self._num_in_row == 1):
             return
-        message = _describe(update.number, places, find())
+        where = f" of {' and '.join(places)}" if places else ""
+        message = (
+            f"TrainStep: the loss and all gradients must be finite, got others in update {update.number}{where}. "
+            f"{_PARTLY if is_partial else _LEFT_OUT} {_ADVICE}"
+        )
         if self._raises:
             self._error = self._error or NonFiniteError(message)
         elif is_last:
@@ -147,17 +143,12 @@ class FiniteCheck:
             logger.warning("%s", message)
 
 
-def _describe(number: int, places: Sequence[str], first: str | None) -> str:
-    where = f" of {' and '.join(places)}" if places else ""
-    if first == NO_ROWS:
-        what = f" The batch had 0 rows, and the mean over none is nan.{_LEFT_OUT} Leave such batches out."
-    else:
-        named = f" First in a forward of the same batch: {first}." if first else ""
-        what = (
-            f"{named}{_LEFT_OUT} Look at this batch and at the learning rate; "
-            f"torch.autograd.set_detect_anomaly(True) finds the operation."
-        )
-    return f"TrainStep: the loss and all gradients must be finite, got others in update {number}{where}.{what}"
-
-
-_LEFT_OUT = " The update is left out: parameters and optimizer are as before."
+_LEFT_OUT = "The update is left out: parameters and optimizer are as before."
+_PARTLY = (
+    "It was recorded beside backward, and the loss was finite: only values with such gradients are as before. "
+    "From now on updates wait for all gradients, and are left out as a whole."
+)
+_ADVICE = (
+    "Look at this batch, whose mean is nan if it has 0 rows, and at the learning rate; "
+    "torch.autograd.set_detect_anomaly(True) finds the operation."
+)

@@ -14,6 +14,7 @@ from everygpu.step.hyperparameters import Hyperparameters, HyperparameterTable
 from everygpu.step.rules.rule import UpdateRule
 from everygpu.step.rules.table import find_rule
 from everygpu.step.shards import Shards
+from everygpu.step.update import clip_factor
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Of parameters that there are kernels for; their gradients and states have the same."""
@@ -97,26 +98,75 @@ class FusedUpdate:
         self.status[:-1].zero_()
         torch.add(self._tables[0].one, comm.copy(loss, self.status.device), alpha=0, out=self.status[-1])
 
-    def leave_out_unless_finite(self, value: Tensor) -> None:
-        """Leave the update out where a value isn't finite, of shape () and on the first device."""
-        self.status[-1].add_(value, alpha=0)
-
     @property
     def gate(self) -> Tensor:
         """What the factor is multiplied by: 1, or nan where the update is left out; on the first device."""
         return self.status[-1]
 
-    def run(self, touched: set[int], *, factor: float | Tensor, is_reduced: bool) -> None:
-        """Update every touched parameter once, on all devices.
+    def run(self, touched: set[int], *, factor: float | Tensor, losses: Tensor | None) -> Tensor | None:
+        """Add the gradients up, and update every touched parameter once, on all devices.
 
         Args:
             touched: Parameters that have a gradient.
-            factor: What the gradients are multiplied by; a tensor has shape (). Values of parameters are left alone
-                where that isn't finite.
-            is_reduced: Each device's own chunk of the gradients is the sum of all already.
+            factor: What the gradients are multiplied by; a tensor has shape () and is on the first device.
+            losses: The sum of the losses, shape (): nothing is updated where that or a gradient isn't finite.
+        Returns:
+            The gradient's norm, shape (); None without losses, where nothing has to wait for it.
         """
-        self.launch(self.prepare(touched), factor=factor, is_reduced=is_reduced)
+        rows, norm = self.prepare(touched), None
+        if losses is None:
+            self.launch(rows, factor=factor, is_reduced=False)
+        else:
+            self.begin(losses)
+            synchronize_streams(self._flat_params.devices)
+            for rank, d in enumerate(self._tables):
+                with queueing_on(d.device):
+                    for span in self.whole:
+                        self.reduce_range(span, rank, rows, d.grads)
+            norm = self.update_from_sums(rows, factor=factor, is_checked=True)
         self.finish(touched)
+        return norm
+
+    def run_on_sums(self, touched: set[int], *, factor: float | Tensor) -> None:
+        """Update every touched parameter, where each device's own chunk of the gradients is the sum of all already.
+
+        Args:
+            touched: Parameters that have a gradient.
+            factor: What the gradients are multiplied by; all is left alone where that isn't finite.
+        """
+        self.launch(self.prepare(touched), factor=factor, is_reduced=True)
+        self.finish(touched)
+
+    def update_from_sums(
+        self,
+        rows: HyperparameterTable,
+        *,
+        factor: float | Tensor = 1.0,
+        clip_norm: float | None = None,
+        is_checked: bool,
+    ) -> Tensor:
+        """Queue the update from what ``reduce_range`` has added up on all devices; this may be part of a CUDA graph.
+
+        Args:
+            rows: With which it was: other blocks have squares of earlier gradients.
+            factor: What the gradients are multiplied by.
+            clip_norm: The largest norm that they may have then; longer ones are scaled down.
+            is_checked: Leave the update out where the norm isn't finite, or the loss that it was begun with.
+        Returns:
+            The norm before that, shape (), on the first device.
+        """
+        synchronize_streams(self._flat_params.devices)
+        squares = [d.squares.masked_fill(table < 0, 0.0).sum() for d, table in zip(self._tables, rows.blocks)]
+        norm = torch.stack([comm.copy(s, self.status.device) for s in squares]).sum().sqrt()
+        if isinstance(factor, Tensor) or factor != 1:
+            norm = norm * factor
+        if clip_norm is not None:
+            factor = factor * clip_factor(norm, clip_norm)
+        if is_checked:
+            self.status[-1].add_(norm, alpha=0)
+            factor = factor * self.gate
+        self.launch(rows, factor=factor, is_reduced=True)
+        return norm
 
     def prepare(self, touched: set[int]) -> HyperparameterTable:
         """Put the optimizer's options and states of now on the devices, where the kernels look for them.
@@ -131,7 +181,7 @@ class FusedUpdate:
         return self._hyperparameters.send(touched)
 
     def launch(self, rows: HyperparameterTable, *, factor: float | Tensor, is_reduced: bool) -> None:
-        """Queue the kernels; this alone may be part of a CUDA graph. See ``run``."""
+        """Queue the kernels; this alone may be part of a CUDA graph. See ``launch_range``."""
         synchronize_streams(self._flat_params.devices)
         for rank, d in enumerate(self._tables):
             scale = self._factor_on(d.device, factor)
@@ -166,18 +216,6 @@ class FusedUpdate:
         d = self._tables[rank]
         reduce.run(grads, d.own_grads, d.squares, rows.blocks[rank], d.lengths, d.status, span=span, rank=rank)
 
-    def norm_of_reduced(self, rows: HyperparameterTable) -> Tensor:
-        """Return the norm of what ``reduce_range`` has added up, as one vector; shape (), on the first device.
-
-        All devices must have met since.
-
-        Args:
-            rows: With which it was; other blocks have squares of earlier gradients.
-        """
-        home = self._tables[0].device
-        squares = [d.squares.masked_fill(table < 0, 0.0).sum() for d, table in zip(self._tables, rows.blocks)]
-        return torch.stack([comm.copy(s, home) for s in squares]).sum().sqrt()
-
     def launch_range(
         self,
         span: BlockRange,
@@ -196,7 +234,7 @@ class FusedUpdate:
             span: One of ``spans``, or several together.
             rank: Which device.
             rows: What ``prepare`` returned.
-            is_reduced: See ``run``.
+            is_reduced: Each device's own chunk of the gradients is the sum of all already.
             factor: What the gradients are multiplied by, if by anything; shape (), on the device.
             grads: Where the gradients are, if not in the flat parameters: all devices' addresses for each block.
         """

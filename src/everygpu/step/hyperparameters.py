@@ -16,7 +16,7 @@ from everygpu.step.rules.rule import UpdateRule
 Table = list[list[float]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class HyperparameterTable:
     """Which row of the options each block of parameters takes."""
 
@@ -24,6 +24,18 @@ class HyperparameterTable:
     """For each parameter that is updated."""
     blocks: list[Tensor]
     """For each device, one row per block of the device's chunks; -1 to leave it alone."""
+
+    def for_recording(self) -> "HyperparameterTable":
+        """Return one in memory of its own, which recorded kernels read at each launch."""
+        return HyperparameterTable(row_of=self.row_of, blocks=[rows.clone() for rows in self.blocks])
+
+    def follow(self, other: "HyperparameterTable") -> None:
+        """Have recorded kernels take the rows of now: counts of steps part where a parameter took no part at times."""
+        if self.row_of != other.row_of:
+            self.row_of = other.row_of
+            for mine, rows in zip(self.blocks, other.blocks):
+                with queueing_on(mine.device):
+                    mine.copy_(rows)
 
 
 class Hyperparameters:

@@ -10,7 +10,6 @@ from everygpu.parallel.buckets.kept import KeptBucket
 from everygpu.parallel.buckets.sizes import UPDATE_BYTES
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.ranks.gradients import make_buckets
-from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.ranks.group import Group
 from everygpu.step.shards import all_params
 from everygpu.step.update import Share, is_fused
@@ -33,9 +32,6 @@ class LocalUpdate:
         ranks = self._model.rank_model  # another one after a release
         with nullcontext() if ranks is None else ranks.apart(self._model.module):  # the step weighs ranks' losses
             return self._model(*inputs, **kwargs)
-
-    def replicas(self) -> ReplicaSet:
-        return self._model.make_replicas()
 
     def leaves(self) -> list[Tensor]:
         return []

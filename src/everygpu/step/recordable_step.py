@@ -35,7 +35,7 @@ class _Recorded(NamedTuple):
     """None where that is left to be done."""
     marks: dict[str, Mark]
     norm: Tensor | None = None
-    """Of the gradient, where it is clipped."""
+    """Of the gradient, where the update waits for all of it."""
 
 
 class RecordableStep:
@@ -49,7 +49,7 @@ class RecordableStep:
     def __init__(self, step: "TrainStep", strategy: ShardedUpdate) -> None:
         self._step = step
         self._strategy = strategy
-        self._overlaps = True
+        self._is_beside = True
         # Parameters that take part in what is being recorded, where these aren't the last step's.
         self._expected: set[int] | None = None
         self._is_surprised = False
@@ -61,14 +61,18 @@ class RecordableStep:
         step, model = self._step, self._step.model
         rules = (model.split, model.dim, model.engine, model.gather_rule, model.buffers_rule, model.output_device)
         options = (step.accumulate, step.clip_norm, overridden(model), *rules)
-        return self._strategy.recorded_state(), options, id(step.loss), referents(step.loss)
+        waits = step._finite_check.is_whole
+        return self._strategy.recorded_state(), waits, options, id(step.loss), referents(step.loss)
 
     def unsupported_reason(self) -> str | None:
         return self._strategy.why_not_recordable()
 
     def prepare(self) -> EarlyUpdate | None:
         self._strategy.prepare()
-        return self._strategy.early_update(self._expected, overlaps=self._overlaps) if self._updates_at_once() else None
+        if not self._updates_at_once():
+            return None
+        needs_all = self._step.clip_norm is not None or self._step._finite_check.is_whole
+        return self._strategy.early_update(self._expected, beside=self._is_beside and not needs_all)
 
     def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: EarlyUpdate | None) -> _Recorded:
         draw_seeds(self.roots(), self._step.model.replica_devices)
@@ -98,8 +102,8 @@ class RecordableStep:
             return True
         # A parameter may be needed in backward after its own gradient is there: then updates have to wait. Where that
         # doesn't help, other kinds of batches begin with updates beside backward again.
-        overlapped, self._overlaps = self._overlaps, not self._overlaps
-        return overlapped and self._updates_at_once()
+        was_beside, self._is_beside = self._is_beside, not self._is_beside
+        return was_beside and self._updates_at_once()
 
     def give_up(self, reason: str) -> None:
         self._step.model.make_graphs(True)
@@ -114,8 +118,9 @@ class RecordableStep:
             return True
         recorded.update.write_tables()
         rows = self._strategy.prepare_update(recorded.touched)
-        if rows is None or rows.row_of != recorded.update.rows.row_of:
+        if rows is None:
             return False
+        recorded.update.rows.follow(rows)
         if self._step._replica_check is not None:
             self._step._replica_check.before_update()
         return True
@@ -126,7 +131,8 @@ class RecordableStep:
             self._strategy.note_grads(recorded.touched)
         else:
             self._strategy.finish_update(recorded.update.rows)
-            self._step._updater.finish_recorded(FusedStatus(recorded.update.status, recorded.touched), recorded.norm)
+            made = FusedStatus(recorded.update.status, recorded.touched, recorded.norm)
+            self._step._updater.finish_recorded(made)
         return recorded.loss.clone()
 
     def _updates_at_once(self) -> bool:

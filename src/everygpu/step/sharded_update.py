@@ -62,9 +62,6 @@ class ShardedUpdate:
             self._replicas = self._model.make_replicas(self._make_leaves, fixed=self._fixed)
         return self._model.forward_with(self._replicas, *inputs, **kwargs)
 
-    def replicas(self) -> ReplicaSet:
-        return self._replicas if self._replicas is not None else self._model.make_replicas()
-
     def leaves(self) -> list[Tensor]:
         # The hooks of a parameter are to see the sum of all replicas' gradients: its replicas are no leaves.
         return [p for p in self._flat_params.params if not has_hooks(p)] if len(self._model.replica_devices) > 1 else []
@@ -119,7 +116,8 @@ class ShardedUpdate:
         # Forward and hooks may have written parameters; here each device updates its own copy of a chunk.
         self._flat_params.follow_edits()
         if fused is not None:
-            self._run_fused(fused, factor=1.0 if found_inf is None else nan_where(found_inf), is_reduced=True)
+            fused.run_on_sums(self._touched, factor=1.0 if found_inf is None else nan_where(found_inf))
+            self._note_update()
             return self._touched
         try:
             self._shards.step(self._optimizer.param_groups, self._touched, found_inf)
@@ -134,11 +132,9 @@ class ShardedUpdate:
             return None
         self._flat_params.follow_edits()
         self._touched = self._flat_params.touched()
-        if losses is not None:
-            fused.begin(losses)
-            factor = fused.gate * factor
-        self._run_fused(fused, factor=factor, is_reduced=False)
-        return FusedStatus(fused.status, self._touched)
+        norm = fused.run(self._touched, factor=factor, losses=losses)
+        self._note_update()
+        return FusedStatus(fused.status, self._touched, norm)
 
     def uncount(self, counted: set[int]) -> None:
         if self._fused is not None:
@@ -196,25 +192,24 @@ class ShardedUpdate:
         self._touched = touched
         return fused.prepare(touched)
 
-    def early_update(self, touched: set[int] | None, *, overlaps: bool) -> EarlyUpdate | None:
-        """Return what queues reduction and update beside a backward that is recorded; None where no kernel does so.
+    def early_update(self, touched: set[int] | None, *, beside: bool) -> EarlyUpdate | None:
+        """Return what queues reduction and update with a backward that is recorded; None where no kernel does so.
 
         Args:
             touched: Parameters that will have a gradient; those of the last update if left out.
-            overlaps: Begin before backward is over.
+            beside: Update beside backward, not only reduce.
         """
         fused = self._whole_update()
         if fused is None:
             return None
-        rows = fused.prepare(self._touched if touched is None else touched)
-        return EarlyUpdate(self._flat_params, fused, rows, overlaps=overlaps)
+        rows = fused.prepare(self._touched if touched is None else touched).for_recording()
+        return EarlyUpdate(self._flat_params, fused, rows, beside=beside)
 
     def finish_update(self, rows: HyperparameterTable) -> None:
         """Take note of an update that a recording has queued."""
         if self._fused is not None:
             self._fused.finish(set(rows.row_of))
-            self._flat_params.note_update()
-            self._optimizer.after_step()
+            self._note_update()
 
     def grad_versions(self) -> list[list[int]]:
         """Return what ``touched`` counts from."""
@@ -260,8 +255,7 @@ class ShardedUpdate:
         self._optimizer.attach(flat_params.params, self._shards)
         self._fused = make_fused(self._optimizer.module, flat_params, self._shards)
 
-    def _run_fused(self, fused: FusedUpdate, *, factor: float | Tensor, is_reduced: bool) -> None:
-        fused.run(self._touched, factor=factor, is_reduced=is_reduced)
+    def _note_update(self) -> None:
         self._flat_params.note_update()
         self._optimizer.after_step()
 

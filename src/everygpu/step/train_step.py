@@ -17,7 +17,6 @@ from everygpu.parallel.replicas.module_tree import evaluating
 from everygpu.progress import running
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.finite_check import FiniteCheck
-from everygpu.step.first_nonfinite import name_first
 from everygpu.step.kept_buffers import KeptBuffers
 from everygpu.step.loss import as_batch, as_number, at_device, loss_in, roots_of
 from everygpu.step.options import (
@@ -69,8 +68,8 @@ class TrainStep:
             changes; steps that can't be recorded run as they are. ``False``: never. ``True``: also where a module has
             hooks, which are then not called; raise where a step can't be recorded.
         on_nonfinite: What becomes of an update with a loss or a gradient that is nan or infinite. ``"skip"``: it is
-            left out on the devices, which nothing waits for; a log line names the device and the first module with
-            such values, and ten in a row end the run with exit code 5. ``"raise"``: it is left out, and a call soon
+            left out on the devices, which nothing waits for, with a warning; ten in a row end the run with exit
+            code 5. ``"raise"``: it is left out, and a call soon
             after raises. ``"ignore"``: nothing looks for it.
         weight: Called with the batch's inputs and targets, for ``step((x, mask), y)`` as weight(x, mask, y), returns
             how much it counts in an update, of all ranks: such as its tokens that aren't ignored; else its rows count.
@@ -163,7 +162,7 @@ class TrainStep:
                 self._num_batches += 1
                 if self._num_batches == self.accumulate:
                     self.flush()
-            self._finite_check.look(lambda: self._name_first(batch))
+            self._finite_check.look()
         except BaseException:
             self._num_batches = 0
             self._weights.drop()
@@ -289,9 +288,3 @@ class TrainStep:
                 return as_number(loss_in(output), is_models=True), output
             with refusing_partial_grads(output, self._strategy.leaves):
                 return as_number(self.loss(output, *at_device(targets, self.model.output_device_obj))), output
-
-    def _name_first(self, batch: Batch) -> str | None:
-        args, kwargs, _ = batch
-        with autocast(self._home, self._dtype):
-            roots, is_whole = roots_of(self.model, self.loss), self.accumulate == 1
-            return name_first(self.model, self._strategy.replicas, args, kwargs, roots=roots, is_whole=is_whole)

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from everygpu.parallel.buckets.kept import KeptBucket
-from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.step.update import Share
 
 
@@ -16,6 +15,8 @@ class FusedStatus(NamedTuple):
     """See ``FiniteCheck``."""
     counted: set[int]
     """Parameters that an update is counted for, whether the kernels leave it out or not."""
+    norm: Tensor | None = None
+    """Of the whole gradient before it was clipped, where it had to be known."""
 
 
 class UpdateStrategy(Protocol):
@@ -26,9 +27,6 @@ class UpdateStrategy(Protocol):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model on all devices."""
-
-    def replicas(self) -> ReplicaSet:
-        """Return the replicas that forward runs on."""
 
     def leaves(self) -> list[Tensor]:
         """List the parameters of which each replica has a leaf of its own."""

@@ -67,15 +67,18 @@ class Updater:
             made = self._strategy.fuse(factor, losses) if is_whole else None
             if made is None:
                 self._run_in_turn(factor, clip_norm, losses)
-        if made is not None and losses is not None:
-            self._check.submit(self.num_steps, made.status, made.counted)
+        if made is not None:
+            self._note(made)
         self._stopwatch.mark("update")
 
-    def finish_recorded(self, made: FusedStatus, norm: Tensor | None) -> None:
+    def finish_recorded(self, made: FusedStatus) -> None:
         """Take note of an update that a recording has queued."""
         self.num_steps += 1
-        if norm is not None:
-            self.norm = norm.clone()
+        self._note(made)
+
+    def _note(self, made: FusedStatus) -> None:
+        if made.norm is not None:
+            self.norm = made.norm.clone()  # a recording's own is written anew by each launch
         if self._check.is_on:
             self._check.submit(self.num_steps, made.status, made.counted)
 

@@ -20,8 +20,7 @@ ATTRIBUTES: Mapping[str, str] = MappingProxyType(
         "operators": "_schema",
         "torch.compile's contexts and backends": "_dynamic _torchdynamo_orig_backend",
         "DataLoader": "_iterator",
-        "DataLoader's iterators": "_index_sampler _persistent_workers _sampler_iter _shutdown_workers "
-        "_try_get_data _worker_pids_set _workers",
+        "DataLoader's iterators": "_persistent_workers _shutdown_workers _try_get_data _worker_pids_set _workers",
     }
 )
 """Private attributes of torch's objects, which are read where the object is; torch has no public way to read them."""

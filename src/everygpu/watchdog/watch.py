@@ -1,56 +1,39 @@
-"""The thread that watches, and for how long operations may stand still."""
+"""``everygpu.watch``: a thread that ends its process once an operation or a GPU stands still."""
 
 import atexit
+import faulthandler
 import math
 import os
+import socket
 import sys
 import threading
 import time
+import weakref
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from functools import cache
 from numbers import Real
-from types import TracebackType
-from typing import Any
+from types import CodeType, FrameType, TracebackType
+from typing import Any, TypeAlias
 
 from everygpu.errors import OptionError
-from everygpu.progress import progress
-from everygpu.watchdog.end import end_process
-from everygpu.watchdog.gpus import GpuWatch
-from everygpu.watchdog.lost import find_loss
-from everygpu.watchdog.stuck import Judge, Place
+from everygpu.exit_codes import STUCK
+from everygpu.progress import SAVING_THREAD, Operation, progress
+from everygpu.watchdog.gpus import GpuWatch, find_loss
 
 TIMEOUT_S = 600.0
 VARIABLE = "EVERYGPU_WATCHDOG"
 """The timeout in seconds for processes that ``everygpu run`` starts; 0 for none."""
-LONGEST_PERIOD_S, LOOKS = 1.0, 10
-"""It looks once a second, or ten times within a shorter timeout."""
-JOIN_S = 1.0
+SAVING_S, END_S = 60.0, 90.0
+"""A save has this long to be finished, and all together, before the process ends in any case."""
+_BACKWARD = {"backward": "tensors", "grad": "outputs"}
+"""Functions of ``torch.autograd``, and what they call the tensors that they begin from."""
+
+Stack: TypeAlias = list[tuple[int, CodeType, int]]
 
 
-class Watch:
-    """What ``watch`` returns: ends with its ``with`` block, or with the process.
-
-    Args:
-        timeout_s: Seconds.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-
-    def __enter__(self) -> "Watch":
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Watch no more, or as before this was made."""
-        _watchdog().leave(self)
-
-    def __repr__(self) -> str:
-        return f"Watch(timeout={self.timeout_s:g})"
-
-
-def watch(timeout: float = TIMEOUT_S) -> Watch:
+def watch(timeout: float = TIMEOUT_S) -> "Watch":
     """End this process when it no longer goes on, and say where it is stuck::
 
         with everygpu.watch(timeout=300):
@@ -58,14 +41,14 @@ def watch(timeout: float = TIMEOUT_S) -> Watch:
 
     Without ``with`` it lasts to the end of the process, as in a script that ``everygpu run`` has started.
 
-    A replica's forward, a backward, an update, a collective over ranks, a recording's launch or a GPU that stands still
-    for so long is named, with its device; the stacks of all threads are written to standard error. Then a checkpoint
-    that is being saved in the background is finished, for up to a minute, and the process ends with exit code 6,
-    without running ``finally`` blocks. So does one whose GPU is lost, after an error of the driver that the script
-    doesn't catch. ``everygpu run --restarts`` starts it again.
+    A replica's forward, a backward, an update, a collective over ranks, a recording's launch or a GPU that makes no
+    progress for so long is named, with its device; the stacks of all threads are written to standard error. Then a
+    checkpoint that is being saved in the background is finished, for up to a minute, and the process ends with exit
+    code 6, without running ``finally`` blocks. So does one that has lost a GPU, after an error of the driver that the
+    script doesn't catch. ``everygpu run --restarts`` starts it again.
 
-    Other code of the script may take as long as it likes. Time in which the process is stopped, or in a debugger,
-    doesn't count. A wait within a first call that compiles does.
+    Other code of the script may take as long as it likes. Time in which the process is stopped doesn't count; time in
+    a debugger does.
 
     Args:
         timeout: Seconds. A second call changes it.
@@ -77,12 +60,10 @@ def watch(timeout: float = TIMEOUT_S) -> Watch:
     is_number = isinstance(timeout, Real) and not isinstance(timeout, bool)
     if not is_number or not math.isfinite(timeout) or timeout <= 0:
         raise OptionError(
-            f"watch: timeout must be more than 0 seconds, got {timeout!r}. Pass e.g. 600, which leaves a first call "
+            f"watch: timeout={timeout!r} is not a number of seconds above 0. Pass e.g. 600, which leaves a first call "
             f"time to compile; to watch no more, call close() on what watch returns."
         )
-    found = Watch(float(timeout))
-    _watchdog().join(found)
-    return found
+    return _open_watches().open(float(timeout))
 
 
 def watch_as_told() -> None:
@@ -91,124 +72,215 @@ def watch_as_told() -> None:
     try:
         seconds = float(text)
     except ValueError as cause:
-        raise OptionError(f"watch: {VARIABLE} must be a number of seconds, got {text!r}. Set it to 600.") from cause
-    if seconds and not _watchdog().watches:
+        raise OptionError(f"{VARIABLE}={text!r} is not a number of seconds. Set it to 600.") from cause
+    if seconds and not _open_watches().watches:
         watch(seconds)
 
 
-class _Watchdog:
-    """Watches this process while there are watches; the newest one's timeout counts."""
+class Watch(AbstractContextManager["Watch"]):
+    """What ``watch`` returns: ends with its ``with`` block, or with the process.
 
-    def __init__(self) -> None:
-        self._begin()
-        self._hook: Any = None
-        """What ours calls, as long as something may call ours."""
-        self._changing = threading.RLock()
-        atexit.register(self._stop)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forget)
+    Args:
+        timeout_s: Seconds.
+    """
 
-    def _begin(self) -> None:
-        self.watches: list[Watch] = []
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._clock_s, self._period_s = 0.0, min(1.0, timeout_s / 10)
         self._is_over = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._gpus: GpuWatch | None = None
-        self._clock_s = 0.0
+        self._gpus = GpuWatch(lambda: self._clock_s, self._period_s)
+        self._thread = threading.Thread(target=self._run, name="everygpu-watch", daemon=True)
 
-    def join(self, watch: Watch) -> None:
-        with self._changing:
-            self.watches.append(watch)
-            if self._thread is None:
-                self._start()
-
-    def leave(self, watch: Watch) -> None:
-        with self._changing:
-            if watch in self.watches:
-                self.watches.remove(watch)
-                if not self.watches:
-                    self._stop()
-
-    def _start(self) -> None:
-        if self._hook is None:  # or one that was set since calls ours
-            self._hook, sys.excepthook = sys.excepthook, self._excepthook
-        self._thread = threading.Thread(target=self._run, args=(self._is_over,), name="everygpu-watch", daemon=True)
+    def start(self) -> None:
+        """Begin to look."""
+        self._gpus.start()
         self._thread.start()
-        progress().is_watched = True
 
-    def _stop(self) -> None:
-        """End the threads: what they ask of a driver must not come while the interpreter ends."""
-        progress().is_watched = False
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Watch no more, or as before this was made."""
+        _open_watches().forget(self)
         self._is_over.set()
-        if self._gpus is not None:
-            self._gpus.stop()
-        for thread in (self._thread, None if self._gpus is None else self._gpus.thread):
-            if thread is not None and thread is not threading.current_thread():
-                thread.join(JOIN_S)
-        self._restore()
-        self._begin()
+        self._gpus.stop()
+        # What they ask of the driver must not come while the interpreter ends.
+        self._gpus.join(1.0)
+        self._thread.join(1.0)
 
-    def _forget(self) -> None:
-        """Watch nothing in a forked process, which has none of the threads."""
-        self._changing = threading.RLock()
-        self._restore()
-        self._begin()
+    def __repr__(self) -> str:
+        return f"Watch(timeout={self.timeout_s:g})"
 
-    def _restore(self) -> None:
-        if self._hook is not None and sys.excepthook == self._excepthook:
-            sys.excepthook, self._hook = self._hook, None
-
-    def _timeout_s(self) -> float:
-        newest = self.watches[-1:]
-        return newest[0].timeout_s if newest else math.inf
-
-    def _period_s(self) -> float:
-        return min(LONGEST_PERIOD_S, self._timeout_s() / LOOKS)
-
-    def _run(self, is_over: threading.Event) -> None:
-        judge, looked_at = Judge(progress()), time.monotonic()
-        num_begun, moved_s = 0, 0.0
-        while not is_over.wait(self._period_s()):
+    def _run(self) -> None:
+        places: dict[int, Place] = {}
+        looked_at = time.monotonic()
+        while not self._is_over.wait(self._period_s):
             # A process that was stopped, or held up, has not stood still: what it missed doesn't count.
             now = time.monotonic()
-            self._clock_s += min(now - looked_at, 2 * self._period_s())
+            self._clock_s += min(now - looked_at, 2 * self._period_s)
             looked_at = now
-            self._look_at_gpus()
-            places = judge.look(self._clock_s)
-            if progress().num_begun != num_begun:
-                num_begun, moved_s = progress().num_begun, self._clock_s
-            late = self._late(places, moved_s)
-            if late and not is_over.is_set():
-                end_process(late, self._timeout_s(), self._gpus)
+            places = find_places(places, self._clock_s)
+            late = self._late(places)
+            if late and _open_watches().watches[-1:] == [self]:
+                self._gpus.stop()
+                end_process(
+                    f"No progress for {self.timeout_s:g} s: {'; '.join(late)}. If this only takes long, allow more: "
+                    f"everygpu.watch(timeout=...), everygpu run --watchdog SECONDS."
+                )
 
-    def _look_at_gpus(self) -> None:
-        torch = sys.modules.get("torch")
-        cuda = getattr(torch, "cuda", None)
-        if self._gpus is None and cuda is not None and getattr(cuda, "is_initialized", bool)():
-            self._gpus = GpuWatch(lambda: self._clock_s, self._period_s)
-
-    def _late(self, places: list[Place], moved_s: float) -> list[str]:
-        """Say what stands still, if it does for too long: the first thing that did comes first."""
-        limit_s, now_s = self._timeout_s(), self._clock_s
-        pending = {} if self._gpus is None else self._gpus.pending()
-        # Where operations still begin, the queues of the GPUs move.
-        found = [(max(since_s, moved_s), 0.0, f"cuda:{index}: its queue") for index, since_s in pending.items()]
-        found += [(p.since_s, p.patience_s(limit_s) - limit_s, str(p)) for p in places]
-        if not any(now_s - since_s >= limit_s + patience_s for since_s, patience_s, _ in found):
+    def _late(self, places: "dict[int, Place]") -> list[str]:
+        """Name what stands still, the first thing that did first, if anything does for too long."""
+        found = [(since_s, f"the queue of cuda:{index}") for index, since_s in self._gpus.pending.copy().items()]
+        for place in places.values():
+            # A rank that waits for others waits longer: the one that is stuck speaks first.
+            waits = place.operation is not None and place.operation.waits_for == "ranks"
+            found.append((place.since_s + waits * min(0.1 * self.timeout_s, 10.0), str(place)))
+        found.sort()
+        if not found or self._clock_s - found[0][0] < self.timeout_s:
             return []
-        late = sorted((since_s, text) for since_s, _, text in found if now_s - since_s >= limit_s / 2)
-        return [f"{text}, since {_time_of_day(now_s - since_s)}" for since_s, text in late]
+        return [what for since_s, what in found if self._clock_s - since_s >= self.timeout_s / 2]
+
+
+class _OpenWatches:
+    """Those of this process; the newest one's timeout counts."""
+
+    def __init__(self) -> None:
+        self.watches: list[Watch] = []
+        self._hook: Any = None
+        """What ours calls, as long as something may call ours."""
+        atexit.register(self.close)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=lambda: self.forget(*self.watches))  # their threads are not in it
+
+    def open(self, timeout_s: float) -> Watch:
+        found = Watch(timeout_s)
+        found.start()
+        if self._hook is None:  # or one that was set since calls ours
+            self._hook, sys.excepthook = sys.excepthook, self._excepthook
+        self.watches.append(found)
+        progress().is_watched = True
+        return found
+
+    def forget(self, *watches: Watch) -> None:
+        self.watches = [watch for watch in self.watches if watch not in watches]
+        if not self.watches:
+            progress().is_watched = False
+            progress().operations.clear()
+            if self._hook is not None and sys.excepthook == self._excepthook:
+                sys.excepthook, self._hook = self._hook, None
+
+    def close(self) -> None:
+        for watch in tuple(self.watches):
+            watch.close()
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._hook(kind, error, trace)
         loss = find_loss(error) if self.watches else None
         if loss is not None:
-            end_process([loss], None, self._gpus)
-
-
-def _time_of_day(ago_s: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(time.time() - ago_s))
+            self.close()
+            end_process(loss, with_stacks=False)
 
 
 @cache
-def _watchdog() -> _Watchdog:
-    return _Watchdog()
+def _open_watches() -> _OpenWatches:
+    return _OpenWatches()
+
+
+@dataclass(slots=True, kw_only=True)
+class Place:
+    """Where a thread is in an operation, or in torch's backward."""
+
+    operation: Operation | None
+    root: Any
+    """Tells a backward from the next one at the same place: a weak reference to the tensor that it began from."""
+    stacks: list[Stack]
+    thread: str
+    since_s: float
+
+    def __str__(self) -> str:
+        return f"{self.operation or 'backward'} in thread {self.thread}"
+
+
+def find_places(before: Mapping[int, Place], now_s: float) -> dict[int, Place]:
+    """Find where threads are in operations, by ident, each with since when it stands there.
+
+    Args:
+        before: What the look before has found.
+        now_s: On any clock that goes on.
+    """
+    frames = sys._current_frames()
+    frames.pop(threading.get_ident(), None)
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = {ident: _stack(frame) for ident, frame in frames.items()}
+    # A backward's hooks, and the compilation of its kernels, run in threads of torch's engine.
+    engines = [stack for ident, stack in stacks.items() if names.get(ident, "Dummy-").startswith("Dummy-")]
+    places = {}
+    for ident, stack in stacks.items():
+        operation = progress().operations.get(ident)
+        if operation is not None and all(code is not operation.code for _, code, _ in stack):
+            operation = None  # Ctrl-C has left it open
+        root = _find_root(frames[ident])
+        if (operation or root) is None or (operation is not None and operation.waits_for == "replicas"):
+            continue
+        own = [stack] if root is None else [stack, *engines]
+        name = names.get(ident, "of torch's engine")
+        place = Place(operation=operation, root=root, stacks=own, thread=name, since_s=now_s)
+        last = before.get(ident)
+        if last is not None and last.operation is operation and last.root is root and last.stacks == own:
+            place.since_s = last.since_s
+        places[ident] = place
+    return places
+
+
+def _stack(frame: FrameType | None) -> Stack:
+    stack = []
+    while frame is not None:
+        stack.append((id(frame), frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return stack
+
+
+def _find_root(frame: FrameType | None) -> Any:
+    """Return a weak reference to what the innermost backward on a stack began from; None outside of one."""
+    while frame is not None:
+        name = _BACKWARD.get(frame.f_code.co_name)
+        if name is not None and frame.f_globals.get("__name__") == "torch.autograd":
+            given = frame.f_locals.get(name)
+            with suppress(TypeError):  # a GradientEdge
+                return weakref.ref(given[0] if isinstance(given, (list, tuple)) and given else given)
+        frame = frame.f_back
+    return None
+
+
+def end_process(reason: str, with_stacks: bool = True) -> None:
+    """Write why, finish a save, and end this process, by no call that could get stuck as well."""
+    timer = threading.Timer(END_S, os._exit, (STUCK,))
+    timer.daemon = True
+    with suppress(RuntimeError):
+        timer.start()
+    rank = os.environ.get("RANK")
+    place = "" if rank is None else f"rank {rank} (host {socket.gethostname()}, process {os.getpid()}): "
+    _write(f"{place}{reason} The process ends with exit code {STUCK}.")
+    if with_stacks:
+        _write(", ".join(f"thread 0x{t.ident or 0:016x} is {t.name}" for t in threading.enumerate()))
+        with suppress(OSError, ValueError):
+            faulthandler.dump_traceback(2)
+    for thread in threading.enumerate():
+        if thread.name == SAVING_THREAD:
+            _write(f"a checkpoint is being saved, which is finished first, for up to {SAVING_S:g} s.")
+            thread.join(SAVING_S)
+    distributed = sys.modules.get("torch.distributed")
+    if with_stacks and distributed is not None and distributed.is_available() and distributed.is_initialized():
+        from everygpu.torch_private.distributed import open_collectives
+
+        for line in open_collectives() or ["none"]:
+            _write(f"a collective that is not done: {line}")
+    with suppress(AttributeError, OSError, ValueError):
+        sys.stdout.flush()
+    os._exit(STUCK)
+
+
+def _write(text: str) -> None:
+    """Write past ``sys.stderr``, whose lock a thread that is stuck may have."""
+    with suppress(OSError):
+        os.write(2, f"everygpu: {text}\n".encode(errors="replace"))

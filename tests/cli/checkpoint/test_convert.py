@@ -11,7 +11,7 @@ from tests.cli.checkpoint.conftest import make_model
 
 
 @pytest.mark.parametrize("source", ["ours", "a.pt", "a.safetensors", "dcp"])
-@pytest.mark.parametrize("destination", ["b", "b.pt", "b.safetensors"])
+@pytest.mark.parametrize("destination", ["b.pt", "b.safetensors"])
 def test_convert(call, source, destination):
     result = call("convert", source, destination)
     assert result.exit_code == 0
@@ -22,13 +22,12 @@ def test_convert(call, source, destination):
 
 
 def test_options(call):
-    result = call("convert", "a.pt", "b", "--to", "safetensors", "--strip-prefix", "module.", "--add-prefix", "net.",
-                  "--dtype", "float16")  # fmt: skip
+    result = call("convert", "a.pt", "b.safetensors", "--strip-prefix", "module.", "--dtype", "float16")
     assert result.exit_code == 0
     assert "left out: 'epoch'" in result.stdout
-    state = load_file("b")
-    assert state["net.conv.weight"].dtype == torch.float16
-    assert state["net.norm.num_batches_tracked"].dtype == torch.int64
+    state = load_file("b.safetensors")
+    assert state["conv.weight"].dtype == torch.float16
+    assert state["norm.num_batches_tracked"].dtype == torch.int64
 
 
 def test_overwrite(call):
@@ -43,11 +42,11 @@ def test_overwrite(call):
     ("arguments", "code"),
     [
         (["ours"], 2),
-        (["ours", "b", "--to", "pickle"], 2),
-        (["ours", "b", "--dtype", "int8"], 2),
-        (["a.pt", "b", "--strip-prefix", "x."], 2),
-        (["none", "b"], 4),
-        (["a.pt", "b", "--section", "x"], 4),
+        (["ours", "b.onnx"], 2),
+        (["ours", "b.pt", "--dtype", "int8"], 2),
+        (["a.pt", "b.pt", "--strip-prefix", "x."], 2),
+        (["none", "b.pt"], 4),
+        (["a.pt", "b.pt", "--section", "x"], 4),
     ],
 )
 def test_exit_codes(call, here, arguments, code):

@@ -28,5 +28,5 @@ def test_truncated_is_four_and_says_what(call, here, name):
 def test_nothing_there(call):
     result = call("verify", "none")
     assert result.exit_code == 4
-    assert "nothing there" in result.stderr
+    assert "No checkpoint at" in result.stderr
     assert call("verify").exit_code == 2

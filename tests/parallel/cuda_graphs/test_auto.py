@@ -1,6 +1,7 @@
 """``engine="auto"``: threads first, then recordings that are proven, else threads for good."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import everygpu
 from everygpu.parallel.cuda_graphs.batch_kinds import WINDOW
 from everygpu.parallel.engines import table
 from tests.parallel.cuda_graphs.forwards import Devices
+from tests.parallel.test_python_worlds import Attention, ComputedBefore, WithEnums, check, with_dataclasses
 
 # Importing torch's compiler warns of torch.jit.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -71,6 +73,11 @@ def test_what_is_proven_is_recorded(recording: Devices) -> None:
     assert engines[-1] == "graphs"
     for ours, theirs in zip(net.parameters(), alone.parameters()):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("make", [WithEnums, with_dataclasses, Attention, ComputedBefore])
+def test_python_around_a_model_is_followed(recording: Devices, make: Callable[[], nn.Module]) -> None:
+    check(make, recording(2), num_steps=12)
 
 
 def test_an_attribute_that_changes_between_steps_is_followed(recording: Devices) -> None:

@@ -83,7 +83,7 @@ class TestReplicate:
     def test_wrong_arguments(self):
         with pytest.raises(ModuleError, match="replicate: needs a torch.nn.Module, got the optimizer SGD"):
             replicate(torch.optim.SGD([torch.ones(1)]), ["cpu"])
-        with pytest.raises(DeviceError, match="empty list"):
+        with pytest.raises(DeviceError, match="device_ids is empty"):
             replicate(Net(), [])
         net = Net()
         net.extra = nn.ParameterList([nn.Parameter(torch.ones(2, device="meta"))])

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from everygpu import DataParallel, Feeder, Replicated, TrainStep, gather, register_batch, scatter
-from everygpu.checkpoint.dealing import slice_rows
 from everygpu.errors import GatherError, OptionError, SplitError
 from everygpu.feed.batch_size import resize
+from everygpu.feed.dealing import slice_rows
 from everygpu.parallel.cuda_graphs.static_batch import NotStatic, describe_batch
 from everygpu.parallel.scatter.split import ScatterSpec
 

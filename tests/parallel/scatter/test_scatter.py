@@ -212,7 +212,7 @@ def test_names_of_arguments_are_those_of_the_call():
 def test_wrong_options():
     with pytest.raises(OptionError, match="'rows'"):
         scatter(torch.ones(4), ["cpu"] * 2, split="rows")
-    with pytest.raises(DeviceError, match="empty list"):
+    with pytest.raises(DeviceError, match="device_ids is empty"):
         scatter(torch.ones(4), [])
     with pytest.raises(SplitError, match="dim 3"):
         scatter(torch.ones(4), ["cpu"] * 2, 3)

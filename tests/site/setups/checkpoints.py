@@ -11,9 +11,9 @@ import everygpu
 model = torch.nn.Linear(4, 2)
 generator, discriminator, averaged = (torch.nn.Linear(4, 2) for _ in range(3))
 optimizer = torch.optim.AdamW(model.parameters())
-data = everygpu.ResumableLoader(
-    DataLoader(TensorDataset(torch.randn(8, 4), torch.randint(2, (8,))), batch_size=4, shuffle=True)
-)
+meter = everygpu.Meter()
+dataset = TensorDataset(torch.randn(8, 4), torch.randint(2, (8,)))
+data = everygpu.Feeder(DataLoader(dataset, batch_size=4, shuffle=True), "cpu", prefetch=0)
 
 
 def train(x, y):
@@ -31,3 +31,6 @@ torch.save({"state_dict": weights, "optimizer_states": [optimizer.state_dict()]}
 torch.save({"model": weights, "epoch": 3}, "old.pt")
 torch.save({"G": weights, "D": weights}, "gan.pt")
 torch.save({"state_dict": weights, "state_dict_ema": weights}, "timm.pth.tar")
+
+meter = everygpu.Meter()
+meter.update(torch.tensor(0.5), 4)

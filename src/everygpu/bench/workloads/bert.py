@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from everygpu.bench.batches import Batches
+from everygpu.bench.training import Batches
 
 
 @dataclass

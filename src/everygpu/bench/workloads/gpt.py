@@ -74,12 +74,6 @@ def gpt2() -> tuple[Any, ...]:
     return _language_model(GPT(), rows=16, length=1024, vocabulary=50304)
 
 
-def gpt2_xl() -> tuple[Any, ...]:
-    """1.6B parameters, 4 × 1,024 tokens, AdamW: for what memory each way of training needs."""
-    model = GPT(width=1600, num_blocks=48, num_heads=25)
-    return _language_model(model, rows=4, length=1024, vocabulary=50304)
-
-
 def tiny() -> tuple[Any, ...]:
     """A GPT of two small blocks, 8 × 32 tokens, AdamW: to see everything run, also on the CPU."""
     model = GPT(vocabulary=64, width=32, num_blocks=2, num_heads=2, length=32)

@@ -1,4 +1,4 @@
-"""``everygpu checkpoint``: look at checkpoints of any format, check, convert and compare them."""
+"""``everygpu checkpoint``: look at checkpoints of any format, check and convert them."""
 
 from importlib import import_module
 from typing import Any
@@ -8,10 +8,9 @@ import click
 from everygpu.errors import CheckpointError
 
 _VERBS = {
-    "convert": "convert_checkpoint",
-    "diff": "diff_checkpoints",
-    "show": "show_checkpoint",
-    "verify": "verify_checkpoint",
+    "convert": ("convert_checkpoint", "Write the model in SRC to DST, as safetensors or .pt."),
+    "show": ("show_checkpoint", "Show the tensors in a checkpoint."),
+    "verify": ("verify_checkpoint", "Check a checkpoint against its SHA256SUMS, or that it can be read."),
 }
 
 
@@ -24,9 +23,7 @@ class _Group(click.Group):
         except (BrokenPipeError, CheckpointError):  # some of ours are errors of the system as well
             raise
         except OSError as cause:  # such as a path that may not be looked at, or is too long
-            raise CheckpointError(
-                f"checkpoint: the paths must be ones that can be read and written, got {cause}. Check their rights."
-            ) from cause
+            raise CheckpointError(f"checkpoint: A path can't be read or written: {cause}. Check its rights.") from cause
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_VERBS)
@@ -34,13 +31,17 @@ class _Group(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _VERBS:
             return None
-        command: click.Command = getattr(import_module(f"{__name__}.{cmd_name}"), _VERBS[cmd_name])
+        command: click.Command = getattr(import_module(f"{__name__}.{cmd_name}"), _VERBS[cmd_name][0])
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in _VERBS.items()])
 
 
 @click.group("checkpoint", cls=_Group)
 def checkpoint() -> None:
-    """Show, verify, convert and compare checkpoints.
+    """Show, verify and convert checkpoints.
 
     A checkpoint is a directory of everygpu.save, a file of torch.save, a safetensors file, an index of
     shards, or a directory of torch.distributed.checkpoint, Transformers or Accelerate. Nothing in them is

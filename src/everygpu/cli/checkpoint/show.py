@@ -11,9 +11,9 @@ from rich.tree import Tree
 from torch import Tensor
 
 from everygpu.checkpoint.contents import read_any
-from everygpu.checkpoint.foreign import Contents
-from everygpu.checkpoint.foreign.sections import is_optimizer_state
-from everygpu.checkpoint.tensors import memory_of
+from everygpu.checkpoint.sections import is_optimizer_state
+from everygpu.checkpoint.states import Contents
+from everygpu.checkpoint.values import identity
 from everygpu.cli.checkpoint.console import open_console
 from everygpu.cli.paths import UserPath
 from everygpu.cli.text import harmless, plain
@@ -54,7 +54,9 @@ def show_checkpoint(path: Path, as_json: bool, depth: int | None, section: str |
 
 def tensors_of(contents: Contents) -> dict[str, Tensor]:
     """Return the model's tensors; none where there is no model."""
-    return {name: value for name, value in (contents.model or {}).items() if isinstance(value, Tensor)}
+    model = contents.parts.get("model")
+    values = {} if model is None else model.state["values"]
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def grow(tensors: Mapping[str, Tensor]) -> Node:
@@ -63,7 +65,7 @@ def grow(tensors: Mapping[str, Tensor]) -> Node:
     seen: set[object] = set()  # a tensor with several names counts once
     for name, tensor in tensors.items():
         *modules, last = name.split(".")
-        memory = memory_of(tensor)
+        memory = identity(tensor)
         size = 0 if memory in seen else _size(tensor)
         seen.add(memory)
         node = root
@@ -90,14 +92,12 @@ def summarise(contents: Contents) -> Iterable[str]:
         yield "written with: " + ", ".join(f"{name} {version}" for name, version in contents.libraries.items())
     if contents.section:
         yield f"model: under {contents.section!r}"
-    if contents.model is None:
+    if "model" not in contents.parts:
         yield f"no model: {contents.why_no_model}"
-    if is_optimizer_state(contents.optimizer):
-        yield f"optimizer: {_describe_optimizer(contents.optimizer)}"
-    if contents.scheduler is not None:
-        yield "scheduler: yes"
-    for name, value in contents.extras.items():
-        yield f"{name}: {_brief(value)}"
+    if contents.step is not None:
+        yield f"step: {contents.step}"
+    for name, value in _others(contents).items():
+        yield f"{name}: {_describe_optimizer(value) if is_optimizer_state(value) else _brief(value)}"
     for note in contents.notes:
         yield f"note: {note}"
 
@@ -117,11 +117,15 @@ def describe(path: Path, contents: Contents) -> dict[str, Any]:
             {"name": name, "dtype": _dtype(tensor), "shape": list(tensor.shape), "size_bytes": _size(tensor)}
             for name, tensor in tensors_of(contents).items()
         ],
-        "optimizer": contents.optimizer is not None,
-        "scheduler": contents.scheduler is not None,
-        "extras": {name: _as_json(value) for name, value in contents.extras.items()},
+        "step": contents.step,
+        "parts": {name: _as_json(value) for name, value in _others(contents).items()},
         "notes": list(contents.notes),
     }
+
+
+def _others(contents: Contents) -> dict[str, Any]:
+    parts = {name: part for name, part in contents.parts.items() if name != "model"} | dict(contents.extras)
+    return {name: part.state["values"] if part.kind == "module" else part.state for name, part in parts.items()}
 
 
 def _add(tree: Tree, node: Node, depth: int | None) -> None:

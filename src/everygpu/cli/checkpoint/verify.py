@@ -18,7 +18,7 @@ _INVALID = 4
 @click.argument("path", type=UserPath(path_type=Path))
 @click.pass_context
 def verify_checkpoint(context: click.Context, path: Path) -> None:
-    """Check a checkpoint against its manifest, or that it can be read.
+    """Check a checkpoint against its SHA256SUMS, or that it can be read.
 
     Exits with 4 when something is wrong with it.
     """
@@ -26,7 +26,7 @@ def verify_checkpoint(context: click.Context, path: Path) -> None:
         report = examine(path, bar.advance)
     console = open_console()
     for fault in report.faults:
-        console.print(plain(f"{fault.file}: {fault.problem}"))
+        console.print(plain(fault))
     if report.faults:
         console.print(plain(f"{path}: invalid"))
         context.exit(_INVALID)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from everygpu import tree
+from everygpu import comm, tree
 from everygpu.errors import CallError
 from everygpu.parallel.buckets.grouping import group_by_storage
 from everygpu.parallel.buckets.plan import BucketPlan, plan_bucket
@@ -151,7 +151,7 @@ class _Share:
         self._own = torch.full((), counted, dtype=torch.float64, device=device)  # no copy from the host, which waits
         for w in weights:
             if isinstance(w, Tensor):
-                self._own += w.to(device)
+                self._own += comm.copy(w, device)
         self._may_be_zero = not counted
         self._total = self._own.clone()
         self._wait: Callable[[], None] | None = group.all_reduce(self._total)

@@ -10,7 +10,6 @@ from everygpu.errors import DeviceError
 from everygpu.parallel.buckets.grouping import group_tensors
 from everygpu.parallel.buckets.sizes import REPLICA_BYTES
 from everygpu.ranks.group import Group
-from everygpu.watchdog.watch import watch_as_told
 
 
 def start_alike(group: Group, module: nn.Module) -> None:
@@ -21,7 +20,6 @@ def start_alike(group: Group, module: nn.Module) -> None:
     """
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     rows = {name: (tuple(t.shape), str(t.dtype)) for name, t in named.items()}
-    watch_as_told()
     group.check_same("parameters and buffers of the model", rows)
     copy_from_first(group, list(named.values()))
 

@@ -1,0 +1,341 @@
+"""Checkpoints of other programs, recognised by their first bytes and read without executing anything in them."""
+
+import re
+import zipfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from everygpu.checkpoint.dcp import METADATA, read_dcp
+from everygpu.checkpoint.format import cut, damaged, open_regular, read_json, read_safetensors
+from everygpu.checkpoint.modules import is_version
+from everygpu.checkpoint.sections import (
+    OPTIMIZER_NAMES,
+    SCHEDULER_NAMES,
+    at,
+    belongs,
+    choose,
+    explain_choice,
+    find_sections,
+    is_optimizer_state,
+    is_state,
+)
+from everygpu.checkpoint.states import Contents, Part
+from everygpu.errors import CheckpointError, CheckpointForeignError, CheckpointMismatchError, CheckpointNotFoundError
+
+Format: TypeAlias = Literal["torch.save", "safetensors", "sharded, with an index", "torch.distributed.checkpoint"]
+
+_MODEL_FILES = tuple(
+    f"{stem}{suffix}"
+    for stem in ("model", "pytorch_model", "diffusion_pytorch_model", "adapter_model")
+    for suffix in (".safetensors.index.json", ".safetensors", ".bin.index.json", ".bin")
+)
+"""What Transformers, Accelerate, Diffusers and PEFT call a model's file in a directory, best first."""
+
+_COMPANIONS = {"optimizer": ("optimizer.bin", "optimizer.pt"), "scheduler": ("scheduler.bin", "scheduler.pt")}
+"""What Accelerate and Transformers' Trainer put beside a model."""
+
+_HEAD_BYTES = 512
+_OTHERS = {
+    b"version https://git-lfs": ("a pointer of Git LFS", "Fetch the file itself: git lfs pull."),
+    b"GGUF": ("a GGUF file", "Convert it with the tools it was made by."),
+    b"\x89HDF": ("an HDF5 file, as Keras writes", "Convert it with the tools it was made by."),
+    b"\x93NUMPY": ("a NumPy array", "Read it with numpy.load."),
+    b"<": ("a web page or XML", "The download went wrong: fetch the file again."),
+}
+_WANTED = re.compile(r"(?:unsupported GLOBAL|Unsupported global: GLOBAL|Unsupported class) (\S+)")
+_FRAME = "Unsupported operand 149"
+"""What torch says of the first instruction that every pickle of protocol 4 or later has, and no earlier one."""
+
+_MISSING_SUPPORT = re.compile(r"``(torch\.[\w.]+)``[^`]* must be imported")
+
+
+def find_model_file(directory: Path) -> Path | None:
+    """Find a model under one of the usual names; the directory itself for a distributed checkpoint."""
+    if (directory / METADATA).is_file():
+        return directory
+    return next((directory / name for name in _MODEL_FILES if (directory / name).is_file()), None)
+
+
+def read_foreign(path: Path, *, section: str | None = None, with_values: bool = True) -> Contents:
+    """Read a foreign checkpoint: a file of torch.save, safetensors, shards with an index, or a DCP directory.
+
+    Args:
+        path: A file, or a directory with one of them under a usual name.
+        section: The dotted name of the model's state dict in the file; by default it is searched.
+        with_values: False allows tensors on the meta device.
+    Returns:
+        The parts that were recognised; tensors on the CPU, perhaps backed by the file.
+    Raises:
+        CheckpointNotFoundError: nothing is there.
+        CheckpointForeignError: it is of no known format, or can't be read without executing something in it.
+        CheckpointDamagedError: it is empty, cut off, altered or incomplete.
+        CheckpointMismatchError: the section is none.
+    """
+    file = _locate(path)
+    words = format_of(file)
+    contents = _sort(_read(file, words, with_values), words, section)
+    return _with_companions(contents, path) if path.is_dir() else contents
+
+
+def list_files(path: Path) -> tuple[Format, list[Path]]:
+    """Name a foreign checkpoint's format and the files that it consists of."""
+    file = _locate(path)
+    words = format_of(file)
+    if words == "torch.distributed.checkpoint":
+        return words, [file / METADATA, *sorted(entry for entry in file.glob("*.distcp") if entry.is_file())]
+    return words, [file, *sorted(set(_weight_map(file).values()))] if words == "sharded, with an index" else [file]
+
+
+def format_of(path: Path) -> Format:
+    """Tell a file's format by its first bytes: names are unreliable, and several formats share ``.bin``."""
+    if path.is_dir():
+        return "torch.distributed.checkpoint"
+    try:
+        with open_regular(path) as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError as cause:
+        raise damaged(path, f"can't be opened ({cause.strerror or cause})") from cause
+    if not head:
+        raise damaged(path, "is empty")
+    # Eight letters of text, taken as a length, are far above any header's. This comes before pickles: headers of
+    # 128 and 384 bytes, and some longer ones, have lengths that begin as those do.
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 2**40:
+        return "safetensors"
+    if head.startswith(b"PK\x03\x04") or (head[0] == 0x80 and head[1:2] <= b"\x05"):
+        return "torch.save"
+    if head.lstrip().startswith(b"{"):
+        return "sharded, with an index"
+    for magic, (what, advice) in _OTHERS.items():
+        if head.lstrip().startswith(magic):
+            raise _refused(path, f"is {what}", advice)
+    raise _refused(
+        path,
+        "is of no format that is known here",
+        "Pass a file of torch.save, a safetensors file, or a directory with such files.",
+    )
+
+
+def find_archive_fault(path: Path) -> str | None:
+    """Compare the checksums that torch.save wrote with the content; torch.load itself does not.
+
+    Returns:
+        What differs; None where nothing does, or there are no checksums: in files of the old format, and
+        those written under ``torch.serialization.set_crc32_options(False)``.
+    """
+    if not zipfile.is_zipfile(path):
+        return None
+    try:
+        with zipfile.ZipFile(path) as archive:
+            altered = archive.testzip() if any(entry.CRC for entry in archive.infolist()) else None
+    except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile) as cause:
+        return f"can't be read as the archive it is ({cut(cause)})"
+    return None if altered is None else f"was altered in {cut(altered)}: its checksum differs"
+
+
+def _locate(path: Path) -> Path:
+    """Find what to read at a path: a file, or a distributed checkpoint's directory."""
+    if not path.exists():
+        raise CheckpointNotFoundError(f"load: No checkpoint at {path}. Check the path.")
+    if not path.is_dir():
+        return path
+    found = find_model_file(path)
+    if found is None:
+        names = sorted(entry.name for entry in path.iterdir())
+        shown = f": {', '.join(names[:8])}{', …' if len(names) > 8 else ''}" if names else ""
+        raise CheckpointForeignError(
+            f"load: {path} holds no checkpoint: none of checkpoint.json, {METADATA}, {', '.join(_MODEL_FILES[:4])}. "
+            f"Pass one of its files or directories{shown}."
+        )
+    return found
+
+
+def _read(path: Path, words: Format, with_values: bool = True) -> Any:
+    if words == "safetensors":
+        return read_safetensors(path)
+    if words == "torch.save":
+        return _read_torch(path)
+    if words == "torch.distributed.checkpoint":
+        try:
+            return read_dcp(path, with_values=with_values)
+        except UnpicklingError as cause:
+            raise _explain(path, str(cause)) from cause
+    shards = _weight_map(path)
+    contents = {}
+    for shard in sorted(set(shards.values())):
+        inner = format_of(shard)
+        if inner == "sharded, with an index":
+            raise damaged(shard, "is listed as a shard, but is an index itself")
+        contents[shard] = _read(shard, inner)
+    for name, shard in shards.items():
+        if not isinstance(contents[shard], dict) or not isinstance(contents[shard].get(name), Tensor):
+            raise damaged(shard, f"lacks {cut(repr(name))}, which the index puts there")
+    return {name: contents[shard][name] for name, shard in shards.items()}
+
+
+def _read_torch(path: Path) -> Any:
+    """Run torch's restricted unpickler. There is no switch around it: a pickle is a program."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+        if any(entry.filename.endswith("/constants.pkl") for entry in entries):
+            raise _refused(
+                path,
+                "is a TorchScript archive, which holds code",
+                "Where you trust it, save its weights: torch.save(torch.jit.load(path).state_dict(), new).",
+            )
+        # torch.load takes a name that ends so for another format; mapped, a compressed tensor would be what it packs.
+        is_stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+        can_map = is_stored and path.suffix != ".safetensors"
+    else:
+        can_map = False
+    try:
+        if can_map:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with open_regular(path) as file:
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except UnpicklingError as cause:
+        raise _explain(path, str(cause)) from cause
+    except Exception as cause:  # altered bytes come out of torch as errors of any type
+        raise damaged(path, f"can't be read by torch.load ({_first_line(cause)})") from cause
+
+
+def _weight_map(path: Path) -> dict[str, Path]:
+    """Read an index such as ``model.safetensors.index.json``: the file of each tensor, all existing."""
+    document = read_json(path)
+    weight_map = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(weight_map, dict):
+        raise _refused(path, "is JSON without a 'weight_map'", "Pass an index of shards, or the weights' own file.")
+    shards = {}
+    for name, shard in weight_map.items():
+        # A link in the directory may lead out of it, as in the Hugging Face cache. A name must not.
+        is_plain = isinstance(shard, str) and re.fullmatch(r"[^/\\\0]+", shard) and shard not in (".", "..")
+        if not is_plain:
+            raise damaged(path, f"puts {cut(repr(name))} into {cut(repr(shard))}, which is no name of a file beside it")
+        shards[name] = path.parent / shard
+    missing = sorted({shard.name for shard in shards.values() if not shard.is_file()})
+    if missing:
+        raise damaged(path, f"lists {len(missing)} shards that are not beside it, {missing[0]} for one")
+    return shards
+
+
+def _sort(document: Any, words: str, section: str | None) -> Contents:
+    """Tell the parts of a document apart."""
+    if not isinstance(document, Mapping):
+        kind = type(document).__name__
+        return Contents(format=words, parts={}, why_no_model=f"a {kind} in it. Save a state_dict.")
+    candidates: list[str] = []
+    if section is None and is_state(document):
+        section, others = "", {name: value for name, value in document.items() if not belongs(name, value)}
+    else:
+        candidates = find_sections(document) if section is None else []
+        section = choose(candidates) if section is None else section
+        others = {name: value for name, value in document.items() if name != (section or "").split(".")[0]}
+    extras = {str(name): value for name, value in others.items()}
+    optimizer = _take(extras, OPTIMIZER_NAMES, is_optimizer_state)
+    known = {
+        "optimizer": None if optimizer is None else _with_same_ids(optimizer),
+        "scheduler": _take(extras, SCHEDULER_NAMES, lambda value: isinstance(value, Mapping)),
+    }
+    contents = Contents(
+        format=words,
+        parts={name: Part(kind=None, state=value) for name, value in known.items() if value is not None},
+        extras={name: Part(kind=None, state=value) for name, value in extras.items()},
+    )
+    if section is None:
+        return replace(contents, why_no_model=explain_choice(document, candidates))
+    return _with_model(contents, section, at(document, section), [name for name in candidates if name != section])
+
+
+def _with_model(contents: Contents, section: str, state: Any, others: list[str]) -> Contents:
+    if not is_state(state):
+        raise CheckpointMismatchError(f"load: {section!r} is no state dict in the file, but a {type(state).__name__}.")
+    notes = []
+    if others:
+        notes = [f"the model is taken from {section!r}; there is also {', '.join(map(repr, others))}"]
+    if section:
+        notes += [
+            f"{name!r} in {section!r} is left out: a {type(value).__name__}, no tensor"
+            for name, value in state.items()
+            if not belongs(name, value)
+        ]
+    versions = getattr(state, "_metadata", None)
+    pairs = versions.items() if isinstance(versions, Mapping) else ()
+    versions = {path: dict(entry) for path, entry in pairs if isinstance(path, str) and is_version(entry)}
+    values = {name: value for name, value in state.items() if belongs(name, value)}
+    model = Part(kind="module", state={"values": values, "versions": versions})
+    return replace(contents, parts={**contents.parts, "model": model}, section=section, notes=tuple(notes))
+
+
+def _with_companions(contents: Contents, directory: Path) -> Contents:
+    """Add the optimizer and scheduler that Accelerate keeps in files of their own."""
+    parts, notes = dict(contents.parts), list(contents.notes)
+    for part, names in _COMPANIONS.items():
+        path = next((directory / name for name in names if (directory / name).is_file()), None)
+        if path is None or part in parts:
+            continue
+        try:
+            state = _read(path, format_of(path))
+        except CheckpointError as error:  # the model can be loaded all the same
+            notes.append(f"{path.name} is left out ({error})")
+            continue
+        if is_optimizer_state(state) if part == "optimizer" else isinstance(state, Mapping):
+            parts[part] = Part(kind=None, state=state)
+    return replace(contents, parts=parts, notes=tuple(notes))
+
+
+def _take(others: dict[str, Any], names: tuple[str, ...], is_one: Any) -> Any:
+    """Remove and return the first value of a kind that stands under one of the names."""
+    for name in names:
+        value = others.get(name)
+        if isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        if is_one(value):
+            del others[name]
+            return value
+    return None
+
+
+def _with_same_ids(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Number an optimizer's parameters as its groups do: distributed checkpoints turn the numbers into text."""
+    try:
+        ids = {str(i): i for group in optimizer["param_groups"] for i in group["params"]}
+        return {**optimizer, "state": {ids.get(str(key), key): value for key, value in optimizer["state"].items()}}
+    except (TypeError, LookupError, AttributeError):
+        return dict(optimizer)
+
+
+def _explain(path: Path, message: str) -> CheckpointError:
+    wanted, support = _WANTED.search(message), _MISSING_SUPPORT.search(message)
+    if support is not None:
+        advice = f"Import {support[1]} first, or save ordinary tensors."
+        return _refused(path, f"holds tensors of {support[1]}", advice)
+    if wanted is not None:
+        return _refused(
+            path,
+            f"wants to run {wanted[1].rstrip('.')}",
+            "Nothing of it was run. Ask for a file with only a state_dict; if you know this name to be harmless, allow "
+            "it with torch.serialization.add_safe_globals before loading.",
+        )
+    if _FRAME in message:
+        return _refused(
+            path,
+            "has a pickle of protocol 4 or later, of which torch's restricted unpickler reads nothing",
+            "Where you trust the file, read it with torch.load(path, weights_only=False), or with pickle.load where "
+            "torch did not write it, and save it anew: torch.save(state_dict, new_path).",
+        )
+    return damaged(path, f"can't be read by torch's restricted unpickler ({_first_line(message)})")
+
+
+def _refused(path: Path, what: str, advice: str) -> CheckpointForeignError:
+    return CheckpointForeignError(f"load: {path} {cut(what)}. Nothing in it was executed. {advice}")
+
+
+def _first_line(cause: object) -> str:
+    text = str(cause).split("WeightsUnpickler")[-1].strip().splitlines() or [repr(cause)]
+    return text[0][:200]

@@ -1,0 +1,313 @@
+"""The files of a checkpoint, and the one function that tells a directory of ours.
+
+``model.safetensors`` and ``training.safetensors`` hold the tensors, in shards with an index where they are larger than
+5 GB; ``checkpoint.json`` holds the format, the structure of what is no tensor, and where the checkpoint stands in its
+run; ``SHA256SUMS`` is written last, so that ``sha256sum -c`` verifies a checkpoint without us.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import re
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from everygpu.errors import CheckpointDamagedError, CheckpointForeignError
+
+FORMAT, VERSION = "everygpu", 1
+DOCUMENT, SUMS = "checkpoint.json", "SHA256SUMS"
+MODEL, TRAINING = "model", "training"
+SHARD_BYTES = 5 * 10**9
+
+_HEAD = re.compile(rb'\s*\{\s*"format":\s*"everygpu"')
+_TENSOR_FILE = re.compile(r"(model|training)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+_SUM = re.compile(r"([0-9a-f]{64})  ([^/\n]+)\n")
+_READ_BYTES = 2**20
+_THREADS = 4
+_LIBRARIES = ("everygpu", "torch", "safetensors", "numpy")
+_MAX_SHOWN = 240
+
+_T = TypeVar("_T")
+
+
+def is_ours(path: Path) -> bool:
+    """Tell a checkpoint of ours, whole or damaged, by the format that its ``checkpoint.json`` names."""
+    try:
+        with open_regular(path / DOCUMENT) as file:
+            return _HEAD.match(file.read(100)) is not None
+    except OSError:
+        return False
+
+
+def is_claimed(path: Path) -> bool:
+    """Tell a directory to be read as ours: also one without a readable ``checkpoint.json``, which is an error then."""
+    if (path / DOCUMENT).exists():
+        return True
+    with suppress(OSError, ValueError), open_regular(path / SUMS) as file:
+        return f"  {DOCUMENT}\n" in file.read(_READ_BYTES).decode()
+    return False
+
+
+def is_file_of_ours(name: str) -> bool:
+    """Tell whether a file in a checkpoint's directory belongs to the checkpoint."""
+    return name in (DOCUMENT, SUMS) or _TENSOR_FILE.fullmatch(name) is not None
+
+
+def write_files(
+    directory: Path,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    document: Mapping[str, Any],
+    check: Callable[[], object] = lambda: None,
+) -> None:
+    """Write a checkpoint's files to an empty directory, several at a time, each hashed as soon as it is written.
+
+    Args:
+        directory: Where to.
+        tensors: By `MODEL` and `TRAINING`, and by name.
+        document: What ``checkpoint.json`` is to hold beside the format.
+        check: Called before each file; what it raises ends the writing.
+    """
+    shards = {file: part for stem, group in tensors.items() for file, part in _shards(stem, group).items()}
+    works = [partial(_write_tensors, directory / file, part, check) for file, part in shards.items()]
+    indices = {f"{stem}.safetensors.index.json": _index(stem, shards) for stem in tensors}
+    works += [partial(_write_text, directory / name, text) for name, text in indices.items() if text is not None]
+    written = dict(side_by_side(works))
+    check()
+    whole = {
+        "format": FORMAT,
+        "version": VERSION,
+        **document,
+        "libraries": _library_versions(),
+        "files": {name: (directory / name).stat().st_size for name in sorted(written)},
+    }
+    lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in whole.items())
+    written |= [_write_text(directory / DOCUMENT, f"{{\n{lines}\n}}\n")]
+    _write_text(directory / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(written.items())))
+
+
+def read_document(directory: Path) -> dict[str, Any]:
+    """Read ``checkpoint.json``, and see that the files it lists are there in full size.
+
+    Raises:
+        CheckpointForeignError: it is none of ours, or of a newer format.
+        CheckpointDamagedError: a file is missing, cut off or altered.
+    """
+    path = directory / DOCUMENT
+    document = read_json(path)
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise CheckpointForeignError(
+            f'load: {path} doesn\'t name the "format" everygpu. Pass a checkpoint that everygpu.save wrote.'
+        )
+    number, files = document.get("version"), document.get("files")
+    if type(number) is not int or number < 1:
+        raise damaged(path, "has no version")
+    if number > VERSION:
+        raise CheckpointForeignError(f"load: {path} has the format version {number}. Upgrade everygpu to read it.")
+    if not isinstance(files, dict) or not all(_TENSOR_FILE.fullmatch(name) for name in files):
+        raise damaged(path, "lists files that no checkpoint has")
+    for name, num_bytes in files.items():
+        found = _size(directory / name)
+        if found != num_bytes:
+            raise damaged(directory / name, f"has {found} bytes where {cut(num_bytes)} were written")
+    return document
+
+
+def find_altered(
+    directory: Path, document: Mapping[str, Any], advance: Callable[[int], object] = lambda num_bytes: None
+) -> list[CheckpointDamagedError]:
+    """Compare every byte of a checkpoint with ``SHA256SUMS``.
+
+    Args:
+        directory: Where the files are.
+        document: As `read_document` returned it.
+        advance: Called with the number of bytes that were read since the last call.
+    Returns:
+        What is wrong with each faulty file.
+    """
+    path, wanted = directory / SUMS, {DOCUMENT, *document["files"]}
+    lines = _read(path).decode(errors="replace").splitlines(keepends=True)
+    sums = {match[2]: match[1] for line in lines if (match := _SUM.fullmatch(line))}
+    if len(sums) != len(lines) or sums.keys() != wanted:
+        return [damaged(path, f"doesn't list one digest of each of {', '.join(sorted(wanted))}")]
+    names = sorted(sums)
+    found = side_by_side([partial(hash_file, directory / name, advance) for name in names])
+    return [
+        damaged(directory / name, f"was altered: its SHA-256 is not the one in {SUMS}")
+        for name, digest in zip(names, found)
+        if digest != sums[name]
+    ]
+
+
+def read_tensors(directory: Path, document: Mapping[str, Any], stem: str) -> dict[str, Tensor]:
+    """Read the tensors of the model or of the training; they may be backed by the files."""
+    tensors: dict[str, Tensor] = {}
+    for name in document["files"]:
+        if name.startswith(stem) and name.endswith(".safetensors"):
+            tensors |= read_safetensors(directory / name)
+    return tensors
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Read one file of tensors, mapped into memory."""
+    try:
+        with open_regular(path):
+            return load_file(path)
+    except (SafetensorError, OSError, LookupError, ValueError, TypeError, RuntimeError) as cause:
+        raise damaged(path, f"is no valid safetensors file ({cause})") from cause
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors to a new file that everybody may read who may by umask.
+
+    What overlaps in memory is copied, as safetensors' writer asks.
+    """
+    path.touch()
+    mode = path.stat().st_mode
+    plain = {name: t.detach().resolve_conj().resolve_neg().contiguous() for name, t in tensors.items()}
+    end: tuple[str, int] = ("", 0)
+    for name, tensor in sorted(plain.items(), key=lambda item: (str(item[1].device), item[1].data_ptr())):
+        begin = (str(tensor.device), tensor.data_ptr())
+        plain[name] = tensor.clone() if begin < end else tensor
+        end = max(end, (begin[0], begin[1] + tensor.nbytes))
+    try:
+        save_file(plain, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        if (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+    os.chmod(path, mode)  # the writer lets nobody else read it
+
+
+def read_json(path: Path) -> Any:
+    """Read a file of JSON.
+
+    Raises:
+        CheckpointDamagedError: it is missing, or is no JSON.
+    """
+    try:
+        return json.loads(_read(path))
+    except (ValueError, RecursionError) as cause:
+        raise damaged(path, f"is no readable JSON ({cause})") from cause
+
+
+def open_regular(path: Path) -> Any:
+    """Open a file for reading; in a checkpoint from elsewhere, a pipe may be in its place, which never ends to wait."""
+    if not path.is_file() and path.exists():
+        raise OSError(f"{path} is no regular file")
+    return open(path, "rb")
+
+
+def hash_file(path: Path, advance: Callable[[int], object] = lambda num_bytes: None) -> str:
+    """Return the SHA-256 of a file."""
+    digest, piece = hashlib.sha256(), memoryview(bytearray(_READ_BYTES))
+    try:
+        with open_regular(path) as file:
+            while count := file.readinto(piece):
+                digest.update(piece[:count])
+                advance(count)
+    except OSError as cause:
+        raise damaged(path, f"can't be read ({cause.strerror or cause})") from cause
+    return digest.hexdigest()
+
+
+def side_by_side(works: Iterable[Callable[[], _T]]) -> list[_T]:
+    """Do work in threads; one after the other where no thread can be begun any more, as at the interpreter's end."""
+    works = list(works)
+    try:
+        with ThreadPoolExecutor(_THREADS) as pool:
+            futures = [pool.submit(work) for work in works]
+    except RuntimeError:
+        return [work() for work in works]
+    return [future.result() for future in futures]
+
+
+def damaged(path: Path, what: str) -> CheckpointDamagedError:
+    """Say which file is damaged, and how."""
+    return CheckpointDamagedError(f"load: {path} {cut(what)}. Nothing was loaded; take an earlier or another copy.")
+
+
+def cut(text: object) -> str:
+    """Print the beginning of what a file may have made long."""
+    text = str(text)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+
+
+def _shards(stem: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Deal tensors to files of at most `SHARD_BYTES`, or of one tensor."""
+    shards: list[dict[str, Tensor]] = [{}]
+    num_bytes = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and num_bytes + tensor.nbytes > SHARD_BYTES:
+            shards.append({})
+            num_bytes = 0
+        shards[-1][name] = tensor
+        num_bytes += tensor.nbytes
+    if len(shards) == 1:
+        return {f"{stem}.safetensors": shards[0]}
+    return {f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
+
+
+def _index(stem: str, shards: Mapping[str, Mapping[str, Tensor]]) -> str | None:
+    """Write the index of shards as Transformers does; None where there is one file."""
+    own = {file: shard for file, shard in shards.items() if file.startswith(f"{stem}-")}
+    total = sum(tensor.nbytes for shard in own.values() for tensor in shard.values())
+    weight_map = {name: file for file, shard in own.items() for name in shard}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1) if own else None
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor], check: Callable[[], object]) -> tuple[str, str]:
+    check()
+    write_safetensors(path, tensors)
+    return path.name, _finish(path)
+
+
+def _write_text(path: Path, text: str) -> tuple[str, str]:
+    path.write_text(text, encoding="utf-8")
+    return path.name, _finish(path)
+
+
+def _finish(path: Path) -> str:
+    """Hash a file while the disk writes it."""
+    digest, _ = side_by_side([partial(hash_file, path), partial(_sync, path)])
+    return digest
+
+
+def _sync(path: Path) -> str:
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+    return path.name
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with open_regular(path) as file:
+            data: bytes = file.read()
+            return data
+    except OSError as cause:
+        raise damaged(path, f"can't be read ({cause.strerror or cause})") from cause
+
+
+def _size(path: Path) -> int:
+    try:
+        with open_regular(path) as file:
+            return os.fstat(file.fileno()).st_size
+    except OSError as cause:
+        raise damaged(path, f"can't be read ({cause.strerror or cause})") from cause
+
+
+def _library_versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in _LIBRARIES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions

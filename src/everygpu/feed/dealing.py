@@ -1,0 +1,160 @@
+"""Rows of a loader's batches for each rank: the loader's batch is the batch of the whole run.
+
+Rows are dealt contiguously, in the order of the ranks, and no two ranks' shares differ by more than one row. Where the
+dataset has indices, each rank reads its own rows only: the batches' lists of indices are cut, so workers, collate_fn
+and pinning stay as they are.
+"""
+
+import functools
+import logging
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from everygpu import tree
+from everygpu.errors import RankError
+from everygpu.parallel.scatter.batch_types import batch_type, open_batch, slice_batch
+from everygpu.parallel.scatter.row_count import find_rows
+from everygpu.parallel.scatter.split import plan_split
+from everygpu.ranks.first_batch import batch_digest
+from everygpu.ranks.group import Group
+from everygpu.ranks.lockstep import Lockstep
+
+logger = logging.getLogger("everygpu")
+
+Kind: TypeAlias = Literal["indexed", "whole", "sharded"]
+"""A rank reads its own rows; it reads all and keeps its own; or its loader has only its own."""
+
+
+def kind_of(loader: Any, sharded: bool) -> Kind:
+    """Tell how a loader's batches are dealt to ranks."""
+    if sharded or is_split_already(loader):
+        return "sharded"
+    return "indexed" if _has_index_lists(loader) else "whole"
+
+
+def is_data_loader(loader: Any) -> bool:
+    """Tell whether a loader is torch's, so that another sampler can take the place of its own.
+
+    Accelerate's loaders pretend to be: that sampler would have to go into the loader that they hold. One with a
+    position of its own, as torchdata's, is iterated as it is.
+    """
+    return issubclass(type(loader), DataLoader) and not hasattr(loader, "load_state_dict")
+
+
+def is_split_already(loader: Any) -> bool:
+    """Tell whether a loader gives a rank its own rows, by a sampler of torch's that does so."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers: Sequence[Any] = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    return isinstance(loader, DataLoader) and any(
+        isinstance(s, DistributedSampler) and s.num_replicas > 1 for s in samplers
+    )
+
+
+def _has_index_lists(loader: Any) -> bool:
+    if not is_data_loader(loader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    return loader.batch_sampler is not None or isinstance(loader.sampler, BatchSampler)
+
+
+@functools.cache
+def say_once(kind: Kind) -> None:
+    """Log what the way of dealing means that was not asked for."""
+    if kind == "sharded":
+        logger.warning(
+            "Feeder: the DataLoader has a DistributedSampler: each rank's batches are taken as its own, as by "
+            "sharded=True."
+        )
+    elif kind == "whole":
+        logger.warning(
+            "Feeder: every rank reads all of this loader and keeps its own rows of each batch, since it has no indices "
+            "to deal. With a dataset that gives each rank its own part, sharded=True avoids that."
+        )
+
+
+class Dealing:
+    """How one pass's batches are dealt to this rank.
+
+    Args:
+        group: The ranks.
+        kind: What the loader gives.
+    """
+
+    def __init__(self, group: Group, kind: Kind) -> None:
+        self.group, self.kind = group, kind
+        self.lockstep = None if kind == "indexed" else Lockstep(group, must_match=kind == "whole")
+        """None where all ranks know the number of batches from the sampler."""
+        self._are_empty: deque[bool] = deque()
+        self._first = ""
+
+    def cut(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
+        """Cut the lists of indices that a batch sampler gives; one index stands for a batch without rows."""
+        for whole in batches:
+            indices = list(whole)
+            own = indices[self._share(len(indices))]
+            self._are_empty.append(not own)
+            yield own or indices[:1]
+
+    def take(self, batch: Any, dim: int = 0) -> Any:
+        """Return this rank's rows of what the loader has given; called for each batch, in order."""
+        if self.kind == "indexed":
+            return slice_rows(batch, slice(0, 0), dim) if self._are_empty.popleft() else batch
+        own = batch
+        if self.kind == "whole":
+            num_rows = find_rows([("batch", batch)], dim)
+            own = batch if num_rows is None else slice_rows(batch, self._share(num_rows), dim)
+        if self.lockstep is not None:
+            empty, digest = slice(0, 0), functools.partial(batch_digest, batch)
+            self.lockstep.note(lambda: tree.map_leaves(_detached, slice_rows(own, empty, dim)), digest)
+        return own
+
+    def note_first(self, batches: list[Any]) -> None:
+        """Note the first batch's indices, if there is one, to be compared."""
+        self._first = repr([list(batch) for batch in batches])
+
+    def check(self, sampler: Any) -> None:
+        """Compare the first batch's indices and the number of batches, once the order is drawn.
+
+        Args:
+            sampler: Draws the order.
+        Raises:
+            RankError: ranks have drawn different orders, by which rows would be lost.
+        """
+        if self.kind != "indexed":
+            return
+        try:
+            num_batches = len(sampler)
+        except TypeError:  # a sampler without a length
+            num_batches = None
+        if len(set(self.group.gather(zlib.crc32(f"{num_batches} {self._first}".encode())))) > 1:
+            raise RankError(
+                "Feeder: ranks must draw the same order from the same data, got different first batches or numbers of "
+                "batches. Seed the sampler alike on all ranks, or pass sharded=True if each rank has data of its own. "
+                "What one rank does alone, such as validating, iterates the DataLoader itself."
+            )
+
+    def _share(self, num_rows: int) -> slice:
+        rows, rank = plan_split(num_rows, self.group.size, "even").rows, self.group.rank
+        return slice(sum(rows[:rank]), sum(rows[: rank + 1]))
+
+
+def slice_rows(batch: Any, rows: slice, dim: int) -> Any:
+    """Slice every tensor and array of a batch along a dimension, and ``Rows`` and the like; the rest stays as it is."""
+
+    def cut(leaf: Any) -> Any:
+        kind = batch_type(leaf)
+        if kind is not None:
+            return slice_batch(leaf, kind, rows)
+        return leaf[(slice(None),) * (dim % leaf.ndim) + (rows,)] if tree.has_dims(leaf) else leaf
+
+    return tree.map_leaves(cut, batch, open_batch)
+
+
+def _detached(leaf: Any) -> Any:
+    """Copy what has no rows, so that it doesn't keep the batch it was cut from."""
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf.copy() if tree.is_array(leaf) else leaf

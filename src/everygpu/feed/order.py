@@ -1,0 +1,472 @@
+"""The order of a loader's batches, and where a run stands in it.
+
+The order of a pass comes from a seed and the pass's number: the generators that it may be drawn from are seeded while
+it is drawn. So a pass can be begun again in another process, with other workers, replicas and ranks, and what was used
+of it is skipped. DataLoader's workers and a Feeder's thread fetch ahead, hence batches are counted where the training
+loop is given them.
+"""
+
+import copy
+import random
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, islice
+from operator import index
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from everygpu.checkpoint.rng import rng_states_kept
+from everygpu.devices.seed import derive_seed
+from everygpu.errors import CheckpointMismatchError, OptionError
+from everygpu.feed.dealing import Dealing, Kind, is_data_loader, kind_of, say_once
+from everygpu.ranks.group import join
+from everygpu.torch_private.data import LoaderIterator
+
+
+class Pass:
+    """How far the training loop is in one pass.
+
+    Each pass has one of its own, so an older pass that goes on doesn't move the position of a later one.
+    """
+
+    __slots__ = ("batch", "digest", "drawn", "epoch", "indices", "is_last", "own")
+
+    def __init__(
+        self, epoch: int = 0, batch: int = 0, digest: int | None = None, own: Any = None, is_last: bool = False
+    ) -> None:
+        self.epoch, self.batch = epoch, batch
+        self.digest = digest
+        """Of the indices of the last batch that was used before the pass was resumed."""
+        self.own = own
+        """The loader's own state, or its sampler's or dataset's, after the last batch that was used."""
+        self.is_last = is_last
+        """Whether that is the state after the whole pass."""
+        self.drawn: deque[tuple[Any, Any, bool]] = deque()
+        """Indices, own state and whether it is the last one, of the batches that are drawn and not used yet."""
+        self.indices: Any = None
+        """Of the batch that was used last; None before the first one."""
+
+    def count(self) -> None:
+        """Count a batch as used."""
+        self.batch += 1
+        if self.drawn:
+            self.indices, self.own, self.is_last = self.drawn.popleft()
+
+    def finish(self) -> None:
+        """Count the pass as complete."""
+        self.epoch, self.batch = self.epoch + 1, 0
+        self.digest, self.indices, self.is_last = None, None, False
+
+
+class Order:
+    """Begins the passes over one loader, and knows the position.
+
+    Args:
+        loader: Any iterable of batches.
+        seed: Of all orders; None to draw one from the loader's generator, or torch's.
+        sharded: Whether each rank's loader gives that rank's own rows.
+    """
+
+    def __init__(self, loader: Any, seed: int | None, sharded: bool) -> None:
+        generators = generators_of([loader, *_samplers_of(loader)], Sampler)
+        self.seed = _draw_seed(generators) if seed is None else seed
+        self.kind: Kind = kind_of(loader, sharded)
+        self.is_alone = False
+        """Whether this rank begins passes without the others."""
+        self._advises = not sharded
+        self._loader = loader
+        self._dataset_generators = generators_of([getattr(loader, "dataset", None)], Dataset)
+        self._pass = Pass()
+        self._is_resumed = False
+        self._sampler: _OrderSampler | None = None
+        self._generators = generators
+        self.iterated = loader
+        """What is iterated: of a DataLoader a copy, with a sampler that can begin in the middle."""
+        if is_data_loader(loader):
+            self.iterated = copy.copy(loader)
+            own = vars(self.iterated)  # DataLoader refuses to set these after its constructor
+            # Workers' seeds come from torch's generator, which is seeded meanwhile; the loader's own seeds the order.
+            own["_iterator"], own["generator"] = None, None
+            if isinstance(loader.dataset, IterableDataset):
+                own["persistent_workers"] = False  # the generators of those that persist can't be seeded
+            else:
+                name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+                self._sampler = own[name] = _OrderSampler(getattr(loader, name), generators)
+        self._holder = _find_holder(loader) if self._sampler is None else self._sampler.holder
+
+    @property
+    def epoch(self) -> int:
+        """How many passes are complete."""
+        return self._pass.epoch
+
+    def begin(self) -> tuple[Iterator[Any], Pass, Dealing | None]:
+        """Begin a pass: of one that was resumed the rest, else a whole one. All ranks call it at the same place.
+
+        Returns:
+            The batches, where to count those that are used, and what takes this rank's rows of each.
+        Raises:
+            RankError: ranks have drawn different orders.
+            CheckpointMismatchError: the order drawn again is not the one that was saved.
+        """
+        old, is_resumed = self._pass, self._is_resumed
+        if is_resumed:
+            now = Pass(old.epoch, old.batch, old.digest, old.own, old.is_last)
+        else:
+            now = Pass(old.epoch + (old.batch > 0), own=None if old.batch else old.own)
+        group = None if self.is_alone else join()
+        dealing = None if group is None else Dealing(group, self.kind)
+        rank = 0
+        if group is not None:
+            self.seed = group.broadcast_object(self.seed)
+            rank = 0 if self.kind == "whole" else group.rank  # else transforms would draw the same on all ranks
+            if group.rank == 0 and self._advises:
+                say_once(self.kind)
+        number = derive_seed(self.seed, now.epoch)
+        with _seeded(derive_seed(number, rank), self._dataset_generators):
+            if self._sampler is not None:
+                batches = self._begin_indexed(self._sampler, now, number, is_resumed, dealing)
+            else:
+                batches = self._begin_iterable(now, is_resumed)
+        if dealing is not None and self._sampler is not None:
+            dealing.check(self._sampler)
+        # Only now: what interrupts the beginning leaves the position as it was.
+        self._pass, self._is_resumed = now, False
+        return batches, now, dealing
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last batch that was used."""
+        now = self._pass
+        return {
+            "epoch": now.epoch,
+            "batch": now.batch,
+            "seed": self.seed,
+            "last_batch": now.digest if now.indices is None else digest_of(now.indices),
+            "own": now.own,
+            "is_last": now.is_last,
+            "data": self._describe(),
+        }
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go to a position; the next pass begins there.
+
+        Raises:
+            CheckpointMismatchError: it is no position, or in the middle of a pass over other data.
+        """
+        self._check(state)
+        # Of parts, what was saved is rank 0's.
+        digest = None if self.kind == "sharded" else state["last_batch"]
+        self._pass = Pass(state["epoch"], state["batch"], digest, state["own"], state["is_last"])
+        self.seed, self._is_resumed = state["seed"], True
+
+    def close(self) -> None:
+        """End the workers that wait for the next pass."""
+        if self.iterated is not self._loader:
+            self.iterated._iterator = None
+
+    def _begin_indexed(
+        self, sampler: "_OrderSampler", now: Pass, number: int, is_resumed: bool, dealing: Dealing | None
+    ) -> Iterator[Any]:
+        cuts = dealing if dealing is not None and dealing.kind == "indexed" else None
+        sampler.prepare(now, number, is_resumed, cuts)
+        batches: Iterator[Any] = iter(self.iterated)
+        if not isinstance(batches, LoaderIterator):  # an __iter__ of its own, which may begin later
+            batches = _begun(batches)
+        if now.batch and not sampler.is_asked:
+            raise CheckpointMismatchError(
+                "Feeder: this DataLoader's own __iter__ asks its sampler for no indices, so a pass can't be resumed in "
+                "its middle. Save between two passes, or use a DataLoader without an __iter__ of its own."
+            )
+        return batches
+
+    def _begin_iterable(self, now: Pass, is_resumed: bool) -> Iterator[Any]:
+        if now.is_last:
+            return iter(())
+        num_left_out = now.batch
+        if self.iterated is self._loader:
+            _reseed(self._generators)
+        if is_resumed and now.own is not None and self._holder is not None:
+            self._holder.load_state_dict(copy.deepcopy(now.own))
+            num_left_out = 0
+        batches: Iterator[Any] = iter(self.iterated)
+        for _ in islice(batches, num_left_out):
+            pass
+        if isinstance(batches, LoaderIterator) and hasattr(batches, "_workers"):
+            return batches  # which have drawn their seeds by now
+        return _begun(batches if self._holder is None else _noted(batches, now, self._holder, lambda _: None))
+
+    def _describe(self) -> dict[str, Any]:
+        """Return what has to be the same for a pass to go on, where it is known."""
+        loader = self._loader
+        reads_again = isinstance(getattr(loader, "dataset", None), IterableDataset) and self._holder is None
+        return {
+            "batches": _length_of(loader),
+            "rows": _length_of(getattr(loader, "dataset", None)),
+            "batch_size": getattr(loader, "batch_size", None),
+            "shuffle": _is_shuffled(loader),
+            "num_workers": getattr(loader, "num_workers", None) if reads_again else None,
+        }
+
+    def _check(self, state: Any) -> None:
+        try:
+            is_position = min(index(state["epoch"]), index(state["batch"]), index(state["seed"])) >= 0
+            is_position = (
+                is_position and isinstance(state["data"], dict) and {"own", "is_last", "last_batch"} <= state.keys()
+            )
+        except (LookupError, TypeError, AttributeError):
+            is_position = False
+        if not is_position:
+            raise CheckpointMismatchError(
+                f"Feeder: no position: {state!r:.200}. Pass what Feeder.state_dict returned, or leave it out."
+            )
+        if state["own"] is not None and self._holder is None:
+            raise CheckpointMismatchError(
+                "Feeder: the saved position is that of a loader, sampler or dataset with a state_dict of its own, and "
+                f"{type(self._loader).__qualname__} has none. Make the loader as it was, or leave the position out."
+            )
+        if not state["batch"] or self.kind == "sharded":
+            return
+        words = {
+            "batches": "number of batches",
+            "rows": "number of rows",
+            "batch_size": "batch_size",
+            "shuffle": "shuffle",
+            "num_workers": "num_workers (over an IterableDataset)",
+        }
+        now = self._describe()
+        for name, what in words.items():
+            before = state["data"].get(name)
+            if None not in (before, now[name]) and before != now[name]:
+                raise CheckpointMismatchError(
+                    f"Feeder: the position is in the middle of a pass, and the {what} was {before} then, {now[name]} "
+                    f"now: rows would be repeated and others left out. Make the DataLoader as it was, or leave the "
+                    f"position out."
+                )
+
+
+class _OrderSampler:
+    """Takes the place of a DataLoader's sampler: draws its order from a seed, and leaves out what was used.
+
+    Args:
+        sampler: The DataLoader's own.
+        generators: That its order may come from.
+    """
+
+    def __init__(self, sampler: Any, generators: Sequence[Any]) -> None:
+        self._sampler, self._generators = sampler, generators
+        self.holder = next((s for s in _with_inner([sampler], Sampler) if keeps_state(s)), None)
+        """The sampler that keeps a state of its own; None where there is none."""
+        self.is_asked = False
+        """Whether the pass has asked for indices."""
+
+    def prepare(self, now: Pass, number: int, is_resumed: bool, cuts: Dealing | None) -> None:
+        """Say what the next pass is, whose number the order is drawn from; ``cuts`` leaves this rank's indices."""
+        self.is_asked, self._num_ended = False, 0
+        self._plan = now, number, is_resumed and now.own is not None, cuts
+        self._start = now.own if self.holder is None or self._plan[2] else copy.deepcopy(self.holder.state_dict())
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Runs in the main process, as the DataLoader's iterator is made; not a generator, which would begin later.
+        # With workers, DataLoader asks twice, and takes from the second iterator.
+        now, number, has_own, cuts = self._plan
+        is_first, is_asked, self.is_asked = self._num_ended == 0, self.is_asked, True
+        # An endless loader's own __iter__ asks again when an order has come to its end.
+        with _seeded(derive_seed(number, self._num_ended), self._generators):
+            if self.holder is not None and is_first and (has_own or is_asked):
+                self.holder.load_state_dict(copy.deepcopy(self._start))
+            batches = iter(()) if now.is_last and is_first else iter(self._sampler)
+            if is_first and not (has_own and self.holder is not None):
+                _check_drawn_again(deque(islice(batches, now.batch), maxlen=1), now.digest)
+            first = list(islice(batches, 1))  # samplers draw their order when they are asked for an index
+        found = self._noted(chain(first, batches), now)
+        if cuts is None:
+            return found
+        cuts.note_first(first)
+        return cuts.cut(found)
+
+    def _noted(self, batches: Iterator[Any], now: Pass) -> Iterator[Any]:
+        yield from _noted(batches, now, self.holder, _frozen)
+        self._num_ended += 1
+
+
+def keeps_state(value: Any) -> bool:
+    """Tell whether a loader, sampler or dataset has a state to save and load.
+
+    Accelerate's loaders have the methods, too, but fail unless the loader that they hold has them.
+    """
+    holders = {id(x): x for x in (value, getattr(value, "base_dataloader", value))}.values()
+    methods = [getattr(holder, name, None) for holder in holders for name in ("state_dict", "load_state_dict")]
+    return all(map(callable, methods)) and not isinstance(value, torch.nn.Module)
+
+
+def generators_of(holders: Iterable[Any], within: type) -> list[Any]:
+    """Find the generators that are attributes of some objects, and of those of a type within them, each once."""
+    values = [value for holder in _with_inner(holders, within) for value in _attributes(holder)]
+    return list({id(value): value for value in values if _is_generator(value)}.values())
+
+
+def digest_of(indices: Sequence[Any]) -> int | None:
+    """Return the CRC-32 of a batch's indices as a list in text; None where they are no whole numbers."""
+    try:
+        return zlib.crc32(str([index(i) for i in indices]).encode()) if indices else None
+    except TypeError:
+        return None
+
+
+def _samplers_of(loader: Any) -> list[Any]:
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+
+
+def _find_holder(loader: Any) -> Any:
+    """Return what keeps a state of its own: the loader, or an IterableDataset that is read in this process."""
+    if not is_data_loader(loader):
+        return loader if keeps_state(loader) else None
+    return loader.dataset if loader.num_workers == 0 and keeps_state(loader.dataset) else None
+
+
+def _draw_seed(generators: Sequence[Any]) -> int:
+    """Draw a seed from the first of the loader's generators, or torch's, as DataLoader does for its workers."""
+    generator = next((g for g in generators if isinstance(g, torch.Generator) and g.device.type == "cpu"), None)
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item())
+
+
+@contextmanager
+def _seeded(number: int, generators: Sequence[Any]) -> Iterator[None]:
+    """Seed the process's generators within, and some others for good; those on GPUs stay as they are."""
+    with rng_states_kept(with_cuda=False):
+        random.seed(number)
+        numpy.random.seed(number % 2**32)
+        torch.default_generator.manual_seed(number)
+        _reseed(generators)
+        yield
+
+
+def _reseed(generators: Sequence[Any]) -> None:
+    """Give each generator a seed of its own, from that of torch's."""
+    for position, generator in enumerate(generators, start=1):
+        number = derive_seed(torch.default_generator.initial_seed(), position)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(number)
+        elif isinstance(generator, random.Random):
+            generator.seed(number)
+        elif hasattr(generator, "bit_generator"):
+            generator.bit_generator.state = type(generator.bit_generator)(number).state
+        else:
+            generator.seed(number % 2**32)
+
+
+def _is_generator(value: Any) -> bool:
+    is_python = isinstance(value, random.Random) and not isinstance(value, random.SystemRandom)
+    return is_python or isinstance(value, (torch.Generator, numpy.random.Generator, numpy.random.RandomState))
+
+
+def _with_inner(holders: Iterable[Any], within: type) -> list[Any]:
+    left, found = list(holders), {}
+    while left:
+        holder = left.pop(0)
+        if holder is not None and id(holder) not in found:
+            found[id(holder)] = holder
+            left += [value for value in _attributes(holder) if isinstance(value, within)]
+    return list(found.values())
+
+
+def _attributes(holder: Any) -> list[Any]:
+    return list(getattr(holder, "__dict__", {}).values())
+
+
+def _begun(batches: Iterator[Any]) -> Iterator[Any]:
+    """Have an iterator draw its first item now, in this thread and with these generators."""
+    return chain(list(islice(batches, 1)), batches)
+
+
+def _noted(batches: Iterator[Any], now: Pass, holder: Any, indices_of: Callable[[Any], Any]) -> Iterator[Any]:
+    """Note each batch, with the state of its holder after it.
+
+    A holder's next batch is drawn before one is given: the last one is known by that. A sampler or dataset that is
+    asked for a short batch is at its end already, and its state that of the next pass.
+    """
+    if holder is None:
+        for batch in batches:
+            now.drawn.append((indices_of(batch), None, False))
+            yield batch
+        return
+    ahead = _draw(batches)
+    while not isinstance(ahead, BaseException):
+        batch, own = ahead[0], copy.deepcopy(holder.state_dict())
+        ahead = _draw(batches)
+        is_last = isinstance(ahead, StopIteration)
+        now.drawn.append((indices_of(batch), copy.deepcopy(holder.state_dict()) if is_last else own, is_last))
+        yield batch
+    if not isinstance(ahead, StopIteration):
+        raise ahead
+
+
+def _draw(batches: Iterator[Any]) -> tuple[Any] | BaseException:
+    try:
+        return (next(batches),)
+    except BaseException as error:  # noqa: BLE001 - raised again at its batch
+        return error
+
+
+def _frozen(indices: Any) -> Any:
+    """Return what stays as it is: samplers may use their list again. An empty tuple stands for what isn't compared."""
+    return tuple(indices) if isinstance(indices, (list, tuple)) else (indices,) if isinstance(indices, int) else ()
+
+
+def _check_drawn_again(used: Iterable[Any], digest: int | None) -> None:
+    for again in used:
+        now = digest_of(_frozen(again))
+        if None not in (digest, now) and digest != now:
+            raise CheckpointMismatchError(
+                "Feeder: the sampler doesn't draw the same order again in the middle of a pass, so samples would be "
+                "repeated and others left out. Have it draw the whole order as the pass begins, or from a generator "
+                "that is an attribute of it; use the same dataset; or leave the position out."
+            )
+
+
+def _length_of(data: Any) -> int | None:
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):  # an IterableDataset without a length
+        return None
+
+
+def _is_shuffled(loader: Any) -> bool | None:
+    """Tell whether a loader draws its order at random; None where that isn't known."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    if not isinstance(loader, DataLoader) or type(batch_sampler) not in (BatchSampler, type(None)):
+        return None
+    kind = type(getattr(loader if batch_sampler is None else batch_sampler, "sampler", None))
+    is_drawn = kind in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+    return False if kind is SequentialSampler else True if is_drawn else None
+
+
+def check_in_order(loader: Any) -> None:
+    """Refuse a DataLoader whose batches come as they are ready: which of them were used can't be told by counting.
+
+    Raises:
+        OptionError: saying so.
+    """
+    if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
+        raise OptionError(
+            "Feeder: a DataLoader with in_order=False can't be resumed: its batches are not counted in the order they "
+            "were drawn in. Leave in_order out."
+        )

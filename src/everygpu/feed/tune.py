@@ -1,0 +1,150 @@
+"""Measure how many worker processes load data fastest, on the user's own DataLoader."""
+
+import copy
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from everygpu.checkpoint.rng import rng_states_kept
+from everygpu.errors import OptionError
+from everygpu.feed.feeder import Feeder, Target, check_target, describe, is_number
+from everygpu.feed.waiting import count_cores
+
+GAIN = 0.05
+"""More workers are worth their memory when they are faster by this part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerTrial:
+    """One number of workers that was tried."""
+
+    num_workers: int
+    batches_per_s: float
+    """After the first batch."""
+    first_batch_s: float
+    """Starting the workers and loading the first batch: what each pass costs, unless workers are persistent."""
+    num_batches: int
+    """How many the rate was measured over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReport:
+    """What ``tune_workers`` found."""
+
+    num_workers: int
+    """The smallest number that is as fast as any, within the gain that counts."""
+    trials: tuple[WorkerTrial, ...]
+    """In the order they were run."""
+
+
+def tune_workers(
+    loader: DataLoader[Any],
+    model_or_devices: Target = None,
+    *,
+    candidates: Iterable[int] | None = None,
+    seconds: float = 3.0,
+) -> WorkerReport:
+    """Measure how many worker processes a DataLoader needs.
+
+    Batches are loaded and sent to the devices as ``Feeder`` does, with nothing else to do, by 0, 1, 2, 4, … workers
+    up to the CPU cores that this process may use, until more bring nothing. The random generators of this process
+    stay as they are; those of the loader are seeded, as by any ``Feeder``::
+
+        report = everygpu.tune_workers(loader, model)
+        loader = DataLoader(dataset, num_workers=report.num_workers)
+
+    Args:
+        loader: A DataLoader of torch.
+        model_or_devices: As for ``Feeder``.
+        candidates: Numbers of workers to try, all of them, in this order.
+        seconds: How long to measure each number of workers.
+    Returns:
+        The number, and what was tried.
+    Raises:
+        OptionError: ``loader`` is no DataLoader or gives no batch, or an option has no such value.
+        Exception: what the loader raises.
+    Source:
+        ``os.sched_getaffinity`` for the cores; the numbers are measured, not derived from them.
+    """
+    numbers = _check_options(loader, candidates, seconds)
+    check_target(model_or_devices, "tune_workers")
+    trials: list[WorkerTrial] = []
+    for num_workers in numbers:
+        with rng_states_kept(with_cuda=False):
+            trials.append(_try(loader, model_or_devices, num_workers, seconds))
+        if candidates is None and _has_peaked([t.batches_per_s for t in trials]):
+            break
+    return WorkerReport(num_workers=choose(trials), trials=tuple(trials))
+
+
+def choose(trials: Iterable[WorkerTrial]) -> int:
+    """Return the smallest number of workers that is as fast as any, within the gain that counts."""
+    known = list(trials)
+    best = max(t.batches_per_s for t in known)
+    return min(t.num_workers for t in known if t.batches_per_s * (1 + GAIN) >= best)
+
+
+def with_workers(loader: DataLoader[Any], num_workers: int) -> DataLoader[Any]:
+    """Copy a DataLoader, of whatever subclass, with another number of workers."""
+    twin = copy.copy(loader)
+    own = vars(twin)  # DataLoader refuses to set some of these after its constructor
+    own |= {"num_workers": num_workers, "persistent_workers": False, "_iterator": None}
+    own["prefetch_factor"] = (loader.prefetch_factor or 2) if num_workers else None
+    if not num_workers:
+        own["timeout"] = 0
+    return twin
+
+
+def numbers_to_try() -> list[int]:
+    """Return the numbers of workers that are tried, unless a smaller one turns out to be enough: 0, 1, 2, 4, …"""
+    limit = count_cores()
+    return [0, *(2**i for i in range(limit.bit_length()) if 2**i < limit), limit]
+
+
+def _check_options(loader: Any, candidates: Iterable[int] | None, seconds: Any) -> list[int]:
+    if not isinstance(loader, DataLoader):
+        raise OptionError(
+            f"tune_workers: loader must be a torch.utils.data.DataLoader, got {describe(loader)}. "
+            f"Other iterables have no workers to tune."
+        )
+    if not is_number(seconds) or not 0 < seconds < math.inf:
+        raise OptionError(f"tune_workers: seconds must be more than 0, got {seconds!r}.")
+    if candidates is None:
+        return numbers_to_try()
+    numbers = list(candidates) if isinstance(candidates, Iterable) else []
+    if not numbers or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers):
+        raise OptionError(
+            f"tune_workers: candidates must be one or more whole numbers from 0, got {numbers or candidates!r}. "
+            f"Leave them out for 0, 1, 2, 4 and so on."
+        )
+    return numbers
+
+
+def _try(loader: DataLoader[Any], target: Target, num_workers: int, seconds: float) -> WorkerTrial:
+    start = time.perf_counter()
+    feeder = Feeder(with_workers(loader, num_workers), target, seed=0)
+    feeder._order.is_alone = True  # ranks measure for different numbers of batches
+    feeder._meter.warns = False  # there is nothing else to do than to wait
+    with iter(feeder) as feed:
+        if next(feed, feed) is feed:
+            raise OptionError("tune_workers: the loader gives no batch. Check its dataset and sampler.")
+        begin = now = time.perf_counter()
+        num_batches = 0
+        for _ in feed:
+            num_batches, now = num_batches + 1, time.perf_counter()
+            if now - begin >= seconds:
+                break
+    first_batch_s = begin - start
+    rate = num_batches / (now - begin) if num_batches else 1 / first_batch_s
+    return WorkerTrial(
+        num_workers=num_workers, batches_per_s=rate, first_batch_s=first_batch_s, num_batches=num_batches
+    )
+
+
+def _has_peaked(rates: list[float]) -> bool:
+    """Tell whether the last two numbers of workers, beyond the first ones, brought nothing over the best before."""
+    return len(rates) > 4 and max(rates[-2:]) < (1 + GAIN) * max(rates[:-2])

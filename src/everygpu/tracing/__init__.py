@@ -1,1 +1,0 @@
-"""A few steps of a script under torch's profiler, and what their time went to."""

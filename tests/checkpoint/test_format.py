@@ -1,0 +1,135 @@
+"""The files of a checkpoint: what others read in them, and that every element type comes back bit by bit."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+from torch import Tensor, nn
+
+import everygpu
+from everygpu.checkpoint import format as module
+from everygpu.errors import CheckpointContentError, CheckpointError, CheckpointForeignError
+from tests.checkpoint.forge import edit_document
+from tests.checkpoint.models import Net, same_state
+
+DTYPES = [getattr(torch, name) for name in sorted(everygpu.checkpoint.values._DTYPES - {"float4_e2m1fn_x2"})]
+
+
+def random_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A tensor with any bits at all, so nan payloads and subnormals too."""
+    size = torch.empty(0, dtype=dtype).element_size()
+    high = 2 if dtype is torch.bool else 256
+    raw = torch.randint(0, high, (*shape, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(7))
+    return raw.view(dtype).reshape(shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 5), (0,), (2, 0, 3)], ids=str)
+def test_every_dtype_and_shape_survives(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = random_bits(dtype, shape)
+    assert same_state(everygpu.load(everygpu.save(tmp_path / "ckpt", x=tensor)), {"x": tensor})
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex32], ids=str)
+@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
+def test_a_dtype_that_safetensors_lacks_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    with pytest.raises(CheckpointContentError, match="x is of torch.complex.*safetensors lacks"):
+        everygpu.save(tmp_path / "ckpt", x=torch.ones(2, dtype=dtype))
+
+
+def test_views_of_one_memory_come_back_apart_and_equal_ones_together(tmp_path: Path) -> None:
+    base = torch.arange(12.0)
+    state = {"a": base[:6].view(2, 3), "b": base[4:].view(2, 4).t(), "all": base, "again": base, "conj": base.conj()}
+    back = everygpu.load(everygpu.save(tmp_path / "ckpt", **state))
+    assert same_state(back, state)
+    assert back["all"].data_ptr() == back["again"].data_ptr()
+    assert (tmp_path / "ckpt" / "training.safetensors").stat().st_size < 1000
+
+
+def test_sha256sum_verifies_it_without_us(tmp_path: Path) -> None:
+    everygpu.save(tmp_path / "ckpt", model=Net(1), x=torch.ones(3))
+    command = ["sha256sum", "-c", "--strict", "SHA256SUMS"]
+    if shutil.which(command[0]) is None:
+        pytest.skip("no sha256sum here")
+    done = subprocess.run(command, cwd=tmp_path / "ckpt", capture_output=True, text=True, check=True)
+    assert done.stdout.count(": OK") == 3
+
+
+def test_safetensors_reads_the_model(tmp_path: Path) -> None:
+    everygpu.save(tmp_path / "ckpt", model=Net(3))
+    own, target = Net(3).state_dict(), Net(4)
+    found = load_file(tmp_path / "ckpt" / "model.safetensors")
+    assert found.keys() == own.keys() - {"head.weight"}  # tied
+    load_model(target, tmp_path / "ckpt" / "model.safetensors")
+    assert same_state(dict(target.state_dict()), dict(own))
+
+
+def test_large_models_are_written_in_shards_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SHARD_BYTES", 300)
+    model, target = Net(1), Net(2)
+    path = everygpu.save(tmp_path / "ckpt", model=model, x=torch.ones(100), y=torch.ones(3))
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in Net(1).state_dict().values()) - 96
+    assert {*index["weight_map"].values()} == {file.name for file in path.glob("model-*.safetensors")}
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(path / file)[name], model.state_dict()[name])
+    assert everygpu.load(path, model=target)["x"].sum() == 100
+    assert same_state(dict(target.state_dict()), dict(model.state_dict()))
+    (tmp_path / "other").mkdir()
+    for file in path.glob("model*"):
+        shutil.copy(file, tmp_path / "other")
+    other = Net(3)
+    everygpu.load(tmp_path / "other", model=other)  # as Transformers writes
+    assert same_state(dict(other.state_dict()), dict(model.state_dict()))
+    everygpu.save(path, model=model)
+    assert {file.name for file in path.iterdir()} >= {"checkpoint.json", "SHA256SUMS"}
+
+
+def test_what_lies_beside_it_stays(tmp_path: Path) -> None:
+    path = everygpu.save(tmp_path / "ckpt", model=Net(1))
+    (path / "config.json").write_text("{}")
+    (path / "tokenizer").mkdir()
+    (path / "tokenizer" / "a.txt").write_text("x")
+    (path / "link").symlink_to("config.json")
+    everygpu.save(path, model=Net(2))
+    assert (path / "config.json").read_text() == "{}"
+    assert (path / "tokenizer" / "a.txt").read_text() == "x"
+    assert (path / "link").is_symlink()
+    model = Net(3)
+    everygpu.load(path, model=model)
+    assert same_state(dict(model.state_dict()), dict(Net(2).state_dict()))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "checkpoint.json", "model.safetensors", "SHA256SUMS"])
+@pytest.mark.parametrize("text", ["{}", '{"format": "of-another-program"}'])
+def test_a_stranger_s_directory_is_not_replaced(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / name).write_text(text)
+    with pytest.raises(CheckpointForeignError, match=r"no checkpoint of everygpu"):
+        everygpu.save(tmp_path / "theirs", epoch=1)
+    assert (tmp_path / "theirs" / name).read_text() == text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"version": 99}, {"version": "1"}, {"version": True}, {"files": []}, {"files": {"../x": 3}}, {"format": "x"}],
+    ids=str,
+)
+def test_another_document_is_a_typed_error(tmp_path: Path, changes: dict[str, object]) -> None:
+    path = everygpu.save(tmp_path / "ckpt", model=Net(1), epoch=1)
+    edit_document(path, **changes)
+    with pytest.raises(CheckpointError, match=r"checkpoint\.json|SHA256SUMS|99"):
+        everygpu.load(path)
+
+
+def test_lazy_sparse_and_meta_tensors_are_refused(tmp_path: Path) -> None:
+    for model in (nn.LazyLinear(2), nn.Linear(1, 1, device="meta")):
+        with pytest.raises(CheckpointContentError, match="the tensor at (weight|bias)"):
+            everygpu.save(tmp_path / "ckpt", model=model)
+    with pytest.raises(CheckpointContentError, match="layout"):
+        everygpu.save(tmp_path / "ckpt", x=torch.eye(2).to_sparse())
+    assert not (tmp_path / "ckpt").exists()

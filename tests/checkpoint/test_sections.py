@@ -1,0 +1,158 @@
+"""Which part of a file is the model, which the optimizer, and what is said when that isn't clear."""
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from everygpu.checkpoint.foreign import _sort
+from everygpu.checkpoint.sections import MODEL_NAMES, find_state, is_state
+from everygpu.checkpoint.states import Contents
+from everygpu.errors import CheckpointMismatchError
+
+
+def sort_document(document: Any, words: str, section: str | None = None) -> Contents:
+    return _sort(document, words, section)
+
+
+def model_of(found: Contents) -> Any:
+    return found.require_model("p")
+
+
+def extras_of(found: Contents) -> dict[str, Any]:
+    return {name: part.state for name, part in found.extras.items()}
+
+
+W = {"layer.weight": torch.ones(2, 2), "layer.bias": torch.ones(2)}
+EMA = {"layer.weight": torch.zeros(2, 2), "layer.bias": torch.zeros(2)}
+
+
+def optimizer_state(lr: float = 0.5) -> dict[str, Any]:
+    return torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=lr).state_dict()
+
+
+def test_a_state_dict_is_the_model() -> None:
+    found = sort_document(W, "x")
+    assert model_of(found) == W
+    assert found.section == ""
+    assert found.notes == ()
+
+
+def test_plain_values_beside_the_tensors_come_back() -> None:
+    found = sort_document(W | {"epoch": 3}, "x")
+    assert model_of(found) == W
+    assert extras_of(found) == {"epoch": 3}
+
+
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_a_model_under_every_usual_name(name: str) -> None:
+    found = sort_document({"epoch": 7, "best": torch.tensor(0.5), name: W}, "x")
+    assert model_of(found) == W
+    assert found.section == name
+    assert extras_of(found).keys() == {"epoch", "best"}
+    assert found.notes == ()
+
+
+def test_several_models_are_chosen_from_in_the_documented_order_and_it_is_said() -> None:
+    found = sort_document({"ema": EMA, "model": W, "other": EMA}, "x")
+    assert model_of(found) == W
+    assert extras_of(found).keys() == {"ema", "other"}
+    assert found.notes == ("the model is taken from 'model'; there is also 'ema', 'other'",)
+
+
+def test_a_section_can_be_chosen() -> None:
+    found = sort_document({"ema": EMA, "model": W}, "x", "ema")
+    assert model_of(found) == EMA
+    assert extras_of(found) == {"model": W}
+
+
+@pytest.mark.parametrize("section", ["eam", "model.layer", "epoch", "model.layer.weight"])
+def test_a_section_that_is_none_is_refused(section: str) -> None:
+    with pytest.raises(CheckpointMismatchError, match="is no state dict in the file"):
+        sort_document({"ema": EMA, "model": W, "epoch": 3}, "x", section)
+
+
+def test_a_model_one_level_deeper_is_found() -> None:
+    found = sort_document({"model": {"state_dict": W, "config": {}}}, "x")
+    assert model_of(found) == W
+    assert found.section == "model.state_dict"
+
+
+def test_one_model_under_an_unusual_name_is_taken() -> None:
+    assert model_of(sort_document({"backbone": W, "epoch": 3}, "x")) == W
+
+
+def test_several_models_under_unusual_names_are_not_guessed() -> None:
+    found = sort_document({"G": W, "D": EMA, "epoch": 3}, "x")
+    assert "model" not in found.parts
+    assert extras_of(found).keys() == {"G", "D", "epoch"}
+    with pytest.raises(CheckpointMismatchError, match=r"'D', 'G'|'G', 'D'.*G=module"):
+        found.require_model("gan.pt")
+
+
+@pytest.mark.parametrize("document", [{}, {"epoch": 3}, [torch.ones(2)], torch.ones(2), 5, None, {"a": []}], ids=str)
+def test_no_model(document: Any) -> None:
+    found = sort_document(document, "x")
+    assert "model" not in found.parts
+    with pytest.raises(CheckpointMismatchError, match="load: p has .*in it"):
+        found.require_model("p")
+
+
+@pytest.mark.parametrize("name", ["optimizer", "optimizer_state_dict", "optim"])
+def test_the_optimizer_is_recognised(name: str) -> None:
+    found = sort_document({"model": W, name: optimizer_state(), "step": 4}, "x")
+    assert found.parts["optimizer"].state == optimizer_state()
+    assert extras_of(found) == {"step": 4}
+
+
+def test_lightning_has_lists_of_one() -> None:
+    found = sort_document(
+        {"state_dict": W, "optimizer_states": [optimizer_state()], "lr_schedulers": [{"last_epoch": 2}], "epoch": 1},
+        "x",
+    )
+    assert found.parts["optimizer"].state == optimizer_state()
+    assert found.parts["scheduler"].state == {"last_epoch": 2}
+    assert extras_of(found) == {"epoch": 1}
+
+
+def test_several_optimizers_are_left_in_the_rest() -> None:
+    found = sort_document({"state_dict": W, "optimizer_states": [optimizer_state(), optimizer_state()]}, "x")
+    assert "optimizer" not in found.parts
+    assert len(extras_of(found)["optimizer_states"]) == 2
+
+
+def test_numbers_of_parameters_that_became_text_are_numbers_again() -> None:
+    state = optimizer_state() | {"state": {"0": {"step": 1}, "1": {"step": 2}}}
+    found = sort_document({"model": W, "optimizer": state}, "x")
+    assert found.parts["optimizer"].state["state"] == {0: {"step": 1}, 1: {"step": 2}}
+
+
+def test_extra_state_of_modules_stays_and_other_values_are_left_out_and_named() -> None:
+    state = W | {"layer._extra_state": {"calls": 3, "seen": torch.ones(1)}, "note": "hello"}
+    found = sort_document({"model": state}, "x")
+    assert model_of(found).keys() == W.keys() | {"layer._extra_state"}
+    assert found.notes == ("'note' in 'model' is left out: a str, no tensor",)
+
+
+def test_versions_of_modules_are_kept() -> None:
+    state = nn.BatchNorm1d(2).state_dict()
+    assert sort_document({"model": state}, "x").parts["model"].state["versions"] == {"": {"version": 2}}
+    state._metadata = ["broken"]  # type: ignore[attr-defined]
+    assert sort_document(state, "x").parts["model"].state["versions"] == {}
+
+
+def test_what_a_state_is() -> None:
+    assert is_state(W)
+    assert is_state(OrderedDict(W))
+    assert not is_state({"a": 1})
+    assert not is_state({0: torch.ones(1)})
+    assert not is_state({"t": torch.ones(1), "model": W})
+
+
+def test_a_state_can_be_found_inside_a_value() -> None:
+    assert find_state(W) == W
+    assert find_state({"step": 1, "state_dict": W}) == W
+    assert find_state({"a": W, "b": W}) is None
+    assert find_state(3) is None

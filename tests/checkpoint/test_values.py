@@ -1,0 +1,255 @@
+"""The encoder: what goes in comes out, with the same types, through real JSON."""
+
+import enum
+import json
+import math
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from everygpu.checkpoint.values import decode, encode
+from everygpu.errors import CheckpointContentError
+
+
+def through_json(value: object, path: str = "extras") -> Any:
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(encode(value, path, tensors), allow_nan=False)
+    return decode(json.loads(text), tensors)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in value and in type, at every depth and in order; nan equals nan, 0.0 differs from -0.0."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a.items(), b.items()))
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, float):
+        return repr(a) == repr(b)
+    if isinstance(a, complex):
+        return same(a.real, b.real) and same(a.imag, b.imag)
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return bool(a == b)
+
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.binary()
+    | st.complex_numbers()
+    | st.builds(torch.tensor, st.integers(-9, 9))
+)
+# Text that looks like the encoder's own marks must survive too.
+marks = st.sampled_from(["$tensor", "$tuple", "$dict", "$", "a.b", "", "state"])
+keys = marks | st.text() | st.integers() | st.booleans() | st.none() | st.tuples(st.integers(), st.text())
+trees = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(keys, inner, max_size=4)
+        | st.dictionaries(marks, inner, max_size=2)
+        | st.dictionaries(keys, inner, max_size=3).map(OrderedDict)
+    ),
+    max_leaves=20,
+)
+
+
+@given(trees)
+def test_decode_undoes_encode(tree: object) -> None:
+    assert same(through_json(tree), tree)
+
+
+@given(st.characters(categories=["Cs"]))
+def test_lone_surrogates_survive(text: str) -> None:
+    assert through_json(text) == text
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, -0.0, 1e308, 5e-324])
+def test_every_float_survives(value: float) -> None:
+    assert repr(through_json(value)) == repr(value)
+
+
+def test_nan_survives() -> None:
+    assert math.isnan(through_json({"a": [math.nan]})["a"][0])
+
+
+def test_keys_that_look_alike_stay_apart() -> None:
+    value = {1: "int", "1": "str", 1.5: "float", "1.5": "text", None: "none", "None": "word"}
+    assert same(through_json(value), value)
+
+
+def test_tensors_of_keys_that_look_alike_stay_apart() -> None:
+    value = {1: torch.tensor(1), "1": torch.tensor(2), "a.b": torch.tensor(3), "a": {"b": torch.tensor(4)}}
+    assert same(through_json(value), value)
+
+
+def test_tensors_are_named_by_their_place() -> None:
+    tensors: dict[str, Tensor] = {}
+    encode({"state": {0: {"exp_avg": torch.ones(2)}}, "list": [torch.zeros(1)]}, "", tensors)
+    assert list(tensors) == ["state.0.exp_avg", "list.0"]
+
+
+def test_tensors_are_the_caller_s_own_memory() -> None:
+    value = torch.ones(3, requires_grad=True)
+    tensors: dict[str, Tensor] = {}
+    encode(value, "x", tensors)
+    assert tensors["x"].data_ptr() == value.data_ptr()
+    assert not tensors["x"].requires_grad
+
+
+def test_a_parameter_comes_back_as_tensor() -> None:
+    assert type(through_json(nn.Parameter(torch.ones(2)))) is Tensor
+
+
+def test_counter_and_ordered_dict_keep_their_type() -> None:
+    value = [Counter({3: 2, 5: 1}), OrderedDict([("b", 1), ("a", 2)])]
+    assert same(through_json(value), value)
+
+
+class Phase(enum.IntEnum):
+    WARMUP = 3
+
+
+class Name(str):
+    __slots__ = ()
+
+
+Point = namedtuple("Point", "x y")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (Phase.WARMUP, 3),
+        (Name("adam"), "adam"),
+        (Point(1, 2), (1, 2)),
+        (torch.Size([2, 3]), (2, 3)),
+        (defaultdict(list, {"a": [1]}), {"a": [1]}),
+        (np.float64(0.5), 0.5),
+        (np.float32(0.5), 0.5),
+        (np.int8(-3), -3),
+        (np.bool_(True), True),
+        (np.str_("x"), "x"),
+    ],
+)
+def test_subclasses_come_back_as_their_base(value: object, expected: object) -> None:
+    assert same(through_json(value), expected)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6).reshape(2, 3),
+        np.arange(6)[::-1],
+        np.array(1.5, dtype=np.float16),
+        np.zeros((0, 2), dtype=np.uint32),
+        np.array([True, False]),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    ],
+)
+def test_arrays_come_back_as_arrays(array: Any) -> None:
+    back = through_json({"a": array})["a"]
+    assert type(back) is np.ndarray
+    assert back.dtype == array.dtype
+    assert back.shape == array.shape
+    assert (back == array).all()
+
+
+def test_read_only_arrays_are_stored_without_a_warning() -> None:
+    array = np.arange(3)
+    array.flags.writeable = False
+    assert through_json(array).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(),
+        {1, 2},
+        len,
+        lambda: 0,
+        int,
+        torch.float32,
+        bytearray(b"x"),
+        np.array(["x"]),
+        np.array([None]),
+        np.datetime64("2020-01-01"),
+        np.datetime64("2020-01-01", "ns"),
+        np.timedelta64(1, "ns"),
+        np.ma.masked_array([1, 2], mask=[False, True]),
+        np.arange(3, dtype=np.dtype(int).newbyteorder()),
+        nn.parameter.UninitializedParameter(),
+        {"\ud800": torch.ones(1)},
+        10**5000,
+        torch.eye(2).to_sparse(),
+        torch.ones(2, device="meta"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_has_no_place_is_refused_with_its_path(value: object) -> None:
+    with pytest.raises(CheckpointContentError, match=r"extras\.config\.1"):
+        encode({"config": [0, value]}, "extras", {})
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=layout)
+    with pytest.raises(CheckpointContentError, match="at extras"):
+        encode(nested, "extras", {})
+
+
+def test_the_message_about_half_a_surrogate_pair_can_be_printed() -> None:
+    with pytest.raises(CheckpointContentError, match=r"at \\ud800") as caught:
+        encode({"\ud800": torch.ones(1)}, "", {})
+    assert str(caught.value).encode()
+
+
+@pytest.mark.parametrize("key", [object(), torch.tensor(1), (1, object()), frozenset({1})])
+def test_keys_that_have_no_place_are_refused(key: object) -> None:
+    with pytest.raises(CheckpointContentError, match=r"a key of extras\.config"):
+        encode({"config": {key: 1}}, "extras", {})
+
+
+def test_a_value_within_itself_is_refused() -> None:
+    value: list[Any] = []
+    value.append(value)
+    with pytest.raises(CheckpointContentError, match=r"extras\.loop .*itself"):
+        encode(value, "extras.loop", {})
+
+
+def test_the_message_says_what_may_be_stored() -> None:
+    with pytest.raises(TypeError, match="list, tuple and dict"):
+        encode({1, 2}, "extras.seen", {})
+
+
+@pytest.mark.parametrize(
+    "skeleton",
+    [
+        {"$unknown": 1},
+        {"$tensor": "missing"},
+        {"$tensor": ["a"]},
+        {"$tuple": 3},
+        {"$dict": [[1]]},
+        {"$dict": [[[1], 2]]},
+        {"$bytes": "*"},
+        {"$bytes": 7},
+        {"$float": "x"},
+        {"$complex": [1]},
+    ],
+)
+def test_skeletons_that_encode_never_makes_are_refused(skeleton: object) -> None:
+    with pytest.raises((LookupError, TypeError, ValueError)):
+        decode(skeleton, {})

@@ -1,0 +1,96 @@
+"""Rows of a batch for each rank: none lost, none twice, in order."""
+
+from itertools import chain
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import everygpu
+from everygpu.errors import SplitError
+from everygpu.feed.dealing import Dealing, kind_of
+from everygpu.ranks.lockstep import Lockstep
+
+
+def dealings(kind, size):
+    return [Dealing(SimpleNamespace(rank=rank, size=size), kind) for rank in range(size)]
+
+
+def test_a_batch_of_ten_on_four_ranks():
+    ranks = dealings("indexed", 4)
+    found = [list(dealing.cut(iter([list(range(10)), range(10, 13)]))) for dealing in ranks]
+    assert found == [[[0, 1, 2], [10]], [[3, 4, 5], [11]], [[6, 7], [12]], [[8, 9], [10]]]
+    empty = ranks[3].take(torch.ones(2)), ranks[3].take({"x": torch.ones(1, 3), "name": "a"})
+    assert [len(empty[0]), empty[1]["x"].shape, empty[1]["name"]] == [2, (0, 3), "a"]
+
+
+@given(sizes=st.lists(st.integers(1, 9), max_size=5), num_ranks=st.integers(1, 6))
+def test_lists_of_indices_are_cut_as_whole_batches_are(sizes, num_ranks):
+    batches = [[10 * i + j for j in range(size)] for i, size in enumerate(sizes)]
+    cut, whole = [], []
+    for by_index, by_rows in zip(dealings("indexed", num_ranks), dealings("whole", num_ranks)):
+        read = [torch.tensor(indices) for indices in by_index.cut(iter(batches))]
+        cut.append([by_index.take(batch).tolist() for batch in read])
+        whole.append([by_rows.take(torch.tensor(batch)).tolist() for batch in batches])
+    assert cut == whole
+    assert [list(chain(*rows)) for rows in zip(*cut)] == batches
+
+
+def test_rows_of_any_dimension_and_of_arrays():
+    mask = everygpu.Replicated(torch.ones(7))
+    batch = {"x": torch.arange(12).view(2, 6), "y": [np.arange(6)[None], mask], "z": torch.tensor(3.0)}
+    found = [dealing.take(batch, 1) for dealing in dealings("whole", 4)]
+    assert torch.equal(torch.cat([f["x"] for f in found], 1), batch["x"])
+    assert [f["y"][0].tolist() for f in found] == [[[0, 1]], [[2, 3]], [[4]], [[5]]]
+    assert all(f["y"][1] is mask and f["z"] is batch["z"] for f in found)
+    assert dealings("whole", 2)[1].take("no rows") == "no rows"
+    with pytest.raises(SplitError, match="same number of rows"):
+        dealings("whole", 2)[0].take([torch.ones(2), torch.ones(3)])
+
+
+def test_a_batch_without_rows_keeps_none_of_the_batch_it_was_made_of():
+    dealing = dealings("sharded", 2)[0]
+    dealing.take([torch.ones(1000), np.ones(1000)])
+    tensor, array = dealing.lockstep.empty_batch()
+    assert [len(tensor), len(array), tensor.untyped_storage().nbytes(), array.base] == [0, 0, 0, None]
+
+
+def test_a_batch_that_cant_be_without_rows_is_an_error_only_where_one_is_needed():
+    dealing, batch = dealings("sharded", 2)[0], pack_sequence([torch.ones(2), torch.ones(1)])
+    assert dealing.take(batch) is batch
+    with pytest.raises(SplitError, match="drop_last=True"):
+        dealing.lockstep.empty_batch()
+
+
+def test_all_ranks_learn_that_one_needs_a_batch_that_there_is_not():
+    other_has_ended = SimpleNamespace(rank=0, gather=lambda own: [own, (1, -1, 0)])
+    lockstep = Lockstep(other_has_ended, must_match=False)
+    for _ in range(2):
+        lockstep.note(lambda: [][0], int)
+    with pytest.raises(IndexError):
+        lockstep.goes_on(True)
+
+
+DATA = TensorDataset(torch.arange(8))
+
+
+@pytest.mark.parametrize(
+    ("loader", "sharded", "kind"),
+    [
+        (DataLoader(DATA, 2), False, "indexed"),
+        (DataLoader(DATA, 2), True, "sharded"),
+        (DataLoader(DATA, batch_size=None), False, "whole"),
+        (DataLoader(DATA, 2, sampler=DistributedSampler(DATA, 2, 0)), False, "sharded"),
+        (DataLoader(DATA, 2, sampler=DistributedSampler(DATA, 1, 0)), False, "indexed"),
+        ([torch.ones(2)], False, "whole"),
+        ([torch.ones(2)], True, "sharded"),
+    ],
+)
+def test_what_a_loader_is_taken_for(loader, sharded, kind):
+    assert kind_of(loader, sharded) == kind

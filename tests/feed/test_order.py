@@ -1,0 +1,630 @@
+"""The order of a pass comes from a seed and its number: resumed, the samples come that would have come."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+import everygpu
+from everygpu import Feeder
+from everygpu.errors import CheckpointMismatchError, OptionError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
+]
+NUM = 23
+DATA = TensorDataset(torch.arange(NUM))
+
+
+def seeded(seed=5):
+    return torch.Generator().manual_seed(seed)
+
+
+class Shuffled(Sampler):
+    """Draws its order from a generator, its own or the process's, in whatever way."""
+
+    def __init__(self, kind):
+        self.rng = {
+            "torch": lambda: seeded(3),
+            "NumPy": lambda: np.random.default_rng(3),
+            "RandomState": lambda: np.random.RandomState(3),
+            "Python": lambda: random.Random(3),
+            "global NumPy": lambda: np.random,
+            "global Python": lambda: random,
+        }[kind]()
+
+    def __iter__(self):
+        if hasattr(self.rng, "sample") and hasattr(self.rng, "getrandbits"):
+            return iter(self.rng.sample(range(NUM), NUM))
+        if isinstance(self.rng, torch.Generator):
+            return iter(torch.randperm(NUM, generator=self.rng).tolist())
+        return iter(self.rng.permutation(NUM).tolist())
+
+    def __len__(self):
+        return NUM
+
+
+class Stateful(Sampler):
+    """Keeps where it is; its orders come from numbers that nothing seeds."""
+
+    def __init__(self, epoch=0):
+        self.epoch, self.at, self.num_loaded = epoch, 0, 0
+
+    def __iter__(self):
+        order = torch.randperm(NUM, generator=seeded(self.epoch)).tolist()
+        while self.at < NUM:
+            self.at += 1
+            yield order[self.at - 1]
+        self.epoch, self.at = self.epoch + 1, 0
+
+    def __len__(self):
+        return NUM
+
+    def state_dict(self):
+        return {"epoch": self.epoch, "at": self.at}
+
+    def load_state_dict(self, state):
+        self.epoch, self.at = state["epoch"], state["at"]
+        self.num_loaded += 1
+
+
+class Stream(IterableDataset):
+    """Numbers in an order drawn by each worker of its part."""
+
+    def __init__(self):
+        self.num_read = 0
+
+    def __iter__(self):
+        info = get_worker_info()
+        part = list(range(NUM) if info is None else range(info.id, NUM, info.num_workers))
+        random.shuffle(part)
+        for number in part:
+            self.num_read += 1
+            yield (torch.tensor(number),)
+
+
+class OwnStream(Stream):
+    """Draws from a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.rng = np.random.default_rng(0)
+
+    def __iter__(self):
+        for (number,) in super().__iter__():
+            yield (number + 100 * int(self.rng.integers(10**6)),)
+
+
+class StatefulStream(Stream):
+    """Keeps where it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.at = 0
+
+    def __iter__(self):
+        info = get_worker_info()
+        step = 1 if info is None else info.num_workers
+        for number in range(self.at * step + (0 if info is None else info.id), NUM, step):
+            self.at += 1
+            self.num_read += 1
+            yield (torch.tensor(number),)
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+LOADERS = {
+    "in order": lambda **o: DataLoader(DATA, 4, **o),
+    "shuffled": lambda **o: DataLoader(DATA, 4, shuffle=True, **o),
+    "last dropped": lambda **o: DataLoader(DATA, 4, shuffle=True, drop_last=True, **o),
+    "by a generator": lambda **o: DataLoader(DATA, 4, shuffle=True, generator=seeded(), **o),
+    "subset": lambda **o: DataLoader(DATA, 4, sampler=SubsetRandomSampler(range(NUM), seeded()), **o),
+    "with replacement": lambda **o: DataLoader(DATA, 4, sampler=RandomSampler(DATA, True, 70), **o),
+    "replaced by a generator": lambda **o: DataLoader(DATA, 4, sampler=RandomSampler(DATA, True, 70, seeded()), **o),
+    "weighted": lambda **o: DataLoader(DATA, 4, sampler=WeightedRandomSampler([1.0, 2.0] * 11, 22), **o),
+    "distributed": lambda **o: DataLoader(DATA, 4, sampler=DistributedSampler(DATA, 2, 1), **o),
+    "batch sampler": lambda **o: DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 4, False), **o),
+    "own NumPy": lambda **o: DataLoader(DATA, 4, sampler=Shuffled("NumPy"), **o),
+    "own RandomState": lambda **o: DataLoader(DATA, 4, sampler=Shuffled("RandomState"), **o),
+    "own Python": lambda **o: DataLoader(DATA, batch_sampler=BatchSampler(Shuffled("Python"), 4, False), **o),
+    "own torch": lambda **o: DataLoader(DATA, 4, sampler=Shuffled("torch"), **o),
+    "NumPy's": lambda **o: DataLoader(DATA, 4, sampler=Shuffled("global NumPy"), **o),
+    "Python's": lambda **o: DataLoader(DATA, 4, sampler=Shuffled("global Python"), **o),
+    "no batches": lambda **o: DataLoader(DATA, batch_size=None, shuffle=True, **o),
+    "stateful": lambda **o: DataLoader(DATA, 4, sampler=Stateful(), **o),
+    "stateful within": lambda **o: DataLoader(DATA, batch_sampler=BatchSampler(Stateful(), 4, True), **o),
+    "stream": lambda **o: DataLoader(Stream(), 4, **o),
+    "own stream": lambda **o: DataLoader(OwnStream(), 4, **o),
+    "stateful stream": lambda **o: DataLoader(StatefulStream(), 4, **o),
+}
+STREAMS = {name for name in LOADERS if "stream" in name}
+WITH_WORKERS = ["shuffled", "weighted", "own Python", "stateful", *sorted(STREAMS)]
+WORKERS = {"0": {}, "1": {"num_workers": 1}, "2": {"num_workers": 2}}
+WORKERS |= {f"{n} persistent": WORKERS[n] | {"persistent_workers": True} for n in "12"}
+
+
+class Run:
+    """Reads data, and draws random numbers in between as training does."""
+
+    def __init__(self, make, seed, prefetch=2, **options):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        self.feeder = Feeder(make(**options), ["cpu"] * 2, prefetch=prefetch)
+        self.seen = []
+
+    def run(self, num_batches=None, num_epochs=3):
+        """Go on until so many batches are seen, or all epochs are over."""
+        while self.feeder.epoch < num_epochs and num_batches != 0:
+            for (x,) in self.feeder:
+                self.seen.append(everygpu.gather(x).tolist())
+                torch.rand(1), random.random(), np.random.rand()
+                if len(self.seen) == num_batches:
+                    return self.seen
+        return self.seen
+
+
+def resumed(make, stop, before, after):
+    """What a run sees that is stopped after some batches, and goes on in another process."""
+    first = Run(make, 1, **before)
+    seen = list(first.run(stop))
+    state = first.feeder.state_dict()
+    first.feeder.close()
+    second = Run(make, 2, **after)
+    second.feeder.load_state_dict(state)
+    seen += second.run()
+    second.feeder.close()
+    return seen
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_resumed_run_sees_what_comes_next(name, prefetch):
+    expected = Run(LOADERS[name], 1).run()
+    per_epoch = len(expected) // 3
+    for stop in (0, 1, per_epoch - 1, per_epoch, per_epoch + 2):
+        assert resumed(LOADERS[name], stop, {"prefetch": prefetch}, {"prefetch": 2 - prefetch}) == expected, stop
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        (name, before, after)
+        for i, name in enumerate(WITH_WORKERS)
+        for j, (before, after) in enumerate(itertools.product(WORKERS, WORKERS))
+        if (name not in STREAMS or before[0] == after[0])
+        and (before != after or before != "0")
+        and ((i + j) % 4 == 0 or name in STREAMS)
+    ],
+)
+def test_workers_may_change(name, before, after):
+    expected = Run(LOADERS[name], 1, **(WORKERS[before] if name in STREAMS else {})).run()
+    stop = len(expected) // 3 + 2
+    assert resumed(LOADERS[name], stop, WORKERS[before], WORKERS[after]) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("before", WORKERS)
+@pytest.mark.parametrize("after", WORKERS)
+def test_all_workers_may_change(name, before, after):
+    if name in STREAMS and before[0] != after[0]:
+        pytest.skip("refused")
+    expected = Run(LOADERS[name], 1, **(WORKERS[before] if name in STREAMS else {})).run()
+    for stop in (1, len(expected) // 3, len(expected) // 3 + 3):
+        assert resumed(LOADERS[name], stop, WORKERS[before], WORKERS[after]) == expected
+
+
+def test_a_stream_is_not_resumed_with_other_workers():
+    for name in ("stream", "own stream"):
+        for before, after in itertools.permutations("012", 2):
+            with pytest.raises(CheckpointMismatchError, match=f"num_workers .* was {before} then, {after} now"):
+                resumed(LOADERS[name], 2, WORKERS[before], WORKERS[after])
+
+
+def test_every_epoch_has_another_order_and_every_feeder():
+    torch.manual_seed(0)
+    seen = [Run(LOADERS["shuffled"], 1).run()[i : i + 6] for i in (0, 6, 12)]
+    assert [sorted(itertools.chain(*epoch)) for epoch in seen] == [list(range(NUM))] * 3
+    assert len({str(epoch) for epoch in seen}) == 3
+    loader = LOADERS["shuffled"]()
+    assert len({str([x.tolist() for (x,) in Feeder(loader, "cpu")]) for _ in range(5)}) == 5
+
+
+def test_the_seed():
+    def orders(make, **options):
+        return [str([x.tolist() for (x,) in feeder]) for feeder in [Feeder(make(), "cpu", **options)] for _ in "ab"]
+
+    for name in ("shuffled", "own NumPy", "stream"):
+        assert orders(LOADERS[name], seed=3) == orders(LOADERS[name], seed=3) != orders(LOADERS[name], seed=4)
+    torch.manual_seed(1)
+    first = orders(LOADERS["by a generator"])
+    assert first == orders(LOADERS["by a generator"]), "that generator decides"
+    for seed in (-1, 2**63, 1.0, True, "0"):
+        with pytest.raises(OptionError, match="seed must be"):
+            Feeder([], "cpu", seed=seed)
+
+
+def test_what_the_loop_draws_is_its_own():
+    """Passes leave the process's generators as they are, and what is drawn from these doesn't change the order."""
+    torch.manual_seed(1)
+    feeder = Feeder(LOADERS["shuffled"](), "cpu")
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    for _ in range(2):
+        list(feeder)
+    assert torch.get_rng_state().equal(states[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
+
+
+class DrawnAsItGoes(Sampler):
+    """Shuffles 8 rows at a time, each when it comes to them."""
+
+    def __iter__(self):
+        for begin in range(0, 24, 8):
+            yield from random.sample(range(begin, begin + 8), 8)
+
+    def __len__(self):
+        return 24
+
+
+def test_an_order_that_is_drawn_as_it_goes_is_refused_where_it_differs():
+    def make():
+        return Feeder(DataLoader(range(24), 4, sampler=DrawnAsItGoes()), "cpu", prefetch=0)
+
+    for stop, is_same in ((1, True), (3, False)):
+        feeder, again = make(), make()
+        for _ in itertools.islice(feeder, stop):
+            random.random()
+        again.load_state_dict(feeder.state_dict())
+        if is_same:
+            next(iter(again))
+            continue
+        with pytest.raises(CheckpointMismatchError, match="doesn't draw the same order again"):
+            iter(again)
+
+
+def test_another_order_of_the_same_data_is_refused():
+    before, after = (Feeder(DataLoader(DATA, 4, sampler=order), "cpu") for order in (range(NUM), range(NUM)[::-1]))
+    next(iter(before))
+    after.load_state_dict(before.state_dict())
+    with pytest.raises(CheckpointMismatchError, match="doesn't draw the same order again"):
+        iter(after)
+
+
+class Counting(Dataset):
+    def __init__(self):
+        self.loaded = []
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, i):
+        self.loaded.append(i)
+        return i
+
+
+def after(feeder, num_batches):
+    """The position after so many batches."""
+    with iter(feeder) as feed:
+        for _ in range(num_batches):
+            next(feed)
+        return feeder.state_dict()
+
+
+class TestSkipping:
+    def test_loads_nothing(self):
+        dataset = Counting()
+        feeder = Feeder(DataLoader(dataset, 2), "cpu")
+        feeder.load_state_dict(after(Feeder(DataLoader(Counting(), 2), "cpu"), 4))
+        assert [x.tolist() for x in feeder] == [[8, 9], [10, 11]]
+        assert dataset.loaded == [8, 9, 10, 11]
+
+    @pytest.mark.parametrize("kind", [Stream, StatefulStream])
+    def test_of_a_stream(self, kind):
+        dataset = kind()
+        feeder = Feeder(DataLoader(dataset, 4), "cpu")
+        feeder.load_state_dict(after(Feeder(DataLoader(kind(), 4), "cpu"), 3))
+        assert len(list(feeder)) == 3
+        assert dataset.num_read == (NUM - 12 if kind is StatefulStream else NUM)
+
+    def test_with_a_sampler_that_has_a_state(self):
+        loader = LOADERS["stateful"]()
+        feeder = Feeder(loader, "cpu")
+        state = after(Feeder(LOADERS["stateful"](), "cpu", prefetch=4), 3)
+        assert state["own"] == {"epoch": 0, "at": 12}
+        feeder.load_state_dict(state)
+        assert len(list(feeder)) == 3
+        assert loader.sampler.num_loaded == 1
+
+    @pytest.mark.parametrize("name", ["stateful", "stateful stream"])
+    def test_a_state_needs_what_has_one(self, name):
+        state = after(Feeder(LOADERS[name](), "cpu"), 3)
+        with pytest.raises(CheckpointMismatchError, match="with a state_dict of its own"):
+            Feeder(LOADERS["in order"](), "cpu").load_state_dict(state)
+
+
+class Remembering:
+    """A loader that keeps its own position, as torchdata's StatefulDataLoader does."""
+
+    def __init__(self):
+        self.at, self.resumed_at = 0, None
+
+    def __iter__(self):
+        while self.at < 6:
+            self.at += 1
+            yield torch.tensor(self.at - 1)
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = self.resumed_at = state["at"]
+
+
+class StandsForAnother:
+    """A loader that holds another and passes for it, as Accelerate's do: its own state_dict needs the other's."""
+
+    def __init__(self, loader):
+        self.base_dataloader = loader
+
+    def __getattr__(self, name):
+        if name == "base_dataloader":
+            raise AttributeError(name)
+        return getattr(self.base_dataloader, name)
+
+    @property
+    def __class__(self):
+        return type(self.base_dataloader)
+
+    def __iter__(self):
+        return iter(self.base_dataloader)
+
+    def state_dict(self):
+        return self.base_dataloader.state_dict()
+
+    def load_state_dict(self, state):
+        self.base_dataloader.load_state_dict(state)
+
+
+class Tenfold(DataLoader):
+    def __iter__(self):
+        for (x,) in super().__iter__():
+            yield (x * 10,)
+
+
+class BegunOnce(DataLoader):
+    """Begins its iterator once, as loaders do that keep workers for all passes."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.begun = super().__iter__()
+
+    def __iter__(self):
+        yield from self.begun
+
+
+class Custom:
+    """Shuffles by itself."""
+
+    def __init__(self):
+        self.rng = random.Random(1)
+
+    def __iter__(self):
+        return iter(torch.tensor(self.rng.sample(range(NUM), NUM)).split(4))
+
+
+class TestOtherLoaders:
+    @pytest.mark.parametrize("prefetch", [0, 1, 3])
+    def test_one_that_keeps_its_own_position(self, prefetch):
+        loader = Remembering()
+        state = after(Feeder(Remembering(), "cpu", prefetch=prefetch), 3)
+        feeder = Feeder(loader, "cpu", prefetch=prefetch)
+        feeder.load_state_dict(state)
+        assert [x.item() for x in feeder] == [3, 4, 5]
+        assert loader.resumed_at == 3  # what was prepared ahead does not count
+        assert feeder.epoch == 1
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: StandsForAnother(DataLoader(torch.arange(NUM), 4, shuffle=True)),
+            lambda: StandsForAnother(DataLoader(torch.arange(NUM), 4, shuffle=True, num_workers=1)),
+            Custom,
+            lambda: list(torch.arange(NUM).split(4)),
+            lambda: torch.arange(NUM).split(4).__iter__(),
+        ],
+        ids=["passes for another", "with workers", "shuffles by itself", "list", "iterator"],
+    )
+    def test_any_is_read_again(self, make):
+        whole = Feeder(make(), "cpu", seed=1)
+        expected = [x.tolist() for x in whole]
+        again = Feeder(make(), "cpu")
+        again.load_state_dict(after(Feeder(make(), "cpu", seed=1), 4))
+        assert [x.tolist() for x in again] == expected[4:]
+        assert [x.tolist() for x in again] == [x.tolist() for x in whole]
+
+    @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
+    def test_one_with_an_iter_of_its_own(self, options):
+        first, second = (Feeder(Tenfold(DATA, 4, shuffle=True, **options), "cpu", seed=s) for s in (1, 2))
+        list(first)
+        with iter(first) as feed:
+            next(feed)
+            state, expected = first.state_dict(), [x.tolist() for (x,) in feed]
+        second.load_state_dict(state)
+        assert [x.tolist() for (x,) in second] == expected
+
+    def test_one_that_asks_its_sampler_once_is_refused_in_the_middle_of_a_pass(self):
+        feeder = Feeder(BegunOnce(DATA, 4), "cpu")
+        feeder.load_state_dict(after(Feeder(BegunOnce(DATA, 4), "cpu"), 1))
+        with pytest.raises(CheckpointMismatchError, match="asks its sampler for no indices"):
+            iter(feeder)
+
+    @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+    def test_torchdata_s_own(self):
+        torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+        def make():
+            return Feeder(torchdata.StatefulDataLoader(torch.arange(NUM), 4, shuffle=True), "cpu")
+
+        first, again = make(), make()
+        with iter(first) as feed:
+            for _ in range(3):
+                next(feed)
+            state, expected = first.state_dict(), [x.tolist() for x in feed]
+        again.load_state_dict(state)
+        assert [x.tolist() for x in again] == expected
+
+
+def place(feeder):
+    state = feeder.state_dict()
+    return state["epoch"], state["batch"]
+
+
+class TestPosition:
+    @pytest.fixture
+    def feeder(self):
+        return Feeder(DataLoader(torch.arange(12), 2), "cpu", prefetch=9)
+
+    def test_what_is_loaded_ahead_does_not_count(self, feeder):
+        with iter(feeder) as feed:
+            next(feed)
+            feed._thread.join()  # it has loaded the whole epoch
+            assert place(feeder) == (0, 1)
+            list(feed)
+        assert place(feeder) == (1, 0)
+        assert feeder.epoch == 1
+
+    def test_a_pass_left_early_is_over_when_the_next_begins(self, feeder):
+        for _ in range(2):
+            for _ in feeder:
+                break
+        assert place(feeder) == (1, 1)
+        assert len(list(feeder)) == 6
+        assert place(feeder) == (3, 0)
+
+    def test_of_the_pass_begun_last(self, feeder):
+        old = iter(feeder)
+        next(old)
+        new = iter(feeder)
+        next(old)
+        assert place(feeder) == (1, 0)
+        next(new)
+        assert place(feeder) == (1, 1)
+        list(old)
+        assert place(feeder) == (1, 1)
+        new.close()
+
+    def test_an_error_of_the_dataset(self):
+        class Faulty(Counting):
+            def __getitem__(self, i):
+                return 1 / (i - 4)
+
+        feeder = Feeder(DataLoader(Faulty()), "cpu")
+        with pytest.raises(ZeroDivisionError):
+            list(feeder)
+        assert place(feeder) == (0, 4)
+
+    def test_an_interrupt_while_a_batch_is_made_ready(self, feeder, monkeypatch):
+        def interrupt(step):
+            raise KeyboardInterrupt
+
+        feed = iter(feeder)
+        next(feed)
+        monkeypatch.setattr(feed._meter, "add", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            next(feed)
+        assert place(feeder) == (0, 1)
+
+    def test_an_interrupt_while_a_pass_is_resumed_leaves_it(self):
+        class Interrupted(Stream):
+            is_on = False
+
+            def __iter__(self):
+                for position, value in enumerate(super().__iter__()):
+                    if self.is_on and position == 2:
+                        raise KeyboardInterrupt
+                    yield value
+
+        dataset = Interrupted()
+        feeder = Feeder(DataLoader(dataset, 1), "cpu")
+        state = after(feeder, 4)
+        feeder.load_state_dict(state)
+        dataset.is_on = True
+        with pytest.raises(KeyboardInterrupt):
+            iter(feeder)
+        assert feeder.state_dict() == state
+        dataset.is_on = False
+        assert len(list(feeder)) == NUM - 4
+
+    def test_a_checkpoint_keeps_it(self, tmp_path):
+        feeder, again = (Feeder(LOADERS["stateful"](), "cpu") for _ in "ab")
+        with iter(feeder) as feed:
+            next(feed)
+            everygpu.save(tmp_path / "checkpoint", data=feeder)
+            expected = [x.tolist() for (x,) in feed]
+        everygpu.load(tmp_path / "checkpoint", data=again)
+        assert [x.tolist() for (x,) in again] == expected
+
+    @pytest.mark.parametrize(
+        "state", [None, {}, [3], {"epoch": 1}, {"epoch": 0, "batch": 3, "generator": None, "loader": None}], ids=str
+    )
+    def test_what_is_none_is_refused(self, feeder, state):
+        with pytest.raises(CheckpointMismatchError, match=r"no position: .* what Feeder.state_dict returned"):
+            feeder.load_state_dict(state)
+        for wrong in ({"epoch": -1}, {"batch": "3"}, {"seed": None}, {"data": None}):
+            with pytest.raises(CheckpointMismatchError, match="no position"):
+                feeder.load_state_dict(feeder.state_dict() | wrong)
+
+    @pytest.mark.parametrize(
+        ("other", "reason"),
+        [
+            (lambda: DataLoader(range(9), 2), "number of batches was 3 then, 5 now"),
+            (lambda: DataLoader(range(10), 4), "number of rows was 9 then, 10 now"),
+            (lambda: DataLoader(range(9), 3), "batch_size was 4 then, 3 now"),
+            (lambda: DataLoader(range(9), 4, shuffle=True), "shuffle was False then, True now"),
+            (lambda: DataLoader(range(9), 4, sampler=WeightedRandomSampler([1.0] * 9, 9)), "shuffle was False"),
+        ],
+    )
+    def test_other_data_is_refused_in_the_middle_of_a_pass(self, other, reason):
+        source, target = Feeder(DataLoader(range(9), 4), "cpu"), Feeder(other(), "cpu")
+        between, before = source.state_dict(), target.state_dict()
+        with pytest.raises(CheckpointMismatchError, match=reason):
+            target.load_state_dict(after(source, 1))
+        assert target.state_dict() == before, "nothing changes"
+        target.load_state_dict(between)
+        assert len(list(target)) == len(target)
+
+
+def test_batches_as_they_are_ready_are_refused():
+    with pytest.raises(OptionError, match="in_order=False can't be resumed"):
+        Feeder(DataLoader(DATA, 4, num_workers=2, in_order=False), "cpu")
+    Feeder(DataLoader(DATA, 4, in_order=False), "cpu")  # without workers they come in order
+
+
+def test_the_loader_itself_stays_as_it_was():
+    loader = DataLoader(DATA, 4, shuffle=True, generator=seeded())
+    before = dict(vars(loader))
+    list(Feeder(loader, "cpu"))
+    assert vars(loader) == before

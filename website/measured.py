@@ -1,0 +1,147 @@
+"""Write docs/measured.md from benchmarks/results: what README and the pages cite. Needs nothing but Python::
+
+python website/measured.py
+"""
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "measured.md"
+
+Row = dict[str, Any]
+"""What was measured, of what, where and when: a median in ms with the least and the most, or a value with its unit."""
+
+HEAD = """# Measured
+
+The figures that README and these pages cite, from `benchmarks/results/*.json`; `python website/measured.py` writes this
+page. A step's time is the median, with the least and the most in brackets, in milliseconds. Machines differ: compare
+within a line. [Benchmarks](benchmarks.md) measures your machine.
+"""
+STALE = "Not measured again since, and the code has changed."
+SHARED = "Replicas and ranks share the one GPU: their times say what a change costs, not how fast two GPUs are."
+
+ENGINES = ("graphs", "threads", "compile")
+
+TITLES = {
+    "steps": "Training steps",
+    "checkpoints": "Checkpoints",
+    "faults": "Faults",
+    "costs": "What safety costs",
+    "ranks": "A process for each GPU",
+    "before-0.1": "One card, before 0.1",
+}
+"""The sections of the page, in this order; other files follow under their own names."""
+
+WORKLOADS = {
+    "bert": "BERT, 40 lengths",
+    "gpt2": "GPT-2 124M",
+    "gpt2_compiled": "GPT-2 124M, compiled",
+    "llama": "Llama 230M",
+    "lstm": "LSTM",
+    "moe": "mixture of experts",
+    "resnet18": "ResNet-18, 32 px",
+    "resnet50": "ResNet-50",
+    "unet": "U-Net",
+    "vit": "ViT-B/16",
+    "vit_b_16": "ViT-B/16",
+}
+ROWS = {
+    "single": "one GPU",
+    "single_graph": "one GPU, one CUDA graph",
+    "dp": "nn.DataParallel",
+    "ddp": "DDP",
+    "loop": "DataParallel",
+    "threads": "DataParallel, threads",
+    "graphs": "DataParallel, graphs",
+    "step": "TrainStep",
+    "save_to_torch": "everygpu.save / torch.save, which does not sync",
+    "load_to_torch": "everygpu.load / torch.load",
+    "background_call_to_save": "a call to save in the background / a synchronous save",
+    "memory_of_a_save": "memory of a save beside the state",
+    "memory_of_a_background_save": "memory of a background save",
+}
+
+
+def read(name: str) -> list[Row]:
+    """Give the rows of a file of results."""
+    rows: list[Row] = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+    return rows
+
+
+def page() -> str:
+    """Write the page."""
+    names = [path.stem for path in sorted(RESULTS.glob("*.json"))]
+    ordered = [name for name in TITLES if name in names] + [name for name in names if name not in TITLES]
+    return "\n".join([HEAD, *(part for name in ordered for part in section(name))])
+
+
+def section(name: str) -> Iterable[str]:
+    yield f"## {TITLES.get(name, name)}\n"
+    groups: dict[tuple[str, str, bool], list[Row]] = {}
+    for row in read(name):
+        groups.setdefault((row["hardware"], row["date"][:10], row.get("changed_since", False)), []).append(row)
+    for (hardware, day, is_stale), rows in groups.items():
+        versions = ", ".join(f"{part} {version}" for part, version in rows[0]["versions"].items() if part != "everygpu")
+        notes = [STALE] * is_stale + [SHARED] * any(row.get("replicas", 1) * row.get("ranks", 1) > 1 for row in rows)
+        yield " ".join([f"{hardware}, {day}; {versions}.", *notes]) + "\n"
+        yield "\n".join(table(rows)) + "\n"
+
+
+def table(rows: list[Row]) -> Iterable[str]:
+    """Lay rows out by what was measured; of times, those of one commit are a line."""
+    columns = sorted(dict.fromkeys(row["row"] for row in rows), key=place)
+    lines: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        lines.setdefault((row["workload"], row["commit"] if "median_ms" in row else ""), []).append(row)
+    yield f"| | {' | '.join(map(column_name, columns))} | commit |"
+    yield f"|---|{'---|' * len(columns)}---|"
+    for (workload, _), of_line in lines.items():
+        cells = {row["row"]: cell(row) for row in of_line}
+        commits = ", ".join(dict.fromkeys(row["commit"] for row in of_line))
+        yield f"| {workload_name(workload)} | {' | '.join(cells.get(name, '') for name in columns)} | {commits} |"
+
+
+def place(row: str) -> int:
+    """Sort columns as ``ROWS`` has them; others stay in the order they came in, after these."""
+    name = row if row in ROWS else row.rpartition("_")[0]
+    return list(ROWS).index(name) if name in ROWS else len(ROWS)
+
+
+def workload_name(workload: str) -> str:
+    model, colon, what = workload.partition(":")
+    return WORKLOADS.get(model, model) + colon + what
+
+
+def column_name(row: str) -> str:
+    """Name a row; ``_x2`` and ``_r2`` at its end are two replicas, and two ranks."""
+    name, _, end = row.rpartition("_")
+    several = {"x": "replicas", "r": "ranks"}.get(end[:1]) if end[1:].isdigit() else None
+    return f"{ROWS.get(name, name)}, {end[1:]} {several}" if several else ROWS.get(row, row)
+
+
+def cell(row: Row) -> str:
+    if "median_ms" in row:
+        text = f"{row['median_ms']:.2f}" + between(row, "least_ms", "most_ms", ".2f")
+    else:
+        text = f"{row['value']:g} {row['unit']}" * (row["unit"] != "ratio") or f"{row['value']:g}"
+        text += between(row, "least", "most", "g")
+    # Of the loop as it is, the note is the engine it chose.
+    has_note = row["note"] and ("value" in row or row["row"].startswith("loop") or row["note"] not in ENGINES)
+    return f"{text}, {row['note']}" if has_note else text
+
+
+def between(row: Row, least: str, most: str, form: str) -> str:
+    return f" ({row[least]:{form}} to {row[most]:{form}})" if least in row else ""
+
+
+def main() -> None:
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
