@@ -48,7 +48,7 @@ class RecordedPass:
     """What adds the gradients up: the recorded backward uses its memory."""
     sync: ParameterSync
     """What it was made with; the parameters may have another since."""
-    backward: MultiGpuGraph | None
+    backward: MultiGpuGraph
     reached: list[bool]
     """For each parameter whether it gets a gradient, on any device."""
     watched: list[Tensor]
@@ -96,7 +96,7 @@ class Launch:
             self._refuse(DIFFERENTIATED_AGAIN)
         if self.use.is_over:
             self._refuse(SECOND_BACKWARD)
-        if tuple(given) != recorded.used or recorded.backward is None:
+        if tuple(given) != recorded.used:
             self._refuse(OTHER_OUTPUTS)
         if versions_of(recorded.watched) != self._versions:
             raise RuntimeError(
@@ -106,7 +106,7 @@ class Launch:
         for seed, grad in zip(recorded.seeds, given.values()):
             comm.fill(seed, grad)
         recorded.sync.make_room()
-        recorded.backward.replay()  # type: ignore[union-attr]
+        recorded.backward.replay()
         totals = recorded.sync.totals(recorded.reached)
         self.use.is_over = True  # not before: another thread's forward may take the memory at once
         return totals

@@ -117,7 +117,7 @@ class RecordedForward:
         """Run a call by its recording, making one if it is time to; None where it has to run eagerly."""
         use = None if self._use is None else self._use()
         is_recordable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not is_transforming()
-        if not is_recordable or (use is not None and not use.is_over):
+        if not is_recordable or not self._used or (use is not None and not use.is_over):
             return None
         return self.capture.run((args, kwargs, ()))
 
@@ -126,11 +126,14 @@ class RecordedForward:
 
         They are aliases: gradients also reach an output that others were computed from, used or not.
         """
-        if not torch.is_grad_enabled() or self.capture.reason is not None or self.capture.has_recordings:
+        if not torch.is_grad_enabled() or self.capture.reason is not None:
+            return outputs
+        num = sum(isinstance(x, Tensor) for _, x in tree.leaves(outputs, "out"))
+        if self.capture.has_recordings and num in self._used:
             return outputs
         used: set[int] = set()
         backwards: set[int] = set()
-        indices, num = itertools.count(), sum(isinstance(x, Tensor) for _, x in tree.leaves(outputs, "out"))
+        indices = itertools.count()
 
         def note(i: int) -> None:
             used.add(i)
@@ -138,7 +141,7 @@ class RecordedForward:
                 backwards.add(backward_id())
                 after_backward(lambda: self._note_backward(num, frozenset(used), len(backwards)))
             if torch.is_grad_enabled():
-                self._refused = DIFFERENTIATED_AGAIN
+                self._refused = self._refused or DIFFERENTIATED_AGAIN
 
         def alias(x: Any) -> Any:
             if not isinstance(x, Tensor):
@@ -155,9 +158,9 @@ class RecordedForward:
 
     def _note_backward(self, num: int, used: frozenset[int], num_backwards: int) -> None:
         if num_backwards > 1:
-            self._refused = SECOND_BACKWARD
+            self._refused = self._refused or SECOND_BACKWARD
         elif self._used.setdefault(num, used) != used:
-            self._refused = OTHER_OUTPUTS
+            self._refused = self._refused or OTHER_OUTPUTS
 
     def refuse(self, reason: str) -> None:
         """Record no more, as backward goes another way than a recorded one."""
@@ -195,13 +198,15 @@ class RecordedForward:
         outputs, joiner = graph.record(lambda: self._forward(batch, prepared))
         check_outputs(outputs)
         slots = [x for _, x in tree.leaves(outputs, "out") if isinstance(x, Tensor)]
-        used = tuple(i for i in sorted(self._used.get(len(slots), ())) if slots[i].requires_grad)
+        if len(slots) not in self._used:
+            raise CaptureError("no backward has gone through a batch of this size yet")
+        used = tuple(i for i in sorted(self._used[len(slots)]) if slots[i].requires_grad)
         check_graph(slots, self.sync.params, prepared.leaves, self._module())
         begun = [slots[i] for i in used]
         kept = {id(t): t for m in self._modules for t in (*m.parameters(), *m.buffers())}
         watched = find_watched(begun, [*kept.values(), *batch.tensors()])
         seeds = [torch.zeros_like(t) for t in begun]
-        backward, grads = self._record_backward(graph, prepared, begun, seeds) if used else (None, [])
+        backward, grads = self._record_backward(graph, prepared, begun, seeds)
         return RecordedPass(
             outputs=tree.map_leaves(lambda x: x.detach() if isinstance(x, Tensor) else x, outputs),
             joiner=joiner,
