@@ -32,7 +32,7 @@ def fresh_compiler():
 @pytest.fixture
 def quick(monkeypatch):
     """Trace and guard as ever, without generating code: seconds less for each replica."""
-    monkeypatch.setattr(compiled, "inductor", lambda mode, cuts: lookup_backend("aot_eager"))
+    monkeypatch.setattr(compiled, "inductor", lambda mode: lookup_backend("aot_eager"))
 
 
 class Net(nn.Module):
@@ -195,7 +195,7 @@ class TestWaysBack:
         def broken(graph, inputs):
             raise NotImplementedError("no such operation")
 
-        monkeypatch.setattr(compiled, "inductor", lambda mode, cuts: broken)
+        monkeypatch.setattr(compiled, "inductor", lambda mode: broken)
         model = everygpu.DataParallel(build("cpu"), ["cpu"] * 2, engine="compile").eval()
         x, _ = batch("cpu")
         with caplog.at_level(logging.WARNING, "everygpu"):

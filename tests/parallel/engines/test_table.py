@@ -56,8 +56,9 @@ class InOrder(Engine):
     def run(self, calls: Any, devices: Any, positions: Any = None) -> list[Any]:
         return [module(*args, **kwargs) for module, args, kwargs in calls]
 
-    def watch(self, outputs: list[Any]) -> None:
+    def watch(self, outputs: list[Any]) -> list[Any]:
         self.watched.append(len(outputs))
+        return outputs
 
     def close(self) -> None:
         self.is_closed = True
