@@ -79,23 +79,9 @@ def write_code(source: str) -> str:
     return PyCodeCache.write(source)[0]
 
 
-def make_boxes(*, cudagraphs: bool, index: int) -> dict[str, Any]:
-    """Make what ``CompiledFxGraph.post_compile`` takes: whether to make CUDA graphs, and on which GPU."""
+def make_boxes(index: int) -> dict[str, Any]:
+    """Make what ``CompiledFxGraph.post_compile`` takes: no CUDA graphs, and the GPU."""
     from torch._inductor.cudagraph_utils import BoxedDeviceIndex
     from torch._inductor.utils import BoxedBool
 
-    return {"cudagraphs": BoxedBool(cudagraphs), "boxed_forward_device_index": BoxedDeviceIndex(index)}
-
-
-def cuda_graph_manager(index: int) -> Any:
-    """Return what makes a GPU's CUDA graphs of compiled code: its ``stream`` and ``path_state``."""
-    from torch._inductor.cudagraph_trees import get_manager
-
-    return get_manager(index)
-
-
-def is_replaying(manager: Any) -> bool:
-    """Tell whether what a manager ran last was replayed, rather than warmed up or captured."""
-    from torch._inductor.cudagraph_trees import ExecutionState
-
-    return manager.path_state is ExecutionState.EXECUTION
+    return {"cudagraphs": BoxedBool(False), "boxed_forward_device_index": BoxedDeviceIndex(index)}

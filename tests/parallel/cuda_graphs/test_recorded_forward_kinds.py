@@ -29,6 +29,37 @@ from tests.parallel.cuda_graphs.forwards import (
 )
 
 
+class Holder:
+    """An object that is no container."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors, self.name = [*tensors], "holder"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_objects_with_tensors_in_them_are_made_anew(recording: Devices, count: int) -> None:
+    class Caching(Net):
+        def forward(self, x: Tensor) -> Any:
+            h = self.first(x)
+            return {"y": super().forward(x), "cache": Holder(h, h.detach() * 2, h)}
+
+    used = recording(count)
+    net = Caching().to(used[0])
+    model = everygpu.DataParallel(net, used, engine="graphs")
+    kept = []
+    for x, y in make_batches(NUM_STEPS):
+        output = model(x.to(used[0]))
+        kept.append((output["cache"], net.first(x.to(used[0])).detach()))
+        loss_of(output["y"], y).backward()
+    assert num_recordings(model) == 1
+    for caches, expected in kept:
+        found = [caches] if count == 1 else caches
+        assert all(cache.name == "holder" and cache.tensors[0] is cache.tensors[2] for cache in found)
+        for i, factor in ((0, 1), (1, 2)):
+            joined = torch.cat([cache.tensors[i].detach().to(used[0]) for cache in found])
+            torch.testing.assert_close(joined, expected * factor)
+
+
 @pytest.mark.parametrize("kind", ["hook", "print", "object", "sync"])
 def test_what_cannot_be_recorded_runs_as_it_is(recording: Devices, kind: str, caplog: Any) -> None:
     class Strange(Net):
@@ -36,7 +67,7 @@ def test_what_cannot_be_recorded_runs_as_it_is(recording: Devices, kind: str, ca
             y = super().forward(x)
             if kind == "sync":
                 y = y * float(y.detach().sum() > -1e9)
-            return {"y": y, "object": range(3)} if kind == "object" else y
+            return {"y": y, "object": Holder(self.last.weight)} if kind == "object" else y
 
     used = recording(2)
     net = Strange().to(used[0])

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import everygpu
 from everygpu.errors import OptionError, ReplicaError
 from everygpu.parallel.engines import compiled
-from everygpu.parallel.engines.compiled import MAX_SIGNATURES, CompiledReplicas
+from everygpu.parallel.engines.compiled import CompiledReplicas
 
 # torch's own modules warn about themselves when its compiler is imported.
 pytestmark = [
@@ -32,7 +32,7 @@ def fresh_compiler():
 @pytest.fixture
 def quick(monkeypatch):
     """Trace and guard as ever, without generating code: seconds less for each replica."""
-    monkeypatch.setattr(compiled, "inductor", lambda mode: lookup_backend("aot_eager"))
+    monkeypatch.setattr(compiled, "inductor", lambda: lookup_backend("aot_eager"))
 
 
 class Net(nn.Module):
@@ -52,13 +52,6 @@ class Plain(Net):
 
     def forward(self, x):
         return self.body(x) * self.scale
-
-
-class Last(Net):
-    """Which ends with a product."""
-
-    def forward(self, x):
-        return self.body(x)
 
 
 def build(device):
@@ -104,7 +97,7 @@ class TestSameAsThreads:
             made.append(graph)
             return lookup_backend("aot_eager")(graph, inputs)
 
-        monkeypatch.setattr(compiled, "inductor", lambda mode: counting)
+        monkeypatch.setattr(compiled, "inductor", lambda: counting)
         x, y = batch(used[0])
         torch.manual_seed(0)
         net = Plain().to(used[0])
@@ -173,6 +166,30 @@ class TestSameAsThreads:
         assert [p.data_ptr() for p in model._replicas.refresh([1])[0].parameters()] == before
         assert held
 
+    @pytest.mark.parametrize("inner", [0, 2])
+    def test_a_child_that_is_compiled_itself(self, quick, inner):
+        torch.manual_seed(0)
+        layers = [nn.Linear(4, 4) for _ in range(3)]
+        net = nn.Sequential(*layers)
+        expected = net(torch.ones(4, 4))
+        net[inner] = torch.compile(layers[inner], backend="aot_eager")
+        model = everygpu.DataParallel(torch.compile(net, backend="aot_eager"), ["cpu"] * 2)
+        for _ in range(2):
+            torch.testing.assert_close(everygpu.gather(model(torch.ones(4, 4))), expected)
+
+    def test_what_its_user_has_compiled_runs_as_it_is_on_one_device(self):
+        made = []
+
+        def counting(graph, inputs):
+            made.append(graph)
+            return lookup_backend("aot_eager")(graph, inputs)
+
+        x, y = batch("cpu")
+        net = torch.compile(Plain(), backend=counting)
+        net(x)
+        train(everygpu.DataParallel(net, ["cpu"]), x, y)
+        assert len(made) == 1
+
     def test_one_device_is_compiled_too(self, quick):
         x, y = batch("cpu")
         eager = everygpu.DataParallel(build("cpu"), ["cpu"])
@@ -182,20 +199,19 @@ class TestSameAsThreads:
 
 
 class TestWaysBack:
-    def test_many_shapes_end_compiling_with_one_warning(self, quick, caplog):
+    def test_many_shapes_are_torchs_to_limit(self, quick):
         model = everygpu.DataParallel(build("cpu"), ["cpu"] * 2, engine="compile").eval()
         bare = copy.deepcopy(model.module)
-        with caplog.at_level(logging.WARNING, "everygpu"):
-            for rows in range(2, MAX_SIGNATURES + 6):
-                x = torch.randn(rows, 4)
-                torch.testing.assert_close(everygpu.gather(model(x)), bare(x))
-        assert len([r for r in caplog.records if "combinations of shapes" in r.message]) == 1
+        for rows in range(2, 16):
+            x = torch.randn(rows, 4)
+            torch.testing.assert_close(everygpu.gather(model(x)), bare(x))
+        assert model.engine_in_use == "compile"
 
     def test_compiler_that_fails_is_done_without(self, monkeypatch, caplog):
         def broken(graph, inputs):
             raise NotImplementedError("no such operation")
 
-        monkeypatch.setattr(compiled, "inductor", lambda mode: broken)
+        monkeypatch.setattr(compiled, "inductor", lambda: broken)
         model = everygpu.DataParallel(build("cpu"), ["cpu"] * 2, engine="compile").eval()
         x, _ = batch("cpu")
         with caplog.at_level(logging.WARNING, "everygpu"):

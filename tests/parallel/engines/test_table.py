@@ -12,7 +12,7 @@ from everygpu.errors import OptionError
 from everygpu.parallel.engines import table
 from everygpu.parallel.engines.compiled import CompiledReplicas
 from everygpu.parallel.engines.engine import Engine, EngineContext, Outputs
-from everygpu.parallel.engines.graphs import RecordedReplicas
+from everygpu.parallel.engines.recorded import RecordedReplicas
 from everygpu.parallel.engines.threads import Workers
 from everygpu.parallel.gather import Joiner
 

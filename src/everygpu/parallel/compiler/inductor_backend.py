@@ -2,14 +2,13 @@
 
 Tracing, optimizing and generating code takes torch's compiler tens of seconds for a large model; what comes out names
 its GPU in a few places. So for each further GPU the generated source is rewritten (``retarget.py``) and loaded again;
-its kernels are the same, and found in Triton's cache on disk. CUDA graphs are made per GPU, by torch's own code.
+its kernels are the same, and found in Triton's cache on disk.
 """
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from everygpu.parallel.compiler.cuda_graph_trees import CapturedGraph
 from everygpu.parallel.compiler.load_graph import load_version, unsupported_reason
 from everygpu.parallel.compiler.multi_device_graph import GraphPart, MultiDeviceGraph
 from everygpu.torch_private.compiler import (
@@ -17,7 +16,6 @@ from everygpu.torch_private.compiler import (
     compile_fx,
     compile_fx_inner,
     functorch_config,
-    inductor_config,
     tracing_context,
 )
 
@@ -31,17 +29,12 @@ class InductorBackend:
     """A backend for ``torch.compile``: Inductor, with graphs that run on every GPU of a kind.
 
     Args:
-        options: Inductor's, as in ``torch.compile(options=…)``.
+        options: Inductor's, as in ``torch.compile(options=…)``; CUDA graphs are left out.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self._options = dict(options)
+        self._options = {**options, "triton.cudagraphs": False}
         self._reasons: set[str] = set()
-
-    @property
-    def uses_cuda_graphs(self) -> bool:
-        """Tell whether results may lie in memory that the next run writes."""
-        return bool(self._options.get("triton.cudagraphs", inductor_config().triton.cudagraphs))
 
     def __call__(self, graph: Any, example_inputs: list[Any]) -> MultiDeviceGraph:
         parts: list[GraphPart] = []
@@ -57,8 +50,7 @@ class InductorBackend:
 
     def _compile_part(self, parts: list[GraphPart], graph: Any, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Compile a forward or backward graph as torch does, and have it run on the GPU of its inputs."""
-        wanted, is_backward = (bool(kwargs.get(name)) for name in ("cudagraphs", "is_backward"))
-        if is_backward:
+        if kwargs.get("is_backward"):
             _keep_saved_tensors()
         compiled: Any = compile_fx_inner(graph, example_inputs, **kwargs)
         if all(node.op in ("placeholder", "output") for node in graph.graph.nodes):
@@ -73,13 +65,10 @@ class InductorBackend:
                 GraphPart(
                     next(iter(compiled.device_idxs)),
                     compiled.current_callable,
-                    lambda index: load_version(compiled, index, self._options, {**kwargs, "cudagraphs": wanted}),
+                    lambda index: load_version(compiled, index, self._options, kwargs),
                 )
             )
             compiled.current_callable = parts[-1]
-        if kwargs.get("cudagraphs") and hasattr(compiled, "current_callable"):  # torch has found out that they can be
-            static = kwargs.get("static_input_idxs") or ()
-            compiled.current_callable = CapturedGraph(compiled.current_callable, static, copies_outputs=is_backward)
         return compiled
 
     def _tell(self, reason: str, consequence: str) -> None:
@@ -88,22 +77,22 @@ class InductorBackend:
             logger.info("DataParallel: %s: %s", consequence, reason)
 
 
-def inductor(mode: str | None) -> InductorBackend:
-    """Make the backend that ``torch.compile(mode=…)`` would take, compiling once for all GPUs.
-
-    Args:
-        mode: ``"reduce-overhead"`` for CUDA graphs; None for plain launches, which a CUDA graph can capture.
-    """
-    wrapper = InductorWrapper(mode, None, False)
-    return InductorBackend(wrapper.config)
+def inductor() -> InductorBackend:
+    """Make torch's own backend with its own options, compiling once for all GPUs."""
+    return InductorBackend({})
 
 
-def compiling_once(backend: Backend, *, cuda_graphs: bool) -> Backend:
-    """Replace torch's own backend by ours with the same options, perhaps without CUDA graphs; others stay."""
-    if not isinstance(backend, InductorWrapper):
-        return backend
-    options = backend.config if cuda_graphs else {**backend.config, "triton.cudagraphs": False}
-    return InductorBackend(options)
+def compiling_once(backend: Backend) -> Backend:
+    """Replace torch's own backend by ours with the same options, but for CUDA graphs; others stay."""
+    return InductorBackend(backend.config) if isinstance(backend, InductorWrapper) else backend
+
+
+def backend_of(context: Any) -> Backend | None:
+    """Find the backend that a user's ``torch.compile`` was given; None where torch doesn't tell."""
+    found: Any = getattr(context, "callback", None)
+    while hasattr(found, "_torchdynamo_orig_backend"):
+        found = found._torchdynamo_orig_backend
+    return found if callable(found) else None
 
 
 def _keep_saved_tensors() -> None:

@@ -13,6 +13,7 @@ from everygpu.parallel.buckets.copies import Streams
 from everygpu.parallel.buckets.memory import Grads, Use, versions_of
 from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
+from everygpu.parallel.cuda_graphs.opaque import Opaque
 from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
 from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
 from everygpu.parallel.gather import Joiner
@@ -37,7 +38,7 @@ class RecordedPass:
     """Of each replica."""
     joiner: Joiner
     slots: list[Tensor]
-    """The tensors in the outputs, in order; they have the values of the last launch."""
+    """The tensors in the outputs, in order, then those in ``Opaque``s; they have the values of the last launch."""
     differentiable: list[bool]
     """Which of them have gradients."""
     used: tuple[int, ...]
@@ -75,10 +76,13 @@ class Launch:
     def run(self, devices: Sequence[torch.device]) -> list[Any]:
         """Return each replica's outputs in memory of their own, connected to the parameters."""
         _, *tensors = _LaunchNode.apply(self, devices, *self.recorded.sync.params)  # type: ignore[no-untyped-call]
-        fresh = iter(tensors)
-        outputs: list[Any] = tree.map_leaves(
-            lambda x: next(fresh) if isinstance(x, Tensor) else x, self.recorded.outputs
-        )
+        num_plain = sum(isinstance(x, Tensor) for _, x in tree.leaves(self.recorded.outputs, "out"))
+        plain, inside = iter(tensors[:num_plain]), iter(tensors[num_plain:])
+
+        def renew(x: Any) -> Any:
+            return next(plain) if isinstance(x, Tensor) else x.make(inside) if isinstance(x, Opaque) else x
+
+        outputs: list[Any] = tree.map_leaves(renew, self.recorded.outputs)
         return outputs
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -106,7 +110,13 @@ class Launch:
         for seed, grad in zip(recorded.seeds, given.values()):
             comm.fill(seed, grad)
         recorded.sync.make_room()
-        recorded.backward.replay()
+        with recorded.backward.may_replay() as may_replay:
+            if not may_replay:
+                raise CaptureError(
+                    "DataParallel: another thread is recording, while this backward may draw random numbers for "
+                    "several GPUs. Train one model until it is recorded, then the other, or pass engine='threads'."
+                )
+            recorded.backward.replay()
         totals = recorded.sync.totals(recorded.reached)
         self.use.is_over = True  # not before: another thread's forward may take the memory at once
         return totals

@@ -13,6 +13,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from everygpu import tree
 from everygpu.errors import CaptureError
 from everygpu.parallel.cuda_graphs.launch import Leaves
+from everygpu.parallel.cuda_graphs.opaque import Opaque
 from everygpu.parallel.cuda_graphs.static_batch import PLAIN_TYPES
 from everygpu.parallel.cuda_graphs.tensor_names import name_of
 from everygpu.parallel.replicas.module_tree import is_dense
@@ -28,19 +29,28 @@ def find_unsupported_tensor(module: nn.Module) -> str | None:
     return None
 
 
-def check_outputs(outputs: list[Any]) -> None:
-    """Refuse outputs that a launch can't return anew.
+def seal_outputs(outputs: list[Any]) -> list[Any]:
+    """Return outputs of which a launch can make others: in place of objects with tensors in them, ``Opaque``s.
 
     Raises:
-        CaptureError: one is neither a dense tensor nor a plain number or string.
+        CaptureError: one can't be made anew.
     """
-    for path, x in tree.leaves(outputs, "out"):
-        is_array = type(x) is Tensor and x.layout == torch.strided
-        if not is_array and type(x) not in PLAIN_TYPES:
-            raise CaptureError(
-                f"DataParallel: outputs must be dense tensors, numbers or strings to be recorded, "
-                f"got {type(x).__name__} at {path}. Pass engine='threads'."
-            )
+    sealed: list[Any] = tree.map_leaves(_seal, outputs)
+    return sealed
+
+
+def _seal(x: Any) -> Any:
+    if (type(x) is Tensor and x.layout == torch.strided) or type(x) in PLAIN_TYPES:
+        return x
+    try:
+        if isinstance(x, Tensor):
+            raise TypeError(f"of layout {x.layout}")
+        return Opaque(x)
+    except Exception as error:
+        raise CaptureError(
+            f"DataParallel: outputs must be dense tensors, numbers or strings, or objects of these to be recorded, got "
+            f"a {type(x).__name__} ({error}). Pass engine='threads'."
+        ) from error
 
 
 def check_graph(outputs: list[Tensor], params: list[Tensor], leaves: Leaves, module: nn.Module) -> None:

@@ -5,7 +5,7 @@ import logging
 import weakref
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,12 +26,13 @@ from everygpu.parallel.cuda_graphs.launch import (
     reached,
 )
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
+from everygpu.parallel.cuda_graphs.opaque import Opaque
 from everygpu.parallel.cuda_graphs.record_backward import go_backward
 from everygpu.parallel.cuda_graphs.recordable import (
     check_graph,
-    check_outputs,
     find_unsupported_tensor,
     find_watched,
+    seal_outputs,
 )
 from everygpu.parallel.cuda_graphs.recorder import Capture
 from everygpu.parallel.cuda_graphs.recurrent_dropout import draw_seeds
@@ -107,7 +108,7 @@ class RecordedForward:
             self._me,
             "DataParallel",
             route,
-            level=logging.DEBUG if proves else logging.WARNING,
+            level=logging.DEBUG if proves and len(route.devices) > 1 else logging.WARNING,  # the engine says it
             sends_frozen=proves,
             gives_up=proves,
         )
@@ -196,11 +197,13 @@ class RecordedForward:
         proof = self._prove(batch) if self._proves else None
         draw_seeds(self.roots(), self._devices)
         outputs, joiner = graph.record(lambda: self._forward(batch, prepared))
-        check_outputs(outputs)
-        slots = [x for _, x in tree.leaves(outputs, "out") if isinstance(x, Tensor)]
+        outputs = seal_outputs(outputs)
+        leaves = [x for _, x in tree.leaves(outputs, "out")]
+        slots = [x for x in leaves if isinstance(x, Tensor)]
         if len(slots) not in self._used:
             raise CaptureError("no backward has gone through a batch of this size yet")
         used = tuple(i for i in sorted(self._used[len(slots)]) if slots[i].requires_grad)
+        slots += [t for x in leaves if isinstance(x, Opaque) for t in x.tensors]
         check_graph(slots, self.sync.params, prepared.leaves, self._module())
         begun = [slots[i] for i in used]
         kept = {id(t): t for m in self._modules for t in (*m.parameters(), *m.buffers())}
@@ -209,7 +212,7 @@ class RecordedForward:
         backward, grads = self._record_backward(graph, prepared, begun, seeds)
         return RecordedPass(
             outputs=tree.map_leaves(lambda x: x.detach() if isinstance(x, Tensor) else x, outputs),
-            joiner=joiner,
+            joiner=replace(joiner, modules=()),
             slots=[t.detach() for t in slots],
             differentiable=[t.requires_grad for t in slots],
             used=used,

@@ -150,10 +150,14 @@ class Capture(Generic[Result]):
             with CAPTURE_LOCK.taken() as is_ours:
                 recording = self._record(key, batch) if is_ours else None
         spread_seeds(self._route.devices)
-        if recording is None or not self._step.begin(recording.recorded):
-            return None
-        recording.batch.write(batch)
-        recording.graph.replay()
+        return None if recording is None else self._launch(recording, batch)
+
+    def _launch(self, recording: _Recording, batch: Batch) -> Result | None:
+        with recording.graph.may_replay() as may_replay:
+            if not may_replay or not self._step.begin(recording.recorded):
+                return None
+            recording.batch.write(batch)
+            recording.graph.replay()
         self._num_launches += 1
         if self._num_launches % LONG == 0:
             self._num_attempts = 0

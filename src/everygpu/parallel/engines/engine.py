@@ -49,8 +49,6 @@ class EngineContext:
     """Makes replicas whose parameters are leaves, or connected to the module's."""
     bucket_cap_mb: float | None
     """Size at which a group of parameters is closed, in MiB; None for the defaults."""
-    makes_graphs: bool
-    """Whether each compiled replica may become a CUDA graph of its own."""
 
 
 class Engine(Protocol):
