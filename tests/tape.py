@@ -74,7 +74,7 @@ class Tape:
         return contextlib.nullcontext(True)
 
     def replay(self) -> None:
-        gone = [m for m in self._memories.values() if m.is_gone()]
+        gone = [m for m in self._memories.values() if m.num_bytes and m.is_gone()]
         assert not gone, (
             f"{len(gone)} tensors that the recording uses are freed, of {[m.num_bytes for m in gone]} bytes"
         )

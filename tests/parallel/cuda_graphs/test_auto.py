@@ -87,6 +87,28 @@ def test_one_device_is_recorded_too(recording: Devices, caplog: pytest.LogCaptur
     assert caplog.messages == []
 
 
+def test_hooks_of_forward_are_recorded(recording: Devices) -> None:
+    used = recording(1)
+    net = Net().to(used[0])
+    handle = net.a.register_forward_hook(lambda module, args, output: output * 2)
+    model = everygpu.DataParallel(net, used)
+    assert train(model, 8)[-1] == "graphs"
+    x = torch.randn(6, 4, device=used[0])
+    torch.testing.assert_close(model(x), net(x))
+    handle.remove()
+    torch.testing.assert_close(model(x), net(x))
+
+
+def test_hooks_that_keep_something_are_refused(recording: Devices, caplog: pytest.LogCaptureFixture) -> None:
+    used = recording(1)
+    net, kept = Net().to(used[0]), []
+    net.a.register_forward_hook(lambda module, args, output: kept.append(output.detach()))
+    assert set(train(everygpu.DataParallel(net, used), PATIENCE)) == {"threads"}
+    (message,) = warnings_of(caplog)
+    assert "Linear 'a' has an attribute that may change unseen" in message
+    assert len(kept) == PATIENCE
+
+
 class Loss(Net):
     """Returns a number, and what it was computed from."""
 

@@ -109,7 +109,7 @@ class RecordedForward:
             "DataParallel",
             route,
             level=logging.DEBUG if proves and len(route.devices) > 1 else logging.WARNING,  # the engine says it
-            sends_frozen=proves,
+            proves=proves,
             gives_up=proves,
         )
         """Makes recordings, drops them, and says why no forward will be recorded any more, if so."""

@@ -85,7 +85,8 @@ class Capture(Generic[Result]):
         route: How batches are cut.
         must: Raise where a step can't be recorded, and record also where hooks would no longer be called.
         level: Of the log line that says why steps run eagerly.
-        sends_frozen: Frozen parameters are sent in each launch, too, and may be written in between.
+        proves: Each recording has a proof of what forward does, hooks and all, and sends frozen parameters, too, which
+            may be written in between.
         gives_up: Give up where hardly any kind of batch comes again, as ``BatchKinds`` says.
     """
 
@@ -97,12 +98,12 @@ class Capture(Generic[Result]):
         *,
         must: bool = False,
         level: int = logging.INFO,
-        sends_frozen: bool = False,
+        proves: bool = False,
         gives_up: bool = True,
     ) -> None:
         self.reason: str | None = None
         """Why no step will be recorded any more, if so."""
-        self._sends_frozen = sends_frozen
+        self._proves = proves
         self._gives_up = gives_up
         self._kinds = BatchKinds(name, route.devices)
         self._step = step
@@ -189,9 +190,9 @@ class Capture(Generic[Result]):
         self.forget()
         self._num_failures += 1
         self._written = None if self.guards is None else self.guards.find_written()
-        guards = guards or ModuleGuards(roots, watches_frozen=not self._sends_frozen)
+        guards = guards or ModuleGuards(roots, watches_frozen=not self._proves)
         self.guards, self._guard_key = guards, key
-        reason = self._step.unsupported_reason() or find_hooks(roots)
+        reason = self._step.unsupported_reason() or find_hooks(roots, are_proven=self._proves)
         if reason is not None and not self._must:
             self._give_up(reason)
         elif self._num_failures > MAX_ATTEMPTS:
