@@ -24,8 +24,8 @@ from everygpu.checkpoint.format import (
     read_tensors,
 )
 from everygpu.checkpoint.modules import check_module
+from everygpu.checkpoint.parts import KNOWN, Contents, Kind, Part
 from everygpu.checkpoint.run_directory import is_run_directory, list_saved, step_of
-from everygpu.checkpoint.states import KNOWN, Contents, Kind, Part
 from everygpu.checkpoint.values import decode
 from everygpu.errors import CheckpointDamagedError, CheckpointError, CheckpointForeignError, CheckpointMismatchError
 
@@ -43,18 +43,15 @@ def read_any(
     section: str | None = None,
     with_values: bool = True,
 ) -> Contents:
-    """Read a checkpoint of any format.
+    """Read a checkpoint of any format: ours, a run's newest whole one, or what `read_foreign` takes.
 
     Args:
-        path: A directory of `everygpu.save`; of a `CheckpointManager`, whose newest whole checkpoint is read; or what
-            `read_foreign` takes.
+        path: Where it is.
         restored: Names of the parts that go into objects, which want their tensors on the CPU.
         device: Where the tensors of all other parts go.
         verify: Whether to compare every byte with its digest.
         section: The name of the state dict to take for the model's, where it is not the usual one.
         with_values: False allows tensors on the meta device.
-    Raises:
-        CheckpointError: as `everygpu.load` does.
     """
     if is_run_directory(path):
         contents = _read_run(path, restored, device, verify)
@@ -78,21 +75,13 @@ def _read_run(path: Path, restored: Collection[str], device: torch.device, verif
         except (CheckpointDamagedError, CheckpointForeignError) as error:
             problems.append(str(error))
             continue
-        problems += [_describe_damage(other.path) for other in all_saved[position:] if not other.is_readable]
+        problems += [other.problem for other in all_saved[position:] if not other.is_readable]
         if problems:
             listed = "".join(f"\n  {problem}" for problem in problems)
             warn(f"load: {saved.path} is taken. Others are damaged:{listed}", stacklevel=3)
         return contents
     listed = "".join(f"\n  {problem}" for problem in problems)
     raise CheckpointDamagedError(f"load: No checkpoint in {path} is whole. Nothing was loaded.{listed}")
-
-
-def _describe_damage(directory: Path) -> str:
-    try:
-        read_document(directory)
-    except CheckpointError as error:
-        return str(error)
-    return f"{directory} has no place in a run."
 
 
 def _read_steadily(path: Path, restored: Collection[str], device: torch.device, verify: bool) -> Contents:

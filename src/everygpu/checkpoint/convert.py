@@ -48,20 +48,7 @@ def convert(
 ) -> Outcome:
     """Write a checkpoint's model as a state dict; what is at the destination stays until that is complete.
 
-    Args:
-        source: A checkpoint of any format.
-        destination: Where to write; as its name ends, torch.save or safetensors writes it.
-        section: The name of the state dict to take for the model's.
-        strip_prefix: Taken off the names that begin with it.
-        dtype: For floating-point tensors of the model.
-        overwrite: Whether a file of weights at the destination may be replaced.
-        writing: Entered while the result is written, with the number of bytes that its tensors have.
-    Raises:
-        OptionError: the destination's name ends otherwise, or no name begins with the prefix.
-        CheckpointForeignError: something is at the destination and may not be replaced.
-        CheckpointMismatchError: there is no model, or two names would become one.
-        CheckpointContentError: the format can't hold a tensor.
-        CheckpointError: as `everygpu.load` and `everygpu.save`.
+    ``writing`` is entered while the result is written, with the number of bytes that its tensors have.
     """
     target = _SUFFIXES.get(destination.suffix)
     if target is None:

@@ -8,8 +8,9 @@ import torch
 from everygpu.checkpoint.contents import read_any
 from everygpu.checkpoint.directory import as_path
 from everygpu.checkpoint.modules import Fit, Match
+from everygpu.checkpoint.parts import Part
 from everygpu.checkpoint.rng import plan_rng_restore
-from everygpu.checkpoint.states import Part, Plan, check_parts, detach, kind_of, require_names
+from everygpu.checkpoint.states import Plan, check_parts, detach, kind_of, require_names
 from everygpu.errors import CheckpointContentError, CheckpointMismatchError, DeviceError, OptionError
 
 

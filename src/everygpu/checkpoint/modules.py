@@ -19,6 +19,7 @@ from everygpu.checkpoint.names import (
     rename,
     strip_prefix,
 )
+from everygpu.checkpoint.parts import is_version
 from everygpu.checkpoint.values import identity
 from everygpu.errors import CheckpointMismatchError
 from everygpu.keys import bare_key
@@ -58,18 +59,7 @@ def module_state(model: nn.Module) -> dict[str, Any]:
 
 
 def plan_module(model: nn.Module, name: str, state: Any, fit: Fit) -> tuple[Callable[[], object], dict[str, str]]:
-    """Check that a state fits a module.
-
-    Args:
-        model: The module to change later.
-        name: What it is called in errors.
-        state: As `module_state` returned it.
-        fit: What may differ.
-    Returns:
-        What changes the module, and its own names by the saved ones.
-    Raises:
-        CheckpointMismatchError: names or shapes differ more than they may.
-    """
+    """Check that a state fits a module; return what changes the module, and its own names by the saved ones."""
     own = model.state_dict()
     prefix = fit.prefix or ("" if fit.match == "order" else find_prefix(state["values"], own.keys()))
     versions = _select_versions({bare_key(p): v for p, v in state["versions"].items()} | state["versions"], prefix)
@@ -79,31 +69,25 @@ def plan_module(model: nn.Module, name: str, state: Any, fit: Fit) -> tuple[Call
         saved_names = {strip_prefix(there, prefix): there for there in state["values"]}
         saved = rename(state["values"], lambda there: strip_prefix(there, prefix))
     saved = _with_tied(saved, own)
-    pairs = _pair_by_order(name, saved, own) if fit.match == "order" else _pair_by_name(model, saved, own)
-    own_left: Mapping[str, Any] = own
-    if fit.ignore_mismatched:
-        saved, own_left = _leave_out_mismatched(name, saved, own, pairs)
+    if fit.match == "order":
+        pairs = _pair_by_order(name, saved, own)
+    else:
+        own_names = {clean: raw for raw, clean in clean_names(model, own).items()}
+        pairs = {there: own_names[here] for there, here in match_names(saved, own_names).items()}
     own_versions = _own_versions(model, own, versions, _paths(pairs) if fit.match == "order" else {})
-    _check_names(name, saved, own_left, pairs, fit.strict, _made_by_torch(model, own_versions, set(pairs.values())))
-    loaded = OrderedDict((pairs.get(there, there), _outliving(there, value)) for there, value in saved.items())
+    made = _made_by_torch(model, own_versions, set(pairs.values()))
+    left_out = _check_names(name, saved, own, pairs, fit, made)
+    values = {there: value for there, value in saved.items() if there not in left_out}
+    loaded = OrderedDict((pairs.get(there, there), _outliving(there, value)) for there, value in values.items())
     # torch reads the versions from this attribute: Module.load_state_dict.
     loaded._metadata = own_versions  # type: ignore[attr-defined]
-    strict = fit.strict and len(own_left) == len(own)
+    strict = fit.strict and not left_out
     named = {saved_names.get(there, fit.prefix + there): here for there, here in pairs.items()}
     return lambda: model.load_state_dict(loaded, strict=strict), named
 
 
-def is_version(entry: object) -> bool:
-    """Tell whether a value is what ``state_dict()._metadata`` has for a module; torch compares the number in it."""
-    return isinstance(entry, Mapping) and isinstance(entry.get("version"), int | None)
-
-
 def check_module(state: Any) -> None:
-    """See that a state read from a file has the structure that `module_state` gives.
-
-    Raises:
-        LookupError, TypeError: it has another one.
-    """
+    """Raise a LookupError or TypeError unless a state read from a file has the structure of `module_state`'s."""
     for names in (state["values"], state["versions"]):
         if not isinstance(names, dict) or not all(isinstance(name, str) for name in names):
             raise TypeError("a module's values and versions must be dicts with names")
@@ -128,10 +112,7 @@ def _select_versions(saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _with_tied(values: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Add names that are missing where the target has their tensor under a name that is there.
-
-    Of tied tensors, safetensors files of Transformers and Accelerate keep one.
-    """
+    """Add the tied names that are missing: safetensors files of Transformers and Accelerate keep one of them."""
     names = {bare_key(name): name for name in values}
     tensors = {name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor) and not is_lazy(tensor)}
     there = {identity(t): names[bare_key(name)] for name, t in tensors.items() if t.numel() and bare_key(name) in names}
@@ -144,11 +125,6 @@ def _outliving(name: str, value: Any) -> Any:
     if isinstance(value, Tensor) and not name.endswith(EXTRA_STATE):
         return value
     return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
-
-
-def _pair_by_name(model: nn.Module, saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, str]:
-    own_names = {clean: raw for raw, clean in clean_names(model, own).items()}
-    return {there: own_names[here] for there, here in match_names(saved, own_names).items()}
 
 
 def _pair_by_order(name: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, str]:
@@ -168,13 +144,8 @@ def _pair_by_order(name: str, saved: Mapping[str, Any], own: Mapping[str, Any]) 
             f"{longer[min(len(theirs), len(ours))][0]}. Nothing was loaded; prefix= selects a part of the checkpoint."
         )
     pairs = {there: here for (there, _), (here, _) in zip(theirs, ours)}
-    return pairs | _pair_extra_states(saved, own, _paths(pairs))
-
-
-def _pair_extra_states(saved: Mapping[str, Any], own: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, str]:
-    """Pair what is no tensor as the tensors of the same modules are paired."""
-    pairs = {}
-    for here, value in own.items():
+    paths = _paths(pairs)
+    for here, value in own.items():  # what is no tensor is paired as the tensors of its module
         path, _, last = here.rpartition(".")
         there = f"{paths.get(path, path)}.{last}".lstrip(".")
         if not isinstance(value, Tensor) and there in saved and not isinstance(saved[there], Tensor):
@@ -182,45 +153,27 @@ def _pair_extra_states(saved: Mapping[str, Any], own: Mapping[str, Any], paths: 
     return pairs
 
 
-def _leave_out_mismatched(
-    name: str, saved: Mapping[str, Any], own: Mapping[str, Any], pairs: Mapping[str, str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return both sides without the tensors whose shapes differ; the log names them."""
-    differing = {there: _difference(there, saved[there], own[here]) for there, here in pairs.items()}
-    left_out = {there: what for there, what in differing.items() if what is not None}
-    if left_out:
-        listed = "".join(f"\n  {there}: {what}" for there, what in left_out.items())
-        logger.warning(
-            "load: %d tensors of %s keep their values, as their shapes differ:%s", len(left_out), name, listed
-        )
-    kept_own = {pairs[there] for there in left_out}
-    return (
-        {there: value for there, value in saved.items() if there not in left_out},
-        {here: value for here, value in own.items() if here not in kept_own},
-    )
-
-
 def _check_names(
-    name: str,
-    saved: Mapping[str, Any],
-    own: Mapping[str, Any],
-    pairs: Mapping[str, str],
-    strict: bool,
-    optional: Set[str],
-) -> None:
-    pairs = {there: here for there, here in pairs.items() if there in saved}
-    missing = sorted(own.keys() - pairs.values() - optional) if strict else []
-    unexpected = sorted(saved.keys() - pairs.keys()) if strict else []
+    name: str, saved: Mapping[str, Any], own: Mapping[str, Any], pairs: Mapping[str, str], fit: Fit, optional: Set[str]
+) -> dict[str, str]:
+    """Refuse names and shapes that differ more than they may; return how those differ that are to be left out."""
     differing = {there: _difference(there, saved[there], own[here]) for there, here in pairs.items()}
     shapes = {there: what for there, what in differing.items() if what is not None}
-    if missing or unexpected or shapes:
-        advice = " ignore_mismatched=True leaves those of another shape out." if shapes else ""
+    missing = sorted(own.keys() - pairs.values() - optional) if fit.strict else []
+    unexpected = sorted(saved.keys() - pairs.keys()) if fit.strict else []
+    refused = {} if fit.ignore_mismatched else shapes
+    if missing or unexpected or refused:
+        advice = " ignore_mismatched=True leaves those of another shape out." if refused else ""
         advice += " strict=False loads the names that both have." if missing or unexpected else ""
         raise CheckpointMismatchError(
             f"load: {name} has other names and shapes than the checkpoint: {len(missing)} missing, {len(unexpected)} "
-            f"unknown and {len(shapes)} of another shape. Nothing was loaded.{advice}"
-            f"{describe_mismatch(missing, unexpected, shapes)}"
+            f"unknown and {len(refused)} of another shape. Nothing was loaded.{advice}"
+            f"{describe_mismatch(missing, unexpected, refused)}"
         )
+    if shapes:
+        listed = "".join(f"\n  {there}: {what}" for there, what in shapes.items())
+        logger.warning("load: %d tensors of %s keep their values, as their shapes differ:%s", len(shapes), name, listed)
+    return shapes
 
 
 def _difference(name: str, saved: object, own: object) -> str | None:

@@ -51,11 +51,7 @@ def clean_names(model: nn.Module, names: Collection[str]) -> dict[str, str]:
 
 
 def match_names(saved: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
-    """Pair the names in a checkpoint with those of a target; those without a partner are left out.
-
-    Equal names belong together; of the rest, those that are equal without any ``module.``,
-    ``_orig_mod.`` or ``_fsdp_wrapped_module.`` in them, where that leaves one choice.
-    """
+    """Pair names that are equal; then those that are without wrappers' segments, where that leaves one choice."""
     saved, wanted = list(saved), set(wanted)
     pairs = {name: name for name in saved if name in wanted}
     free_wanted = _by_bare_name(wanted - pairs.keys())
@@ -67,14 +63,9 @@ def match_names(saved: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
 
 
 def find_prefix(state: Mapping[str, Any], expected: Collection[str]) -> str:
-    """Find the prefix under which a state has the expected names, as Lightning's ``model.``.
+    """Find the prefix under which a state has more than half of the expected names, as Lightning's ``model.``.
 
-    Segments of wrappers count for nothing on both sides.
-
-    Returns:
-        The prefix; empty where none gives more than half of the names, or the names fit at least as well as they are.
-    Raises:
-        CheckpointMismatchError: the names fit under several prefixes equally well.
+    Segments of wrappers count for nothing. Empty where the names fit at least as well without.
     """
     wanted = {bare_key(name) for name in expected}
     fits = Counter(prefix for name in state for prefix in _prefixes(bare_key(name), wanted))
@@ -97,11 +88,7 @@ def strip_prefix(name: str, prefix: str) -> str:
 
 
 def rename(state: Mapping[str, Any], new_name: Callable[[str], str]) -> dict[str, Any]:
-    """Give every entry another name.
-
-    Raises:
-        CheckpointMismatchError: two entries would have the same name, or one an empty name.
-    """
+    """Give every entry another name, all different and none empty."""
     renamed: dict[str, Any] = {}
     for name, value in state.items():
         new = new_name(name)

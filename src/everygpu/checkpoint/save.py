@@ -1,9 +1,8 @@
 """Write a checkpoint."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 from warnings import warn
@@ -48,7 +47,7 @@ def save(
     """Save a training run to a directory, so that either the old checkpoint or the new one is there.
 
     The directory holds ``model.safetensors``, ``training.safetensors`` (all other tensors), ``checkpoint.json``
-    (structure, plain values, random states) and ``SHA256SUMS``. It is written beside the path as ``.NAME.tmp-*``,
+    (structure, plain values, random states) and ``SHA256SUMS``. It is written beside the path as ``.NAME.tmp``,
     synced, and takes the place of the old one in one step. Other files in the old directory stay, such as the
     ``config.json`` by which Transformers reads ``model.safetensors``::
 
@@ -94,28 +93,19 @@ def save(
             f"For a single file run `everygpu checkpoint convert DIRECTORY FILE{where.suffix}`.",
             stacklevel=2,
         )
-    take_and_write(where, partial(take, parts))
-    return where
-
-
-def take_and_write(where: Path, taking: Callable[[], Taken]) -> None:
-    """Take the states of a run and write them, on rank 0; wait for it on the others."""
 
     def work() -> None:
-        taken = taking()
+        taken = take(parts)
         wait_for_devices(taken)
         Background().run(lambda check: write_checkpoint(where, taken, check=check))
 
     ranks = one_writer()
     ranks.write(ranks.next_key(f"save to {where}"), work)
+    return where
 
 
 def take(parts: Mapping[str, object]) -> Taken:
-    """Take the states of objects and of the random generators, without copying tensors.
-
-    Raises:
-        CheckpointContentError: a value has no place in a checkpoint.
-    """
+    """Take the states of objects and of the random generators, without copying tensors."""
     check_parts(parts, "save")
     if reserved := LOAD_OPTIONS & parts.keys():
         raise CheckpointContentError(
@@ -136,13 +126,9 @@ def wait_for_devices(taken: Taken) -> None:
 def write_checkpoint(
     path: Path, taken: Taken, run: Mapping[str, Any] | None = None, *, check: Check = lambda: None
 ) -> Path:
-    """Write what was taken from a run to a checkpoint directory.
+    """Write what was taken from a run; ``run`` says where it stands there: step, serial, metrics, num_nonfinite.
 
-    Args:
-        path: The directory, new or an earlier checkpoint.
-        taken: As `take` returned it.
-        run: Where the checkpoint stands in its run: step, serial, metrics, num_nonfinite.
-        check: Called before each file, and before the checkpoint takes its place: what it raises gives the save up.
+    ``check`` is called before each file, and before the checkpoint takes its place: what it raises gives the save up.
     """
     document = {**({} if run is None else {"run": dict(run)}), **taken.document}
     is_locked = run is not None  # by the run's manager

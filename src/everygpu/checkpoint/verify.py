@@ -27,16 +27,7 @@ class Report:
 
 
 def examine(path: Path, advance: Advance = lambda num_bytes: None) -> Report:
-    """Check everything about a checkpoint that can be checked.
-
-    Args:
-        path: A checkpoint of any format.
-        advance: Called with the number of bytes that were read since the last call.
-    Returns:
-        The faults; none where every check was passed.
-    Raises:
-        CheckpointNotFoundError: nothing is there.
-    """
+    """Check all of a checkpoint that can be checked; ``advance`` is called with the bytes read since its last call."""
     if is_run_directory(path):
         saved = [one.path for one in list_saved(path)]
         faults = [fault for one in saved for fault in _faults_of_ours(one, advance)]
@@ -73,7 +64,7 @@ def _faults_of_ours(directory: Path, advance: Advance) -> list[str]:
 
 
 def _examine_foreign(path: Path, advance: Advance) -> Report:
-    words, files = list_files(path)
+    words, _, *files = list_files(path)
     faults = []
     try:
         read_foreign(path)
