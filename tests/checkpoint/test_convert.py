@@ -14,8 +14,8 @@ from torch import nn
 
 import everygpu
 from everygpu.checkpoint import directory
-from everygpu.checkpoint.contents import read_any
 from everygpu.checkpoint.convert import convert
+from everygpu.checkpoint.load import read_any
 from everygpu.errors import (
     CheckpointBusyError,
     CheckpointContentError,

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
-from everygpu.checkpoint.contents import _decode_part
+from everygpu.checkpoint.load import _decode_part
 from everygpu.checkpoint.modules import Fit
 from everygpu.checkpoint.parts import Contents, Part
 from everygpu.checkpoint.states import Plan, encode_parts, kind_of

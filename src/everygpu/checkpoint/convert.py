@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everygpu.checkpoint.contents import read_any
 from everygpu.checkpoint.directory import must_be_writable, new_file
 from everygpu.checkpoint.foreign import format_of
 from everygpu.checkpoint.format import write_safetensors
-from everygpu.checkpoint.names import rename
+from everygpu.checkpoint.load import read_any
+from everygpu.checkpoint.modules import rename
 from everygpu.checkpoint.values import check_storable, identity
 from everygpu.errors import CheckpointDamagedError, CheckpointForeignError, OptionError
 

@@ -7,8 +7,10 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor
 
 from everygpu.checkpoint.format import cut
-from everygpu.checkpoint.names import EXTRA_STATE
 from everygpu.errors import CheckpointMismatchError
+
+EXTRA_STATE = "_extra_state"
+"""What ``Module.get_extra_state`` returned is saved under a name that ends so."""
 
 Kind: TypeAlias = Literal["module", "state_dict", "generator", "plain"]
 """How a value is saved: a module by names, an object by its state_dict, a torch.Generator, or as it is."""

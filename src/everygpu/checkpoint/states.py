@@ -15,8 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from everygpu.checkpoint.format import cut
-from everygpu.checkpoint.modules import Fit, module_state, plan_module
-from everygpu.checkpoint.names import name_cleaner, unwrap
+from everygpu.checkpoint.modules import Fit, module_state, name_cleaner, plan_module, unwrap
 from everygpu.checkpoint.parts import KNOWN, Contents, Kind, Part, find_state
 from everygpu.checkpoint.values import Json, encode
 from everygpu.errors import CheckpointContentError, CheckpointMismatchError

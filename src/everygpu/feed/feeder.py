@@ -13,7 +13,7 @@ from everygpu.devices import parse_devices
 from everygpu.devices.parse import DeviceLike
 from everygpu.errors import OptionError
 from everygpu.feed.one_pass import Feed
-from everygpu.feed.order import Order, check_in_order
+from everygpu.feed.order import Order
 from everygpu.feed.waiting import FeedReport, WaitMeter
 from everygpu.keys import wrapped_child
 from everygpu.parallel.data_parallel import DataParallel
@@ -83,7 +83,6 @@ class Feeder:
         kind = type(loader)
         if getattr(kind, "__iter__", None) is None and getattr(kind, "__getitem__", None) is None:
             raise OptionError(f"Feeder: {describe(loader)} is no iterable of batches. Pass for instance a DataLoader.")
-        check_in_order(loader)
         check_target(model_or_devices, "Feeder")
         _check_options(prefetch, seed, dim, timeout, sharded)
         self.loader = loader
