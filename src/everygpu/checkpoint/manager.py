@@ -16,13 +16,13 @@ from everygpu.checkpoint.background import Background, Check
 from everygpu.checkpoint.directory import as_path, hold_lock, must_be_writable, remove_directory
 from everygpu.checkpoint.format import MODEL, cut, is_claimed, is_ours
 from everygpu.checkpoint.load import check_targets, load
-from everygpu.checkpoint.one_writer import one_writer
 from everygpu.checkpoint.run_directory import Best, Mode, Rotation, Saved, best_first, clear_run, list_saved, step_path
-from everygpu.checkpoint.save import Taken, take, wait_for_devices, write_checkpoint
+from everygpu.checkpoint.save import Taken, one_writer, take, wait_for_devices, write_checkpoint
 from everygpu.checkpoint.snapshot import SnapshotMemory, copy_to
 from everygpu.checkpoint.stop import Stop
 from everygpu.errors import CheckpointError, CheckpointForeignError, OptionError
 from everygpu.ranks.group import joined
+from everygpu.ranks.membership import is_main
 
 logger = logging.getLogger("everygpu")
 
@@ -158,7 +158,7 @@ class CheckpointManager:
         is_last = self._stop.is_here()
         if step % self.every != 0 and not is_last:
             self._not_saved = (step, metrics)
-            if one_writer().is_writing:
+            if is_main():
                 self._require_resumed()
             return None
         self._save(step, metrics)
@@ -233,7 +233,7 @@ class CheckpointManager:
         name = f"save step {step} to {self._name}"
         begun, written = ranks.next_key(name), ranks.next_key(f"{name} in the background")
         ranks.write(begun, lambda: self._begin(step, metrics, written))
-        self._written_by_rank_0 = None if ranks.is_writing or not self.asynchronous else written
+        self._written_by_rank_0 = None if is_main() or not self.asynchronous else written
 
     def _begin(self, step: int, metrics: dict[str, float], written: str) -> None:
         self._require_resumed()
