@@ -13,7 +13,7 @@ from warnings import warn
 
 from filelock import FileLock, Timeout
 
-from everygpu.checkpoint.format import DOCUMENT, is_file_of_ours, is_ours
+from everygpu.checkpoint.format import DOCUMENT, is_file_of_ours, is_ours, sync_path
 from everygpu.errors import (
     CheckpointBusyError,
     CheckpointError,
@@ -197,17 +197,6 @@ def clear_leftovers(target: Path) -> None:
         os.rename(old, target)
     _remove(beside(target, "old"))
     _remove(beside(target, "tmp"))
-
-
-def sync_path(path: Path) -> None:
-    """Make a file's content, or a directory's entries, durable; Windows has no call for the latter."""
-    if sys.platform == "win32":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def exchange(first: Path, second: Path) -> bool:

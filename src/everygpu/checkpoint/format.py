@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -270,13 +271,19 @@ def _write_text(path: Path, text: str) -> tuple[str, str]:
 
 def _finish(path: Path) -> str:
     """Hash a file while the disk writes it."""
-    digest, _ = side_by_side([partial(hash_file, path), partial(_sync, path)])
+    digest, _ = side_by_side([partial(hash_file, path), partial(sync_path, path)])
     return digest
 
 
-def _sync(path: Path) -> str:
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
+def sync_path(path: Path) -> str:
+    """Make a file's content, or a directory's entries, durable; Windows has no call for the latter."""
+    if path.is_dir() and sys.platform == "win32":
+        return path.name
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
     return path.name
 
 

@@ -45,9 +45,8 @@ def examine(path: Path, advance: Advance = lambda num_bytes: None) -> Report:
 
 def total_bytes(path: Path) -> int:
     """Sum the sizes of the files that `examine` reads; 0 where nothing is there."""
-    if is_run_directory(path):
-        return sum(total_bytes(saved.path) for saved in list_saved(path))
-    return sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
+    places = [saved.path for saved in list_saved(path)] if is_run_directory(path) else [path]
+    return sum(file.stat().st_size for file in _files_in(places))
 
 
 def _faults_of_ours(directory: Path, advance: Advance) -> list[str]:
@@ -77,7 +76,11 @@ def _examine_foreign(path: Path, advance: Advance) -> Report:
     return _report(words, files, "structure, and checksums where torch.save wrote them", faults)
 
 
+def _files_in(places: list[Path]) -> list[Path]:
+    return [file for place in places for file in (place.rglob("*") if place.is_dir() else [place]) if file.is_file()]
+
+
 def _report(words: str, places: list[Path], means: str, faults: list[str]) -> Report:
-    files = [file for place in places for file in (place.rglob("*") if place.is_dir() else [place]) if file.is_file()]
+    files = _files_in(places)
     size_bytes = sum(file.stat().st_size for file in files)
     return Report(format=words, num_files=len(files), size_bytes=size_bytes, means=means, faults=tuple(faults))
