@@ -61,7 +61,8 @@ def convert(
     model = _renamed(contents.require_model(source), strip_prefix)
     versions = contents.parts["model"].state["versions"]
     versions = {f"{path}.".removeprefix(strip_prefix).rstrip(".") if path else "": v for path, v in versions.items()}
-    model = _cast(model, dtype)
+    if dtype is not None:
+        model = _each(model, lambda t: t.to(dtype) if t.is_floating_point() else t)
     tensors = {name: value for name, value in model.items() if isinstance(value, Tensor)}
     left_out = {*contents.parts, *contents.extras} - {"model"}
     with (
@@ -112,21 +113,28 @@ def _renamed(model: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return rename(model, lambda name: name.removeprefix(prefix))
 
 
-def _cast(model: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    """Cast floating-point tensors, those that are tied to one that is tied."""
-    casts: dict[object, Tensor] = {}
+def _each(state: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Change tensors, those that are tied to one that is tied."""
+    changed: dict[object, Tensor] = {}
 
-    def cast(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == dtype:
-            return value
-        return casts.setdefault(identity(value), value.to(dtype))
+    def once(tensor: Tensor) -> Tensor:
+        key = identity(tensor)
+        if key not in changed:
+            changed[key] = change(tensor)
+        return changed[key]
 
-    return model if dtype is None else {name: cast(value) for name, value in model.items()}
+    return {name: once(value) if isinstance(value, Tensor) else value for name, value in state.items()}
+
+
+def _without_rest(tensor: Tensor) -> Tensor:
+    """Copy a tensor that is a small part of its memory: torch.save writes all of it."""
+    is_all = tensor.layout != torch.strided or tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if is_all else tensor.clone()
 
 
 def _write_torch(path: Path, state: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
     """Write a state dict as ``torch.save(model.state_dict(), path)`` does; tied tensors stay tied."""
-    document = OrderedDict(_compact(state))
+    document = OrderedDict(_each(state, _without_rest))
     document._metadata = OrderedDict(versions)  # type: ignore[attr-defined]  # as Module.state_dict has it
     with open(path, "wb") as file:
         try:
@@ -135,15 +143,3 @@ def _write_torch(path: Path, state: Mapping[str, Any], versions: Mapping[str, An
             if isinstance(error.__context__, OSError):  # the disk is full
                 raise error.__context__ from error
             raise
-
-
-def _compact(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy tensors that are small parts of their memory: torch.save writes all of it."""
-    copies: dict[object, Tensor] = {}
-
-    def copy(tensor: Tensor) -> Tensor:
-        if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() == tensor.nbytes:
-            return tensor
-        return copies.setdefault(identity(tensor), tensor.clone())
-
-    return {name: copy(value) if isinstance(value, Tensor) else value for name, value in state.items()}

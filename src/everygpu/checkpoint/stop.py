@@ -44,10 +44,6 @@ class Stop:
 
     Under ranks rank 0 decides. In the first call after a signal it leaves a note that the next call is the last one.
     Between the two lies a step, in which all ranks exchange gradients: each finds the note there.
-
-    Args:
-        name: Of the manager, the same on all ranks.
-        signals: Which ones; None for both.
     """
 
     def __init__(self, name: str, signals: Collection[int] | None) -> None:
@@ -113,11 +109,13 @@ class Stop:
 
     def _agree(self, group: Group) -> int | None:
         """Return the call that is the last one: rank 0 says so where a signal has come to it, or to one that asks."""
+        if group.rank == 0:
+            if self._heard is None and group.find_note(_ASKED) is None:
+                return None
+            group.leave_note(self._key, str(self.num_calls + 1))
+            return self.num_calls + 1
         note = group.find_note(self._key)
-        if note is None and group.rank == 0 and (self._heard is not None or group.find_note(_ASKED) is not None):
-            note = str(self.num_calls + 1)
-            group.leave_note(self._key, note)
-        elif note is None and self._heard is not None and not self._has_asked:
+        if note is None and self._heard is not None and not self._has_asked:
             self._has_asked = True
             group.leave_note(_ASKED, "")
         return None if note is None else int(note)
