@@ -1,6 +1,7 @@
 """Conformance rows on links between GPUs: found out in a real process, and every transfer goes round them."""
 
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import torch
 
 from everygpu import comm
 from everygpu.comm import staged
-from everygpu.devices import nvml, p2p
+from everygpu.devices import p2p
 from tests.devices.fake_nvml import FakeNvml, two_h200s
 
 PAIR = [torch.device("cuda", 0), torch.device("cuda", 1)]
@@ -25,7 +26,7 @@ def lying(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=f"gpu-{i}"))
-    monkeypatch.setattr(nvml, "_import_pynvml", lambda: FakeNvml(*two_h200s()))
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*two_h200s()))
     p2p._broken_pairs.cache_clear()
     yield lambda fault: monkeypatch.setenv("LYING_GPUS", fault)
     p2p._broken_pairs.cache_clear()
