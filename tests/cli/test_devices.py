@@ -226,6 +226,11 @@ def test_watch_asks_again_until_interrupted(show, sleeps):
     assert sleeps == [0.5] * 3
 
 
+def test_watch_of_a_machine_without_gpus_ends(show, sleeps):
+    assert show([], "--watch") == "No NVIDIA GPU found. For other accelerators pass --torch.\n"
+    assert sleeps == []
+
+
 @pytest.mark.usefixtures("sleeps")
 def test_watch_has_a_line_a_device_with_runs_and_programs(show):
     out = show(BOX, "--watch", holders=HOLDERS, names={7: "/usr/bin/python3"})

@@ -68,7 +68,7 @@ def list_devices(
         return Group(build_watch(rows, holders) if watch else build_table(rows, holders), *notes)
 
     console = make_console()
-    if watch:
+    if watch and find_rows(request, filters, ask_torch)[0]:
         _show_live(build, interval_s)
     elif form == "table":
         console.print(build())
