@@ -24,10 +24,10 @@ CHINESE = ["README", "how-do-i", "index", "migration"]
 RUN = [
     page
     for page in PAGES
-    if page not in ("benchmarks", "how-do-i", "index", "migration", "recipes")
+    if page not in ("benchmarks", "gallery", "how-do-i", "index", "migration", "recipes")
     and blocks(page_path(page).read_text("utf-8"))
 ]
-"""The pages whose code runs as it stands; others are judged by what they do, recipes in tests/clients."""
+"""The pages whose code runs as it stands; others are judged by what they do, real models in tests/clients."""
 
 
 @pytest.fixture
