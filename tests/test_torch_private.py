@@ -1,10 +1,9 @@
-"""What every private name of torch's must do, and that docs/design.md lists all of them.
+"""What every private name of torch's must do.
 
 A test that fails with a new version of torch says what that has changed; see ``everygpu.torch_private``.
 """
 
 import ast
-import textwrap
 import threading
 from pathlib import Path
 
@@ -37,19 +36,6 @@ def test_every_name_has_a_test():
     source = "".join(path.read_text() for path in Path(__file__).parent.glob("test_torch_private*.py"))
     for path in FILES:
         assert [n for n in public_names(path) if f"{path.stem}.{n}" not in source] == []
-
-
-def listed():
-    """Return what docs/design.md has to say."""
-    found = {f"`{path.stem}`": sorted(private_names(path)) for path in FILES}
-    found |= {f"Attributes of {kind}": names.split() for kind, names in torch_private.ATTRIBUTES.items()}
-    lines = (f"* {what}: {', '.join(f'`{n}`' for n in names)}" for what, names in found.items())
-    return "".join(f"{textwrap.fill(line, 120, subsequent_indent='  ')}\n" for line in lines)
-
-
-def test_the_documentation_lists_them():
-    _, found = (Path(__file__).parents[1] / "docs/design.md").read_text().split("<!-- private torch -->\n")[:2]
-    assert found == listed(), f"Put this between the marks in docs/design.md:\n\n{listed()}"
 
 
 @pytest.mark.parametrize(("version", "tried"), [("2.11.0", True), ("2.15.1+cu132", True), ("2.16.0", False)])

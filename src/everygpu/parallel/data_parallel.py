@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from everygpu.devices import parse_devices, spread_seeds
-from everygpu.devices.parse import DeviceLike
+from everygpu.devices.parse import DeviceLike, parse_devices
+from everygpu.devices.seed import spread_seeds
 from everygpu.errors import CallError
 from everygpu.parallel.buckets.sizes import replica_bucket_bytes
 from everygpu.parallel.compiler.eval_frame import not_compiled

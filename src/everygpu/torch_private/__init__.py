@@ -1,7 +1,7 @@
 """All of private torch that this package uses, in one place: nothing else in it names any.
 
 Each name stands for one of torch's and says why there is no public way. tests/test_torch_private.py says what each must
-do, and docs/design.md lists them. All were tried with the versions of torch in ``TRIED``.
+do. All were tried with the versions of torch in ``TRIED``.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ ATTRIBUTES: Mapping[str, str] = MappingProxyType(
         "UntypedStorage": "_cdata",
         "nn.Module": "_buffers _compiled_call_impl _modules _parameters",
         "state dicts": "_metadata",
-        "Optimizer": "_optimizer_state_dict_pre_hooks _optimizer_step_post_hooks _optimizer_step_pre_hooks",
+        "Optimizer": "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
         "operators": "_schema",
         "torch.compile's contexts and backends": "_dynamic _torchdynamo_orig_backend",
         "DataLoader": "_iterator",

@@ -54,7 +54,7 @@ def assert_same(ours: nn.Module, plain: nn.Module) -> None:
 
 @PROPERTY
 @given(rows=st.integers(2, 20), count=st.integers(1, 6), momentum=st.sampled_from([0.1, None]), affine=st.booleans())
-def test_a33_equals_one_device_on_the_whole_batch(
+def test_equals_one_device_on_the_whole_batch(
     devices: Devices, rows: int, count: int, momentum: float | None, affine: bool
 ) -> None:
     used = devices(count)

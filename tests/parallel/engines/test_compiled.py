@@ -77,7 +77,7 @@ def batch(device, rows=12):
 
 
 class TestSameAsThreads:
-    def test_a28_training_a_compiled_module(self, devices):
+    def test_training_a_compiled_module(self, devices):
         used = devices(3)
         x, y = batch(used[0])
         net = build(used[0])

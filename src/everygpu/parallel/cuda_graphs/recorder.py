@@ -7,7 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import nn
 
-from everygpu.devices import spread_seeds
+from everygpu.devices.seed import spread_seeds
 from everygpu.errors import CaptureError, SplitError
 from everygpu.parallel.cuda_graphs.batch_kinds import WINDOW, BatchKinds
 from everygpu.parallel.cuda_graphs.capture_lock import CAPTURE_LOCK
