@@ -73,8 +73,8 @@ class TrainStep:
             after raises. ``"ignore"``: nothing looks for it.
         weight: Called with the batch's inputs and targets, for ``step((x, mask), y)`` as weight(x, mask, y), returns
             how much it counts in an update, of all ranks: such as its tokens that aren't ignored; else its rows count.
-        check_every: Before every so many updates, compare all replicas' and ranks' parameters bit by bit: where one
-            has other bits than most, it is mended from them, with a warning; see "Flipped bits" in docs/reliability.md.
+        check_every: Before every so many updates, compare all replicas' and ranks' parameters bit by bit; see
+            "Flipped bits" in docs/reliability.md.
     Raises:
         CaptureError: under ``capture=True``, at a step that can't be recorded.
         ModuleError, DeviceError, PlacementError: the model can't be replicated; see ``DataParallel``.
@@ -82,7 +82,7 @@ class TrainStep:
             memory.
         NonFiniteError: under ``on_nonfinite="raise"``, on GPUs within the next eight updates.
         OptionError: an option has no such value.
-        DivergedError: from a step whose check finds parameters that differ, and no majority to mend them from.
+        DivergedError: from a step whose check finds parameters that differ.
     """
 
     def __init__(
