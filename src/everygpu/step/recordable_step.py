@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
-from everygpu.errors import OptimizerError
 from everygpu.parallel.cuda_graphs.guards import referents
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.recorder import Capture
@@ -50,9 +49,6 @@ class RecordableStep:
         self._step = step
         self._strategy = strategy
         self._is_beside = True
-        # Parameters that take part in what is being recorded, where these aren't the last step's.
-        self._expected: set[int] | None = None
-        self._is_surprised = False
 
     def roots(self) -> list[nn.Module]:
         return roots_of(self._step.model, self._step.loss)
@@ -72,7 +68,7 @@ class RecordableStep:
         if not self._updates_at_once():
             return None
         needs_all = self._step.clip_norm is not None or self._step._finite_check.is_whole
-        return self._strategy.early_update(self._expected, beside=self._is_beside and not needs_all)
+        return self._strategy.early_update(beside=self._is_beside and not needs_all)
 
     def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: EarlyUpdate | None) -> _Recorded:
         draw_seeds(self.roots(), self._step.model.replica_devices)
@@ -87,19 +83,11 @@ class RecordableStep:
         if update is None:
             # Not those of the batches before, which this update may have, too.
             return _Recorded(loss, self._strategy.touched(before), None, step._stopwatch.marks)
-        touched = update.touched()
-        if touched != set(update.rows.row_of):
-            self._is_surprised, self._expected = self._expected is None, touched
-            raise OptimizerError("TrainStep: other parameters take part at every attempt.")
-        self._expected = None
         norm = update.launch(step.clip_norm)
         step._stopwatch.mark("update")
-        return _Recorded(loss, touched, update, step._stopwatch.marks, norm)
+        return _Recorded(loss, update.touched(), update, step._stopwatch.marks, norm)
 
     def try_otherwise(self) -> bool:
-        if self._is_surprised:
-            self._is_surprised = False
-            return True
         # A parameter may be needed in backward after its own gradient is there: then updates have to wait. Where that
         # doesn't help, other kinds of batches begin with updates beside backward again.
         was_beside, self._is_beside = self._is_beside, not self._is_beside

@@ -192,18 +192,14 @@ class ShardedUpdate:
         self._touched = touched
         return fused.prepare(touched)
 
-    def early_update(self, touched: set[int] | None, *, beside: bool) -> EarlyUpdate | None:
+    def early_update(self, *, beside: bool) -> EarlyUpdate | None:
         """Return what queues reduction and update with a backward that is recorded; None where no kernel does so.
 
         Args:
-            touched: Parameters that will have a gradient; those of the last update if left out.
             beside: Update beside backward, not only reduce.
         """
         fused = self._whole_update()
-        if fused is None:
-            return None
-        rows = fused.prepare(self._touched if touched is None else touched).for_recording()
-        return EarlyUpdate(self._flat_params, fused, rows, beside=beside)
+        return None if fused is None else EarlyUpdate(self._flat_params, fused, self._touched, beside=beside)
 
     def finish_update(self, rows: HyperparameterTable) -> None:
         """Take note of an update that a recording has queued."""
