@@ -116,6 +116,26 @@ def test_b19_as_if_the_batch_had_not_been(devices):
     assert_same(net.state_dict(), other.state_dict())
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_b19_the_first_update_with_a_fused_momentum(devices, count):
+    """torch's kernel, which leaves it out, leaves new memory for the momentum as it is."""
+    used = devices(count)
+    nets = []
+    for bad_row in (0, None):
+        net, step = make(used, net=make_net(), capture=False, optimizer=fused_sgd)
+        if bad_row is not None:
+            torch.full((2**16,), float("nan"), device=used[0])
+            step(*batch(bad_row=bad_row))
+        for _ in range(3):
+            step(*batch())
+        nets.append(net)
+    assert_same(nets[0].state_dict(), nets[1].state_dict())
+
+
+def fused_sgd(params, lr):
+    return torch.optim.SGD(params, lr=lr, momentum=0.9, fused=True)
+
+
 def test_b19_one_batch_of_several(devices, caplog):
     net, step = make(devices(2), accumulate=3)
     for _ in range(3):

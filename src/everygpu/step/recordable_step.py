@@ -16,7 +16,7 @@ from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.loss import roots_of
 from everygpu.step.sharded_update import ShardedUpdate
 from everygpu.step.stats import Mark
-from everygpu.step.update_strategy import FusedStatus, UpdateStrategy
+from everygpu.step.update import FusedStatus
 
 if TYPE_CHECKING:
     from everygpu.step.train_step import TrainStep
@@ -94,6 +94,8 @@ class RecordableStep:
         return was_beside and self._updates_at_once()
 
     def give_up(self, reason: str) -> None:
+        self._step._finite_check.wait()  # for kernels' updates that are not to count
+        self._strategy.settle()
         self._step.model.make_graphs(True)
         self._step.model.give_up_recording(reason)
 
@@ -130,7 +132,7 @@ class RecordableStep:
         return step.accumulate == 1 and step._scale is None and step._ranks is None and not is_left
 
 
-def make_capture(step: "TrainStep", strategy: UpdateStrategy, *, must: bool) -> Capture[Tensor] | None:
+def make_capture(step: "TrainStep", strategy: ShardedUpdate, *, must: bool) -> Capture[Tensor] | None:
     """Return what records a step's work; None where that can't be recorded.
 
     Args:
@@ -139,7 +141,7 @@ def make_capture(step: "TrainStep", strategy: UpdateStrategy, *, must: bool) -> 
         must: Raise where a step can't be recorded.
     """
     model = step.model
-    if not isinstance(strategy, ShardedUpdate):
+    if not strategy.is_spread:
         logger.info("TrainStep: steps run without CUDA graphs: the optimizer can't be spread.")
         model.give_up_recording("the optimizer can't be spread")
         return None

@@ -15,7 +15,6 @@ from everygpu.parallel.buckets.plan import plan_buckets
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.replicas.module_tree import is_dense
 from everygpu.step.sharded_update import ShardedUpdate
-from everygpu.step.update_strategy import UpdateStrategy
 
 logger = logging.getLogger("everygpu")
 
@@ -30,11 +29,11 @@ _LARGE_BYTES, _NUM_ROWS = 2**21, 61
 _LOW = 2**32 - 1
 
 
-def make_check(model: DataParallel, strategy: UpdateStrategy, every: int | None) -> "ReplicaCheck | None":
+def make_check(model: DataParallel, strategy: ShardedUpdate, every: int | None) -> "ReplicaCheck | None":
     """Return what is called before each update; None where there is nothing to compare, which is logged."""
     if every is None:
         return None
-    keeps_copies = isinstance(strategy, ShardedUpdate) and len(model.replica_devices) > 1
+    keeps_copies = strategy.is_spread and len(model.replica_devices) > 1
     if model.rank_model is None and not keeps_copies:
         home = model.replica_devices[0]
         logger.warning("TrainStep: check_every=%d compares nothing: parameters are kept on %s alone.", every, home)
@@ -49,7 +48,7 @@ class ReplicaCheck:
     is in all copies then, and what had flipped elsewhere is gone.
     """
 
-    def __init__(self, model: DataParallel, strategy: UpdateStrategy, every: int) -> None:
+    def __init__(self, model: DataParallel, strategy: ShardedUpdate, every: int) -> None:
         self._model = model
         self._strategy = strategy
         self.every = every
