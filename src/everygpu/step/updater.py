@@ -109,4 +109,4 @@ class Updater:
             return torch.add(value, self.norm, alpha=0).float()
         # A scale that is too large is lowered. Where it isn't, the gradients themselves are not finite.
         is_bad = value.isnan() | ((found_inf != 0) & (self._scale.value < 1))
-        return torch.where(is_bad, float("nan"), torch.where(found_inf != 0, SCALED, MADE))
+        return torch.where(is_bad, float("nan"), torch.where(found_inf != 0, SCALED, MADE)).float()
