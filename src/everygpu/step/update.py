@@ -131,7 +131,7 @@ def prefer_fused(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         params = group["params"]
         is_free = group["fused"] is None and group["foreach"] is None
-        is_plain = not (group["differentiable"] or group.get("capturable"))
+        is_plain = not (group["differentiable"] or group.get("capturable") or group.get("dampening"))
         if is_free and is_plain and all(p.is_cuda and p.is_floating_point() for p in params):
             group["fused"] = True
             for p in params:
@@ -146,8 +146,8 @@ def step_unless(found_inf: Tensor | None, optimizer: Any, updated: Iterable[Tens
     Args:
         updated: The parameters with gradients.
     """
-    if found_inf is not None and not skips_on_device(optimizer, updated):
-        if found_inf.item():
+    if not skips_on_device(optimizer, updated):
+        if found_inf is not None and found_inf.item():
             return
         found_inf = None
     if found_inf is None:
@@ -161,14 +161,21 @@ def step_unless(found_inf: Tensor | None, optimizer: Any, updated: Iterable[Tens
 
 
 def skips_on_device(optimizer: Optimizer, updated: Iterable[Tensor]) -> bool:
-    """Tell whether a step can be left out on the device, without asking it.
+    """Tell whether a step of some parameters can be left out on the device, without asking it.
 
-    torch's fused SGD takes the memory of a first momentum as it is, where it leaves the step out.
+    torch's fused SGD makes memory for a first momentum that it doesn't write where the step is left out, and takes none
+    where other parameters have one: zeros are the same, but for dampening.
     """
     if not all(group.get("fused") for group in optimizer.param_groups):
         return False
-    has_momentum = isinstance(optimizer, torch.optim.SGD) and any(group["momentum"] for group in optimizer.param_groups)
-    return not has_momentum or all(optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in updated)
+    if not isinstance(optimizer, torch.optim.SGD) or not any(group["momentum"] for group in optimizer.param_groups):
+        return True
+    fresh = [p for p in updated if optimizer.state[p].get("momentum_buffer") is None]
+    if fresh and any(group["dampening"] for group in optimizer.param_groups):
+        return False
+    for p in fresh:
+        optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+    return True
 
 
 def _norm(grads: Sequence[Tensor]) -> Tensor:
