@@ -68,6 +68,9 @@ class RecordableStep:
     def unsupported_reason(self) -> str | None:
         return self._strategy.why_not_recordable()
 
+    def may_record(self, batch: Batch) -> bool:
+        return True
+
     def prepare(self) -> EarlyUpdate | None:
         self._strategy.prepare()
         if not self._updates_at_once():
