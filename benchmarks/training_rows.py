@@ -299,7 +299,9 @@ def measure_rows(job: dict[str, Any]) -> None:
     """Measure rows of one model, in this process or as one rank."""
     import torch.distributed as dist
 
-    rank, ranks, device = int(os.environ.get("RANK", 0)), ROWS[job["rows"][0]].ranks, torch.device(job["device"])
+    rank, ranks, cards = int(os.environ.get("RANK", 0)), ROWS[job["rows"][0]].ranks, job["cards"]
+    names = [f"cuda:{i}" for i in range(cards)] if "cuda" in job["device"] and cards > 1 else [job["device"]]
+    device = torch.device(names[rank % len(names)])
     faulthandler.dump_traceback_later(job["timeout_s"], exit=True)
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")
@@ -318,9 +320,10 @@ def measure_rows(job: dict[str, Any]) -> None:
         if rank == 0:
             say(row=name)
         trained = copy.deepcopy(model)
+        device_ids = [names[(rank + i) % len(names)] for i in range(ROWS[name].replicas)]
         work = Work(
             model=trained, loss=loss, optimizer=make_optimizer(trained),
-            precision="fp32" if job["tiny"] else precision, device_ids=[job["device"]] * ROWS[name].replicas,
+            precision="fp32" if job["tiny"] else precision, device_ids=device_ids,
         )  # fmt: skip
         try:
             outcome = measure(ROWS[name], work, batches, job)

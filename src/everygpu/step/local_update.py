@@ -1,6 +1,6 @@
 """A step whose gradients and update are on one device."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -44,6 +44,9 @@ class LocalUpdate:
 
     def detach_grads(self) -> None:
         """They stay where the user may look at them."""
+
+    def adding_up(self, *, is_only: bool) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def flags(self) -> None:
         return None

@@ -1,8 +1,10 @@
 """A training step as a recording sees it."""
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from everygpu.errors import OptimizerError
@@ -36,6 +38,8 @@ class _Recorded(NamedTuple):
     marks: dict[str, Mark]
     norm: Tensor | None = None
     """Of the gradient, where the update waits for all of it."""
+    moments: Sequence[torch.cuda.Event] = ()
+    """When backward has each bucket that is added up over ranks."""
 
 
 class RecordableStep:
@@ -86,7 +90,8 @@ class RecordableStep:
         loss = step._learn(batch, update)
         if update is None:
             # Not those of the batches before, which this update may have, too.
-            return _Recorded(loss, self._strategy.touched(before), None, step._stopwatch.marks)
+            touched, moments = self._strategy.touched(before), self._strategy.moments()
+            return _Recorded(loss, touched, None, step._stopwatch.marks, moments=moments)
         touched = update.touched()
         if touched != set(update.rows.row_of):
             self._is_surprised, self._expected = self._expected is None, touched
@@ -128,7 +133,7 @@ class RecordableStep:
     def finish(self, recorded: _Recorded) -> Tensor:
         self._step._stopwatch.marks = dict(recorded.marks)
         if recorded.update is None:
-            self._strategy.note_grads(recorded.touched)
+            self._strategy.note_grads(recorded.touched, recorded.moments)
         else:
             self._strategy.finish_update(recorded.update.rows)
             made = FusedStatus(recorded.update.status, recorded.touched, recorded.norm)

@@ -1,5 +1,6 @@
 """Where the gradients of a training step are, and what applies them."""
 
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -39,6 +40,13 @@ class UpdateStrategy(Protocol):
 
     def detach_grads(self) -> None:
         """Clean up after a backward."""
+
+    def adding_up(self, *, is_only: bool) -> AbstractContextManager[None]:
+        """Add the gradients of a backward within up over ranks, where that can go on beside it.
+
+        Args:
+            is_only: It is the only one of its update.
+        """
 
     def flags(self) -> Tensor | None:
         """Return, under ranks, 1 for each parameter that has got a gradient; None where gradients bring that along."""
