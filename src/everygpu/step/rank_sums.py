@@ -14,7 +14,7 @@ from everygpu.step.flat_parameters import FlatParameters
 
 
 class RankSums:
-    """Sends each bucket when backward has all of its gradients: the last parameters' first, alike on all ranks.
+    """Sends each bucket when backward has all of its gradients, in the order of their plans on all ranks.
 
     Buckets are added up where backward leaves them, without a copy. A recording has no sums in it, as NCCL ends no
     process group that a CUDA graph refers to: it has an event for each bucket, which the sum waits for.
@@ -30,7 +30,7 @@ class RankSums:
         self._group = group
         self._device = flat_params.devices[0]
         self._params = flat_params.params
-        filled = [(plan, flat) for plan, (flat,) in zip(flat_params.plans, flat_params.grads) if plan.numel][::-1]
+        filled = [(plan, flat) for plan, (flat,) in zip(flat_params.plans, flat_params.grads) if plan.numel]
         self._flats = [flat for _, flat in filled]
         self._members = [{id(self._params[slot.index]) for slot in plan.slots} for plan, _ in filled]
         self._bucket_of = {key: b for b, members in enumerate(self._members) for key in members}
