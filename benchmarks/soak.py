@@ -43,11 +43,11 @@ import everygpu
 from everygpu.checkpoint.verify import examine
 
 LAST_STEP, BATCH_SIZE, NUM_ROWS, SAVE_EVERY, KEEP = 60, 64, 640, 3, 2
-DATA_TIMEOUT_S, LONGEST_RUN_S, ORPHANS_END_WITHIN_S = 3.0, 60.0, 30.0
+DATA_TIMEOUT_S, LONGEST_RUN_S, ORPHANS_END_WITHIN_S = 20.0, 600.0, 120.0
+"""Last resorts, for a machine that is busy with other work, too."""
 PHASES, END = ("data", "forward", "backward", "update", "save"), "end"
-KILL, STOP, CONT, INT, TERM, USR1 = (
-    getattr(signal, f"SIG{n}") for n in ("KILL", "STOP", "CONT", "INT", "TERM", "USR1")
-)
+KILL, STOP, CONT = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT
+INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 CLASSES = ("corrupt or lost", "wrong step", "different losses", "leaks", "hung", "wrong end")
 GOES_ON = 0
 Wrong = list[tuple[str, str]]
@@ -231,44 +231,6 @@ def digest_of(model: nn.Module, optimizer: Any) -> str:
     return found.hexdigest()[:16]
 
 
-class Training:
-    """A model, its data, and checkpoints of both."""
-
-    def __init__(self, setup: Setup, root: Path, seed: int) -> None:
-        everygpu.seed_all(seed if everygpu.CheckpointManager(root).latest() else 0)
-        self.net, self.samples = Net(), Samples()
-        self.model = everygpu.DataParallel(self.net, ["cpu"] * 2, engine="threads")
-        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
-        self._scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, gamma=0.99)
-        if setup.loop == "ShardedOptimizer":
-            self.optimizer = everygpu.ShardedOptimizer(self.optimizer, ["cpu"] * 2)
-        self._step = everygpu.TrainStep(self.model, F.cross_entropy, self.optimizer) if "Step" in setup.loop else None
-        loader = DataLoader(
-            self.samples, BATCH_SIZE, shuffle=True, num_workers=2, multiprocessing_context="fork", timeout=0
-        )
-        self.feeder = everygpu.Feeder(loader, self.model, timeout=DATA_TIMEOUT_S)
-        kept = {"model": self.model, "optimizer": self.optimizer, "scheduler": self._scheduler, "data": self.feeder}
-        self.checkpoints = everygpu.CheckpointManager(
-            root, keep=KEEP, every=SAVE_EVERY, asynchronous=setup.asynchronous, **kept
-        )
-
-    def train(self, x: Tensor, y: Tensor, on: Callable[[str], object]) -> Tensor:
-        on("forward")
-        if self._step is not None:
-            loss = self._step(x, y)
-            on("backward")
-            on("update")
-        else:
-            loss = F.cross_entropy(self.model(x), y)
-            on("backward")
-            self.optimizer.zero_grad()
-            loss.backward()
-            on("update")
-            self.optimizer.step()
-        self._scheduler.step()
-        return loss.detach()
-
-
 # A run: a training script that tells what it does, and does to itself what it is told.
 
 
@@ -304,14 +266,26 @@ class Run:
         self._full_until, self._is_caught, self._batch = LAST_STEP, False, None
         if any(KINDS[fault.kind].does == "caught" for fault in plan):
             sys.ps1 = ">>> "  # there is a prompt, as in a notebook
-        self._training = Training(setup, root, seed)
+        everygpu.seed_all(seed if everygpu.CheckpointManager(root).latest() else 0)
+        self._net, self._samples = Net(), Samples()
+        self._model = everygpu.DataParallel(self._net, ["cpu"] * 2, engine="threads")
+        self._optimizer: Any = torch.optim.AdamW(self._model.parameters(), lr=3e-3)
+        self._scheduler = torch.optim.lr_scheduler.ExponentialLR(self._optimizer, gamma=0.99)
+        if setup.loop == "ShardedOptimizer":
+            self._optimizer = everygpu.ShardedOptimizer(self._optimizer, ["cpu"] * 2)
+        self._step = everygpu.TrainStep(self._model, F.cross_entropy, self._optimizer) if "Step" in setup.loop else None
+        loader = DataLoader(self._samples, BATCH_SIZE, shuffle=True, num_workers=2, multiprocessing_context="fork")
+        self._feeder = everygpu.Feeder(loader, self._model, timeout=DATA_TIMEOUT_S)
+        kept = {"model": self._model, "optimizer": self._optimizer, "scheduler": self._scheduler, "data": self._feeder}
+        options = {"keep": KEEP, "every": SAVE_EVERY, "asynchronous": setup.asynchronous}
+        self._checkpoints = everygpu.CheckpointManager(root, **options, **kept)
 
     def tell(self, *words: Any) -> None:
         if os.getpid() == self._pid:
             os.write(self._told, (json.dumps(words) + "\n").encode())
 
     def go(self) -> None:
-        manager = self._training.checkpoints
+        manager = self._checkpoints
         with manager if self._setup.in_block else contextlib.nullcontext():
             step = self._resume()
             while step < LAST_STEP:
@@ -332,42 +306,56 @@ class Run:
             self.tell("finished")
 
     def _resume(self) -> int:
-        step = self._training.checkpoints.resume()
-        self.tell("resumed", step, digest_of(self._training.net, self._training.optimizer) if step else "")
+        step = self._checkpoints.resume()
+        self.tell("resumed", step, digest_of(self._net, self._optimizer) if step else "")
         return step
 
     def _recover(self) -> int:
         """Go back to the newest checkpoint, as docs/reliability.md says."""
         self._make_room()
-        self._training.net.place, self._batch = "", None
+        self._net.place, self._batch = "", None
         self._end_pass()
         return self._resume()
 
     def _train(self, step: int) -> int:
         """Train to the end of the pass, or to the last step."""
-        training = self._training
-        batches = iter(training.feeder)
+        batches = iter(self._feeder)
         while step < LAST_STEP:
             self._at(step + 1, "data")
-            batch = next(batches, None)
+            self._batch = batch = next(batches, None)
             if batch is None:
                 break
             step += 1
-            self._batch = batch
-            loss = training.train(*batch, lambda phase: self._at(step, phase))  # noqa: B023
-            self.tell("step", step, float(loss).hex(), digest_of(training.net, training.optimizer))
+            loss = self._train_on(step, *batch)
+            self.tell("step", step, float(loss).hex(), digest_of(self._net, self._optimizer))
             self._at(step, "save")
             self.tell("begun", step)
-            self.tell("returned" if training.checkpoints.save(step) is not None else "not due", step)
+            self.tell("returned" if self._checkpoints.save(step) is not None else "not due", step)
         self._batch = batch = batches = None  # they hold memory that workers share
         self._end_pass()
         return step
 
+    def _train_on(self, step: int, x: Tensor, y: Tensor) -> Tensor:
+        self._at(step, "forward")
+        if self._step is not None:
+            loss = self._step(x, y)
+            self._at(step, "backward")
+            self._at(step, "update")
+        else:
+            loss = F.cross_entropy(self._model(x), y)
+            self._at(step, "backward")
+            self._optimizer.zero_grad()
+            loss.backward()
+            self._at(step, "update")
+            self._optimizer.step()
+        self._scheduler.step()
+        return loss.detach()
+
     def _end_pass(self) -> None:
         """End the workers, and tell how many threads, files and children there are."""
-        self._training.feeder.close()
+        self._feeder.close()
         with contextlib.suppress(everygpu.EveryGPUError):  # a save in the background may have met a fault, too
-            self._training.checkpoints.wait()
+            self._checkpoints.wait()
         torch.ones((), requires_grad=True).backward()  # torch's engine keeps nodes of a failed one until the next
         gc.collect()
         for thread in threading.enumerate():
@@ -394,10 +382,10 @@ class Run:
             die_at(1 + int(fault.chance * 60))
         elif what in ("forward", "backward") and self._batch is not None:
             half = -(-len(self._batch[0]) // 2) * (fault.chance < 0.5)
-            self._training.net.mark = float(self._batch[0][half].sum())
-            self._training.net.place, self._training.net.error = what, how
+            self._net.mark = float(self._batch[0][half].sum())
+            self._net.place, self._net.error = what, how
         elif what == "worker" or (fault.phase == "data" and fault.signals):
-            self._training.samples.told.value = TOLD.index(how or "slow")
+            self._samples.told.value = TOLD.index(how or "slow")
         elif what in ("full", "files"):
             used = len(os.listdir("/proc/self/fd"))
             which = resource.RLIMIT_FSIZE if what == "full" else resource.RLIMIT_NOFILE
@@ -409,16 +397,6 @@ class Run:
         self._full_until = LAST_STEP
         for which, limits in self._limits.items():
             resource.setrlimit(which, limits)
-
-
-def run(setup: Setup, plan: list[Fault], root: Path, seed: int, told: int) -> None:
-    """Run once, and tell of the exception that ends it."""
-    run = Run(setup, plan, root, seed, told)
-    try:
-        run.go()
-    except BaseException as error:
-        run.tell("raised", type(error).__name__)
-        raise
 
 
 # The driver: starts runs, sends signals, and checks what has come of them.
@@ -649,7 +627,12 @@ class Driver:
             os.dup2(os.open(self._said(self._num_runs), os.O_WRONLY | os.O_CREAT), 2)
             os.dup2(2, 1)
             os.close(told)
-            run(setup, plan, root, self._num_runs, its)
+            run = Run(setup, plan, root, self._num_runs, its)
+            try:
+                run.go()
+            except BaseException as error:
+                run.tell("raised", type(error).__name__)
+                raise
             raise SystemExit(0)
         os.close(its)
         pending = self._follow(pid, told, log)
