@@ -85,7 +85,7 @@ def test_one_device_is_recorded_too(recording: Devices, caplog: pytest.LogCaptur
     assert (engines[0], engines[-1]) == ("threads", "graphs")
     for ours, theirs in zip(net.parameters(), alone.parameters()):
         torch.testing.assert_close(ours, theirs)
-    assert caplog.messages == []
+    assert warnings_of(caplog) == []
 
 
 def test_proofs_of_further_kinds_take_a_part_of_the_run(
@@ -100,7 +100,7 @@ def test_proofs_of_further_kinds_take_a_part_of_the_run(
     assert sorted(engines[-3:]) == ["graphs", "graphs", "threads"]
     monkeypatch.setattr(forward_proof, "ALLOWED_SHARE", 1e6)
     assert train(model, 9, rows=lambda i: 2 + i % 3)[-3:] == ["graphs"] * 3
-    assert caplog.messages == []
+    assert warnings_of(caplog) == []
 
 
 def test_hooks_of_forward_are_recorded(recording: Devices) -> None:
