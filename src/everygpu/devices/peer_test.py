@@ -48,8 +48,12 @@ def main(arguments: Sequence[str], devices: Sequence[torch.device] | None = None
     def say(**what: Any) -> None:
         sys.stdout.write(json.dumps(what) + "\n")
         sys.stdout.flush()
-        if limit_s is not None:  # a thread in C ends the process, whatever the interpreter waits for
+        if (
+            limit_s is not None and "begin" in what
+        ):  # a thread in C ends the process, whatever the interpreter waits for
             faulthandler.dump_traceback_later(limit_s, exit=True, file=1)
+        else:
+            faulthandler.cancel_dump_traceback_later()
 
     used = devices or [torch.device("cuda", index) for index in range(int(arguments[0]))]
     patterns = {i: pattern for i, device in enumerate(used) if (pattern := _try_pattern(device)) is not None}
