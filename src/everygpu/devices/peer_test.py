@@ -93,12 +93,8 @@ def make_pattern() -> Tensor:
 
 
 def find_wrong(source: Tensor, target: Tensor, mark: int, transfer: Transfer) -> str | None:
-    """Copy the pattern from one device to another, in every dtype and way.
+    """Copy the pattern, raised by a number of the source, from one device to another, in every dtype and way.
 
-    Args:
-        source, target: The pattern, on each.
-        mark: A number of the source, added to its bytes: another device's would be noticed.
-        transfer: What copies.
     Returns:
         What didn't arrive as it was sent, such as ``"bfloat16 by a kernel"``; None when all did.
     """
