@@ -174,6 +174,31 @@ def test_activation_checkpointing(devices: Devices, forwards: int) -> None:
     assert ours.other.num_batches_tracked == 2 * forwards
 
 
+class Nested(Checkpointed):
+    """A region within a region."""
+
+    def block(self, x: Tensor) -> Tensor:
+        x = checkpoint(lambda x: self.norm(self.first(x)).relu(), x, use_reentrant=False)
+        return self.norm(self.other(self.second(x)).tanh() * 2 + 1).sin()
+
+
+@pytest.mark.parametrize("make", [Checkpointed, Nested])
+def test_forwards_of_one_mean_before_one_backward(devices: Devices, make: type[Checkpointed]) -> None:
+    used = devices(3)
+    plain = make().double().to(used[0])
+    model = everygpu.DataParallel(everygpu.SyncBatchNorm.convert(copy.deepcopy(plain)), used)
+    x = images(7, used[0])
+    means = x.mean((0, 2, 3), keepdim=True)
+    grads = []
+    for net in (model, plain):
+        xs = [(means + (x - means) * k).requires_grad_() for k in (1, 3, 0.5)]
+        for factor, out in enumerate([net(each) for each in xs], 1):
+            (out.square().mean() * factor).backward(retain_graph=True)
+        grads.append([*(each.grad for each in xs), *(p.grad for p in net.parameters())])
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-11)
+
+
 def test_reentrant_checkpointing_is_refused(devices: Devices) -> None:
     used = devices(2)
     ours = everygpu.SyncBatchNorm.convert(Checkpointed(reentrant=True).double().to(used[0]))
