@@ -41,7 +41,7 @@ docs: $(DOCS)/.installed  ## build the site: build/site/index.html
 	$(PYTHON) website/prepare.py
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --config-file build/mkdocs.en.yml
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --config-file build/mkdocs.zh-CN.yml
-	$(PYTHON) website/check.py
+	$(DOCS)/bin/python website/check.py
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -1,10 +1,8 @@
-"""The tree of errors is the one drawn at the top of its file."""
+"""Errors: what they inherit, print and survive."""
 
 import ast
-import builtins
 import inspect
 import pickle
-import re
 
 import pytest
 
@@ -12,35 +10,16 @@ from everygpu import errors
 from everygpu.errors import CheckpointMismatchError, EveryGPUError
 from tests.source import trees
 
-BRANCH = re.compile(r"^ {4}(?P<indent>[│ ]*)(?:├──|└──) (?P<name>\w+) \((?P<builtin>\w+)\)", re.MULTILINE)
-
-
-def read_drawing():
-    """Yield name, parent and builtin of each error in the drawing."""
-    parents = {0: "EveryGPUError"}
-    for match in BRANCH.finditer(errors.__doc__):
-        depth = len(match["indent"])
-        parents[depth + 4] = match["name"]
-        yield match["name"], parents[depth], match["builtin"]
-
-
-DRAWN = list(read_drawing())
 DEFINED = {
     name: kind for name, kind in vars(errors).items() if inspect.isclass(kind) and kind.__module__ == errors.__name__
 }
 
 
-def test_drawing_has_every_error_once():
-    names = [name for name, _, _ in DRAWN]
-    assert sorted([*names, "EveryGPUError"]) == sorted(DEFINED)
-
-
-@pytest.mark.parametrize(("name", "parent", "builtin"), DRAWN)
-def test_error_has_the_bases_that_are_drawn(name, parent, builtin):
-    kind = DEFINED[name]
-    assert DEFINED[parent] in kind.__bases__
-    assert issubclass(kind, getattr(builtins, builtin))
+@pytest.mark.parametrize("kind", DEFINED.values(), ids=DEFINED)
+def test_each_is_one_of_ours_and_a_builtin(kind):
     assert issubclass(kind, EveryGPUError)
+    own = {EveryGPUError, Exception, BaseException, object}
+    assert kind is EveryGPUError or [k for k in kind.__mro__ if k.__module__ == "builtins" and k not in own]
 
 
 @pytest.mark.parametrize("kind", DEFINED.values(), ids=DEFINED)

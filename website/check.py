@@ -1,10 +1,13 @@
-"""Refuse a built site that loads anything from the network: it is read offline, too."""
+"""Refuse a built site that loads anything from the network, or whose search misses a question of How do I …?"""
 
+import json
 import re
 import sys
 from pathlib import Path
 
 SITE = Path(__file__).resolve().parents[1] / "build" / "site"
+QUESTIONS = "how-do-i.html#"
+NOT_SEARCHED = "measured.html"
 LOADS = re.compile(
     r"""<(?:script|img|iframe|source|video|audio)\b[^>]*\bsrc\s*=\s*["']?(?:https?:)?//[^"'\s>]+
     | <link\b(?=[^>]*\brel\s*=\s*["']?(?:stylesheet|preconnect|preload|icon))
@@ -20,11 +23,28 @@ def loads_from_network(text: str) -> list[str]:
     return LOADS.findall(text)
 
 
+def missed_questions() -> list[str]:
+    """Name the questions that don't find their own section first, by the titles and texts that the search has."""
+    from lunr import lunr
+
+    sections = json.loads((SITE / "search" / "search_index.json").read_text("utf-8"))["docs"]
+    if any(section["location"].startswith(NOT_SEARCHED) for section in sections):
+        raise SystemExit(f"website/check.py: {NOT_SEARCHED} is a table of figures. Leave it out of the search.")
+    fields = [{"field_name": "title", "boost": 1000}, "text"]  # as Material for MkDocs weighs them
+    documents = [(section, {"boost": section.get("boost", 1)}) for section in sections]
+    index = lunr(ref="location", fields=fields, documents=documents)
+    questions = {d["location"]: d["title"] for d in sections if d["location"].startswith(QUESTIONS)}
+    words = {place: " ".join(re.findall(r"[\w']+", title)) for place, title in questions.items()}
+    return [questions[place] for place in questions if place != next(iter(index.search(words[place])), {}).get("ref")]
+
+
 def main() -> None:
     pages = [*SITE.rglob("*.html"), *SITE.rglob("*.css")]
     found = {load for path in pages for load in loads_from_network(path.read_text("utf-8"))}
     if found or not pages:
         raise SystemExit(f"website/check.py: pages must load nothing from the network, found {found or 'no pages'}.")
+    if missed := missed_questions():
+        raise SystemExit(f"website/check.py: the search must find each question's section first, not {missed}.")
 
 
 if __name__ == "__main__":

@@ -1,34 +1,7 @@
 """Every error that everygpu raises on purpose.
 
-    EveryGPUError
-    ├── OptionError (ValueError)              an option has a value outside its range
-    ├── DeviceError (RuntimeError)            a device name is wrong, absent, doubled or refused
-    ├── ModuleError (TypeError)               the object passed as the module can't be replicated
-    ├── PlacementError (RuntimeError)         the module's tensors are spread over several devices
-    ├── SplitError (ValueError)               the batch can't be cut into shards
-    ├── GatherError (ValueError)              the replicas' outputs can't be joined
-    ├── OptimizerError (TypeError)            the object passed as the optimizer can't be used so
-    ├── CaptureError (RuntimeError)           a step can't be recorded as a CUDA graph
-    ├── CallError (RuntimeError)              a call comes where, or asks for what, the object can't do
-    ├── CopyError (TypeError)                 an object that can't be copied or pickled was to be
-    ├── LossError (ValueError)                the loss returned no single number; a RuntimeError, too
-    ├── NonFiniteError (FloatingPointError)   a loss or gradients are nan or infinite
-    ├── ReplicaError (RuntimeError)           names the replica an exception came from
-    │   └── DivergedError (RuntimeError)      replicas' parameters differ
-    ├── RankError (RuntimeError)              processes that train together differ, or one of them has failed
-    ├── WorkerError (RuntimeError)            a process of the loader died
-    ├── FeedTimeoutError (TimeoutError)       no batch came in time
-    ├── BenchmarkError (RuntimeError)         a way of training can't be measured on this machine
-    └── CheckpointError (RuntimeError)
-        ├── CheckpointNotFoundError (FileNotFoundError)
-        ├── CheckpointDamagedError (ValueError)    truncated, altered or incomplete
-        ├── CheckpointForeignError (ValueError)    not written by everygpu, or by a newer format
-        ├── CheckpointContentError (TypeError)     a value that has no place in a checkpoint
-        ├── CheckpointBusyError (BlockingIOError)  another saver holds the path
-        └── CheckpointMismatchError (KeyError)     keys or shapes differ from the target's
-
-Each inherits the builtin that callers already catch where torch or Python raises it. Messages read
-``<function>: <what is required>, got <value>. <What to do.>``
+Each inherits the builtin that callers already catch where torch or Python raises it. A message says what is wrong,
+with the value, then what to do.
 """
 
 
@@ -43,10 +16,7 @@ class EveryGPUError(Exception):
         try:
             everygpu.load("run/checkpoint", model=model)
         except everygpu.EveryGPUError as error:  # here also a RuntimeError
-            print(error)  # <function>: <what is required>, got <value>. <What to do.>
-
-    Source:
-        The tree of errors is drawn in ``everygpu.errors``.
+            print(error)  # what is wrong, and what to do
     """
 
 

@@ -15,6 +15,7 @@ FIELDS = {
 SMALL = ["--device", "cpu", "--tiny", "--windows", 2, "--window-s", 0.01]
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_rows_of_a_model_have_one_loss_and_a_later_call_goes_on(tmp_path, capsys):
     out, other = tmp_path / "rows.json", tmp_path / "src/everygpu/__init__.py"
     other.parent.mkdir(parents=True)

@@ -141,7 +141,7 @@ REAL = """
             60,
             PairReport(verdict="wrong", detail="uint8 by the copy engine, 4104 bytes"),
         ),
-        ("time.sleep(100)", 1, HANGS),
+        ("time.sleep(100)", 0.3, HANGS),
     ],
 )
 @pytest.mark.usefixtures("warm_python")

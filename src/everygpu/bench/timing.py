@@ -19,12 +19,6 @@ def time_rounds(
 ) -> dict[str, float]:
     """Time rounds of steps, after some that don't count.
 
-    Args:
-        step: Queues one step.
-        wait: Waits until all devices are done.
-        rounds: How many times to measure.
-        steps: How many steps a round has.
-        warmup: How many steps come before.
     Returns:
         Milliseconds of a step: median, least and most over the rounds.
     """
@@ -42,12 +36,7 @@ def time_rounds(
 
 
 def run_command(command: list[str], timeout: float) -> dict[str, Any]:
-    """Run a command whose last line is a row as JSON; a hang or a failure is its result, as ``error``.
-
-    Args:
-        command: With its arguments.
-        timeout: Seconds after which it is ended, with all processes that it started.
-    """
+    """Run a command whose last line is a row as JSON; a hang, which ends all it started, or a failure is its error."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with _heeding_sigterm(), subprocess.Popen(command, **pipes, start_new_session=True) as process:
         try:

@@ -56,8 +56,6 @@ class Training(NamedTuple):
 def find_training(name: str) -> Training:
     """Call the function that makes a model with everything to train it.
 
-    Args:
-        name: One of ours, or ``"module:function"``; the function takes no arguments and returns a ``Training``.
     Raises:
         OptionError: there is no such module or function, or what it returns is no ``Training``.
         Exception: what the module or the function raises by itself.

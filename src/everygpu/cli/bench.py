@@ -148,9 +148,6 @@ def _measure_apart(text: str) -> None:
 def find_devices(num_gpus: int | None, cpu: bool) -> tuple[str, int]:
     """Decide on what to train: ``"cuda"`` or ``"cpu"``, and how many devices or replicas.
 
-    Args:
-        num_gpus: How many are asked for; None for all, and two replicas on the CPU.
-        cpu: Whether only the CPU is asked for.
     Raises:
         DeviceError: there are GPUs, but fewer.
     """

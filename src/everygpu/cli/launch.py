@@ -17,15 +17,7 @@ _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 def torchrun_arguments(
     num_processes: int, options: Mapping[str, str], script: str, args: Sequence[str], is_module: bool = False
 ) -> list[str]:
-    """Write torchrun's command line.
-
-    Args:
-        num_processes: On this machine.
-        options: Of ``OPTIONS``. Without ``--nnodes`` this machine is alone; with it, processes meet by torchrun's c10d.
-        script: Path of a file, or a module's name.
-        args: What follows it in ``sys.argv`` of each process.
-        is_module: Whether it is a module.
-    """
+    """Write torchrun's command line. Without ``--nnodes`` this machine is alone; else processes meet by its c10d."""
     options = dict(options)
     if "--nnodes" in options and "--master-addr" not in options:
         options = {"--rdzv-backend": "c10d", "--rdzv-id": os.path.basename(script), **options}
@@ -38,8 +30,6 @@ def torchrun_arguments(
 def launch(arguments: Sequence[str]) -> tuple[int, str | None]:
     """Run torchrun in this process, which holds what it has reserved.
 
-    Args:
-        arguments: Its command line.
     Returns:
         The exit code of the process that failed first, 128 and the signal if one ended it or us, or 0; and a
         line that says which it was.

@@ -45,13 +45,6 @@ def plan_run(
 ) -> Plan:
     """Choose the GPUs for a script, and reserve them.
 
-    Args:
-        request: How many, or which.
-        demand: The same number, and what each must have.
-        environ: As ``os.environ``.
-        share: Whether to reserve nothing, and not to mind what others have reserved.
-        wait_s: How long to wait for GPUs to become free; infinity for as long as it takes.
-        tell: Called with a line for the user when the waiting begins.
     Raises:
         DeviceError: too few fit; the message has a table of every GPU. Where nothing is asked for and there is none,
             the CPU will do.

@@ -67,14 +67,7 @@ class Bar(Progress):
 
 @contextmanager
 def show_bar(what: str, total: float | None = None, *, unit: str = "bytes", quiet: bool = False) -> Iterator[Bar]:
-    """Show a bar on a terminal's error stream while the block runs, and nothing elsewhere.
-
-    Args:
-        what: Names the work.
-        total: How much there is to do; None where that isn't known.
-        unit: Of what there is to do, as a plural.
-        quiet: Whether to show none at all, as with JSON.
-    """
+    """Show a bar on a terminal's error stream while the block runs, and nothing elsewhere; ``unit`` is a plural."""
     console = Console(stderr=True)
     name = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
     amount = [DownloadColumn(binary_units=True)] if unit == "bytes" else [MofNCompleteColumn(), TextColumn(unit)]

@@ -105,7 +105,14 @@ def run_chosen(
     With --processes, torchrun's options such as --nnodes, --rdzv-endpoint, --max-restarts, --log-dir and
     --redirects are passed on.
     """
-    _check(cpu, request, filters, timeout, wait, processes, options)
+    if cpu and (request != Request() or filters):
+        raise click.UsageError("--cpu hides every GPU. Leave out --gpus and the filters.")
+    if cpu and processes == 0:
+        raise click.UsageError("--processes auto counts GPUs, and --cpu hides them. Pass --processes N --cpu.")
+    if timeout is not None and not wait:
+        raise click.UsageError("--timeout needs --wait.")
+    if options and processes is None:
+        raise click.UsageError(f"{next(iter(options))} is torchrun's. Add --processes.")
     require_script(script, is_module)
     _note_misplaced(script, args)
     if cpu:
@@ -127,25 +134,6 @@ def run_chosen(
     code, note = launch(torchrun_arguments(processes or plan.num_gpus, options, script, args, is_module))
     _tell(note)
     sys.exit(code)
-
-
-def _check(
-    cpu: bool,
-    request: Request,
-    filters: Filters,
-    timeout: float | None,
-    wait: bool,
-    processes: int | None,
-    options: Mapping[str, str],
-) -> None:
-    if cpu and (request != Request() or filters):
-        raise click.UsageError("--cpu hides every GPU. Leave out --gpus and the filters.")
-    if cpu and processes == 0:
-        raise click.UsageError("--processes auto counts GPUs, and --cpu hides them. Pass --processes N --cpu.")
-    if timeout is not None and not wait:
-        raise click.UsageError("--timeout needs --wait.")
-    if options and processes is None:
-        raise click.UsageError(f"{next(iter(options))} is torchrun's. Add --processes.")
 
 
 def _run_here(plan: Plan, watchdog_s: float, script: str, args: Sequence[str], is_module: bool) -> str | int | None:

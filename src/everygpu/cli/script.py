@@ -25,10 +25,6 @@ def require_script(script: str, is_module: bool) -> None:
 def run_script(script: str, args: Sequence[str], is_module: bool = False) -> str | int | None:
     """Run a file, or a module, to its end.
 
-    Args:
-        script: Path of the file, or dotted name of the module; of a package, its ``__main__`` is run.
-        args: What follows it in ``sys.argv``.
-        is_module: Whether it is a module.
     Returns:
         What to give to ``sys.exit``: the script's own exit code or message; 1 after an exception, whose traceback
         has been shown, 5 after one that says that the training's numbers are wrong; 130 after an interrupt.

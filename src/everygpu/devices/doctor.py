@@ -73,13 +73,7 @@ class Diagnosis:
 
 
 def diagnose(environ: Mapping[str, str], *, test_peers: bool = True, system: Path = Path("/")) -> Diagnosis:
-    """Look at everything. The result of the copy test is kept for later runs.
-
-    Args:
-        environ: As ``os.environ``.
-        test_peers: Copy between the GPUs, which takes some seconds and 256 MiB on each.
-        system: Where the system's files are.
-    """
+    """Look at everything. The test of copies takes some seconds and 256 MiB on each GPU, and is kept for later runs."""
     driver, samples, build = nvml.sample_driver(), nvml.sample_devices() or [], describe_torch()
     is_tested = test_peers and build.num_devices > 1
     outcome = p2p.examine_and_keep(p2p.list_uuids(), full=True) if is_tested else None

@@ -89,8 +89,6 @@ class NvmlFailure:
 def sample_devices(library: Any = None) -> list[DeviceSample] | None:
     """Ask NVML about every GPU of the machine, visible to CUDA or not.
 
-    Args:
-        library: What to call in place of the ``pynvml`` module.
     Returns:
         One sample per GPU, in PCI order; a GPU that doesn't answer is left out, with a log line. None
         when NVML itself is absent or broken.

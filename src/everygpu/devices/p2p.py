@@ -67,8 +67,6 @@ class Outcome:
 def trusted_peers(devices: Iterable[torch.device]) -> bool:
     """Tell whether copies among these devices arrive; finds it out when it is asked first.
 
-    Args:
-        devices: Of any type; what isn't a CUDA device is trusted.
     Returns:
         False when one of them must not be copied to another directly. At the first use of two GPUs after a
         boot this takes seconds, and tests all that are visible; later it is looked up.
@@ -127,16 +125,12 @@ def list_uuids() -> list[str]:
 
 
 def examine_and_keep(uuids: Sequence[str], *, full: bool = False) -> Outcome:
-    """Run the test on the visible GPUs and remember what came of it.
-
-    Args:
-        uuids: Of all visible devices, in torch's order, without ``GPU-``.
-        full: Measure the speed of each pair, and try NCCL; takes longer.
-    """
+    """Run the test on the visible GPUs and remember what came of it."""
     logger.info("Testing copies between %d GPUs, once after a boot.", len(uuids))
     flags = ["--limit", "15", "--full"] if full else ["--limit", "4"]
     command = python_command(MODULE, str(len(uuids)), *flags)
-    report = examine(command, child_environ(uuids, os.environ), len(uuids), 180.0 if full else 90.0)
+    # Not short, for one that can't end itself: a slow disk on which torch lies is no broken GPU.
+    report = examine(command, child_environ(uuids, os.environ), len(uuids), limit_s=180.0 if full else 90.0)
     keep(uuids, report.pairs)
     return report
 
@@ -149,14 +143,7 @@ def child_environ(uuids: Sequence[str], environ: Mapping[str, str]) -> dict[str,
 
 
 def examine(command: Sequence[str], environ: Mapping[str, str], num_devices: int, limit_s: float) -> Outcome:
-    """Run the test in a process of its own.
-
-    Args:
-        command: Ends by itself where a pair hangs.
-        environ: Its environment.
-        num_devices: How many are tested.
-        limit_s: For one that can't end itself. Not short: a slow disk on which torch lies is no broken GPU.
-    """
+    """Run the test in a process of its own, which ends by itself where a pair hangs."""
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     try:
         process: subprocess.Popen[bytes] = subprocess.Popen(command, env=dict(environ), **pipes)

@@ -48,8 +48,12 @@ def main(arguments: Sequence[str], devices: Sequence[torch.device] | None = None
     def say(**what: Any) -> None:
         sys.stdout.write(json.dumps(what) + "\n")
         sys.stdout.flush()
-        if limit_s is not None:  # a thread in C ends the process, whatever the interpreter waits for
+        if (
+            limit_s is not None and "begin" in what
+        ):  # a thread in C ends the process, whatever the interpreter waits for
             faulthandler.dump_traceback_later(limit_s, exit=True, file=1)
+        else:
+            faulthandler.cancel_dump_traceback_later()
 
     used = devices or [torch.device("cuda", index) for index in range(int(arguments[0]))]
     patterns = {i: pattern for i, device in enumerate(used) if (pattern := _try_pattern(device)) is not None}
@@ -89,12 +93,8 @@ def make_pattern() -> Tensor:
 
 
 def find_wrong(source: Tensor, target: Tensor, mark: int, transfer: Transfer) -> str | None:
-    """Copy the pattern from one device to another, in every dtype and way.
+    """Copy the pattern, raised by a number of the source, from one device to another, in every dtype and way.
 
-    Args:
-        source, target: The pattern, on each.
-        mark: A number of the source, added to its bytes: another device's would be noticed.
-        transfer: What copies.
     Returns:
         What didn't arrive as it was sent, such as ``"bfloat16 by a kernel"``; None when all did.
     """

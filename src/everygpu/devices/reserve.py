@@ -55,9 +55,8 @@ class Reservation:
 def reserve(select: Callable[[Mapping[str, Holder]], list[DeviceSample]]) -> Reservation:
     """Choose devices and reserve them, while no other run chooses.
 
-    Args:
-        select: Gets the holders of what is reserved, by UUID, and returns devices without them; it should
-            ask the driver anew. What it raises goes through, and then nothing is reserved.
+    ``select`` gets the holders of what is reserved, by UUID, and should ask the driver anew; what it raises goes on.
+
     Returns:
         The devices, with one lock each. Without locks, and with a line in the log, where files can't be locked.
     """
@@ -70,11 +69,7 @@ def reserve(select: Callable[[Mapping[str, Holder]], list[DeviceSample]]) -> Res
 
 
 def find_holders(environ: Mapping[str, str] | None = None) -> dict[str, Holder]:
-    """Say which GPUs other runs have reserved, by UUID.
-
-    Args:
-        environ: As ``os.environ``; the GPUs of the run that started this process are its own.
-    """
+    """Say which GPUs other runs have reserved, by UUID; those of the run that started this process are its own."""
     with _turn() as folder:
         return {} if folder is None else _read_holders(folder, os.environ if environ is None else environ)
 

@@ -138,11 +138,6 @@ def choose(
 ) -> list[DeviceSample]:
     """Take the devices that meet a demand; asks neither torch nor the driver.
 
-    Args:
-        devices: All that exist, whether or not they can be used.
-        demand: Count, limits and names to satisfy.
-        refused: Reasons against some devices from elsewhere, by position in ``devices``.
-        use_cpu: What the message says of the CPU.
     Returns:
         At most ``demand.count`` devices, sorted as it says; equals keep their order.
     Raises:

@@ -82,9 +82,6 @@ def pick_visible(text: str | None, uuids: Sequence[str]) -> list[int]:
     The first entry decides whether the list holds indices or UUIDs; an entry of the other kind, an unknown one, or a
     prefix that several devices share ends the list before it. The same device twice empties the list.
 
-    Args:
-        text: The variable's value; None when it is not set, which leaves every device visible.
-        uuids: One per device, in the order in which CUDA numbers the whole machine.
     Returns:
         Positions in ``uuids``, in the order in which CUDA numbers what is left.
     Source:
@@ -123,9 +120,8 @@ def _match_uuid(entry: str, uuids: Sequence[str]) -> int | None:
 def resolve_environ(environ: Mapping[str, str], devices: Sequence[DeviceSample]) -> list[DeviceSample]:
     """Say which devices CUDA would use under an environment, in the order of its numbers, before torch is loaded.
 
-    Args:
-        environ: As ``os.environ``.
-        devices: Every GPU, in PCI order. Indices are read in it; where CUDA's may differ, a log line says so.
+    Indices are read in PCI order; where CUDA's may differ, a log line says so.
+
     Returns:
         GPUs and MIG instances. A GPU in MIG mode stands for its first instance, and is left out while it has none.
     Source:

@@ -27,12 +27,6 @@ class GpuWatch(threading.Thread):
 
     Calls the driver by ``ctypes``, from a thread of its own: a call may block while a GPU hangs, and torch's hold the
     GIL. Work of other streams is seen once the default stream waits for it.
-
-    Args:
-        clock_s: Tells the time.
-        period_s: Seconds from one look to the next.
-        is_over: Set when no further call is to be made.
-        library: ``libcuda``; loaded where it is left out.
     """
 
     def __init__(
