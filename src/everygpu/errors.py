@@ -103,7 +103,7 @@ class ReplicaError(EveryGPUError, RuntimeError):
 
 
 class DivergedError(ReplicaError):
-    """Replicas' parameters differ, and no majority tells which are right."""
+    """Replicas' parameters differ."""
 
 
 class RankError(EveryGPUError, RuntimeError):

@@ -1,6 +1,7 @@
 """b19: a loss or gradients that are nan or infinite in one replica."""
 
 import copy
+import functools
 import logging
 import math
 
@@ -114,6 +115,51 @@ def test_b19_as_if_the_batch_had_not_been(devices):
         step(*batch())
         plain(*batch())
     assert_same(net.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_b19_the_first_update_with_a_fused_momentum(devices, count, dampening):
+    """torch's kernel, which leaves it out, leaves new memory for the momentum as it is."""
+    used = devices(count)
+    nets = []
+    for bad_row in (0, None):
+        optimizer = functools.partial(torch.optim.SGD, momentum=0.9, dampening=dampening, fused=True)
+        net, step = make(used, net=make_net(), capture=False, optimizer=optimizer)
+        if bad_row is not None:
+            torch.full((2**16,), float("nan"), device=used[0])
+            step(*batch(bad_row=bad_row))
+        for _ in range(3):
+            step(*batch())
+        nets.append(net)
+    assert_same(nets[0].state_dict(), nets[1].state_dict())
+
+
+class Later(nn.Module):
+    """Has a head that takes part only at times."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = make_net(), nn.Linear(3, 3)
+
+    def forward(self, x, head=True):
+        x = self.body(x)
+        return self.head(x) if head else x
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_b19_a_momentum_that_comes_later(devices, count):
+    used = devices(count)
+    nets = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        net, step = make(
+            used, net=Later(), capture=False, optimizer=functools.partial(torch.optim.SGD, momentum=0.9, fused=fused)
+        )
+        for i in range(5):
+            step(*batch(), head=i > 1)
+        nets.append(net)
+    torch.testing.assert_close(nets[0].state_dict(), nets[1].state_dict())
 
 
 def test_b19_one_batch_of_several(devices, caplog):

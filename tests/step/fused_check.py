@@ -18,9 +18,6 @@ from everygpu.step.rules.table import find_rule
 from everygpu.step.shards import Shards
 
 OPTIMIZERS = {
-    "Adagrad": lambda p: torch.optim.Adagrad(
-        p, lr=0.1, lr_decay=0.1, weight_decay=0.01, initial_accumulator_value=0.125
-    ),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.3, betas=(0.8, 0.999)),
     "AdamW-maximize": lambda p: torch.optim.AdamW(p, lr=0.01, maximize=True),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
@@ -154,7 +151,7 @@ def check_in_place(name, num_devices, dtype, clip_norm):
     fused = FusedUpdate(optimizer, find_rule(optimizer), flat_params, shards)
     for step in range(4):
         touched = {i for i in range(len(params)) if not (i == 4 and step % 2 and num_devices == 1)}
-        update = EarlyUpdate(flat_params, fused, fused.prepare(touched), beside=clip_norm is None)
+        update = EarlyUpdate(flat_params, fused, touched, beside=clip_norm is None)
         with update.watching():
             set_grads(flat_params.params, step)
             for twins in flat_params.twins:
@@ -169,6 +166,7 @@ def check_in_place(name, num_devices, dtype, clip_norm):
         held = update._sources._grads  # a recording's memory stays where it is; here it must be kept
         assert update.touched() == touched
         update.write_tables()
+        update.rows.follow(fused.prepare(touched))
         chunks = list(itertools.product(range(len(flat_params.plans)), range(num_devices)))
         for b, rank in chunks:
             (update._update if clip_norm is None else update._reduce)(b, rank)

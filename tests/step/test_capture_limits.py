@@ -1,5 +1,6 @@
 """What ends a recording or keeps one from being made, and what a step refuses."""
 
+import inspect
 import logging
 import random
 from typing import Any
@@ -41,6 +42,40 @@ class Tossing(Net):
         return super().forward(x) * (1.0 if random.random() < 0.5 else 2.0)
 
 
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_one_device_that_is_refused_trains_as_a_plain_loop(recording: Devices, accumulate: int, kind: str) -> None:
+    """Gradients and the optimizer's state are where they are in such a loop; also those of an update that had begun."""
+    used = recording(1)
+    data = batches(12, used[0], ignore=False)
+    found = []
+    for is_plain in (True, False):
+        torch.manual_seed(0)
+        net = Reading(dropout=0.0).to(used[0])
+        optimizer = OPTIMIZERS[kind]([p for p in net.parameters() if p.requires_grad])
+        if is_plain:
+            for i, (x, y) in enumerate(data):
+                (F.cross_entropy(net(x), y) / accumulate).backward()
+                if (i + 1) % accumulate == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        else:
+            step = everygpu.TrainStep(
+                everygpu.DataParallel(net, used), F.cross_entropy, optimizer, accumulate=accumulate
+            )
+            for x, y in data:
+                step(x, y)
+            assert step._capture.reason is not None
+            assert net.first.weight.grad is not None
+        found.append((net, optimizer))
+    (plain, theirs), (net, ours) = found
+    assert_nets_equal(net, plain)
+    for p, q in zip(net.parameters(), plain.parameters()):
+        assert ours.state[p].keys() == theirs.state[q].keys()
+        for name, value in theirs.state[q].items():
+            torch.testing.assert_close(ours.state[p][name], value, check_device=False, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize(("kind", "reason"), [(Counting, "attributes"), (Reading, "Error"), (Tossing, "on the host")])
 def test_what_cannot_be_recorded_runs_as_it_is(
     recording: Devices, caplog: pytest.LogCaptureFixture, kind: type[Net], reason: str
@@ -58,6 +93,9 @@ def test_what_cannot_be_recorded_runs_as_it_is(
     assert num_recordings(step) == 0
     (said,) = [r.getMessage() for r in caplog.records if "without CUDA graphs" in r.getMessage()]
     assert reason in said
+    if kind is Reading:  # the user's own line
+        line = inspect.getsourcelines(Reading.forward)[1] + 1
+        assert f"test_capture_limits.py:{line}: return super().forward(x) * (1.0 if x.sum().item() < 1e9" in said
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
 
 

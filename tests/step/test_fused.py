@@ -27,7 +27,7 @@ def test_as_torch_on_every_number_of_devices():
     command = [sys.executable, str(Path(__file__).parent / "fused_check.py")]
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("as torch") == 42
+    assert done.stdout.count("as torch") == 36
 
 
 def arena_of(*shapes, **options):
@@ -41,8 +41,7 @@ def arena_of(*shapes, **options):
         (lambda p: torch.optim.AdamW(p), True),
         (lambda p: torch.optim.Adam(p, weight_decay=0.1, maximize=True), True),
         (lambda p: torch.optim.SGD(p, momentum=0.9, nesterov=True), True),
-        (lambda p: torch.optim.Adagrad(p, lr_decay=0.1), True),
-        (lambda p: torch.optim.Adagrad(p, lr=torch.tensor(0.1)), False),
+        (lambda p: torch.optim.Adagrad(p, lr_decay=0.1), False),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), False),
         (lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1)), False),
         (lambda p: torch.optim.RMSprop(p), False),

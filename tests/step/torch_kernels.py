@@ -157,15 +157,7 @@ def _sgd(value: Tensor, grad: Tensor, states: Sequence[Tensor], options: Sequenc
     return value - lr * grad
 
 
-def _adagrad(value: Tensor, grad: Tensor, states: Sequence[Tensor], options: Sequence[float]) -> Tensor:
-    _, l2, step_size, eps = options
-    (total,) = states
-    grad = grad + l2 * value
-    total.addcmul_(grad, grad)
-    return value - step_size * grad / (total.sqrt() + eps)
-
-
-RULES: dict[str, Rule] = {"adagrad": _adagrad, "adam": _adam, "sgd": _sgd}
+RULES: dict[str, Rule] = {"adam": _adam, "sgd": _sgd}
 
 
 def _at(address: int, numel: int, dtype: torch.dtype) -> Tensor:

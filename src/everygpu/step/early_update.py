@@ -14,7 +14,6 @@ from everygpu.parallel.buckets.grad_tables import GradTables
 from everygpu.parallel.cuda_graphs.ready_events import ReadyEvents
 from everygpu.step.flat_parameters import FlatParameters
 from everygpu.step.fused import FusedUpdate
-from everygpu.step.hyperparameters import HyperparameterTable
 
 _LOSS = -1
 """Stands among the buckets for what is done when the loss is there."""
@@ -29,14 +28,14 @@ class EarlyUpdate:
     Args:
         flat_params: The parameters, on CUDA devices.
         fused: Their update.
-        rows: What ``FusedUpdate.prepare`` returned.
+        expected: Parameters that will probably get a gradient: a bucket waits for those of its own.
         beside: Update beside backward; else after it.
     """
 
-    def __init__(
-        self, flat_params: FlatParameters, fused: FusedUpdate, rows: HyperparameterTable, *, beside: bool
-    ) -> None:
-        self.rows = rows
+    def __init__(self, flat_params: FlatParameters, fused: FusedUpdate, expected: set[int], *, beside: bool) -> None:
+        self.rows = fused.blank_rows()
+        """Written before each launch."""
+        self._expected = expected
         self._flat_params = flat_params
         self._fused = fused
         self._is_beside = beside
@@ -65,12 +64,20 @@ class EarlyUpdate:
             RuntimeError: torch's, in backward, where a parameter is needed after its gradient is complete.
         """
         self._clear()
+        handles = []
         try:
-            with self._marks.watching(self._members(), self._on_accumulation):
-                yield
+            for b, plan in enumerate(self._flat_params.plans):
+                for replica, tensors in enumerate(self._replicas()):
+                    members = {slot.index: tensors[slot.index] for slot in plan.slots}
+                    # An event is noted anew at each gradient that comes once all expected ones are there.
+                    note = self._marks.counter(b, replica, [t for i, t in members.items() if i in self._expected])
+                    handles += [self._on_accumulation(t, note) for t in members.values()]
+            yield
             self._touched = {i for tensors in self._replicas() for i, t in enumerate(tensors) if t.grad is not None}
             self._take_grads()
         finally:
+            for handle in handles:
+                handle.remove()
             self._clear()
 
     def touched(self) -> set[int]:
@@ -106,7 +113,7 @@ class EarlyUpdate:
 
     def _used_buckets(self) -> list[int]:
         plans = enumerate(self._flat_params.plans)
-        return [b for b, plan in plans if any(slot.index in self.rows.row_of for slot in plan.slots)]
+        return [b for b, plan in plans if any(slot.index in self._touched for slot in plan.slots)]
 
     def _send_gate(self) -> None:
         self._factors = list(comm.copy_to_each(self._fused.gate, self._flat_params.devices))
@@ -134,19 +141,12 @@ class EarlyUpdate:
         self._sources.write()
         self._sources.forget()
 
-    def _members(self) -> list[list[list[Tensor]]]:
-        """Return for each bucket and replica the tensors that are updated."""
-        updated, replicas = self.rows.row_of, self._replicas()
-        indices = [[slot.index for slot in plan.slots if slot.index in updated] for plan in self._flat_params.plans]
-        return [[[tensors[i] for i in members] for tensors in replicas] for members in indices]
-
     def _take_grads(self) -> None:
         """Keep all gradients; zeros for those of parameters that only other replicas have one of."""
         for replica, tensors in enumerate(self._replicas()):
             for b, plan in enumerate(self._flat_params.plans):
-                grads = {slot.index: tensors[slot.index].grad for slot in plan.slots}
-                kept = {i: g for i, g in grads.items() if i in self.rows.row_of or g is not None}
-                if self._sources.take(b, replica, kept):
+                touched = [slot.index for slot in plan.slots if slot.index in self._touched]
+                if self._sources.take(b, replica, {i: tensors[i].grad for i in touched}):
                     self._marks.forget(b, replica)
 
     def _replicas(self) -> list[list[Tensor]]:

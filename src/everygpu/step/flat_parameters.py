@@ -177,6 +177,10 @@ class FlatParameters:
         for first, *others in self.grads:
             comm.broadcast(first, others)
 
+    def whole_grad(self, index: int) -> Tensor:
+        """Return a parameter's gradient where there is a single device."""
+        return self._grad_slots[0][index]
+
     def touched(self, since: list[list[int]] | None = None) -> set[int]:
         """Return the parameters that have got a gradient, on any device.
 

@@ -180,6 +180,10 @@ class FusedUpdate:
             d.adopt_states()
         return self._hyperparameters.send(touched)
 
+    def blank_rows(self) -> HyperparameterTable:
+        """Return rows in memory of their own, for kernels that are recorded; they follow others before each launch."""
+        return HyperparameterTable(row_of={}, blocks=[torch.full_like(d.lengths, -1) for d in self._tables])
+
     def launch(self, rows: HyperparameterTable, *, factor: float | Tensor, is_reduced: bool) -> None:
         """Queue the kernels; this alone may be part of a CUDA graph. See ``launch_range``."""
         synchronize_streams(self._flat_params.devices)

@@ -25,12 +25,8 @@ class HyperparameterTable:
     blocks: list[Tensor]
     """For each device, one row per block of the device's chunks; -1 to leave it alone."""
 
-    def for_recording(self) -> "HyperparameterTable":
-        """Return one in memory of its own, which recorded kernels read at each launch."""
-        return HyperparameterTable(row_of=self.row_of, blocks=[rows.clone() for rows in self.blocks])
-
     def follow(self, other: "HyperparameterTable") -> None:
-        """Have recorded kernels take the rows of now: counts of steps part where a parameter took no part at times."""
+        """Have recorded kernels, which read this one's memory, take the rows of now."""
         if self.row_of != other.row_of:
             self.row_of = other.row_of
             for mine, rows in zip(self.blocks, other.blocks):

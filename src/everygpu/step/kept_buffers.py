@@ -1,150 +1,95 @@
-"""Buffers that a forward writes, such as running statistics: put back where the batch's loss is not finite."""
+"""Buffers that a forward may write, such as running statistics: put back where the batch's loss is not finite."""
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from everygpu import comm
-from everygpu.parallel.buckets.memory import versions_of
-from everygpu.parallel.cuda_graphs.multi_gpu_graph import is_capturing
 from everygpu.torch_private.tensors import foreach_copy_
 
 MAX_BYTES = 64 * 2**20
 """Of what is kept, the smallest buffers first."""
-NUM_LOOKS = 3
-"""Forwards after which a buffer that is as it was counts as one that none writes, until torch counts a write to it."""
-_RUNNING_STATS = ("running_mean", "running_var")
 
 
-class _Place(NamedTuple):
-    """A buffer, and where it is."""
-
-    table: dict[str, Tensor | None]
-    name: str
-    tensor: Tensor
-    key: tuple[int, str]
+Place = tuple[dict[str, Tensor | None], str, Tensor]
+"""A module's table, a buffer's name in it, and the buffer."""
 
 
-class _Group(NamedTuple):
-    """Buffers of one dtype and device."""
+class KeptBuffers(NamedTuple):
+    """Buffers of one dtype and device, as they were before a forward."""
 
-    places: list[_Place]
+    places: list[Place]
     before: Tensor
-    """As they were, side by side."""
+    """Side by side."""
 
 
-class _Before(NamedTuple):
-    """Buffers as they were before a forward."""
+@torch.no_grad()
+def keep_buffers(roots: Iterable[nn.Module], devices: Collection[torch.device]) -> list[KeptBuffers]:
+    """Copy the floating-point buffers of modules in training mode, and of those below them.
 
-    groups: list[_Group]
-    left: list[_Place]
-    """Those that no forward has written so far."""
-    versions: list[int]
-    """Theirs."""
-
-
-class KeptBuffers:
-    """The floating-point buffers of modules in training mode that a forward writes.
-
-    Torch's version counters don't tell which these are, as writes through ``.data`` don't count. So all are kept and
-    compared in their first forwards, and from then on those that one of them has written.
+    Torch's version counters don't tell which a forward writes, as writes through ``.data`` don't count: all are copied.
 
     Args:
-        devices: Of the replicas: buffers elsewhere, as on the host, would have something wait for the loss.
+        devices: Buffers elsewhere, as on the host, would have something wait for the loss.
     """
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._devices = set(devices)
-        self._written: set[tuple[int, str]] = set()
-        self._num_looks: dict[tuple[int, str], int] = defaultdict(int)
-
-    @torch.no_grad()
-    def take(self, roots: Iterable[nn.Module]) -> _Before:
-        """Copy them before a forward.
-
-        Args:
-            roots: Modules; those below them count too.
-        """
-        found: dict[tuple[torch.dtype, torch.device], list[_Place]] = defaultdict(list)
-        places, room = list(_places(roots, self._devices)), MAX_BYTES
-        chosen = [p for p in places if p.key in self._written or self._num_looks[p.key] < NUM_LOOKS]
-        for place in sorted(chosen, key=lambda place: place.tensor.nbytes):
-            t = place.tensor
-            if t.nbytes <= room:
-                room -= t.nbytes
-                found[t.dtype, t.device].append(place)
-        left = [p for p in places if p.key not in self._written]
-        groups = [_Group(together, _join([p.tensor for p in together])) for together in found.values()]
-        return _Before(groups, left, versions_of([p.tensor for p in left]))
-
-    @torch.no_grad()
-    def put_back_unless_finite(self, before: _Before, loss: Tensor) -> None:
-        """Put all back where a loss, of shape (), isn't finite; without waiting for it."""
-        left = before.left
-        for place, old_version, version in zip(left, before.versions, versions_of([p.tensor for p in left])):
-            if version != old_version or place.table.get(place.name) is not place.tensor:
-                self._written.add(place.key)
-        for places, old in before.groups:
-            tensors = [p.tensor for p in places]
-            now = _join(tensors)
-            self._look(places, old, now)
-            is_finite = comm.copy(loss.detach(), old.device) * 0 == 0  # isfinite launches twice as many kernels
-            # Through .data, as batch_norm itself does: the version stays, so backward accepts what forward saved.
-            foreach_copy_([t.data for t in tensors], _split(torch.where(is_finite, now, old), tensors))
-            if any(p.table.get(p.name) is not p.tensor for p in places):
-                _replace(places, _split(old, tensors), is_finite)
-
-    def _look(self, places: list[_Place], old: Tensor, now: Tensor) -> None:
-        """Note which of a group's buffers a forward has written, where that isn't known and the host may wait."""
-        if is_capturing() or all(p.key in self._written for p in places):
-            return
-        tensors = [p.tensor for p in places]
-        same = torch.stack([(part == 0).all() for part in _split((now != old).to(torch.uint8), tensors)]).tolist()
-        for place, is_same in zip(places, same):
-            self._num_looks[place.key] += 1
-            if not is_same or place.name in _RUNNING_STATS:
-                self._written.add(place.key)
-
-
-def _replace(places: list[_Place], old: list[Tensor], is_finite: Tensor) -> None:
-    """Replace other tensors that a forward has put there: they may be the batch, or an output, and aren't written."""
-    for (table, name, t, _), before in zip(places, old):
-        new = table.get(name)
-        if new is not t and new is not None and _fits(new, t):
-            table[name] = torch.where(is_finite, new, before)
-
-
-def _places(roots: Iterable[nn.Module], devices: set[torch.device]) -> Iterator[_Place]:
+    found: dict[int, Place] = {}
+    modules: list[nn.Module | None] = list(roots)
     seen: set[int] = set()
-    for m in (m for root in roots for m in root.modules() if m.training):
-        for name, t in m._buffers.items():
-            if t is not None and id(t) not in seen and t.device in devices and _can_keep(t):
-                seen.add(id(t))
-                yield _Place(m._buffers, name, t, (id(m._buffers), name))
+    for m in modules:  # as nn.Module.modules() does, in half the time
+        if m is not None and id(m) not in seen:
+            seen.add(id(m))
+            modules += m._modules.values()
+            for name, t in m._buffers.items() if m._buffers and m.training else ():
+                if t is not None and _can_keep(t, devices):
+                    found[id(t)] = m._buffers, name, t
+    places = list(found.values())
+    if sum(t.nbytes for _, _, t in places) > MAX_BYTES:
+        places = _smallest(places)
+    groups = defaultdict(list)
+    for place in places:
+        groups[place[2].dtype, place[2].device].append(place)
+    return [KeptBuffers(places, _join([t for _, _, t in places])) for places in groups.values()]
 
 
-def _can_keep(t: Tensor) -> bool:
-    return (
-        t.is_floating_point()
-        and t.layout is torch.strided
-        and t.is_contiguous()  # an expanded one can't be written
-        and not t.is_inference()
-        and not t.requires_grad
-    )
+@torch.no_grad()
+def put_back_unless_finite(kept: Iterable[KeptBuffers], loss: Tensor) -> None:
+    """Put all back where a loss, of shape (), isn't finite; without waiting for it."""
+    for places, before in kept:
+        tensors = [t for _, _, t in places]
+        is_finite = comm.copy(loss.detach(), before.device) * 0 == 0  # isfinite launches twice as many kernels
+        # Through .data, as batch_norm itself does: the version stays, so backward accepts what forward saved.
+        torch.where(is_finite, _join(tensors), before, out=before)
+        foreach_copy_([t.data for t in tensors], _split(before, tensors))
+        for i, (table, name, t) in enumerate(places):
+            new = table.get(name)
+            if new is not None and new is not t and _fits(new, t):  # not written: it may be the batch, or an output
+                table[name] = torch.where(is_finite, new, _split(before, tensors)[i])
+
+
+def _can_keep(t: Tensor, devices: Collection[torch.device]) -> bool:
+    if not t.is_floating_point() or t.device not in devices or t.requires_grad or t.is_inference():
+        return False
+    return t.layout is torch.strided and t.is_contiguous()  # an expanded one is constant
 
 
 def _fits(new: Tensor, old: Tensor) -> bool:
     return new.shape == old.shape and new.dtype == old.dtype and new.device == old.device and not new.requires_grad
 
 
+def _smallest(places: list[Place]) -> list[Place]:
+    places = sorted(places, key=lambda place: place[2].nbytes)
+    ends = itertools.accumulate(t.nbytes for _, _, t in places)
+    return [place for place, end in zip(places, ends) if end <= MAX_BYTES]
+
+
 def _join(tensors: list[Tensor]) -> Tensor:
-    joined = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
-    foreach_copy_(_split(joined, tensors), tensors)
-    return joined
+    return torch.cat([t if t.dim() == 1 else t.view(-1) for t in tensors])
 
 
 def _split(joined: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    return [part.view(t.shape) for part, t in zip(torch.split(joined, [t.numel() for t in tensors]), tensors)]
+    parts = torch.split(joined, [t.numel() for t in tensors])
+    return [part if t.dim() == 1 else part.view(t.shape) for part, t in zip(parts, tensors)]

@@ -12,11 +12,9 @@ from everygpu.errors import OptimizerError, OptionError
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.verbs import overridden
 from everygpu.step.finite_check import RULES
-from everygpu.step.local_update import LocalUpdate
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.sharded_update import ShardedUpdate
 from everygpu.step.shards import all_params, can_shard
-from everygpu.step.update_strategy import UpdateStrategy
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -134,7 +132,7 @@ def _device_counts(model: DataParallel) -> list[int]:
     return [num_devices] if ranks is None else ranks.group.gather(num_devices)
 
 
-def make_strategy(model: DataParallel, optimizer: Any, *, captures: bool) -> UpdateStrategy:
+def make_strategy(model: DataParallel, optimizer: Any, *, captures: bool) -> ShardedUpdate:
     """Choose where gradients are and what applies them, by optimizer and devices."""
     if not captures:
         model.give_up_recording("TrainStep was made with capture=False")
@@ -143,23 +141,25 @@ def make_strategy(model: DataParallel, optimizer: Any, *, captures: bool) -> Upd
     if isinstance(optimizer, ShardedOptimizer):
         return ShardedUpdate(model, optimizer, fixed=captures)
     if len(model.replica_devices) == 1 and not captures and model.rank_model is None:
-        return LocalUpdate(model, optimizer)
+        return ShardedUpdate(model, optimizer)
     if own:
         logger.info("TrainStep: the update is on %s, as the model has its own %s.", model.src_device_obj, own)
-        return LocalUpdate(model, optimizer)
+        return ShardedUpdate(model, optimizer)
     if len(set(counts)) > 1:
         logger.warning(
             "TrainStep: ranks have %s devices, so the update of each is on its first alone. Give all as many, and it "
             "is spread over them.",
             ", ".join(map(str, counts)),
         )
-        return LocalUpdate(model, optimizer)
+        return ShardedUpdate(model, optimizer)
     if not can_shard(optimizer):
         logger.info(
             "TrainStep: %s can't be spread; it steps on %s.", type(optimizer).__name__, model.replica_devices[0]
         )
-        return LocalUpdate(model, optimizer)
-    return ShardedUpdate(model, ShardedOptimizer.of(optimizer, model.replica_devices), fixed=captures)
+        return ShardedUpdate(model, optimizer)
+    sharded = ShardedOptimizer.of(optimizer, model.replica_devices)
+    settles = len(model.replica_devices) == 1 and model.rank_model is None
+    return ShardedUpdate(model, sharded, fixed=captures, settles=settles)
 
 
 def _check_optimizer(model: DataParallel, optimizer: Any, own: str, counts: list[int]) -> None:

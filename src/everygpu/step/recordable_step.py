@@ -1,11 +1,15 @@
 """A training step as a recording sees it."""
 
 import logging
+import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from everygpu.errors import OptimizerError
+from everygpu.errors import CaptureError
+from everygpu.parallel.compiler.recordable_graph import innermost
 from everygpu.parallel.cuda_graphs.guards import referents
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.recorder import Capture
@@ -17,7 +21,7 @@ from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.loss import roots_of
 from everygpu.step.sharded_update import ShardedUpdate
 from everygpu.step.stats import Mark
-from everygpu.step.update_strategy import FusedStatus, UpdateStrategy
+from everygpu.step.update import FusedStatus
 
 if TYPE_CHECKING:
     from everygpu.step.train_step import TrainStep
@@ -50,9 +54,6 @@ class RecordableStep:
         self._step = step
         self._strategy = strategy
         self._is_beside = True
-        # Parameters that take part in what is being recorded, where these aren't the last step's.
-        self._expected: set[int] | None = None
-        self._is_surprised = False
 
     def roots(self) -> list[nn.Module]:
         return roots_of(self._step.model, self._step.loss)
@@ -72,12 +73,14 @@ class RecordableStep:
         if not self._updates_at_once():
             return None
         needs_all = self._step.clip_norm is not None or self._step._finite_check.is_whole
-        return self._strategy.early_update(self._expected, beside=self._is_beside and not needs_all)
+        return self._strategy.early_update(beside=self._is_beside and not needs_all)
 
     def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: EarlyUpdate | None) -> _Recorded:
         draw_seeds(self.roots(), self._step.model.replica_devices)
         try:
             return graph.record(lambda: self._run(batch.read(), prepared))
+        except Exception as error:
+            raise _at_users_line(error) from error
         finally:
             self._strategy.put_back()
 
@@ -87,26 +90,19 @@ class RecordableStep:
         if update is None:
             # Not those of the batches before, which this update may have, too.
             return _Recorded(loss, self._strategy.touched(before), None, step._stopwatch.marks)
-        touched = update.touched()
-        if touched != set(update.rows.row_of):
-            self._is_surprised, self._expected = self._expected is None, touched
-            raise OptimizerError("TrainStep: other parameters take part at every attempt.")
-        self._expected = None
         norm = update.launch(step.clip_norm)
         step._stopwatch.mark("update")
-        return _Recorded(loss, touched, update, step._stopwatch.marks, norm)
+        return _Recorded(loss, update.touched(), update, step._stopwatch.marks, norm)
 
     def try_otherwise(self) -> bool:
-        if self._is_surprised:
-            self._is_surprised = False
-            return True
         # A parameter may be needed in backward after its own gradient is there: then updates have to wait. Where that
         # doesn't help, other kinds of batches begin with updates beside backward again.
         was_beside, self._is_beside = self._is_beside, not self._is_beside
         return was_beside and self._updates_at_once()
 
     def give_up(self, reason: str) -> None:
-        self._step.model.make_graphs(True)
+        self._step._finite_check.wait()  # for kernels' updates that are not to count
+        self._strategy.settle()
         self._step.model.give_up_recording(reason)
 
     def begin(self, recorded: _Recorded) -> bool:
@@ -142,7 +138,16 @@ class RecordableStep:
         return step.accumulate == 1 and step._scale is None and step._ranks is None and not is_left
 
 
-def make_capture(step: "TrainStep", strategy: UpdateStrategy, *, must: bool) -> Capture[Tensor] | None:
+def _at_users_line(error: Exception) -> Exception:
+    """Return an error that names the line of the user's code in which a recording failed, if it was in one."""
+    frame = innermost(traceback.extract_tb(error.__traceback__))
+    if frame is None or Path(frame.filename).is_relative_to(Path(torch.__file__).parent):
+        return error
+    message = (str(error).splitlines() or [""])[0]
+    return CaptureError(f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}: {type(error).__name__}: {message}")
+
+
+def make_capture(step: "TrainStep", strategy: ShardedUpdate, *, must: bool) -> Capture[Tensor] | None:
     """Return what records a step's work; None where that can't be recorded.
 
     Args:
@@ -151,11 +156,10 @@ def make_capture(step: "TrainStep", strategy: UpdateStrategy, *, must: bool) -> 
         must: Raise where a step can't be recorded.
     """
     model = step.model
-    if not isinstance(strategy, ShardedUpdate):
+    if not strategy.is_spread:
         logger.info("TrainStep: steps run without CUDA graphs: the optimizer can't be spread.")
         model.give_up_recording("the optimizer can't be spread")
         return None
-    model.make_graphs(False)
     route = ScatterSpec(devices=model.replica_devices, dim=model.dim, split=model.split)
     # With several devices, the engine that takes over says why where it is slower.
     level = logging.WARNING if len(model.replica_devices) == 1 else logging.INFO

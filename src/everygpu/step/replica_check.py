@@ -1,19 +1,20 @@
-"""A look for bits that have flipped: copies of parameters that have to be the same, compared now and then."""
+"""Flipped bits: copies of parameters that must be equal, compared now and then."""
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from everygpu.errors import DivergedError
-from everygpu.parallel.buckets.kept import KeptBucket
+from everygpu.parallel.buckets.kept import WORD_BYTES, KeptBucket
 from everygpu.parallel.buckets.plan import plan_buckets
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.replicas.module_tree import is_dense
-from everygpu.step.copy_differences import Difference, find_differences, mend
 from everygpu.step.sharded_update import ShardedUpdate
-from everygpu.step.update_strategy import UpdateStrategy
 
 logger = logging.getLogger("everygpu")
 
@@ -22,24 +23,20 @@ _ADVICE = (
     "yours writes parameters through .data, call step.refresh() after it."
 )
 
+T = TypeVar("T")
 
-def make_check(model: DataParallel, strategy: UpdateStrategy, every: int | None) -> "ReplicaCheck | None":
-    """Return what is called before each update; None where there is nothing to compare, which is logged.
+_LARGE_BYTES, _NUM_ROWS = 2**21, 61
+_LOW = 2**32 - 1
 
-    Args:
-        model: Runs the replicas.
-        strategy: Keeps their parameters.
-        every: Updates from one comparison to the next; None for none.
-    """
+
+def make_check(model: DataParallel, strategy: ShardedUpdate, every: int | None) -> "ReplicaCheck | None":
+    """Return what is called before each update; None where there is nothing to compare, which is logged."""
     if every is None:
         return None
-    keeps_copies = isinstance(strategy, ShardedUpdate) and len(model.replica_devices) > 1
+    keeps_copies = strategy.is_spread and len(model.replica_devices) > 1
     if model.rank_model is None and not keeps_copies:
-        logger.warning(
-            "TrainStep: check_every=%d compares nothing: parameters are kept on %s alone.",
-            every,
-            model.replica_devices[0],
-        )
+        home = model.replica_devices[0]
+        logger.warning("TrainStep: check_every=%d compares nothing: parameters are kept on %s alone.", every, home)
         return None
     return ReplicaCheck(model, strategy, every)
 
@@ -49,14 +46,9 @@ class ReplicaCheck:
 
     Before, as an update writes a parameter anew on every device from the one that updates it: what had flipped there
     is in all copies then, and what had flipped elsewhere is gone.
-
-    Args:
-        model: Runs the replicas.
-        strategy: Keeps their parameters.
-        every: Updates from one comparison to the next.
     """
 
-    def __init__(self, model: DataParallel, strategy: UpdateStrategy, every: int) -> None:
+    def __init__(self, model: DataParallel, strategy: ShardedUpdate, every: int) -> None:
         self._model = model
         self._strategy = strategy
         self.every = every
@@ -64,11 +56,7 @@ class ReplicaCheck:
         self._num_updates = self._num_at_last = 0
 
     def before_update(self) -> None:
-        """Count an update, and compare if it is time to.
-
-        Raises:
-            DivergedError: copies differ, and no majority tells which is right; on all ranks.
-        """
+        """Count an update, and compare if it is time to; raise a DivergedError on all ranks if copies differ."""
         self._num_updates += 1
         if self._num_updates % self.every == 0:
             with torch.inference_mode(False), torch.no_grad():
@@ -77,29 +65,11 @@ class ReplicaCheck:
 
     def compare(self) -> None:
         """Compare now; all ranks have to. See ``before_update``."""
-        notices: dict[str, str] = {}
-        num_params: Counter[str] = Counter()
-        try:
-            for copy, d, i in self._mended():
-                num_params[copy] += 1
-                notices.setdefault(copy, self._notice(copy, d, i))
-        finally:  # also of what was mended before an error
-            for copy, notice in notices.items():
-                more = _and_more(num_params[copy])
-                logger.warning(
-                    "%s%s. They are mended; the last check was %s ago. %s", notice, more, self._age(), _ADVICE
-                )
-
-    def _mended(self) -> Iterator[tuple[str, Difference, int]]:
-        """Mend what differs; yield each copy that was not as most are, by name and number, parameter by parameter."""
-        ranks = self._model.rank_model
-        for differences in find_differences(self._kept(), None if ranks is None else ranks.group):
-            undecided = next((d for d in differences if not d.is_decided), None)
-            if undecided is not None:
-                raise DivergedError(self._refusal(undecided, len(differences)))
-            for d in differences:
-                mend(d)
-                yield from ((copy, d, i) for i, copy in enumerate(d.copies) if d.wrong_elements(i).numel())
+        buckets = [bucket for bucket in self._kept() if any(slot.numel for slot in bucket.plan.slots)]
+        ranks = self._gather(_read([[_digest(memory) for memory in bucket.memory()] for bucket in buckets]))
+        for index, bucket in enumerate(buckets):
+            if len({digest for rank in ranks for digest in rank[index]}) > 1:
+                self._refuse(bucket)
 
     def _kept(self) -> list[KeptBucket]:
         """Return what this process keeps; under ranks that is every parameter, also where it has a single replica."""
@@ -114,35 +84,63 @@ class ReplicaCheck:
             for plan in plan_buckets(rest, 1)
         ]
 
-    def _refusal(self, d: Difference, num_params: int) -> str:
-        values = ", ".join(f"{d.describe(0, i)} in {copy}" for i, copy in enumerate(d.copies))
-        elements = _count(d.num_elements, "element")
-        return (
-            f"TrainStep: replicas must have the same parameters, got other bits in {elements} of {self._name(d)}, "
-            f"the first at {list(d.index_of(0))}: {values}{_and_more(num_params)}. No majority tells which are right. "
-            f"Load a checkpoint that is {self._age()} old or older: the copies were the same then. {_ADVICE}"
-        )
+    def _refuse(self, bucket: KeptBucket) -> None:
+        """Raise for the first parameter of a bucket whose copies differ; between parameters, they may."""
+        copies, slots = bucket.memory(), bucket.plan.slots
+        parts = [[memory[slot.start : slot.start + slot.numel].clone() for memory in copies] for slot in slots]
+        found = self._gather(_read([[_digest(part) for part in row] for row in parts]))
+        names = _name_copies(self._gather([str(memory.device) for memory in copies]))
+        num_updates = self._num_updates - self._num_at_last
+        for i, slot in enumerate(slots):
+            digests = [digest for rank in found for digest in rank[i]]
+            usual = Counter(digests).most_common(1)[0][0]
+            odd = [name for name, digest in zip(names, digests) if digest != usual]
+            if odd:
+                rest = [name for name in names if name not in odd]
+                raise DivergedError(
+                    f"TrainStep: replicas must have the same parameters, got other bits of "
+                    f"{self._name(bucket.params[slot.index])} in {' and '.join(odd)} than in {' and '.join(rest)}. "
+                    f"Load a checkpoint that is {num_updates} update{'s' * (num_updates > 1)} old or older: the copies "
+                    f"were the same then. {_ADVICE}"
+                )
 
-    def _notice(self, copy: str, d: Difference, i: int) -> str:
-        wrong = d.wrong_elements(i)
-        first, elements = int(wrong[0]), _count(wrong.numel(), "element")
-        return (
-            f"TrainStep: {copy} had other bits than most of {len(d.copies)} copies in {elements} of {self._name(d)}, "
-            f"the first at {list(d.index_of(first))}: {d.describe(first, i)} instead of {d.describe(first)}"
-        )
-
-    def _age(self) -> str:
-        return _count(self._num_updates - self._num_at_last, "update")
-
-    def _name(self, d: Difference) -> str:
-        param = d.bucket.params[d.slot.index]
+    def _name(self, param: Tensor) -> str:
         names = (name for name, p in self._model.module.named_parameters() if p is param)
         return next(names, f"a parameter of shape {tuple(param.shape)}")
 
+    def _gather(self, value: T) -> list[T]:
+        ranks = self._model.rank_model
+        return [value] if ranks is None else ranks.group.gather(value)
 
-def _and_more(num_params: int) -> str:
-    return f", and of {_count(num_params - 1, 'other parameter')}" if num_params > 1 else ""
+
+def _digest(memory: Tensor) -> Tensor:
+    """Return a number of flat memory, shape (): any one flipped bit changes it.
+
+    Large memory is added up first, to 1/61 of its size: what falls on one word lies far apart, at a distance that is no
+    power of 2, so faults that flip several bits have other patterns. Then words are changed by a bijection and weighed
+    by odd numbers, so that flips of the same bit in two of them don't cancel: high bits have an effect on low ones.
+    """
+    data, num_rows = memory.view(torch.uint8), _NUM_ROWS if memory.nbytes > _LARGE_BYTES else 1
+    size = data.numel() // (WORD_BYTES * num_rows) * WORD_BYTES * num_rows
+    rest = F.pad(data[size:], (0, (size - data.numel()) % WORD_BYTES))
+    words = torch.cat([data[:size].view(torch.int64).view(num_rows, -1).sum(0), rest.view(torch.int64)])
+    words ^= (words >> 32) & _LOW
+    return (words * torch.arange(1, 2 * len(words), 2, device=words.device)).sum()
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number > 1)}"
+def _read(digests: Sequence[Sequence[Tensor]]) -> list[list[int]]:
+    """Read numbers that are on several devices; waits for each device once."""
+    devices = dict.fromkeys(d.device for row in digests for d in row)
+    numbers = {
+        device: iter(torch.stack([d for row in digests for d in row if d.device == device]).tolist())
+        for device in devices
+    }
+    return [[next(numbers[d.device]) for d in row] for row in digests]
+
+
+def _name_copies(devices: list[list[str]]) -> list[str]:
+    """Name each copy by its place, given the devices of each rank."""
+    names = [[f"replica {i} ({device})" for i, device in enumerate(row)] for row in devices]
+    if len(devices) == 1:
+        return names[0]
+    return [f"rank {rank}, {name}" for rank, row in enumerate(names) for name in row]

@@ -168,6 +168,11 @@ class ShardedOptimizer(Optimizer):
         self._params, self._shards = list(params), shards
         self._spread_state()
 
+    def hand_back(self) -> None:
+        """Give the stock optimizer its whole state, which is to step itself."""
+        self._fill_state(self._params[0].device if self._params else None)
+        self._shards = None
+
     def holds(self, shards: Shards) -> bool:
         """Tell whether the state is in these shards now."""
         return self._shards is shards
@@ -224,9 +229,7 @@ class ShardedOptimizer(Optimizer):
 
     def _watch_module(self) -> list[RemovableHandle]:
         def take_back(_: Optimizer, args: Any, kwargs: Any) -> None:
-            # The stock optimizer itself is to step: with its state, which comes here again afterwards.
-            self._fill_state(self._params[0].device if self._params else None)
-            self._shards = None
+            self.hand_back()  # until the next step of this one
 
         def fill(_: Optimizer) -> None:
             self._fill_state()

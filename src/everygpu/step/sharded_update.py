@@ -1,4 +1,4 @@
-"""A step whose gradients, update and optimizer state are spread over the devices."""
+"""Where a step's gradients are, and what applies them: spread over the devices, or on the primary device."""
 
 import operator
 from collections.abc import Hashable
@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from everygpu.parallel.buckets.kept import KeptBucket
+from everygpu.parallel.buckets.sizes import UPDATE_BYTES
 from everygpu.parallel.data_parallel import DataParallel
+from everygpu.parallel.ranks.gradients import make_buckets
 from everygpu.parallel.replicas.module_tree import has_hooks
 from everygpu.parallel.replicas.placement import place_module
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
@@ -20,71 +23,107 @@ from everygpu.step.fused import FusedUpdate, has_plain_options, make_fused
 from everygpu.step.hyperparameters import HyperparameterTable
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.shards import Shards, all_params
-from everygpu.step.update import Share, nan_where
-from everygpu.step.update_strategy import FusedStatus
+from everygpu.step.update import FusedStatus, Share, nan_where, prefer_fused, step_unless
 
 
 class ShardedUpdate:
-    """Each device holds, reduces and updates its share.
+    """Each device holds, reduces and updates its share of the parameters.
+
+    With a stock optimizer nothing is spread: gradients are the parameters' own, on the primary device, as in a plain
+    loop.
 
     Args:
         model: Runs the replicas.
-        optimizer: For the same devices.
+        optimizer: A ``ShardedOptimizer`` for the same devices, or a stock one.
         fixed: Keep the replicas' tensors at their addresses, for CUDA graphs.
+        settles: The stock optimizer may step itself as well.
     """
 
-    def __init__(self, model: DataParallel, optimizer: ShardedOptimizer, *, fixed: bool = False) -> None:
+    def __init__(
+        self, model: DataParallel, optimizer: Optimizer, *, fixed: bool = False, settles: bool = False
+    ) -> None:
         self._model = model
         self._group = None if model.rank_model is None else model.rank_model.group
         self._fixed = fixed
         self._optimizer = optimizer
+        self._sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
         self._replicas: ReplicaSet | None = None
         self._touched: set[int] = set()
         self._flags: Tensor | None = None
         self._num_arrangements = 0
+        self._fused: FusedUpdate | None = None
+        self._flat_params: FlatParameters
+        self._settles = settles
+        if self._sharded is None:
+            prefer_fused(optimizer)
         self._arrange(self._trainable(), None)
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether each device has a share."""
+        return self._sharded is not None
+
     def prepare(self) -> None:
-        self._optimizer.check_owner()
+        """Take note of what has changed since the last step."""
+        if self._sharded is None:
+            return  # DataParallel does so at every forward
+        self._sharded.check_owner()
         params = self._trainable()
         if not self._flat_params.fits(params) or self._flat_params.is_held():
             self._arrange(params, self._flat_params)
-        elif not self._optimizer.holds(self._shards):
-            self._attach()
+        elif not self._sharded.holds(self._shards):
+            self._attach(self._sharded)
         self._flat_params.follow_edits()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if len(self._model.replica_devices) == 1:
+        """Run the model on all devices."""
+        if len(self._model.replica_devices) == 1 or self._sharded is None:
             ranks = self._model.rank_model  # another one after a release
-            with nullcontext() if ranks is None else ranks.apart(self._model.module):
+            with nullcontext() if ranks is None else ranks.apart(self._model.module):  # the step weighs ranks' losses
                 return self._model(*inputs, **kwargs)
         if self._replicas is None or self._replicas.module is not self._model.module:
             self._replicas = self._model.make_replicas(self._make_leaves, fixed=self._fixed)
         return self._model.forward_with(self._replicas, *inputs, **kwargs)
 
     def leaves(self) -> list[Tensor]:
+        """List the parameters of which each replica has a leaf of its own."""
         # The hooks of a parameter are to see the sum of all replicas' gradients: its replicas are no leaves.
         return [p for p in self._flat_params.params if not has_hooks(p)] if len(self._model.replica_devices) > 1 else []
 
     def begin(self) -> None:
+        """Start with no gradients."""
+        if self._sharded is None:
+            self._optimizer.zero_grad()
         self._flat_params.begin()
 
     def attach_grads(self) -> None:
+        """Prepare for a backward."""
         self._flat_params.attach_grads()
 
     def detach_grads(self) -> None:
+        """Clean up after a backward."""
         self._flat_params.detach_grads()
 
-    def flags(self) -> Tensor:
+    def flags(self) -> Tensor | None:
+        """Return, under ranks, 1 for each parameter that has got a gradient; None where gradients bring that along."""
+        if self._sharded is None:
+            return None
         touched, num, device = self._flat_params.touched(), len(self._flat_params.params), self._flat_params.devices[0]
         if len(touched) == num:
             return torch.ones(num, device=device)  # no copy from the host
         return torch.tensor([float(i in touched) for i in range(num)]).to(device, non_blocking=True)
 
     def take_flags(self, flags: Tensor | None) -> None:
+        """Take note of all ranks' flags, added up."""
         self._flags = flags
 
     def reduce(self) -> list[Share]:
+        """Add the gradients of all replicas up, and return each device's part."""
+        if self._sharded is None:
+            if self._model.rank_model is not None:
+                _add_up_ranks(self._model.rank_model.group, list(all_params(self._optimizer)))
+            grads = [p.grad for p in all_params(self._optimizer) if p.grad is not None]
+            return [Share(device=self._model.replica_devices[0], grads=grads)]
         self._touched = self._flat_params.touched()
         self._flat_params.reduce()
         chunks = self._flat_params.chunks(self._flat_params.grads)
@@ -103,16 +142,28 @@ class ShardedUpdate:
         return {i for i, flag in enumerate(self._flags.tolist()) if flag}  # the host waits for the step
 
     def apply(self, found_inf: Tensor | None, *, is_common: bool = True) -> set[int] | None:
+        """Step the optimizer; not at all where ``found_inf`` is not 0.
+
+        Args:
+            found_inf: Shape (), on the first device.
+            is_common: It is often not 0: such an update may not be counted even for a while.
+        Returns:
+            Parameters that an update is counted for whatever ``found_inf`` is; None where the optimizer knows.
+        """
+        if self._sharded is None:
+            with_grads = [p for p in all_params(self._optimizer) if p.grad is not None]
+            step_unless(found_inf, self._optimizer, with_grads)
+            return None
         fused = self._kernels()
         if is_common and found_inf is not None:
             fused = None
-        if fused is None and found_inf is not None and not self._shards.is_fused():
+        if fused is None and found_inf is not None and not self._shards.skip_on_devices(self._touched):
             if found_inf.item():
                 return None
             found_inf = None
-        if self._optimizer.has_pre_hooks():
+        if self._sharded.has_pre_hooks():
             with self._flat_params.whole_grads(self._touched):
-                self._optimizer.before_step()
+                self._sharded.before_step()
         # Forward and hooks may have written parameters; here each device updates its own copy of a chunk.
         self._flat_params.follow_edits()
         if fused is not None:
@@ -120,13 +171,19 @@ class ShardedUpdate:
             self._note_update()
             return self._touched
         try:
-            self._shards.step(self._optimizer.param_groups, self._touched, found_inf)
+            self._shards.step(self._sharded.param_groups, self._touched, found_inf)
         finally:  # or replicas would differ after an interruption
             self._flat_params.all_gather_params()
-        self._optimizer.after_step()
+        self._sharded.after_step()
         return None
 
     def fuse(self, factor: float | Tensor, losses: Tensor | None) -> FusedStatus | None:
+        """Reduce, multiply by a factor and apply in one go; or do nothing and return None.
+
+        Args:
+            factor: A tensor has shape () and is on the first device.
+            losses: Their sum; nothing is updated where it isn't finite.
+        """
         fused = self._whole_update()
         if fused is None or self._group is not None:
             return None
@@ -137,10 +194,12 @@ class ShardedUpdate:
         return FusedStatus(fused.status, self._touched, norm)
 
     def uncount(self, counted: set[int]) -> None:
+        """Have an update of parameters not be counted."""
         if self._fused is not None:
             self._fused.uncount(counted)
 
     def refresh(self) -> None:
+        """Send the parameters to every device."""
         self.prepare()
         self._flat_params.adopt()
         if self._replicas is not None:
@@ -149,8 +208,21 @@ class ShardedUpdate:
             self._replicas.refresh(range(len(self._model.replica_devices)))
 
     def kept(self) -> list[KeptBucket]:
+        """Return the parameters of which each device keeps a copy from step to step."""
         frozen = [] if self._replicas is None else self._replicas.kept()
         return [*self._flat_params.kept(), *frozen]
+
+    def settle(self) -> None:
+        """Where it may, give the stock optimizer its state back and go on as a plain loop: no step will be recorded."""
+        if self._sharded is None or not self._settles:
+            return
+        for i in self._flat_params.touched():  # of the batches before, that this update has, too
+            self._flat_params.params[i].grad = self._flat_params.whole_grad(i)
+        self._sharded.hand_back()
+        self._num_arrangements += 1
+        self._optimizer, self._sharded, self._fused = self._sharded.module, None, None
+        prefer_fused(self._optimizer)
+        self._flat_params = FlatParameters([], self._flat_params.devices)
 
     # How a step is recorded.
 
@@ -167,15 +239,17 @@ class ShardedUpdate:
         params = self._trainable()
         if len(params) != len(self._flat_params.params) or not all(map(operator.is_, params, self._flat_params.params)):
             return False
-        self._optimizer.check_owner()
-        if not self._optimizer.holds(self._shards):
+        if self._sharded is None or not self._sharded.holds(self._shards):
             return False
+        self._sharded.check_owner()
         self._flat_params.send_written()
         return True
 
     def why_not_recordable(self) -> str | None:
         """Say what would be lost or frozen in a recording, if anything is."""
         # Not those of the flat parameters: asked before ``prepare`` has seen what was unfrozen or added.
+        if self._sharded is None:
+            return "the optimizer is no longer spread"
         mine = set(map(id, self._trainable()))
         others = [n for n, p in self._model.module.named_parameters() if p.requires_grad and id(p) not in mine]
         return f"parameter {others[0]} takes gradients, but the optimizer doesn't have it" if others else None
@@ -192,18 +266,14 @@ class ShardedUpdate:
         self._touched = touched
         return fused.prepare(touched)
 
-    def early_update(self, touched: set[int] | None, *, beside: bool) -> EarlyUpdate | None:
+    def early_update(self, *, beside: bool) -> EarlyUpdate | None:
         """Return what queues reduction and update with a backward that is recorded; None where no kernel does so.
 
         Args:
-            touched: Parameters that will have a gradient; those of the last update if left out.
             beside: Update beside backward, not only reduce.
         """
         fused = self._whole_update()
-        if fused is None:
-            return None
-        rows = fused.prepare(self._touched if touched is None else touched).for_recording()
-        return EarlyUpdate(self._flat_params, fused, rows, beside=beside)
+        return None if fused is None else EarlyUpdate(self._flat_params, fused, self._touched, beside=beside)
 
     def finish_update(self, rows: HyperparameterTable) -> None:
         """Take note of an update that a recording has queued."""
@@ -225,41 +295,56 @@ class ShardedUpdate:
 
     def _whole_update(self) -> FusedUpdate | None:
         """Return the kernels, unless a hook is to see whole gradients between reduction and update."""
-        return None if self._optimizer.has_pre_hooks() else self._kernels()
+        return None if self._sharded is None or self._sharded.has_pre_hooks() else self._kernels()
 
     def _kernels(self) -> FusedUpdate | None:
         """Return the kernels, where they do what the optimizer's options say now."""
-        return self._fused if has_plain_options(self._optimizer.module) else None
+        if self._sharded is None or not has_plain_options(self._sharded.module):
+            return None
+        return self._fused
 
     def _trainable(self) -> list[Tensor]:
-        return [p for p in all_params(self._optimizer) if p.requires_grad]
+        """Return the parameters that are spread over the devices."""
+        return [] if self._sharded is None else [p for p in all_params(self._sharded) if p.requires_grad]
 
     @torch.inference_mode(False)
     def _arrange(self, params: list[Tensor], before: FlatParameters | None) -> None:
         """Make memory for the parameters as they are now, going on from what has accumulated before."""
         model = self._model
-        place_module(model.module, model.replica_devices[0], "TrainStep", strict=model.strict_device)
+        if self._sharded is not None:
+            place_module(model.module, model.replica_devices[0], "TrainStep", strict=model.strict_device)
         self._flat_params = FlatParameters(params, model.replica_devices, model.bucket_cap_mb)
         if before is not None:
             self._flat_params.take_grads(before)
         self._replicas = None
-        self._attach()
+        if self._sharded is not None:
+            self._attach(self._sharded)
         self._flat_params.count_own_uses()
 
-    def _attach(self) -> None:
+    def _attach(self, optimizer: ShardedOptimizer) -> None:
         """Have the optimizer's state where the gradients are."""
         flat_params = self._flat_params
         self._num_arrangements += 1
         values, grads = flat_params.chunks(flat_params.values), flat_params.chunks(flat_params.grads)
-        self._shards = Shards(self._optimizer.module, flat_params.params, flat_params.plans, values, grads)
-        self._optimizer.attach(flat_params.params, self._shards)
-        self._fused = make_fused(self._optimizer.module, flat_params, self._shards)
+        self._shards = Shards(optimizer.module, flat_params.params, flat_params.plans, values, grads)
+        optimizer.attach(flat_params.params, self._shards)
+        self._fused = make_fused(optimizer.module, flat_params, self._shards)
 
     def _note_update(self) -> None:
         self._flat_params.note_update()
-        self._optimizer.after_step()
+        if self._sharded is not None:
+            self._sharded.after_step()
 
     def _make_leaves(self) -> Leaves:
         self._flat_params.adopt()
         twins = {id(p): list(row) for p, *row in zip(self._flat_params.params, *self._flat_params.twins)}
         return {id(p): twins[id(p)] for p in self.leaves()}
+
+
+def _add_up_ranks(group: Group, params: list[Tensor]) -> None:
+    """Add gradients up over ranks; a parameter that only others have a gradient of gets theirs."""
+    buckets = make_buckets(params, UPDATE_BYTES)
+    for bucket in buckets:
+        bucket.send(group)
+    for bucket in buckets:
+        bucket.finish()

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from everygpu import comm
 from everygpu.comm.streams import queueing_on
 from everygpu.parallel.buckets.plan import BucketPlan, Piece, Slot
+from everygpu.step.update import skips_on_device
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
@@ -108,9 +109,12 @@ class Shards:
             with queueing_on(device):
                 optimizer.step()
 
-    def is_fused(self) -> bool:
-        """Tell whether every optimizer can skip a step on its device."""
-        return all(g.get("fused") for o in self.optimizers if o is not None for g in o.param_groups)
+    def skip_on_devices(self, touched: set[int]) -> bool:
+        """Tell whether every optimizer can leave a step of some parameters out on its device."""
+        return all(
+            optimizer is None or skips_on_device(optimizer, [f.param for f in fragments if f.piece.index in touched])
+            for fragments, optimizer in zip(self.fragments, self.optimizers)
+        )
 
     def collect_state(self, home: torch.device) -> dict[Tensor, State]:
         """Put the state together as the stock optimizer would have it.

@@ -17,7 +17,7 @@ from everygpu.parallel.replicas.module_tree import evaluating
 from everygpu.progress import running
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.finite_check import FiniteCheck
-from everygpu.step.kept_buffers import KeptBuffers
+from everygpu.step.kept_buffers import keep_buffers, put_back_unless_finite
 from everygpu.step.loss import as_batch, as_number, at_device, loss_in, roots_of
 from everygpu.step.options import (
     PRECISIONS,
@@ -73,8 +73,8 @@ class TrainStep:
             after raises. ``"ignore"``: nothing looks for it.
         weight: Called with the batch's inputs and targets, for ``step((x, mask), y)`` as weight(x, mask, y), returns
             how much it counts in an update, of all ranks: such as its tokens that aren't ignored; else its rows count.
-        check_every: Before every so many updates, compare all replicas' and ranks' parameters bit by bit: where one
-            has other bits than most, it is mended from them, with a warning; see "Flipped bits" in docs/reliability.md.
+        check_every: Before every so many updates, compare all replicas' and ranks' parameters bit by bit; see
+            "Flipped bits" in docs/reliability.md.
     Raises:
         CaptureError: under ``capture=True``, at a step that can't be recorded.
         ModuleError, DeviceError, PlacementError: the model can't be replicated; see ``DataParallel``.
@@ -82,7 +82,7 @@ class TrainStep:
             memory.
         NonFiniteError: under ``on_nonfinite="raise"``, on GPUs within the next eight updates.
         OptionError: an option has no such value.
-        DivergedError: from a step whose check finds parameters that differ, and no majority to mend them from.
+        DivergedError: from a step whose check finds parameters that differ.
     """
 
     def __init__(
@@ -121,7 +121,6 @@ class TrainStep:
         self._stopwatch = Stopwatch(self._home)
         devices = self.model.replica_devices
         self._finite_check = FiniteCheck(self._home, devices, self._strategy.uncount, rule=on_nonfinite)
-        self._kept = KeptBuffers(devices)
         self._updater = Updater(self._strategy, devices, self._scale, self._finite_check, self._stopwatch)
         self._replica_check = make_check(self.model, self._strategy, check_every)
         self._capture = make_capture(self, self._strategy, must=capture is True) if captures else None
@@ -262,12 +261,14 @@ class TrainStep:
         self._stopwatch.start()
         if update is None:
             self._strategy.attach_grads()
-        before = self._kept.take(roots_of(self.model, self.loss)) if self._finite_check.is_on else None
+        before = None
+        if self._finite_check.is_on:
+            before = keep_buffers(roots_of(self.model, self.loss), self.model.replica_devices)
         try:
             with torch.enable_grad(), fresh_casts():
                 loss, _ = self._compute(batch)
                 if before is not None:
-                    self._kept.put_back_unless_finite(before, loss)
+                    put_back_unless_finite(before, loss)
                     if update is not None:
                         update.check(loss.detach())
                 share = self._weights.scale(loss)

@@ -1,8 +1,8 @@
 """From gradients to new parameters: unscaled, clipped, applied, on every device that holds a share of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,17 @@ class Share:
 
     device: torch.device
     grads: list[Tensor]
+
+
+class FusedStatus(NamedTuple):
+    """What kernels say of an update that they were queued for."""
+
+    status: Tensor
+    """See ``FiniteCheck``."""
+    counted: set[int]
+    """Parameters that an update is counted for, whether the kernels leave it out or not."""
+    norm: Tensor | None = None
+    """Of the whole gradient before it was clipped, where it had to be known."""
 
 
 class LossScale:
@@ -83,8 +94,10 @@ def total_norm(shares: Sequence[Share], home: torch.device) -> Tensor:
     Source:
         ``torch.nn.utils.get_total_norm``, over several devices.
     """
-    norms = [comm.copy(n, home) for share in shares for n in _norms(share.grads)]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float32, device=home)
+    norms: list[Tensor] = [comm.copy(_norm(share.grads), home) for share in shares if share.grads]
+    if not norms:
+        return torch.zeros((), dtype=torch.float32, device=home)
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def nan_where(found_inf: Tensor) -> Tensor:
@@ -108,17 +121,71 @@ def multiply(shares: Sequence[Share], factor: float | Tensor) -> None:
             foreach_mul_(share.grads, comm.copy(factor, share.device) if isinstance(factor, Tensor) else factor)
 
 
-def is_fused(optimizer: Optimizer) -> bool:
-    """Tell whether a step can be skipped on the device, without asking it."""
-    return all(group.get("fused") for group in optimizer.param_groups)
+def prefer_fused(optimizer: Optimizer) -> None:
+    """Have torch's Adam, AdamW or SGD step by its fused kernels on CUDA, as they can leave a step out on the device.
+
+    Not where the user has chosen another way, or options that these kernels don't have.
+    """
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        params = group["params"]
+        is_free = group["fused"] is None and group["foreach"] is None
+        is_plain = not (group["differentiable"] or group.get("capturable") or group.get("dampening"))
+        if is_free and is_plain and all(p.is_cuda and p.is_floating_point() for p in params):
+            group["fused"] = True
+            for p in params:
+                state = optimizer.state.get(p, {})
+                if "step" in state:
+                    state["step"] = state["step"].to(p.device, torch.float32)
 
 
-def _norms(grads: Sequence[Tensor]) -> list[Tensor]:
-    if not grads:
-        return []
-    wide = torch.float64 if any(g.dtype in (torch.float64, torch.complex128) for g in grads) else torch.float32
+def step_unless(found_inf: Tensor | None, optimizer: Any, updated: Iterable[Tensor]) -> None:
+    """Step an optimizer; not where ``found_inf``, of shape (), is not 0, for which the host waits if need be.
+
+    Args:
+        updated: The parameters with gradients.
+    """
+    if not skips_on_device(optimizer, updated):
+        if found_inf is not None and found_inf.item():
+            return
+        found_inf = None
+    if found_inf is None:
+        optimizer.step()
+        return
+    optimizer.found_inf = found_inf  # where fused optimizers look for it
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf
+
+
+def skips_on_device(optimizer: Optimizer, updated: Iterable[Tensor]) -> bool:
+    """Tell whether a step of some parameters can be left out on the device, without asking it.
+
+    torch's fused SGD makes memory for a first momentum that it doesn't write where the step is left out, and takes none
+    where other parameters have one: zeros are the same, but for dampening.
+    """
+    if not all(group.get("fused") for group in optimizer.param_groups):
+        return False
+    if not isinstance(optimizer, torch.optim.SGD) or not any(group["momentum"] for group in optimizer.param_groups):
+        return True
+    fresh = [p for p in updated if optimizer.state[p].get("momentum_buffer") is None]
+    if fresh and any(group["dampening"] for group in optimizer.param_groups):
+        return False
+    for p in fresh:
+        optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+    return True
+
+
+def _norm(grads: Sequence[Tensor]) -> Tensor:
     dense = [g if g.layout is torch.strided else g.coalesce().values() for g in grads]
+    dtypes = {g.dtype for g in dense}
+    wide = torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32
     halves = [g for g in dense if g.dtype is torch.float16]  # the norm of many would be too large for their dtype
-    rest = [g for g in dense if g.dtype is not torch.float16]
-    norms = [*foreach_norm(halves, 2, torch.float32)] if halves else []
-    return [norm.to(wide) for norm in norms + ([*foreach_norm(rest)] if rest else [])]
+    rest = [g for g in dense if g.dtype is not torch.float16] if halves else dense
+    norms = [*(foreach_norm(halves, 2, torch.float32) if halves else ()), *(foreach_norm(rest) if rest else ())]
+    if len(dtypes) > 1 or wide not in dtypes:
+        norms = [norm.to(wide) for norm in norms]
+    found: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return found

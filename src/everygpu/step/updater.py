@@ -8,9 +8,9 @@ from torch import Tensor
 from everygpu import comm
 from everygpu.progress import running
 from everygpu.step.finite_check import MADE, SCALED, FiniteCheck
+from everygpu.step.sharded_update import ShardedUpdate
 from everygpu.step.stats import Stopwatch
-from everygpu.step.update import LossScale, clip_factor, multiply, total_norm
-from everygpu.step.update_strategy import FusedStatus, UpdateStrategy
+from everygpu.step.update import FusedStatus, LossScale, clip_factor, multiply, total_norm
 
 
 class Updater:
@@ -26,7 +26,7 @@ class Updater:
 
     def __init__(
         self,
-        strategy: UpdateStrategy,
+        strategy: ShardedUpdate,
         devices: Sequence[torch.device],
         scale: LossScale | None,
         check: FiniteCheck,
@@ -37,7 +37,8 @@ class Updater:
         """Of the last gradient, before it was clipped."""
         self._strategy = strategy
         self._home = devices[0]
-        self._num_devices = len(devices)
+        self._made = torch.full((), MADE, dtype=torch.float32, device=devices[0])
+        self._no_places = torch.zeros(len(devices), dtype=torch.float32, device=devices[0])
         self._scale = scale
         self._check = check
         self._stopwatch = stopwatch
@@ -94,20 +95,18 @@ class Updater:
             multiply(shares, clip_factor(self.norm, clip_norm))
         value = None if losses is None else self._judge(losses, found_inf)
         if value is not None:
-            found_inf = (value != MADE).float()
+            found_inf = torch.ne(value, MADE, out=torch.empty_like(value))
         counted = self._strategy.apply(found_inf, is_common=self._scale is not None)
         if self._scale is not None and found_inf is not None:
             self._scale.update(found_inf)
         if value is not None:
-            status = torch.zeros(self._num_devices + 1, device=self._home)
-            status[-1] = value
-            self._check.submit(self.num_steps, status, counted)
+            self._check.submit(self.num_steps, torch.cat([self._no_places, value.view(1)]), counted)
 
     def _judge(self, losses: Tensor, found_inf: Tensor | None) -> Tensor:
         """Return the value of the status; see ``FiniteCheck``."""
-        value = comm.copy(losses, self._home) * 0 + MADE
+        value = torch.add(self._made, comm.copy(losses, self._home), alpha=0)
         if self._scale is None or found_inf is None:
-            return (self.norm * 0 + value).float()
+            return torch.add(value, self.norm, alpha=0).float()
         # A scale that is too large is lowered. Where it isn't, the gradients themselves are not finite.
         is_bad = value.isnan() | ((found_inf != 0) & (self._scale.value < 1))
-        return torch.where(is_bad, float("nan"), torch.where(found_inf != 0, SCALED, MADE))
+        return torch.where(is_bad, float("nan"), torch.where(found_inf != 0, SCALED, MADE)).float()

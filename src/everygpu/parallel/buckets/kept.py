@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from everygpu.parallel.buckets.plan import BucketPlan, Slot
+from everygpu.parallel.buckets.plan import BucketPlan
 
 WORD_BYTES = 8
 """Memory is compared by words of this size, and begins at a multiple of it."""
@@ -39,8 +39,3 @@ class KeptBucket:
         if is_whole and p.storage_offset() * p.element_size() % WORD_BYTES == 0:
             return p.data.as_strided((p.numel(),), (1,))  # uncopied, as it may be large; writes to it aren't counted
         return self.plan.flatten(self.params, p.device)
-
-    def put_back(self, slot: Slot, memory: Tensor) -> None:
-        """Have a parameter be what is in the primary's memory, as ``memory`` returned it."""
-        if not self.is_flat:
-            self.params[slot.index].data.copy_(slot.view(memory))

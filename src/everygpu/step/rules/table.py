@@ -2,10 +2,10 @@
 
 from torch.optim import Optimizer
 
-from everygpu.step.rules import adagrad, adam, sgd
+from everygpu.step.rules import adam, sgd
 from everygpu.step.rules.rule import UpdateRule
 
-RULES: tuple[UpdateRule, ...] = (adagrad.RULE, adam.RULE, sgd.RULE)
+RULES: tuple[UpdateRule, ...] = (adam.RULE, sgd.RULE)
 
 
 def find_rule(optimizer: Optimizer) -> UpdateRule | None:
