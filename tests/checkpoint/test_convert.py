@@ -14,8 +14,8 @@ from torch import nn
 
 import everygpu
 from everygpu.checkpoint import directory
-from everygpu.checkpoint.contents import read_any
 from everygpu.checkpoint.convert import convert
+from everygpu.checkpoint.load import read_any
 from everygpu.errors import (
     CheckpointBusyError,
     CheckpointContentError,
@@ -193,7 +193,7 @@ def test_permissions_and_links(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["b.pt", "b.safetensors"])
 def test_what_a_killed_conversion_has_left_goes_with_the_next(tmp_path: Path, name: str) -> None:
     torch.save(Net(1).state_dict(), tmp_path / "a.pt")
-    foreign = {f".x{name}.tmp-1-01234567", f".{name}.tmp-1"}
+    foreign = {f".x{name}.tmp", f".{name}.tmp-1"}
     for other in foreign:
         (tmp_path / other).touch()
     child = os.fork()

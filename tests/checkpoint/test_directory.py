@@ -59,34 +59,34 @@ def test_a_failed_block_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_temporary_is_a_hidden_sibling_named_after_the_process(tmp_path: Path) -> None:
+def test_the_temporary_is_a_hidden_sibling(tmp_path: Path) -> None:
     with new_directory(tmp_path / "ckpt") as new:
-        assert new.parent == tmp_path
-        assert new.name.startswith(f".ckpt.tmp-{os.getpid()}-")
+        assert new == tmp_path / ".ckpt.tmp"
 
 
 def test_siblings_of_other_checkpoints_are_left_alone(tmp_path: Path) -> None:
-    names = [".ckpt2.old-1-00000000", ".ckpt.old-backup", ".ckpt.old-1.tmp-1-00000000", ".ckptx.old-1-00000000"]
+    names = [".ckpt2.old", ".ckpt.old-backup", ".ckpt.old.tmp", ".ckptx.tmp"]
     for name in names:
         (tmp_path / name).mkdir()
     write(tmp_path / "ckpt", "new")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted([*names, "ckpt"])
 
 
-def test_the_newest_of_several_replaced_ones_is_taken(tmp_path: Path) -> None:
-    for i, (name, text) in enumerate({"00000001": "older", "00000002": "newer", "00000003": "oldest"}.items()):
-        write(tmp_path / "x", text)
-        document = tmp_path / "x" / "checkpoint.json"
-        os.utime(document, (100 + [5, 9, 1][i],) * 2)
-        os.rename(tmp_path / "x", tmp_path / f".ckpt.old-1-{name}")
+def test_a_replaced_one_is_taken_and_put_back_by_the_next_save(tmp_path: Path) -> None:
+    write(tmp_path / "x", "old")
+    os.rename(tmp_path / "x", tmp_path / ".ckpt.old")
     with pytest.warns(UserWarning, match="cut off"):
-        assert read(tmp_path / "ckpt") == "newer"
+        assert read(tmp_path / "ckpt") == "old"
+    with pytest.raises(Dies), new_directory(tmp_path / "ckpt"):
+        raise Dies
+    assert os.listdir(tmp_path) == ["ckpt"]
+    assert read(tmp_path / "ckpt") == "old"
 
 
 def test_a_replaced_one_that_is_partly_removed_is_not_taken(tmp_path: Path) -> None:
     write(tmp_path / "x", "old")
     (tmp_path / "x" / "checkpoint.json").unlink()
-    os.rename(tmp_path / "x", tmp_path / ".ckpt.old-1-00000000")
+    os.rename(tmp_path / "x", tmp_path / ".ckpt.old")
     with pytest.raises(CheckpointNotFoundError):
         find_directory(tmp_path / "ckpt")
 
@@ -95,7 +95,7 @@ def test_a_replaced_one_that_is_partly_removed_is_not_taken(tmp_path: Path) -> N
 def test_a_link_with_a_leftover_s_name_is_not_followed(tmp_path: Path, what: str) -> None:
     write(tmp_path / "other", "precious")
     write(tmp_path / "ckpt", "first")
-    (tmp_path / f".ckpt.{what}-1-00000000").symlink_to("other")
+    (tmp_path / f".ckpt.{what}").symlink_to("other")
     write(tmp_path / "ckpt", "second")
     assert (read(tmp_path / "ckpt"), read(tmp_path / "other")) == ("second", "precious")
     assert (tmp_path / "other" / "checkpoint.json").exists()
@@ -178,7 +178,7 @@ def test_links_are_written_through(tmp_path: Path, existing: bool) -> None:
 
 def test_a_link_to_what_a_cut_off_save_left_is_followed(tmp_path: Path) -> None:
     write(tmp_path / "disk" / "x", "old")
-    os.rename(tmp_path / "disk" / "x", tmp_path / "disk" / ".ckpt.old-1-00000000")
+    os.rename(tmp_path / "disk" / "x", tmp_path / "disk" / ".ckpt.old")
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "ckpt")
     with pytest.warns(UserWarning, match="cut off"):
         assert read(tmp_path / "link") == "old"

@@ -26,7 +26,7 @@ from tests.checkpoint.forge import agree, edit_document, edit_part
 from tests.checkpoint.models import WRAPPERS, Net, Wrap, same_state, snapshot
 
 # By name: the package's attribute ``load`` is the function.
-contents = import_module("everygpu.checkpoint.contents")
+contents = import_module("everygpu.checkpoint.load")
 
 
 class Run:

@@ -308,9 +308,6 @@ def test_only_what_this_manager_has_not_written_is_read_and_once(tmp_path: Path,
     for step in range(3, 8):
         put(checkpoints, step)
     assert read == ["step-00000002", "step-00000001"]
-    os.utime(tmp_path / "step-00000007" / "model.safetensors", ns=(1, 1))
-    put(checkpoints, 8)
-    assert read[2:] == ["step-00000007"]
 
 
 def test_without_verify_a_flip_passes_and_the_log_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -325,8 +322,8 @@ def test_without_verify_a_flip_passes_and_the_log_says_so(tmp_path: Path, caplog
 
 def test_what_a_killed_saver_left_is_cleared_or_put_back(tmp_path: Path) -> None:
     put(manager(tmp_path), 1)
-    os.rename(tmp_path / "step-00000001", tmp_path / ".step-00000001.old-1-0badcafe")
-    (tmp_path / ".step-00000002.tmp-1-0badcafe").mkdir()
+    os.rename(tmp_path / "step-00000001", tmp_path / ".step-00000001.old")
+    (tmp_path / ".step-00000002.tmp").mkdir()
     (tmp_path / ".notes").write_text("the user's")
     checkpoints = manager(tmp_path, keep=2)
     assert checkpoints.latest() == tmp_path / "step-00000001"

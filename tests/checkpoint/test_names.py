@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from everygpu import DataParallel
-from everygpu.checkpoint.names import clean_names, describe_mismatch, match_names, name_cleaner, unwrap
+from everygpu.checkpoint.modules import clean_names, describe_mismatch, match_names, name_cleaner, unwrap
 
 
 class Encoder(nn.Module):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from everygpu.checkpoint.names import find_prefix, rename, strip_prefix
+from everygpu.checkpoint.modules import find_prefix, rename, strip_prefix
 from everygpu.errors import CheckpointMismatchError
 
 NAMES = ["conv.weight", "conv.bias", "head.weight"]

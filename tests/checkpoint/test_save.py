@@ -263,7 +263,7 @@ def test_savers_of_one_path_never_mix(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert everygpu.load(tmp_path / "ckpt", model=nn.Linear(2, 2))["value"] in (1.0, 2.0)
-    assert not [name for name in names_in(tmp_path) if ".tmp-" in name]
+    assert not [name for name in names_in(tmp_path) if ".tmp" in name]
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from everygpu.checkpoint.foreign import _sort
-from everygpu.checkpoint.sections import MODEL_NAMES, find_state, is_state
-from everygpu.checkpoint.states import Contents
+from everygpu.checkpoint.parts import MODEL_NAMES, Contents, find_state, is_state
+from everygpu.checkpoint.parts import sort_document as sort_parts
 from everygpu.errors import CheckpointMismatchError
 
 
 def sort_document(document: Any, words: str, section: str | None = None) -> Contents:
-    return _sort(document, words, section)
+    return sort_parts(document, words, section)
 
 
 def model_of(found: Contents) -> Any:
@@ -152,7 +151,7 @@ def test_what_a_state_is() -> None:
 
 
 def test_a_state_can_be_found_inside_a_value() -> None:
-    assert find_state(W) == W
-    assert find_state({"step": 1, "state_dict": W}) == W
+    assert find_state(W).state["values"] == W
+    assert find_state({"step": 1, "state_dict": W}).state["values"] == W
     assert find_state({"a": W, "b": W}) is None
     assert find_state(3) is None

@@ -9,9 +9,10 @@ from torch import nn
 from torch.optim import SGD, AdamW, lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
-from everygpu.checkpoint.contents import _decode_part
+from everygpu.checkpoint.load import _decode_part
 from everygpu.checkpoint.modules import Fit
-from everygpu.checkpoint.states import Contents, Part, Plan, encode_parts, kind_of
+from everygpu.checkpoint.parts import Contents, Part
+from everygpu.checkpoint.states import Plan, encode_parts, kind_of
 from everygpu.errors import CheckpointContentError, CheckpointMismatchError
 from tests.checkpoint.models import Counting, Net, same_state, snapshot
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from everygpu.checkpoint.foreign import _read_torch as read_torch_file
 from everygpu.checkpoint.foreign import find_archive_fault
+from everygpu.checkpoint.foreign import read_torch as read_torch_file
 from everygpu.errors import CheckpointDamagedError, CheckpointForeignError
 from tests.checkpoint.models import Net, same_state
 from tests.checkpoint.poison import must_not_run

@@ -314,3 +314,43 @@ class TestCalls:
         model.save_pretrained(tmp_path)
         loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
         torch.testing.assert_close(loaded.state_dict(), model.state_dict(), check_device=False, rtol=0, atol=0)
+
+
+def small_bert():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    return transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=100, **sizes))
+
+
+def small_t5():
+    sizes = {"d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2, "d_kv": 16}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=100, **sizes))
+
+
+def small_gpt2():
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2}
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=100, bos_token_id=1, eos_token_id=2, **sizes)
+    )
+
+
+class TestCheckpoints:
+    @pytest.mark.parametrize("shard_bytes", [5 * 10**9, 20_000], ids=["one file", "shards"])
+    @pytest.mark.parametrize("make", [small_bert, small_t5, small_gpt2])
+    def test_a_directory_with_a_config_is_a_pretrained_one(self, tmp_path, monkeypatch, make, shard_bytes):
+        monkeypatch.setattr("everygpu.checkpoint.format.SHARD_BYTES", shard_bytes)
+        model, path = make(), tmp_path / "checkpoint"
+        wrapped = everygpu.DataParallel(model, ["cpu"] * 2)
+        for epoch in (1, 2):  # the config stays when the checkpoint is saved again
+            everygpu.save(path, model=wrapped, optimizer=torch.optim.AdamW(model.parameters()), epoch=epoch)
+            model.config.save_pretrained(path) if epoch == 1 else None
+            loaded, about = type(model).from_pretrained(path, output_loading_info=True)
+            torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+            assert not any(about.values())
+        assert everygpu.load(path, model=make()) == {"epoch": 2}
+
+    @pytest.mark.parametrize("make", [small_bert, small_t5, small_gpt2])
+    def test_a_pretrained_directory_loads(self, tmp_path, make):
+        model, target = make(), make()
+        model.save_pretrained(tmp_path)
+        everygpu.load(tmp_path, model=everygpu.DataParallel(target, ["cpu"] * 2))
+        torch.testing.assert_close(target.state_dict(), model.state_dict(), rtol=0, atol=0)

@@ -77,15 +77,13 @@ def test_b07_killed_while_the_earlier_run_is_overwritten(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_b07_killed_at_random_times(tmp_path: Path) -> None:
-    chance = random.Random(0)
+    chance, num_kills, last = random.Random(0), 0, 0
     save(tmp_path, 0)
-    last = 0
-    for _ in range(30):
+    while num_kills < 30 or last < 10:  # on a busy machine, more of them come before a save is through
         child = fork(lambda first=last + 1: [save(tmp_path, step) for step in range(first, first + 100)])
-        time.sleep(chance.uniform(0.01, 0.08))
+        time.sleep(chance.uniform(0.01, 0.08) * (1 + num_kills // 30))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         loaded = what_loads(tmp_path)
         assert loaded >= last
-        last = loaded
-    assert last >= 10, "hardly a save went through: the test shows nothing"
+        last, num_kills = loaded, num_kills + 1

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everygpu.checkpoint.contents import read_any
 from everygpu.checkpoint.directory import must_be_writable, new_file
 from everygpu.checkpoint.foreign import format_of
 from everygpu.checkpoint.format import write_safetensors
-from everygpu.checkpoint.names import rename
+from everygpu.checkpoint.load import read_any
+from everygpu.checkpoint.modules import rename
 from everygpu.checkpoint.values import check_storable, identity
 from everygpu.errors import CheckpointDamagedError, CheckpointForeignError, OptionError
 
@@ -48,20 +48,7 @@ def convert(
 ) -> Outcome:
     """Write a checkpoint's model as a state dict; what is at the destination stays until that is complete.
 
-    Args:
-        source: A checkpoint of any format.
-        destination: Where to write; as its name ends, torch.save or safetensors writes it.
-        section: The name of the state dict to take for the model's.
-        strip_prefix: Taken off the names that begin with it.
-        dtype: For floating-point tensors of the model.
-        overwrite: Whether a file of weights at the destination may be replaced.
-        writing: Entered while the result is written, with the number of bytes that its tensors have.
-    Raises:
-        OptionError: the destination's name ends otherwise, or no name begins with the prefix.
-        CheckpointForeignError: something is at the destination and may not be replaced.
-        CheckpointMismatchError: there is no model, or two names would become one.
-        CheckpointContentError: the format can't hold a tensor.
-        CheckpointError: as `everygpu.load` and `everygpu.save`.
+    ``writing`` is entered while the result is written, with the number of bytes that its tensors have.
     """
     target = _SUFFIXES.get(destination.suffix)
     if target is None:
@@ -74,7 +61,8 @@ def convert(
     model = _renamed(contents.require_model(source), strip_prefix)
     versions = contents.parts["model"].state["versions"]
     versions = {f"{path}.".removeprefix(strip_prefix).rstrip(".") if path else "": v for path, v in versions.items()}
-    model = _cast(model, dtype)
+    if dtype is not None:
+        model = _each(model, lambda t: t.to(dtype) if t.is_floating_point() else t)
     tensors = {name: value for name, value in model.items() if isinstance(value, Tensor)}
     left_out = {*contents.parts, *contents.extras} - {"model"}
     with (
@@ -125,21 +113,28 @@ def _renamed(model: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return rename(model, lambda name: name.removeprefix(prefix))
 
 
-def _cast(model: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    """Cast floating-point tensors, those that are tied to one that is tied."""
-    casts: dict[object, Tensor] = {}
+def _each(state: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Change tensors, those that are tied to one that is tied."""
+    changed: dict[object, Tensor] = {}
 
-    def cast(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == dtype:
-            return value
-        return casts.setdefault(identity(value), value.to(dtype))
+    def once(tensor: Tensor) -> Tensor:
+        key = identity(tensor)
+        if key not in changed:
+            changed[key] = change(tensor)
+        return changed[key]
 
-    return model if dtype is None else {name: cast(value) for name, value in model.items()}
+    return {name: once(value) if isinstance(value, Tensor) else value for name, value in state.items()}
+
+
+def _without_rest(tensor: Tensor) -> Tensor:
+    """Copy a tensor that is a small part of its memory: torch.save writes all of it."""
+    is_all = tensor.layout != torch.strided or tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if is_all else tensor.clone()
 
 
 def _write_torch(path: Path, state: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
     """Write a state dict as ``torch.save(model.state_dict(), path)`` does; tied tensors stay tied."""
-    document = OrderedDict(_compact(state))
+    document = OrderedDict(_each(state, _without_rest))
     document._metadata = OrderedDict(versions)  # type: ignore[attr-defined]  # as Module.state_dict has it
     with open(path, "wb") as file:
         try:
@@ -148,15 +143,3 @@ def _write_torch(path: Path, state: Mapping[str, Any], versions: Mapping[str, An
             if isinstance(error.__context__, OSError):  # the disk is full
                 raise error.__context__ from error
             raise
-
-
-def _compact(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy tensors that are small parts of their memory: torch.save writes all of it."""
-    copies: dict[object, Tensor] = {}
-
-    def copy(tensor: Tensor) -> Tensor:
-        if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() == tensor.nbytes:
-            return tensor
-        return copies.setdefault(identity(tensor), tensor.clone())
-
-    return {name: copy(value) if isinstance(value, Tensor) else value for name, value in state.items()}

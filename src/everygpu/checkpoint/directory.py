@@ -3,19 +3,17 @@
 import ctypes
 import errno
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from secrets import token_hex
 from time import sleep
 from warnings import warn
 
 from filelock import FileLock, Timeout
 
-from everygpu.checkpoint.format import DOCUMENT, is_file_of_ours, is_ours
+from everygpu.checkpoint.format import DOCUMENT, is_file_of_ours, is_ours, sync_path
 from everygpu.errors import (
     CheckpointBusyError,
     CheckpointError,
@@ -23,9 +21,6 @@ from everygpu.errors import (
     CheckpointNotFoundError,
     OptionError,
 )
-
-_LEFT = re.compile(r"\.(?P<name>.+)\.(?P<what>tmp|old)-\d+-[0-9a-f]{8}")
-"""Names of what is being written, and of what has just been replaced."""
 
 _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
 _LOOKS, _LOOK_AGAIN_S = 5, 0.002
@@ -39,30 +34,33 @@ def as_path(path: str | os.PathLike[str], caller: str) -> Path:
     return Path(os.path.expanduser(text))
 
 
+def beside(target: Path, what: str) -> Path:
+    """Name what is next to a target: its ``lock``, what is being written (``tmp``), what was replaced (``old``)."""
+    return target.with_name(f".{target.name}.{what}")
+
+
 def resolve_target(path: Path) -> Path:
     """Follow symbolic links to the directory to write, and refuse to replace what is no checkpoint of ours.
 
-    Returns:
-        The absolute path without links; links may point to nothing yet.
     Raises:
         CheckpointForeignError: a file is there, the working directory, or a directory that holds no checkpoint.
     """
     target = Path(os.path.realpath(path))
-    if target.is_dir():
-        if target.samefile("."):  # once it is replaced, relative paths would lead nowhere
-            raise CheckpointForeignError(
-                f"save: {str(path)!r} is the working directory. Choose a directory inside, for instance "
-                f"{path / 'last'}."
-            )
-        if not is_ours(target) and target.is_dir() and (others := sorted(os.listdir(target))):
-            raise CheckpointForeignError(
-                f"save: {path} is a directory with {others[0]!r} in it and no checkpoint of everygpu. Nothing was "
-                f"changed. Choose a directory inside, for instance {path / 'last'}."
-            )
-    elif target.exists():
+    if not target.exists():
+        return target
+    if not target.is_dir():
         raise CheckpointForeignError(
             f"save: {path} is a file, a checkpoint is a directory. Choose a name without a file, for instance "
             f"{path.with_suffix('')}."
+        )
+    problem = ""
+    if target.samefile("."):  # once it is replaced, relative paths would lead nowhere
+        problem = "the working directory"
+    elif not is_ours(target) and (others := sorted(os.listdir(target))):
+        problem = f"a directory with {others[0]!r} in it and no checkpoint of everygpu. Nothing was changed"
+    if problem:
+        raise CheckpointForeignError(
+            f"save: {str(path)!r} is {problem}. Choose a directory inside, for instance {path / 'last'}."
         )
     return target
 
@@ -112,8 +110,8 @@ def new_directory(target: Path, *, is_locked: bool = False) -> Iterator[Path]:
     """Yield an empty directory beside the target; it takes the target's place when the block ends.
 
     Whenever the process dies, a complete checkpoint is under the target's name: the two are exchanged in one step
-    where the system can, else the old one is renamed to a hidden sibling first, where `find_directory` looks. What
-    others have put beside the checkpoint goes along, such as a ``config.json``.
+    where the system can, else the old one is renamed first, to where `find_directory` looks. What others have put
+    beside the checkpoint goes along, such as a ``config.json``.
 
     Args:
         target: As `resolve_target` returned it. Missing parents are made.
@@ -121,10 +119,13 @@ def new_directory(target: Path, *, is_locked: bool = False) -> Iterator[Path]:
     Raises:
         CheckpointBusyError: another saver is writing to the target.
     """
-    _make_parents(target.parent)
-    with nullcontext() if is_locked else hold_lock(target.with_name(f".{target.name}.lock")):
-        clear_leftovers(target.parent, lambda name: name == target.name)
-        new = _sibling(target, "tmp")
+    for parent in reversed([target.parent, *target.parent.parents]):
+        if not parent.exists():
+            parent.mkdir(exist_ok=True)
+            sync_path(parent.parent)
+    with nullcontext() if is_locked else hold_lock(beside(target, "lock")):
+        clear_leftovers(target)
+        new = beside(target, "tmp")
         new.mkdir()
         try:
             if target.exists():
@@ -134,7 +135,7 @@ def new_directory(target: Path, *, is_locked: bool = False) -> Iterator[Path]:
             sync_path(new)
             _replace(new, target)
         finally:
-            shutil.rmtree(new, ignore_errors=True)
+            _remove(new)
 
 
 @contextmanager
@@ -142,9 +143,9 @@ def new_file(path: Path) -> Iterator[Path]:
     """Yield an empty file beside a path; it takes the path's place when the block ends, or is removed."""
     target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
-    with hold_lock(target.with_name(f".{target.name}.lock")):
-        clear_leftovers(target.parent, lambda name: name == target.name)
-        new = _sibling(target, "tmp")
+    with hold_lock(beside(target, "lock")):
+        new = beside(target, "tmp")
+        _remove(new)
         new.touch(exist_ok=False)
         try:
             mode = (target if target.exists() else new).stat().st_mode
@@ -154,24 +155,18 @@ def new_file(path: Path) -> Iterator[Path]:
             os.replace(new, target)
             sync_path(target.parent)
         finally:
-            new.unlink(missing_ok=True)
+            _remove(new)
 
 
 def written_bytes(path: Path) -> int:
-    """Count what this process has written of the file that is to take the path's place."""
-    target, total = Path(os.path.realpath(path)), 0
-    with suppress(OSError):  # it takes the path's place at any moment
-        for new in target.parent.glob(f".{target.name}.tmp-{os.getpid()}-*"):
-            total += new.stat().st_size
-    return total
+    """Count what was written of the file that is to take the path's place."""
+    with suppress(OSError):  # it takes that place at any moment
+        return beside(Path(os.path.realpath(path)), "tmp").stat().st_size
+    return 0
 
 
 def find_directory(path: Path) -> Path:
-    """Find the checkpoint under a path, also where a save was cut off between two renames.
-
-    Raises:
-        CheckpointNotFoundError: nothing is there.
-    """
+    """Find the checkpoint under a path, also where a save was cut off between two renames."""
     for _ in range(_LOOKS):
         if path.exists():
             return path
@@ -185,52 +180,23 @@ def find_directory(path: Path) -> Path:
 
 def find_replaced(path: Path) -> Path | None:
     """Find what a save that was cut off between its two renames has left of a missing checkpoint."""
-    target, times = Path(os.path.realpath(path)), {}
-    for old in _left(target.parent, lambda name: name == target.name, "old"):
-        with suppress(OSError):  # removed at this moment
-            times[old] = (old / DOCUMENT).stat().st_mtime_ns
-    return max(times, key=times.__getitem__, default=None)
+    old = beside(Path(os.path.realpath(path)), "old")
+    return old if (old / DOCUMENT).exists() and not old.is_symlink() else None
 
 
 def remove_directory(target: Path) -> None:
     """Remove a checkpoint so that, wherever the process dies, it is there as a whole or not at all."""
-    left = _sibling(target, "tmp")
+    left = beside(target, "tmp")
     os.rename(target, left)
-    shutil.rmtree(left, ignore_errors=True)
+    _remove(left)
 
 
-def clear_leftovers(directory: Path, is_wanted: Callable[[str], bool]) -> None:
-    """Remove what savers that were killed have left, and put back what they had moved out of the way.
-
-    Args:
-        directory: Where they saved.
-        is_wanted: Tells of which names; the caller knows that none is being saved now.
-    """
-    for entry in _left(directory, is_wanted):
-        match = _LEFT.fullmatch(entry.name)
-        target = directory / match["name"] if match else entry
-        if match and match["what"] == "old" and not target.exists() and find_replaced(target) == entry:
-            os.rename(entry, target)
-        elif entry.is_dir():
-            shutil.rmtree(entry, ignore_errors=True)
-        else:
-            entry.unlink(missing_ok=True)
-
-
-def left_names(directory: Path) -> set[str]:
-    """Name what was moved out of the way."""
-    return {match["name"] for old in _left(directory, lambda _: True, "old") if (match := _LEFT.fullmatch(old.name))}
-
-
-def sync_path(path: Path) -> None:
-    """Make a file's content, or a directory's entries, durable; Windows has no call for the latter."""
-    if sys.platform == "win32":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def clear_leftovers(target: Path) -> None:
+    """Remove what a saver that was killed has left, and put back what it had moved; no other may be saving there."""
+    if not target.exists() and (old := find_replaced(target)) is not None:
+        os.rename(old, target)
+    _remove(beside(target, "old"))
+    _remove(beside(target, "tmp"))
 
 
 def exchange(first: Path, second: Path) -> bool:
@@ -257,7 +223,7 @@ def _replace(new: Path, target: Path) -> None:
     elif exchange(new, target):
         _sync_or(target.parent, lambda: exchange(new, target))
     else:
-        old = _sibling(target, "old")
+        old = beside(target, "old")
         os.rename(target, old)
         try:
             os.rename(new, target)
@@ -265,7 +231,7 @@ def _replace(new: Path, target: Path) -> None:
         except BaseException:
             os.rename(old, target)
             raise
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
 
 
 def _sync_or(directory: Path, undo: Callable[[], object]) -> None:
@@ -286,21 +252,8 @@ def _take_along(target: Path, new: Path) -> None:
             shutil.copy2(entry, new / entry.name, follow_symlinks=False)
 
 
-def _left(directory: Path, is_wanted: Callable[[str], bool], what: str | None = None) -> list[Path]:
-    """List what `_sibling` has named: savers make directories and files, so a link was put there otherwise."""
-    if not directory.is_dir():
-        return []
-    found = [(entry, _LEFT.fullmatch(entry.name)) for entry in directory.iterdir() if not entry.is_symlink()]
-    return [e for e, match in found if match and is_wanted(match["name"]) and what in (None, match["what"])]
-
-
-def _sibling(target: Path, what: str) -> Path:
-    return target.with_name(f".{target.name}.{what}-{os.getpid()}-{token_hex(4)}")
-
-
-def _make_parents(directory: Path) -> None:
-    """Make a directory and those above it, durably."""
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    for path in reversed(missing):
-        path.mkdir(exist_ok=True)
-        sync_path(path.parent)
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

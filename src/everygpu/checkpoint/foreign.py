@@ -13,20 +13,8 @@ from torch import Tensor
 
 from everygpu.checkpoint.dcp import METADATA, read_dcp
 from everygpu.checkpoint.format import cut, damaged, open_regular, read_json, read_safetensors
-from everygpu.checkpoint.modules import is_version
-from everygpu.checkpoint.sections import (
-    OPTIMIZER_NAMES,
-    SCHEDULER_NAMES,
-    at,
-    belongs,
-    choose,
-    explain_choice,
-    find_sections,
-    is_optimizer_state,
-    is_state,
-)
-from everygpu.checkpoint.states import Contents, Part
-from everygpu.errors import CheckpointError, CheckpointForeignError, CheckpointMismatchError, CheckpointNotFoundError
+from everygpu.checkpoint.parts import Contents, Part, is_optimizer_state, sort_document
+from everygpu.errors import CheckpointError, CheckpointForeignError, CheckpointNotFoundError
 
 Format: TypeAlias = Literal["torch.save", "safetensors", "sharded, with an index", "torch.distributed.checkpoint"]
 
@@ -36,7 +24,6 @@ _MODEL_FILES = tuple(
     for suffix in (".safetensors.index.json", ".safetensors", ".bin.index.json", ".bin")
 )
 """What Transformers, Accelerate, Diffusers and PEFT call a model's file in a directory, best first."""
-
 _COMPANIONS = {"optimizer": ("optimizer.bin", "optimizer.pt"), "scheduler": ("scheduler.bin", "scheduler.pt")}
 """What Accelerate and Transformers' Trainer put beside a model."""
 
@@ -51,15 +38,7 @@ _OTHERS = {
 _WANTED = re.compile(r"(?:unsupported GLOBAL|Unsupported global: GLOBAL|Unsupported class) (\S+)")
 _FRAME = "Unsupported operand 149"
 """What torch says of the first instruction that every pickle of protocol 4 or later has, and no earlier one."""
-
 _MISSING_SUPPORT = re.compile(r"``(torch\.[\w.]+)``[^`]* must be imported")
-
-
-def find_model_file(directory: Path) -> Path | None:
-    """Find a model under one of the usual names; the directory itself for a distributed checkpoint."""
-    if (directory / METADATA).is_file():
-        return directory
-    return next((directory / name for name in _MODEL_FILES if (directory / name).is_file()), None)
 
 
 def read_foreign(path: Path, *, section: str | None = None, with_values: bool = True) -> Contents:
@@ -71,25 +50,49 @@ def read_foreign(path: Path, *, section: str | None = None, with_values: bool = 
         with_values: False allows tensors on the meta device.
     Returns:
         The parts that were recognised; tensors on the CPU, perhaps backed by the file.
-    Raises:
-        CheckpointNotFoundError: nothing is there.
-        CheckpointForeignError: it is of no known format, or can't be read without executing something in it.
-        CheckpointDamagedError: it is empty, cut off, altered or incomplete.
-        CheckpointMismatchError: the section is none.
     """
-    file = _locate(path)
-    words = format_of(file)
-    contents = _sort(_read(file, words, with_values), words, section)
-    return _with_companions(contents, path) if path.is_dir() else contents
+    words, file, *_ = list_files(path)
+    contents = sort_document(_read(file, words, with_values), words, section)
+    if not path.is_dir():
+        return contents
+    parts, notes = dict(contents.parts), list(contents.notes)
+    for part, names in _COMPANIONS.items():
+        beside = next((path / name for name in names if (path / name).is_file()), None)
+        if beside is None or part in parts:
+            continue
+        try:
+            state = _read(beside, format_of(beside))
+        except CheckpointError as error:  # the model can be loaded all the same
+            notes.append(f"{beside.name} is left out ({error})")
+            continue
+        if is_optimizer_state(state) if part == "optimizer" else isinstance(state, Mapping):
+            parts[part] = Part(kind=None, state=state)
+    return replace(contents, parts=parts, notes=tuple(notes))
 
 
-def list_files(path: Path) -> tuple[Format, list[Path]]:
-    """Name a foreign checkpoint's format and the files that it consists of."""
-    file = _locate(path)
+def list_files(path: Path) -> tuple[Any, ...]:
+    """Name a foreign checkpoint's format, what to read, and the files that it consists of."""
+    if not path.exists():
+        raise CheckpointNotFoundError(f"load: No checkpoint at {path}. Check the path.")
+    file = find_model_file(path) if path.is_dir() else path
+    if file is None:
+        names = sorted(entry.name for entry in path.iterdir())
+        shown = f": {', '.join(names[:8])}{', …' if len(names) > 8 else ''}" if names else ""
+        raise CheckpointForeignError(
+            f"load: {path} holds no checkpoint: none of checkpoint.json, {METADATA}, {', '.join(_MODEL_FILES[:4])}. "
+            f"Pass one of its files or directories{shown}."
+        )
     words = format_of(file)
     if words == "torch.distributed.checkpoint":
-        return words, [file / METADATA, *sorted(entry for entry in file.glob("*.distcp") if entry.is_file())]
-    return words, [file, *sorted(set(_weight_map(file).values()))] if words == "sharded, with an index" else [file]
+        return words, file, file / METADATA, *sorted(entry for entry in file.glob("*.distcp") if entry.is_file())
+    return words, file, file, *(sorted(set(_weight_map(file).values())) if words == "sharded, with an index" else ())
+
+
+def find_model_file(directory: Path) -> Path | None:
+    """Find a model under one of the usual names; the directory itself for a distributed checkpoint."""
+    if (directory / METADATA).is_file():
+        return directory
+    return next((directory / name for name in _MODEL_FILES if (directory / name).is_file()), None)
 
 
 def format_of(path: Path) -> Format:
@@ -122,12 +125,7 @@ def format_of(path: Path) -> Format:
 
 
 def find_archive_fault(path: Path) -> str | None:
-    """Compare the checksums that torch.save wrote with the content; torch.load itself does not.
-
-    Returns:
-        What differs; None where nothing does, or there are no checksums: in files of the old format, and
-        those written under ``torch.serialization.set_crc32_options(False)``.
-    """
+    """Compare the checksums that torch.save wrote, if it did, with the content; torch.load itself does not."""
     if not zipfile.is_zipfile(path):
         return None
     try:
@@ -138,28 +136,11 @@ def find_archive_fault(path: Path) -> str | None:
     return None if altered is None else f"was altered in {cut(altered)}: its checksum differs"
 
 
-def _locate(path: Path) -> Path:
-    """Find what to read at a path: a file, or a distributed checkpoint's directory."""
-    if not path.exists():
-        raise CheckpointNotFoundError(f"load: No checkpoint at {path}. Check the path.")
-    if not path.is_dir():
-        return path
-    found = find_model_file(path)
-    if found is None:
-        names = sorted(entry.name for entry in path.iterdir())
-        shown = f": {', '.join(names[:8])}{', …' if len(names) > 8 else ''}" if names else ""
-        raise CheckpointForeignError(
-            f"load: {path} holds no checkpoint: none of checkpoint.json, {METADATA}, {', '.join(_MODEL_FILES[:4])}. "
-            f"Pass one of its files or directories{shown}."
-        )
-    return found
-
-
 def _read(path: Path, words: Format, with_values: bool = True) -> Any:
     if words == "safetensors":
         return read_safetensors(path)
     if words == "torch.save":
-        return _read_torch(path)
+        return read_torch(path)
     if words == "torch.distributed.checkpoint":
         try:
             return read_dcp(path, with_values=with_values)
@@ -178,9 +159,10 @@ def _read(path: Path, words: Format, with_values: bool = True) -> Any:
     return {name: contents[shard][name] for name, shard in shards.items()}
 
 
-def _read_torch(path: Path) -> Any:
+def read_torch(path: Path) -> Any:
     """Run torch's restricted unpickler. There is no switch around it: a pickle is a program."""
-    if zipfile.is_zipfile(path):
+    can_map = zipfile.is_zipfile(path)
+    if can_map:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
         if any(entry.filename.endswith("/constants.pkl") for entry in entries):
@@ -192,8 +174,6 @@ def _read_torch(path: Path) -> Any:
         # torch.load takes a name that ends so for another format; mapped, a compressed tensor would be what it packs.
         is_stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
         can_map = is_stored and path.suffix != ".safetensors"
-    else:
-        can_map = False
     try:
         if can_map:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -224,112 +204,25 @@ def _weight_map(path: Path) -> dict[str, Path]:
     return shards
 
 
-def _sort(document: Any, words: str, section: str | None) -> Contents:
-    """Tell the parts of a document apart."""
-    if not isinstance(document, Mapping):
-        kind = type(document).__name__
-        return Contents(format=words, parts={}, why_no_model=f"a {kind} in it. Save a state_dict.")
-    candidates: list[str] = []
-    if section is None and is_state(document):
-        section, others = "", {name: value for name, value in document.items() if not belongs(name, value)}
-    else:
-        candidates = find_sections(document) if section is None else []
-        section = choose(candidates) if section is None else section
-        others = {name: value for name, value in document.items() if name != (section or "").split(".")[0]}
-    extras = {str(name): value for name, value in others.items()}
-    optimizer = _take(extras, OPTIMIZER_NAMES, is_optimizer_state)
-    known = {
-        "optimizer": None if optimizer is None else _with_same_ids(optimizer),
-        "scheduler": _take(extras, SCHEDULER_NAMES, lambda value: isinstance(value, Mapping)),
-    }
-    contents = Contents(
-        format=words,
-        parts={name: Part(kind=None, state=value) for name, value in known.items() if value is not None},
-        extras={name: Part(kind=None, state=value) for name, value in extras.items()},
-    )
-    if section is None:
-        return replace(contents, why_no_model=explain_choice(document, candidates))
-    return _with_model(contents, section, at(document, section), [name for name in candidates if name != section])
-
-
-def _with_model(contents: Contents, section: str, state: Any, others: list[str]) -> Contents:
-    if not is_state(state):
-        raise CheckpointMismatchError(f"load: {section!r} is no state dict in the file, but a {type(state).__name__}.")
-    notes = []
-    if others:
-        notes = [f"the model is taken from {section!r}; there is also {', '.join(map(repr, others))}"]
-    if section:
-        notes += [
-            f"{name!r} in {section!r} is left out: a {type(value).__name__}, no tensor"
-            for name, value in state.items()
-            if not belongs(name, value)
-        ]
-    versions = getattr(state, "_metadata", None)
-    pairs = versions.items() if isinstance(versions, Mapping) else ()
-    versions = {path: dict(entry) for path, entry in pairs if isinstance(path, str) and is_version(entry)}
-    values = {name: value for name, value in state.items() if belongs(name, value)}
-    model = Part(kind="module", state={"values": values, "versions": versions})
-    return replace(contents, parts={**contents.parts, "model": model}, section=section, notes=tuple(notes))
-
-
-def _with_companions(contents: Contents, directory: Path) -> Contents:
-    """Add the optimizer and scheduler that Accelerate keeps in files of their own."""
-    parts, notes = dict(contents.parts), list(contents.notes)
-    for part, names in _COMPANIONS.items():
-        path = next((directory / name for name in names if (directory / name).is_file()), None)
-        if path is None or part in parts:
-            continue
-        try:
-            state = _read(path, format_of(path))
-        except CheckpointError as error:  # the model can be loaded all the same
-            notes.append(f"{path.name} is left out ({error})")
-            continue
-        if is_optimizer_state(state) if part == "optimizer" else isinstance(state, Mapping):
-            parts[part] = Part(kind=None, state=state)
-    return replace(contents, parts=parts, notes=tuple(notes))
-
-
-def _take(others: dict[str, Any], names: tuple[str, ...], is_one: Any) -> Any:
-    """Remove and return the first value of a kind that stands under one of the names."""
-    for name in names:
-        value = others.get(name)
-        if isinstance(value, list) and len(value) == 1:
-            value = value[0]
-        if is_one(value):
-            del others[name]
-            return value
-    return None
-
-
-def _with_same_ids(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Number an optimizer's parameters as its groups do: distributed checkpoints turn the numbers into text."""
-    try:
-        ids = {str(i): i for group in optimizer["param_groups"] for i in group["params"]}
-        return {**optimizer, "state": {ids.get(str(key), key): value for key, value in optimizer["state"].items()}}
-    except (TypeError, LookupError, AttributeError):
-        return dict(optimizer)
-
-
 def _explain(path: Path, message: str) -> CheckpointError:
     wanted, support = _WANTED.search(message), _MISSING_SUPPORT.search(message)
     if support is not None:
-        advice = f"Import {support[1]} first, or save ordinary tensors."
-        return _refused(path, f"holds tensors of {support[1]}", advice)
-    if wanted is not None:
-        return _refused(
-            path,
-            f"wants to run {wanted[1].rstrip('.')}",
+        what, advice = f"holds tensors of {support[1]}", f"Import {support[1]} first, or save ordinary tensors."
+    elif wanted is not None:
+        what = f"wants to run {wanted[1].rstrip('.')}"
+        advice = (
             "Nothing of it was run. Ask for a file with only a state_dict; if you know this name to be harmless, allow "
-            "it with torch.serialization.add_safe_globals before loading.",
+            "it with torch.serialization.add_safe_globals before loading."
         )
-    if _FRAME in message:
-        return _refused(
-            path,
-            "has a pickle of protocol 4 or later, of which torch's restricted unpickler reads nothing",
+    elif _FRAME in message:
+        what = "has a pickle of protocol 4 or later, of which torch's restricted unpickler reads nothing"
+        advice = (
             "Where you trust the file, read it with torch.load(path, weights_only=False), or with pickle.load where "
-            "torch did not write it, and save it anew: torch.save(state_dict, new_path).",
+            "torch did not write it, and save it anew: torch.save(state_dict, new_path)."
         )
-    return damaged(path, f"can't be read by torch's restricted unpickler ({_first_line(message)})")
+    else:
+        return damaged(path, f"can't be read by torch's restricted unpickler ({_first_line(message)})")
+    return _refused(path, what, advice)
 
 
 def _refused(path: Path, what: str, advice: str) -> CheckpointForeignError:

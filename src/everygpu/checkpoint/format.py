@@ -10,13 +10,14 @@ import json
 import os
 import platform
 import re
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -37,6 +38,7 @@ _THREADS = 4
 _LIBRARIES = ("everygpu", "torch", "safetensors", "numpy")
 _MAX_SHOWN = 240
 
+Tensors = Mapping[str, Tensor]
 _T = TypeVar("_T")
 
 
@@ -65,17 +67,13 @@ def is_file_of_ours(name: str) -> bool:
 
 def write_files(
     directory: Path,
-    tensors: Mapping[str, Mapping[str, Tensor]],
+    tensors: Mapping[str, Tensors],
     document: Mapping[str, Any],
     check: Callable[[], object] = lambda: None,
 ) -> None:
     """Write a checkpoint's files to an empty directory, several at a time, each hashed as soon as it is written.
 
-    Args:
-        directory: Where to.
-        tensors: By `MODEL` and `TRAINING`, and by name.
-        document: What ``checkpoint.json`` is to hold beside the format.
-        check: Called before each file; what it raises ends the writing.
+    Tensors are by `MODEL` and `TRAINING`, and by name. ``check`` is called before each file; what it raises ends this.
     """
     shards = {file: part for stem, group in tensors.items() for file, part in _shards(stem, group).items()}
     works = [partial(_write_tensors, directory / file, part, check) for file, part in shards.items()]
@@ -116,7 +114,8 @@ def read_document(directory: Path) -> dict[str, Any]:
     if not isinstance(files, dict) or not all(_TENSOR_FILE.fullmatch(name) for name in files):
         raise damaged(path, "lists files that no checkpoint has")
     for name, num_bytes in files.items():
-        found = _size(directory / name)
+        with _opened(directory / name) as file:
+            found = os.fstat(file.fileno()).st_size
         if found != num_bytes:
             raise damaged(directory / name, f"has {found} bytes where {cut(num_bytes)} were written")
     return document
@@ -125,17 +124,10 @@ def read_document(directory: Path) -> dict[str, Any]:
 def find_altered(
     directory: Path, document: Mapping[str, Any], advance: Callable[[int], object] = lambda num_bytes: None
 ) -> list[CheckpointDamagedError]:
-    """Compare every byte of a checkpoint with ``SHA256SUMS``.
-
-    Args:
-        directory: Where the files are.
-        document: As `read_document` returned it.
-        advance: Called with the number of bytes that were read since the last call.
-    Returns:
-        What is wrong with each faulty file.
-    """
+    """Compare every byte of a checkpoint with ``SHA256SUMS``; return what is wrong with each faulty file."""
     path, wanted = directory / SUMS, {DOCUMENT, *document["files"]}
-    lines = _read(path).decode(errors="replace").splitlines(keepends=True)
+    with _opened(path) as file:
+        lines = file.read().decode(errors="replace").splitlines(keepends=True)
     sums = {match[2]: match[1] for line in lines if (match := _SUM.fullmatch(line))}
     if len(sums) != len(lines) or sums.keys() != wanted:
         return [damaged(path, f"doesn't list one digest of each of {', '.join(sorted(wanted))}")]
@@ -166,11 +158,8 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         raise damaged(path, f"is no valid safetensors file ({cause})") from cause
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors to a new file that everybody may read who may by umask.
-
-    What overlaps in memory is copied, as safetensors' writer asks.
-    """
+def write_safetensors(path: Path, tensors: Tensors) -> None:
+    """Write tensors to a new file; what overlaps in memory is copied, as safetensors' writer asks."""
     path.touch()
     mode = path.stat().st_mode
     plain = {name: t.detach().resolve_conj().resolve_neg().contiguous() for name, t in tensors.items()}
@@ -189,18 +178,16 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a file of JSON.
-
-    Raises:
-        CheckpointDamagedError: it is missing, or is no JSON.
-    """
+    """Read a file of JSON, or say that it is damaged."""
+    with _opened(path) as file:
+        text = file.read()
     try:
-        return json.loads(_read(path))
+        return json.loads(text)
     except (ValueError, RecursionError) as cause:
         raise damaged(path, f"is no readable JSON ({cause})") from cause
 
 
-def open_regular(path: Path) -> Any:
+def open_regular(path: Path) -> BinaryIO:
     """Open a file for reading; in a checkpoint from elsewhere, a pipe may be in its place, which never ends to wait."""
     if not path.is_file() and path.exists():
         raise OSError(f"{path} is no regular file")
@@ -210,13 +197,10 @@ def open_regular(path: Path) -> Any:
 def hash_file(path: Path, advance: Callable[[int], object] = lambda num_bytes: None) -> str:
     """Return the SHA-256 of a file."""
     digest, piece = hashlib.sha256(), memoryview(bytearray(_READ_BYTES))
-    try:
-        with open_regular(path) as file:
-            while count := file.readinto(piece):
-                digest.update(piece[:count])
-                advance(count)
-    except OSError as cause:
-        raise damaged(path, f"can't be read ({cause.strerror or cause})") from cause
+    with _opened(path) as file:
+        while count := file.readinto(piece):  # type: ignore[attr-defined]
+            digest.update(piece[:count])
+            advance(count)
     return digest.hexdigest()
 
 
@@ -242,7 +226,16 @@ def cut(text: object) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
-def _shards(stem: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with open_regular(path) as file:
+            yield file
+    except OSError as cause:
+        raise damaged(path, f"can't be read ({cause.strerror or cause})") from cause
+
+
+def _shards(stem: str, tensors: Tensors) -> dict[str, dict[str, Tensor]]:
     """Deal tensors to files of at most `SHARD_BYTES`, or of one tensor."""
     shards: list[dict[str, Tensor]] = [{}]
     num_bytes = 0
@@ -257,7 +250,7 @@ def _shards(stem: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Ten
     return {f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
-def _index(stem: str, shards: Mapping[str, Mapping[str, Tensor]]) -> str | None:
+def _index(stem: str, shards: Mapping[str, Tensors]) -> str | None:
     """Write the index of shards as Transformers does; None where there is one file."""
     own = {file: shard for file, shard in shards.items() if file.startswith(f"{stem}-")}
     total = sum(tensor.nbytes for shard in own.values() for tensor in shard.values())
@@ -265,7 +258,7 @@ def _index(stem: str, shards: Mapping[str, Mapping[str, Tensor]]) -> str | None:
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1) if own else None
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor], check: Callable[[], object]) -> tuple[str, str]:
+def _write_tensors(path: Path, tensors: Tensors, check: Callable[[], object]) -> tuple[str, str]:
     check()
     write_safetensors(path, tensors)
     return path.name, _finish(path)
@@ -278,31 +271,20 @@ def _write_text(path: Path, text: str) -> tuple[str, str]:
 
 def _finish(path: Path) -> str:
     """Hash a file while the disk writes it."""
-    digest, _ = side_by_side([partial(hash_file, path), partial(_sync, path)])
+    digest, _ = side_by_side([partial(hash_file, path), partial(sync_path, path)])
     return digest
 
 
-def _sync(path: Path) -> str:
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
+def sync_path(path: Path) -> str:
+    """Make a file's content, or a directory's entries, durable; Windows has no call for the latter."""
+    if path.is_dir() and sys.platform == "win32":
+        return path.name
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
     return path.name
-
-
-def _read(path: Path) -> bytes:
-    try:
-        with open_regular(path) as file:
-            data: bytes = file.read()
-            return data
-    except OSError as cause:
-        raise damaged(path, f"can't be read ({cause.strerror or cause})") from cause
-
-
-def _size(path: Path) -> int:
-    try:
-        with open_regular(path) as file:
-            return os.fstat(file.fileno()).st_size
-    except OSError as cause:
-        raise damaged(path, f"can't be read ({cause.strerror or cause})") from cause
 
 
 def _library_versions() -> dict[str, str]:

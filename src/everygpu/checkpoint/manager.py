@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from everygpu.checkpoint.background import Background, Check
-from everygpu.checkpoint.directory import as_path, clear_leftovers, hold_lock, must_be_writable, remove_directory
+from everygpu.checkpoint.directory import as_path, hold_lock, must_be_writable, remove_directory
 from everygpu.checkpoint.format import MODEL, cut, is_claimed, is_ours
 from everygpu.checkpoint.load import check_targets, load
-from everygpu.checkpoint.one_writer import one_writer
-from everygpu.checkpoint.run_directory import Best, Mode, Rotation, Saved, best_first, list_saved, step_of, step_path
-from everygpu.checkpoint.save import Taken, take, wait_for_devices, write_checkpoint
-from everygpu.checkpoint.snapshot import Snapshot, SnapshotMemory, copy_to
+from everygpu.checkpoint.run_directory import Best, Mode, Rotation, Saved, best_first, clear_run, list_saved, step_path
+from everygpu.checkpoint.save import Taken, one_writer, take, wait_for_devices, write_checkpoint
+from everygpu.checkpoint.snapshot import SnapshotMemory, copy_to
 from everygpu.checkpoint.stop import Stop
 from everygpu.errors import CheckpointError, CheckpointForeignError, OptionError
 from everygpu.ranks.group import joined
+from everygpu.ranks.membership import is_main
 
 logger = logging.getLogger("everygpu")
 
@@ -158,7 +158,7 @@ class CheckpointManager:
         is_last = self._stop.is_here()
         if step % self.every != 0 and not is_last:
             self._not_saved = (step, metrics)
-            if one_writer().is_writing:
+            if is_main():
                 self._require_resumed()
             return None
         self._save(step, metrics)
@@ -233,15 +233,13 @@ class CheckpointManager:
         name = f"save step {step} to {self._name}"
         begun, written = ranks.next_key(name), ranks.next_key(f"{name} in the background")
         ranks.write(begun, lambda: self._begin(step, metrics, written))
-        self._written_by_rank_0 = None if ranks.is_writing or not self.asynchronous else written
+        self._written_by_rank_0 = None if is_main() or not self.asynchronous else written
 
     def _begin(self, step: int, metrics: dict[str, float], written: str) -> None:
         self._require_resumed()
         self._background.wait()
         if self.asynchronous:
-            memory = self._spare.pop() if self._spare else SnapshotMemory()
-            snapshot = self._copy(memory)
-            write = partial(self._write_snapshot, snapshot, memory, step, metrics)
+            write = self._copy(step, metrics)
             self._background.start(lambda check: one_writer().write(written, partial(write, check)))
         else:
             taken = take(self._objects)
@@ -277,22 +275,24 @@ class CheckpointManager:
         else:
             self.wait()
 
-    def _copy(self, memory: SnapshotMemory) -> Snapshot:
+    def _copy(self, step: int, metrics: dict[str, float]) -> Callable[[Check], None]:
+        """Copy the state to host memory; return what writes it from there."""
+        memory = self._spare.pop() if self._spare else SnapshotMemory()
         try:
-            return copy_to(memory, take(self._objects))
+            snapshot = copy_to(memory, take(self._objects))
         except BaseException:
             memory.wait()
             self._spare[:] = [memory]
             raise
 
-    def _write_snapshot(
-        self, snapshot: Snapshot, memory: SnapshotMemory, step: int, metrics: dict[str, float], check: Check
-    ) -> None:
-        try:
-            snapshot.wait()
-            self._write(snapshot.taken, step, metrics, check)
-        finally:
-            self._spare[:] = [memory]
+        def write(check: Check) -> None:
+            try:
+                snapshot.wait()
+                self._write(snapshot.taken, step, metrics, check)
+            finally:
+                self._spare[:] = [memory]
+
+        return write
 
     def _write(self, taken: Taken, step: int, metrics: dict[str, float], check: Check) -> None:
         if is_claimed(self.directory):
@@ -303,7 +303,7 @@ class CheckpointManager:
         with must_be_writable(self.directory, "save"):
             self.directory.mkdir(parents=True, exist_ok=True)
             with hold_lock(self.directory / ".lock"):
-                clear_leftovers(self.directory, lambda name: step_of(Path(name)) is not None)
+                clear_run(self.directory)
                 saved = list_saved(self.directory)
                 path = step_path(self.directory, step)
                 nonfinite = find_nonfinite(taken.tensors.get(MODEL, {}), check)
@@ -324,22 +324,16 @@ class CheckpointManager:
 
 
 def find_nonfinite(tensors: Mapping[str, Tensor], check: Callable[[], object]) -> list[str]:
-    """Name the tensors with values that are nan or infinite, those with nan first: infinities may be a mask's.
-
-    Args:
-        tensors: By name.
-        check: Called before each; what it raises ends the search.
-    """
-    found = {}
+    """Name the tensors with values that are nan or infinite, those with nan first: infinities may be a mask's."""
+    found = []
     for name, t in tensors.items():
         check()
         if t.numel() and t.dtype.itemsize >= _MIN_ITEM_BYTES and (t.is_floating_point() or t.is_complex()):
             real = torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t.detach()
             # One pass without memory of its own: 15 times as fast as isfinite.
-            found[name] = torch.stack(torch.aminmax(real)).isfinite().all()
-    return sorted(
-        (name for name, is_finite in found.items() if not is_finite), key=lambda name: not tensors[name].isnan().any()
-    )
+            if not torch.stack(torch.aminmax(real)).isfinite().all():
+                found.append(name)
+    return sorted(found, key=lambda name: not tensors[name].isnan().any())
 
 
 def _warn_of_nonfinite(path: Path, names: list[str], saved: list[Saved]) -> None:
@@ -350,11 +344,7 @@ def _warn_of_nonfinite(path: Path, names: list[str], saved: list[Saved]) -> None
         logger.warning(
             "CheckpointManager: The model at %s has nan or infinite values in %s%s. %s stays in addition: "
             "resume(%d) goes back to it.",
-            path.name,
-            names[0],
-            more,
-            others[0].path.name,
-            others[0].step,
+            *(path.name, names[0], more, others[0].path.name, others[0].step),
         )
 
 

@@ -1,24 +1,22 @@
-"""Take a module's state by name, and put it into a module of the same or other names."""
+"""A module's state by name: taken without the prefixes of wrappers, put into a module of the same or other names.
+
+``torch.compile`` adds ``_orig_mod.``, DataParallel and DistributedDataParallel add ``module.``. They are
+removed where the wrapper that adds them is found, at the top or inside, so that a user's own submodule
+called ``module`` keeps its name.
+"""
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Set
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from everygpu.checkpoint.names import (
-    EXTRA_STATE,
-    clean_names,
-    describe_mismatch,
-    find_prefix,
-    match_names,
-    name_cleaner,
-    rename,
-    strip_prefix,
-)
+from everygpu import keys
+from everygpu.checkpoint.parts import EXTRA_STATE, is_version
 from everygpu.checkpoint.values import identity
 from everygpu.errors import CheckpointMismatchError
 from everygpu.keys import bare_key
@@ -26,6 +24,8 @@ from everygpu.torch_private.modules import NormBase
 from everygpu.tree import map_leaves
 
 logger = logging.getLogger("everygpu")
+
+_MAX_LISTED = 20
 
 Match: TypeAlias = Literal["name", "order"]
 """How saved tensors find theirs in the target: by name, or one after the other."""
@@ -58,18 +58,7 @@ def module_state(model: nn.Module) -> dict[str, Any]:
 
 
 def plan_module(model: nn.Module, name: str, state: Any, fit: Fit) -> tuple[Callable[[], object], dict[str, str]]:
-    """Check that a state fits a module.
-
-    Args:
-        model: The module to change later.
-        name: What it is called in errors.
-        state: As `module_state` returned it.
-        fit: What may differ.
-    Returns:
-        What changes the module, and its own names by the saved ones.
-    Raises:
-        CheckpointMismatchError: names or shapes differ more than they may.
-    """
+    """Check that a state fits a module; return what changes the module, and its own names by the saved ones."""
     own = model.state_dict()
     prefix = fit.prefix or ("" if fit.match == "order" else find_prefix(state["values"], own.keys()))
     versions = _select_versions({bare_key(p): v for p, v in state["versions"].items()} | state["versions"], prefix)
@@ -79,31 +68,25 @@ def plan_module(model: nn.Module, name: str, state: Any, fit: Fit) -> tuple[Call
         saved_names = {strip_prefix(there, prefix): there for there in state["values"]}
         saved = rename(state["values"], lambda there: strip_prefix(there, prefix))
     saved = _with_tied(saved, own)
-    pairs = _pair_by_order(name, saved, own) if fit.match == "order" else _pair_by_name(model, saved, own)
-    own_left: Mapping[str, Any] = own
-    if fit.ignore_mismatched:
-        saved, own_left = _leave_out_mismatched(name, saved, own, pairs)
+    if fit.match == "order":
+        pairs = _pair_by_order(name, saved, own)
+    else:
+        own_names = {clean: raw for raw, clean in clean_names(model, own).items()}
+        pairs = {there: own_names[here] for there, here in match_names(saved, own_names).items()}
     own_versions = _own_versions(model, own, versions, _paths(pairs) if fit.match == "order" else {})
-    _check_names(name, saved, own_left, pairs, fit.strict, _made_by_torch(model, own_versions, set(pairs.values())))
-    loaded = OrderedDict((pairs.get(there, there), _outliving(there, value)) for there, value in saved.items())
+    made = _made_by_torch(model, own_versions, set(pairs.values()))
+    left_out = _check_names(name, saved, own, pairs, fit, made)
+    values = {there: value for there, value in saved.items() if there not in left_out}
+    loaded = OrderedDict((pairs.get(there, there), _outliving(there, value)) for there, value in values.items())
     # torch reads the versions from this attribute: Module.load_state_dict.
     loaded._metadata = own_versions  # type: ignore[attr-defined]
-    strict = fit.strict and len(own_left) == len(own)
+    strict = fit.strict and not left_out
     named = {saved_names.get(there, fit.prefix + there): here for there, here in pairs.items()}
     return lambda: model.load_state_dict(loaded, strict=strict), named
 
 
-def is_version(entry: object) -> bool:
-    """Tell whether a value is what ``state_dict()._metadata`` has for a module; torch compares the number in it."""
-    return isinstance(entry, Mapping) and isinstance(entry.get("version"), int | None)
-
-
 def check_module(state: Any) -> None:
-    """See that a state read from a file has the structure that `module_state` gives.
-
-    Raises:
-        LookupError, TypeError: it has another one.
-    """
+    """Raise a LookupError or TypeError unless a state read from a file has the structure of `module_state`'s."""
     for names in (state["values"], state["versions"]):
         if not isinstance(names, dict) or not all(isinstance(name, str) for name in names):
             raise TypeError("a module's values and versions must be dicts with names")
@@ -128,10 +111,7 @@ def _select_versions(saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _with_tied(values: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Add names that are missing where the target has their tensor under a name that is there.
-
-    Of tied tensors, safetensors files of Transformers and Accelerate keep one.
-    """
+    """Add the tied names that are missing: safetensors files of Transformers and Accelerate keep one of them."""
     names = {bare_key(name): name for name in values}
     tensors = {name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor) and not is_lazy(tensor)}
     there = {identity(t): names[bare_key(name)] for name, t in tensors.items() if t.numel() and bare_key(name) in names}
@@ -144,11 +124,6 @@ def _outliving(name: str, value: Any) -> Any:
     if isinstance(value, Tensor) and not name.endswith(EXTRA_STATE):
         return value
     return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
-
-
-def _pair_by_name(model: nn.Module, saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, str]:
-    own_names = {clean: raw for raw, clean in clean_names(model, own).items()}
-    return {there: own_names[here] for there, here in match_names(saved, own_names).items()}
 
 
 def _pair_by_order(name: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, str]:
@@ -168,13 +143,8 @@ def _pair_by_order(name: str, saved: Mapping[str, Any], own: Mapping[str, Any]) 
             f"{longer[min(len(theirs), len(ours))][0]}. Nothing was loaded; prefix= selects a part of the checkpoint."
         )
     pairs = {there: here for (there, _), (here, _) in zip(theirs, ours)}
-    return pairs | _pair_extra_states(saved, own, _paths(pairs))
-
-
-def _pair_extra_states(saved: Mapping[str, Any], own: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, str]:
-    """Pair what is no tensor as the tensors of the same modules are paired."""
-    pairs = {}
-    for here, value in own.items():
+    paths = _paths(pairs)
+    for here, value in own.items():  # what is no tensor is paired as the tensors of its module
         path, _, last = here.rpartition(".")
         there = f"{paths.get(path, path)}.{last}".lstrip(".")
         if not isinstance(value, Tensor) and there in saved and not isinstance(saved[there], Tensor):
@@ -182,45 +152,27 @@ def _pair_extra_states(saved: Mapping[str, Any], own: Mapping[str, Any], paths: 
     return pairs
 
 
-def _leave_out_mismatched(
-    name: str, saved: Mapping[str, Any], own: Mapping[str, Any], pairs: Mapping[str, str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return both sides without the tensors whose shapes differ; the log names them."""
-    differing = {there: _difference(there, saved[there], own[here]) for there, here in pairs.items()}
-    left_out = {there: what for there, what in differing.items() if what is not None}
-    if left_out:
-        listed = "".join(f"\n  {there}: {what}" for there, what in left_out.items())
-        logger.warning(
-            "load: %d tensors of %s keep their values, as their shapes differ:%s", len(left_out), name, listed
-        )
-    kept_own = {pairs[there] for there in left_out}
-    return (
-        {there: value for there, value in saved.items() if there not in left_out},
-        {here: value for here, value in own.items() if here not in kept_own},
-    )
-
-
 def _check_names(
-    name: str,
-    saved: Mapping[str, Any],
-    own: Mapping[str, Any],
-    pairs: Mapping[str, str],
-    strict: bool,
-    optional: Set[str],
-) -> None:
-    pairs = {there: here for there, here in pairs.items() if there in saved}
-    missing = sorted(own.keys() - pairs.values() - optional) if strict else []
-    unexpected = sorted(saved.keys() - pairs.keys()) if strict else []
+    name: str, saved: Mapping[str, Any], own: Mapping[str, Any], pairs: Mapping[str, str], fit: Fit, optional: Set[str]
+) -> dict[str, str]:
+    """Refuse names and shapes that differ more than they may; return how those differ that are to be left out."""
     differing = {there: _difference(there, saved[there], own[here]) for there, here in pairs.items()}
     shapes = {there: what for there, what in differing.items() if what is not None}
-    if missing or unexpected or shapes:
-        advice = " ignore_mismatched=True leaves those of another shape out." if shapes else ""
+    missing = sorted(own.keys() - pairs.values() - optional) if fit.strict else []
+    unexpected = sorted(saved.keys() - pairs.keys()) if fit.strict else []
+    refused = {} if fit.ignore_mismatched else shapes
+    if missing or unexpected or refused:
+        advice = " ignore_mismatched=True leaves those of another shape out." if refused else ""
         advice += " strict=False loads the names that both have." if missing or unexpected else ""
         raise CheckpointMismatchError(
             f"load: {name} has other names and shapes than the checkpoint: {len(missing)} missing, {len(unexpected)} "
-            f"unknown and {len(shapes)} of another shape. Nothing was loaded.{advice}"
-            f"{describe_mismatch(missing, unexpected, shapes)}"
+            f"unknown and {len(refused)} of another shape. Nothing was loaded.{advice}"
+            f"{describe_mismatch(missing, unexpected, refused)}"
         )
+    if shapes:
+        listed = "".join(f"\n  {there}: {what}" for there, what in shapes.items())
+        logger.warning("load: %d tensors of %s keep their values, as their shapes differ:%s", len(shapes), name, listed)
+    return shapes
 
 
 def _difference(name: str, saved: object, own: object) -> str | None:
@@ -256,3 +208,129 @@ def _own_versions(
     # Versions in foreign files stand under paths without wrappers' segments, their tensors need not.
     found = ((path, saved.get(there, saved.get(bare_key(there)))) for path, there in paths.items())
     return OrderedDict((path, dict(version)) for path, version in found if version is not None)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the user's module where everygpu.DataParallel wraps it: that is whose state it gives."""
+    return keys.unwrap(model) if getattr(type(model), "wraps_a_module", False) else model
+
+
+def name_cleaner(model: nn.Module) -> Callable[[str], str]:
+    """Return a function that takes the prefixes of wrappers out of names in ``model.state_dict()``."""
+    # The longest first, so that what is left of a name still begins as the shorter ones expect.
+    wrapped = sorted(_wrapped_prefixes(model, ""), key=lambda pair: -len(pair[0] + pair[1]))
+
+    def clean(name: str) -> str:
+        for outer, inner in wrapped:
+            if name.startswith(outer + inner):
+                name = outer + name[len(outer + inner) :]
+        return name
+
+    return clean
+
+
+def clean_names(model: nn.Module, names: Collection[str]) -> dict[str, str]:
+    """Map each name in a module's state to the name it is stored under; all different."""
+    clean = name_cleaner(model)
+    cleaned = {name: clean(name) for name in names}
+    # A wrapper with state of its own may share a name with the module inside.
+    is_clear = len(set(cleaned.values())) == len(cleaned)
+    return cleaned if is_clear else {name: name for name in names}
+
+
+def match_names(saved: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
+    """Pair names that are equal; then those that are without wrappers' segments, where that leaves one choice."""
+    saved, wanted = list(saved), set(wanted)
+    pairs = {name: name for name in saved if name in wanted}
+    free_wanted = _by_bare_name(wanted - pairs.keys())
+    for bare, names in _by_bare_name(name for name in saved if name not in pairs).items():
+        partners = free_wanted.get(bare, [])
+        if len(names) == len(partners) == 1:
+            pairs[names[0]] = partners[0]
+    return pairs
+
+
+def find_prefix(state: Mapping[str, Any], expected: Collection[str]) -> str:
+    """Find the prefix under which a state has more than half of the expected names, as Lightning's ``model.``.
+
+    Segments of wrappers count for nothing. Empty where the names fit at least as well without.
+    """
+    wanted = {bare_key(name) for name in expected}
+    fits = Counter(prefix for name in state for prefix in _prefixes(bare_key(name), wanted))
+    best = max(fits.values(), default=0)
+    leading = sorted(prefix for prefix, count in fits.items() if count == best)
+    if 2 * best <= len(wanted) or fits[""] == best:
+        return ""
+    if len(leading) > 1:
+        raise CheckpointMismatchError(
+            f"load: The model's names stand under more than one prefix: {', '.join(leading)}, with {best} names each. "
+            f"Choose one prefix, for instance prefix={leading[0]!r}."
+        )
+    return leading[0]
+
+
+def strip_prefix(name: str, prefix: str) -> str:
+    """Take a prefix and the segments of wrappers off a name that has the prefix; leave others alone."""
+    bare = bare_key(name)
+    return bare.removeprefix(prefix) if prefix and bare.startswith(prefix) else name
+
+
+def rename(state: Mapping[str, Any], new_name: Callable[[str], str]) -> dict[str, Any]:
+    """Give every entry another name, all different and none empty."""
+    renamed: dict[str, Any] = {}
+    for name, value in state.items():
+        new = new_name(name)
+        if not new or new in renamed:
+            raise CheckpointMismatchError(
+                f"load: {name} would become {new!r} without its prefix, "
+                f"which {'another has' if new else 'is no name'}. Choose another prefix."
+            )
+        renamed[new] = value
+    return renamed
+
+
+def describe_mismatch(missing: list[str], unexpected: list[str], shapes: Mapping[str, str]) -> str:
+    """List names that don't fit, with the nearest name on the other side; each line begins with a line break."""
+    differing = {name: f"{name}: {what}" for name, what in shapes.items()}
+    lines = [
+        *_listed("missing in the checkpoint", missing, lambda name: _with_nearest(name, unexpected)),
+        *_listed("unknown to the target", unexpected, lambda name: _with_nearest(name, missing)),
+        *_listed("of another shape", list(differing), differing.__getitem__),
+    ]
+    return "".join(f"\n  {line}" for line in lines)
+
+
+def _prefixes(name: str, wanted: Collection[str]) -> list[str]:
+    starts = [0, *(i + 1 for i, letter in enumerate(name) if letter == ".")]
+    return [name[:start] for start in starts if name[start:] in wanted]
+
+
+def _wrapped_prefixes(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
+    """Yield (what stands before, prefix to remove) for every wrapper inside."""
+    module = unwrap(module)
+    inner = keys.wrapped_child(module)
+    for name, child in module._modules.items():
+        if child is not None:
+            if name == inner:
+                yield prefix, f"{name}."
+            yield from _wrapped_prefixes(child, f"{prefix}{name}.")
+
+
+def _by_bare_name(names: Iterable[str]) -> dict[str, list[str]]:
+    bare: dict[str, list[str]] = {}
+    for name in names:
+        bare.setdefault(bare_key(name), []).append(name)
+    return bare
+
+
+def _with_nearest(name: str, others: list[str]) -> str:
+    near = get_close_matches(name, others, n=1)
+    return f"{name} (nearest: {near[0]})" if near else name
+
+
+def _listed(title: str, names: list[str], describe: Callable[[str], str]) -> list[str]:
+    if not names:
+        return []
+    rest = len(names) - _MAX_LISTED
+    more = [f"  … and {rest} more"] if rest > 0 else []
+    return [f"{title} ({len(names)}):", *(f"  {describe(name)}" for name in names[:_MAX_LISTED]), *more]

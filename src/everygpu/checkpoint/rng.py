@@ -15,24 +15,20 @@ from everygpu.errors import CheckpointDamagedError
 
 def take_rng_states(with_cuda: bool = True) -> dict[str, Any]:
     """Return the states of every generator in use, without drawing from any; CUDA's where it is in use."""
-    states: dict[str, Any] = {"python": random.getstate(), "torch": to_bytes(torch.get_rng_state())}
+    states: dict[str, Any] = {"python": random.getstate(), "torch": _to_bytes(torch.get_rng_state())}
     states["numpy"] = _to_lists(numpy.random.get_state(legacy=False))
     if with_cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = [to_bytes(state) for state in torch.cuda.get_rng_state_all()]
+        states["cuda"] = [_to_bytes(state) for state in torch.cuda.get_rng_state_all()]
     return states
 
 
 def plan_rng_restore(states: Any) -> Callable[[], None]:
-    """Check saved states and return what puts them back; those of CUDA devices that are not here are left out.
-
-    Raises:
-        CheckpointDamagedError: the states are none that `take_rng_states` makes.
-    """
+    """Check saved states and return what puts them back; those of CUDA devices that are not here are left out."""
     try:
         random.Random().setstate(states["python"])
-        torch_state = to_tensor(states["torch"])
+        torch_state = _to_tensor(states["torch"])
         torch.Generator().set_state(torch_state)
-        cuda = [to_tensor(state) for state in states.get("cuda", [])]
+        cuda = [_to_tensor(state) for state in states.get("cuda", [])]
         # Of the same kind as numpy's global one, which a program may have replaced.
         kind = type(numpy.random.get_bit_generator())  # type: ignore[attr-defined]
         numpy.random.RandomState(kind()).set_state(states["numpy"])
@@ -63,13 +59,11 @@ def rng_states_kept(with_cuda: bool = True) -> Iterator[None]:
         restore()
 
 
-def to_bytes(state: Tensor) -> bytes:
-    """Turn a generator's state into what a checkpoint holds."""
+def _to_bytes(state: Tensor) -> bytes:
     return bytes(state.tolist())
 
 
-def to_tensor(state: bytes) -> Tensor:
-    """Turn it back into what ``torch.Generator.set_state`` takes."""
+def _to_tensor(state: Any) -> Tensor:
     if not isinstance(state, bytes):
         raise TypeError(f"a state must be bytes, not {type(state).__name__}")
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)

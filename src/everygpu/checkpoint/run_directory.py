@@ -1,14 +1,13 @@
 """The checkpoints of one run: a directory with one of them per step, named ``step-00001200``."""
 
 import math
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from everygpu.checkpoint.directory import find_replaced, left_names, remove_directory
+from everygpu.checkpoint.directory import beside, clear_leftovers, find_replaced, remove_directory
 from everygpu.checkpoint.format import find_altered, is_claimed, is_ours, read_document
 from everygpu.errors import CheckpointError
 
@@ -16,6 +15,7 @@ Mode: TypeAlias = Literal["min", "max"]
 """Whether a metric is better when it is lower or higher."""
 
 _NAME = re.compile(r"step-(\d{8,})")
+_LEFT = re.compile(r"\.(step-\d{8,})\.(tmp|old)")
 
 
 class Best(NamedTuple):
@@ -32,12 +32,14 @@ class Saved:
 
     path: Path
     step: int
-    serial: int
+    serial: int = -1
     """Counts the run's saves: the highest was written last, also after the run went back to an earlier step. -1 where
     the checkpoint can't be read, or a file is of another size than it should be."""
     metrics: dict[str, float]
-    num_nonfinite: int
+    num_nonfinite: int = 0
     """How many tensors of the model have values that are nan or infinite."""
+    problem: str = ""
+    """What is wrong where it can't be read."""
 
     @property
     def is_readable(self) -> bool:
@@ -67,11 +69,17 @@ def list_saved(directory: Path) -> list[Saved]:
     """
     if not directory.is_dir():
         return []
-    names = {entry.name for entry in directory.iterdir()} | left_names(directory)
-    found = [_look(directory / name) for name in names if _NAME.fullmatch(name)]
-    saved = [one for one in found if one is not None]
+    paths = {entry for entry in directory.iterdir() if _NAME.fullmatch(entry.name)}
+    paths |= {path for path in _left(directory) if find_replaced(path) is not None}
+    saved = [one for one in map(_look, paths) if one is not None]
     last_step = max((s.step for s in saved if s.is_readable), default=-1)
     return sorted(saved, key=lambda s: (not s.is_readable and s.step > last_step, s.serial, s.step), reverse=True)
+
+
+def clear_run(directory: Path) -> None:
+    """Clear what killed savers have left; no other may be saving."""
+    for path in _left(directory):
+        clear_leftovers(path)
 
 
 def best_first(saved: Iterable[Saved], metric: str, mode: Mode) -> list[Saved]:
@@ -82,21 +90,15 @@ def best_first(saved: Iterable[Saved], metric: str, mode: Mode) -> list[Saved]:
 
 
 class Rotation:
-    """Removes all but the newest whole checkpoints and the best ones; each is read once to see that it is whole.
-
-    Args:
-        directory: Of the run.
-        keep: How many of the newest stay.
-        best: Which others stay.
-    """
+    """Removes all but the newest whole checkpoints and the best ones; each is read once to see that it is whole."""
 
     def __init__(self, directory: Path, keep: int, best: Best | None) -> None:
         self._directory, self._keep, self._best = directory, keep, best
-        self._whole: dict[Path, tuple[object, bool]] = {}
+        self._is_whole: dict[Path, bool] = {}
 
     def trust(self, path: Path) -> None:
         """Take a checkpoint for whole without reading it: its digests were made while it was written."""
-        self._whole[path] = (_stamp(path), True)
+        self._is_whole[path] = True
 
     def rotate(self) -> None:
         """Remove what need not stay; nothing else may be saving in the directory.
@@ -115,7 +117,7 @@ class Rotation:
         for old in saved:
             if old.path not in stay and is_ours(old.path):
                 remove_directory(old.path)
-                self._whole.pop(old.path, None)
+                self._is_whole.pop(old.path, None)
 
     def _until_whole(self, saved: Iterable[Saved], num_whole: int) -> set[Path]:
         """Take checkpoints in their order until so many of them are whole."""
@@ -124,38 +126,33 @@ class Rotation:
             if num_whole == 0:
                 break
             taken.add(one.path)
-            num_whole -= self._is_whole(one.path)
+            if one.path not in self._is_whole:
+                try:
+                    self._is_whole[one.path] = not find_altered(one.path, read_document(one.path))
+                except CheckpointError:
+                    self._is_whole[one.path] = False
+            num_whole -= self._is_whole[one.path]
         return taken
 
-    def _is_whole(self, path: Path) -> bool:
-        stamp = _stamp(path)
-        if self._whole.get(path, (None,))[0] != stamp:
-            try:
-                self._whole[path] = (stamp, not find_altered(path, read_document(path)))
-            except CheckpointError:
-                self._whole[path] = (stamp, False)
-        return self._whole[path][1]
+
+def _left(directory: Path) -> set[Path]:
+    """Name the checkpoints of which a killed saver has left something."""
+    found = [_LEFT.fullmatch(entry.name) for entry in directory.iterdir()]
+    return {directory / match[1] for match in found if match}
 
 
 def _look(path: Path) -> Saved | None:
     if path.is_symlink() or (path.exists() and not is_claimed(path)):
         return None
-    step = int(path.name.removeprefix("step-"))
+    step = step_of(path) or 0
     try:
-        run: Any = read_document(path if path.exists() else find_replaced(path) or path)["run"]
+        run: Any = read_document(path if path.exists() else beside(path, "old"))["run"]
         metrics = {str(name): float(value) for name, value in run["metrics"].items()}
         serial, num_nonfinite = int(run["serial"]), int(run["num_nonfinite"])
         if serial < 0 or not all(map(math.isfinite, metrics.values())):
             raise ValueError
         return Saved(path=path, step=step, serial=serial, metrics=metrics, num_nonfinite=num_nonfinite)
-    except (CheckpointError, LookupError, TypeError, ValueError, AttributeError):
-        return Saved(path=path, step=step, serial=-1, metrics={}, num_nonfinite=0)
-
-
-def _stamp(path: Path) -> object:
-    try:
-        with os.scandir(path) as entries:
-            stats = [(entry.name, entry.stat()) for entry in entries]
-    except OSError:
-        return frozenset()
-    return frozenset((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+    except CheckpointError as error:
+        return Saved(path=path, step=step, metrics={}, problem=str(error))
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return Saved(path=path, step=step, metrics={}, problem=f"{path} has no place in a run.")

@@ -1,9 +1,11 @@
 """Write a checkpoint."""
 
+import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 from warnings import warn
@@ -11,18 +13,22 @@ from warnings import warn
 import torch
 from torch import Tensor
 
+from everygpu import errors
 from everygpu.checkpoint.background import Background, Check
 from everygpu.checkpoint.directory import as_path, must_be_writable, new_directory, resolve_target
 from everygpu.checkpoint.format import MODEL, TRAINING, write_files
-from everygpu.checkpoint.one_writer import one_writer
 from everygpu.checkpoint.rng import take_rng_states
 from everygpu.checkpoint.states import check_parts, encode_parts, require_names
 from everygpu.checkpoint.values import Json, encode
-from everygpu.errors import CheckpointContentError, OptionError
+from everygpu.errors import CheckpointContentError, CheckpointError, EveryGPUError, OptionError
+from everygpu.ranks.group import joined
 from everygpu.ranks.membership import is_main
 
 LOAD_OPTIONS = frozenset({"strict", "match", "prefix", "ignore_mismatched", "rng", "map_location", "verify"})
 """Names that `everygpu.load` takes for itself."""
+
+BEGIN_S = 600.0
+"""How long other ranks wait for rank 0 to begin to write, as NCCL's collectives wait for a rank that is late."""
 
 _FILE_SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors"})
 """Ends of names by which other programs expect a file."""
@@ -48,7 +54,7 @@ def save(
     """Save a training run to a directory, so that either the old checkpoint or the new one is there.
 
     The directory holds ``model.safetensors``, ``training.safetensors`` (all other tensors), ``checkpoint.json``
-    (structure, plain values, random states) and ``SHA256SUMS``. It is written beside the path as ``.NAME.tmp-*``,
+    (structure, plain values, random states) and ``SHA256SUMS``. It is written beside the path as ``.NAME.tmp``,
     synced, and takes the place of the old one in one step. Other files in the old directory stay, such as the
     ``config.json`` by which Transformers reads ``model.safetensors``::
 
@@ -94,28 +100,19 @@ def save(
             f"For a single file run `everygpu checkpoint convert DIRECTORY FILE{where.suffix}`.",
             stacklevel=2,
         )
-    take_and_write(where, partial(take, parts))
-    return where
-
-
-def take_and_write(where: Path, taking: Callable[[], Taken]) -> None:
-    """Take the states of a run and write them, on rank 0; wait for it on the others."""
 
     def work() -> None:
-        taken = taking()
+        taken = take(parts)
         wait_for_devices(taken)
         Background().run(lambda check: write_checkpoint(where, taken, check=check))
 
     ranks = one_writer()
     ranks.write(ranks.next_key(f"save to {where}"), work)
+    return where
 
 
 def take(parts: Mapping[str, object]) -> Taken:
-    """Take the states of objects and of the random generators, without copying tensors.
-
-    Raises:
-        CheckpointContentError: a value has no place in a checkpoint.
-    """
+    """Take the states of objects and of the random generators, without copying tensors."""
     check_parts(parts, "save")
     if reserved := LOAD_OPTIONS & parts.keys():
         raise CheckpointContentError(
@@ -136,13 +133,9 @@ def wait_for_devices(taken: Taken) -> None:
 def write_checkpoint(
     path: Path, taken: Taken, run: Mapping[str, Any] | None = None, *, check: Check = lambda: None
 ) -> Path:
-    """Write what was taken from a run to a checkpoint directory.
+    """Write what was taken from a run; ``run`` says where it stands there: step, serial, metrics, num_nonfinite.
 
-    Args:
-        path: The directory, new or an earlier checkpoint.
-        taken: As `take` returned it.
-        run: Where the checkpoint stands in its run: step, serial, metrics, num_nonfinite.
-        check: Called before each file, and before the checkpoint takes its place: what it raises gives the save up.
+    ``check`` is called before each file, and before the checkpoint takes its place: what it raises gives the save up.
     """
     document = {**({} if run is None else {"run": dict(run)}), **taken.document}
     is_locked = run is not None  # by the run's manager
@@ -150,3 +143,58 @@ def write_checkpoint(
         write_files(directory, taken.tensors, document, check)
         check()
     return path
+
+
+class OneWriter:
+    """Under ranks: rank 0 writes, and the others wait until it has, by a key and a count of each piece of work.
+
+    They read a note that rank 0 leaves, instead of meeting it in a collective: a save that only rank 0 calls, as in
+    ``if rank == 0``, waits for nothing. Without a group that has been joined, there is no way to wait.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def next_key(self, name: str) -> str:
+        """Name the next piece of work of a name, as "save to runs/last"; the same on all ranks."""
+        self._counts[name] += 1
+        return f"{name}, number {self._counts[name]}"
+
+    def write(self, key: str, work: Callable[[], object]) -> None:
+        """Do the work on rank 0, and wait for it on the others."""
+        if not is_main():
+            self.wait(key)
+            return
+        _leave(f"begin to {key}", None)
+        try:
+            work()
+        except BaseException as error:
+            _leave(key, {"kind": type(error).__name__, "message": str(error)})
+            raise
+        _leave(key, None)
+
+    def wait(self, key: str) -> None:
+        """Wait until rank 0 has done the work, and raise what it has raised."""
+        group = joined()
+        if group is None:
+            return
+        group.read_note(f"begin to {key}", BEGIN_S)
+        found = json.loads(group.read_note(key))
+        if found is None:
+            return
+        kind = getattr(errors, found["kind"], None)
+        if isinstance(kind, type) and issubclass(kind, EveryGPUError):
+            raise kind(found["message"])
+        raise CheckpointError(f"save: rank 0 must be able to write, got {found['kind']} there: {found['message']}")
+
+
+@cache
+def one_writer() -> OneWriter:
+    """Return that of this process."""
+    return OneWriter()
+
+
+def _leave(key: str, outcome: object) -> None:
+    group = joined()
+    if group is not None:
+        group.leave_note(key, json.dumps(outcome))

@@ -5,74 +5,37 @@ nothing, so that a load either changes all its targets or none.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from difflib import get_close_matches
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from everygpu.checkpoint.classes import check_class, class_name
 from everygpu.checkpoint.format import cut
-from everygpu.checkpoint.modules import Fit, module_state, plan_module
-from everygpu.checkpoint.names import name_cleaner, unwrap
-from everygpu.checkpoint.sections import find_state
+from everygpu.checkpoint.modules import Fit, module_state, name_cleaner, plan_module, unwrap
+from everygpu.checkpoint.parts import KNOWN, Contents, Kind, Part, find_state
 from everygpu.checkpoint.values import Json, encode
 from everygpu.errors import CheckpointContentError, CheckpointMismatchError
 from everygpu.tree import map_leaves
 
-Kind: TypeAlias = Literal["module", "state_dict", "generator", "plain"]
-"""How a value is saved: a module by names, an object by its state_dict, a torch.Generator, or as it is."""
-
-KNOWN = ("model", "optimizer", "scheduler")
-"""Parts that have a place of their own in every checkpoint."""
-
 Restore: TypeAlias = Callable[[], object]
+
+_INNER = ("module", "optimizer", "_optimizer", "optim")
+"""Attributes under which optimizers that wrap another one have it: ours, Accelerate's, Lightning's, torch's ZeRO."""
+_OPTIONAL = frozenset(
+    {
+        *("params", "param_names", "name", "initial_lr"),
+        *("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"),
+        *("optimizer", "verbose", "_step_count", "_is_initial", "_last_lr", "_get_lr_called_within_step"),
+    }
+)
+"""Keys that some versions of torch have, or schedulers and callers add."""
 
 _BY_SHAPE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum")
 """Of an optimizer's state: tensors of the parameter's shape."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One saved object or value."""
-
-    kind: Kind | None
-    """None in another program's file, which doesn't say."""
-    state: Any
-    class_name: str | None = None
-    """Of an optimizer or a scheduler, where the checkpoint has it."""
-    parameters: list[list[str | None]] | None = None
-    """Names of an optimizer's parameters, by group."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
-    """The parts of a checkpoint, in whatever format it was written."""
-
-    format: str
-    """In words, for people."""
-    parts: Mapping[str, Part]
-    """Those of model, optimizer and scheduler that were found."""
-    extras: Mapping[str, Part] = field(default_factory=dict)
-    """Everything else, by name."""
-    why_no_model: str = "no model in it. Save one with everygpu.save(path, model=model)."
-    section: str = ""
-    """The name under which the model was found; empty where the whole file is its state dict."""
-    notes: tuple[str, ...] = ()
-    """Choices among several sections, and sections left out, with the reason."""
-    libraries: Mapping[str, str] = field(default_factory=dict)
-    rng: Any = None
-    step: int | None = None
-    """Of a run."""
-
-    def require_model(self, path: object) -> Mapping[str, Any]:
-        """Return the model's names and tensors."""
-        if "model" not in self.parts:
-            raise CheckpointMismatchError(f"load: {path} has {self.why_no_model}")
-        values: Mapping[str, Any] = self.parts["model"].state["values"]
-        return values
 
 
 def kind_of(value: object) -> Kind:
@@ -106,12 +69,7 @@ def require_names(misplaced: tuple[object, ...], function: str, call: str) -> No
 
 
 def encode_parts(parts: Mapping[str, object], tensors: Mapping[str, dict[str, Tensor]]) -> Json:
-    """Turn the states of all parts into JSON, putting their tensors aside; these are the objects' own, not copies.
-
-    Args:
-        parts: By name.
-        tensors: Receives the tensors: under ``"model"`` those of the model, under ``"training"`` all others.
-    """
+    """Turn the states of all parts into JSON, putting their own tensors aside under ``"model"`` and ``"training"``."""
     names: dict[int, str] = {}
     for name, parameter in _parameters(parts).items():
         names.setdefault(id(parameter), name)
@@ -121,8 +79,8 @@ def encode_parts(parts: Mapping[str, object], tensors: Mapping[str, dict[str, Te
         part: dict[str, Any] = {"kind": kind}
         if (known := class_name(value)) is not None:
             part["class"] = known
-        if _is_optimizer(value):
-            groups = cast(Any, value).param_groups
+        groups = getattr(value, "param_groups", None)
+        if kind == "state_dict" and isinstance(groups, list) and _group_sizes(groups) is not None:
             part["parameters"] = [[names.get(id(p)) for p in group["params"]] for group in groups]
         state, path = _take(value, kind), "" if name == "model" else name
         if kind == "module":  # a model's tensors are stored under the very names it has for them
@@ -134,15 +92,7 @@ def encode_parts(parts: Mapping[str, object], tensors: Mapping[str, dict[str, Te
 
 
 class Plan:
-    """What a load will do, made part by part; the model's names decide which optimizer state is whose.
-
-    Args:
-        contents: Of the checkpoint.
-        targets: Objects to restore, by name.
-        fit: How exactly the model must be the one that was saved; other modules are matched by name.
-    Raises:
-        CheckpointMismatchError: something does not fit, or was not saved.
-    """
+    """What a load will do, made part by part; the model's names decide which optimizer state is whose."""
 
     def __init__(self, contents: Contents, targets: Mapping[str, object], fit: Fit) -> None:
         self._contents, self._targets = contents, targets
@@ -171,17 +121,16 @@ class Plan:
         state = part.state
         if getattr(target, "param_groups", None) is not None:
             _check_group_sizes(target, name, state)
-            check_class(target, name, part.class_name, state)
+        _check_class(target, name, part.class_name, state)
+        if getattr(target, "param_groups", None) is not None:
             state = self._in_own_order(target, name, part)
             _check_shapes(target, name, state)
-        else:
-            check_class(target, name, part.class_name, state)
         return lambda: cast(Any, target).load_state_dict(state)
 
     def _part(self, name: str, kind: Kind) -> Part:
         part = require_part(self._contents, name)
-        if part.kind is None and kind == "module" and (state := find_state(part.state)) is not None:
-            part = Part(kind=kind, state={"values": state, "versions": {}})
+        if part.kind is None and kind == "module":
+            part = find_state(part.state) or part
         elif part.kind is None and kind != "module" and isinstance(part.state, Mapping | Tensor):
             part = replace(part, kind=kind, state=detach(part.state, torch.device("cpu")))
         if part.kind != kind:
@@ -233,6 +182,52 @@ def detach(value: Any, device: torch.device) -> Any:
     return map_leaves(lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf, value)
 
 
+def class_name(value: object) -> str | None:
+    """Name an optimizer's or a scheduler's class, by which its state is known; None for any other object.
+
+    A wrapper counts as the optimizer inside, a subclass of one of torch's classes as that class.
+    """
+    while isinstance(value, Optimizer):
+        found = (getattr(value, name, None) for name in _INNER)
+        inner = next((one for one in found if isinstance(one, Optimizer) and one is not value), None)
+        if inner is None:
+            break
+        value = inner
+    if not isinstance(value, Optimizer | LRScheduler):
+        return None
+    kinds = [
+        kind
+        for kind in type(value).__mro__
+        if kind.__module__.startswith("torch.optim.")
+        and kind not in (Optimizer, LRScheduler)
+        and not kind.__name__.startswith("_")
+    ]
+    kind = kinds[0] if kinds else type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _check_class(target: Any, name: str, saved: str | None, state: Any) -> None:
+    """Refuse the state of another class, or, where the file names none, one with other settings in place of its own."""
+    own, what = class_name(target), None
+    if own is None or saved == own:
+        return
+    if saved is not None and saved.rpartition(".")[2] != own.rpartition(".")[2]:  # it may have moved to another module
+        what = saved
+    elif isinstance(state, Mapping):
+        is_optimizer = isinstance(target, Optimizer)
+        wanted = set(target.defaults if is_optimizer else target.state_dict())
+        known = wanted.union(*target.param_groups) if is_optimizer else wanted
+        found = set().union(*state["param_groups"]) if is_optimizer else set(state)
+        missing, unknown = sorted(wanted - found - _OPTIONAL), sorted(found - known - _OPTIONAL)
+        if missing and unknown:
+            what = f"another class: it has {', '.join(unknown)}, where {own} has {', '.join(missing)}"
+    if what is not None:
+        raise CheckpointMismatchError(
+            f"load: {name} is of {own}, and the saved state of {what}. Nothing was loaded; make one of that class, or "
+            f"leave {name} out."
+        )
+
+
 def _take(value: object, kind: Kind) -> Any:
     if kind == "module":
         return module_state(unwrap(cast(nn.Module, value)))
@@ -257,11 +252,6 @@ def _qualified(part: str, name: str) -> str:
     return name if part == "model" else f"{part}/{name}"
 
 
-def _is_optimizer(value: object) -> bool:
-    groups = getattr(value, "param_groups", None)
-    return kind_of(value) == "state_dict" and isinstance(groups, list) and _group_sizes(groups) is not None
-
-
 def _plan_generator(target: torch.Generator, name: str, state: Any) -> Restore:
     if not isinstance(state, Tensor) or state.shape != target.get_state().shape:
         raise CheckpointMismatchError(
@@ -273,8 +263,7 @@ def _plan_generator(target: torch.Generator, name: str, state: Any) -> Restore:
 
 def _check_group_sizes(target: Any, name: str, state: Any) -> None:
     saved = state.get("param_groups") if isinstance(state, Mapping) else None
-    sizes, own_sizes = _group_sizes(saved), _group_sizes(target.param_groups)
-    if sizes != own_sizes:
+    if (sizes := _group_sizes(saved)) != (own_sizes := _group_sizes(target.param_groups)):
         raise CheckpointMismatchError(
             f"load: {name} was saved with parameter groups of {sizes} parameters, got {own_sizes}. Nothing was loaded; "
             f"make the optimizer with the same parameters."

@@ -44,10 +44,6 @@ class Stop:
 
     Under ranks rank 0 decides. In the first call after a signal it leaves a note that the next call is the last one.
     Between the two lies a step, in which all ranks exchange gradients: each finds the note there.
-
-    Args:
-        name: Of the manager, the same on all ranks.
-        signals: Which ones; None for both.
     """
 
     def __init__(self, name: str, signals: Collection[int] | None) -> None:
@@ -84,11 +80,12 @@ class Stop:
         """Hear nothing more; a signal that came after the last save acts now as it would without us."""
         missed = None if self._is_ending or has_failed else self._heard
         self._heard = None
-        if self._is_ending and joined() is not None:  # torchrun ends the others as soon as one has ended
+        is_alone = joined() is None
+        if self._is_ending and not is_alone:  # torchrun ends the others as soon as one has ended
             return
         if threading.current_thread() is threading.main_thread():
             _restore(self._installed)
-            if missed is not None and joined() is None and signal.getsignal(missed) is signal.SIG_DFL:
+            if missed is not None and is_alone and signal.getsignal(missed) is signal.SIG_DFL:
                 signal.raise_signal(missed)
 
     def is_here(self) -> bool:
@@ -98,7 +95,7 @@ class Stop:
         if group is None:
             return self._heard is not None
         if self._last is None:
-            self._last = self._decide(group) if group.rank == 0 else self._learn(group)
+            self._last = self._agree(group)
         is_last = self._last is not None and self.num_calls >= self._last
         # Rank 0 writes, and can be ended meanwhile, which ends all. The others only wait for it.
         self._is_ending = is_last and group.rank != 0
@@ -110,14 +107,13 @@ class Stop:
         logger.warning("%s is saved: the run ends with exit code %d, as a signal asks.", path, STOPPED)
         raise SystemExit(STOPPED)
 
-    def _decide(self, group: Group) -> int | None:
-        if self._heard is None and group.find_note(_ASKED) is None:
-            return None
-        group.leave_note(self._key, str(self.num_calls + 1))
-        return self.num_calls + 1
-
-    def _learn(self, group: Group) -> int | None:
-        """Find what rank 0 has decided; ask it to, where the signal came here."""
+    def _agree(self, group: Group) -> int | None:
+        """Return the call that is the last one: rank 0 says so where a signal has come to it, or to one that asks."""
+        if group.rank == 0:
+            if self._heard is None and group.find_note(_ASKED) is None:
+                return None
+            group.leave_note(self._key, str(self.num_calls + 1))
+            return self.num_calls + 1
         note = group.find_note(self._key)
         if note is None and self._heard is not None and not self._has_asked:
             self._has_asked = True
@@ -153,8 +149,7 @@ class Stop:
 
 
 def _pass_on(hear: Callable[[], Any], before: Any, number: int, frame: FrameType | None) -> None:
-    heard_by = hear()
-    if heard_by is None:
+    if (heard_by := hear()) is None:
         _act(number, frame, before)
     else:
         heard_by(signal.Signals(number), frame, before)

@@ -88,8 +88,9 @@ def identity(tensor: Tensor) -> object:
 
 def check_storable(tensor: Tensor, name: str) -> None:
     """Refuse tensors whose elements are not plain memory, or of a dtype that safetensors lacks."""
+    shown = name.encode(errors="backslashreplace").decode()
     problem = None
-    if not _is_unicode(name) or name == "__metadata__":
+    if shown != name or name == "__metadata__":  # half of a surrogate pair
         problem = "has a name that safetensors can't write"
     elif is_lazy(tensor):
         problem = "was not made yet by its lazy module"
@@ -104,7 +105,6 @@ def check_storable(tensor: Tensor, name: str) -> None:
     elif str(tensor.dtype).removeprefix("torch.") not in _DTYPES:
         problem = f"is of {tensor.dtype}, which safetensors lacks"
     if problem is not None:
-        shown = name.encode(errors="backslashreplace").decode()
         raise CheckpointContentError(f"save: the tensor at {shown} {problem}. Turn it into an ordinary one first.")
 
 
@@ -131,15 +131,8 @@ class _Encoder:
         special = next((tag for tag, kind in _DICTS.items() if isinstance(value, kind)), None)
         if special is None and all(type(key) is str and not key.startswith("$") for key in value):
             return {str(key): self.encode(item, _join(path, key)) for key, item in value.items()}
-        pairs = [[self._key(key, path), self.encode(item, _join(path, key))] for key, item in value.items()]
+        pairs = [[_encode_key(key, path), self.encode(item, _join(path, key))] for key, item in value.items()]
         return {special or "$dict": pairs}
-
-    def _key(self, key: object, path: str) -> Json:
-        found: dict[str, Tensor] = {}
-        skeleton = _Encoder(found).encode(key, f"a key of {path}")
-        if found:
-            raise _unstorable(key, f"a key of {path}")
-        return skeleton
 
     def _numpy(self, value: Any, path: str) -> Json:
         if isinstance(value, numpy.generic):
@@ -167,6 +160,14 @@ class _Encoder:
             self._tensors[name] = tensor.detach()
             self._names[key] = name
         return self._names[key]
+
+
+def _encode_key(key: object, path: str) -> Json:
+    found: dict[str, Tensor] = {}
+    skeleton = _Encoder(found).encode(key, f"a key of {path}")
+    if found:
+        raise _unstorable(key, f"a key of {path}")
+    return skeleton
 
 
 def _is_json(value: object) -> bool:
@@ -201,39 +202,23 @@ def _unstorable(value: object, path: str) -> CheckpointContentError:
     )
 
 
-def _is_unicode(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return False
-    return True
-
-
 def _join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-_Tensors: TypeAlias = Mapping[str, Tensor]
-
-
-def _decode_pairs(kind: Callable[[Any], Any]) -> Callable[[Json, _Tensors], Any]:
+def _pairs(kind: Callable[[Any], Any]) -> Callable[[Json, Mapping[str, Tensor]], Any]:
     return lambda content, tensors: kind({decode(key, tensors): decode(item, tensors) for key, item in content})
 
 
-def _decode_complex(content: Json, tensors: _Tensors) -> complex:
-    real, imag = (decode(part, tensors) for part in content)
-    return complex(real, imag)
-
-
 _DICTS: dict[str, type[Any]] = {"$ordered": OrderedDict, "$counter": Counter}
-_DECODERS: dict[str, Callable[[Json, _Tensors], Any]] = {
+_DECODERS: dict[str, Callable[[Json, Mapping[str, Tensor]], Any]] = {
     "$array": lambda content, tensors: tensors[content].cpu().numpy(),
     "$bytes": lambda content, _: base64.b64decode(content, validate=True),
-    "$complex": _decode_complex,
-    "$counter": _decode_pairs(Counter),
-    "$dict": _decode_pairs(dict),
+    "$complex": lambda content, tensors: complex(decode(content[0], tensors), decode(content[1], tensors)),
+    "$counter": _pairs(Counter),
+    "$dict": _pairs(dict),
     "$float": lambda content, _: float(content),
-    "$ordered": _decode_pairs(OrderedDict),
+    "$ordered": _pairs(OrderedDict),
     "$tensor": lambda content, tensors: tensors[content],
     "$tuple": lambda content, tensors: tuple([decode(item, tensors) for item in content]),
 }

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from everygpu.checkpoint.contents import read_native
 from everygpu.checkpoint.directory import find_directory
 from everygpu.checkpoint.foreign import find_archive_fault, list_files, read_foreign
 from everygpu.checkpoint.format import DOCUMENT, FORMAT, find_altered, is_claimed, read_document
+from everygpu.checkpoint.load import read_native
 from everygpu.checkpoint.run_directory import is_run_directory, list_saved
 from everygpu.errors import CheckpointError, CheckpointNotFoundError
 
@@ -27,16 +27,7 @@ class Report:
 
 
 def examine(path: Path, advance: Advance = lambda num_bytes: None) -> Report:
-    """Check everything about a checkpoint that can be checked.
-
-    Args:
-        path: A checkpoint of any format.
-        advance: Called with the number of bytes that were read since the last call.
-    Returns:
-        The faults; none where every check was passed.
-    Raises:
-        CheckpointNotFoundError: nothing is there.
-    """
+    """Check all of a checkpoint that can be checked; ``advance`` is called with the bytes read since its last call."""
     if is_run_directory(path):
         saved = [one.path for one in list_saved(path)]
         faults = [fault for one in saved for fault in _faults_of_ours(one, advance)]
@@ -54,9 +45,8 @@ def examine(path: Path, advance: Advance = lambda num_bytes: None) -> Report:
 
 def total_bytes(path: Path) -> int:
     """Sum the sizes of the files that `examine` reads; 0 where nothing is there."""
-    if is_run_directory(path):
-        return sum(total_bytes(saved.path) for saved in list_saved(path))
-    return sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
+    places = [saved.path for saved in list_saved(path)] if is_run_directory(path) else [path]
+    return sum(file.stat().st_size for file in _files_in(places))
 
 
 def _faults_of_ours(directory: Path, advance: Advance) -> list[str]:
@@ -73,7 +63,7 @@ def _faults_of_ours(directory: Path, advance: Advance) -> list[str]:
 
 
 def _examine_foreign(path: Path, advance: Advance) -> Report:
-    words, files = list_files(path)
+    words, _, *files = list_files(path)
     faults = []
     try:
         read_foreign(path)
@@ -86,7 +76,11 @@ def _examine_foreign(path: Path, advance: Advance) -> Report:
     return _report(words, files, "structure, and checksums where torch.save wrote them", faults)
 
 
+def _files_in(places: list[Path]) -> list[Path]:
+    return [file for place in places for file in (place.rglob("*") if place.is_dir() else [place]) if file.is_file()]
+
+
 def _report(words: str, places: list[Path], means: str, faults: list[str]) -> Report:
-    files = [file for place in places for file in (place.rglob("*") if place.is_dir() else [place]) if file.is_file()]
+    files = _files_in(places)
     size_bytes = sum(file.stat().st_size for file in files)
     return Report(format=words, num_files=len(files), size_bytes=size_bytes, means=means, faults=tuple(faults))

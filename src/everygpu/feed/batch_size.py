@@ -1,6 +1,5 @@
 """The largest batch that fits: found by running the user's own step on larger and larger ones."""
 
-import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ from everygpu.ranks.group import joined
 
 STEPS_PER_TRIAL = 2
 """The first step makes the optimizer's state, the second has it beside its activations."""
-
 PRECISION = 0.05
 """The search stops when the largest size that fits and the smallest that doesn't are this close."""
 
@@ -101,28 +99,34 @@ def find_batch_size(
     """
     _check_kinds(step, model, optimizer)
     route = find_route(model, None, None)
-    gpus = require_gpus(route.devices)
+    count, gpus, wrapper = len(route.devices), require_gpus(route.devices), data_parallel_in(model)
     most = _as_whole(max_rows, "max_rows")
-    lowest = min(len(route.devices), most) if min_rows is None else _as_whole(min_rows, "min_rows")
-    num_rows = find_rows([("batch", batch)], route.dim, len(route.devices))
-    _check_options(num_rows, lowest, most, headroom_pct)
+    lowest = min(count, most) if min_rows is None else _as_whole(min_rows, "min_rows")
+    num_rows = find_rows([("batch", batch)], route.dim, count)
+    if not num_rows:
+        raise OptionError(
+            "find_batch_size: batch must have a tensor with rows, got none. Pass one batch of the loader."
+        )
+    if not 1 <= lowest <= most:
+        raise OptionError(f"find_batch_size: needs 1 <= min_rows <= max_rows, got {lowest} and {most}.")
+    if not is_number(headroom_pct) or not 0 <= headroom_pct < 100:
+        raise OptionError(f"find_batch_size: headroom_pct must be from 0 to below 100, got {headroom_pct!r}.")
     trials: list[BatchTrial] = []
 
     def fits(size: int) -> bool:
         for gpu in gpus:
             torch.cuda.reset_peak_memory_stats(gpu)
-        is_fit = _attempt(step, resize(batch, size, route.dim, len(route.devices)), gpus)
+        is_fit = _attempt(step, resize(batch, size, route.dim, count), gpus)
         peak = max((torch.cuda.max_memory_reserved(gpu) for gpu in gpus), default=0)
         trials.append(BatchTrial(num_rows=size, fits=is_fit, peak_bytes=peak))
-        wrapper = data_parallel_in(model)
         if wrapper is not None:
             wrapper.release()  # of each size, compiled replicas keep memory
         _return_memory(gpus)
         return is_fit
 
-    start = min(max(num_rows or 0, lowest), most)
-    with _limited_memory(gpus, headroom_pct), restored(model, optimizer):
-        everywhere = _on_all_ranks(lambda: find_size(fits, start, lowest, most, grain=len(route.devices)))
+    start = min(max(num_rows, lowest), most)
+    with _limited_memory(gpus, headroom_pct), _restored(model, optimizer):
+        everywhere = _on_all_ranks(lambda: _find_size(fits, start, lowest, most, grain=count))
     sizes = [size for size in everywhere if size is not None]
     if len(sizes) < len(everywhere):
         raise torch.OutOfMemoryError(
@@ -132,36 +136,8 @@ def find_batch_size(
     return BatchSizeReport(num_rows=min(sizes) * len(sizes), trials=tuple(trials), is_limit=min(sizes) == most)
 
 
-def _on_all_ranks(search: Callable[[], int | None]) -> list[int | None]:
-    """Have each rank search by itself, and return what all have found.
-
-    Raises:
-        RankError: the step has failed on another rank.
-    """
-    group = joined()
-    if group is None:
-        return [search()]
-    found, error = None, None
-    with group.apart():
-        try:
-            found = search()
-        except Exception as raised:  # noqa: BLE001 - raised below
-            error = raised
-    everywhere = group.gather((found, None if error is None else f"{type(error).__name__}: {error}"))
-    if error is not None:
-        raise error
-    for rank, (_, failure) in enumerate(everywhere):
-        if failure is not None:
-            raise RankError(f"find_batch_size: the step failed on rank {rank}: {failure}")
-    return [size for size, _ in everywhere]
-
-
 def require_gpus(devices: Sequence[torch.device]) -> list[torch.device]:
-    """Return the GPUs among the devices of a model, each once.
-
-    Raises:
-        DeviceError: there is none.
-    """
+    """Return the GPUs among the devices of a model, each once."""
     gpus = [d for d in dict.fromkeys(devices) if d.type == "cuda"]
     if not gpus:
         raise DeviceError(
@@ -171,47 +147,8 @@ def require_gpus(devices: Sequence[torch.device]) -> list[torch.device]:
     return gpus
 
 
-def find_size(fits: Callable[[int], bool], start: int, lowest: int, highest: int, grain: int) -> int | None:
-    """Search for the largest size that fits: double or halve until a smaller fits and a larger doesn't, then bisect.
-
-    Args:
-        fits: Tries a size.
-        start: The first to try.
-        lowest: The smallest to try.
-        highest: The largest to try.
-        grain: Sizes in between are multiples of this.
-    Returns:
-        A size that fits; None when the smallest doesn't.
-    """
-    low, high = start, highest + 1
-    if fits(start):
-        while low < highest:
-            larger = min(2 * low, highest)
-            if not fits(larger):
-                high = larger
-                break
-            low = larger
-    else:
-        while True:
-            if low == lowest:
-                return None
-            high, low = low, max(low // 2, lowest)
-            if fits(low):
-                break
-    while (middle := _between(low, high, grain)) is not None:
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
 def resize(batch: Any, num_rows: int, dim: int, num_devices: int = 0) -> Any:
-    """Make a batch of another size by repeating rows.
-
-    Args:
-        batch: Any nesting of containers with tensors of shape (..., rows, ...), 1 row or more.
-        num_rows: Rows of the result.
-        dim: Where they are.
-        num_devices: As for ``find_rows``.
-    """
+    """Make a batch of another size by repeating the rows that its tensors have along a dimension."""
     num_own = find_rows([("batch", batch)], dim, num_devices)
 
     def repeat(leaf: Any) -> Any:
@@ -232,59 +169,79 @@ def resize(batch: Any, num_rows: int, dim: int, num_devices: int = 0) -> Any:
         return tree.map_leaves(repeat, batch, open_batch)
 
 
+def _find_size(fits: Callable[[int], bool], start: int, lowest: int, highest: int, grain: int) -> int | None:
+    """Double or halve until a smaller size fits and a larger doesn't, then bisect in multiples of the grain."""
+    low, high, size = 0, highest + 1, start
+    while True:
+        if fits(size):
+            low = size
+        else:
+            high = size
+        if high == lowest:
+            return None
+        if low == 0:
+            size = max(high // 2, lowest)
+        elif high > highest:
+            size = min(2 * low, highest)
+        else:
+            middle = (low + high) // 2
+            rounded = middle // grain * grain
+            size = rounded if low < rounded < high else middle if low < grain else low
+        if size == low or (low and high <= highest and high - low <= max(1, PRECISION * low)):
+            return low
+
+
+def _on_all_ranks(search: Callable[[], int | None]) -> list[int | None]:
+    """Have each rank search by itself; return what all have found, or raise a RankError if the step failed on one."""
+    group = joined()
+    if group is None:
+        return [search()]
+    found, error = None, None
+    with group.apart():
+        try:
+            found = search()
+        except Exception as raised:  # noqa: BLE001 - raised below
+            error = raised
+    everywhere = group.gather((found, None if error is None else f"{type(error).__name__}: {error}"))
+    if error is not None:
+        raise error
+    for rank, (_, failure) in enumerate(everywhere):
+        if failure is not None:
+            raise RankError(f"find_batch_size: the step failed on rank {rank}: {failure}")
+    return [size for size, _ in everywhere]
+
+
 @contextmanager
-def restored(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+def _restored(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
     """Put back parameters, buffers, gradients, training flags, the optimizer's state and all random generators.
 
-    Copies wait on the CPU meanwhile, so that the GPUs' memory is the steps' own. The tensors stay the same
-    objects, for optimizers and others refer to them; buffers that a step has replaced are the old ones again.
+    Copies wait on the CPU meanwhile, so that the GPUs' memory is the steps' own. The model's tensors stay the same
+    objects; buffers that a step has replaced are the old ones again.
     """
     tensors = [*model.parameters(), *model.buffers()]
-    values = [_on_host(t) for t in tensors]
-    grads = [(t.grad, _on_host(t.grad)) if t.is_leaf and t.grad is not None else None for t in tensors]
+    tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+    values = [(t, _on_host(t)) for t in tensors]
+    grads = [(t, t.grad) for t in tensors if t.is_leaf]
     flags = [(module, module.training) for module in model.modules()]
     buffers = [(module, name, t) for module in model.modules() for name, t in module._buffers.items()]
-    put_optimizer_back = None if optimizer is None else _save_optimizer(optimizer)
+    state = None if optimizer is None else tree.map_leaves(_on_host, optimizer.state_dict())
     with rng_states_kept():
         try:
             yield
         finally:
             with torch.no_grad():
-                for t, value, grad in zip(tensors, values, grads):
+                for t, grad in grads:
+                    t.grad = grad
+                for t, value in values:
                     t.copy_(value)
-                    if t.is_leaf:
-                        t.grad = None if grad is None else grad[0].copy_(grad[1])
             for module, is_training in flags:
                 module.training = is_training
             for module, name, buffer in buffers:
                 if getattr(module, name) is not buffer:
                     setattr(module, name, buffer)
-            if put_optimizer_back is not None:
-                put_optimizer_back()
-
-
-def _save_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Return a call that puts an optimizer back to where it is, in the same tensors."""
-    stock = getattr(optimizer, "module", optimizer)
-    if stock._optimizer_state_dict_pre_hooks:
-        # Its state is elsewhere, as ShardedOptimizer's is on all devices, and brought together by these hooks.
-        whole = tree.map_leaves(lambda x: _on_host(x) if isinstance(x, Tensor) else x, optimizer.state_dict())
-        return lambda: optimizer.load_state_dict(whole)
-    state = {p: tree.map_leaves(lambda leaf: leaf, known) for p, known in optimizer.state.items()}
-    groups = [{k: copy.copy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    everything = [*state.values(), *({**g, "params": None} for g in optimizer.param_groups)]
-    values = [(leaf, _on_host(leaf)) for _, leaf in tree.leaves(everything, "") if isinstance(leaf, Tensor)]
-
-    def put_back() -> None:
-        with torch.no_grad():
-            for t, value in values:
-                t.copy_(value)
-        optimizer.state.clear()
-        optimizer.state.update(state)
-        for group, saved in zip(optimizer.param_groups, groups):
-            group.update(saved)
-
-    return put_back
+            if optimizer is not None and state is not None:
+                getattr(optimizer, "module", optimizer).state.clear()  # room for the old one
+                optimizer.load_state_dict(state)
 
 
 def _attempt(step: Callable[[Any], object], batch: Any, gpus: Sequence[torch.device]) -> bool:
@@ -325,19 +282,8 @@ def _return_memory(gpus: Sequence[torch.device]) -> None:
             torch.cuda.empty_cache()
 
 
-def _on_host(t: Tensor) -> Tensor:
-    return t.detach().to("cpu", copy=True)
-
-
-def _between(fits: int, fails: int, grain: int) -> int | None:
-    """Choose a size in the middle: a multiple of the grain, or None when the two are close enough."""
-    if fails - fits <= max(1, PRECISION * fits):
-        return None
-    middle = (fits + fails) // 2
-    rounded = middle // grain * grain
-    if fits < rounded < fails:
-        return rounded
-    return None if fits >= grain else middle
+def _on_host(leaf: Any) -> Any:
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
 
 
 def _check_kinds(step: Any, model: Any, optimizer: Any) -> None:
@@ -355,17 +301,6 @@ def _check_kinds(step: Any, model: Any, optimizer: Any) -> None:
             f"find_batch_size: optimizer must be a torch optimizer, got {describe(optimizer)}. "
             f"Pass the one that step uses, or leave it out."
         )
-
-
-def _check_options(num_rows: int | None, min_rows: int, max_rows: int, headroom_pct: Any) -> None:
-    if not num_rows:
-        raise OptionError(
-            "find_batch_size: batch must have a tensor with rows, got none. Pass one batch of the loader."
-        )
-    if not 1 <= min_rows <= max_rows:
-        raise OptionError(f"find_batch_size: needs 1 <= min_rows <= max_rows, got {min_rows} and {max_rows}.")
-    if not is_number(headroom_pct) or not 0 <= headroom_pct < 100:
-        raise OptionError(f"find_batch_size: headroom_pct must be from 0 to below 100, got {headroom_pct!r}.")
 
 
 def _as_whole(value: Any, name: str) -> int:

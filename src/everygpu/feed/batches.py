@@ -42,14 +42,7 @@ class SentBatch:
 
 
 def send_batch(batch: Any, route: ScatterSpec) -> SentBatch:
-    """Queue the copies of every tensor in a batch.
-
-    Args:
-        batch: Any nesting of containers. Tensors of shape (..., rows, ...), of whatever memory.
-        route: Where to.
-    Raises:
-        SplitError: tensors disagree on the number of rows.
-    """
+    """Queue the copies of every tensor in a batch: any nesting of containers, tensors of shape (..., rows, ...)."""
     plan = None
     if len(route.devices) > 1:
         num_rows = find_rows([("batch", batch)], route.dim, len(route.devices))

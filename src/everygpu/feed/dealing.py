@@ -9,7 +9,7 @@ import functools
 import logging
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
@@ -33,9 +33,12 @@ Kind: TypeAlias = Literal["indexed", "whole", "sharded"]
 
 def kind_of(loader: Any, sharded: bool) -> Kind:
     """Tell how a loader's batches are dealt to ranks."""
-    if sharded or is_split_already(loader):
+    is_split = any(isinstance(s, DistributedSampler) and s.num_replicas > 1 for s in samplers_of(loader))
+    if sharded or (is_split and isinstance(loader, DataLoader)):
         return "sharded"
-    return "indexed" if _has_index_lists(loader) else "whole"
+    if not is_data_loader(loader) or isinstance(loader.dataset, IterableDataset):
+        return "whole"
+    return "indexed" if loader.batch_sampler is not None or isinstance(loader.sampler, BatchSampler) else "whole"
 
 
 def is_data_loader(loader: Any) -> bool:
@@ -47,19 +50,10 @@ def is_data_loader(loader: Any) -> bool:
     return issubclass(type(loader), DataLoader) and not hasattr(loader, "load_state_dict")
 
 
-def is_split_already(loader: Any) -> bool:
-    """Tell whether a loader gives a rank its own rows, by a sampler of torch's that does so."""
+def samplers_of(loader: Any) -> list[Any]:
+    """List a DataLoader's samplers; None for those that it has not."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    samplers: Sequence[Any] = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    return isinstance(loader, DataLoader) and any(
-        isinstance(s, DistributedSampler) and s.num_replicas > 1 for s in samplers
-    )
-
-
-def _has_index_lists(loader: Any) -> bool:
-    if not is_data_loader(loader) or isinstance(loader.dataset, IterableDataset):
-        return False
-    return loader.batch_sampler is not None or isinstance(loader.sampler, BatchSampler)
+    return [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
 
 
 @functools.cache
@@ -78,12 +72,7 @@ def say_once(kind: Kind) -> None:
 
 
 class Dealing:
-    """How one pass's batches are dealt to this rank.
-
-    Args:
-        group: The ranks.
-        kind: What the loader gives.
-    """
+    """How one pass's batches are dealt to this rank."""
 
     def __init__(self, group: Group, kind: Kind) -> None:
         self.group, self.kind = group, kind
@@ -118,13 +107,7 @@ class Dealing:
         self._first = repr([list(batch) for batch in batches])
 
     def check(self, sampler: Any) -> None:
-        """Compare the first batch's indices and the number of batches, once the order is drawn.
-
-        Args:
-            sampler: Draws the order.
-        Raises:
-            RankError: ranks have drawn different orders, by which rows would be lost.
-        """
+        """Compare the first batch's indices and the number of batches, once the order is drawn: else rows are lost."""
         if self.kind != "indexed":
             return
         try:

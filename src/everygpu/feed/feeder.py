@@ -13,7 +13,7 @@ from everygpu.devices import parse_devices
 from everygpu.devices.parse import DeviceLike
 from everygpu.errors import OptionError
 from everygpu.feed.one_pass import Feed
-from everygpu.feed.order import Order, check_in_order
+from everygpu.feed.order import Order
 from everygpu.feed.waiting import FeedReport, WaitMeter
 from everygpu.keys import wrapped_child
 from everygpu.parallel.data_parallel import DataParallel
@@ -83,7 +83,6 @@ class Feeder:
         kind = type(loader)
         if getattr(kind, "__iter__", None) is None and getattr(kind, "__getitem__", None) is None:
             raise OptionError(f"Feeder: {describe(loader)} is no iterable of batches. Pass for instance a DataLoader.")
-        check_in_order(loader)
         check_target(model_or_devices, "Feeder")
         _check_options(prefetch, seed, dim, timeout, sharded)
         self.loader = loader
@@ -170,8 +169,11 @@ def find_route(target: Target, split: Split | None, dim: int | None) -> ScatterS
     model = data_parallel_in(target) if isinstance(target, nn.Module) else None
     if model is not None:
         devices, model_split, model_dim = list(model.replica_devices), model.split, model.dim
+    elif isinstance(target, nn.Module):
+        tensor = next(iter([*target.parameters(), *target.buffers()]), torch.empty(0, device="cpu"))
+        devices, model_split, model_dim = [tensor.device], default_split(), 0
     else:
-        devices, model_split, model_dim = _devices_of(target), default_split(), 0
+        devices, model_split, model_dim = parse_devices(target), default_split(), 0
     settled = settle_split(model_split if split is None else split, devices)
     return ScatterSpec(devices=tuple(devices), dim=model_dim if dim is None else dim, split=settled)
 
@@ -187,11 +189,7 @@ def data_parallel_in(model: nn.Module) -> DataParallel | None:
 
 
 def check_target(target: Any, caller: str) -> None:
-    """Refuse what is neither a model nor could be devices; those are looked at by ``parse_devices``.
-
-    Raises:
-        OptionError: saying what was passed and what to pass.
-    """
+    """Refuse what is neither a model nor could be devices; those are looked at by ``parse_devices``."""
     is_known = target is None or isinstance(target, (nn.Module, TrainStep, str, torch.device, SupportsIndex))
     if not is_known and (isinstance(target, DataLoader) or not isinstance(target, Iterable)):
         raise OptionError(
@@ -223,10 +221,3 @@ def _check_options(prefetch: Any, seed: Any, dim: Any, timeout: Any, sharded: An
         raise OptionError(f"Feeder: dim must be an int, got {dim!r}. Leave it out for the model's, else 0.")
     if not isinstance(sharded, bool):
         raise OptionError(f"Feeder: sharded must be True or False, got {sharded!r}. Leave it out for False.")
-
-
-def _devices_of(target: nn.Module | Devices) -> list[torch.device]:
-    if not isinstance(target, nn.Module):
-        return parse_devices(target)
-    tensor = next(iter([*target.parameters(), *target.buffers()]), None)
-    return [torch.device("cpu") if tensor is None else tensor.device]

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass
+from threading import Event
 from typing import Any
 
 from everygpu.errors import FeedTimeoutError, WorkerError
@@ -34,8 +35,8 @@ class _Prepared:
     """A batch on its way to the loop."""
 
     sent: SentBatch
-    load_s: float
-    send_s: float
+    load_s: float = 0.0
+    send_s: float = 0.0
 
 
 _Ready = queue.SimpleQueue[_Prepared | BaseException]
@@ -43,15 +44,7 @@ _Ready = queue.SimpleQueue[_Prepared | BaseException]
 
 
 class Feed:
-    """One pass over a loader; made by ``iter(feeder)``.
-
-    Args:
-        order: Of the loader; begins the pass.
-        route: Where rows go.
-        prefetch: Batches prepared ahead; 0 for none, and no thread.
-        timeout_s: How long a batch may take to come; None for as long as it takes.
-        meter: Is told how long each step took.
-    """
+    """One pass over a loader; made by ``iter(feeder)``."""
 
     def __init__(
         self, order: Order, route: ScatterSpec, prefetch: int, timeout_s: float | None, meter: WaitMeter
@@ -154,13 +147,12 @@ class Feed:
             raise StopIteration
         if prepared is not None:
             return prepared
-        return _Prepared(sent=send_batch(lockstep.empty_batch(), self._route), load_s=0.0, send_s=0.0)
+        return _Prepared(sent=send_batch(lockstep.empty_batch(), self._route))
 
     def _measure(self, prepared: _Prepared, asked_at: float) -> None:
-        now = time.perf_counter()
-        if self._handed_over_at is not None:
-            times = {"load_s": prepared.load_s, "send_s": prepared.send_s}
-            self._meter.add(StepTime(total_s=now - self._handed_over_at, wait_s=now - asked_at, **times))
+        now, before = time.perf_counter(), self._handed_over_at
+        if before is not None:
+            self._meter.add(StepTime(now - before, now - asked_at, prepared.load_s, prepared.send_s))
         self._handed_over_at = now
 
     def _finish(self, error: BaseException) -> None:
@@ -184,12 +176,7 @@ def _prepare(source: Source, route: ScatterSpec, dealing: Dealing | None) -> _Pr
 
 
 def _prepare_batches(
-    source: Source,
-    route: ScatterSpec,
-    dealing: Dealing | None,
-    ready: _Ready,
-    room: threading.Semaphore,
-    stop: threading.Event,
+    source: Source, route: ScatterSpec, dealing: Dealing | None, ready: _Ready, room: threading.Semaphore, stop: Event
 ) -> None:
     """Prepare batches until the loader ends or the loop is left: the thread's target."""
     kill = False
@@ -206,12 +193,7 @@ def _prepare_batches(
 
 
 def _end_pass(
-    source: Source,
-    ready: _Ready,
-    room: threading.Semaphore,
-    stop: threading.Event,
-    thread: threading.Thread | None,
-    pid: int,
+    source: Source, ready: _Ready, room: threading.Semaphore, stop: Event, thread: threading.Thread | None, pid: int
 ) -> None:
     """End a pass's thread and workers, whatever they are doing; in the thread of the loop."""
     if pid != os.getpid():  # a fork has copied neither, and locks as they were: perhaps taken

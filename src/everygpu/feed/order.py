@@ -12,6 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from operator import index
 from typing import Any
@@ -33,33 +34,36 @@ from torch.utils.data import (
 from everygpu.checkpoint.rng import rng_states_kept
 from everygpu.devices.seed import derive_seed
 from everygpu.errors import CheckpointMismatchError, OptionError
-from everygpu.feed.dealing import Dealing, Kind, is_data_loader, kind_of, say_once
+from everygpu.feed.dealing import Dealing, Kind, is_data_loader, kind_of, samplers_of, say_once
 from everygpu.ranks.group import join
 from everygpu.torch_private.data import LoaderIterator
 
+_WORDS = {
+    "batches": "number of batches",
+    "rows": "number of rows",
+    "batch_size": "batch_size",
+    "shuffle": "shuffle",
+    "num_workers": "num_workers (over an IterableDataset)",
+}
+"""What has to be the same for a pass to go on in its middle."""
 
+
+@dataclass(slots=True, kw_only=True)
 class Pass:
-    """How far the training loop is in one pass.
+    """How far the training loop is in one pass; an older one that goes on doesn't move a later one's position."""
 
-    Each pass has one of its own, so an older pass that goes on doesn't move the position of a later one.
-    """
-
-    __slots__ = ("batch", "digest", "drawn", "epoch", "indices", "is_last", "own")
-
-    def __init__(
-        self, epoch: int = 0, batch: int = 0, digest: int | None = None, own: Any = None, is_last: bool = False
-    ) -> None:
-        self.epoch, self.batch = epoch, batch
-        self.digest = digest
-        """Of the indices of the last batch that was used before the pass was resumed."""
-        self.own = own
-        """The loader's own state, or its sampler's or dataset's, after the last batch that was used."""
-        self.is_last = is_last
-        """Whether that is the state after the whole pass."""
-        self.drawn: deque[tuple[Any, Any, bool]] = deque()
-        """Indices, own state and whether it is the last one, of the batches that are drawn and not used yet."""
-        self.indices: Any = None
-        """Of the batch that was used last; None before the first one."""
+    epoch: int = 0
+    batch: int = 0
+    digest: int | None = None
+    """Of the indices of the last batch that was used before the pass was resumed."""
+    own: Any = None
+    """The loader's own state, or its sampler's or dataset's, after the last batch that was used."""
+    is_last: bool = False
+    """Whether that is the state after the whole pass."""
+    indices: Any = None
+    """Of the batch that was used last; None before the first one."""
+    drawn: deque[tuple[Any, Any, bool]] = field(default_factory=deque)
+    """Indices, own state and whether it is the last one, of the batches that are drawn and not used yet."""
 
     def count(self) -> None:
         """Count a batch as used."""
@@ -74,27 +78,25 @@ class Pass:
 
 
 class Order:
-    """Begins the passes over one loader, and knows the position.
-
-    Args:
-        loader: Any iterable of batches.
-        seed: Of all orders; None to draw one from the loader's generator, or torch's.
-        sharded: Whether each rank's loader gives that rank's own rows.
-    """
+    """Begins the passes over one loader, and knows the position."""
 
     def __init__(self, loader: Any, seed: int | None, sharded: bool) -> None:
-        generators = generators_of([loader, *_samplers_of(loader)], Sampler)
-        self.seed = _draw_seed(generators) if seed is None else seed
+        if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
+            raise OptionError(
+                "Feeder: a DataLoader with in_order=False can't be resumed: its batches are not counted in the order "
+                "they were drawn in. Leave in_order out."
+            )
+        self._generators = _generators_of([loader, *samplers_of(loader)], Sampler)
+        self._dataset_generators = _generators_of([getattr(loader, "dataset", None)], Dataset)
+        self.seed = _draw_seed(self._generators) if seed is None else seed
         self.kind: Kind = kind_of(loader, sharded)
         self.is_alone = False
         """Whether this rank begins passes without the others."""
-        self._advises = not sharded
-        self._loader = loader
-        self._dataset_generators = generators_of([getattr(loader, "dataset", None)], Dataset)
-        self._pass = Pass()
-        self._is_resumed = False
+        self._advises, self._loader = not sharded, loader
+        self._pass, self._is_resumed = Pass(), False
         self._sampler: _OrderSampler | None = None
-        self._generators = generators
+        self._holder = loader if _keeps_state(loader) else None
+        """What keeps a state of its own: the loader, a sampler, or an IterableDataset that is read in this process."""
         self.iterated = loader
         """What is iterated: of a DataLoader a copy, with a sampler that can begin in the middle."""
         if is_data_loader(loader):
@@ -104,10 +106,11 @@ class Order:
             own["_iterator"], own["generator"] = None, None
             if isinstance(loader.dataset, IterableDataset):
                 own["persistent_workers"] = False  # the generators of those that persist can't be seeded
+                self._holder = loader.dataset if loader.num_workers == 0 and _keeps_state(loader.dataset) else None
             else:
                 name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-                self._sampler = own[name] = _OrderSampler(getattr(loader, name), generators)
-        self._holder = _find_holder(loader) if self._sampler is None else self._sampler.holder
+                self._sampler = own[name] = _OrderSampler(getattr(loader, name), self._generators)
+                self._holder = self._sampler.holder
 
     @property
     def epoch(self) -> int:
@@ -119,15 +122,12 @@ class Order:
 
         Returns:
             The batches, where to count those that are used, and what takes this rank's rows of each.
-        Raises:
-            RankError: ranks have drawn different orders.
-            CheckpointMismatchError: the order drawn again is not the one that was saved.
         """
         old, is_resumed = self._pass, self._is_resumed
         if is_resumed:
-            now = Pass(old.epoch, old.batch, old.digest, old.own, old.is_last)
+            now = replace(old, drawn=deque())
         else:
-            now = Pass(old.epoch + (old.batch > 0), own=None if old.batch else old.own)
+            now = Pass(epoch=old.epoch + (old.batch > 0), own=None if old.batch else old.own)
         group = None if self.is_alone else join()
         dealing = None if group is None else Dealing(group, self.kind)
         rank = 0
@@ -155,23 +155,41 @@ class Order:
             "epoch": now.epoch,
             "batch": now.batch,
             "seed": self.seed,
-            "last_batch": now.digest if now.indices is None else digest_of(now.indices),
+            "last_batch": now.digest if now.indices is None else _digest_of(now.indices),
             "own": now.own,
             "is_last": now.is_last,
             "data": self._describe(),
         }
 
     def load_state_dict(self, state: Any) -> None:
-        """Go to a position; the next pass begins there.
-
-        Raises:
-            CheckpointMismatchError: it is no position, or in the middle of a pass over other data.
-        """
-        self._check(state)
+        """Go to a position, where the next pass begins; one of other data is refused in the middle of a pass."""
+        try:
+            is_position = min(index(state[name]) for name in ("epoch", "batch", "seed")) >= 0
+            is_position &= isinstance(state["data"], dict) and {"own", "is_last", "last_batch"} <= state.keys()
+        except (LookupError, TypeError, AttributeError):
+            is_position = False
+        if not is_position:
+            raise CheckpointMismatchError(
+                f"Feeder: no position: {state!r:.200}. Pass what Feeder.state_dict returned, or leave it out."
+            )
+        if state["own"] is not None and self._holder is None:
+            raise CheckpointMismatchError(
+                "Feeder: the saved position is that of a loader, sampler or dataset with a state_dict of its own, and "
+                f"{type(self._loader).__qualname__} has none. Make the loader as it was, or leave the position out."
+            )
+        now = self._describe() if state["batch"] and self.kind != "sharded" else {}
+        for name, value in now.items():
+            before = state["data"].get(name)
+            if None not in (before, value) and before != value:
+                raise CheckpointMismatchError(
+                    f"Feeder: the position is in the middle of a pass, and the {_WORDS[name]} was {before} then, "
+                    f"{value} now: rows would be repeated and others left out. Make the DataLoader as it was, or leave "
+                    f"the position out."
+                )
         # Of parts, what was saved is rank 0's.
         digest = None if self.kind == "sharded" else state["last_batch"]
-        self._pass = Pass(state["epoch"], state["batch"], digest, state["own"], state["is_last"])
-        self.seed, self._is_resumed = state["seed"], True
+        about = {name: state[name] for name in ("epoch", "batch", "own", "is_last")}
+        self._pass, self.seed, self._is_resumed = Pass(**about, digest=digest), state["seed"], True
 
     def close(self) -> None:
         """End the workers that wait for the next pass."""
@@ -221,54 +239,13 @@ class Order:
             "num_workers": getattr(loader, "num_workers", None) if reads_again else None,
         }
 
-    def _check(self, state: Any) -> None:
-        try:
-            is_position = min(index(state["epoch"]), index(state["batch"]), index(state["seed"])) >= 0
-            is_position = (
-                is_position and isinstance(state["data"], dict) and {"own", "is_last", "last_batch"} <= state.keys()
-            )
-        except (LookupError, TypeError, AttributeError):
-            is_position = False
-        if not is_position:
-            raise CheckpointMismatchError(
-                f"Feeder: no position: {state!r:.200}. Pass what Feeder.state_dict returned, or leave it out."
-            )
-        if state["own"] is not None and self._holder is None:
-            raise CheckpointMismatchError(
-                "Feeder: the saved position is that of a loader, sampler or dataset with a state_dict of its own, and "
-                f"{type(self._loader).__qualname__} has none. Make the loader as it was, or leave the position out."
-            )
-        if not state["batch"] or self.kind == "sharded":
-            return
-        words = {
-            "batches": "number of batches",
-            "rows": "number of rows",
-            "batch_size": "batch_size",
-            "shuffle": "shuffle",
-            "num_workers": "num_workers (over an IterableDataset)",
-        }
-        now = self._describe()
-        for name, what in words.items():
-            before = state["data"].get(name)
-            if None not in (before, now[name]) and before != now[name]:
-                raise CheckpointMismatchError(
-                    f"Feeder: the position is in the middle of a pass, and the {what} was {before} then, {now[name]} "
-                    f"now: rows would be repeated and others left out. Make the DataLoader as it was, or leave the "
-                    f"position out."
-                )
-
 
 class _OrderSampler:
-    """Takes the place of a DataLoader's sampler: draws its order from a seed, and leaves out what was used.
-
-    Args:
-        sampler: The DataLoader's own.
-        generators: That its order may come from.
-    """
+    """Takes the place of a DataLoader's sampler: draws its order from a seed, and leaves out what was used."""
 
     def __init__(self, sampler: Any, generators: Sequence[Any]) -> None:
         self._sampler, self._generators = sampler, generators
-        self.holder = next((s for s in _with_inner([sampler], Sampler) if keeps_state(s)), None)
+        self.holder = next((s for s in _with_inner([sampler], Sampler) if _keeps_state(s)), None)
         """The sampler that keeps a state of its own; None where there is none."""
         self.is_asked = False
         """Whether the pass has asked for indices."""
@@ -306,7 +283,7 @@ class _OrderSampler:
         self._num_ended += 1
 
 
-def keeps_state(value: Any) -> bool:
+def _keeps_state(value: Any) -> bool:
     """Tell whether a loader, sampler or dataset has a state to save and load.
 
     Accelerate's loaders have the methods, too, but fail unless the loader that they hold has them.
@@ -316,30 +293,26 @@ def keeps_state(value: Any) -> bool:
     return all(map(callable, methods)) and not isinstance(value, torch.nn.Module)
 
 
-def generators_of(holders: Iterable[Any], within: type) -> list[Any]:
+def _generators_of(holders: Iterable[Any], within: type) -> list[Any]:
     """Find the generators that are attributes of some objects, and of those of a type within them, each once."""
+    kinds = (random.Random, torch.Generator, numpy.random.Generator, numpy.random.RandomState)
     values = [value for holder in _with_inner(holders, within) for value in _attributes(holder)]
-    return list({id(value): value for value in values if _is_generator(value)}.values())
+    found = [v for v in values if isinstance(v, kinds) and not isinstance(v, random.SystemRandom)]
+    return list({id(value): value for value in found}.values())
 
 
-def digest_of(indices: Sequence[Any]) -> int | None:
-    """Return the CRC-32 of a batch's indices as a list in text; None where they are no whole numbers."""
-    try:
-        return zlib.crc32(str([index(i) for i in indices]).encode()) if indices else None
-    except TypeError:
-        return None
+def _with_inner(holders: Iterable[Any], within: type) -> list[Any]:
+    left, found = list(holders), {}
+    while left:
+        holder = left.pop(0)
+        if holder is not None and id(holder) not in found:
+            found[id(holder)] = holder
+            left += [value for value in _attributes(holder) if isinstance(value, within)]
+    return list(found.values())
 
 
-def _samplers_of(loader: Any) -> list[Any]:
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    return [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
-
-
-def _find_holder(loader: Any) -> Any:
-    """Return what keeps a state of its own: the loader, or an IterableDataset that is read in this process."""
-    if not is_data_loader(loader):
-        return loader if keeps_state(loader) else None
-    return loader.dataset if loader.num_workers == 0 and keeps_state(loader.dataset) else None
+def _attributes(holder: Any) -> list[Any]:
+    return list(getattr(holder, "__dict__", {}).values())
 
 
 def _draw_seed(generators: Sequence[Any]) -> int:
@@ -371,25 +344,6 @@ def _reseed(generators: Sequence[Any]) -> None:
             generator.bit_generator.state = type(generator.bit_generator)(number).state
         else:
             generator.seed(number % 2**32)
-
-
-def _is_generator(value: Any) -> bool:
-    is_python = isinstance(value, random.Random) and not isinstance(value, random.SystemRandom)
-    return is_python or isinstance(value, (torch.Generator, numpy.random.Generator, numpy.random.RandomState))
-
-
-def _with_inner(holders: Iterable[Any], within: type) -> list[Any]:
-    left, found = list(holders), {}
-    while left:
-        holder = left.pop(0)
-        if holder is not None and id(holder) not in found:
-            found[id(holder)] = holder
-            left += [value for value in _attributes(holder) if isinstance(value, within)]
-    return list(found.values())
-
-
-def _attributes(holder: Any) -> list[Any]:
-    return list(getattr(holder, "__dict__", {}).values())
 
 
 def _begun(batches: Iterator[Any]) -> Iterator[Any]:
@@ -431,9 +385,17 @@ def _frozen(indices: Any) -> Any:
     return tuple(indices) if isinstance(indices, (list, tuple)) else (indices,) if isinstance(indices, int) else ()
 
 
+def _digest_of(indices: Sequence[Any]) -> int | None:
+    """Return the CRC-32 of a batch's indices as a list in text; None where they are no whole numbers."""
+    try:
+        return zlib.crc32(str([index(i) for i in indices]).encode()) if indices else None
+    except TypeError:
+        return None
+
+
 def _check_drawn_again(used: Iterable[Any], digest: int | None) -> None:
     for again in used:
-        now = digest_of(_frozen(again))
+        now = _digest_of(_frozen(again))
         if None not in (digest, now) and digest != now:
             raise CheckpointMismatchError(
                 "Feeder: the sampler doesn't draw the same order again in the middle of a pass, so samples would be "
@@ -457,16 +419,3 @@ def _is_shuffled(loader: Any) -> bool | None:
     kind = type(getattr(loader if batch_sampler is None else batch_sampler, "sampler", None))
     is_drawn = kind in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
     return False if kind is SequentialSampler else True if is_drawn else None
-
-
-def check_in_order(loader: Any) -> None:
-    """Refuse a DataLoader whose batches come as they are ready: which of them were used can't be told by counting.
-
-    Raises:
-        OptionError: saying so.
-    """
-    if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
-        raise OptionError(
-            "Feeder: a DataLoader with in_order=False can't be resumed: its batches are not counted in the order they "
-            "were drawn in. Leave in_order out."
-        )

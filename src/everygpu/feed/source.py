@@ -32,13 +32,7 @@ class Stopped(Exception):  # noqa: N818 - no error: the loop was left
 
 
 class Source:
-    """An iterator over batches.
-
-    Args:
-        iterator: Of the user's loader.
-        loader: Where it comes from.
-        stop: Set when the loop was left.
-    """
+    """An iterator over a loader's batches, which ends when ``stop`` is set."""
 
     def __init__(self, iterator: Iterator[Any], loader: Any, stop: threading.Event) -> None:
         self._iterator: Any = iterator
@@ -50,13 +44,7 @@ class Source:
             _watch(iterator, stop)
 
     def fetch(self) -> Any:
-        """Return the next batch.
-
-        Raises:
-            StopIteration: there is none.
-            Stopped: the loop was left.
-            WorkerError: a worker process died.
-        """
+        """Return the next batch; raise Stopped where the loop was left, a WorkerError where a worker has died."""
         try:
             return next(self._iterator)
         except (RuntimeError, OSError, EOFError) as error:
@@ -80,11 +68,7 @@ class Source:
         return []
 
     def end(self, *, kill: bool) -> None:
-        """Let go of the iterator, and see its workers out; in the thread that used it.
-
-        Args:
-            kill: Something went wrong with the workers: don't ask them to end.
-        """
+        """Let go of the iterator, and see its workers out, in the thread that used it; ``kill`` doesn't ask them."""
         iterator, self._iterator = self._iterator, iter(())
         if not self._workers:
             return

@@ -70,13 +70,22 @@ def tune_workers(
     Source:
         ``os.sched_getaffinity`` for the cores; the numbers are measured, not derived from them.
     """
-    numbers = _check_options(loader, candidates, seconds)
+    if not isinstance(loader, DataLoader):
+        raise OptionError(
+            f"tune_workers: loader must be a torch.utils.data.DataLoader, got {describe(loader)}. "
+            f"Other iterables have no workers to tune."
+        )
+    if not is_number(seconds) or not 0 < seconds < math.inf:
+        raise OptionError(f"tune_workers: seconds must be more than 0, got {seconds!r}.")
+    numbers = _numbers_to_try(candidates)
     check_target(model_or_devices, "tune_workers")
     trials: list[WorkerTrial] = []
     for num_workers in numbers:
         with rng_states_kept(with_cuda=False):
             trials.append(_try(loader, model_or_devices, num_workers, seconds))
-        if candidates is None and _has_peaked([t.batches_per_s for t in trials]):
+        rates = [t.batches_per_s for t in trials]
+        # The last two, beyond the first ones, brought nothing over the best before.
+        if candidates is None and len(rates) > 4 and max(rates[-2:]) < (1 + GAIN) * max(rates[:-2]):
             break
     return WorkerReport(num_workers=choose(trials), trials=tuple(trials))
 
@@ -99,22 +108,10 @@ def with_workers(loader: DataLoader[Any], num_workers: int) -> DataLoader[Any]:
     return twin
 
 
-def numbers_to_try() -> list[int]:
-    """Return the numbers of workers that are tried, unless a smaller one turns out to be enough: 0, 1, 2, 4, …"""
-    limit = count_cores()
-    return [0, *(2**i for i in range(limit.bit_length()) if 2**i < limit), limit]
-
-
-def _check_options(loader: Any, candidates: Iterable[int] | None, seconds: Any) -> list[int]:
-    if not isinstance(loader, DataLoader):
-        raise OptionError(
-            f"tune_workers: loader must be a torch.utils.data.DataLoader, got {describe(loader)}. "
-            f"Other iterables have no workers to tune."
-        )
-    if not is_number(seconds) or not 0 < seconds < math.inf:
-        raise OptionError(f"tune_workers: seconds must be more than 0, got {seconds!r}.")
+def _numbers_to_try(candidates: Iterable[int] | None) -> list[int]:
     if candidates is None:
-        return numbers_to_try()
+        limit = count_cores()
+        return [0, *(2**i for i in range(limit.bit_length()) if 2**i < limit), limit]
     numbers = list(candidates) if isinstance(candidates, Iterable) else []
     if not numbers or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers):
         raise OptionError(
@@ -143,8 +140,3 @@ def _try(loader: DataLoader[Any], target: Target, num_workers: int, seconds: flo
     return WorkerTrial(
         num_workers=num_workers, batches_per_s=rate, first_batch_s=first_batch_s, num_batches=num_batches
     )
-
-
-def _has_peaked(rates: list[float]) -> bool:
-    """Tell whether the last two numbers of workers, beyond the first ones, brought nothing over the best before."""
-    return len(rates) > 4 and max(rates[-2:]) < (1 + GAIN) * max(rates[:-2])

@@ -55,12 +55,7 @@ def summarise(steps: Iterable[StepTime], num_steps: int) -> FeedReport:
 
 
 class WaitMeter:
-    """Adds up the times of all steps, and warns once when data is what the devices wait for.
-
-    Args:
-        loader: The user's loader, for advice.
-        prefetch: Batches that are prepared ahead.
-    """
+    """Adds up the times of all steps, and warns once when data is what the devices wait for."""
 
     def __init__(self, loader: Any, prefetch: int) -> None:
         self._loader, self._prefetch = loader, prefetch
@@ -88,24 +83,13 @@ class WaitMeter:
         logger.warning(
             "Feeder: waited for data during %.0f%% of the last %d steps (%.1f of %.1f ms a step; a batch takes the "
             "loader %.1f ms, sending it %.1f ms). %s",
-            recent.wait_pct,
-            recent.num_steps,
-            1e3 * recent.wait_s,
-            1e3 * recent.step_s,
-            1e3 * recent.load_s,
-            1e3 * recent.send_s,
-            advise(recent, self._loader, self._prefetch),
+            *(recent.wait_pct, recent.num_steps, 1e3 * recent.wait_s, 1e3 * recent.step_s),
+            *(1e3 * recent.load_s, 1e3 * recent.send_s, advise(recent, self._loader, self._prefetch)),
         )
 
 
 def advise(report: FeedReport, loader: Any, prefetch: int) -> str:
-    """Name the one knob to turn first.
-
-    Args:
-        report: Of steps that waited too long.
-        loader: The user's loader.
-        prefetch: Batches that are prepared ahead.
-    """
+    """Name the one knob to turn first."""
     if report.send_s > report.load_s:
         if isinstance(loader, DataLoader) and loader.num_workers and not loader.pin_memory:
             return "Set pin_memory=True in the DataLoader, so that batches come in memory that GPUs copy from."

@@ -16,7 +16,7 @@ ATTRIBUTES: Mapping[str, str] = MappingProxyType(
         "UntypedStorage": "_cdata",
         "nn.Module": "_buffers _compiled_call_impl _modules _parameters",
         "state dicts": "_metadata",
-        "Optimizer": "_optimizer_state_dict_pre_hooks _optimizer_step_post_hooks _optimizer_step_pre_hooks",
+        "Optimizer": "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
         "operators": "_schema",
         "torch.compile's contexts and backends": "_dynamic _torchdynamo_orig_backend",
         "DataLoader": "_iterator",

@@ -10,9 +10,8 @@ import click
 from rich.tree import Tree
 from torch import Tensor
 
-from everygpu.checkpoint.contents import read_any
-from everygpu.checkpoint.sections import is_optimizer_state
-from everygpu.checkpoint.states import Contents
+from everygpu.checkpoint.load import read_any
+from everygpu.checkpoint.parts import Contents, is_optimizer_state
 from everygpu.checkpoint.values import identity
 from everygpu.cli.checkpoint.console import open_console
 from everygpu.cli.paths import UserPath

@@ -1,0 +1,220 @@
+"""The parts of a checkpoint, and how they are told apart in another program's file."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor
+
+from everygpu.checkpoint.format import cut
+from everygpu.errors import CheckpointMismatchError
+
+EXTRA_STATE = "_extra_state"
+"""What ``Module.get_extra_state`` returned is saved under a name that ends so."""
+
+Kind: TypeAlias = Literal["module", "state_dict", "generator", "plain"]
+"""How a value is saved: a module by names, an object by its state_dict, a torch.Generator, or as it is."""
+
+KNOWN = ("model", "optimizer", "scheduler")
+"""Parts that have a place of their own in every checkpoint."""
+
+MODEL_NAMES = (
+    *("state_dict", "model_state_dict", "model", "module", "net", "network", "weights", "params"),
+    *("ema_state_dict", "model_ema", "state_dict_ema", "ema", "params_ema"),
+)
+"""Where a model is looked for, in this order: averaged weights only where there are no others."""
+_OPTIMIZER_NAMES = (
+    *("optimizer", "optimizer_state_dict", "optim", "optimizer_state", "opt", "optim_state_dict"),
+    "optimizer_states",
+)
+_SCHEDULER_NAMES = (
+    *("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict", "sched"),
+    "lr_schedulers",
+)
+"""The last of each is Lightning's, a list with one entry per optimizer."""
+_MAX_DEPTH = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One saved object or value."""
+
+    kind: Kind | None
+    """None in another program's file, which doesn't say."""
+    state: Any
+    class_name: str | None = None
+    """Of an optimizer or a scheduler, where the checkpoint has it."""
+    parameters: list[list[str | None]] | None = None
+    """Names of an optimizer's parameters, by group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """The parts of a checkpoint, in whatever format it was written."""
+
+    format: str
+    """In words, for people."""
+    parts: Mapping[str, Part]
+    """Those of model, optimizer and scheduler that were found."""
+    extras: Mapping[str, Part] = field(default_factory=dict)
+    """Everything else, by name."""
+    why_no_model: str = "no model in it. Save one with everygpu.save(path, model=model)."
+    section: str = ""
+    """The name under which the model was found; empty where the whole file is its state dict."""
+    notes: tuple[str, ...] = ()
+    """Choices among several sections, and sections left out, with the reason."""
+    libraries: Mapping[str, str] = field(default_factory=dict)
+    rng: Any = None
+    step: int | None = None
+    """Of a run."""
+
+    def require_model(self, path: object) -> Mapping[str, Any]:
+        """Return the model's names and tensors."""
+        if "model" not in self.parts:
+            raise CheckpointMismatchError(f"load: {path} has {self.why_no_model}")
+        values: Mapping[str, Any] = self.parts["model"].state["values"]
+        return values
+
+
+def is_state(value: Any) -> bool:
+    """Tell whether a value is a module's state: names and tensors, without state dicts inside."""
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        return False
+    if not any(isinstance(item, Tensor) for item in value.values()):
+        return False
+    return not any(_holds_tensors(item) for name, item in value.items() if not name.endswith(EXTRA_STATE))
+
+
+def is_version(entry: object) -> bool:
+    """Tell whether a value is what ``state_dict()._metadata`` has for a module; torch compares the number in it."""
+    return isinstance(entry, Mapping) and isinstance(entry.get("version"), int | None)
+
+
+def sort_document(document: Any, words: str, section: str | None) -> Contents:
+    """Tell the parts of a document apart: the model, the optimizer, the scheduler, and the rest."""
+    if not isinstance(document, Mapping):
+        kind = type(document).__name__
+        return Contents(format=words, parts={}, why_no_model=f"a {kind} in it. Save a state_dict.")
+    candidates: list[str] = []
+    if section is None and is_state(document):
+        section, rest = "", {name: value for name, value in document.items() if not _belongs(name, value)}
+    else:
+        candidates = find_sections(document) if section is None else []
+        section = _choose(candidates) if section is None else section
+        rest = {name: value for name, value in document.items() if name != (section or "").split(".")[0]}
+    extras = {str(name): value for name, value in rest.items()}
+    parts = {}
+    if (optimizer := _take(extras, _OPTIMIZER_NAMES, is_optimizer_state)) is not None:
+        parts["optimizer"] = Part(kind=None, state=_with_same_ids(optimizer))
+    if (scheduler := _take(extras, _SCHEDULER_NAMES, lambda value: isinstance(value, Mapping))) is not None:
+        parts["scheduler"] = Part(kind=None, state=scheduler)
+    others = {name: Part(kind=None, state=value) for name, value in extras.items()}
+    if section is None:
+        return Contents(format=words, parts=parts, extras=others, why_no_model=_explain_choice(document, candidates))
+    state = _at(document, section)
+    if not is_state(state):
+        raise CheckpointMismatchError(f"load: {section!r} is no state dict in the file, but a {type(state).__name__}.")
+    notes = []
+    if unused := [repr(name) for name in candidates if name != section]:
+        notes.append(f"the model is taken from {section!r}; there is also {', '.join(unused)}")
+    for name, value in state.items() if section else ():
+        if not _belongs(name, value):
+            notes.append(f"{name!r} in {section!r} is left out: a {type(value).__name__}, no tensor")
+    parts["model"] = _model_part(state)
+    return Contents(format=words, parts=parts, extras=others, section=section, notes=tuple(notes))
+
+
+def find_state(value: Any) -> Part | None:
+    """Return the state dict that a value is or holds under a usual name; None where it holds none."""
+    section = "" if is_state(value) else _choose(find_sections(value)) if isinstance(value, Mapping) else None
+    return None if section is None else _model_part(_at(value, section))
+
+
+def is_optimizer_state(value: Any) -> bool:
+    """Tell whether a value is what ``Optimizer.state_dict`` returns."""
+    return isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys()
+
+
+def find_sections(document: Mapping[Any, Any], depth: int = 1) -> list[str]:
+    """List the dotted names of the state dicts in a document, those under usual names first."""
+    found: list[str] = []
+    order = {name: position for position, name in enumerate(MODEL_NAMES)}
+    for name in sorted((n for n in document if isinstance(n, str)), key=lambda n: order.get(n, len(order))):
+        value = document[name]
+        if is_state(value):
+            # Not a record with a tensor in it, such as the best score in a callback's state.
+            num_tensors = sum(isinstance(item, Tensor) for item in value.values())
+            found += [name] if name in order or 2 * num_tensors >= len(value) else []
+        elif isinstance(value, Mapping) and not is_optimizer_state(value) and depth < _MAX_DEPTH:
+            found += [f"{name}.{inner}" for inner in find_sections(value, depth + 1)]
+    return found
+
+
+def _belongs(name: Any, value: Any) -> bool:
+    """Tell whether an entry of a state dict is a module's."""
+    return isinstance(value, Tensor) or str(name).endswith(EXTRA_STATE)
+
+
+def _choose(sections: list[str]) -> str | None:
+    """Take the first under a usual name, or the only one there is."""
+    usual = [name for name in sections if name.split(".")[0] in MODEL_NAMES]
+    return usual[0] if usual else sections[0] if len(sections) == 1 else None
+
+
+def _explain_choice(document: Mapping[Any, Any], sections: list[str]) -> str:
+    """Say why no model was chosen, and what to do."""
+    if not sections:
+        names = ", ".join(repr(cut(name)) for name in list(document)[:8]) or "nothing"
+        return f"{names} in it, and no tensors by name. Save the model's state_dict."
+    names = ", ".join(repr(cut(name)) for name in sections[:8]) + (", …" if len(sections) > 8 else "")
+    first = cut(sections[0])
+    return (
+        f"several models under names of its own: {names}. Load each under its name, {first.split('.')[0]}=module, or "
+        f"take one out with `everygpu checkpoint convert --section {first}`."
+    )
+
+
+def _at(document: Any, section: str) -> Any:
+    """Return what stands under a dotted name."""
+    value = document
+    for name in section.split(".") if section else ():
+        if not isinstance(value, Mapping) or name not in value:
+            known = ", ".join(map(repr, find_sections(document))) or "none"
+            raise CheckpointMismatchError(f"load: {section!r} is no state dict in the file. There are: {known}.")
+        value = value[name]
+    return value
+
+
+def _model_part(state: Mapping[str, Any]) -> Part:
+    versions = getattr(state, "_metadata", None)
+    pairs = versions.items() if isinstance(versions, Mapping) else ()
+    versions = {path: dict(entry) for path, entry in pairs if isinstance(path, str) and is_version(entry)}
+    values = {name: value for name, value in state.items() if _belongs(name, value)}
+    return Part(kind="module", state={"values": values, "versions": versions})
+
+
+def _take(others: dict[str, Any], names: tuple[str, ...], is_one: Any) -> Any:
+    """Remove and return the first value of a kind that stands under one of the names."""
+    for name in names:
+        value = others.get(name)
+        if isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        if is_one(value):
+            del others[name]
+            return value
+    return None
+
+
+def _with_same_ids(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Number an optimizer's parameters as its groups do: distributed checkpoints turn the numbers into text."""
+    try:
+        ids = {str(i): i for group in optimizer["param_groups"] for i in group["params"]}
+        return {**optimizer, "state": {ids.get(str(key), key): value for key, value in optimizer["state"].items()}}
+    except (TypeError, LookupError, AttributeError):
+        return dict(optimizer)
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(isinstance(item, Tensor) or _holds_tensors(item) for item in value.values())
+    return isinstance(value, list | tuple) and any(_holds_tensors(item) for item in value)
