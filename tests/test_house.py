@@ -24,7 +24,6 @@ ALLOWED: dict[str, dict[str, int]] = {
         "comm/nccl.py:_one_at_a_time": 1,  # NCCL's communicators are the process's
         "comm/streams.py:_making": 1,  # streams are the process's
         "devices/p2p.py:_one_at_a_time": 1,  # the test of copies runs once a process
-        "parallel/compiler/cuda_graph_trees.py:CAPTURING": 1,  # captures are the process's
         "parallel/cuda_graphs/capture_lock.py:CAPTURE_LOCK": 1,  # captures are the process's
         "parallel/cuda_graphs/host_rng.py:DRAW_GATE": 1,  # generators are the process's
     },

@@ -1,6 +1,7 @@
 """What the private names of torch's compiler must do that proofs of recordings stand on."""
 
 import functools
+from contextvars import ContextVar
 
 import pytest
 import torch
@@ -31,7 +32,8 @@ def test_a_trace_shows_what_a_function_writes_and_reads():
 
     layer, x = nn.Linear(2, 2), torch.ones(2)
     with (
-        dynamo.eager_answers(),
+        dynamo.recorded_answers(),
+        dynamo.traced_context_vars(),
         dynamo.without_warnings(),
         dynamo.scoped_config({"trace_numpy": False, "no such setting": 1}),
     ):
@@ -50,3 +52,26 @@ def test_a_trace_shows_what_a_function_writes_and_reads():
 def test_operators_of_a_higher_order_are_told():
     assert dynamo.is_higher_order(torch.ops.higher_order.cond)
     assert not dynamo.is_higher_order(torch.ops.aten.add.Tensor)
+
+
+def test_context_variables_are_traced():
+    read, kept = ContextVar("read", default=3), ContextVar("kept")
+    found = {}
+
+    def backend(graph, inputs):
+        trace = dynamo.current_trace()
+        found.update(reads=dynamo.context_var_reads(trace), open=dynamo.open_context_vars(trace))
+        return graph
+
+    def run(x):
+        token = kept.set(x * 2)
+        y = kept.get() * read.get()
+        kept.reset(token)
+        kept.set(1)
+        return y
+
+    with dynamo.traced_context_vars():
+        ours = torch.compile(run, backend=backend, fullgraph=True)(torch.ones(2))
+    torch.testing.assert_close(ours, torch.full((2,), 6.0))
+    assert found == {"reads": {read: 3}, "open": ["kept"]}
+    assert (dynamo.value_in_context(read), dynamo.value_in_context(kept)) == (3, ...)

@@ -25,6 +25,7 @@ TITLES = {
     "Start": "开始",
     "How do I …?": "怎么做",
     "Migration": "迁移",
+    "Troubleshooting": "排查问题",
     "Guides": "指南",
     "Recipes": "配方",
     "Reference": "参考",

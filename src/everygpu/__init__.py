@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from everygpu.checkpoint.load import load as load
     from everygpu.checkpoint.manager import CheckpointManager as CheckpointManager
     from everygpu.checkpoint.save import save as save
-    from everygpu.devices import seed_all as seed_all
-    from everygpu.devices import select_devices as select_devices
-    from everygpu.devices import visible_devices as visible_devices
+    from everygpu.devices.seed import seed_all as seed_all
+    from everygpu.devices.select import select_devices as select_devices
+    from everygpu.devices.visible import visible_devices as visible_devices
     from everygpu.errors import EveryGPUError as EveryGPUError
     from everygpu.feed import Feeder as Feeder
     from everygpu.feed import Meter as Meter
@@ -63,10 +63,10 @@ _HOME = {
     "replicate": "parallel",
     "save": "checkpoint",
     "scatter": "parallel",
-    "seed_all": "devices",
-    "select_devices": "devices",
+    "seed_all": "devices.seed",
+    "select_devices": "devices.select",
     "tune_workers": "feed",
-    "visible_devices": "devices",
+    "visible_devices": "devices.visible",
     "watch": "watchdog",
 }
 

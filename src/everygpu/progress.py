@@ -3,6 +3,7 @@
 import sys
 import threading
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import cache
 from inspect import CO_GENERATOR
 from types import CodeType
@@ -13,47 +14,46 @@ if TYPE_CHECKING:
 
 SAVING_THREAD = "everygpu-save"
 """The name of a thread that writes a checkpoint: a watchdog lets it finish."""
-
 _get_ident = threading.get_ident
 
 
-class Progress:
-    """The open operations, while something watches."""
-
-    def __init__(self) -> None:
-        self.is_watched = False
-        self.nothing = nullcontext()
-        """Entered while nothing watches: making one for each operation would double its time."""
-        self.operations: dict[int, Operation] = {}
-        """The innermost one of each thread, by the thread's ``ident``."""
-
-
+@dataclass(slots=True, eq=False)
 class Operation:
     """What a thread is in, between ``__enter__`` and ``__exit__``."""
 
-    __slots__ = ("_operations", "_outer", "code", "device", "replica", "waits_for", "what")
-
-    def __init__(self, operations: "dict[int, Operation]", code: CodeType, what: str) -> None:
-        self._operations, self.code, self.what = operations, code, what
-        self.device: torch.device | None = None
-        self.replica: int | None = None
-        self.waits_for: str | None = None
+    operations: "dict[int, Operation]"
+    code: CodeType
+    what: str
+    device: "torch.device | None"
+    replica: int | None
+    waits_for: str | None
+    _outer: "Operation | None" = None
 
     def __enter__(self) -> None:
         ident = _get_ident()
-        self._outer = self._operations.get(ident)
-        self._operations[ident] = self
+        self._outer = self.operations.get(ident)
+        self.operations[ident] = self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._outer is None:
-            self._operations.pop(_get_ident(), None)
+            self.operations.pop(_get_ident(), None)
         else:
-            self._operations[_get_ident()] = self._outer
+            self.operations[_get_ident()] = self._outer
 
     def __str__(self) -> str:
         replica = "" if self.replica is None else f" of replica {self.replica}"
-        device = "" if self.device is None else f" on {self.device}"
-        return f"{self.what}{replica}{device}"
+        return f"{self.what}{replica}{'' if self.device is None else f' on {self.device}'}"
+
+
+@dataclass(slots=True)
+class Progress:
+    """The open operations, while something watches."""
+
+    is_watched: bool = False
+    nothing: AbstractContextManager[None] = field(default_factory=nullcontext)
+    """Entered while nothing watches: making one for each operation would double its time."""
+    operations: dict[int, Operation] = field(default_factory=dict)
+    """The innermost one of each thread, by the thread's ``ident``."""
 
 
 @cache
@@ -63,10 +63,7 @@ def progress() -> Progress:
 
 
 def running(
-    what: str,
-    device: "torch.device | None" = None,
-    replica: int | None = None,
-    waits_for: str | None = None,
+    what: str, device: "torch.device | None" = None, replica: int | None = None, waits_for: str | None = None
 ) -> AbstractContextManager[None]:
     """Note what the calling function does in a ``with`` block.
 
@@ -82,6 +79,4 @@ def running(
     frame: Any = sys._getframe(1)
     if frame.f_code.co_flags & CO_GENERATOR:  # a context manager's, which is on no stack while its block runs
         frame = frame.f_back.f_back
-    operation = Operation(found.operations, frame.f_code, what)
-    operation.device, operation.replica, operation.waits_for = device, replica, waits_for
-    return operation
+    return Operation(found.operations, frame.f_code, what, device, replica, waits_for)

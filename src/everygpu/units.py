@@ -45,7 +45,7 @@ def format_size(num_bytes: int | None) -> str:
         return "?"
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
+        if round(abs(value), 1) < 1024:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"

@@ -79,3 +79,6 @@ def test_this_machine():
     assert "not how fast" in describe_where(machine, 2, on_cpu=True)
     where = describe_where(machine | {"gpus": ["NVIDIA H200"] * 4, "cuda": "13.0"}, 2, on_cpu=False)
     assert where.startswith("2 of 4 x NVIDIA H200; everygpu ")
+    assert where.endswith(", CUDA 13.0")
+    amd = {"gpus": ["AMD Instinct"], "cuda": None, "rocm": "6.4"}
+    assert describe_where(machine | amd, 1, on_cpu=False).endswith(", ROCm 6.4")

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,24 +15,13 @@ from rich.console import Console
 from everygpu.cli import devices, main
 from everygpu.devices.nvml import sample_devices
 from everygpu.devices.reserve import Holder
-from everygpu.devices.visible import VisibleDevice
 from tests.cli.runs import everygpu
 from tests.devices.fake_nvml import GIB, FakeNvml, make_sample, mig_gpu
 from tests.devices.real_gpus import WORK, find_gpus, using
 
 
 def as_visible(position, sample, **changes):
-    fields = {
-        "device": torch.device("cuda", position),
-        "index": sample.index,
-        "name": sample.name,
-        "uuid": sample.uuid,
-        "total_memory_bytes": sample.total_memory_bytes,
-        "free_memory_bytes": sample.free_memory_bytes,
-        "utilization_pct": sample.utilization_pct,
-        "processes": sample.processes,
-    }
-    return VisibleDevice(**(fields | changes))
+    return replace(sample, **({"device": torch.device("cuda", position)} | changes))
 
 
 BOX = [make_sample(0), make_sample(1, free=3 * GIB, utilization_pct=97.0, processes=((7, 5 * GIB), (8, None)))]
@@ -234,6 +224,11 @@ def sleeps(monkeypatch):
 def test_watch_asks_again_until_interrupted(show, sleeps):
     assert show(BOX[:1], "--watch", "--interval", "0.5").count("NVIDIA H200") == 3
     assert sleeps == [0.5] * 3
+
+
+def test_watch_of_a_machine_without_gpus_ends(show, sleeps):
+    assert show([], "--watch") == "No NVIDIA GPU found. For other accelerators pass --torch.\n"
+    assert sleeps == []
 
 
 @pytest.mark.usefixtures("sleeps")

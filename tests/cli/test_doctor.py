@@ -23,7 +23,7 @@ def run(monkeypatch):
     """Run the command on a machine with certain findings; ``run.asked`` has how it was examined."""
 
     def invoke(findings, *arguments, peers=None):
-        def diagnose(environ, *, test_peers, on_pair):
+        def diagnose(environ, *, test_peers):
             invoke.asked = test_peers
             return Diagnosis(findings=tuple(findings), peers=peers)
 

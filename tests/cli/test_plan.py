@@ -3,7 +3,7 @@
 import click
 import pytest
 
-from everygpu.cli.options import Filters, Request, read_request
+from everygpu.cli.options import Request, read_request
 from everygpu.cli.plan import Plan, choose_gpus, plan_run
 from everygpu.devices import nvml
 from everygpu.devices.nvml import sample_devices
@@ -53,8 +53,8 @@ def plan(monkeypatch):
     def make(gpus="auto", *, min_free=None, min_count=None, samples=BOX, **environ):
         monkeypatch.setattr(nvml, "sample_devices", lambda: samples)
         request = parse_request(gpus)
-        filters = Filters(min_free=min_free, min_count=min_count)
-        return plan_run(request, filters.demand(request), environ, share=True)
+        demand = request.demand(min_free_memory=min_free, min_count=min_count)
+        return plan_run(request, demand, environ, share=True)
 
     return make
 
@@ -148,8 +148,8 @@ class TestMig:
     BOX = sample_devices(FakeNvml(Gpu(), mig_gpu()))
 
     def choose(self, request, environ=None, holders=None, **demand):
-        demand = Demand(count=request.num_asked, **demand)
-        return [gpu.uuid for gpu in choose_gpus(self.BOX, request, demand, environ or {}, holders)]
+        chosen = choose_gpus(self.BOX, request, request.demand(**demand), environ or {}, holders)
+        return [gpu.uuid for gpu in chosen]
 
     def test_instance_is_set_by_its_own_uuid(self):
         assert self.choose(Request(indices=(1,))) == [MIG_UUIDS[0]]
@@ -176,7 +176,7 @@ class TestMig:
     def test_a_held_instance_is_in_the_table(self):
         taken = {MIG_UUIDS[0]: Holder(pid=2, command="y")}
         with pytest.raises(DeviceError, match=r"GPU 1:0 .* reserved by process 2 \(y\)"):
-            self.choose(Request(count=1), holders=taken, min_free_bytes=200 * GIB)
+            self.choose(Request(count=1), holders=taken, min_free_memory=200 * GIB)
 
 
 def test_mig_mode_without_instances_is_the_reason():

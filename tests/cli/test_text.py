@@ -1,6 +1,6 @@
 """Text of others in front of a terminal."""
 
-from everygpu.cli.text import harmless, plain
+from everygpu.cli.output import harmless, plain
 
 
 def test_what_a_terminal_would_obey_is_escaped():

@@ -14,7 +14,7 @@ from everygpu.cli.options import Request
 from everygpu.cli.plan import plan_run
 from everygpu.devices import nvml
 from everygpu.devices.reserve import OWN
-from everygpu.devices.select import check_demand
+from everygpu.devices.select import Demand
 from everygpu.errors import DeviceError
 from tests.cli.runs import command_of, everygpu, install_driver
 from tests.devices.fake_nvml import GIB, H200_UUIDS, make_sample
@@ -227,7 +227,7 @@ def test_waiting_asks_the_driver_again(clock, monkeypatch):
 
     monkeypatch.setattr(nvml, "sample_devices", sample)
     told = []
-    demand = check_demand(count=1, min_free_memory="50GiB")
+    demand = Demand(count=1, min_free_memory="50GiB")
     plan = plan_run(Request(count=1), demand, {}, wait_s=100, tell=told.append)
     assert plan.environ["CUDA_VISIBLE_DEVICES"] == plan.environ[OWN] == make_sample(0).uuid
     assert clock[0] == 6.0
@@ -239,13 +239,13 @@ def test_waiting_asks_the_driver_again(clock, monkeypatch):
 def test_waiting_ends_on_time_to_the_second(clock, monkeypatch):
     monkeypatch.setattr(nvml, "sample_devices", lambda: [make_sample(0, free=GIB)])
     with pytest.raises(DeviceError, match="--wait starts the script"):
-        plan_run(Request(count=1), check_demand(count=1, min_free_memory="50GiB"), {}, wait_s=3)
+        plan_run(Request(count=1), Demand(count=1, min_free_memory="50GiB"), {}, wait_s=3)
     assert clock[0] == 3.0
 
 
 def test_auto_waits_rather_than_take_the_cpu(clock, monkeypatch):
     monkeypatch.setattr(nvml, "sample_devices", lambda: [make_sample(0, free=(90 if clock[0] else 1) * GIB)])
-    plan = plan_run(Request(), check_demand(min_free_memory="50GiB"), {}, wait_s=9, share=True)
+    plan = plan_run(Request(), Demand(min_free_memory="50GiB"), {}, wait_s=9, share=True)
     assert plan.num_gpus == 1
     assert plan.locks == ()
     assert OWN not in plan.environ

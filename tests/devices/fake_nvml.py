@@ -37,7 +37,6 @@ class FakeNvml:
     NVML_ERROR_FUNCTION_NOT_FOUND = 13
     NVML_ERROR_GPU_IS_LOST = 15
     NVML_ERROR_LIB_RM_VERSION_MISMATCH = 18
-    nvmlMemory_v2 = 33554472  # noqa: N815 - pynvml's name
 
     class NVMLError(Exception):
         def __init__(self, value: int) -> None:
@@ -48,13 +47,11 @@ class FakeNvml:
         self,
         *gpus: Gpu,
         fail_init: int | None = None,
-        old_driver: bool = False,
         cuda_version: int | None = 13_000,
     ) -> None:
         self.cuda_version = cuda_version
         self.gpus = gpus
         self.fail_init = fail_init
-        self.old_driver = old_driver
         self.num_open = 0
 
     def _fail(self, code: int) -> None:
@@ -89,13 +86,11 @@ class FakeNvml:
     def nvmlDeviceGetUUID(self, gpu: Gpu) -> object:
         return self._known(gpu.uuid)
 
-    def nvmlDeviceGetMemoryInfo(self, gpu: Gpu, version: int | None = None) -> SimpleNamespace:
-        if version is not None and self.old_driver:
-            self._fail(self.NVML_ERROR_FUNCTION_NOT_FOUND)
+    def nvmlDeviceGetMemoryInfo(self, gpu: Gpu) -> SimpleNamespace:
         self._known(gpu.total)
         assert gpu.total is not None
-        used = gpu.used if version == self.nvmlMemory_v2 else gpu.used + gpu.reserved
-        return SimpleNamespace(total=gpu.total, used=used, free=gpu.total - gpu.used - gpu.reserved)
+        used = gpu.used + gpu.reserved
+        return SimpleNamespace(total=gpu.total, used=used, free=gpu.total - used)
 
     def nvmlDeviceGetUtilizationRates(self, gpu: Gpu) -> SimpleNamespace:
         return SimpleNamespace(gpu=self._known(gpu.utilization))
@@ -160,7 +155,6 @@ def make_sample(index: int, *, free: int | None = 100 * GIB, **changes: object) 
         "name": "NVIDIA H200",
         "uuid": f"GPU-{index:08x}-0df6-c9f7-a45c-22c4343803ae",
         "total_memory_bytes": None if free is None else 140 * GIB,
-        "used_memory_bytes": None if free is None else 140 * GIB - free,
         "free_memory_bytes": free,
         "utilization_pct": 0.0,
     }

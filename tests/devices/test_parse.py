@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from everygpu.devices import parse_device, parse_devices
+from everygpu.devices.parse import parse_device, parse_devices
 from everygpu.errors import DeviceError, EveryGPUError
 
 CPU = torch.device("cpu")

@@ -4,31 +4,29 @@ import json
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
 from everygpu.child import python_command
 from everygpu.devices import p2p
-from everygpu.devices.p2p import MODULE, PairReport, Patience, examine
+from everygpu.devices.p2p import MODULE, PairReport, examine
 
 SRC = str(Path(p2p.__file__).parents[2])
-CALM = Patience(start_s=60, step_s=60, total_s=60)
-QUICK = Patience(start_s=60, step_s=0.5, total_s=60)
-"""For what hangs."""
 RIGHT = PairReport(verdict="right")
 UNTESTED = PairReport(verdict="untested")
+HANGS = PairReport(verdict="hangs", detail="no answer")
 
 
-def run(*steps, num_devices=2, patience=CALM, **options):
+def run(*steps, num_devices=2, limit_s=60, **options):
     """Examine a process that says lines, and runs code between them."""
     lines = [step if isinstance(step, str) else f"print({json.dumps(step)!r}, flush=True)" for step in steps]
-    command = [sys.executable, "-c", "import os, sys, time\n" + "\n".join(lines)]
-    return examine(command, {}, num_devices, patience, **options)
+    command = [sys.executable, "-S", "-c", "import os, sys, time\n" + "\n".join(lines)]
+    return examine(command, {}, num_devices, limit_s, **options)
 
 
 READY, DONE = {"ready": [0, 1]}, {"done": True}
+HANG = "import faulthandler; faulthandler.dump_traceback_later(0.1, exit=True, file=1); time.sleep(100)"
 
 
 def begin(source, target):
@@ -40,10 +38,7 @@ def pair(source, target, wrong=None, speed=None):
 
 
 def test_all_right():
-    told = []
-    steps = READY, begin(0, 1), pair(0, 1, speed=390.5), begin(1, 0), pair(1, 0), DONE
-    outcome = run(*steps, on_pair=told.append)
-    assert told == [1, 2]
+    outcome = run(READY, begin(0, 1), pair(0, 1, speed=390.5), begin(1, 0), pair(1, 0), DONE)
     assert outcome.pairs == {(0, 1): PairReport(verdict="right", gigabytes_per_s=390.5), (1, 0): RIGHT}
     assert outcome.collective == UNTESTED
 
@@ -54,30 +49,19 @@ def test_wrong_bytes_in_one_direction():
     assert outcome.pairs[1, 0] == PairReport(verdict="wrong", detail="bfloat16 by a kernel")
 
 
-def test_hanging_pair_is_named_and_the_process_ended():
-    began = time.monotonic()
+@pytest.mark.parametrize(("hang", "limit_s"), [(HANG, 60), ("time.sleep(100)", 0.5)])
+def test_hanging_pair_is_named_and_the_process_ended(hang, limit_s):
     ready = {"ready": [0, 1, 2]}
-    outcome = run(ready, begin(0, 1), pair(0, 1), begin(1, 0), "time.sleep(100)", num_devices=3, patience=QUICK)
-    assert time.monotonic() - began < 60
-    assert outcome.pairs[0, 1] == RIGHT
-    assert outcome.pairs[1, 0] == PairReport(verdict="hangs", detail="no answer in 0.5 s")
-    assert outcome.pairs[2, 1] == PairReport(verdict="hangs", detail="not tried any more")
-
-
-def test_slow_in_every_step_is_too_slow_in_the_end():
-    steps = ["for i in range(5000): time.sleep(0.02); print('{\"begin\": [0, 1]}', flush=True)"]
-    outcome = run(READY, *steps, patience=Patience(start_s=60, step_s=60, total_s=0.5))
-    assert outcome.pairs[0, 1] == PairReport(verdict="hangs", detail="not done in 0.5 s")
+    outcome = run(ready, begin(0, 1), pair(0, 1), begin(1, 0), hang, num_devices=3, limit_s=limit_s)
+    assert outcome.pairs[2, 1] in (UNTESTED, PairReport(verdict="hangs", detail="not tried any more"))
+    if outcome.pairs[2, 1] != UNTESTED:  # a busy machine may not have started it in so short a time
+        assert outcome.pairs[0, 1] == RIGHT
+        assert outcome.pairs[1, 0] == HANGS
+    assert limit_s < 60 or outcome.pairs[1, 0] == HANGS
 
 
 def test_slow_start_is_no_verdict():
-    outcome = run("time.sleep(100)", patience=Patience(start_s=0.3))
-    assert set(outcome.pairs.values()) == {UNTESTED}
-
-
-def test_time_to_start_does_not_count():
-    steps = ["time.sleep(1.0)", READY, begin(0, 1), pair(0, 1), begin(1, 0), pair(1, 0), DONE]
-    assert set(run(*steps, patience=Patience(start_s=60, step_s=0.9, total_s=0.9)).pairs.values()) == {RIGHT}
+    assert set(run("time.sleep(100)", limit_s=0.3).pairs.values()) == {UNTESTED}
 
 
 @pytest.mark.parametrize("ending", ["sys.exit(3)", "os._exit(3)"])
@@ -92,8 +76,7 @@ def test_death_before_the_first_pair_is_no_verdict():
 
 
 def test_program_that_is_not_there_is_no_verdict():
-    outcome = examine(["/no/such/python"], {}, 2, CALM)
-    assert set(outcome.pairs.values()) == {UNTESTED}
+    assert set(examine(["/no/such/python"], {}, 2, 60).pairs.values()) == {UNTESTED}
 
 
 def test_devices_without_room_are_untested():
@@ -104,8 +87,8 @@ def test_devices_without_room_are_untested():
 
 def test_collective_hangs_or_is_wrong():
     steps = [READY, begin(0, 1), pair(0, 1), begin(1, 0), pair(1, 0), {"begin": "collective"}]
-    outcome = run(*steps, "time.sleep(100)", patience=QUICK)
-    assert outcome.collective.verdict == "hangs"
+    outcome = run(*steps, HANG)
+    assert outcome.collective == HANGS
     assert set(outcome.pairs.values()) == {RIGHT}
     outcome = run(*steps, {"collective": True, "wrong": "NCCL's sum on cuda:1"}, DONE)
     assert outcome.collective == PairReport(verdict="wrong", detail="NCCL's sum on cuda:1")
@@ -115,12 +98,6 @@ def test_what_others_write_to_the_stream_is_skipped():
     noise = ["print('hello')", "print('[1]')", "print('\\xff' * 9, file=sys.stderr)", "print(5)"]
     outcome = run(*noise, READY, *noise, begin(0, 1), pair(0, 1), begin(1, 0), pair(1, 0), *noise, DONE)
     assert set(outcome.pairs.values()) == {RIGHT}
-
-
-def test_process_that_stays_after_it_is_done_is_not_waited_for():
-    began = time.monotonic()
-    run(READY, DONE, "time.sleep(100)", patience=Patience(step_s=60, total_s=60))
-    assert time.monotonic() - began < 60
 
 
 def test_process_that_cannot_be_killed_does_not_hold_us_up(monkeypatch, caplog):
@@ -135,13 +112,12 @@ def test_process_that_cannot_be_killed_does_not_hold_us_up(monkeypatch, caplog):
             pass
 
     monkeypatch.setattr(subprocess, "Popen", Stuck)
-    monkeypatch.setattr(p2p, "_END_S", 0.5)
-    outcome = run(READY, begin(0, 1), "time.sleep(100)", patience=QUICK)
-    assert outcome.pairs[0, 1].verdict == "hangs"
+    monkeypatch.setattr(p2p, "_END_S", 0.1)
+    run(READY, begin(0, 1), "time.sleep(100)", limit_s=0.1)
     assert "can't be ended" in caplog.text
     (process,) = processes
     super(Stuck, process).kill()
-    process.wait()
+    process.communicate()
 
 
 REAL = """
@@ -152,25 +128,27 @@ REAL = """
         peer_test.copy(target, source)
         {spoil}
 
-    peer_test.main(["2"], [torch.device("cpu")] * 2, transfer)
+    peer_test.main(["2", "--limit", "{limit}"], [torch.device("cpu")] * 2, transfer)
 """
 
 
 @pytest.mark.parametrize(
-    ("spoil", "verdict", "detail"),
+    ("spoil", "limit", "report"),
     [
-        ("", "right", ""),
-        ("target.view(torch.uint8).view(-1)[0] += 1", "wrong", "uint8 by the copy engine, 4104 bytes"),
-        ("time.sleep(100)", "hangs", "no answer in 2 s"),
+        ("", 60, RIGHT),
+        (
+            "target.view(torch.uint8).view(-1)[0] += 1",
+            60,
+            PairReport(verdict="wrong", detail="uint8 by the copy engine, 4104 bytes"),
+        ),
+        ("time.sleep(100)", 1, HANGS),
     ],
 )
 @pytest.mark.usefixtures("warm_python")
-def test_real_test_with_transfers_that_corrupt_or_hang(spoil, verdict, detail):
-    command = [sys.executable, "-c", textwrap.dedent(REAL).format(spoil=spoil)]
-    began = time.monotonic()
-    outcome = examine(command, {"PYTHONPATH": SRC}, 2, Patience(step_s=2 if verdict == "hangs" else 60, total_s=60))
-    assert outcome.pairs[0, 1] == PairReport(verdict=verdict, detail=detail)
-    assert time.monotonic() - began < 60
+def test_real_test_with_transfers_that_corrupt_or_hang(spoil, limit, report):
+    code = textwrap.dedent(REAL)
+    command = [sys.executable, "-c", code.format(spoil=spoil, limit=limit)]
+    assert examine(command, {"PYTHONPATH": SRC}, 2, 60).pairs[0, 1] == report
 
 
 @pytest.mark.usefixtures("warm_python")

@@ -84,7 +84,7 @@ def lines_of(capsys, *arguments, **options):
 
 
 def test_every_ordered_pair_is_announced_and_reported(capsys):
-    said = lines_of(capsys, "3", "--collective", devices=CPUS)
+    said = lines_of(capsys, "3", "--full", devices=CPUS)
     pairs = [[0, 1], [0, 2], [1, 0], [1, 2], [2, 0], [2, 1]]
     assert said[0] == {"ready": [0, 1, 2]}
     assert [line["begin"] for line in said if "begin" in line] == [*pairs, "collective"]
@@ -131,7 +131,7 @@ def test_collective_of_one_device_is_no_test():
 @pytest.mark.gpu
 @pytest.mark.cards(2)
 def test_real_gpus(capsys):
-    said = lines_of(capsys, "2", "--measure", "--collective")
+    said = lines_of(capsys, "2", "--full")
     speeds = [line["gigabytes_per_s"] for line in said if "pair" in line]
     assert all(1 < speed < 2000 for speed in speeds)
     assert [line["wrong"] for line in said if "wrong" in line] == [None] * 3

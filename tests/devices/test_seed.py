@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import everygpu
-from everygpu.devices import seed_all, spread_seeds
-from everygpu.devices.seed import derive_seed, spread_generators
+from everygpu.devices.seed import derive_seed, seed_all, spread_generators, spread_seeds
 from everygpu.errors import OptionError
 
 
@@ -167,7 +166,7 @@ def test_real_devices_draw_different_numbers_after_one_manual_seed():
 def test_real_devices_are_spread_when_seeded_before_cuda_starts():
     code = (
         "import torch, everygpu; everygpu.seed_all(11);"
-        "from everygpu.devices import spread_seeds;"
+        "from everygpu.devices.seed import spread_seeds;"
         "spread_seeds([torch.device('cuda', 0), torch.device('cuda', 1)]);"
         "print([generator.initial_seed() for generator in torch.cuda.default_generators[:2]])"
     )

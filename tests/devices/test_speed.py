@@ -115,47 +115,47 @@ def unequal(monkeypatch):
     monkeypatch.setattr(split, "measure_shares", pretend)
 
 
-class TestA36:
+class TestAutoSplit:
     """Unequal GPUs: ``split="auto"``."""
 
-    def test_a36_the_result_equals_one_device(self, devices, unequal):
+    def test_the_result_equals_one_device(self, devices, unequal):
         used = devices(3)
         model, bare = pair(Mlp, used, split="auto")
         for num_rows in (1, 2, 7, 16):
             assert_same(model, bare, rows(num_rows, 3, device=used[0]))
 
-    def test_a36_each_gets_its_share(self, unequal):
+    def test_each_gets_its_share(self, unequal):
         model = DataParallel(Mlp(), ["cpu"] * 3, split="auto")
         out = model(torch.ones(16, 3))
         assert [len(s) for s in out.shards] == [4, 8, 4]
         assert model.split == [0.25, 0.5, 0.25]
 
-    def test_a36_equal_devices_get_even_shares(self):
+    def test_equal_devices_get_even_shares(self):
         model = DataParallel(Mlp(), ["cpu"] * 3, split="auto")
         assert model.split == "even"
         assert [len(s) for s in model(torch.ones(10, 3)).shards] == [4, 3, 3]
 
-    def test_a36_the_feeder_splits_alike(self, unequal):
+    def test_the_feeder_splits_alike(self, unequal):
         model = DataParallel(Mlp(), ["cpu"] * 3, split="auto")
         for feeder in (Feeder([torch.ones(16, 3)], model), Feeder([torch.ones(16, 3)], ["cpu"] * 3, split="auto")):
             (x,) = feeder
             assert [len(s) for s in x.shards] == [4, 8, 4]
 
-    def test_a36_nothing_is_measured_for_one_device(self, monkeypatch):
+    def test_nothing_is_measured_for_one_device(self, monkeypatch):
         monkeypatch.setattr(split, "measure_shares", lambda used: pytest.fail("measured"))
         assert DataParallel(Mlp(), "cpu", split="auto").split == "even"
 
-    def test_a36_a_checkpoint_of_the_model_does_not_hold_it(self, unequal):
+    def test_a_checkpoint_of_the_model_does_not_hold_it(self, unequal):
         model = DataParallel(Mlp(), ["cpu"] * 2, split="auto")
         assert model.state_dict().keys() == Mlp().state_dict().keys()
         assert "split=[0.333, 0.667]" in repr(model)
 
-    def test_a36_only_where_devices_are_measured_beforehand(self):
+    def test_only_where_devices_are_measured_beforehand(self):
         with pytest.raises(OptionError, match="split: must be"):
             everygpu.scatter(torch.ones(4), ["cpu"] * 2, split="auto")
 
     @pytest.mark.alone
-    def test_a36_on_gpus(self, devices):
+    def test_on_gpus(self, devices):
         used = devices(8)
         model = DataParallel(Mlp(), used, split="auto")
         out = model(torch.ones(64, 3))

@@ -12,13 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import everygpu
-from everygpu.devices import nvml
 from everygpu.devices.nvml import sample_devices
 from everygpu.devices.visible import (
     pick_visible,
     predict_names,
     resolve_environ,
-    resolve_visible,
     visible_devices,
 )
 from tests.devices.fake_nvml import GIB, H200_UUIDS, MIG_UUIDS, FakeNvml, Gpu, make_sample, mig_gpu, two_h200s
@@ -165,22 +163,22 @@ def test_a_prefix_names_a_device_exactly_when_it_is_the_only_one(uuids, data):
 
 def test_mig_instances_are_named_by_their_own_uuid():
     box = sample_devices(FakeNvml(Gpu(), mig_gpu()))
-    assert [d.uuid for d in resolve_visible(MIG_UUIDS[1], box)] == [MIG_UUIDS[1]]
-    assert [d.uuid for d in resolve_visible(MIG_UUIDS[1][:12], box)] == [MIG_UUIDS[1]]
-    assert resolve_visible("MIG-00000000", box) == []
-    assert resolve_visible(f"{MIG_UUIDS[0]},{MIG_UUIDS[0]}", box) == []
+    assert [d.uuid for d in resolve_environ({"CUDA_VISIBLE_DEVICES": MIG_UUIDS[1]}, box)] == [MIG_UUIDS[1]]
+    assert [d.uuid for d in resolve_environ({"CUDA_VISIBLE_DEVICES": MIG_UUIDS[1][:12]}, box)] == [MIG_UUIDS[1]]
+    assert resolve_environ({"CUDA_VISIBLE_DEVICES": "MIG-00000000"}, box) == []
+    assert resolve_environ({"CUDA_VISIBLE_DEVICES": f"{MIG_UUIDS[0]},{MIG_UUIDS[0]}"}, box) == []
 
 
 def test_gpu_in_mig_mode_stands_for_its_first_instance():
     box = sample_devices(FakeNvml(Gpu(), mig_gpu()))
-    assert [d.uuid for d in resolve_visible(None, box)] == [A, MIG_UUIDS[0]]
-    assert [d.uuid for d in resolve_visible("1", box)] == [MIG_UUIDS[0]]
-    assert [d.uuid for d in resolve_visible("GPU-1f2e", box)] == [MIG_UUIDS[0]]
+    assert [d.uuid for d in resolve_environ({}, box)] == [A, MIG_UUIDS[0]]
+    assert [d.uuid for d in resolve_environ({"CUDA_VISIBLE_DEVICES": "1"}, box)] == [MIG_UUIDS[0]]
+    assert [d.uuid for d in resolve_environ({"CUDA_VISIBLE_DEVICES": "GPU-1f2e"}, box)] == [MIG_UUIDS[0]]
 
 
 def test_gpu_in_mig_mode_without_instances_is_no_device():
     box = sample_devices(FakeNvml(mig_gpu(num_instances=0), Gpu()))
-    assert [d.uuid for d in resolve_visible(None, box)] == [A]
+    assert [d.uuid for d in resolve_environ({}, box)] == [A]
 
 
 def test_environment_is_read_as_given():
@@ -235,7 +233,7 @@ def fake_cuda(monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[device.index])
         monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (5 + device.index, 9))
-        monkeypatch.setattr(nvml, "_import_pynvml", lambda: library)
+        monkeypatch.setitem(sys.modules, "pynvml", library)  # None makes import raise ImportError
 
     return install
 
@@ -372,7 +370,7 @@ def test_real_driver_numbers_devices_as_the_rules_say():
         "print([str(ask(index).uuid) for index in range(device_count())])"
     )
     for text in texts:
-        expected = [sample.uuid[4:] for sample in resolve_visible(text, samples)]
+        expected = [sample.uuid[4:] for sample in resolve_environ({"CUDA_VISIBLE_DEVICES": text}, samples)]
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", code],
             env={**os.environ, "CUDA_VISIBLE_DEVICES": text, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},

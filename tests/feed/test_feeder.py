@@ -124,7 +124,7 @@ class TestTargets:
         assert Feeder([], ["cpu", "cpu"]).devices == [CPU] * 2
 
     def test_every_device_when_left_out(self):
-        assert Feeder([]).devices == everygpu.devices.parse_devices(None)
+        assert Feeder([]).devices == everygpu.devices.parse.parse_devices(None)
 
     @pytest.mark.parametrize(
         ("options", "message"),

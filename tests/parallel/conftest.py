@@ -8,12 +8,7 @@ from everygpu.parallel.engines import table
 @pytest.fixture
 def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have ``engine="auto"`` choose threads on GPUs, too; a file takes part by ``pytestmark``."""
-    choose = table.choose_engine
-
-    def choose_threads(name: str, context: table.EngineContext) -> str:
-        return "threads" if choose(name, context) == "auto" else choose(name, context)
-
-    monkeypatch.setattr(table, "choose_engine", choose_threads)
+    monkeypatch.setattr(table, "can_gain", lambda context: False)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Conformance rows about what a module or its replica is asked for: a20 to a24."""
+"""What a module or its replica is asked for."""
 
 import copy
 import io
@@ -33,7 +33,7 @@ class Encoder(nn.Module):
         return self.body(x)
 
 
-def test_a20_attributes_of_the_module(devices):
+def test_attributes_of_the_module(devices):
     devs = devices(2)
     model, bare = pair(Encoder, devs)
     x = rows(4, 3, device=devs[0])
@@ -46,7 +46,7 @@ def test_a20_attributes_of_the_module(devices):
     assert not hasattr(model, "nothing_of_the_kind")
 
 
-def test_a20_attributes_are_set_where_they_are_read(devices):
+def test_attributes_are_set_where_they_are_read(devices):
     devs = devices(3)
     model, bare = pair(Encoder, devs)
     x = rows(7, 3, device=devs[0])
@@ -86,7 +86,7 @@ def register(model, device):
 
 
 @pytest.mark.parametrize("used", [False, True])
-def test_a20_what_is_registered_is_the_modules(devices, used):
+def test_what_is_registered_is_the_modules(devices, used):
     devs = devices(3)
     model, bare = pair(Extended, devs)
     x = rows(7, 3, device=devs[0])
@@ -106,7 +106,7 @@ def test_a20_what_is_registered_is_the_modules(devices, used):
         model.register_buffer("first", torch.ones(1))
 
 
-def test_a20_what_is_registered_is_the_compiled_modules(devices):
+def test_what_is_registered_is_the_compiled_modules(devices):
     devs = devices(2)
     bare = Extended().double().to(devs[0])
     model = everygpu.DataParallel(torch.compile(bare, backend="eager"), devs)
@@ -116,7 +116,7 @@ def test_a20_what_is_registered_is_the_compiled_modules(devices):
     assert list(model.module._modules) == ["_orig_mod"]
 
 
-def test_a20_the_wrapped_module_is_replaced_by_its_name(devices):
+def test_the_wrapped_module_is_replaced_by_its_name(devices):
     devs = devices(2)
     model = everygpu.DataParallel(Mlp().double().to(devs[0]), devs)
     other = Mlp().double().to(devs[0])
@@ -128,7 +128,7 @@ def test_a20_the_wrapped_module_is_replaced_by_its_name(devices):
 
 
 @pytest.mark.parametrize("copied", [lambda model: model, copy.deepcopy])
-def test_a20_the_wrapper_has_its_own_attributes(devices, copied):
+def test_the_wrapper_has_its_own_attributes(devices, copied):
     devs = devices(2)
     module = Encoder().double().to(devs[0])
     own = vars(everygpu.DataParallel(module, devs)).keys() - vars(module).keys()
@@ -153,7 +153,7 @@ def through_torch_save(model):
 
 @pytest.mark.parametrize("copied", [through_pickle, through_torch_save, copy.deepcopy])
 @pytest.mark.parametrize("used", [False, True])
-def test_a20_a24_the_wrapper_survives_pickle_and_deepcopy(devices, copied, used):
+def test_the_wrapper_survives_pickle_and_deepcopy(devices, copied, used):
     devs = devices(3)
     model, bare = pair(Encoder, devs, split="even", buffers="mean")
     x = rows(7, 3, device=devs[0])
@@ -168,7 +168,7 @@ def test_a20_a24_the_wrapper_survives_pickle_and_deepcopy(devices, copied, used)
     assert_same(twin, bare, x)
 
 
-def test_a20_no_recursion_before_there_is_a_module():
+def test_no_recursion_before_there_is_a_module():
     empty = everygpu.DataParallel.__new__(everygpu.DataParallel)
     with pytest.raises(AttributeError):
         _ = empty.width
@@ -181,7 +181,7 @@ PREFIXES = ["", "module.", "_orig_mod.", "_fsdp_wrapped_module.", "module._orig_
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
-def test_a21_keys_under_any_prefix_load(devices, prefix):
+def test_keys_under_any_prefix_load(devices, prefix):
     devs = devices(2)
     model, bare = pair(lambda: nn.Sequential(Mlp(), nn.BatchNorm1d(2)), devs)
     state = {prefix + k: v + 1 for k, v in bare.state_dict().items()}
@@ -190,7 +190,7 @@ def test_a21_keys_under_any_prefix_load(devices, prefix):
     torch.testing.assert_close(dict(model.state_dict()), {k: v + 1 for k, v in bare.state_dict().items()})
 
 
-def test_a21_keys_are_saved_without_a_prefix(devices):
+def test_keys_are_saved_without_a_prefix(devices):
     devs = devices(2)
     model, bare = pair(Mlp, devs)
     assert list(model.state_dict()) == list(bare.state_dict())
@@ -198,7 +198,7 @@ def test_a21_keys_are_saved_without_a_prefix(devices):
     bare.load_state_dict(model.state_dict())
 
 
-def test_a21_keys_that_miss_or_exceed_are_reported(devices):
+def test_keys_that_miss_or_exceed_are_reported(devices):
     devs = devices(2)
     model, bare = pair(Mlp, devs)
     state = dict(bare.state_dict())
@@ -209,7 +209,7 @@ def test_a21_keys_that_miss_or_exceed_are_reported(devices):
     assert (result.missing_keys, result.unexpected_keys) == (["first.bias"], ["other"])
 
 
-def test_a21_a_submodule_that_is_really_called_module(devices):
+def test_a_submodule_that_is_really_called_module(devices):
     devs = devices(2)
 
     class Holder(nn.Module):
@@ -227,7 +227,7 @@ def test_a21_a_submodule_that_is_really_called_module(devices):
     bare.load_state_dict(model.state_dict())
 
 
-def test_a21_the_wrapper_inside_a_larger_model(devices):
+def test_the_wrapper_inside_a_larger_model(devices):
     devs = devices(2)
     model, bare = pair(Mlp, devs)
     larger = nn.ModuleDict({"backbone": model, "head": nn.Linear(2, 2).to(devs[0], torch.float64)})
@@ -268,7 +268,7 @@ class Introspective(Mlp):
         return super().forward(x.to(p.device, p.dtype)) + self.shift, facts
 
 
-def test_a22_parameters_are_real_in_every_replica(devices):
+def test_parameters_are_real_in_every_replica(devices):
     devs = devices(3)
     model, bare = pair(Introspective, devs)
     x = rows(7, 3, device=devs[0])
@@ -281,7 +281,7 @@ def test_a22_parameters_are_real_in_every_replica(devices):
             assert model(x)[1] == theirs
 
 
-def test_a22_parameters_keep_their_own_attributes_and_class(devices):
+def test_parameters_keep_their_own_attributes_and_class(devices):
     devs = devices(3)
 
     class Special(nn.Parameter):
@@ -321,7 +321,7 @@ class Lists(nn.Module):
         return self.heads["left"](x), len(self.listed), len(self.named), sorted(self.named.keys())
 
 
-def test_a23_parameter_lists_and_dicts_are_filled(devices):
+def test_parameter_lists_and_dicts_are_filled(devices):
     devs = devices(3)
     model, bare = pair(Lists, devs)
     x = rows(7, 3, device=devs[0])
@@ -358,7 +358,7 @@ class Copying(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:RNN module weights")  # so does a copy of any recurrent net on a GPU
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_torch_save])
-def test_a24_copies_made_inside_a_replicas_forward(devices, copied):
+def test_copies_made_inside_a_replicas_forward(devices, copied):
     devs = devices(3)
     model, bare = pair(lambda: Copying(copied), devs)
     for m in (model, bare):

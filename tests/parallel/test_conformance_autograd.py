@@ -1,4 +1,4 @@
-"""Conformance rows about gradients: a03 (what backward may rely on), a31."""
+"""Gradients: what backward may rely on, and higher derivatives."""
 
 import copy
 
@@ -21,7 +21,7 @@ def fresh(model, bare):
         m.zero_grad()
 
 
-def test_a03_two_forwards_before_one_backward(devices):
+def test_two_forwards_before_one_backward(devices):
     devs = devices(3)
     model, bare = pair(Mlp, devs)
     for m in (model, bare):
@@ -34,7 +34,7 @@ def test_a03_two_forwards_before_one_backward(devices):
     assert_same_grads(model, bare)
 
 
-def test_a03_backward_of_the_first_forward_after_the_second(devices):
+def test_backward_of_the_first_forward_after_the_second(devices):
     devs = devices(3)
     model, bare = pair(Mlp, devs)
     for m in (model, bare):
@@ -45,7 +45,7 @@ def test_a03_backward_of_the_first_forward_after_the_second(devices):
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["no forward since", "a forward since"])
-def test_a03_backward_after_an_in_place_change_is_torchs_error(devices, again):
+def test_backward_after_an_in_place_change_is_torchs_error(devices, again):
     devs = devices(3)
     model, bare = pair(Mlp, devs)
     x = rows(7, 3, device=devs[0])
@@ -83,7 +83,7 @@ def routed_batch(device):
     return x
 
 
-def test_a03_parameters_that_only_some_replicas_use(devices):
+def test_parameters_that_only_some_replicas_use(devices):
     devs = devices(2)
     model, bare = pair(Routed, devs)
     assert_same(model, bare, routed_batch(devs[0]))
@@ -92,14 +92,14 @@ def test_a03_parameters_that_only_some_replicas_use(devices):
     assert grads(model.module)["high.0.weight"] is not None
 
 
-def test_a03_parameters_that_no_replica_uses_have_no_gradient(devices):
+def test_parameters_that_no_replica_uses_have_no_gradient(devices):
     devs = devices(3)
     model, bare = pair(Routed, devs)
     run = assert_same(model, bare, rows(7, 3, device=devs[0]).abs())
     assert run.param_grads["low.0.weight"] is None
 
 
-def test_a03_in_place_change_of_what_only_another_replica_saved(devices):
+def test_in_place_change_of_what_only_another_replica_saved(devices):
     """Replica 0 does not use ``high``: the replicas' own copies have to notice."""
     devs = devices(2)
     model, _ = pair(Routed, devs)
@@ -123,7 +123,7 @@ def load_assigning(m):
 
 
 @pytest.mark.parametrize("change", [assign, load_assigning])
-def test_a03_backward_after_new_parameters_never_gives_a_wrong_number(devices, change):
+def test_backward_after_new_parameters_never_gives_a_wrong_number(devices, change):
     """On one device the old graph still has the old parameters. Here: the same numbers, or torch's error."""
     devs = devices(3)
     model, bare = pair(Mlp, devs)
@@ -144,7 +144,7 @@ def test_a03_backward_after_new_parameters_never_gives_a_wrong_number(devices, c
         torch.testing.assert_close([p.grad for p in kept[0]], [p.grad for p in kept[1]], **TOLERANCE)
 
 
-def test_a03_weights_swapped_through_data_and_back_between_forward_and_backward(devices):
+def test_weights_swapped_through_data_and_back_between_forward_and_backward(devices):
     """As an exponential moving average is evaluated in the middle of a step."""
     devs = devices(3)
     model, bare = pair(Mlp, devs)
@@ -162,7 +162,7 @@ def test_a03_weights_swapped_through_data_and_back_between_forward_and_backward(
     assert_same_grads(model, bare)
 
 
-def test_a03_gradients_accumulate_over_backwards(devices):
+def test_gradients_accumulate_over_backwards(devices):
     devs = devices(3)
     model, bare = pair(Mlp, devs)
     for m in (model, bare):
@@ -171,7 +171,7 @@ def test_a03_gradients_accumulate_over_backwards(devices):
     assert_same_grads(model, bare)
 
 
-def test_a03_gradients_are_independent_tensors(devices):
+def test_gradients_are_independent_tensors(devices):
     """Changing one gradient must not count as changing another that a graph has saved."""
     devs = devices(3)
     model, bare = pair(Mlp, devs)
@@ -185,7 +185,7 @@ def test_a03_gradients_are_independent_tensors(devices):
     assert_same_grads(model, bare)
 
 
-def test_a03_retain_graph(devices):
+def test_retain_graph(devices):
     devs = devices(3)
     model, bare = pair(Mlp, devs)
     for m in (model, bare):
@@ -198,7 +198,7 @@ def test_a03_retain_graph(devices):
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_a31_autograd_grad_of_parameters(devices, create_graph):
+def test_autograd_grad_of_parameters(devices, create_graph):
     devs = devices(3)
     model, bare = pair(Mlp, devs)
     x = rows(7, 3, device=devs[0])
@@ -209,7 +209,7 @@ def test_a31_autograd_grad_of_parameters(devices, create_graph):
     torch.testing.assert_close(*some, **TOLERANCE)
 
 
-def test_a31_double_backward_through_parameters_and_inputs(devices):
+def test_double_backward_through_parameters_and_inputs(devices):
     devs = devices(3)
     model, bare = pair(Mlp, devs)
     inputs = [rows(7, 3, device=devs[0]).requires_grad_() for _ in range(2)]
@@ -220,7 +220,7 @@ def test_a31_double_backward_through_parameters_and_inputs(devices):
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad, **TOLERANCE)
 
 
-def test_a31_third_derivative(devices):
+def test_third_derivative(devices):
     devs = devices(2)
     model, bare = pair(Mlp, devs)
     found = []
@@ -234,7 +234,7 @@ def test_a31_third_derivative(devices):
     torch.testing.assert_close(*found, **TOLERANCE)
 
 
-def test_a31_hessian_vector_product(devices):
+def test_hessian_vector_product(devices):
     devs = devices(3)
     model, bare = pair(Mlp, devs)
     products = []
@@ -247,7 +247,7 @@ def test_a31_hessian_vector_product(devices):
 
 
 @pytest.mark.parametrize("steps", [3])
-def test_a31_gradient_penalty(devices, steps):
+def test_gradient_penalty(devices, steps):
     """WGAN-GP: real, fake and mixed rows through one critic, the norm of its input gradient in the loss."""
     devs = devices(3)
     model, bare = pair(Mlp, devs)
@@ -285,7 +285,7 @@ class Force(nn.Module):
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_a31_gradient_taken_inside_forward(devices, requires_grad):
+def test_gradient_taken_inside_forward(devices, requires_grad):
     devs = devices(3)
     model, bare = pair(Force, devs)
     for seed in range(2):
@@ -309,7 +309,7 @@ class Inner(nn.Module):
         return x.new_tensor([[float(own[0].norm())]]).expand(len(x), 1)
 
 
-def test_a31_backward_called_inside_forward(devices):
+def test_backward_called_inside_forward(devices):
     devs = devices(3)
     model, bare = pair(Inner, devs)
     x = rows(7, 3, device=devs[0])
@@ -322,7 +322,7 @@ def test_a31_backward_called_inside_forward(devices):
 
 
 @pytest.mark.parametrize("num_rows", [2, 3])
-def test_a31_gradgradcheck(devices, num_rows):
+def test_gradgradcheck(devices, num_rows):
     devs = devices(2)
     model, _ = pair(Mlp, devs)
     x = rows(num_rows, 3, device=devs[0]).requires_grad_()
@@ -335,7 +335,7 @@ def test_a31_gradgradcheck(devices, num_rows):
     assert torch.autograd.gradgradcheck(call, inputs)
 
 
-def test_a31_functional_call_with_other_parameters(devices):
+def test_functional_call_with_other_parameters(devices):
     """As meta-learning does: gradients flow to the parameters put in place of the module's.
 
     torch refuses a ``DataParallel`` itself, its own as ours, but not a module with one in it.
@@ -366,7 +366,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a31_activation_checkpointing(devices, use_reentrant):
+def test_activation_checkpointing(devices, use_reentrant):
     devs = devices(3)
     model, bare = pair(lambda: Checkpointed(use_reentrant), devs)
     assert_same(model, bare, rows(7, 3, device=devs[0]).requires_grad_())
@@ -378,7 +378,7 @@ def test_a31_activation_checkpointing(devices, use_reentrant):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a31_activation_checkpointing_with_an_evaluation_before_backward(devices, use_reentrant):
+def test_activation_checkpointing_with_an_evaluation_before_backward(devices, use_reentrant):
     devs = devices(3)
     model, bare = pair(lambda: Checkpointed(use_reentrant), devs)
     for m in (model, bare):
@@ -401,7 +401,7 @@ class Tied(nn.Module):
         return self.head(self.embed(ids).tanh())
 
 
-def test_a31_tied_weights(devices):
+def test_tied_weights(devices):
     devs = devices(3)
     model, bare = pair(Tied, devs)
     ids = torch.arange(21, device=devs[0]).reshape(7, 3) % 11
@@ -412,7 +412,7 @@ def test_a31_tied_weights(devices):
     assert_same_grads(model, bare)
 
 
-def test_a31_frozen_parameters_get_no_gradient(devices):
+def test_frozen_parameters_get_no_gradient(devices):
     devs = devices(3)
     model, bare = pair(Mlp, devs)
     for m in (model, bare):
@@ -426,7 +426,7 @@ def test_a31_frozen_parameters_get_no_gradient(devices):
     assert_same(model, bare, rows(7, 3, device=devs[0]))
 
 
-def test_a31_inputs_that_are_part_of_a_graph(devices):
+def test_inputs_that_are_part_of_a_graph(devices):
     devs = devices(3)
     model, bare = pair(Mlp, devs)
     leaves = [rows(7, 3, device=devs[0]).requires_grad_() for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Conformance row a32: complex and sparse tensors, half precision, integers."""
+"""Complex and sparse tensors, half precision, integers."""
 
 import functools
 
@@ -31,7 +31,7 @@ class Complex(nn.Module):
         return z.conj() * z.abs(), (z * self.spectrum[0]).imag
 
 
-def test_a32_complex_parameters(devices):
+def test_complex_parameters(devices):
     devs = devices(3)
     model, bare = pair(Complex, devs)
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, bare)]
@@ -62,7 +62,7 @@ class Words(nn.Module):
         return out + F.linear(self.embed.weight, self.embed.weight).sum() if dense else out
 
 
-def test_a32_sparse_gradients(devices):
+def test_sparse_gradients(devices):
     devs = devices(3)
     model, bare = pair(Words, devs)
     sparse = [torch.optim.SparseAdam([m.embed.weight, m.bag.weight], lr=0.01) for m in (model, bare)]
@@ -79,7 +79,7 @@ def test_a32_sparse_gradients(devices):
         torch.testing.assert_close(dict(model.state_dict()), dict(bare.state_dict()), **TOLERANCE)
 
 
-def test_a32_sparse_and_dense_gradients_of_one_parameter(devices):
+def test_sparse_and_dense_gradients_of_one_parameter(devices):
     devs = devices(3)
     model, bare = pair(functools.partial(Words, tied=True), devs)
     ids = torch.arange(21, device=devs[0]).reshape(7, 3) % 11
@@ -90,7 +90,7 @@ def test_a32_sparse_and_dense_gradients_of_one_parameter(devices):
     torch.testing.assert_close(model.bag.weight.grad.to_dense(), bare.bag.weight.grad.to_dense(), **TOLERANCE)
 
 
-def test_a32_half_precision_and_integer_tensors_travel_unchanged(devices):
+def test_half_precision_and_integer_tensors_travel_unchanged(devices):
     devs = devices(3)
 
     class Mixed(nn.Module):

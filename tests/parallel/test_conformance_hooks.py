@@ -1,4 +1,4 @@
-"""Conformance rows about hooks and patched forwards: a26, a27."""
+"""Hooks and patched forwards in replicas."""
 
 import functools
 import os
@@ -41,14 +41,14 @@ class Hooked(nn.Module):
         return out + self.kept["input"].sum(1, keepdim=True)
 
 
-def test_a26_hooks_that_are_methods_belong_to_their_replica(devices):
+def test_hooks_that_are_methods_belong_to_their_replica(devices):
     devs = devices(3)
     model, bare = pair(Hooked, devs)
     for step in range(3):
         assert_same(model, bare, rows(7, 3, device=devs[0], seed=step).requires_grad_())
 
 
-def test_a26_hooks_are_called_once_per_replica(devices):
+def test_hooks_are_called_once_per_replica(devices):
     devs = devices(3)
     model, bare = pair(Mlp, devs)
     before, after = [], []
@@ -68,7 +68,7 @@ def test_a26_hooks_are_called_once_per_replica(devices):
     assert len(before) == len(after) == len(devs), "a removed hook is gone in all replicas"
 
 
-def test_a26_hooks_write_into_what_they_close_over(devices):
+def test_hooks_write_into_what_they_close_over(devices):
     devs = devices(3)
     model, bare = pair(Mlp, devs)
     features, by_size = [], {}
@@ -87,7 +87,7 @@ def test_a26_hooks_write_into_what_they_close_over(devices):
     assert sum(map(len, parts)) == len(bare.first(x)) == 7
 
 
-def test_a26_hooks_registered_inside_forward_stay_in_their_replica(devices):
+def test_hooks_registered_inside_forward_stay_in_their_replica(devices):
     devs = devices(3)
 
     class Tapping(Mlp):
@@ -107,7 +107,7 @@ def test_a26_hooks_registered_inside_forward_stay_in_their_replica(devices):
     assert not model.module.first._forward_hooks
 
 
-def test_a26_user_dicts_are_copied(devices):
+def test_user_dicts_are_copied(devices):
     devs = devices(3)
 
     class Caching(nn.Module):
@@ -129,7 +129,7 @@ def test_a26_user_dicts_are_copied(devices):
     assert len(model.cache["deep"]["list"]) == 3
 
 
-def test_a26_full_backward_hooks(devices):
+def test_full_backward_hooks(devices):
     devs = devices(3)
     model, bare = pair(Mlp, devs)
     seen = []
@@ -151,7 +151,7 @@ def test_a26_full_backward_hooks(devices):
     assert sum(size for _, size in ours) == 2 * 7
 
 
-def test_a26_hooks_on_parameters_see_the_whole_gradient_once(devices):
+def test_hooks_on_parameters_see_the_whole_gradient_once(devices):
     devs = devices(3)
     model, bare = pair(Mlp, devs)
     seen, accumulated = [], []
@@ -165,7 +165,7 @@ def test_a26_hooks_on_parameters_see_the_whole_gradient_once(devices):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a26_hooks_on_a_parameter_that_takes_no_part_are_not_called(devices, when):
+def test_hooks_on_a_parameter_that_takes_no_part_are_not_called(devices, when):
     class Idle(Mlp):
         def __init__(self):
             super().__init__()
@@ -184,7 +184,7 @@ def test_a26_hooks_on_a_parameter_that_takes_no_part_are_not_called(devices, whe
     assert model.module.idle.grad is None
 
 
-def test_a26_global_hooks(devices):
+def test_global_hooks(devices):
     devs = devices(3)
     calls = []
     model, _ = pair(Mlp, devs)
@@ -295,7 +295,7 @@ def on_submodule(m, see):
     ],
 )
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after the first call"])
-def test_a27_patched_forward_runs_on_its_replica(devices, patch, late, tmp_path):
+def test_patched_forward_runs_on_its_replica(devices, patch, late, tmp_path):
     devs = devices(3)
     model, bare = pair(Mlp, devs)
     x = rows(7, 3, device=devs[0])
@@ -319,7 +319,7 @@ class Checkpointed(Mlp):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a26_hooks_on_parameters_in_checkpoints(devices, use_reentrant):
+def test_hooks_on_parameters_in_checkpoints(devices, use_reentrant):
     """A reentrant checkpoint runs a backward of its own for each replica; the others have one for all."""
     devs = devices(3)
     model, bare = pair(lambda: Checkpointed(use_reentrant), devs)

@@ -1,4 +1,4 @@
-"""Conformance rows about what goes in: a16 to a19, a35, and bad input."""
+"""What goes in: how arguments are cut, and bad input."""
 
 import copy
 import logging
@@ -56,14 +56,14 @@ class Pick(nn.Module):
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 9, 10])
 @pytest.mark.parametrize("split", ["chunk", "even"])
-def test_a16_every_replica_gets_all_arguments(devices, num_rows, split):
+def test_every_replica_gets_all_arguments(devices, num_rows, split):
     devs = devices(4)
     model, bare = pair(GradReducer, devs, split=split)
     x, y, z = (rows(num_rows, width, device=devs[0], seed=width).requires_grad_() for width in (3, 2, 1))
     assert_same(model, bare, x, y=y, z={"z": [z]})
 
 
-def test_a16_zero_rows_run_one_replica_on_an_empty_shard(devices):
+def test_zero_rows_run_one_replica_on_an_empty_shard(devices):
     devs = devices(4)
     model, bare = pair(GradReducer, devs)
     x, y, z = (rows(0, width, device=devs[0]).requires_grad_() for width in (3, 2, 1))
@@ -73,14 +73,14 @@ def test_a16_zero_rows_run_one_replica_on_an_empty_shard(devices):
     assert count.tolist() == [0]
 
 
-def test_a17_chunk_leaves_the_devices_idle_that_torch_leaves_idle(devices):
+def test_chunk_leaves_the_devices_idle_that_torch_leaves_idle(devices):
     devs = devices(8)
     x = rows(9, 3, device=devs[0])
     (count,) = everygpu.DataParallel(CountRows(), devs)(x)
     assert count.tolist() == [len(c) for c in x.chunk(len(devs))]
 
 
-def test_a17_even_uses_all_devices(devices):
+def test_even_uses_all_devices(devices):
     devs = devices(8)
     (count,) = everygpu.DataParallel(CountRows(), devs, split="even")(rows(9, 3, device=devs[0]))
     assert len(count) == len(devs)
@@ -89,7 +89,7 @@ def test_a17_even_uses_all_devices(devices):
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 7, 9])
-def test_a18_args_and_kwargs_are_cut_alike(devices, num_rows):
+def test_args_and_kwargs_are_cut_alike(devices, num_rows):
     devs = devices(4)
     x = rows(num_rows, 3, device=devs[0])
     first, *others = everygpu.DataParallel(CountRows(), devs)(x, x + 1, a=x + 2, b=x + 3)
@@ -99,7 +99,7 @@ def test_a18_args_and_kwargs_are_cut_alike(devices, num_rows):
 
 
 @pytest.mark.parametrize("where", ["args", "kwargs", "nested"])
-def test_a19_tensors_of_different_size_are_an_error_naming_them(devices, where):
+def test_tensors_of_different_size_are_an_error_naming_them(devices, where):
     devs = devices(4)
     model = everygpu.DataParallel(CountRows(), devs)
     x, y = rows(9, 3, device=devs[0]), rows(2, 3, device=devs[0])
@@ -125,7 +125,7 @@ class Masked(nn.Module):
         return self.lin(x) * mask + scales["s"][0]
 
 
-def test_a19_replicated_is_given_whole_to_every_replica(devices):
+def test_replicated_is_given_whole_to_every_replica(devices):
     devs = devices(3)
     model, bare = pair(Masked, devs)
     x = rows(7, 3, device=devs[0])
@@ -152,7 +152,7 @@ class Normalizing(nn.Module):
         return self.lin(x)
 
 
-def test_a16_forward_may_write_into_its_input(devices):
+def test_forward_may_write_into_its_input(devices):
     devs = devices(3)
     model, bare = pair(Normalizing, devs)
     assert_same(model, bare, rows(7, 3, device=devs[0]))
@@ -168,7 +168,7 @@ class Late(nn.Linear):
         return self
 
 
-def test_a35_a_module_that_is_elsewhere_is_moved(devices, caplog):
+def test_a_module_that_is_elsewhere_is_moved(devices, caplog):
     devs = devices(2)
     with caplog.at_level(logging.INFO, logger="everygpu"):
         model = everygpu.DataParallel(Late(3, 2, device="meta"), devs, engine="threads")
@@ -178,7 +178,7 @@ def test_a35_a_module_that_is_elsewhere_is_moved(devices, caplog):
     assert model(torch.ones(4, 3, device=devs[0])).tolist() == [[4.0, 4.0]] * 4
 
 
-def test_a35_strict_device_gives_torchs_error(devices):
+def test_strict_device_gives_torchs_error(devices):
     devs = devices(2)
     with pytest.raises(RuntimeError, match="module must have its parameters and buffers on device") as caught:
         everygpu.DataParallel(Late(3, 2, device="meta"), devs, strict_device=True)
@@ -186,7 +186,7 @@ def test_a35_strict_device_gives_torchs_error(devices):
 
 
 @pytest.mark.gpu
-def test_a35_a_module_moved_away_between_calls_is_moved_back(devices):
+def test_a_module_moved_away_between_calls_is_moved_back(devices):
     devs = devices(2)
     model, bare = pair(lambda: nn.Linear(3, 2), devs)
     x = rows(5, 3, device=devs[0])
@@ -198,7 +198,7 @@ def test_a35_a_module_moved_away_between_calls_is_moved_back(devices):
     assert model.module.weight.device == devs[0]
 
 
-def test_a35_dtype_and_memory_format_may_change_between_calls(devices):
+def test_dtype_and_memory_format_may_change_between_calls(devices):
     devs = devices(2)
     model, bare = pair(lambda: nn.Conv2d(3, 2, 3), devs)
     x = rows(4, 3, 5, 5, device=devs[0])

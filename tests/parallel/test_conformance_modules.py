@@ -1,4 +1,4 @@
-"""Conformance rows about how replicas follow their module: a03 to a07, a25."""
+"""How replicas follow their module."""
 
 import copy
 import functools
@@ -15,7 +15,7 @@ from tests.parallel.oracle import TOLERANCE, Mlp, assert_same, assert_same_grads
 pytestmark = pytest.mark.usefixtures("in_threads")
 
 
-def test_a03_rows_of_a_table_that_forward_shortens(devices):
+def test_rows_of_a_table_that_forward_shortens(devices):
     """The replicas shorten the rows that they look up; those of the first replica stay so."""
     devs = devices(2)
     model, bare = pair(lambda: nn.Embedding(8, 3, max_norm=0.1), devs)
@@ -38,7 +38,7 @@ class Seeing(Mlp):
         return super().forward(x)
 
 
-def test_a03_replicas_persist_in_place(devices):
+def test_replicas_persist_in_place(devices):
     devs = devices(3)
     seen = []
     model, _ = pair(lambda: Seeing(seen.append), devs)
@@ -124,7 +124,7 @@ def tie(m):
         tie,
     ],
 )
-def test_a03_every_forward_sees_the_present_parameters(devices, change):
+def test_every_forward_sees_the_present_parameters(devices, change):
     devs = devices(3)
     model, bare = pair(Mlp, devs)
     x = rows(7, 3, device=devs[0])
@@ -147,7 +147,7 @@ def test_a03_every_forward_sees_the_present_parameters(devices, change):
     ],
     ids=["sgd", "foreach", "fused"],
 )
-def test_a03_training_equals_one_device(devices, kind):
+def test_training_equals_one_device(devices, kind):
     devs = devices(3)
     model, bare = pair(Mlp, devs)
     optimizers = [kind(m.parameters()) for m in (model, bare)]
@@ -159,7 +159,7 @@ def test_a03_training_equals_one_device(devices, kind):
         torch.testing.assert_close(model.state_dict(), OrderedDict(bare.state_dict()))
 
 
-def test_a03_buffers_reach_the_replicas(devices):
+def test_buffers_reach_the_replicas(devices):
     devs = devices(3)
     model, bare = pair(lambda: nn.BatchNorm1d(3), devs)
     x = rows(7, 3, device=devs[0])
@@ -173,7 +173,7 @@ def test_a03_buffers_reach_the_replicas(devices):
 
 
 @pytest.mark.parametrize("buffers", ["first", "mean"])
-def test_a04_batchnorm_statistics_follow_the_rule(devices, buffers):
+def test_batchnorm_statistics_follow_the_rule(devices, buffers):
     devs = devices(3)
     model, bare = pair(lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), devs, buffers=buffers)
     for step in range(3):
@@ -237,7 +237,7 @@ def train_two_forwards_per_backward(model, bare, devs):
 
 
 @pytest.mark.parametrize("make", [old_spectral_norm, new_spectral_norm])
-def test_a05_spectral_norm_one_forward(devices, make):
+def test_spectral_norm_one_forward(devices, make):
     devs = devices(3)
     model, bare = pair(make, devs)
     for step in range(3):
@@ -245,14 +245,14 @@ def test_a05_spectral_norm_one_forward(devices, make):
 
 
 @pytest.mark.parametrize("make", [old_spectral_norm, new_spectral_norm])
-def test_a05_spectral_norm_two_forwards(devices, make):
+def test_spectral_norm_two_forwards(devices, make):
     devs = devices(3)
     train_two_forwards_per_backward(*pair(make, devs), devs)
 
 
 @old_weight_norm_warns
 @pytest.mark.parametrize("make", [old_weight_norm, new_weight_norm, orthogonal])
-def test_a25_weight_norm_and_parametrizations(devices, make):
+def test_weight_norm_and_parametrizations(devices, make):
     devs = devices(3)
     train_two_forwards_per_backward(*pair(make, devs), devs)
 
@@ -281,7 +281,7 @@ class Remembering(nn.Module):
         return h + carried + self.calls
 
 
-def test_a06_attributes_set_in_forward_persist(devices):
+def test_attributes_set_in_forward_persist(devices):
     devs = devices(3)
     model, bare = pair(Remembering, devs)
     batches = [rows(7, 3, device=devs[0], seed=step) for step in range(4)]
@@ -316,7 +316,7 @@ class Trail(nn.Module):
         return x.new_full((x.shape[0],), float(before))
 
 
-def test_a06_attributes_set_on_another_replica_do_not_come_back(devices):
+def test_attributes_set_on_another_replica_do_not_come_back(devices):
     devs = devices(2)
     model = everygpu.DataParallel(Trail(), devs)
     x = torch.ones(4, 1, device=devs[0])
@@ -348,7 +348,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("split", [[1.0, 3.0, 1.0], [0.0, 1.0, 1.0]])
-def test_a06_attributes_of_the_first_replica_that_ran(devices, split):
+def test_attributes_of_the_first_replica_that_ran(devices, split):
     """A last batch may have too few rows for the first device, and yet its counters count."""
     devs = devices(3)
     model, bare = pair(Counting, devs, split=split[: len(devs)])
@@ -361,7 +361,7 @@ def test_a06_attributes_of_the_first_replica_that_ran(devices, split):
     assert model.module.kept["own"] is model.module.lin, "what belongs to a replica stays there"
 
 
-def test_a06_a_new_attribute_reaches_the_replicas(devices):
+def test_a_new_attribute_reaches_the_replicas(devices):
     devs = devices(3)
 
     class Scaled(nn.Module):
@@ -397,7 +397,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_a07_recurrent_nets_without_a_warning(devices, kind):
+def test_recurrent_nets_without_a_warning(devices, kind):
     devs = devices(3)
     model, bare = pair(lambda: Recurrent(kind), devs)
     for step in range(3):
@@ -410,14 +410,14 @@ def test_a07_recurrent_nets_without_a_warning(devices, kind):
     assert_same(model.train(), bare.train(), x)
 
 
-def test_a07_recurrent_nets_on_packed_sequences(devices):
+def test_recurrent_nets_on_packed_sequences(devices):
     devs = devices(3)
     model, bare = pair(lambda: Recurrent(nn.LSTM), devs)
     lengths = torch.tensor([5, 2, 3, 1, 4, 5, 2], device=devs[0])
     assert_same(model, bare, rows(7, 5, 3, device=devs[0]), lengths)
 
 
-def test_a07_recurrent_nets_after_a_step(devices):
+def test_recurrent_nets_after_a_step(devices):
     devs = devices(2)
     model, bare = pair(lambda: Recurrent(nn.LSTM), devs)
     x = rows(6, 5, 3, device=devs[0])

@@ -1,4 +1,4 @@
-"""Conformance rows about what comes out: a08 to a15."""
+"""What comes out: losses, numbers, containers."""
 
 import copy
 import dataclasses
@@ -54,7 +54,7 @@ class MeanLoss(nn.Module):
         return self.lin(x).square().mean()
 
 
-def test_a08_scalar_losses_become_a_vector_without_a_warning(devices):
+def test_scalar_losses_become_a_vector_without_a_warning(devices):
     devs = devices(3)
     model, bare = pair(MeanLoss, devs)
     x = rows(6, 3, device=devs[0])
@@ -66,7 +66,7 @@ def test_a08_scalar_losses_become_a_vector_without_a_warning(devices):
 
 
 @pytest.mark.parametrize("dim", [1, -2])
-def test_a09_scalar_loss_with_rows_on_another_dim(devices, dim):
+def test_scalar_loss_with_rows_on_another_dim(devices, dim):
     devs = devices(3)
     model, bare = pair(MeanLoss, devs, dim=dim)
     x = rows(4, 6, 3, device=devs[0])
@@ -77,7 +77,7 @@ def test_a09_scalar_loss_with_rows_on_another_dim(devices, dim):
     assert_same_grads(model, bare)
 
 
-def test_a09_rows_on_another_dim_are_joined_there(devices):
+def test_rows_on_another_dim_are_joined_there(devices):
     devs = devices(3)
     model, bare = pair(lambda: nn.LSTM(3, 2), devs, dim=1)
     x = rows(4, 7, 3, device=devs[0]).requires_grad_()
@@ -85,42 +85,42 @@ def test_a09_rows_on_another_dim_are_joined_there(devices):
 
 
 @pytest.mark.parametrize("value", [3, 2.5, True, False, float("inf"), 1 + 2j, torch.float16, 10**30])
-def test_a10_equal_numbers_pass_through(devices, value):
+def test_equal_numbers_pass_through(devices, value):
     out = returned(lambda x: (value, {"n": value}), devices(3))
     assert out == (value, {"n": value})
     assert type(out[0]) is type(value)
 
 
-def test_a10_nan_passes_through(devices):
+def test_nan_passes_through(devices):
     out = returned(lambda x: float("nan"), devices(3))
     assert out != out
 
 
 @pytest.mark.parametrize("kind", [int, float, str, complex])
-def test_a10_differing_numbers_come_back_as_a_list(devices, kind):
+def test_differing_numbers_come_back_as_a_list(devices, kind):
     devs = devices(3)
     out = returned(lambda x: {"n": kind(x.shape[0]), "x": x}, devs)
     assert out["n"] == [kind(n) for n in sizes(devs)]
     assert out["x"].shape == (5, 2)
 
 
-def test_a10_differing_bools_come_back_as_a_list(devices):
+def test_differing_bools_come_back_as_a_list(devices):
     devs = devices(2)
     out = returned(is_first, devs)
     assert out == [True, *[False] * (len(devs) - 1)]
 
 
-def test_a10_true_and_one_differ(devices):
+def test_true_and_one_differ(devices):
     out = returned(lambda x: True if is_first(x) else 1, devices(2))
     assert out == [True, 1]
     assert [type(v) for v in out] == [bool, int]
 
 
-def test_a11_equal_strings_pass_through(devices):
+def test_equal_strings_pass_through(devices):
     assert returned(lambda x: ("logits", b"raw"), devices(3)) == ("logits", b"raw")
 
 
-def test_a12_none_in_all_replicas_passes_through(devices):
+def test_none_in_all_replicas_passes_through(devices):
     out = returned(lambda x: (x, None, {"loss": None}), devices(3))
     assert out[0].shape == (5, 2)
     assert out[1:] == (None, {"loss": None})
@@ -128,7 +128,7 @@ def test_a12_none_in_all_replicas_passes_through(devices):
 
 @pytest.mark.parametrize("in_first", [True, False])
 @pytest.mark.parametrize("value", [lambda x: x, lambda x: 1, lambda x: [x]], ids=["tensor", "number", "list"])
-def test_a12_none_in_one_replica_is_an_error_naming_both(devices, in_first, value):
+def test_none_in_one_replica_is_an_error_naming_both(devices, in_first, value):
     devs = devices(2)
     model = everygpu.DataParallel(Return(lambda x: {"aux": None if is_first(x) == in_first else value(x)}), devs)
     x = torch.arange(4.0, device=devs[0])[:, None]
@@ -155,7 +155,7 @@ def test_a12_none_in_one_replica_is_an_error_naming_both(devices, in_first, valu
         (lambda x: x, lambda x: [x]),
     ],
 )
-def test_a12_structures_that_differ_are_an_error(devices, first, other):
+def test_structures_that_differ_are_an_error(devices, first, other):
     with pytest.raises(GatherError) as caught:
         returned(lambda x: {"inner": (first if is_first(x) else other)(x)}, devices(2))
     for part in ('out["inner"]', "replica 0", "replica 1"):
@@ -166,7 +166,7 @@ class Plain:
     """An object that is no container."""
 
 
-def test_a12_unknown_objects_come_back_as_they_are(devices):
+def test_unknown_objects_come_back_as_they_are(devices):
     thing = Plain()
     assert returned(lambda x: thing, devices(2)) is thing
     differing = returned(lambda x: Plain(), devices(2))
@@ -247,7 +247,7 @@ class Point(NamedTuple):
 Pair = namedtuple("Pair", ["first", "second"])
 
 
-def test_a13_dataclass_is_rebuilt(devices):
+def test_dataclass_is_rebuilt(devices):
     devs = devices(3)
     out = returned(lambda x: Output(x, "m", x.sum(), (x, x + 1)), devs)
     assert type(out) is Output
@@ -257,20 +257,20 @@ def test_a13_dataclass_is_rebuilt(devices):
     assert out.hidden[1][:, 0].tolist() == [1, 2, 3, 4, 5]
 
 
-def test_a13_frozen_slotted_dataclass_is_rebuilt(devices):
+def test_frozen_slotted_dataclass_is_rebuilt(devices):
     out = returned(FrozenOutput, devices(3))
     assert type(out) is FrozenOutput
     assert out.logits.shape == (5, 2)
     assert out.rows == 7
 
 
-def test_a13_dataclass_with_another_constructor_is_rebuilt(devices):
+def test_dataclass_with_another_constructor_is_rebuilt(devices):
     out = returned(lambda x: StrictOutput(x, source="model"), devices(3))
     assert type(out) is StrictOutput
     assert out.logits.shape == (5, 2)
 
 
-def test_a13_model_output_is_rebuilt(devices):
+def test_model_output_is_rebuilt(devices):
     devs = devices(3)
     out = returned(lambda x: ClassifierOutput(loss=x.mean(), logits=x, hidden_states=(x, x)), devs)
     assert type(out) is ClassifierOutput
@@ -281,7 +281,7 @@ def test_a13_model_output_is_rebuilt(devices):
     assert out.hidden_states[1].shape == (5, 2)
 
 
-def test_a13_model_output_without_a_loss(devices):
+def test_model_output_without_a_loss(devices):
     out = returned(lambda x: ClassifierOutput(logits=x), devices(3))
     assert type(out) is ClassifierOutput
     assert list(out) == ["logits"]
@@ -290,7 +290,7 @@ def test_a13_model_output_without_a_loss(devices):
     assert out.logits.shape == (5, 2)
 
 
-def test_a13_real_model_output_is_rebuilt(devices):
+def test_real_model_output_is_rebuilt(devices):
     outputs = pytest.importorskip("transformers.modeling_outputs")
     kind = outputs.SequenceClassifierOutput
     out = returned(lambda x: kind(loss=x.mean(), logits=x, hidden_states=(x, x)), devices(3))
@@ -315,7 +315,7 @@ def test_a13_real_model_output_is_rebuilt(devices):
     ],
     ids=["NamedTuple", "namedtuple", "return_types", "nested", "OrderedDict", "keys", "deque", "UserDict", "empty"],
 )
-def test_a13_containers_are_rebuilt(devices, make):
+def test_containers_are_rebuilt(devices, make):
     devs = devices(3)
     x = torch.arange(5, dtype=torch.float64, device=devs[0])[:, None].expand(5, 2)
     out, expected = returned(make, devs), make(x)
@@ -328,7 +328,7 @@ def test_a13_containers_are_rebuilt(devices, make):
     torch.testing.assert_close(out, expected)
 
 
-def test_a13_gradients_flow_through_containers(devices):
+def test_gradients_flow_through_containers(devices):
     devs = devices(3)
 
     class Many(nn.Module):
@@ -344,14 +344,14 @@ def test_a13_gradients_flow_through_containers(devices):
     assert_same(model, bare, rows(7, 3, device=devs[0]).requires_grad_())
 
 
-def test_a14_defaultdict_keeps_its_factory(devices):
+def test_defaultdict_keeps_its_factory(devices):
     out = returned(lambda x: defaultdict(list, boxes=[x]), devices(3))
     assert type(out) is defaultdict
     assert out["boxes"][0].shape == (5, 2)
     assert out["other"] == []
 
 
-def test_a14_keys_in_another_order_are_matched_by_name(devices):
+def test_keys_in_another_order_are_matched_by_name(devices):
     def make(x):
         kind = OrderedDict if x.dtype == torch.float64 else dict
         return kind(a=x, b=x + 10) if is_first(x) else kind(b=x + 10, a=x)
@@ -361,7 +361,7 @@ def test_a14_keys_in_another_order_are_matched_by_name(devices):
     assert out["b"][:, 0].tolist() == [10, 11, 12, 13, 14]
 
 
-def test_a14_numpy_arrays_are_joined(devices):
+def test_numpy_arrays_are_joined(devices):
     numpy = pytest.importorskip("numpy")
     devs = devices(3)
     out = returned(lambda x: {"boxes": x.cpu().numpy() + 1, "n": numpy.array(x.shape[0])}, devs)
@@ -370,28 +370,28 @@ def test_a14_numpy_arrays_are_joined(devices):
     assert out["n"].tolist() == sizes(devs)
 
 
-def test_a14_numpy_arrays_that_do_not_fit_are_an_error_naming_the_path(devices):
+def test_numpy_arrays_that_do_not_fit_are_an_error_naming_the_path(devices):
     pytest.importorskip("numpy")
     with pytest.raises(GatherError) as caught:
         returned(lambda x: [x, x.cpu().numpy().repeat(2 if is_first(x) else 3, axis=1)], devices(2))
     assert "out[1]" in str(caught.value)
 
 
-def test_a14_sets(devices):
+def test_sets(devices):
     devs = devices(3)
     assert returned(lambda x: {"cat", "dog"}, devs) == {"cat", "dog"}
     assert returned(lambda x: frozenset({x.shape[0]}), devs, num_rows=7) == [frozenset({n}) for n in sizes(devs, 7)]
     assert returned(lambda x: Counter(cat=2), devs) == Counter(cat=2)
 
 
-def test_a14_tensors_in_a_set_are_an_error_naming_the_path(devices):
+def test_tensors_in_a_set_are_an_error_naming_the_path(devices):
     with pytest.raises(GatherError) as caught:
         returned(lambda x: {"found": {x}}, devices(2))
     assert 'out["found"]' in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict, lambda **kw: defaultdict(list, kw)])
-def test_a14_lists_of_unequal_length_are_an_error_naming_the_path(devices, kind):
+def test_lists_of_unequal_length_are_an_error_naming_the_path(devices, kind):
     with pytest.raises(GatherError) as caught:
         returned(lambda x: kind(boxes=[x] * (2 if is_first(x) else 3)), devices(2))
     for part in ('out["boxes"]', "2", "3", "replica 0", "replica 1"):
@@ -399,20 +399,20 @@ def test_a14_lists_of_unequal_length_are_an_error_naming_the_path(devices, kind)
 
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict, lambda **kw: defaultdict(list, kw)])
-def test_a14_tensors_that_do_not_fit_are_an_error_naming_the_path(devices, kind):
+def test_tensors_that_do_not_fit_are_an_error_naming_the_path(devices, kind):
     with pytest.raises(GatherError) as caught:
         returned(lambda x: kind(boxes=[x, x.repeat(1, 1 if is_first(x) else 2)]), devices(2))
     for part in ('out["boxes"][1]', "(3, 2)", "4"):
         assert part in str(caught.value)
 
 
-def test_a14_a_dataclass_field_that_does_not_fit_is_named(devices):
+def test_a_dataclass_field_that_does_not_fit_is_named(devices):
     with pytest.raises(GatherError) as caught:
         returned(lambda x: Output(x, "m", hidden=(x, x.repeat(1, x.shape[0]))), devices(2))
     assert "out.hidden[1]" in str(caught.value)
 
 
-def test_a15_cpu_tensors_are_joined_on_the_cpu(devices):
+def test_cpu_tensors_are_joined_on_the_cpu(devices):
     devs = devices(3)
     out = returned(lambda x: {"cpu": x.cpu(), "here": x, "n": torch.tensor(x.shape[0], device="cpu")}, devs)
     assert out["cpu"].device.type == "cpu"
@@ -422,7 +422,7 @@ def test_a15_cpu_tensors_are_joined_on_the_cpu(devices):
     assert out["n"].tolist() == sizes(devs)
 
 
-def test_a15_gradients_flow_through_cpu_outputs(devices):
+def test_gradients_flow_through_cpu_outputs(devices):
     devs = devices(3)
 
     class ToCpu(nn.Linear):
@@ -434,13 +434,13 @@ def test_a15_gradients_flow_through_cpu_outputs(devices):
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.complex64, torch.bfloat16, torch.uint8])
-def test_a15_any_dtype_is_joined(devices, dtype):
+def test_any_dtype_is_joined(devices, dtype):
     out = returned(lambda x: x.to(dtype), devices(3))
     assert out.dtype is dtype
     assert out.shape == (5, 2)
 
 
-def test_a15_inputs_that_are_no_tensors_reach_every_replica(devices):
+def test_inputs_that_are_no_tensors_reach_every_replica(devices):
     devs = devices(3)
     lock, thing = threading.Lock(), SimpleNamespace(a=1)
     seen = []
@@ -456,7 +456,7 @@ def test_a15_inputs_that_are_no_tensors_reach_every_replica(devices):
     assert all(a is b for got in seen for a, b in zip(got, given))
 
 
-def test_a15_inputs_in_any_container_are_cut(devices):
+def test_inputs_in_any_container_are_cut(devices):
     devs = devices(3)
     x = rows(7, 2, device=devs[0])
 

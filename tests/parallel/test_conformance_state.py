@@ -1,4 +1,4 @@
-"""Conformance rows about what torch and Python keep per thread: a29, a30, a38, a39."""
+"""What torch and Python keep per thread: autocast, grad mode, devices, seeds."""
 
 import contextlib
 import contextvars
@@ -48,7 +48,7 @@ def autocast_facts(module, x):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cache_enabled", [True, False])
-def test_a29_autocast_dtype_is_the_same_in_every_replica(devices, dtype, cache_enabled):
+def test_autocast_dtype_is_the_same_in_every_replica(devices, dtype, cache_enabled):
     devs = devices(3)
     model = told(autocast_facts, devs)
     x = rows(7, 3, device=devs[0]).float()
@@ -63,7 +63,7 @@ def test_a29_autocast_dtype_is_the_same_in_every_replica(devices, dtype, cache_e
     assert model(x)[1] == before == autocast_facts(model.module, x), "nothing stays in the threads"
 
 
-def test_a29_autocast_off_inside_autocast(devices):
+def test_autocast_off_inside_autocast(devices):
     devs = devices(3)
     model = told(autocast_facts, devs)
     x = rows(7, 3, device=devs[0]).float()
@@ -71,7 +71,7 @@ def test_a29_autocast_off_inside_autocast(devices):
         assert model(x)[1][:2] == ("torch.float32", False)
 
 
-def test_a29_autocast_of_the_cpu_beside_the_devices(devices):
+def test_autocast_of_the_cpu_beside_the_devices(devices):
     devs = devices(3)
 
     def ask(module, x):
@@ -83,7 +83,7 @@ def test_a29_autocast_of_the_cpu_beside_the_devices(devices):
         assert told(ask, devs)(x)[1] == "torch.bfloat16"
 
 
-def test_a29_autocast_gradients_equal_one_device(devices):
+def test_autocast_gradients_equal_one_device(devices):
     devs = devices(3)
     torch.manual_seed(0)
     model, bare = pair(lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)), devs)
@@ -107,7 +107,7 @@ def grad_facts(module, x):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_a30_grad_and_inference_mode(devices, mode):
+def test_grad_and_inference_mode(devices, mode):
     devs = devices(3)
     model = told(grad_facts, devs)
     x = rows(7, 3, device=devs[0]).float()
@@ -118,7 +118,7 @@ def test_a30_grad_and_inference_mode(devices, mode):
     assert model(x)[1] == (True, False, True), "nothing stays in the threads"
 
 
-def test_a30_grad_mode_within_inference_mode(devices):
+def test_grad_mode_within_inference_mode(devices):
     devs = devices(3)
     model = told(grad_facts, devs)
     x = rows(7, 3, device=devs[0]).float()
@@ -128,7 +128,7 @@ def test_a30_grad_mode_within_inference_mode(devices):
         assert model(x)[1] == grad_facts(model.module, x)
 
 
-def test_a30_training_after_inference_mode(devices):
+def test_training_after_inference_mode(devices):
     devs = devices(3)
     model, bare = pair(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval(), devs)
     x = rows(7, 3, device=devs[0])
@@ -143,7 +143,7 @@ def test_a30_training_after_inference_mode(devices):
         assert_same(model, bare, x)
 
 
-def test_a30_a_module_made_in_inference_mode(devices):
+def test_a_module_made_in_inference_mode(devices):
     devs = devices(3)
     with torch.inference_mode():
         model, bare = pair(lambda: nn.Linear(3, 2), devs)
@@ -178,7 +178,7 @@ class Relu(nn.Module):
 
 
 @pytest.mark.parametrize("modes", [[Swap(2)], [Swap(2), Add()], [Add(), Swap(3)], [Add(), Add()]])
-def test_a30_function_modes_are_in_force_in_every_replica(devices, modes):
+def test_function_modes_are_in_force_in_every_replica(devices, modes):
     devs = devices(3)
     model, bare = everygpu.DataParallel(Relu(), devs), Relu()
     x = rows(7, 3, device=devs[0])
@@ -196,13 +196,13 @@ def factory_facts(module, x):
     return sorted(devices), all(t.device in (x.device, torch.device("meta")) for t in made)
 
 
-def test_a30_tensors_made_in_forward_are_on_the_replicas_device(devices):
+def test_tensors_made_in_forward_are_on_the_replicas_device(devices):
     devs = devices(3)
     x = rows(7, 3, device=devs[0]).float()
     assert told(factory_facts, devs)(x)[1] == ([devs[0].type], True)
 
 
-def test_a30_default_device(devices):
+def test_default_device(devices):
     devs = devices(3)
     model = told(factory_facts, devs)
     x = rows(7, 3, device=devs[0]).float()
@@ -219,7 +219,7 @@ def test_a30_default_device(devices):
     assert torch.ones(1).device.type == "cpu"
 
 
-def test_a30_the_callers_default_device_is_as_before(devices):
+def test_the_callers_default_device_is_as_before(devices):
     devs = devices(3)
     model = told(factory_facts, devs)
     for _ in range(3):
@@ -230,7 +230,7 @@ def test_a30_the_callers_default_device_is_as_before(devices):
     assert torch.ones(1).device.type == "cpu"
 
 
-def test_a30_context_variables(devices):
+def test_context_variables(devices):
     devs = devices(3)
 
     def ask(module, x):
@@ -249,7 +249,7 @@ def test_a30_context_variables(devices):
     assert contextvars.copy_context().run(lambda: model(x)[1]) == "nothing"
 
 
-def test_a30_saved_tensors_hooks(devices):
+def test_saved_tensors_hooks(devices):
     devs = devices(3)
     model, bare = pair(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), devs)
     packing, unpacked = set(), []
@@ -275,7 +275,7 @@ def test_a30_saved_tensors_hooks(devices):
     assert not packing, "nothing stays in the threads"
 
 
-def test_a30_save_on_cpu(devices):
+def test_save_on_cpu(devices):
     devs = devices(3)
     model, bare = pair(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), devs)
     x = rows(7, 3, device=devs[0])
@@ -286,7 +286,7 @@ def test_a30_save_on_cpu(devices):
     assert_same_grads(model, bare)
 
 
-def test_a30_global_switches(devices):
+def test_global_switches(devices):
     devs = devices(3)
     model = told(lambda module, x: (str(torch.get_default_dtype()), torch.is_anomaly_enabled()), devs)
     x = rows(7, 3, device=devs[0]).float()
@@ -314,7 +314,7 @@ def device_facts(module, x):
 
 @pytest.mark.gpu
 @pytest.mark.cards(2)
-def test_a38_every_thread_has_its_device_set():
+def test_every_thread_has_its_device_set():
     count = torch.cuda.device_count()
     devs = [torch.device("cuda", i) for i in range(count)]
     model = told(device_facts, devs)
@@ -327,7 +327,7 @@ def test_a38_every_thread_has_its_device_set():
 
 @pytest.mark.gpu
 @pytest.mark.cards(2)
-def test_a38_no_memory_on_devices_that_take_no_part():
+def test_no_memory_on_devices_that_take_no_part():
     last = torch.cuda.device_count() - 1
     used = torch.cuda.memory_allocated(0)
     model = everygpu.DataParallel(nn.Linear(1024, 1024), [last])
@@ -337,7 +337,7 @@ def test_a38_no_memory_on_devices_that_take_no_part():
 
 @pytest.mark.gpu
 @pytest.mark.cards(2)
-def test_a38_work_runs_on_the_callers_stream():
+def test_work_runs_on_the_callers_stream():
     devs = [torch.device("cuda", i) for i in range(2)]
     side = [torch.cuda.Stream(d) for d in devs]
     model = told(lambda module, x: [torch.cuda.current_stream(x.device).cuda_stream], devs)
@@ -362,7 +362,7 @@ NUM_SLOW_CYCLES = 10**8
 
 
 @pytest.mark.gpu
-def test_a38_work_comes_in_turn_with_that_on_the_callers_streams(shared_gpus):
+def test_work_comes_in_turn_with_that_on_the_callers_streams(shared_gpus):
     devs = shared_gpus(2)
     side = [torch.cuda.Stream(d) for d in devs]
     model = everygpu.DataParallel(Slow().to(devs[0]), devs)
@@ -384,7 +384,7 @@ def test_a38_work_comes_in_turn_with_that_on_the_callers_streams(shared_gpus):
 
 @pytest.mark.gpu
 @torch.no_grad()
-def test_a38_forwards_on_one_stream_after_another(shared_gpus):
+def test_forwards_on_one_stream_after_another(shared_gpus):
     devs = shared_gpus(2)
     model = everygpu.DataParallel(Slow().to(devs[0]), devs)
     model(torch.zeros(4, 3, device=devs[0]))
@@ -409,7 +409,7 @@ class Drop(nn.Module):
 
 
 @pytest.mark.parametrize("seed", [everygpu.seed_all, torch.manual_seed])
-def test_a39_dropout_masks_differ_between_replicas_and_repeat_under_a_seed(devices, seed):
+def test_dropout_masks_differ_between_replicas_and_repeat_under_a_seed(devices, seed):
     devs = devices(3)
     model = everygpu.DataParallel(Drop(), devs)
     x = torch.ones(6 * len(devs), 20, device=devs[0])
@@ -426,7 +426,7 @@ def test_a39_dropout_masks_differ_between_replicas_and_repeat_under_a_seed(devic
     assert not torch.equal(runs[0][0], runs[0][1])
 
 
-def test_a39_a_new_model_repeats_the_run(devices):
+def test_a_new_model_repeats_the_run(devices):
     devs = devices(3)
     x = torch.ones(6 * len(devs), 20, device=devs[0])
     runs = []

@@ -19,7 +19,7 @@ from tests.parallel.test_data_parallel import Net, build
 CPU = torch.device("cpu")
 
 
-def test_a50_is_torchs(devices):
+def test_is_torchs(devices):
     used = devices(2)
     model = DataParallel(build(), used)
     assert isinstance(model, nn.DataParallel)
@@ -40,7 +40,7 @@ def test_a_cuda_device_is_named_by_its_index():
     assert [device_id(torch.device(name)) for name in ("cuda:3", "cpu", "meta")] == [3, CPU, torch.device("meta")]
 
 
-def test_a52_minus_one_is_the_cpu(devices):
+def test_minus_one_is_the_cpu(devices):
     used = devices(2)
     model = DataParallel(build(), used, output_device=-1)
     assert model.output_device == CPU

@@ -41,7 +41,7 @@ def expect_detections(found, num_rows):
 class TestItemsPerRow:
     @pytest.mark.parametrize("how", ["sharded", "joined"])
     @pytest.mark.parametrize("num_rows", [4, 3, 2])
-    def test_a65_detections_are_joined_end_to_end(self, said, num_rows, how):
+    def test_detections_are_joined_end_to_end(self, said, num_rows, how):
         for _ in range(2):
             expect_detections(run(detections, num_rows, gather=how), num_rows)
         if num_rows == 3:  # lists of different lengths have no other meaning
@@ -75,7 +75,7 @@ class TestItemsPerRow:
             assert [d["boxes"].shape for d in out] == [(size, 4)] * 4
 
     @pytest.mark.parametrize("num_rows", [4, 3])
-    def test_a66_strings_that_differ(self, said, num_rows):
+    def test_strings_that_differ(self, said, num_rows):
         assert run(lambda x: [f"row {int(i)}" for i in x], num_rows) == [f"row {i}" for i in range(num_rows)]
         assert run(lambda x: [{"name": str(i.item())} for i in x], 3) == [{"name": f"{i}.0"} for i in range(3)]
         assert said.messages == []

@@ -58,7 +58,7 @@ def writers(used, **options):
 
 
 class TestGenerate:
-    def test_a53_rows_are_filled_up(self, devices):
+    def test_rows_are_filled_up(self, devices):
         used = devices(2)
         model = writers(used)
         out = model.call_method("generate", LENGTHS.to(used[0]), pad_value=0)

@@ -200,7 +200,7 @@ class TestMirrors:
 
 
 class TestArrays:
-    def test_a41_rows_are_cut_as_a_tensors(self, x):
+    def test_rows_are_cut_as_a_tensors(self, x):
         weights = np.arange(float(ROWS), dtype=np.float32)
         model = parallel(Reading(lambda x, w: x * torch.from_numpy(w)[:, None]))
         torch.testing.assert_close(everygpu.gather(model(x, w=weights)), model.module(x, w=weights))
@@ -279,7 +279,7 @@ class TestObjects:
          (lambda x: SimpleNamespace(x=[x]), ".x[0]"), (lambda x: {x}, "[0]"),
          (lambda x: torch.distributions.Normal(x, 1.0), ".loc")],
     )  # fmt: skip
-    def test_a42_rows_out_of_reach_are_an_error_that_says_the_ways_out(self, make, place, x):
+    def test_rows_out_of_reach_are_an_error_that_says_the_ways_out(self, make, place, x):
         model = parallel(Reading(lambda *_, **__: x))
         with pytest.raises(SplitError) as caught:
             model(make(x))

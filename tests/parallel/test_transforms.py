@@ -43,7 +43,7 @@ def on(num, **options):
 
 class TestRefused:
     @pytest.mark.parametrize("name", TRANSFORMS)
-    def test_a54_transforms_name_the_module(self, name, x):
+    def test_transforms_name_the_module(self, name, x):
         transform, model = TRANSFORMS[name], on(2)
         with pytest.raises(CallError, match=r"torch.func.*needs a module on one.*torch.func.vmap\(model.module\)"):
             transform(model, x)
@@ -94,7 +94,7 @@ def tangent(function, x, direction):
 class TestForwardMode:
     @pytest.mark.parametrize("name", FUNCTIONS)
     @pytest.mark.parametrize("records", [True, False], ids=["grad", "no_grad"])
-    def test_a55_of_the_input(self, devices, name, records):
+    def test_of_the_input(self, devices, name, records):
         used = devices(2)
         model, bare = DataParallel(Mlp().to(used[0]), used), Mlp().to(used[0])
         x, direction = torch.randn(2, 5, 4, dtype=torch.float64, device=used[0])

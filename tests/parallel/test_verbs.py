@@ -72,7 +72,7 @@ def any_engine(request):
 
 
 class TestOverrides:
-    def test_a51_are_called_in_torchs_order(self, devices, any_engine):
+    def test_are_called_in_torchs_order(self, devices, any_engine):
         used = devices(3)
         model, bare = Noted(Mlp().to(used[0]), used, engine=any_engine), Mlp().to(used[0])
         x = torch.randn(7, 3, device=used[0])

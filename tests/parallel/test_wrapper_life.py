@@ -22,7 +22,7 @@ from tests.parallel.test_data_parallel import build
 class TestObjectsCome:
     """Objects made, used and dropped leave nothing; several side by side don't meet."""
 
-    def test_b23_hundred_objects_leave_no_thread_and_no_memory(self, devices):
+    def test_hundred_objects_leave_no_thread_and_no_memory(self, devices):
         used = devices(3)
         threads, left = threading.active_count(), []
         x = torch.ones(6, 3)
@@ -51,7 +51,7 @@ class TestObjectsCome:
         finally:
             gc.enable()
 
-    def test_b24_two_models(self, devices):
+    def test_two_models(self, devices):
         used = devices(3)
         models = [DataParallel(build(used[0], scale=s), used) for s in (1.0, 3.0)]
         x = torch.randn(6, 3)
@@ -59,12 +59,12 @@ class TestObjectsCome:
             once, thrice = (model(x) for model in models)
             torch.testing.assert_close(once * 3, thrice)
 
-    def test_b24_one_model_within_another(self):
+    def test_one_model_within_another(self):
         inner = DataParallel(build(), ["cpu"] * 2)
         x = torch.randn(6, 3)
         torch.testing.assert_close(DataParallel(nn.Sequential(inner), ["cpu"] * 3)(x), inner.module(x))
 
-    def test_b24_two_threads_calling_one_model(self, devices):
+    def test_two_threads_calling_one_model(self, devices):
         used = devices(3)
         net = build(used[0])
         model = DataParallel(net, used)
@@ -86,7 +86,7 @@ class TestObjectsCome:
             for got in mine:
                 torch.testing.assert_close(got, right)
 
-    def test_b24_calls_of_one_model_wait_for_each_other(self):
+    def test_calls_of_one_model_wait_for_each_other(self):
         inside, overlaps = [], []
 
         class Slow(nn.Module):
@@ -139,7 +139,7 @@ class TestFork:
             self.leave.wait(120)
             return x * self.weight
 
-    def test_b24_after_use(self):
+    def test_after_use(self):
         net = self.Slow()
         net.leave.set()
         model = DataParallel(net, ["cpu"] * 3)
@@ -154,7 +154,7 @@ class TestFork:
         assert in_child(train)
         assert train()
 
-    def test_b24_while_another_thread_is_in_forward(self):
+    def test_while_another_thread_is_in_forward(self):
         net = self.Slow()
         inside, leave = net.inside, net.leave
         model = DataParallel(net, ["cpu"] * 2)

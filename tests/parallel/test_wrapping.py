@@ -21,7 +21,7 @@ def sgd(module):
 
 class TestProcess:
     @pytest.mark.parametrize("make", [everygpu.DataParallel, lambda m: everygpu.TrainStep(m, torch.mean, sgd(m))])
-    def test_a44_a_rank_without_a_meeting_place_says_so(self, monkeypatch, make):
+    def test_a_rank_without_a_meeting_place_says_so(self, monkeypatch, make):
         for name, value in {"RANK": "1", "WORLD_SIZE": "4"}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("MASTER_ADDR", raising=False)
@@ -39,7 +39,7 @@ class TestProcess:
 
 class TestRewrapping:
     @pytest.mark.parametrize("wrap", [lambda m: everygpu.DataParallel(m, ["cpu"] * 2), nn.DataParallel])
-    def test_a43_a_cell_that_is_run_again(self, wrap, caplog):
+    def test_a_cell_that_is_run_again(self, wrap, caplog):
         module = nn.Linear(4, 2)
         optimizer, x = sgd(module), torch.randn(7, 4)
         model = everygpu.DataParallel(wrap(wrap(module)), CPUS, split="even")
@@ -104,7 +104,7 @@ class Scoring(nn.Module):
 class TestLoss:
     @pytest.mark.parametrize("kind", [LossError, RuntimeError, ValueError])
     @pytest.mark.parametrize("reduce", [torch.mean, lambda y: y.mean().reshape(1)], ids=["0-dim", "(1,)"])
-    def test_a08_backward_of_one_per_replica_says_what_to_do(self, reduce, kind):
+    def test_backward_of_one_per_replica_says_what_to_do(self, reduce, kind):
         loss = everygpu.DataParallel(Scoring(reduce), CPUS)(torch.ones(7, 4))
         with pytest.raises(kind, match=r"got one entry from each of 3 replicas.*loss\.mean\(\).*loss\.sum\(\)"):
             loss.backward()

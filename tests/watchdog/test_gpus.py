@@ -82,13 +82,13 @@ def library() -> FakeLibrary:
 
 
 def watching(library: object) -> GpuWatch:
-    watch = GpuWatch(time.monotonic, 0.01, library)
+    watch = GpuWatch(time.monotonic, 0.01, threading.Event(), library)
     watch.start()
     return watch
 
 
 def end(watch: GpuWatch) -> None:
-    watch.stop()
+    watch.is_over.set()
     watch.join()
 
 
@@ -124,7 +124,7 @@ def test_a_call_that_blocks_is_pending(library: FakeLibrary) -> None:
     watch = watching(library)
     until(lambda: list(watch.pending) == [0])
     num_calls = len(library.calls)
-    watch.stop()
+    watch.is_over.set()
     library.blocked[0].set()
     watch.join()
     assert len(library.calls) == num_calls, "none after it is stopped"

@@ -29,6 +29,7 @@ def describe_machine() -> dict[str, Any]:
         "everygpu": __version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
         "python": sys.version.split()[0],
         "system": platform.platform(),
         "cpu_threads": torch.get_num_threads(),
@@ -42,7 +43,8 @@ def describe_where(machine: Mapping[str, Any], num_devices: int, on_cpu: bool) -
     if on_cpu:
         threads = f"{num_devices} replicas share {machine['cpu_threads']} threads"
         return f"On the CPU: this shows that everything runs, not how fast. {threads}; {versions}"
-    return f"{num_devices} of {len(machine['gpus'])} x {machine['gpus'][0]}; {versions}, CUDA {machine['cuda']}"
+    driver = f"ROCm {machine['rocm']}" if machine["rocm"] else f"CUDA {machine['cuda']}"
+    return f"{num_devices} of {len(machine['gpus'])} x {machine['gpus'][0]}; {versions}, {driver}"
 
 
 def find_efficiency(row: Row, earlier: Sequence[Row]) -> float | None:

@@ -114,14 +114,9 @@ def distributed(work: Work) -> Step:
 
 
 def ours(work: Work) -> Step:
+    """One process with all devices; or, in each process under torchrun, what it does on its own one."""
     net = everygpu.DataParallel(work.compile(work.training.model), work.devices)
-    return usual_loop(work, net, spread(work, net))
-
-
-def ours_in_ranks(work: Work) -> Step:
-    """What each process under torchrun does, on its own device and rows."""
-    net = everygpu.DataParallel(work.compile(work.training.model), work.devices)
-    return usual_loop(work, net, work.place_batches(1))
+    return usual_loop(work, net, spread(work, net) if len(work.devices) > 1 else work.place_batches(1))
 
 
 def train_step(work: Work) -> Step:
@@ -157,7 +152,7 @@ ROWS = {
     "dp": Row(make=data_parallel),
     "ddp": Row(make=distributed, is_distributed=True),
     "ours": Row(make=ours),
-    "ours_ranks": Row(make=ours_in_ranks, is_distributed=True),
+    "ours_ranks": Row(make=ours, is_distributed=True),
     "step": Row(make=train_step),
 }
 
@@ -194,16 +189,7 @@ class Conditions:
 
 
 def measure_row(conditions: Conditions) -> Outcome:
-    """Measure one row.
-
-    Returns:
-        ``ms`` (the median step), ``ms_min``, ``ms_max``, ``steps_per_s``, ``samples_per_s``, ``rows_per_device``
-        (the mean over the batches), ``num_batches``, ``num_steps`` (in each round), ``num_devices``, ``engine``
-        (``""`` where there is none), ``peak_gib`` (one per GPU), ``startup_s``; or ``error`` or ``refused`` with a
-        message.
-    Raises:
-        Exception: what the model, or the way to train it, raises by itself.
-    """
+    """Measure one row: the figures of ``_measure`` and ``peak_gib``, one per GPU; or ``error`` or ``refused``."""
     try:
         if ROWS[conditions.peer].is_distributed:
             return _measure_distributed(conditions)

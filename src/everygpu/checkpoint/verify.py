@@ -31,7 +31,7 @@ def examine(path: Path, advance: Advance = lambda num_bytes: None) -> Report:
     if is_run_directory(path):
         saved = [one.path for one in list_saved(path)]
         faults = [fault for one in saved for fault in _faults_of_ours(one, advance)]
-        return _report(f"{FORMAT}, {len(saved)} checkpoints of a run", saved, "SHA-256", faults)
+        return _report(f"{FORMAT}, {len(saved)} checkpoint{'s' * (len(saved) > 1)} of a run", saved, "SHA-256", faults)
     if not path.exists() or is_claimed(path):
         directory = find_directory(path)
         return _report(FORMAT, [directory], "SHA-256", _faults_of_ours(directory, advance))

@@ -3,16 +3,14 @@
 from typing import Any
 
 import click
-from rich.console import Console
 
 from everygpu import __version__
 from everygpu.cli.bench import compare_ways
 from everygpu.cli.checkpoint import checkpoint
 from everygpu.cli.devices import list_devices
 from everygpu.cli.doctor import find_faults
-from everygpu.cli.output import check_output, flush_output, plain_end, without_caller
+from everygpu.cli.output import check_output, flush_output, plain_end, say, without_caller
 from everygpu.cli.run import run_chosen
-from everygpu.cli.text import harmless
 from everygpu.errors import CheckpointError, DeviceError, EveryGPUError, OptionError
 
 _EXIT_CODES = ((DeviceError, 3), (CheckpointError, 4), (OptionError, 2))
@@ -35,8 +33,7 @@ class _Group(click.Group):
         except KeyboardInterrupt:
             ctx.exit(130)
         except EveryGPUError as error:
-            said = harmless(without_caller(str(error)), keep="\n")
-            Console(stderr=True).out(f"Error: {said}", highlight=False)
+            say(f"Error: {without_caller(str(error))}")
             ctx.exit(next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), 1))
 
     def _invoke_whole(self, ctx: click.Context) -> Any:

@@ -13,10 +13,8 @@ import click
 from everygpu.bench.workloads import MODELS
 from everygpu.child import python_command
 from everygpu.cli.options import FiniteRange
-from everygpu.cli.output import make_console
-from everygpu.cli.paths import UserPath
+from everygpu.cli.output import UserPath, harmless, make_console
 from everygpu.cli.progress_bar import show_bar
-from everygpu.cli.text import harmless
 from everygpu.errors import BenchmarkError, DeviceError, OptionError
 
 _DEFAULT = ("gpt2", "resnet50", "resnet18")
@@ -112,22 +110,22 @@ def _measure_all(
 
     console, machine = make_console(), describe_machine()
     on_cpu = conditions["device_type"] == "cpu"
-    console.out(describe_where(machine, conditions["num_devices"], on_cpu), highlight=False)
+    console.out(describe_where(machine, conditions["num_devices"], on_cpu))
     rows: list[dict[str, Any]] = []
     try:
         with show_bar("measuring", len(models) * len(peers), unit="rows") as bar:
             for model in models:
                 earlier: list[dict[str, Any]] = []
                 for peer in peers:
-                    bar.update(f"{model}: {peer}")
+                    bar.say(f"{model}: {peer}")
                     row = run_row(model, peer, timeout, conditions)
                     earlier.append(row | {"efficiency": find_efficiency(row, earlier)})
                     rows.append(earlier[-1])
-                    bar.advance()
+                    bar.advance_by()
                     with bar.paused():
                         if len(earlier) == 1:
-                            console.out(f"\n{model}\n{table_line([head for head, _ in COLUMNS])}", highlight=False)
-                        console.out(harmless(describe_row(earlier[-1])), highlight=False)
+                            console.out(f"\n{model}\n{table_line([head for head, _ in COLUMNS])}")
+                        console.out(harmless(describe_row(earlier[-1])))
     finally:
         if rows and json_file is not None:  # what was measured is kept, however it ends
             json_file.write_text(write_json(machine, rows), encoding="utf-8")

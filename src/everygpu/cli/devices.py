@@ -12,16 +12,15 @@ from rich.table import Table
 from rich.text import Text
 
 from everygpu.cli.options import Filters, FiniteRange, Request, filter_options, read_request
-from everygpu.cli.output import make_console
+from everygpu.cli.output import harmless, make_console
 from everygpu.cli.plan import choose_gpus
-from everygpu.cli.text import harmless
 from everygpu.devices import nvml
 from everygpu.devices.nvml import DeviceSample
 from everygpu.devices.reserve import Holder, find_holders
-from everygpu.devices.visible import VisibleDevice, predict_names, visible_devices
+from everygpu.devices.visible import predict_names, visible_devices
 from everygpu.units import format_size
 
-Row = tuple[str | None, DeviceSample | VisibleDevice]
+Row = tuple[str | None, DeviceSample]
 """torch's name for a device, None where it can't use it; and the device."""
 
 
@@ -36,7 +35,7 @@ Row = tuple[str | None, DeviceSample | VisibleDevice]
     show_default=True,
     help="'visible' is a value for CUDA_VISIBLE_DEVICES.",
 )
-@click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
+@click.option("--json", "form", flag_value="json", help="The same as --format json.")
 @click.option("--torch", "ask_torch", is_flag=True, help="Ask torch, for GPUs of other makers too; takes seconds.")
 @click.option("--watch", is_flag=True, help="Show use and memory until Ctrl-C. nvitop shows more.")
 @click.option(
@@ -49,25 +48,17 @@ Row = tuple[str | None, DeviceSample | VisibleDevice]
     help="With --watch: time between updates.",
 )
 def list_devices(
-    request: Request | None,
-    filters: Filters,
-    form: str,
-    as_json: bool,
-    ask_torch: bool,
-    watch: bool,
-    interval_s: float,
+    request: Request | None, filters: Filters, form: str, ask_torch: bool, watch: bool, interval_s: float
 ) -> None:
     """List the GPUs and torch's names for them, or choose among them.
 
     JSON has sizes in bytes. `CUDA_VISIBLE_DEVICES=$(everygpu devices --select 2 --format visible)` chooses GPUs for
     another program, and reserves none.
     """
-    form = "json" if as_json else form
     if watch and form != "table":
         raise click.UsageError("--watch shows a table. Leave out the format.")
-    if request is None and (filters.are_given or form == "visible"):
+    if request is None and (filters or form == "visible"):
         request = Request()
-    console = make_console()
 
     def build() -> RenderableType:
         rows, holders = find_rows(request, filters, ask_torch)
@@ -76,14 +67,15 @@ def list_devices(
         notes = [] if request or watch else [Text(note) for note in explain_hidden(rows)]
         return Group(build_watch(rows, holders) if watch else build_table(rows, holders), *notes)
 
-    if watch:
+    console = make_console()
+    if watch and find_rows(request, filters, ask_torch)[0]:
         _show_live(build, interval_s)
     elif form == "table":
         console.print(build())
     else:
         rows, holders = find_rows(request, filters, ask_torch)
         text = json.dumps({"devices": [describe(row, holders) for row in rows]}, indent=2)
-        console.out(text if form == "json" else ",".join(gpu.uuid or "" for _, gpu in rows), highlight=False)
+        console.out(text if form == "json" else ",".join(gpu.uuid or "" for _, gpu in rows))
 
 
 def _show_live(build: Callable[[], RenderableType], interval_s: float) -> None:
@@ -107,13 +99,13 @@ def find_rows(request: Request | None, filters: Filters, ask_torch: bool) -> tup
     samples, holders = nvml.sample_devices() or [], find_holders()
     visible = visible_devices() if ask_torch else []
     predicted = {} if ask_torch else predict_names(os.environ, samples)
-    names = {d.uuid or "": str(d.device) for d in visible} or predicted
+    names = {gpu.uuid: str(gpu.device) for gpu in visible} or predicted
     if request is not None:
-        chosen = choose_gpus(samples, request, filters.demand(request), os.environ, holders)
-        return [(names.get(gpu.uuid), gpu) for gpu in chosen], holders
+        chosen = choose_gpus(samples, request, request.demand(**filters), os.environ, holders)
+        return [(names.get(gpu.uuid or ""), gpu) for gpu in chosen], holders
     parts = {part.uuid: part for gpu in samples for part in (gpu, *(gpu.mig_instances or ()))}
     hidden = [part for gpu in samples for part in gpu.mig_instances or (gpu,) if part.uuid not in names]
-    seen: list[Row] = [(str(device.device), device) for device in visible]
+    seen: list[Row] = [(str(gpu.device), gpu) for gpu in visible]
     seen += [(name, parts[uuid]) for uuid, name in predicted.items()]
     return [*seen, *((None, part) for part in hidden)], holders
 
@@ -137,14 +129,10 @@ def describe(row: Row, holders: Mapping[str, Holder]) -> dict[str, object]:
     """Make a record for JSON; ``device`` is null where torch can't use it."""
     name, device = row
     holder = holders.get(device.uuid or "")
+    keys = ("index", "name", "uuid", "total_memory_bytes", "free_memory_bytes", "utilization_pct")
     return {
         "device": name,
-        "index": device.index,
-        "name": device.name,
-        "uuid": device.uuid,
-        "total_memory_bytes": device.total_memory_bytes,
-        "free_memory_bytes": device.free_memory_bytes,
-        "utilization_pct": device.utilization_pct,
+        **{key: getattr(device, key) for key in keys},
         "processes": [{"pid": pid, "used_memory_bytes": used} for pid, used in device.processes],
         "reserved_by": None if holder is None else {"pid": holder.pid, "command": holder.command},
     }
@@ -159,7 +147,7 @@ def build_table(rows: Sequence[Row], holders: Mapping[str, Holder]) -> Table:
         used_by = [f"{pid} ({format_size(used)})" for pid, used in device.processes]
         table.add_row(
             name or "-",
-            _number(device),
+            device.number,
             harmless(device.name),
             harmless(device.uuid or "-"),
             f"{format_size(device.free_memory_bytes)} / {format_size(device.total_memory_bytes)}",
@@ -182,15 +170,9 @@ def build_watch(rows: Sequence[Row], holders: Mapping[str, Holder]) -> Table:
         free, total = device.free_memory_bytes, device.total_memory_bytes
         used = None if free is None or total is None else total - free
         memory = f"{format_size(used)} / {format_size(total)}"
-        table.add_row(_number(device), harmless(device.name), _busy(device), memory, harmless(used_by) or "-")
+        table.add_row(device.number, harmless(device.name), _busy(device), memory, harmless(used_by) or "-")
     return table
 
 
-def _number(device: DeviceSample | VisibleDevice) -> str:
-    if isinstance(device, DeviceSample):
-        return device.label.removeprefix("GPU ")
-    return "-" if device.index is None else str(device.index)
-
-
-def _busy(device: DeviceSample | VisibleDevice) -> str:
+def _busy(device: DeviceSample) -> str:
     return "-" if device.utilization_pct is None else f"{device.utilization_pct:g}%"

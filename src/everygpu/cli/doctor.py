@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import click
 from rich.table import Table
 
-from everygpu.cli.output import make_console
+from everygpu.cli.output import harmless, make_console
 from everygpu.cli.progress_bar import show_bar
-from everygpu.cli.text import harmless
 
 if TYPE_CHECKING:
     from everygpu.devices.p2p import Outcome
@@ -29,13 +28,10 @@ def find_faults(quick: bool, as_json: bool) -> None:
     Checks versions, health and limits, and copies known bytes between every two GPUs; training then trusts the
     result. Exit code 3: the GPUs can't be used.
     """
-    with show_bar("looking at drivers and torch", unit="pairs", quiet=as_json) as bar:
+    with show_bar("looking at drivers, torch and GPUs", unit="", quiet=as_json):
         from everygpu.devices.doctor import diagnose
 
-        def show_pairs(num_pairs: int, num_all: int) -> None:
-            bar.update("copying between GPUs", completed=num_pairs, total=num_all)
-
-        diagnosis = diagnose(os.environ, test_peers=not quick, on_pair=show_pairs)
+        diagnosis = diagnose(os.environ, test_peers=not quick)
     console = make_console()
     if as_json:
         pairs = {} if diagnosis.peers is None else diagnosis.peers.pairs
@@ -44,12 +40,11 @@ def find_faults(quick: bool, as_json: bool) -> None:
             "findings": [asdict(finding) for finding in diagnosis.findings],
             "pairs": [{"source": i, "target": j, **asdict(pair)} for (i, j), pair in pairs.items()],
         }
-        console.out(json.dumps(report, indent=2), highlight=False)
+        console.out(json.dumps(report, indent=2))
     else:
         for finding in diagnosis.findings:
             fix = "" if finding.fix is None else f"\n        {finding.fix}"
-            line = f"{_SIGNS[finding.state]} {finding.check}: {finding.message}{fix}"
-            console.out(harmless(line, keep="\n"), highlight=False)
+            console.out(harmless(f"{_SIGNS[finding.state]} {finding.check}: {finding.message}{fix}", keep="\n"))
         if diagnosis.peers is not None:
             console.print(build_matrix(diagnosis.peers))
     sys.exit(0 if diagnosis.is_usable else _UNUSABLE)

@@ -3,14 +3,14 @@
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import click
 
 from everygpu.cli.output import without_caller
-from everygpu.devices.select import Demand, SortKey, check_demand
+from everygpu.devices.select import Demand, SortKey
 from everygpu.errors import OptionError
 from everygpu.units import parse_size
 
@@ -49,10 +49,9 @@ class Request:
     indices: tuple[int, ...] = ()
     """``nvidia-smi --query-gpu=index``: exactly these, in this order."""
 
-    @property
-    def num_asked(self) -> int | None:
-        """How many GPUs were asked for, in either way."""
-        return self.count or len(self.indices) or None
+    def demand(self, **filters: Any) -> Demand:
+        """Say what is asked for, with the values of the filters; raise ``OptionError`` for one that means nothing."""
+        return Demand(count=self.count or len(self.indices) or None, **filters)
 
 
 def read_request(context: click.Context, option: click.Parameter, text: str | None) -> Request | None:
@@ -69,57 +68,43 @@ def read_request(context: click.Context, option: click.Parameter, text: str | No
     return Request(indices=indices)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Filters:
-    """The values of the filters, as ``select_devices`` takes them."""
-
-    min_count: int | None = None
-    min_free: str | None = None
-    min_total: str | None = None
-    max_utilization: float | None = None
-    name: str | None = None
-    exclude: tuple[str, ...] = ()
-    sort: SortKey = "free"
-
-    @property
-    def are_given(self) -> bool:
-        """Whether any option was given."""
-        return self != Filters()
-
-    def demand(self, request: Request) -> Demand:
-        """Make a demand for the GPUs of ``--gpus``; raise ``OptionError`` for one that means nothing."""
-        return check_demand(
-            count=request.num_asked,
-            min_count=self.min_count,
-            min_free_memory=self.min_free,
-            min_total_memory=self.min_total,
-            max_utilization=self.max_utilization,
-            name=self.name,
-            exclude=[entry.strip() for text in self.exclude for entry in text.split(",")],
-            sort=self.sort,
-        )
+def _read_excluded(context: click.Context, option: click.Parameter, texts: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(entry.strip() for text in texts for entry in text.split(","))
 
 
-_OPTIONS = (
-    click.option("--min-count", type=int, metavar="N", help="Accept fewer GPUs, down to this many."),
-    click.option("--min-free", type=Size(), metavar="SIZE", help="Minimum free memory, such as 8GiB."),
-    click.option("--min-total", type=Size(), metavar="SIZE", help="Minimum total memory."),
-    click.option("--max-utilization", type=float, metavar="PCT", help="Maximum utilization now."),
-    click.option("--name", metavar="TEXT", help="Part of the GPU's name, such as H100."),
-    click.option("--exclude", multiple=True, metavar="GPU", help="Skip these indices, names or UUIDs: 0,T400."),
-    click.option("--sort", type=click.Choice(get_args(SortKey)), default="free", show_default=True,
-                 help="Which GPUs come first."),
-)  # fmt: skip
+# Names are those of ``Demand``.
+_FILTERS = {
+    "min_count": click.option("--min-count", type=int, metavar="N", help="Accept fewer GPUs, down to this many."),
+    "min_free_memory": click.option(
+        "--min-free", "min_free_memory", type=Size(), metavar="SIZE", help="Minimum free memory, such as 8GiB."
+    ),
+    "min_total_memory": click.option(
+        "--min-total", "min_total_memory", type=Size(), metavar="SIZE", help="Minimum total memory."
+    ),
+    "max_utilization": click.option("--max-utilization", type=float, metavar="PCT", help="Maximum utilization now."),
+    "name": click.option("--name", metavar="TEXT", help="Part of the GPU's name, such as H100."),
+    "exclude": click.option(
+        "--exclude", multiple=True, callback=_read_excluded, metavar="GPU",
+        help="Skip these indices, names or UUIDs: 0,T400.",
+    ),
+    "sort": click.option(
+        "--sort", type=click.Choice(get_args(SortKey)), default="free", show_default=True,
+        help="Which GPUs come first.",
+    ),
+}  # fmt: skip
+Filters = Mapping[str, Any]
+"""The filters that are given, by their names."""
 
 
 def filter_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the filters to a command, which gets them as ``filters``."""
+    """Add the filters to a command, which gets those that are given as ``filters``."""
 
     @functools.wraps(command)
     def collect(**options: Any) -> None:
-        chosen = {name: options.pop(name) for name in Filters.__slots__}
-        command(filters=Filters(**chosen), **options)
+        values = {name: options.pop(name) for name in _FILTERS}
+        given = {k: v for k, v in values.items() if v not in (None, ()) and (k, v) != ("sort", "free")}
+        command(filters=given, **options)
 
-    for option in reversed(_OPTIONS):
+    for option in reversed(_FILTERS.values()):
         collect = option(collect)
     return collect

@@ -63,42 +63,30 @@ def plan_run(
         text = environ.get("CUDA_VISIBLE_DEVICES")
         among = "" if text is None else f" in CUDA_VISIBLE_DEVICES={text!r}"
         return Plan(environ=NO_GPU, note=f"No usable GPU{among}: the script runs on the CPU.")
-    is_hopeful = _fits(samples, request, demand.lasting, environ)
-    deadline = time.monotonic() + (wait_s if is_hopeful else 0.0)
-    try:
-        taken = _take(request, demand, environ, deadline, share, tell)
-    except DeviceError as error:
-        hint = "\n--wait starts the script as soon as they are free; --share ignores reservations."
-        raise DeviceError(f"{error}{hint if is_hopeful else ''}") from None
-    visible = ",".join(gpu.uuid for gpu in taken.devices)
-    settings = {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    if taken.locks:
-        settings[OWN] = visible
-    return Plan(environ=settings, num_gpus=len(taken.devices), locks=taken.locks)
 
-
-def _take(
-    request: Request,
-    demand: Demand,
-    environ: Mapping[str, str],
-    deadline: float,
-    share: bool,
-    tell: Callable[[str], None],
-) -> Reservation[DeviceSample]:
     def select(holders: Mapping[str, Holder]) -> list[DeviceSample]:
         return choose_gpus(nvml.sample_devices() or [], request, demand, environ, holders)
 
+    is_hopeful = _fits(samples, request, demand.lasting, environ)
+    deadline = time.monotonic() + (wait_s if is_hopeful else 0.0)
     has_told = False
     while True:
         try:
-            return Reservation(select({}), ()) if share else reserve(select)
+            taken = Reservation(select({}), ()) if share else reserve(select)
+            break
         except DeviceError as error:
             if time.monotonic() >= deadline:
-                raise
+                hint = "\n--wait starts the script as soon as they are free; --share ignores reservations."
+                raise DeviceError(f"{error}{hint if is_hopeful else ''}") from None
             if not has_told:
                 tell(f"waiting for GPUs. {error}")
                 has_told = True
         time.sleep(min(_POLL_S, max(0.0, deadline - time.monotonic())))
+    visible = ",".join(gpu.uuid or "" for gpu in taken.devices)
+    settings = {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    if taken.locks:
+        settings[OWN] = visible
+    return Plan(environ=settings, num_gpus=len(taken.devices), locks=taken.locks)
 
 
 def _fits(samples: Sequence[DeviceSample], request: Request, demand: Demand, environ: Mapping[str, str]) -> bool:
@@ -117,14 +105,8 @@ def choose_gpus(
     environ: Mapping[str, str],
     holders: Mapping[str, Holder] | None = None,
 ) -> list[DeviceSample]:
-    """Take the GPUs that are visible, asked for, and free enough; or one MIG instance.
+    """Take the GPUs that are visible, asked for, and free enough; or, where none fits and one will do, a MIG instance.
 
-    Args:
-        samples: Every GPU of the machine, in PCI order.
-        request: How many, or which.
-        demand: The same number, and what each must have.
-        environ: As ``os.environ``.
-        holders: The process that has reserved a GPU, by UUID.
     Raises:
         DeviceError: too few; the message has a table of every GPU.
     """
@@ -141,16 +123,11 @@ def choose_gpus(
             refused[i] = "in MIG mode without an instance" if gpu.mig_instances == () else hidden
         if request.indices and gpu.index not in request.indices:
             refused[i] = "not asked for"
-    chosen = _choose_kind(everything, demand, refused)
-    return sorted(chosen, key=lambda gpu: request.indices.index(gpu.index)) if request.indices else chosen
-
-
-def _choose_kind(everything: Sequence[DeviceSample], demand: Demand, refused: Mapping[int, str]) -> list[DeviceSample]:
-    """Take GPUs; if not even one fits, and one will do, take a MIG instance."""
     instances = {i: _ALONE for i, gpu in enumerate(everything) if gpu.instance is not None}
     try:
-        return choose(everything, demand, {**instances, **refused}, _USE_CPU)
+        chosen = choose(everything, demand, {**instances, **refused}, _USE_CPU)
     except DeviceError:
         if demand.num_required > 1 or not instances:
             raise
-        return choose(everything, replace(demand, count=1, min_count=None), refused, _USE_CPU)
+        chosen = choose(everything, replace(demand, count=1, min_count=None), refused, _USE_CPU)
+    return sorted(chosen, key=lambda gpu: request.indices.index(gpu.index or 0)) if request.indices else chosen

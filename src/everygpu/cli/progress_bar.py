@@ -10,67 +10,58 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     TextColumn,
     TimeRemainingColumn,
 )
 from rich.table import Column
 
-from everygpu.cli.text import harmless
+from everygpu.cli.output import harmless
 
 DELAY_S = 1.0
 """Work that is done before shows no bar."""
 
 
-class Bar:
+class Bar(Progress):
     """The bar of one piece of work. Where none is shown, its methods change nothing that is seen."""
 
-    def __init__(self, what: str, total: float | None, *columns: ProgressColumn, console: Console) -> None:
-        # Nothing is redirected: forked processes, such as a DataLoader's, would inherit rich's locks.
-        self.progress = _Progress(
-            *columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False
-        )
-        self._task = self.progress.add_task(harmless(what), total=total)
+    measure: Callable[[], float] | None = None
+    """Says how much is done, each time the bar is drawn."""
 
-    def advance(self, amount: float = 1) -> None:
+    def advance_by(self, amount: float = 1) -> None:
         """Count what was done since the last call."""
-        self.progress.advance(self._task, amount)
+        self.advance(self.task_ids[0], amount)
 
-    def update(self, what: str, *, completed: float | None = None, total: float | None = None) -> None:
-        """Say what is being done, how much of it is done, and how much there is to do; what is left out stays."""
-        self.progress.update(self._task, description=harmless(what), completed=completed, total=total)
+    def say(self, what: str, completed: float | None = None) -> None:
+        """Say what is being done, and how much of it is done."""
+        self.update(self.task_ids[0], description=harmless(what), completed=completed)
 
     @contextmanager
     def measured(self, what: str, total: float, measure: Callable[[], float]) -> Iterator[None]:
-        """Begin another part of the work, for which a function says how much is done, each time the bar is drawn."""
-        self.progress.reset(self._task, total=total, description=harmless(what))
-        self.progress.before_drawing = lambda: self.progress.update(self._task, completed=measure())
+        """Begin another part of the work, for which a function says how much is done."""
+        self.reset(self.task_ids[0], total=total, description=harmless(what))
+        self.measure = measure
         try:
             yield
         finally:
-            self.progress.before_drawing = None
+            self.measure = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Take the bar away while the block prints something."""
-        is_shown = self.progress.live.is_started
+        is_shown = self.live.is_started
         self.erase()
         yield
         if is_shown:
-            self.progress.start()
+            self.start()
 
     def erase(self) -> None:
         """Take it away where it is shown, and give the cursor back."""
-        if self.progress.live.is_started:
-            self.progress.stop()
-
-
-class _Progress(Progress):
-    before_drawing: Callable[[], None] | None = None
+        if self.live.is_started:
+            self.stop()
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        if self.before_drawing is not None:
-            self.before_drawing()
+        if self.measure is not None:
+            self.update(self.task_ids[0], completed=self.measure())
         return super().get_renderables()
 
 
@@ -87,12 +78,17 @@ def show_bar(what: str, total: float | None = None, *, unit: str = "bytes", quie
     console = Console(stderr=True)
     name = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
     amount = [DownloadColumn(binary_units=True)] if unit == "bytes" else [MofNCompleteColumn(), TextColumn(unit)]
-    bar = Bar(what, total, name, BarColumn(bar_width=20), *amount, TimeRemainingColumn(), console=console)
+    # Nothing is redirected: forked processes, such as a DataLoader's, would inherit rich's locks.
+    bar = Bar(
+        *(name, BarColumn(bar_width=20), *(amount if unit else ()), TimeRemainingColumn()),
+        console=console, transient=True, redirect_stdout=False, redirect_stderr=False,
+    )  # fmt: skip
+    bar.add_task(harmless(what), total=total)
     # FORCE_COLOR has rich take a pipe for a terminal.
     if quiet or not console.is_interactive or not console.file.isatty():
         yield bar
         return
-    timer = threading.Timer(DELAY_S, bar.progress.start)
+    timer = threading.Timer(DELAY_S, bar.start)
     timer.daemon = True
     timer.start()
     try:

@@ -10,13 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 import click
-from rich.console import Console
 
 from everygpu.cli.launch import OPTIONS, launch, torchrun_arguments
 from everygpu.cli.options import Filters, FiniteRange, Request, filter_options, read_request
+from everygpu.cli.output import say
 from everygpu.cli.plan import NO_GPU, Plan, plan_run
 from everygpu.cli.script import require_script, run_script
-from everygpu.cli.text import harmless
 from everygpu.devices import nvml
 from everygpu.errors import DeviceError
 from everygpu.watchdog.watch import TIMEOUT_S, VARIABLE, watch
@@ -115,7 +114,7 @@ def run_chosen(
         if processes and processes > 1 and request == Request() and nvml.sample_devices():
             request = replace(request, count=processes)  # one alone drives all
         wait_s = 0.0 if not wait else math.inf if timeout is None else timeout
-        plan = plan_run(request, filters.demand(request), os.environ, share=share, wait_s=wait_s, tell=_tell)
+        plan = plan_run(request, request.demand(**filters), os.environ, share=share, wait_s=wait_s, tell=_tell)
     if processes == 0 and not plan.num_gpus:
         raise DeviceError("No GPU for --processes auto. Pass --processes N --cpu to use the CPU.")
     _tell(plan.note)
@@ -139,7 +138,7 @@ def _check(
     processes: int | None,
     options: Mapping[str, str],
 ) -> None:
-    if cpu and (request != Request() or filters.are_given):
+    if cpu and (request != Request() or filters):
         raise click.UsageError("--cpu hides every GPU. Leave out --gpus and the filters.")
     if cpu and processes == 0:
         raise click.UsageError("--processes auto counts GPUs, and --cpu hides them. Pass --processes N --cpu.")
@@ -184,5 +183,5 @@ def _note_misplaced(script: str, args: Sequence[str]) -> None:
 
 
 def _tell(line: str | None) -> None:
-    if line is not None and sys.stderr is not None:
-        Console(stderr=True).out(f"everygpu run: {harmless(line, keep=chr(10))}", highlight=False)
+    if line is not None:
+        say(f"everygpu run: {line}")

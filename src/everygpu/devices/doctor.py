@@ -3,7 +3,7 @@
 import itertools
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -35,14 +35,13 @@ _VARIABLES: tuple[tuple[str, tuple[str, ...] | None, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """One thing that was looked at, and what to do about it, in a line."""
 
     check: str
     state: State
     """``error``: the GPUs can't be used; ``warning``: something is slow or will fail; ``note``: worth knowing."""
     message: str
     fix: str | None = None
-    """What to do, in a line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +50,11 @@ class TorchBuild:
 
     version: str
     cuda_version: Version | None
-    """``torch.version.cuda``; None for a build without it."""
     is_rocm: bool
     num_devices: int
     architectures: tuple[str, ...]
     """``torch.cuda.get_arch_list()``, such as ``sm_90`` and ``compute_90``."""
     capabilities: tuple[Version, ...]
-    """``torch.cuda.get_device_capability`` of each device."""
     nccl_version: Version | None
 
 
@@ -75,27 +72,17 @@ class Diagnosis:
         return all(finding.state != "error" for finding in self.findings)
 
 
-def diagnose(
-    environ: Mapping[str, str],
-    *,
-    test_peers: bool = True,
-    system: Path = Path("/"),
-    on_pair: Callable[[int, int], object] = lambda num_pairs, num_all: None,
-) -> Diagnosis:
+def diagnose(environ: Mapping[str, str], *, test_peers: bool = True, system: Path = Path("/")) -> Diagnosis:
     """Look at everything. The result of the copy test is kept for later runs.
 
     Args:
         environ: As ``os.environ``.
         test_peers: Copy between the GPUs, which takes some seconds and 256 MiB on each.
         system: Where the system's files are.
-        on_pair: Called before the first pair of GPUs and after each, with the number of pairs so far and of all.
     """
     driver, samples, build = nvml.sample_driver(), nvml.sample_devices() or [], describe_torch()
-    outcome = None
-    if test_peers and build.num_devices > 1:
-        num_all = build.num_devices * (build.num_devices - 1)
-        on_pair(0, num_all)
-        outcome = p2p.examine_and_keep(p2p.list_uuids(), full=True, on_pair=lambda num: on_pair(num, num_all))
+    is_tested = test_peers and build.num_devices > 1
+    outcome = p2p.examine_and_keep(p2p.list_uuids(), full=True) if is_tested else None
     findings = (
         check_driver(driver, count_boards(system)),
         *check_torch(build, driver, environ),
@@ -124,34 +111,32 @@ def check_driver(driver: DriverSample | NvmlFailure, num_boards: int) -> Finding
 
 def check_torch(build: TorchBuild, driver: DriverSample | NvmlFailure, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Look at whether torch was built for this driver and these GPUs, and sees them."""
-    serves = driver.cuda_version if isinstance(driver, DriverSample) else None
     if isinstance(driver, DriverSample) and not build.is_rocm:
+        serves = driver.cuda_version
+        fault = None
         if build.cuda_version is None:
             message = f"torch {build.version} is built without CUDA, and there are NVIDIA GPUs"
-            yield Finding("torch", "error", message, "Install a CUDA build of torch.")
-            return
-        if serves is not None and build.cuda_version[0] > serves[0]:
+            fault = Finding("torch", "error", message, "Install a CUDA build of torch.")
+        elif serves is not None and build.cuda_version[0] > serves[0]:
             message = f"torch is built for CUDA {_dotted(build.cuda_version)}, the driver serves {_dotted(serves)}"
-            yield Finding("torch", "error", message, f"Update the driver, or install a torch for CUDA {serves[0]}.")
-            return
-        if build.num_devices == 0 and (text := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+            fault = Finding("torch", "error", message, f"Update the driver, or install a torch for CUDA {serves[0]}.")
+        elif build.num_devices == 0 and (text := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
             fix = "Unset CUDA_VISIBLE_DEVICES, or see `everygpu devices` for valid values."
-            yield Finding("torch", "warning", f"torch sees no GPU under CUDA_VISIBLE_DEVICES={text!r}", fix)
-            return
-        if build.num_devices == 0:
+            fault = Finding("torch", "warning", f"torch sees no GPU under CUDA_VISIBLE_DEVICES={text!r}", fix)
+        elif build.num_devices == 0:
             fix = "See whether nvidia-smi works, and whether this user may open /dev/nvidia*."
-            yield Finding("torch", "error", "torch sees no GPU, and the driver does", fix)
+            fault = Finding("torch", "error", "torch sees no GPU, and the driver does", fix)
+        if fault is not None:
+            yield fault
             return
-    kind = (
-        "ROCm" if build.is_rocm else "no CUDA" if build.cuda_version is None else f"CUDA {_dotted(build.cuda_version)}"
-    )
+    kind = "no CUDA" if build.cuda_version is None else f"CUDA {_dotted(build.cuda_version)}"
+    kind = "ROCm" if build.is_rocm else kind
     yield Finding("torch", "ok", f"torch {build.version} with {kind} sees {build.num_devices} GPU(s)")
-    for capability in sorted(set(build.capabilities)):
-        if not build.is_rocm and not any(_runs_on(name, capability) for name in build.architectures):
+    for capability in () if build.is_rocm else sorted(set(build.capabilities)):
+        if not any(_runs_on(name, capability) for name in build.architectures):
             message = f"torch has no kernels for GPUs of compute capability {_dotted(capability)}"
-            yield Finding(
-                "torch", "error", message, "Install a build that has them: newer for new GPUs, older for old."
-            )
+            fix = "Install a build that has them: newer for new GPUs, older for old."
+            yield Finding("torch", "error", message, fix)
     if build.num_devices > 1 and build.nccl_version is None:
         message = "torch has no NCCL: several GPUs exchange gradients by copies, which is slower"
         yield Finding("nccl", "note", message, "Use Linux, or WSL, for NCCL.")
@@ -201,11 +186,7 @@ def _list_pairs(outcome: Outcome, verdict: str) -> str:
 
 
 def check_iommu(types: Sequence[str], num_devices: int) -> Iterator[Finding]:
-    """Look at whether the IOMMU translates what GPUs send each other.
-
-    Source:
-        Linux, /sys/kernel/iommu_groups/<group>/type; NCCL's documentation, "PCI Access Control Services".
-    """
+    """Look at whether the IOMMU translates what GPUs send each other: NCCL, "PCI Access Control Services"."""
     if num_devices > 1 and any(kind.startswith("DMA") for kind in types):
         message = "the IOMMU translates: where GPUs exchange over PCIe, that is slow, and on some boards wrong"
         yield Finding("iommu", "note", message, IOMMU_FIX)
@@ -238,12 +219,11 @@ def check_limits(system: Path) -> Iterator[Finding]:
     """Look at what DataLoader workers need: /dev/shm to hand over batches, and open files."""
     if (system / "dev/shm").is_dir():
         shared = shutil.disk_usage(system / "dev/shm").total
-        message = f"/dev/shm has {format_size(shared)}"
-        if shared >= _ENOUGH_SHARED_BYTES:
-            yield Finding("shared memory", "ok", message)
-        else:
+        message, fix = f"/dev/shm has {format_size(shared)}", None
+        if shared < _ENOUGH_SHARED_BYTES:
+            message += ": loader workers may die with a bus error"
             fix = "In a container: --shm-size=8g or --ipc=host. Else: mount -o remount,size=8G /dev/shm."
-            yield Finding("shared memory", "warning", f"{message}: loader workers may die with a bus error", fix)
+        yield Finding("shared memory", "warning" if fix else "ok", message, fix)
     if sys.platform != "win32":
         import resource
 

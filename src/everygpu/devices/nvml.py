@@ -4,12 +4,17 @@ The only module that imports ``pynvml``. Where NVML is absent or broken, the log
 """
 
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger("everygpu")
+Answer = TypeVar("Answer")
 
 # nvml.h, nvmlClocksEventReasons. Power caps are how a busy GPU works, and idle ones slow down.
 _SLOWDOWNS = {
@@ -22,24 +27,24 @@ _SLOWDOWNS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSample:
-    """One GPU, or one MIG instance of a GPU, as the driver reported it at one moment."""
+    """A GPU, a MIG instance of one, or another accelerator that torch can use, as it was at one moment."""
 
-    index: int
-    """``nvidia-smi --query-gpu=index``: in PCI order; a MIG instance has its GPU's."""
+    index: int | None
+    """``nvidia-smi --query-gpu=index``: in PCI order; a MIG instance has its GPU's. None when unknown."""
     name: str
     """``nvidia-smi --query-gpu=name``."""
-    uuid: str
+    uuid: str | None
     """``nvidia-smi --query-gpu=uuid``: ``GPU-…``; ``MIG-…`` for an instance, as in ``nvidia-smi -L``."""
     total_memory_bytes: int | None
-    """``nvidia-smi --query-gpu=memory.total``; None where the GPU shares the host's memory."""
-    used_memory_bytes: int | None
-    """``nvidia-smi --query-gpu=memory.used``: without what the driver reserves for itself."""
+    """``nvidia-smi --query-gpu=memory.total``, else what torch may use of it; None where nobody knows."""
     free_memory_bytes: int | None
     """``nvidia-smi --query-gpu=memory.free``."""
-    utilization_pct: float | None
+    utilization_pct: float | None = None
     """``nvidia-smi --query-gpu=utilization.gpu``: 0 to 100; None in MIG mode or when not reported."""
     processes: tuple[tuple[int, int | None], ...] = ()
     """``nvidia-smi --query-compute-apps=pid,used_memory``: pid and bytes, None bytes when not reported."""
+    device: "torch.device | None" = None
+    """torch's device, where torch was asked."""
     mig_instances: "tuple[DeviceSample, ...] | None" = None
     """``nvidia-smi --query-gpu=mig.mode.current`` and ``nvidia-smi -L``; None when MIG mode is off."""
     instance: int | None = None
@@ -50,9 +55,16 @@ class DeviceSample:
     """``nvidia-smi --query-gpu=clocks_event_reasons.active``: of these, what holds a working GPU back."""
 
     @property
+    def number(self) -> str:
+        """``0``; ``0:1`` for a MIG instance, ``-`` for what isn't NVIDIA's."""
+        return "-" if self.index is None else f"{self.index}" + ("" if self.instance is None else f":{self.instance}")
+
+    @property
     def label(self) -> str:
-        """``GPU 0``; ``GPU 0:1`` for a MIG instance."""
-        return f"GPU {self.index}" if self.instance is None else f"GPU {self.index}:{self.instance}"
+        """``GPU 0``, ``GPU 0:1`` or ``cuda:0 (GPU 2)``."""
+        if self.device is None:
+            return f"GPU {self.number}"
+        return str(self.device) if self.index is None else f"{self.device} (GPU {self.index})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,51 +98,41 @@ def sample_devices(library: Any = None) -> list[DeviceSample] | None:
         ``nvmlDeviceGetHandleByIndex`` and the queries of ``nvidia-smi --query-gpu``. NVML ignores
         ``CUDA_VISIBLE_DEVICES``.
     """
-    nvml = library or _import_pynvml()
-    if nvml is None:
-        return None
-    try:
-        with _opened(nvml):
-            samples = [_sample_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
-    except nvml.NVMLError as error:
+    samples = _query(library, lambda nvml: [_sample_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())])
+    if isinstance(samples, NvmlFailure):
         # A machine without a driver is no fault.
-        level = logging.INFO if _is_absent(nvml, error) else logging.WARNING
-        logger.log(level, "NVML does not answer (%s): GPUs are described by torch alone.", error)
+        level = logging.INFO if samples.is_absent else logging.WARNING
+        logger.log(level, "NVML does not answer (%s): GPUs are described by torch alone.", samples.text)
         return None
     return [sample for sample in samples if sample is not None]
 
 
 def find_lost(library: Any = None) -> list[str]:
     """Name the GPUs that no longer answer, with NVML's reason, as "GPU 1: GPU is lost"."""
-    nvml = library or _import_pynvml()
-    if nvml is None:
-        return []
-    found = []
-    try:
-        with _opened(nvml):
-            for index in range(nvml.nvmlDeviceGetCount()):
-                try:
-                    nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(index))
-                except nvml.NVMLError as error:
-                    if error.value == nvml.NVML_ERROR_GPU_IS_LOST:
-                        found.append(f"GPU {index}: {error}")
-    except nvml.NVMLError:  # no driver, or none of its library's version
-        return []
-    return found
+
+    def ask(nvml: Any) -> list[str]:
+        found = []
+        for index in range(nvml.nvmlDeviceGetCount()):
+            try:
+                nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(index))
+            except nvml.NVMLError as error:
+                if error.value == nvml.NVML_ERROR_GPU_IS_LOST:
+                    found.append(f"GPU {index}: {error}")
+        return found
+
+    lost = _query(library, ask)
+    return [] if isinstance(lost, NvmlFailure) else lost
 
 
 def sample_driver(library: Any = None) -> DriverSample | NvmlFailure:
     """Ask NVML for the driver's version, or say why that can't be asked."""
-    nvml = library or _import_pynvml()
-    if nvml is None:
-        return NvmlFailure(is_absent=True, text="the package nvidia-ml-py is missing")
-    try:
-        with _opened(nvml):
-            number = _ask(nvml, "nvmlSystemGetCudaDriverVersion")
-            cuda_version = None if number is None else (number // 1000, number % 1000 // 10)
-            return DriverSample(version=str(nvml.nvmlSystemGetDriverVersion()), cuda_version=cuda_version)
-    except nvml.NVMLError as error:
-        return NvmlFailure(is_absent=_is_absent(nvml, error), text=str(error))
+
+    def ask(nvml: Any) -> DriverSample:
+        number = _ask(nvml, "nvmlSystemGetCudaDriverVersion")
+        cuda_version = None if number is None else (number // 1000, number % 1000 // 10)
+        return DriverSample(version=str(nvml.nvmlSystemGetDriverVersion()), cuda_version=cuda_version)
+
+    return _query(library, ask)
 
 
 def name_processes(pids: Iterable[int], library: Any = None) -> dict[int, str]:
@@ -139,39 +141,29 @@ def name_processes(pids: Iterable[int], library: Any = None) -> dict[int, str]:
     Source:
         ``nvidia-smi --query-compute-apps=pid,process_name``.
     """
-    nvml = library or _import_pynvml()
+    names = _query(library, lambda nvml: {pid: _ask(nvml, "nvmlSystemGetProcessName", pid) for pid in pids})
+    return {} if isinstance(names, NvmlFailure) else {pid: str(name) for pid, name in names.items() if name}
+
+
+def _query(library: Any, ask: Callable[[Any], Answer]) -> Answer | NvmlFailure:
+    """Open NVML, ask, and close it; NVML counts who has it open, so others' sessions go on."""
+    nvml = library
     if nvml is None:
-        return {}
+        try:
+            nvml = import_module("pynvml")
+        except ImportError as error:
+            logger.warning("NVML is not asked: %s. Install nvidia-ml-py for names and free memory of GPUs.", error)
+            return NvmlFailure(is_absent=True, text="the package nvidia-ml-py is missing")
     try:
-        with _opened(nvml):
-            asked = {pid: _ask(nvml, "nvmlSystemGetProcessName", pid) for pid in pids}
-    except nvml.NVMLError:
-        return {}
-    return {pid: str(name) for pid, name in asked.items() if name}
-
-
-def _import_pynvml() -> Any:
-    try:
-        import pynvml
-    except ImportError as error:
-        logger.warning("NVML is not asked: %s. Install nvidia-ml-py for names and free memory of GPUs.", error)
-        return None
-    return pynvml
-
-
-@contextmanager
-def _opened(nvml: Any) -> Iterator[None]:
-    """Hold NVML open; init and shutdown are counted by NVML, so others' sessions stay open."""
-    nvml.nvmlInit()
-    try:
-        yield
-    finally:
-        with suppress(nvml.NVMLError):
-            nvml.nvmlShutdown()
-
-
-def _is_absent(nvml: Any, error: Any) -> bool:
-    return error.value in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
+        nvml.nvmlInit()
+        try:
+            return ask(nvml)
+        finally:
+            with suppress(nvml.NVMLError):
+                nvml.nvmlShutdown()
+    except nvml.NVMLError as error:
+        is_absent = error.value in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
+        return NvmlFailure(is_absent=is_absent, text=str(error))
 
 
 def _sample_gpu(nvml: Any, index: int) -> DeviceSample | None:
@@ -184,10 +176,7 @@ def _sample_gpu(nvml: Any, index: int) -> DeviceSample | None:
 
 
 def _sample_handle(nvml: Any, handle: Any, index: int, **more: Any) -> DeviceSample:
-    # The first version of the query counts what the driver reserves (615 MiB on an H200) as used;
-    # nvidia-smi shows the second. Free memory is the same in both.
-    memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle, nvml.nvmlMemory_v2)
-    memory = memory or _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
+    memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
     utilization = _ask(nvml, "nvmlDeviceGetUtilizationRates", handle)
     temperature = _ask(nvml, "nvmlDeviceGetTemperature", handle, 0)  # nvml.h, NVML_TEMPERATURE_GPU
     slowed = _ask(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
@@ -197,7 +186,6 @@ def _sample_handle(nvml: Any, handle: Any, index: int, **more: Any) -> DeviceSam
         name=str(nvml.nvmlDeviceGetName(handle)),
         uuid=str(nvml.nvmlDeviceGetUUID(handle)),
         total_memory_bytes=None if memory is None else int(memory.total),
-        used_memory_bytes=None if memory is None else int(memory.used),
         free_memory_bytes=None if memory is None else int(memory.free),
         utilization_pct=None if utilization is None else float(utilization.gpu),
         processes=tuple((process.pid, process.usedGpuMemory) for process in processes),

@@ -9,12 +9,9 @@ import itertools
 import json
 import logging
 import os
-import queue
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +28,8 @@ MODULE = "everygpu.devices.peer_test"
 VARIABLE = "EVERYGPU_P2P"
 """``test`` (the default), ``trust`` or ``staged``: what is believed of copies between GPUs."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+HANGING = "Timeout ("
+"""How ``faulthandler`` begins what it writes of a process that it ends."""
 _FORMAT = 2
 _END_S = 10.0
 """For a killed process to be gone: on a busy machine the driver takes seconds to clean up after it."""
@@ -63,18 +62,6 @@ class Outcome:
     """By positions of source and target."""
     collective: PairReport = UNTESTED
     """Of NCCL's sum over all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """How long the test may take, in seconds."""
-
-    start_s: float = 60.0
-    """To load torch and to find the devices: a slow disk is no broken GPU."""
-    step_s: float = 4.0
-    """For a single pair, which takes milliseconds: a hanging one is found within this time."""
-    total_s: float = 30.0
-    """For all pairs."""
 
 
 def trusted_peers(devices: Iterable[torch.device]) -> bool:
@@ -139,21 +126,17 @@ def list_uuids() -> list[str]:
     return [str(getattr(properties, "uuid", i)) for i, properties in enumerate(every)]
 
 
-def examine_and_keep(
-    uuids: Sequence[str], *, full: bool = False, on_pair: Callable[[int], object] = lambda num_pairs: None
-) -> Outcome:
+def examine_and_keep(uuids: Sequence[str], *, full: bool = False) -> Outcome:
     """Run the test on the visible GPUs and remember what came of it.
 
     Args:
         uuids: Of all visible devices, in torch's order, without ``GPU-``.
         full: Measure the speed of each pair, and try NCCL; takes longer.
-        on_pair: Called after each pair, with the number of pairs so far.
     """
-    patience = Patience(total_s=120.0, step_s=15.0) if full else Patience()
-    flags = ["--measure", "--collective"] if full else []
     logger.info("Testing copies between %d GPUs, once after a boot.", len(uuids))
+    flags = ["--limit", "15", "--full"] if full else ["--limit", "4"]
     command = python_command(MODULE, str(len(uuids)), *flags)
-    report = examine(command, child_environ(uuids, os.environ), len(uuids), patience, on_pair)
+    report = examine(command, child_environ(uuids, os.environ), len(uuids), 180.0 if full else 90.0)
     keep(uuids, report.pairs)
     return report
 
@@ -165,110 +148,89 @@ def child_environ(uuids: Sequence[str], environ: Mapping[str, str]) -> dict[str,
     return {**environ, "CUDA_VISIBLE_DEVICES": ",".join(f"GPU-{uuid}" for uuid in uuids)}
 
 
-def examine(
-    command: Sequence[str],
-    environ: Mapping[str, str],
-    num_devices: int,
-    patience: Patience,
-    on_pair: Callable[[int], object] = lambda num_pairs: None,
-) -> Outcome:
-    """Run the test in a process of its own, and end it when it hangs.
+def examine(command: Sequence[str], environ: Mapping[str, str], num_devices: int, limit_s: float) -> Outcome:
+    """Run the test in a process of its own.
+
+    Args:
+        command: Ends by itself where a pair hangs.
+        environ: Its environment.
+        num_devices: How many are tested.
+        limit_s: For one that can't end itself. Not short: a slow disk on which torch lies is no broken GPU.
+    """
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    try:
+        process: subprocess.Popen[bytes] = subprocess.Popen(command, env=dict(environ), **pipes)
+    except OSError as error:
+        logger.info("Copies between GPUs are not tested: %s.", error)
+        return judge("", "", num_devices)
+    ending = HANGING
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+        ending = f"exit code {process.returncode}"
+    except subprocess.TimeoutExpired as late:
+        output = late.output or b""
+    finally:
+        _end(process)
+    return judge(output.decode(errors="replace"), ending, num_devices)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Kill it. One that is stuck in the driver doesn't die, and isn't waited for."""
+    process.kill()
+    if process.stdout is not None:
+        process.stdout.close()
+    try:
+        process.wait(timeout=_END_S)
+    except subprocess.TimeoutExpired:
+        logger.warning("The test of copies between GPUs (process %d) can't be ended.", process.pid)
+
+
+def judge(output: str, ending: str, num_devices: int) -> Outcome:
+    """Make reports of what the test has written until it ended.
 
     Returns:
         A report for each ordered pair. Once a pair hangs, or ends the process, those after it count for no
         better: the GPUs are left alone.
     """
-    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    try:
-        process = subprocess.Popen(command, env=dict(environ), **pipes)
-    except OSError as error:
-        logger.info("Copies between GPUs are not tested: %s.", error)
-        return Outcome(pairs=dict.fromkeys(itertools.permutations(range(num_devices), 2), UNTESTED))
-    ready: list[int] | None = None
+    ready: list[int] = []
     pairs: dict[Pair, PairReport] = {}
     collective = rest = UNTESTED
     now: Any = None
-    is_done = False
-    fault: PairReport | None = None
-    try:
-        for said in _records(process, patience):
-            ready = said.get("ready", ready)
-            now, is_done = said.get("begin"), "done" in said
-            if "pair" in said:
-                pairs[said["pair"][0], said["pair"][1]] = _report(said)
-                on_pair(len(pairs))
-            elif "collective" in said:
-                collective = _report(said)
-            if is_done:
-                break
-        else:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=1.0)  # its output has ended: so does it, with a code that says why
-    except TimeoutError as silence:
-        fault = PairReport(verdict="hangs", detail=str(silence))
-    finally:
-        _end(process)
-    if ready is None:
-        logger.info("Copies between GPUs are not tested: the test did not start (exit code %s).", process.returncode)
-    if fault is None and not is_done:
-        fault = PairReport(verdict="wrong", detail=f"the test ended with exit code {process.returncode}")
-    if fault is not None and now == "collective":
+    for said in map(_read_record, output.splitlines()):
+        if said is None:
+            continue
+        ready, now = said.get("ready", ready), said.get("begin")
+        if "pair" in said:
+            pairs[said["pair"][0], said["pair"][1]] = _report(said)
+        elif "collective" in said:
+            collective = _report(said)
+    fault = PairReport(verdict="wrong", detail=f"the test ended with {ending}")
+    if ending == HANGING or HANGING in output:
+        fault = PairReport(verdict="hangs", detail="no answer")
+    if now == "collective":
         collective = fault
-    elif fault is not None and now is not None:
+    elif now is not None:
         pairs[now[0], now[1]] = fault
         rest = PairReport(verdict=fault.verdict, detail="not tried any more")
+    elif not ready:
+        logger.info("Copies between GPUs are not tested: the test did not start (%s).", ending)
     every = itertools.permutations(range(num_devices), 2)
-    known = {pair: pairs.get(pair, rest if set(pair) <= set(ready or ()) else UNTESTED) for pair in every}
+    known = {pair: pairs.get(pair, rest if set(pair) <= set(ready) else UNTESTED) for pair in every}
     return Outcome(pairs=known, collective=collective)
 
 
-def _records(process: "subprocess.Popen[bytes]", patience: Patience) -> Iterator[dict[str, Any]]:
-    """Give the records that the test writes, until it ends; raise ``TimeoutError`` with what it has exceeded."""
-    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-
-    def read() -> None:
-        with process.stdout as pipe:  # type: ignore[union-attr]
-            for line in pipe:
-                lines.put(line)
-        lines.put(b"")
-
-    # A daemon: a process that is stuck in the driver doesn't die, and keeps its end of the pipe.
-    threading.Thread(target=read, name="everygpu-p2p", daemon=True).start()
-    began, limit_s, is_ready = time.monotonic(), patience.start_s, False
-    while True:
-        left_s = began + patience.total_s - time.monotonic() if is_ready else limit_s
-        try:
-            line = lines.get(timeout=max(0.0, min(limit_s, left_s)))
-        except queue.Empty:
-            if not is_ready:
-                raise TimeoutError("did not start") from None
-            late = f"not done in {patience.total_s:g} s" if left_s < limit_s else f"no answer in {limit_s:g} s"
-            raise TimeoutError(late) from None
-        if not line:
-            return
-        try:
-            said = json.loads(line)
-        except ValueError:
-            continue  # what others write to the same stream is none of ours
-        if isinstance(said, dict):
-            if "ready" in said:
-                began, limit_s, is_ready = time.monotonic(), patience.step_s, True
-            yield said
+def _read_record(line: str) -> dict[str, Any] | None:
+    try:
+        said = json.loads(line)
+    except ValueError:
+        return None  # what others write to the same stream is none of ours
+    return said if isinstance(said, dict) else None
 
 
 def _report(said: Mapping[str, Any]) -> PairReport:
     if said.get("wrong") is not None:
         return PairReport(verdict="wrong", detail=str(said["wrong"]))
     return PairReport(verdict="right", gigabytes_per_s=said.get("gigabytes_per_s"))
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Kill it. One that is stuck in the driver doesn't die, and isn't waited for."""
-    process.kill()
-    try:
-        process.wait(timeout=_END_S)
-    except subprocess.TimeoutExpired:
-        logger.warning("The test of copies between GPUs (process %d) can't be ended.", process.pid)
 
 
 def look_up(uuids: Sequence[str]) -> dict[Pair, PairReport] | None:

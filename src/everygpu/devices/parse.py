@@ -54,10 +54,8 @@ def parse_devices(device_ids: DeviceLike | Iterable[DeviceLike] | None) -> list[
 def parse_device(device: DeviceLike) -> torch.device:
     """Turn one device id into a device that exists.
 
-    Args:
-        device: A CUDA index, a name, or a ``torch.device``. Without an index the current device is meant.
     Returns:
-        An accelerator with its index, or plain ``cpu``.
+        An accelerator with its index, by default the current one's, or plain ``cpu``.
     Raises:
         DeviceError: it is no device, or this machine doesn't have it.
     Source:
@@ -85,11 +83,7 @@ def parse_device(device: DeviceLike) -> torch.device:
 
 
 def parse_target(device: DeviceLike) -> torch.device:
-    """Turn the device that outputs go to into a device that exists: as ``parse_device``, and -1 for the CPU.
-
-    Source:
-        ``torch.nn.parallel.gather``.
-    """
+    """Turn the device that outputs go to into a device that exists; -1 is the CPU, as in ``torch.nn.parallel``."""
     is_cpu = isinstance(device, SupportsIndex) and not isinstance(device, bool) and operator.index(device) == -1
     return torch.device("cpu") if is_cpu else parse_device(device)
 

@@ -1,12 +1,15 @@
 """Copy known bytes between every two GPUs, in a process that may be killed: see ``p2p``.
 
-    python -m everygpu.devices.peer_test NUM_DEVICES [--measure] [--collective]
+    python -m everygpu.devices.peer_test NUM_DEVICES [--limit SECONDS] [--full]
 
-Writes a line of JSON before and after each pair, so that the reader knows which one hangs.
+Writes a line of JSON before and after each pair. One that takes longer than the limit ends the process, which the
+reader sees by ``faulthandler``'s words.
 """
 
+import faulthandler
 import itertools
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,26 +42,30 @@ def copy(target: Tensor, source: Tensor) -> None:
 
 def main(arguments: Sequence[str], devices: Sequence[torch.device] | None = None, transfer: Transfer = copy) -> None:
     """Test every ordered pair of devices, or of the first CUDA devices, and write what comes of it."""
+    is_full = "--full" in arguments
+    limit_s = float(arguments[arguments.index("--limit") + 1]) if "--limit" in arguments else None
+
+    def say(**what: Any) -> None:
+        sys.stdout.write(json.dumps(what) + "\n")
+        sys.stdout.flush()
+        if limit_s is not None:  # a thread in C ends the process, whatever the interpreter waits for
+            faulthandler.dump_traceback_later(limit_s, exit=True, file=1)
+
     used = devices or [torch.device("cuda", index) for index in range(int(arguments[0]))]
     patterns = {i: pattern for i, device in enumerate(used) if (pattern := _try_pattern(device)) is not None}
-    _say(ready=list(patterns))
+    say(ready=list(patterns))
     for source, target in itertools.permutations(patterns, 2):
-        _say(begin=[source, target])
+        say(begin=[source, target])
         try:
             wrong = find_wrong(patterns[source], patterns[target], source, transfer)
         except torch.OutOfMemoryError:
             continue  # others fill the GPU: nothing is known of the pair
-        speed = _measure(used[source], used[target]) if "--measure" in arguments and wrong is None else None
-        _say(pair=[source, target], wrong=wrong, gigabytes_per_s=speed)
-    if "--collective" in arguments:
-        _say(begin="collective")
-        _say(collective=True, wrong=find_wrong_sum([used[i] for i in patterns]))
-    _say(done=True)
-
-
-def _say(**what: Any) -> None:
-    sys.stdout.write(json.dumps(what) + "\n")
-    sys.stdout.flush()
+        speed = _measure(used[source], used[target]) if is_full and wrong is None else None
+        say(pair=[source, target], wrong=wrong, gigabytes_per_s=speed)
+    if is_full:
+        say(begin="collective")
+        say(collective=True, wrong=find_wrong_sum([used[i] for i in patterns]))
+    say(done=True)
 
 
 def _try_pattern(device: torch.device) -> Tensor | None:
@@ -145,3 +152,4 @@ def find_wrong_sum(devices: Sequence[torch.device]) -> str | None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    os._exit(0)  # to give CUDA back may hang as well

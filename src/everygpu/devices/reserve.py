@@ -8,24 +8,21 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
 from urllib.parse import quote, unquote
 
 from filelock import BaseFileLock, FileLock, Timeout
 
 from everygpu.devices.nvml import DeviceSample
-from everygpu.devices.visible import VisibleDevice
 from everygpu.folders import read_json, runtime_folder, write_whole
 
 logger = logging.getLogger("everygpu")
 OWN = "EVERYGPU_RESERVED"
 """Variable by which the processes that a run starts know its GPUs for their own: UUIDs, with commas."""
 _TURN_S = 10.0  # choosing takes milliseconds; a process suspended in the middle of it must not block all others
-AnyDevice = TypeVar("AnyDevice", DeviceSample, VisibleDevice)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +40,10 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class Reservation(Generic[AnyDevice]):
+class Reservation:
     """Devices, and the locks that keep other runs off them; the system releases them when the process ends."""
 
-    devices: list[AnyDevice]
+    devices: list[DeviceSample]
     locks: tuple[BaseFileLock, ...]
 
     def release(self) -> None:
@@ -55,7 +52,7 @@ class Reservation(Generic[AnyDevice]):
             lock.release()
 
 
-def reserve(select: Callable[[Mapping[str, Holder]], list[AnyDevice]]) -> Reservation[AnyDevice]:
+def reserve(select: Callable[[Mapping[str, Holder]], list[DeviceSample]]) -> Reservation:
     """Choose devices and reserve them, while no other run chooses.
 
     Args:
@@ -65,9 +62,11 @@ def reserve(select: Callable[[Mapping[str, Holder]], list[AnyDevice]]) -> Reserv
         The devices, with one lock each. Without locks, and with a line in the log, where files can't be locked.
     """
     with _turn() as folder:
-        devices = select({} if folder is None else _read_holders(folder, os.environ))
-        locks = () if folder is None else tuple(_hold(folder, [d.uuid for d in devices if d.uuid]))
-        return Reservation(devices, locks)
+        if folder is None:
+            return Reservation(select({}), ())
+        devices = select(_read_holders(folder, os.environ))
+        locks = [_hold(folder, device.uuid) for device in devices if device.uuid]
+        return Reservation(devices, tuple(lock for lock in locks if lock is not None))
 
 
 def find_holders(environ: Mapping[str, str] | None = None) -> dict[str, Holder]:
@@ -127,20 +126,18 @@ def _read_holder(path: Path) -> Holder:
         return Holder(pid=None, command=None)
 
 
-def _hold(folder: Path, uuids: Sequence[str]) -> Iterator[BaseFileLock]:
-    text = json.dumps({"pid": os.getpid(), "command": name_command()})
-    for uuid in uuids:
-        path = folder / f"{quote(uuid, safe='')}.lock"  # the UUIDs of old MIG instances have slashes
-        lock = FileLock(path, timeout=0, mode=0o600)
-        try:
-            lock.acquire()
-            write_whole(path.with_suffix(".json"), text)  # beside it: to try the lock empties its file
-        except Timeout:  # a process inside a run reserves what the run holds already
-            continue
-        except OSError as error:
-            logger.warning("%s can't be reserved (%s): other runs may choose it.", uuid, error)
-        if lock.is_locked:
-            yield lock
+def _hold(folder: Path, uuid: str) -> BaseFileLock | None:
+    path = folder / f"{quote(uuid, safe='')}.lock"  # the UUIDs of old MIG instances have slashes
+    lock = FileLock(path, timeout=0, mode=0o600)
+    try:
+        lock.acquire()
+        # Beside it: to try the lock empties its file.
+        write_whole(path.with_suffix(".json"), json.dumps({"pid": os.getpid(), "command": name_command()}))
+    except Timeout:  # a process inside a run reserves what the run holds already
+        return None
+    except OSError as error:
+        logger.warning("%s can't be reserved (%s): other runs may choose it.", uuid, error)
+    return lock if lock.is_locked else None
 
 
 def name_command() -> str:

@@ -46,8 +46,6 @@ def spread_seeds(devices: Sequence[torch.device]) -> None:
     the run's seed. Costs one comparison per device when there is nothing to do. CPU replicas of one process share one
     generator, which keeps the run's seed on rank 0 alone.
 
-    Args:
-        devices: One per replica.
     """
     membership = find_membership()
     first = 0 if membership is None else membership.rank * len(devices)
@@ -67,10 +65,8 @@ def _index_of(device: torch.device) -> int:
 def spread_generators(generators: Sequence[torch.Generator], first: int = 0) -> None:
     """Reseed each generator that was seeded like the first replica's, by its position.
 
-    Args:
-        generators: One per replica of this rank. The first replica of all keeps its seed and its state.
-        first: The first generator's position among all ranks' replicas. From 1 on the first replica is another rank's,
-            and its seed is taken to be that of this process's CPU generator, as ``torch.manual_seed`` sets both.
+    ``first`` is the first generator's position among all ranks' replicas. From 1 on the first replica is another
+    rank's, and its seed is taken to be that of this process's CPU generator, as ``torch.manual_seed`` sets both.
     """
     own = generators[0].initial_seed()
     run = torch.initial_seed() if first else own
@@ -98,14 +94,8 @@ def _marked(number: int, position: int) -> int:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """Mix a seed and a position into another seed, far from both.
+    """Give the ``index``-th number, from 1 on, of SplitMix64 for a seed: never the same for two indices.
 
-    Args:
-        seed: 0 to 2**64 - 1.
-        index: 1 for the first derived seed.
-    Returns:
-        0 to 2**64 - 1: the ``index``-th number SplitMix64 gives for ``seed``. Never the same for two
-        indices of one seed.
     Source:
         Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with
         the constants of https://prng.di.unimi.it/splitmix64.c.

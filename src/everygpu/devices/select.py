@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 from everygpu.devices import reserve, visible
 from everygpu.devices.nvml import DeviceSample
-from everygpu.devices.visible import VisibleDevice
 from everygpu.errors import DeviceError, OptionError
 from everygpu.units import format_size, parse_size
 
@@ -14,28 +13,43 @@ if TYPE_CHECKING:
     import torch
 
 SortKey = Literal["free", "total", "index", "utilization"]
-Candidate = DeviceSample | VisibleDevice
-AnyCandidate = TypeVar("AnyCandidate", DeviceSample, VisibleDevice)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """How many devices are asked for, and what each must have."""
+    """The arguments of ``select_devices``: how many devices, and what each must have.
+
+    Raises:
+        OptionError: one that means nothing.
+    """
 
     count: int | None = None
-    """The most devices to take; None for every one that fits."""
     min_count: int | None = None
-    """The fewest that will do; None for ``count``, or one without it."""
-    min_free_bytes: int | None = None
-    min_total_bytes: int | None = None
-    max_utilization_pct: float | None = None
-    """0 to 100: no device may be busier."""
+    min_free_memory: int | str | None = None
+    min_total_memory: int | str | None = None
+    max_utilization: float | None = None
     name: str | None = None
-    """A part that each device's name must have, in any case."""
-    exclude: tuple[int | str, ...] = ()
-    """Devices to leave out: physical indices, parts of a name, or beginnings of a UUID."""
+    exclude: Sequence[int | str] = ()
     sort: SortKey = "free"
-    """Which come first: the most free memory, the most memory, the lowest index, or the least busy."""
+
+    def __post_init__(self) -> None:
+        for option in ("count", "min_count"):
+            number = getattr(self, option)
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+                raise OptionError(
+                    f"{option}={number!r} is no number of devices. Pass 1 or more, or leave it out for all."
+                )
+        if self.count is not None and self.min_count is not None and self.min_count > self.count:
+            raise OptionError(f"min_count={self.min_count} is above count={self.count}. Lower min_count.")
+        most, exclude = self.max_utilization, self.exclude
+        if most is not None and not 0 <= most <= 100:
+            raise OptionError(f"max_utilization={most!r} is no percentage. Pass 0 to 100: 25 for a quarter.")
+        if isinstance(exclude, str) or not all(isinstance(entry, (int, str)) and entry != "" for entry in exclude):
+            raise OptionError(f"exclude={exclude!r} is no list of indices and names. Pass for example [0, 'T400'].")
+        if self.sort not in _KEYS:
+            raise OptionError(f"sort={self.sort!r} is unknown. Pass one of {', '.join(_KEYS)}.")
+        for size in (self.min_free_memory, self.min_total_memory):
+            parse_size(size or 0)
 
     @property
     def num_required(self) -> int:
@@ -45,16 +59,16 @@ class Demand:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is asked for, so that the CPU will do."""
-        return self == Demand(sort=self.sort)
+        return self == Demand(sort=self.sort, exclude=self.exclude) and not self.exclude
 
     @property
     def lasting(self) -> "Demand":
         """The part of it that a device doesn't come to meet by waiting."""
-        needed = [size for size in (self.min_total_bytes, self.min_free_bytes) if size is not None]
-        return replace(self, min_free_bytes=None, max_utilization_pct=None, min_total_bytes=max(needed, default=None))
+        needed = [parse_size(size) for size in (self.min_total_memory, self.min_free_memory) if size is not None]
+        return replace(self, min_free_memory=None, max_utilization=None, min_total_memory=max(needed, default=None))
 
 
-_KEYS: Mapping[str, Callable[[Candidate], float]] = {
+_KEYS: Mapping[str, Callable[[DeviceSample], float]] = {
     "free": lambda device: -1.0 if device.free_memory_bytes is None else -float(device.free_memory_bytes),
     "total": lambda device: -1.0 if device.total_memory_bytes is None else -float(device.total_memory_bytes),
     "index": lambda device: 0.0,  # a stable sort keeps the order given
@@ -97,9 +111,7 @@ def select_devices(
     Source:
         NVML's memory and utilization, as ``nvidia-smi --query-gpu=memory.free,utilization.gpu`` prints them.
     """
-    import torch
-
-    demand = check_demand(
+    demand = Demand(
         count=count,
         min_count=min_count,
         min_free_memory=min_free_memory,
@@ -111,51 +123,19 @@ def select_devices(
     )
     devices = visible.visible_devices()
     if not devices and demand.is_empty:
+        import torch
+
         return [torch.device("cpu")]
-    return [chosen.device for chosen in choose(devices, demand, refuse_held(devices, reserve.find_holders()))]
-
-
-def check_demand(
-    *,
-    count: int | None = None,
-    min_count: int | None = None,
-    min_free_memory: int | str | None = None,
-    min_total_memory: int | str | None = None,
-    max_utilization: float | None = None,
-    name: str | None = None,
-    exclude: Sequence[int | str] = (),
-    sort: SortKey = "free",
-) -> Demand:
-    """Make a demand of the arguments of ``select_devices``; raise ``OptionError`` for one that means nothing."""
-    for option, number in (("count", count), ("min_count", min_count)):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            raise OptionError(f"{option}={number!r} is no number of devices. Pass 1 or more, or leave it out for all.")
-    if count is not None and min_count is not None and min_count > count:
-        raise OptionError(f"min_count={min_count} is above count={count}. Lower min_count.")
-    if max_utilization is not None and not 0 <= max_utilization <= 100:
-        raise OptionError(f"max_utilization={max_utilization!r} is no percentage. Pass 0 to 100: 25 for a quarter.")
-    if isinstance(exclude, str) or not all(isinstance(entry, (int, str)) and entry != "" for entry in exclude):
-        raise OptionError(f"exclude={exclude!r} is no list of indices and names. Pass for example [0, 'T400'].")
-    if sort not in _KEYS:
-        raise OptionError(f"sort={sort!r} is unknown. Pass one of {', '.join(_KEYS)}.")
-    return Demand(
-        count=count,
-        min_count=min_count,
-        min_free_bytes=None if min_free_memory is None else parse_size(min_free_memory),
-        min_total_bytes=None if min_total_memory is None else parse_size(min_total_memory),
-        max_utilization_pct=max_utilization,
-        name=name,
-        exclude=tuple(exclude),
-        sort=sort,
-    )
+    chosen = choose(devices, demand, refuse_held(devices, reserve.find_holders()))
+    return [gpu.device for gpu in chosen if gpu.device is not None]
 
 
 def choose(
-    devices: Sequence[AnyCandidate],
+    devices: Sequence[DeviceSample],
     demand: Demand,
     refused: Mapping[int, str] | None = None,
     use_cpu: str = "Leave the arguments out to use the CPU.",
-) -> list[AnyCandidate]:
+) -> list[DeviceSample]:
     """Take the devices that meet a demand; asks neither torch nor the driver.
 
     Args:
@@ -181,31 +161,32 @@ def choose(
     return sorted(fitting, key=_KEYS[demand.sort])[: demand.count]
 
 
-def refuse_held(devices: Sequence[Candidate], holders: Mapping[str, reserve.Holder]) -> dict[int, str]:
+def refuse_held(devices: Sequence[DeviceSample], holders: Mapping[str, reserve.Holder]) -> dict[int, str]:
     """Make reasons for ``choose`` of what other runs have reserved."""
     return {i: holders[d.uuid].reason for i, d in enumerate(devices) if d.uuid is not None and d.uuid in holders}
 
 
-def find_fault(device: Candidate, demand: Demand) -> str | None:
+def find_fault(device: DeviceSample, demand: Demand) -> str | None:
     """Say the first thing a device lacks for a demand; None when it fits. What isn't known doesn't fit."""
     if demand.name is not None and demand.name.lower() not in device.name.lower():
         return f"not named {demand.name!r}"
     for entry in demand.exclude:
         if _is_meant(device, entry):
             return f"excluded by {entry!r}"
-    for what, has, least in (
-        ("total", device.total_memory_bytes, demand.min_total_bytes),
-        ("free", device.free_memory_bytes, demand.min_free_bytes),
+    for what, has, size in (
+        ("total", device.total_memory_bytes, demand.min_total_memory),
+        ("free", device.free_memory_bytes, demand.min_free_memory),
     ):
-        if least is not None and (has is None or has < least):
-            return f"{what} memory {'unknown' if has is None else format_size(has)}, below {format_size(least)}"
-    busy, most = device.utilization_pct, demand.max_utilization_pct
+        if size is not None and (has is None or has < parse_size(size)):
+            has_size = "unknown" if has is None else format_size(has)
+            return f"{what} memory {has_size}, below {format_size(parse_size(size))}"
+    busy, most = device.utilization_pct, demand.max_utilization
     if most is not None and (busy is None or busy > most):
         return f"utilization {'unknown' if busy is None else f'{busy:g}%'}, above {most:g}%"
     return None
 
 
-def _is_meant(device: Candidate, entry: int | str) -> bool:
+def _is_meant(device: DeviceSample, entry: int | str) -> bool:
     if isinstance(entry, int):
         return device.index == entry
     if entry.isdecimal():  # an index, or a model such as "4090"; "3" is not meant to be the one of HBM3
@@ -214,7 +195,7 @@ def _is_meant(device: Candidate, entry: int | str) -> bool:
     return entry in device.name.lower() or uuid.startswith(entry) or uuid[4:].startswith(entry)
 
 
-def format_verdicts(devices: Sequence[Candidate], reasons: Sequence[str | None]) -> str:
+def format_verdicts(devices: Sequence[DeviceSample], reasons: Sequence[str | None]) -> str:
     """Lay out devices and what speaks against each, one a line, in columns."""
     rows = [("device", "name", "free", "total", "busy", "verdict")]
     for device, reason in zip(devices, reasons):

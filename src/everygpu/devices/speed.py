@@ -6,17 +6,15 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 NOISE = 0.05
 """Devices whose figures differ by less than this part are taken as equal; by what a figure itself varied, too."""
-
 _NUM_ROUNDS = 5
 _ROUND_S = 0.01
-_MATRIX_ROWS = {"cuda": 2048}
-_BUFFER_BYTES = {"cuda": 64 * 2**20}
 
 logger = logging.getLogger("everygpu")
 
@@ -34,14 +32,11 @@ class DeviceSpeed:
 
 
 def measure_shares(devices: Sequence[torch.device]) -> list[float] | None:
-    """Measure what share of the rows each device should get.
+    """Measure what share of the rows each device should get; takes about 0.2 s per device.
 
     A share is in proportion to the device's speed, or to its memory where that is scarcer: each relative to the
-    best device, the smaller counts. Memory held by this process counts as free, for every replica will hold as
-    much. Takes about 0.2 s per device.
+    best device, the smaller counts. Memory held by this process counts as free, for every replica will hold as much.
 
-    Args:
-        devices: One per replica.
     Returns:
         One weight per device, adding up to 1; None when they are equal within what the measurement can tell.
     """
@@ -63,12 +58,10 @@ def share_out(speeds: Sequence[DeviceSpeed]) -> list[float] | None:
 
 
 def measure_speed(device: torch.device) -> DeviceSpeed:
-    """Time a few tasks on one device.
-
-    Args:
-        device: A GPU or the CPU. On CUDA the host waits for it.
-    """
-    available = _available_bytes(device)
+    """Time a few tasks on one device. On CUDA the host waits for it."""
+    available = None
+    if device.type == "cuda":
+        available = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     rates, spreads = {}, []
     with torch.inference_mode():
         for name, task in _tasks(device).items():
@@ -92,17 +85,13 @@ def _overall_rate(speed: DeviceSpeed, unit: DeviceSpeed) -> float:
 
 
 def _tasks(device: torch.device) -> dict[str, Callable[[], Any]]:
-    num_rows = _MATRIX_ROWS.get(device.type, 256)
-    types = [torch.float32] if device.type == "cpu" else [torch.float32, torch.float16]
+    is_large = device.type == "cuda"
     tasks: dict[str, Callable[[], Any]] = {}
-    for dtype in types:
-        a = torch.ones(num_rows, num_rows, dtype=dtype, device=device)
-        out = torch.empty_like(a)
-        tasks[str(dtype)] = lambda a=a, out=out: torch.mm(a, a, out=out)  # type: ignore[misc]
-    source = torch.ones(_BUFFER_BYTES.get(device.type, 2**20), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    tasks["copy"] = lambda: target.copy_(source)
-    return tasks
+    for dtype in (torch.float32,) if device.type == "cpu" else (torch.float32, torch.float16):
+        a = torch.ones([2048 if is_large else 256] * 2, dtype=dtype, device=device)
+        tasks[str(dtype)] = partial(torch.mm, a, a, out=torch.empty_like(a))
+    source = torch.ones((64 if is_large else 1) * 2**20, dtype=torch.uint8, device=device)
+    return tasks | {"copy": partial(torch.empty_like(source).copy_, source)}
 
 
 def _time_rounds(task: Callable[[], Any], device: torch.device) -> list[float]:
@@ -124,10 +113,3 @@ def _run(task: Callable[[], Any], num_runs: int, device: torch.device) -> float:
 def _wait(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def _available_bytes(device: torch.device) -> int | None:
-    if device.type != "cuda":
-        return None
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device)

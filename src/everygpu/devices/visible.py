@@ -7,7 +7,8 @@ of them in PCI order. Where torch is loaded, the two are matched by UUID; before
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from everygpu.devices import nvml
@@ -20,40 +21,13 @@ logger = logging.getLogger("everygpu")
 _LEADING_NUMBER = re.compile(r"\s*([+-]?[0-9]+)")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VisibleDevice:
-    """A device that torch can use, and the physical device it is."""
-
-    device: "torch.device"
-    """The logical device, as in ``tensor.to(device)``."""
-    index: int | None
-    """``nvidia-smi --query-gpu=index``; None when unknown or no GPU of NVIDIA's."""
-    name: str
-    """``torch.cuda.get_device_name``, which is ``nvidia-smi --query-gpu=name``."""
-    uuid: str | None
-    """``nvidia-smi --query-gpu=uuid``."""
-    total_memory_bytes: int | None
-    """``nvidia-smi --query-gpu=memory.total``, or what torch may use of it when NVML doesn't answer."""
-    free_memory_bytes: int | None
-    """``nvidia-smi --query-gpu=memory.free``, or ``torch.cuda.mem_get_info``."""
-    utilization_pct: float | None = None
-    """``nvidia-smi --query-gpu=utilization.gpu``: 0 to 100; None when not reported."""
-    processes: tuple[tuple[int, int | None], ...] = ()
-    """``nvidia-smi --query-compute-apps=pid,used_memory``: pid and bytes."""
-
-    @property
-    def label(self) -> str:
-        """``cuda:0 (GPU 2)``."""
-        return str(self.device) if self.index is None else f"{self.device} (GPU {self.index})"
-
-
-def visible_devices() -> list[VisibleDevice]:
+def visible_devices() -> list[DeviceSample]:
     """List the accelerators torch can use, with the physical device behind each.
 
     ::
 
-        for device in everygpu.visible_devices():
-            print(device)
+        for gpu in everygpu.visible_devices():
+            print(gpu.device, gpu.name, gpu.free_memory_bytes)
 
     Returns:
         The CUDA (or ROCm) devices in torch's order; else the one MPS or XPU device; else an empty list,
@@ -70,45 +44,36 @@ def visible_devices() -> list[VisibleDevice]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return []
-    total, free = _ask_memory(accelerator)
-    name = accelerator.type.upper()
-    return [VisibleDevice(device=accelerator, index=None, name=name, uuid=None,
-                          total_memory_bytes=total, free_memory_bytes=free)]  # fmt: skip
+    return [_describe_by_torch(accelerator, accelerator.type.upper(), None)]
 
 
-def _describe(device: "torch.device", samples: Sequence[DeviceSample]) -> VisibleDevice:
+def _describe(device: "torch.device", samples: Sequence[DeviceSample]) -> DeviceSample:
     import torch
 
     properties = torch.cuda.get_device_properties(device)
+    uuid = f"GPU-{properties.uuid}"
     # torch gives the bare UUID, NVML puts GPU- or MIG- in front.
     everything = [part for gpu in samples for part in (gpu, *(gpu.mig_instances or ()))]
-    sample = next((part for part in everything if part.uuid[4:].lower() == str(properties.uuid).lower()), None)
+    sample = next((part for part in everything if (part.uuid or "")[4:].lower() == uuid[4:].lower()), None)
+    if sample is not None and sample.free_memory_bytes is not None:
+        return replace(sample, device=device)
     # A GPU that shares the host's memory has no figures of its own: torch knows how much it may use.
-    has_memory = sample is not None and sample.free_memory_bytes is not None
-    total, free = (
-        (sample.total_memory_bytes, sample.free_memory_bytes) if sample and has_memory else _ask_memory(device)
-    )
-    return VisibleDevice(
-        device=device,
-        index=None if sample is None else sample.index,
-        name=properties.name if sample is None else sample.name,
-        uuid=f"GPU-{properties.uuid}" if sample is None else sample.uuid,
-        total_memory_bytes=total,
-        free_memory_bytes=free,
-        utilization_pct=None if sample is None else sample.utilization_pct,
-        processes=() if sample is None else sample.processes,
-    )
+    by_torch = _describe_by_torch(device, properties.name, uuid)
+    if sample is None:
+        return by_torch
+    total, free = by_torch.total_memory_bytes, by_torch.free_memory_bytes
+    return replace(sample, device=device, total_memory_bytes=total, free_memory_bytes=free)
 
 
-def _ask_memory(device: "torch.device") -> tuple[int | None, int | None]:
-    """Total and free bytes as torch knows them; None where its backend doesn't (MPS)."""
+def _describe_by_torch(device: "torch.device", name: str, uuid: str | None) -> DeviceSample:
     import torch
 
-    try:
-        free, total = torch.accelerator.get_memory_info(device)
-    except (RuntimeError, NotImplementedError):
-        return None, None
-    return total, free
+    memory: tuple[int | None, int | None] = (None, None)
+    with suppress(RuntimeError, NotImplementedError):  # MPS
+        memory = torch.accelerator.get_memory_info(device)
+    return DeviceSample(
+        index=None, name=name, uuid=uuid, total_memory_bytes=memory[1], free_memory_bytes=memory[0], device=device
+    )
 
 
 def pick_visible(text: str | None, uuids: Sequence[str]) -> list[int]:
@@ -132,7 +97,7 @@ def pick_visible(text: str | None, uuids: Sequence[str]) -> list[int]:
     by_uuid = text.startswith(("GPU-", "MIG-"))
     picked: list[int] = []
     for entry in text.split(","):
-        position = _match_uuid(entry, uuids) if by_uuid else _match_index(entry, len(uuids))
+        position = _match_uuid(entry.rstrip(), uuids) if by_uuid else _match_index(entry, len(uuids))
         if position is None:
             break
         if position in picked:
@@ -150,38 +115,21 @@ def _match_index(entry: str, num_devices: int) -> int | None:
 
 
 def _match_uuid(entry: str, uuids: Sequence[str]) -> int | None:
-    entry = entry.rstrip()
     kind, rest = entry[:4], entry[4:].lower()
     matches = [i for i, uuid in enumerate(uuids) if uuid[:4] == kind and uuid[4:].lower().startswith(rest)]
     return matches[0] if len(matches) == 1 else None
 
 
-def resolve_visible(text: str | None, devices: Sequence[DeviceSample]) -> list[DeviceSample]:
-    """Say which devices CUDA would use under a value of ``CUDA_VISIBLE_DEVICES``, in the order of its numbers.
+def resolve_environ(environ: Mapping[str, str], devices: Sequence[DeviceSample]) -> list[DeviceSample]:
+    """Say which devices CUDA would use under an environment, in the order of its numbers, before torch is loaded.
 
     Args:
-        text: The variable's value; None when it is not set.
-        devices: Every GPU, in the order in which CUDA numbers the whole machine.
+        environ: As ``os.environ``.
+        devices: Every GPU, in PCI order. Indices are read in it; where CUDA's may differ, a log line says so.
     Returns:
         GPUs and MIG instances. A GPU in MIG mode stands for its first instance, and is left out while it has none.
     Source:
         ``pick_visible``; MIG user guide, "CUDA device enumeration".
-    """
-    by_instance = text is not None and text.startswith("MIG-")
-    candidates = [part for gpu in devices for part in gpu.mig_instances or ()] if by_instance else devices
-    picked = [candidates[i] for i in pick_visible(text, [candidate.uuid for candidate in candidates])]
-    usable = [(gpu,) if gpu.mig_instances is None else gpu.mig_instances[:1] for gpu in picked]
-    return [part for parts in usable for part in parts]
-
-
-def resolve_environ(environ: Mapping[str, str], devices: Sequence[DeviceSample]) -> list[DeviceSample]:
-    """Say which devices CUDA would use under an environment, before torch is loaded.
-
-    Args:
-        environ: As ``os.environ``.
-        devices: Every GPU, in PCI order.
-    Returns:
-        As ``resolve_visible``. Indices are read in PCI order; where that may not be CUDA's, a log line says so.
     """
     text = environ.get("CUDA_VISIBLE_DEVICES")
     if text is not None and _LEADING_NUMBER.match(text) and not has_known_order(environ, devices):
@@ -190,7 +138,10 @@ def resolve_environ(environ: Mapping[str, str], devices: Sequence[DeviceSample])
             "numbers the fastest first. Set CUDA_DEVICE_ORDER=PCI_BUS_ID to make both the same.",
             text,
         )
-    return resolve_visible(text, devices)
+    by_instance = text is not None and text.startswith("MIG-")
+    candidates = [part for gpu in devices for part in gpu.mig_instances or ()] if by_instance else devices
+    picked = [candidates[i] for i in pick_visible(text, [candidate.uuid or "" for candidate in candidates])]
+    return [part for gpu in picked for part in ((gpu,) if gpu.mig_instances is None else gpu.mig_instances[:1])]
 
 
 def has_known_order(environ: Mapping[str, str], devices: Sequence[DeviceSample]) -> bool:
@@ -207,4 +158,4 @@ def predict_names(environ: Mapping[str, str], devices: Sequence[DeviceSample]) -
     by_uuid = environ.get("CUDA_VISIBLE_DEVICES", "").startswith(("GPU-", "MIG-"))
     is_known = by_uuid or has_known_order(environ, devices)
     visible = resolve_environ(environ, devices)
-    return {device.uuid: f"cuda:{i if is_known else '?'}" for i, device in enumerate(visible)}
+    return {device.uuid or "": f"cuda:{i if is_known else '?'}" for i, device in enumerate(visible)}

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from everygpu.devices import parse_devices
-from everygpu.devices.parse import DeviceLike
+from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import OptionError
 from everygpu.feed.one_pass import Feed
 from everygpu.feed.order import Order

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from everygpu.devices import parse_devices, spread_seeds
-from everygpu.devices.parse import DeviceLike
+from everygpu.devices.parse import DeviceLike, parse_devices
+from everygpu.devices.seed import spread_seeds
 from everygpu.errors import CallError
 from everygpu.parallel.buckets.sizes import replica_bucket_bytes
 from everygpu.parallel.compiler.eval_frame import not_compiled
 from everygpu.parallel.engines.engine import Around, Engine, EngineContext
-from everygpu.parallel.engines.table import choose_engine, make_engine
+from everygpu.parallel.engines.table import make_engine
 from everygpu.parallel.engines.thread_state import fresh_casts
 from everygpu.parallel.engines.threads import Workers
 from everygpu.parallel.forward_lock import kept_lock
@@ -64,15 +64,16 @@ class DataParallel(MethodCalls):
             ``everygpu run --split`` says, else ``"chunk"``.
         gather: ``"sharded"``: outputs are ``ShardedBatch``es, whose rows stay on their devices until code
             needs the whole; ``"joined"``: plain tensors on ``output_device``.
-        engine: ``"auto"``: the fastest that is safe, looked for in the first steps: ``"compile"`` if ``module`` went
-            through ``torch.compile``; ``"graphs"`` where Dynamo proves that a recording does the same; else
-            ``"threads"``; see ``engine_in_use``. ``"threads"``: replicas run eagerly, each in a thread;
-            ``"compile"``: they are compiled, and launched from one thread;
-            ``"graphs"``: on GPUs, after a few forwards on batches of one shape, forward and backward are each
-            recorded as a CUDA graph over all devices, and launched by one call from then on, until anything changes
-            that they were made from. Python code in the module, such as a print or a global variable, is then not
-            run again; hooks keep a module from being recorded. Writes to frozen parameters that torch doesn't count,
-            as ``teacher.weight.data.mul_(0.9)``, aren't seen: write under ``no_grad``, or call ``release`` after them.
+        engine: ``"auto"``: on GPUs ``"graphs"`` where Dynamo proves that a recording does the same, looked for in the
+            first steps; else ``"compile"`` if ``module`` went through ``torch.compile``, or ``"threads"``; see
+            ``engine_in_use``. ``"threads"``: replicas run eagerly, each in a thread; ``"compile"``: they are compiled,
+            and launched from one thread; ``"graphs"``: on GPUs, after a few forwards on batches of one shape, forward
+            and backward are each recorded as a CUDA graph over all devices, and launched by one call from then on,
+            until anything changes that they were made from, without a proof. Python code in the module, such as a
+            print or a global variable, is then not run again; hooks keep a module from being recorded. Writes to frozen
+            parameters that torch doesn't count, as ``teacher.weight.data.mul_(0.9)``, aren't seen: write under
+            ``no_grad``, or call ``release`` after them. A launch goes backward once, from the outputs of the steps
+            before: a model trained otherwise isn't recorded, or stops with a ``CaptureError`` that says so.
         buffers: ``"first"``: the module keeps the buffers as its own shard changed them; ``"mean"``: float
             buffers such as BatchNorm's statistics are averaged over the replicas, weighted by rows.
         strict_device: Raise when the module is not on ``device_ids[0]``, instead of moving it.
@@ -91,8 +92,8 @@ class DataParallel(MethodCalls):
     """
 
     _transient = frozenset(
-        {"_replicas", "_outside", "_has_told", "_fresh", "_engine", "_threads", "_has_overrides", "_is_alone", "_lock",
-         "_ranks", "_first_parameter"}
+        {"_replicas", "_outside", "_has_told", "_fresh", "_engine", "_threads", "_has_overrides", "_lock", "_ranks",
+         "_first_parameter"}
     )  # fmt: skip
 
     def __init__(
@@ -124,7 +125,6 @@ class DataParallel(MethodCalls):
         self.engine, self.bucket_cap_mb, self.weight_rule = engine, bucket_cap_mb, weight
         self.gather_rule, self.buffers_rule = gather, buffers
         self.strict_device = strict_device
-        self._makes_graphs = engine != "graphs"  # one of all replicas can't have others in it
         self.module = module
         place_module(module, self.replica_devices[0], "DataParallel", strict=strict_device)
         self.split = settle_split(split, self.replica_devices)
@@ -142,7 +142,6 @@ class DataParallel(MethodCalls):
         self._has_overrides = "scatter" in overrides if is_one else bool(overrides)
         self._engine = self._make_engine(overrides)
         self._threads = self._engine if isinstance(self._engine, Workers) else Workers(len(self.replica_devices) - 1)
-        self._is_alone = is_one and not self._has_overrides and not self._engine.launches
         self._lock = kept_lock(vars(self).get("_lock"))
         group = join()
         more = self.dim, len(self.replica_devices), self.bucket_cap_mb, self.weight_rule
@@ -160,11 +159,12 @@ class DataParallel(MethodCalls):
             run=lambda *call, around: me._forward_on(*call, around=around, gather=lambda *apart: apart),
             make_replicas=lambda make_leaves: me.make_replicas(make_leaves, fixed=True),
             bucket_cap_mb=self.bucket_cap_mb,
-            makes_graphs=self._makes_graphs,
         )
-        if not overrides or choose_engine(self.engine, context) == "threads":
-            return make_engine(self.engine, context)
-        log_fallback(self, overrides)
+        engine = make_engine(self.engine, context)
+        if not overrides or isinstance(engine, Workers):
+            return engine
+        if len(self.replica_devices) > 1:
+            log_fallback(self, overrides)
         return make_engine("threads", context)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -175,21 +175,24 @@ class DataParallel(MethodCalls):
         return self._ranks.forward(run, self.module, inputs, kwargs)
 
     def _forward_by_itself(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._is_alone:
-            return self._forward_alone(inputs, kwargs)
         if len(self.replica_devices) > 1:
             check_transforms()
+        elif not self._engine.launches and not self._has_overrides:
+            return self._forward_alone(inputs, kwargs)
         return self._one_at_a_time(self._forward_here, inputs, kwargs)
 
     def _forward_here(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._has_overrides:
             return self._run_verbs(inputs, kwargs)
         launched = self._engine.launch(inputs, kwargs)
-        if launched is not None:
-            return gather_outputs(*launched)
-        if len(self.replica_devices) == 1 and not self._engine.launches:
+        if len(self.replica_devices) > 1:
+            if launched is not None:
+                return gather_outputs(*launched)
+            return self._forward_on(self._current_replicas(), inputs, kwargs, self._fresh)
+        if launched is None:
             return self._forward_alone(inputs, kwargs)
-        return self._forward_on(self._current_replicas(), inputs, kwargs, self._fresh)
+        (output,), _ = launched
+        return self._at_output_device(output)
 
     def _forward_on(
         self,
@@ -206,7 +209,7 @@ class DataParallel(MethodCalls):
         outputs = self._apply_to(modules, shards, around)
         note_writes((inputs, kwargs))
         self._settle_buffers(replicas, [s.position for s in shards], rows_of(shards))
-        return (gather or self._gather)(outputs, self._joiner(shards))
+        return (gather or self._gather)(outputs, self._joiner(shards, modules))
 
     def make_replicas(self, make_leaves: Callable[[], Leaves] | None = None, *, fixed: bool = False) -> ReplicaSet:
         """Make replicas of the module as it is now; see ``ReplicaSet``."""
@@ -238,12 +241,17 @@ class DataParallel(MethodCalls):
             return self._engine.run(calls, [self.replica_devices[p] for p in positions], positions)
 
     def _gather(self, outputs: list[Any], joiner: Joiner) -> Any:
-        self._engine.watch(outputs)
-        return gather_outputs(outputs, joiner)
+        return gather_outputs(self._engine.watch(outputs), joiner)
 
-    def _joiner(self, shards: list[Shard]) -> Joiner:
+    def _joiner(self, shards: list[Shard], modules: list[nn.Module]) -> Joiner:
         weights = weights_of(shards) if self.gather_rule == "sharded" else None
-        return Joiner(device=self._output_device, dim=self.dim, rows=weights, num_rows=counted_rows(shards))
+        return Joiner(
+            device=self._output_device,
+            dim=self.dim,
+            rows=weights,
+            num_rows=counted_rows(shards),
+            modules=tuple(modules),
+        )
 
     def _forward_alone(self, inputs: Any, kwargs: Any, name: str | None = None) -> Any:
         """Run on one device: no shards, no threads, only what is elsewhere is moved."""
@@ -255,10 +263,14 @@ class DataParallel(MethodCalls):
         if kwargs or any(type(x) is not Tensor or x.device != device for x in inputs):
             inputs, kwargs = move_tree(inputs, device), move_tree(kwargs, device)
         if name is None:
-            output = self._engine.run_alone((self.module, inputs, kwargs), device)
+            (output,) = self._engine.watch([self._engine.run_alone((self.module, inputs, kwargs), device)])
         else:
             output = self._threads.run_alone((getattr(self.module, name), inputs, kwargs), device)
-        return output if self._output_device == device else move_tree(output, self._output_device)
+        return self._at_output_device(output)
+
+    def _at_output_device(self, output: Any) -> Any:
+        is_there = self._output_device == self.replica_devices[0]
+        return output if is_there else move_tree(output, self._output_device)
 
     @not_compiled
     def _one_at_a_time(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -296,12 +308,6 @@ class DataParallel(MethodCalls):
     def give_up_recording(self, reason: str) -> None:
         """Have another engine run what ``TrainStep`` won't record."""
         self._engine.give_up_recording(reason)
-
-    def make_graphs(self, is_wanted: bool) -> None:
-        """Let compiled replicas make CUDA graphs, or not: one of a whole step can't have others in it."""
-        if is_wanted is not self._makes_graphs and self._engine.is_fixed:
-            self._makes_graphs = is_wanted
-            self.release()
 
     def release(self) -> None:
         """Give up the replicas, their memory and their threads, after forwards in other threads; the next makes new."""

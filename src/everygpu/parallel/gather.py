@@ -1,21 +1,26 @@
 """Join the replicas' outputs into what one device would have returned."""
 
+import itertools
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from everygpu import comm, tree
 from everygpu.devices.parse import DeviceLike, parse_target
 from everygpu.errors import GatherError, OptionError
 from everygpu.parallel.listed_rows import are_listed_rows
+from everygpu.parallel.replicas.module_tree import is_dense
 from everygpu.parallel.rows_elsewhere import find_rows_elsewhere, find_state_rows, warn_of_rows_elsewhere
 from everygpu.parallel.scatter.batch_types import ROWS, Rows, batch_type, known_type, move_tree, open_known
 from everygpu.parallel.scatter.ready_types import BatchType
 from everygpu.parallel.sharded.batch import ShardedBatch, join, shard_batch
+
+_SMALL = 2**20
+"""Bytes up to which copying costs less than finding out whose a tensor is."""
 
 
 def gather(outputs: Any, target_device: DeviceLike | None = None, dim: int = 0) -> Any:
@@ -83,6 +88,8 @@ class Joiner:
     """What fills up tensors and arrays at their ends whose sizes along other dimensions differ; None to refuse them."""
     advice: str = "Pad to a common length inside forward."
     """Against such sizes."""
+    modules: tuple[nn.Module, ...] = field(default=(), compare=False)
+    """The replicas, whose parameters and buffers are written by later forwards; none where that isn't known."""
     suspects: list[tuple[str, int]] = field(default_factory=list, compare=False)
     """Filled by ``join``: outputs whose rows may be on another dimension, and on which."""
 
@@ -91,7 +98,7 @@ class Joiner:
         _check_layouts(tensors, path)
         target = torch.device("cpu") if all(t.device.type == "cpu" for t in tensors) else self.device
         stays_sharded = self.rows is not None and len(tensors) > 1 and _can_stay_sharded(tensors)
-        entries, dim, rows = [_copy_if_shared(t) for t in tensors] if stays_sharded else tensors, self.dim, None
+        entries, dim, rows = [self._copy_if_shared(t) for t in tensors] if stays_sharded else tensors, self.dim, None
         if all(t.ndim == 0 for t in tensors):
             entries, dim, rows = [t.unsqueeze(0) for t in entries], 0, self.rows
         else:
@@ -103,6 +110,17 @@ class Joiner:
         if stays_sharded:
             return shard_batch(entries, target, dim, rows)
         return torch.cat([comm.copy(t, target) for t in entries], dim)
+
+    def _copy_if_shared(self, t: Tensor) -> Tensor:
+        """Copy a tensor that forward may not have made: an input, a parameter or a buffer, which is written later."""
+        root = t if t._base is None else t._base
+        if not root.is_leaf:
+            return t
+        if self.modules and t.nbytes > _SMALL and not t.is_nested:  # without gradients everything is a leaf
+            held = (x for m in self.modules for x in itertools.chain(m.parameters(), m.buffers()) if is_dense(x))
+            place = t.untyped_storage().data_ptr()
+            return t.clone() if any(x.untyped_storage().data_ptr() == place for x in held) else t
+        return t.clone()
 
     def _look_for_rows(self, tensors: list[Tensor], path: str) -> None:
         if self.num_rows and len(tensors) > 1 and tensors[0].shape[self.dim] != self.num_rows[0]:
@@ -150,16 +168,11 @@ def _filled(t: Tensor, widths: Sequence[int], value: float) -> Tensor:
     return torch.nn.functional.pad(t, [n for width in reversed(widths) for n in (0, width)], value=value)
 
 
-def _copy_if_shared(t: Tensor) -> Tensor:
-    """Copy a tensor that forward may not have made: an input, a parameter or a buffer, which is written later."""
-    root = t if t._base is None else t._base
-    return t.clone() if root.is_leaf else t
-
-
 def gather_outputs(outputs: list[Any], joiner: Joiner) -> Any:
     """Join the replicas' outputs; see ``gather``."""
     if not outputs:
         raise GatherError("gather: needs the output of at least one replica, got none.")
+    joiner = replace(joiner, suspects=[])  # a recording's is used again
     joined = _join(outputs, joiner, "out")
     if joiner.suspects and joiner.num_rows:
         warn_of_rows_elsewhere(joiner.suspects, outputs[0], joiner.num_rows[0], joiner.dim)

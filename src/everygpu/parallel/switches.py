@@ -7,14 +7,6 @@ import torch
 
 from everygpu.torch_private import is_tried
 
-DEFERS_LINEAR = True
-"""Recordings leave a model's last linear layers out (``deferred_linear``). GPT-2's unmodified loop on four GPUs is 0.5%
-behind DistributedDataParallel with it, 3.8% without."""
-
-SPLITS_GRAPHS = True
-"""Large compiled graphs are cut, so that gradients are added up beside backward (``split_graph``). A step of GPT-2 on
-four GPUs takes 40.40 ms with it, 41.38 without, and 43.54 and 44.13 with the loop unmodified."""
-
 COMPILES_ONCE = True
 """What was compiled for one GPU is loaded for the others (``load_graph``). GPT-2 starts within 36.8 s on two GPUs with
 it, and within 37.8 s on one. Without it each further GPU is compiled for as the first one was."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from everygpu.devices import spread_seeds
 from everygpu.devices.parse import DeviceLike, parse_target
+from everygpu.devices.seed import spread_seeds
 from everygpu.errors import CallError, OptionError
 from everygpu.parallel.compiler.eval_frame import not_compiled
 from everygpu.parallel.drop_in import DropIn

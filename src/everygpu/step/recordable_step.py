@@ -103,7 +103,6 @@ class RecordableStep:
     def give_up(self, reason: str) -> None:
         self._step._finite_check.wait()  # for kernels' updates that are not to count
         self._strategy.settle()
-        self._step.model.make_graphs(True)
         self._step.model.give_up_recording(reason)
 
     def begin(self, recorded: _Recorded) -> bool:
@@ -161,7 +160,6 @@ def make_capture(step: "TrainStep", strategy: ShardedUpdate, *, must: bool) -> C
         logger.info("TrainStep: steps run without CUDA graphs: the optimizer can't be spread.")
         model.give_up_recording("the optimizer can't be spread")
         return None
-    model.make_graphs(False)
     route = ScatterSpec(devices=model.replica_devices, dim=model.dim, split=model.split)
     # With several devices, the engine that takes over says why where it is slower.
     level = logging.WARNING if len(model.replica_devices) == 1 else logging.INFO

@@ -1,7 +1,7 @@
 """All of private torch that this package uses, in one place: nothing else in it names any.
 
 Each name stands for one of torch's and says why there is no public way. tests/test_torch_private.py says what each must
-do, and docs/design.md lists them. All were tried with the versions of torch in ``TRIED``.
+do. All were tried with the versions of torch in ``TRIED``.
 """
 
 from collections.abc import Mapping

@@ -1,5 +1,6 @@
 """The autograd engine: the backward that is running, saved tensors and version counters."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
@@ -25,6 +26,28 @@ push_saved_tensor_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 
 pop_saved_tensor_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 """Leave the innermost hooks, which another's context manager has entered."""
+
+
+def checkpoint_frames() -> tuple[list[Any], Any]:
+    """Return the frames of the checkpointed regions that this thread is in, innermost first, and the frame of the one
+    that it runs again, None beside that; ``torch.utils.checkpoint`` keeps them in the closures of its hooks.
+    """
+    hooks = []
+    while (top := top_saved_tensor_hooks()) is not None:
+        hooks.append(top)
+        pop_saved_tensor_hooks()
+    for pack, unpack in reversed(hooks):
+        push_saved_tensor_hooks(pack, unpack)
+    frames, again = [], None
+    for pack, _ in hooks:
+        pack = inspect.unwrap(pack)
+        cells = getattr(pack, "__closure__", None) or ()
+        held = dict(zip(pack.__code__.co_freevars, (c.cell_contents for c in cells))) if cells else {}
+        if "target_frame_ref" in held:
+            again = held["target_frame_ref"]() if again is None else again
+        elif "frame" in held:
+            frames.append(held["frame"])
+    return frames, again
 
 
 NO_BACKWARD = -1

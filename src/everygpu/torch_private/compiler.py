@@ -4,7 +4,6 @@ Importing the compiler takes seconds, so it is imported where it is used. None o
 off the compiler's objects is said beside each.
 """
 
-from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
@@ -80,45 +79,9 @@ def write_code(source: str) -> str:
     return PyCodeCache.write(source)[0]
 
 
-def make_boxes(*, cudagraphs: bool, index: int) -> dict[str, Any]:
-    """Make what ``CompiledFxGraph.post_compile`` takes: whether to make CUDA graphs, and on which GPU."""
+def make_boxes(index: int) -> dict[str, Any]:
+    """Make what ``CompiledFxGraph.post_compile`` takes: no CUDA graphs, and the GPU."""
     from torch._inductor.cudagraph_utils import BoxedDeviceIndex
     from torch._inductor.utils import BoxedBool
 
-    return {"cudagraphs": BoxedBool(cudagraphs), "boxed_forward_device_index": BoxedDeviceIndex(index)}
-
-
-def cuda_graph_manager(index: int) -> Any:
-    """Return what makes a GPU's CUDA graphs of compiled code: its ``stream`` and ``path_state``."""
-    from torch._inductor.cudagraph_trees import get_manager
-
-    return get_manager(index)
-
-
-def is_replaying(manager: Any) -> bool:
-    """Tell whether what a manager ran last was replayed, rather than warmed up or captured."""
-    from torch._inductor.cudagraph_trees import ExecutionState
-
-    return manager.path_state is ExecutionState.EXECUTION
-
-
-def restart_analysis() -> type[BaseException]:
-    """Return the class of the error by which Dynamo asks to trace a function again."""
-    from torch._dynamo.exc import RestartAnalysis
-
-    return RestartAnalysis
-
-
-def make_ddp_optimizer(limit: int, compile_piece: Callable[[Any, list[Any]], Any], add_param_args: Any) -> Any:
-    """Make what cuts a graph for DistributedDataParallel: its ``compile_fn`` and ``buckets``.
-
-    Args:
-        limit: Bytes of parameters in a piece.
-        compile_piece: Compiles one.
-        add_param_args: Takes the place of its method, which counts what a node's parameters take.
-    """
-    from torch._dynamo.backends.distributed import DDPOptimizer
-
-    optimizer: Any = DDPOptimizer(limit, compile_piece, limit)
-    optimizer.add_param_args = add_param_args
-    return optimizer
+    return {"cudagraphs": BoxedBool(False), "boxed_forward_device_index": BoxedDeviceIndex(index)}

@@ -6,6 +6,7 @@ and the guards it made have no public name. Importing the compiler takes seconds
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from types import CodeType
 from typing import Any
 
@@ -71,22 +72,27 @@ def scoped_config(settings: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def eager_answers() -> Iterator[None]:
-    """Trace what runs eagerly: ``torch.compiler.is_compiling()`` is False in it, as in the call that is recorded.
+def recorded_answers() -> Iterator[None]:
+    """Trace what a recording runs: ``torch.compiler.is_compiling()`` is False in it, as the call runs eagerly, and
+    ``torch.cuda.is_current_stream_capturing()`` is True.
 
     Dynamo's lock is held meanwhile, so no other thread traces with these answers.
     """
     from torch._dynamo.convert_frame import compile_lock
+    from torch._dynamo.variables import ConstantVariable, TorchInGraphFunctionVariable
     from torch._dynamo.variables.torch import tracing_state_functions
 
+    is_capturing = torch.cuda.is_current_stream_capturing
     with compile_lock:
-        answers = tracing_state_functions()
+        answers, handlers = tracing_state_functions(), TorchInGraphFunctionVariable._get_handlers()
         changed = {f: answer for f, answer in answers.items() if answer and f.__name__ in _EAGER_ANSWERS}
         answers.update(dict.fromkeys(changed, False))
+        handlers[is_capturing] = lambda *args, **kwargs: ConstantVariable.create(True)
         try:
             yield
         finally:
             answers.update(changed)
+            del handlers[is_capturing]
 
 
 @contextlib.contextmanager
@@ -105,6 +111,66 @@ def without_warnings() -> Iterator[None]:
             yield
         finally:
             utils.warn_once = warn_once
+
+
+@contextlib.contextmanager
+def traced_context_vars() -> Iterator[None]:
+    """Trace ``contextvars.ContextVar``, which Dynamo refuses: what a trace sets, its own later reads find.
+
+    Dynamo's lock is held meanwhile. ``context_var_reads`` and ``open_context_vars`` say what is left.
+    """
+    from torch._dynamo.convert_frame import compile_lock
+    from torch._dynamo.variables import ConstantVariable, UserDefinedObjectVariable
+
+    call_method: Any = UserDefinedObjectVariable.call_method
+
+    def call(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        var = self.value
+        if not isinstance(var, ContextVar) or kwargs or name not in ("get", "set", "reset"):
+            return call_method(self, tx, name, args, kwargs)
+        reads, writes = vars(tx.output).setdefault(_CONTEXT, ({}, {}))
+        values = writes.setdefault(var, [])
+        if name == "set":
+            values.append(args[0])
+            return ConstantVariable.create(len(values) - 1)
+        if name == "reset" and args[0].is_python_constant() and type(args[0].as_python_constant()) is int:
+            del values[args[0].as_python_constant() :]
+            return ConstantVariable.create(None)
+        if name == "get" and values:
+            return values[-1]
+        value = value_in_context(var)
+        if name == "reset" or args or not ConstantVariable.is_literal(value):
+            return call_method(self, tx, name, args, kwargs)
+        reads[var] = value
+        return ConstantVariable.create(value)
+
+    with compile_lock:
+        UserDefinedObjectVariable.call_method = call  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            UserDefinedObjectVariable.call_method = call_method  # type: ignore[method-assign]
+
+
+def value_in_context(var: ContextVar[Any]) -> Any:
+    """Return a context variable's value, or its default; Ellipsis where it has none."""
+    try:
+        return var.get()
+    except LookupError:
+        return ...
+
+
+_CONTEXT = "everygpu_context_vars"
+
+
+def context_var_reads(trace: Any) -> dict[ContextVar[Any], Any]:
+    """Return the context variables that a trace has read as they were before it, with their values."""
+    return dict(vars(trace).get(_CONTEXT, ({}, {}))[0])
+
+
+def open_context_vars(trace: Any) -> list[str]:
+    """Name the context variables that a trace leaves set."""
+    return [var.name for var, values in vars(trace).get(_CONTEXT, ({}, {}))[1].items() if values]
 
 
 def is_higher_order(func: Any) -> bool:

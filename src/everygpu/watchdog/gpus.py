@@ -30,29 +30,28 @@ class GpuWatch(threading.Thread):
 
     Args:
         clock_s: Tells the time.
-        period_s: From one look to the next.
+        period_s: Seconds from one look to the next.
+        is_over: Set when no further call is to be made.
         library: ``libcuda``; loaded where it is left out.
     """
 
-    def __init__(self, clock_s: Callable[[], float], period_s: float, library: Any = None) -> None:
+    def __init__(
+        self, clock_s: Callable[[], float], period_s: float, is_over: threading.Event, library: Any = None
+    ) -> None:
         super().__init__(name="everygpu-watch-gpus", daemon=True)
         self.pending: dict[int, float] = {}
         """Since when each GPU has not come to its event."""
         self._clock_s, self._period_s, self._library = clock_s, period_s, library
         self._events: dict[int, tuple[ctypes.c_void_p, ctypes.c_void_p]] = {}
-        self._is_over = threading.Event()
-
-    def stop(self) -> None:
-        """Make no further calls."""
-        self._is_over.set()
+        self.is_over = is_over
 
     def run(self) -> None:
-        """Look at the GPUs until stopped, or until a call fails, which the script hears of as well."""
+        """Look at the GPUs until it is over, or until a call fails, which the script hears of as well."""
         count = ctypes.c_int()
         try:
             if self._library is None:
                 self._library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-            while not self._is_over.wait(self._period_s):
+            while not self.is_over.wait(self._period_s):
                 if self._call("cuDeviceGetCount", ctypes.byref(count), allowed=(_NOT_INITIALIZED,)):
                     continue
                 # Or it would spoil the captures of other threads, which torch.cuda.graph makes in the strictest mode.
@@ -89,7 +88,7 @@ class GpuWatch(threading.Thread):
         return self._events[device]
 
     def _call(self, name: str, *args: Any, allowed: "range | tuple[int, ...]" = ()) -> int:
-        code: int = 0 if self._is_over.is_set() else getattr(self._library, name)(*args)
+        code: int = 0 if self.is_over.is_set() else getattr(self._library, name)(*args)
         if code and code not in allowed:
             raise RuntimeError(f"{name} failed with code {code}")
         return code
@@ -110,7 +109,7 @@ def find_loss(error: BaseException) -> str | None:
     found = ["" if code is None else f"CUDA error {code}", where.replace("forward: ", "in "), *gone]
     return (
         f"This process has lost a GPU: {', '.join(filter(None, found))}. Start again from the newest checkpoint, as "
-        f"everygpu run --restarts does; `dmesg | grep -i xid` has the driver's reason, where the GPU is at fault."
+        f"everygpu run --max-restarts does; `dmesg | grep -i xid` has the driver's reason, where the GPU is at fault."
     )
 
 

@@ -45,7 +45,7 @@ def watch(timeout: float = TIMEOUT_S) -> "Watch":
     progress for so long is named, with its device; the stacks of all threads are written to standard error. Then a
     checkpoint that is being saved in the background is finished, for up to a minute, and the process ends with exit
     code 6, without running ``finally`` blocks. So does one that has lost a GPU, after an error of the driver that the
-    script doesn't catch. ``everygpu run --restarts`` starts it again.
+    script doesn't catch. ``everygpu run --processes N --max-restarts M`` starts it again.
 
     Other code of the script may take as long as it likes. Time in which the process is stopped doesn't count; time in
     a debugger does.
@@ -63,7 +63,7 @@ def watch(timeout: float = TIMEOUT_S) -> "Watch":
             f"watch: timeout={timeout!r} is not a number of seconds above 0. Pass e.g. 600, which leaves a first call "
             f"time to compile; to watch no more, call close() on what watch returns."
         )
-    return _open_watches().open(float(timeout))
+    return _watchdog().open(float(timeout))
 
 
 def watch_as_told() -> None:
@@ -73,117 +73,113 @@ def watch_as_told() -> None:
         seconds = float(text)
     except ValueError as cause:
         raise OptionError(f"{VARIABLE}={text!r} is not a number of seconds. Set it to 600.") from cause
-    if seconds and not _open_watches().watches:
+    if seconds and not _watchdog().watches:
         watch(seconds)
 
 
 class Watch(AbstractContextManager["Watch"]):
-    """What ``watch`` returns: ends with its ``with`` block, or with the process.
-
-    Args:
-        timeout_s: Seconds.
-    """
+    """What ``watch`` returns: ends with its ``with`` block, or with the process."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._clock_s, self._period_s = 0.0, min(1.0, timeout_s / 10)
-        self._is_over = threading.Event()
-        self._gpus = GpuWatch(lambda: self._clock_s, self._period_s)
-        self._thread = threading.Thread(target=self._run, name="everygpu-watch", daemon=True)
-
-    def start(self) -> None:
-        """Begin to look."""
-        self._gpus.start()
-        self._thread.start()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Watch no more, or as before this was made."""
-        _open_watches().forget(self)
-        self._is_over.set()
-        self._gpus.stop()
-        # What they ask of the driver must not come while the interpreter ends.
-        self._gpus.join(1.0)
-        self._thread.join(1.0)
+        _watchdog().close(self)
 
     def __repr__(self) -> str:
         return f"Watch(timeout={self.timeout_s:g})"
 
-    def _run(self) -> None:
-        places: dict[int, Place] = {}
-        looked_at = time.monotonic()
-        while not self._is_over.wait(self._period_s):
-            # A process that was stopped, or held up, has not stood still: what it missed doesn't count.
-            now = time.monotonic()
-            self._clock_s += min(now - looked_at, 2 * self._period_s)
-            looked_at = now
-            places = find_places(places, self._clock_s)
-            late = self._late(places)
-            if late and _open_watches().watches[-1:] == [self]:
-                self._gpus.stop()
-                end_process(
-                    f"No progress for {self.timeout_s:g} s: {'; '.join(late)}. If this only takes long, allow more: "
-                    f"everygpu.watch(timeout=...), everygpu run --watchdog SECONDS."
-                )
 
-    def _late(self, places: "dict[int, Place]") -> list[str]:
-        """Name what stands still, the first thing that did first, if anything does for too long."""
-        found = [(since_s, f"the queue of cuda:{index}") for index, since_s in self._gpus.pending.copy().items()]
-        for place in places.values():
-            # A rank that waits for others waits longer: the one that is stuck speaks first.
-            waits = place.operation is not None and place.operation.waits_for == "ranks"
-            found.append((place.since_s + waits * min(0.1 * self.timeout_s, 10.0), str(place)))
-        found.sort()
-        if not found or self._clock_s - found[0][0] < self.timeout_s:
-            return []
-        return [what for since_s, what in found if self._clock_s - since_s >= self.timeout_s / 2]
-
-
-class _OpenWatches:
-    """Those of this process; the newest one's timeout counts."""
+class _Watchdog:
+    """Looks at this process while watches are open; the newest one's timeout counts."""
 
     def __init__(self) -> None:
         self.watches: list[Watch] = []
+        self._clock_s = 0.0
+        self._is_over = threading.Event()
+        self._threads: list[threading.Thread] = []
         self._hook: Any = None
         """What ours calls, as long as something may call ours."""
-        atexit.register(self.close)
+        atexit.register(lambda: self.close(*self.watches))
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=lambda: self.forget(*self.watches))  # their threads are not in it
+            os.register_at_fork(after_in_child=lambda: self._forget(*self.watches))  # the threads are not in it
 
     def open(self, timeout_s: float) -> Watch:
-        found = Watch(timeout_s)
-        found.start()
+        self.watches.append(Watch(timeout_s))
+        progress().is_watched = True
         if self._hook is None:  # or one that was set since calls ours
             self._hook, sys.excepthook = sys.excepthook, self._excepthook
-        self.watches.append(found)
-        progress().is_watched = True
-        return found
+        if not self._threads:
+            self._is_over = threading.Event()
+            gpus = GpuWatch(lambda: self._clock_s, min(1.0, timeout_s / 10), self._is_over)
+            looking = threading.Thread(target=self._run, args=(gpus, self._is_over), name="everygpu-watch", daemon=True)
+            self._threads = [gpus, looking]
+            for thread in self._threads:
+                thread.start()
+        return self.watches[-1]
 
-    def forget(self, *watches: Watch) -> None:
+    def close(self, *watches: Watch) -> None:
+        threads = self._threads
+        self._forget(*watches)
+        if not self._threads:
+            self._is_over.set()
+            for thread in threads:  # what they ask of the driver must not come while the interpreter ends
+                thread.join(1.0)
+
+    def _forget(self, *watches: Watch) -> None:
         self.watches = [watch for watch in self.watches if watch not in watches]
         if not self.watches:
+            self._threads = []
             progress().is_watched = False
             progress().operations.clear()
             if self._hook is not None and sys.excepthook == self._excepthook:
                 sys.excepthook, self._hook = self._hook, None
 
-    def close(self) -> None:
-        for watch in tuple(self.watches):
-            watch.close()
-
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._hook(kind, error, trace)
         loss = find_loss(error) if self.watches else None
         if loss is not None:
-            self.close()
+            self.close(*self.watches)
             end_process(loss, with_stacks=False)
+
+    def _run(self, gpus: GpuWatch, is_over: threading.Event) -> None:
+        places: dict[int, Place] = {}
+        looked_at = time.monotonic()
+        while (watches := self.watches) and not is_over.wait(period_s := min(1.0, watches[-1].timeout_s / 10)):
+            # A process that was stopped, or held up, has not stood still: what it missed doesn't count.
+            now = time.monotonic()
+            self._clock_s += min(now - looked_at, 2 * period_s)
+            looked_at = now
+            places = find_places(places, self._clock_s)
+            timeout_s = watches[-1].timeout_s
+            late = self._late(places, gpus.pending.copy(), timeout_s)
+            if late and self.watches[-1:] == watches[-1:]:
+                is_over.set()
+                end_process(
+                    f"No progress for {timeout_s:g} s: {'; '.join(late)}. If this only takes long, allow more: "
+                    f"everygpu.watch(timeout=...), everygpu run --watchdog SECONDS."
+                )
+
+    def _late(self, places: "dict[int, Place]", queues: Mapping[int, float], timeout_s: float) -> list[str]:
+        """Name what stands still, the first thing that did first, if anything does for too long."""
+        found = [(since_s, f"the queue of cuda:{index}") for index, since_s in queues.items()]
+        for place in places.values():
+            # A rank that waits for others waits longer: the one that is stuck speaks first.
+            waits = place.operation is not None and place.operation.waits_for == "ranks"
+            found.append((place.since_s + waits * min(0.1 * timeout_s, 10.0), str(place)))
+        found.sort()
+        if not found or self._clock_s - found[0][0] < timeout_s:
+            return []
+        return [what for since_s, what in found if self._clock_s - since_s >= timeout_s / 2]
 
 
 @cache
-def _open_watches() -> _OpenWatches:
-    return _OpenWatches()
+def _watchdog() -> _Watchdog:
+    return _Watchdog()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -202,12 +198,7 @@ class Place:
 
 
 def find_places(before: Mapping[int, Place], now_s: float) -> dict[int, Place]:
-    """Find where threads are in operations, by ident, each with since when it stands there.
-
-    Args:
-        before: What the look before has found.
-        now_s: On any clock that goes on.
-    """
+    """Find where threads are in operations, by ident, each with since when it stands there; ``before`` is the last."""
     frames = sys._current_frames()
     frames.pop(threading.get_ident(), None)
     names = {thread.ident: thread.name for thread in threading.enumerate()}

@@ -1,6 +1,9 @@
 """``everygpu checkpoint verify``."""
 
 import pytest
+import torch
+
+import everygpu
 
 
 @pytest.mark.parametrize("name", ["ours", "a.pt", "a.safetensors", "dcp"])
@@ -30,3 +33,11 @@ def test_nothing_there(call):
     assert result.exit_code == 4
     assert "No checkpoint at" in result.stderr
     assert call("verify").exit_code == 2
+
+
+def test_checkpoints_of_a_run_are_counted(call):
+    manager = everygpu.CheckpointManager("run", every=1, model=torch.nn.Linear(1, 1))
+    for step, counted in ((1, "1 checkpoint of a run"), (2, "2 checkpoints of a run")):
+        manager.save(step)
+        assert counted in call("verify", "run").stdout
+    manager.close()

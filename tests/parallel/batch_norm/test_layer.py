@@ -54,7 +54,7 @@ def assert_same(ours: nn.Module, plain: nn.Module) -> None:
 
 @PROPERTY
 @given(rows=st.integers(2, 20), count=st.integers(1, 6), momentum=st.sampled_from([0.1, None]), affine=st.booleans())
-def test_a33_equals_one_device_on_the_whole_batch(
+def test_equals_one_device_on_the_whole_batch(
     devices: Devices, rows: int, count: int, momentum: float | None, affine: bool
 ) -> None:
     used = devices(count)
@@ -172,6 +172,31 @@ def test_activation_checkpointing(devices: Devices, forwards: int) -> None:
     again = [(a, b) for (k, a), b in zip(ours.state_dict().items(), plain.state_dict().values()) if "running" not in k]
     assert all(a.shape == b.shape for a, b in again)
     assert ours.other.num_batches_tracked == 2 * forwards
+
+
+class Nested(Checkpointed):
+    """A region within a region."""
+
+    def block(self, x: Tensor) -> Tensor:
+        x = checkpoint(lambda x: self.norm(self.first(x)).relu(), x, use_reentrant=False)
+        return self.norm(self.other(self.second(x)).tanh() * 2 + 1).sin()
+
+
+@pytest.mark.parametrize("make", [Checkpointed, Nested])
+def test_forwards_of_one_mean_before_one_backward(devices: Devices, make: type[Checkpointed]) -> None:
+    used = devices(3)
+    plain = make().double().to(used[0])
+    model = everygpu.DataParallel(everygpu.SyncBatchNorm.convert(copy.deepcopy(plain)), used)
+    x = images(7, used[0])
+    means = x.mean((0, 2, 3), keepdim=True)
+    grads = []
+    for net in (model, plain):
+        xs = [(means + (x - means) * k).requires_grad_() for k in (1, 3, 0.5)]
+        for factor, out in enumerate([net(each) for each in xs], 1):
+            (out.square().mean() * factor).backward(retain_graph=True)
+        grads.append([*(each.grad for each in xs), *(p.grad for p in net.parameters())])
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-11)
 
 
 def test_reentrant_checkpointing_is_refused(devices: Devices) -> None:

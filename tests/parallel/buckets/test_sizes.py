@@ -55,7 +55,7 @@ def test_data_parallel_with_a_bucket_for_each_parameter(engine: str, monkeypatch
     tape.install(monkeypatch, fused=True)
     plain = make_net()
     model = everygpu.DataParallel(copy.deepcopy(plain), CPU, engine=engine, bucket_cap_mb=TINY)
-    for _ in range(5):
+    for _ in range(6):
         x, y = batch()
         for net in (plain, model):
             net.zero_grad()

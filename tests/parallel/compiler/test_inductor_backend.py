@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from everygpu.parallel import switches
-from everygpu.parallel.compiler import cuda_graph_trees, inductor_backend, load_graph, multi_device_graph
-from everygpu.parallel.compiler.cuda_graph_trees import CAPTURING, CapturedGraph
-from everygpu.parallel.compiler.inductor_backend import InductorBackend, compiling_once, inductor
+from everygpu.parallel.compiler import inductor_backend, load_graph, multi_device_graph
+from everygpu.parallel.compiler.inductor_backend import InductorBackend, backend_of, compiling_once, inductor
 from everygpu.parallel.compiler.load_graph import _choose_alike, unsupported_reason
 from everygpu.parallel.compiler.multi_device_graph import GraphPart, MultiDeviceGraph, device_index_of
-from everygpu.parallel.compiler.shared_graph import Recorder, backend_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
@@ -58,39 +56,6 @@ class Loaded:
         return run
 
 
-Managers = dict[int, Any]
-
-
-@pytest.fixture
-def managers(monkeypatch: pytest.MonkeyPatch) -> Managers:
-    """What torch keeps for each GPU whose graphs it captures."""
-    from torch._inductor import cudagraph_trees
-
-    none = cudagraph_trees.ExecutionState.NONE
-    made = {i: SimpleNamespace(stream=f"stream of {i}", path_state=none) for i in range(3)}
-    monkeypatch.setattr(cudagraph_trees, "get_manager", made.__getitem__)
-    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
-    return made
-
-
-class OnGpu(Tensor):
-    """A tensor that says that it is on a GPU, and notes on which streams it is used."""
-
-    @staticmethod
-    def __new__(cls, used: list[Any]) -> "OnGpu":
-        return torch.ones(2).as_subclass(cls)
-
-    def __init__(self, used: list[Any]) -> None:
-        self._used = used
-
-    @property
-    def is_cuda(self) -> bool:
-        return True
-
-    def record_stream(self, stream: Any) -> None:
-        self._used.append((self, stream))
-
-
 class TestPart:
     def test_inputs_decide_where_it_runs(self) -> None:
         loaded = Loaded()
@@ -104,10 +69,9 @@ class TestPart:
         assert device_index_of([torch.empty(2), 3]) == 5
         assert device_index_of([3, on_gpu(2)]) == 2
 
-    @pytest.mark.parametrize("around", [lambda part: part, CapturedGraph], ids=["launches", "graphs"])
-    def test_threads_load_a_version_once(self, around: Any, managers: Managers) -> None:
+    def test_threads_load_a_version_once(self) -> None:
         loaded, results = Loaded(), []
-        part = around(GraphPart(0, loaded.version(0), loaded.load))
+        part = GraphPart(0, loaded.version(0), loaded.load)
         start = threading.Barrier(6)
 
         def run(index: int) -> None:
@@ -132,43 +96,6 @@ class TestPart:
         assert [graph.serves(torch.device("cuda", i)) for i in range(3)] == [True, True, False]
         assert not graph.serves(torch.device("cpu"))
         assert not MultiDeviceGraph(lambda *x: x, [GraphPart(0), GraphPart(None)]).serves(torch.device("cuda", 0))
-
-
-class TestCaptured:
-    def test_only_replays_go_side_by_side(self, managers: Managers) -> None:
-        held = []
-
-        def run(inputs: list[Any]) -> Any:
-            def look() -> None:
-                held.append(not CAPTURING.acquire(blocking=False))
-                if not held[-1]:
-                    CAPTURING.release()
-
-            other = threading.Thread(target=look)
-            other.start()
-            other.join()
-            return inputs
-
-        captured = CapturedGraph(run)
-        # What torch was at when a run was over. With several forwards before a backward, it warms up more than once.
-        for state in ("WARMUP", "WARMUP", "RECORDING", "RECORDING", "EXECUTION"):
-            managers[0].path_state = type(managers[0].path_state)[state]
-            captured([on_gpu(0)])
-        assert held == [True] * 5
-        captured([on_gpu(0)])
-        assert held == [True] * 5 + [False]
-
-    def test_passing_inputs_are_kept_from_others_while_torch_warms_up(
-        self, managers: Managers, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-        used: list[Any] = []
-        parameter, x, tangent = (OnGpu(used) for _ in range(3))
-        CapturedGraph(lambda inputs: inputs, [0])([parameter, x, 3, torch.ones(2), tangent])
-        assert [(tensor is x, tensor is tangent, stream) for tensor, stream in used] == [
-            (True, False, "stream of 1"),
-            (False, True, "stream of 1"),
-        ]
 
 
 class TestWhyNot:
@@ -206,25 +133,21 @@ class TestBackend:
     def test_torchs_own_is_replaced_with_its_options(self) -> None:
         found = backend_of(torch.compile(nn.Linear(2, 2), mode="reduce-overhead").dynamo_ctx)
         assert found is not None
-        backend = compiling_once(found, cuda_graphs=True)
+        backend = compiling_once(found)
         assert isinstance(backend, InductorBackend)
-        assert backend.uses_cuda_graphs
-        assert not inductor(None).uses_cuda_graphs
-        without = compiling_once(found, cuda_graphs=False)
-        assert isinstance(without, InductorBackend)
-        assert not without.uses_cuda_graphs
+        assert backend._options["triton.cudagraphs"] is False
 
     def test_any_other_stays(self) -> None:
         def mine(graph: Any, inputs: Any) -> Any:
             return graph
 
-        assert compiling_once(mine, cuda_graphs=False) is mine
+        assert compiling_once(mine) is mine
 
     def test_on_the_cpu_it_is_torchs(self, caplog: pytest.LogCaptureFixture) -> None:
         torch.compiler.reset()
         torch.manual_seed(0)
         net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh()), torch.randn(5, 3)
-        compiled = torch.compile(net, backend=inductor(None))
+        compiled = torch.compile(net, backend=inductor())
         with caplog.at_level("INFO", "everygpu"):
             ours, eager = compiled(x), net(x)
         torch.testing.assert_close(ours, eager)
@@ -237,7 +160,7 @@ def test_backward_may_run_again() -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 2)), torch.randn(5, 3)
-    compiled = torch.compile(net, backend=inductor(None))
+    compiled = torch.compile(net, backend=inductor())
     for _ in range(2):
         grads = []
         for y in (compiled(x), net(x)):
@@ -270,7 +193,7 @@ def test_torchs_graphs_are_loaded_again(second_gpu: list[Any]) -> None:
     """All but the rewriting is torch's own."""
     torch.manual_seed(0)
     linear, x = nn.Linear(3, 4), torch.randn(5, 3)
-    ours, expected = torch.compile(lambda t: linear(t).tanh() * 2, backend=inductor(None))(x), linear(x).tanh() * 2
+    ours, expected = torch.compile(lambda t: linear(t).tanh() * 2, backend=inductor())(x), linear(x).tanh() * 2
     torch.testing.assert_close(ours, expected)
     grads = [torch.autograd.grad(y.square().sum(), linear.parameters()) for y in (ours, expected)]
     torch.testing.assert_close(*grads)
@@ -292,11 +215,14 @@ def test_a_version_that_can_not_be_loaded_is_done_without(
 
     monkeypatch.setattr(inductor_backend, "load_version", failing)
     monkeypatch.setattr(multi_device_graph, "device_index_of", lambda inputs: 0)
-    recorder = Recorder(inductor(None))
-    compiled = torch.compile(lambda t: t.tanh() * 2, backend=recorder)
-    with recorder.recording() as runs:
-        compiled(torch.ones(2))
-    graph = runs[0].function
+    made: list[Any] = []
+
+    def keeping(graph: Any, inputs: Any) -> Any:
+        made.append(inductor()(graph, inputs))
+        return made[-1]
+
+    torch.compile(lambda t: t.tanh() * 2, backend=keeping)(torch.ones(2))
+    (graph,) = made
     assert isinstance(graph, MultiDeviceGraph)
     with caplog.at_level("WARNING", "everygpu"):
         assert not graph.serves(torch.device("cuda", 1))
@@ -319,7 +245,7 @@ class TestPartsOfAGraph:
     """What becomes of what torch's compiler returns for a forward or backward graph."""
 
     @pytest.fixture
-    def compile_part(self, managers: Managers, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[Any]]]:
+    def compile_part(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[Any]]]:
         backend = InductorBackend({})
 
         def run(inputs: list[Any]) -> list[Any]:
@@ -336,19 +262,19 @@ class TestPartsOfAGraph:
 
     def test_one_that_can_be_shared(self, compile_part: Any) -> None:
         for is_backward in (False, True):
-            compiled, parts = compile_part(TestWhyNot.SOURCE, cudagraphs=True, is_backward=is_backward)
+            compiled, parts = compile_part(TestWhyNot.SOURCE, is_backward=is_backward)
             assert parts[0].serves(1)
             x = on_gpu(1)
             assert parts[0]([x])[0] is x
-            assert (compiled.current_callable([x])[0] is x) == (not is_backward)
+            assert compiled.current_callable([x])[0] is x
 
     def test_one_that_can_not_be_shared(self, compile_part: Any, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level("INFO", "everygpu"):
-            for graphs, is_backward, copies in ((True, True, True), (True, False, False), (False, True, False)):
-                compiled, (part,) = compile_part("torch.cuda.device(1)", cudagraphs=graphs, is_backward=is_backward)
+            for is_backward in (False, True):
+                compiled, (part,) = compile_part("torch.cuda.device(1)", is_backward=is_backward)
                 assert not part.serves(1)
                 x = on_gpu(1)
-                assert (compiled.current_callable([x])[0] is not x) == copies
+                assert compiled.current_callable([x])[0] is x
         assert len([r for r in caplog.records if "unknown way" in r.message]) == 1
 
     def test_one_that_is_switched_off(self, compile_part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,36 +285,5 @@ class TestPartsOfAGraph:
         assert compiled.current_callable([x])[0] is x
 
     def test_one_that_does_nothing(self, compile_part: Any) -> None:
-        _, parts = compile_part("", lambda x: x, cudagraphs=True)
+        _, parts = compile_part("", lambda x: x)
         assert parts == []
-
-
-@pytest.mark.parametrize(
-    ("backend", "may"),
-    [(inductor(None), False), (inductor("reduce-overhead"), True), (lambda graph, inputs: graph, True)],
-    ids=["launches", "graphs", "unknown"],
-)
-def test_results_are_copied_where_they_may_lie_in_a_graphs_memory(backend: Any, may: bool) -> None:
-    assert Recorder(backend).may_capture == may
-
-
-class TestCopies:
-    """Of a backward graph's outputs, when CUDA graphs are used."""
-
-    def test_outputs_move_to_memory_of_their_own(self, managers: Managers, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Tensor, "is_cuda", property(lambda t: True))
-        monkeypatch.setattr(cuda_graph_trees, "device_index_of", lambda inputs: 0)
-        kept = [torch.randn(3), None, torch.randn(4, 2).t(), torch.arange(3), torch.randn(0), 3]
-        part = CapturedGraph(lambda inputs: kept, copies_outputs=True)
-        for out, was in zip(part([]), kept, strict=True):
-            if isinstance(was, Tensor):
-                torch.testing.assert_close(out, was, rtol=0, atol=0)
-                assert out.stride() == was.stride()
-                assert out is not was
-                assert was.numel() == 0 or out.data_ptr() != was.data_ptr()
-            else:
-                assert out is was
-
-    def test_other_graphs_outputs_stay(self, managers: Managers) -> None:
-        kept = [on_gpu(0)]
-        assert CapturedGraph(GraphPart(0, lambda inputs: kept))([on_gpu(0)]) is kept

@@ -171,29 +171,6 @@ def test_two_forwards_before_one_backward(gpus: list[int]) -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.fixture
-def slow_warm_ups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs run late on the stream that torch warms them up on."""
-    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
-
-    add_function = CUDAGraphTreeManager.add_function
-
-    def adding(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        def slow(inputs: Any) -> Any:
-            if not torch.cuda.is_current_stream_capturing():
-                torch.cuda._sleep(100_000_000)
-            return model(inputs)
-
-        return add_function(self, slow, *args, **kwargs)
-
-    monkeypatch.setattr(CUDAGraphTreeManager, "add_function", adding)
-
-
-def test_no_memory_is_given_away_while_torch_warms_up(gpus: list[int], slow_warm_ups: None) -> None:
-    """Where autograd's thread of one GPU copies gradients to another, in which torch frees what it isn't done with."""
-    test_two_forwards_before_one_backward(gpus)
-
-
 @pytest.mark.alone  # torch resets its random offset on one stream and sets it on another: in time only on an idle GPU
 def test_replicas_drop_other_elements(gpus: list[int]) -> None:
     everygpu.seed_all(0)

@@ -1,5 +1,6 @@
 """Which forwards may be recorded by Dynamo's proof, which may not, and that a proof runs and changes nothing."""
 
+import copy
 import functools
 import logging
 import os
@@ -7,6 +8,7 @@ import random
 import re
 import time
 import warnings
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,7 +94,52 @@ def runs_eagerly(self, x):
     return self.lin(x)
 
 
+active = ContextVar("active", default=None)
+
+
+def collects(self, x):
+    token = active.set([])
+    try:
+        h = self.lin(x)
+        if active.get() is not None:
+            active.get().append(h)
+        return h, active.get()[0]
+    finally:
+        active.reset(token)
+
+
+def sets_a_part(self, x):
+    h = torch.zeros_like(x)
+    h[:, 1:] = x[:, :-1]
+    return self.lin(h)
+
+
+def asks_for_a_capture(self, x):
+    return self.lin(x) if torch.cuda.is_current_stream_capturing() else self.lin(x) * x.sum().item()
+
+
+def warns_once(self, x):
+    logger.say_once("once")
+    return self.lin(x)
+
+
+@functools.lru_cache(None)
+def say_once(self, message):
+    self.debug(message)
+
+
+@pytest.fixture(autouse=True)
+def loggers_say_once(monkeypatch):
+    monkeypatch.setattr(logging.Logger, "say_once", say_once, raising=False)
+
+
 PROVEN = {
+    "context variable": collects,
+    "part of a tensor": sets_a_part,
+    "asks for a capture": asks_for_a_capture,
+    "log that comes once": warns_once,
+    "environment": lambda self, x: self.lin(x) * len(os.environ.get("HOME", "")),
+    "address in the standard library": lambda self, x: self.lin(x) * copy.deepcopy(self.table).get("a", 2),
     "batch norm": lambda self, x: self.norm(self.lin(x)),
     "dropout": lambda self, x: self.drop(x),
     "dict": lambda self, x: {"logits": self.lin(x), "loss": self.lin(x).sum()},
@@ -231,7 +278,7 @@ REFUSED = {
     "NumPy": (lambda self, x: self.lin(x) * np.sqrt(2.0), "numpy"),
     "NumPy's random number": (lambda self, x: self.lin(x) * np.random.rand(), "numpy"),
     "clock": (lambda self, x: self.lin(x) * time.time(), "Dynamo can't trace"),
-    "environment": (lambda self, x: self.lin(x) * len(os.environ.get("HOME", "")), "environment variable"),
+    "context variable": (effect("active.set(1)"), "leaves the context variable active set"),
     "address": (lambda self, x: self.lin(x) * (id(x) % 7), "calls id()"),
     "print": (effect("print(1)"), "Dynamo can't trace"),
     "log": (effect("logger.debug('x')"), "logging.Logger"),
@@ -262,6 +309,18 @@ def test_what_a_recording_would_not_repeat_is_the_reason(name):
     assert re.search(said if isinstance(said, re.Pattern) else re.escape(said), reason)
     assert "\n" not in reason
     assert len(reason) <= 240
+
+
+def test_arguments_that_share_memory():
+    class Both(nn.Module):
+        def forward(self, x, y):
+            return x * y[:2]
+
+    x = torch.ones(4, 4)
+    x.add_(1)
+    whole_graph = WholeGraph(Both())
+    assert whole_graph.prove((x[:2], x.detach()), {}) is None
+    assert whole_graph.holds((x[:2], x.detach()), {})
 
 
 def wrong_shape(self, x):
@@ -394,7 +453,7 @@ def test_a_torch_without_what_is_needed_is_a_reason(monkeypatch):
     def fail(*args):
         raise ImportError("cannot import name 'compile_lock'")
 
-    monkeypatch.setattr("everygpu.parallel.compiler.whole_graph.eager_answers", fail)
+    monkeypatch.setattr("everygpu.parallel.compiler.whole_graph.recorded_answers", fail)
     reason = WholeGraph(nn.Linear(4, 4)).prove((torch.ones(3, 4),), {})
     assert reason == "this torch can't trace the call: ImportError: cannot import name 'compile_lock'"
 

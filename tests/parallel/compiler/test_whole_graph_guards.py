@@ -1,9 +1,11 @@
 """When a proof holds for another call: what forward has read is as it was. And what a proof leaves behind: nothing."""
 
 import gc
+import os
 import threading
 import types
 import weakref
+from contextvars import ContextVar
 
 import pytest
 import torch
@@ -219,6 +221,29 @@ def test_modes_end_the_proof_while_they_last(name, proven):
     _, whole_graph, x = proven
     with MODES[name]():
         assert not whole_graph.holds((x,), {})
+    assert whole_graph.holds((x,), {})
+
+
+class Surroundings(nn.Module):
+    def forward(self, x):
+        scale = 2.0 if os.environ.get("EVERYGPU_TEST_SCALE") else 1.0
+        return x * scale * (3.0 if depth.get() else 1.0)
+
+
+depth: ContextVar[int | None] = ContextVar("depth", default=None)
+
+
+def test_the_environment_and_context_variables_are_guarded(monkeypatch):
+    x, module = torch.ones(3, 4), Surroundings()
+    whole_graph = WholeGraph(module)
+    assert whole_graph.prove((x,), {}) is None
+    token = depth.set(1)
+    assert not whole_graph.holds((x,), {})
+    depth.reset(token)
+    assert whole_graph.holds((x,), {})
+    monkeypatch.setenv("EVERYGPU_TEST_SCALE", "1")
+    assert not whole_graph.holds((x,), {})
+    monkeypatch.delenv("EVERYGPU_TEST_SCALE")
     assert whole_graph.holds((x,), {})
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from everygpu.parallel.cuda_graphs import deferred_linear
 from tests import tape
 
 Devices = Callable[[int], list[torch.device]]
@@ -26,15 +25,9 @@ BOTH_WAYS_ON_GPUS = {"test_training_is_the_same", "test_with_options"}
 
 
 @pytest.fixture
-def recording(
-    either_way: Devices, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Devices]:
-    """``devices`` on which forwards are recorded; on GPUs most tests go one way, the CPU's are enough for the other.
-
-    Kernels go with last products that are left out of recordings, copies with those that aren't.
-    """
+def recording(either_way: Devices, request: pytest.FixtureRequest) -> Iterator[Devices]:
+    """``devices`` on which forwards are recorded; on GPUs most tests go one way, the CPU's are enough for the other."""
     by_copies = request.node.callspec.params["either_way"] == "copies"
-    monkeypatch.setattr(deferred_linear, "is_large", lambda *_: not by_copies)
     if either_way(2)[0].type == "cuda":
         if by_copies and request.node.originalname not in BOTH_WAYS_ON_GPUS:
             pytest.skip("the CPU's are enough")

@@ -48,7 +48,7 @@ class Reading(Net):
 @pytest.fixture(autouse=True)
 def looks_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have "auto" look for an engine on the CPU, too."""
-    monkeypatch.setattr(table, "choose_engine", lambda name, context: name)
+    monkeypatch.setattr(table, "can_gain", lambda context: True)
 
 
 def train(model: everygpu.DataParallel, num: int, rows: Any = lambda i: 6) -> list[str]:
@@ -73,6 +73,91 @@ def test_what_is_proven_is_recorded(recording: Devices) -> None:
     assert engines[-1] == "graphs"
     for ours, theirs in zip(net.parameters(), alone.parameters()):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_one_device_is_recorded_too(recording: Devices, caplog: pytest.LogCaptureFixture) -> None:
+    used = recording(1)
+    alone, net = Net().to(used[0]), Net().to(used[0])
+    net.load_state_dict(alone.state_dict())
+    engines = train(everygpu.DataParallel(net, used), 10)
+    train(everygpu.DataParallel(alone, used, engine="threads"), 10)
+    assert (engines[0], engines[-1]) == ("threads", "graphs")
+    for ours, theirs in zip(net.parameters(), alone.parameters()):
+        torch.testing.assert_close(ours, theirs)
+    assert caplog.messages == []
+
+
+def test_hooks_of_forward_are_recorded(recording: Devices) -> None:
+    used = recording(1)
+    net = Net().to(used[0])
+    handle = net.a.register_forward_hook(lambda module, args, output: output * 2)
+    model = everygpu.DataParallel(net, used)
+    assert train(model, 8)[-1] == "graphs"
+    x = torch.randn(6, 4, device=used[0])
+    torch.testing.assert_close(model(x), net(x))
+    handle.remove()
+    torch.testing.assert_close(model(x), net(x))
+
+
+def test_hooks_that_keep_something_are_refused(recording: Devices, caplog: pytest.LogCaptureFixture) -> None:
+    used = recording(1)
+    net, kept = Net().to(used[0]), []
+    net.a.register_forward_hook(lambda module, args, output: kept.append(output.detach()))
+    assert set(train(everygpu.DataParallel(net, used), PATIENCE)) == {"threads"}
+    (message,) = warnings_of(caplog)
+    assert "Linear 'a' has an attribute that may change unseen" in message
+    assert len(kept) == PATIENCE
+
+
+class Loss(Net):
+    """Returns a number, and what it was computed from."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        return {"loss": y.square().mean(), "y": y}
+
+
+def test_one_device_returns_what_the_module_returns(recording: Devices) -> None:
+    used = recording(1)
+    net = Loss().to(used[0])
+    model = everygpu.DataParallel(net, used)
+    for _ in range(10):
+        x = torch.randn(6, 4, device=used[0])
+        found, expected = model(x), net(x)
+        assert found.keys() == expected.keys()
+        torch.testing.assert_close(found, expected)
+        found["loss"].backward()
+    assert model.engine_in_use == "graphs"
+
+
+def test_one_device_that_is_not_recorded_runs_the_module_itself(
+    recording: Devices, caplog: pytest.LogCaptureFixture
+) -> None:
+    used = recording(1)
+    net = Reading().to(used[0])
+    model = everygpu.DataParallel(net, used)
+    train(model, 8)
+    (message,) = warnings_of(caplog)
+    assert f" in test_auto.py:{Reading.forward.__code__.co_firstlineno + 1}" in message
+    kept = [torch.zeros(6, 2)]
+    net.forward = lambda x: kept  # type: ignore[method-assign]
+    assert model(torch.randn(6, 4, device=used[0])) is kept
+
+
+@pytest.mark.usefixtures("quick_guards")
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_replicas_are_recorded(recording: Devices) -> None:
+    torch.compiler.reset()
+    used = recording(2)
+    alone, net = Net().to(used[0]), Net().to(used[0])
+    net.load_state_dict(alone.state_dict())
+    engines = train(everygpu.DataParallel(torch.compile(net, backend="aot_eager"), used), 10)  # type: ignore[arg-type]
+    train(everygpu.DataParallel(alone, [used[0]], engine="threads"), 10)
+    assert (engines[0], engines[-1]) == ("compile", "graphs")
+    for ours, theirs in zip(net.parameters(), alone.parameters()):
+        torch.testing.assert_close(ours, theirs)
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("make", [WithEnums, with_dataclasses, Attention, ComputedBefore])

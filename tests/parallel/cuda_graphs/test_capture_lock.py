@@ -100,14 +100,24 @@ def test_nothing_is_drawn_while_another_thread_records(monkeypatch: pytest.Monke
     graph, state, turn = MultiGpuGraph([torch.device("cuda", i) for i in range(2)]), State(), CaptureLock()
     monkeypatch.setattr(multi_gpu_graph, "CAPTURE_LOCK", turn)
     graph._random = [state]  # type: ignore[list-item]
+    found: list[bool] = []
+
+    def ask() -> None:
+        with graph.may_replay() as may_replay:
+            found.append(may_replay)
+            if may_replay:
+                graph.replay()
+
     with turn.taken():
-        in_a_thread(graph.replay)
-    assert (state.num_fills, graph._random) == (0, [state])
-    graph.replay()
-    assert (state.num_fills, graph._random) == (1, [])
-    graph.replay()
+        in_a_thread(ask)
+    assert (found, state.num_fills, graph._random) == ([False], 0, [state])
+    ask()
+    assert (found, state.num_fills, graph._random) == ([False, True], 1, [])
+    with turn.taken():  # it is known to draw nothing
+        in_a_thread(ask)
+    assert found == [False, True, True]
     assert state.num_fills == 1
-    assert graph._graph.replay.call_count == 3
+    assert graph._graph.replay.call_count == 2
 
 
 def test_threads_that_ask_first_get_the_same_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,9 +61,22 @@ def test_what_is_written_is_read(devices: Devices, rows: int, count: int, split:
         assert describe_batch(batch(seed), route) == describe_batch(batch(0), route)
         held.write(batch(seed))
         assert_same(held.read(), batch(seed))
-        addresses = [t.data_ptr() for slot in held._slots for t in slot.tensors]
+        addresses = [t.data_ptr() for slot in held._slots.values() for t in slot.tensors]
         assert memory in (None, addresses)
         memory = addresses
+
+
+def test_a_tensor_that_comes_twice_is_kept_once(devices: Devices) -> None:
+    route = route_to(devices(2))
+    x = rows_of(6, 2)
+    batch: Any = (({"inputs": x, "labels": x},), {}, (x,))
+    apart: Any = (({"inputs": x, "labels": x.clone()},), {}, (x,))
+    assert describe_batch(batch, route) != describe_batch(apart, route)
+    held = StaticBatch(batch, route)
+    held.write(batch)
+    (inputs,), _, (target,) = held.read()
+    assert inputs["inputs"] is inputs["labels"] is target
+    torch.testing.assert_close(everygpu.gather(target).cpu(), x)
 
 
 def test_rows_stay_on_their_devices(devices: Devices) -> None:

@@ -12,7 +12,7 @@ from everygpu.errors import OptionError
 from everygpu.parallel.engines import table
 from everygpu.parallel.engines.compiled import CompiledReplicas
 from everygpu.parallel.engines.engine import Engine, EngineContext, Outputs
-from everygpu.parallel.engines.graphs import RecordedReplicas
+from everygpu.parallel.engines.recorded import RecordedReplicas
 from everygpu.parallel.engines.threads import Workers
 from everygpu.parallel.gather import Joiner
 
@@ -56,8 +56,9 @@ class InOrder(Engine):
     def run(self, calls: Any, devices: Any, positions: Any = None) -> list[Any]:
         return [module(*args, **kwargs) for module, args, kwargs in calls]
 
-    def watch(self, outputs: list[Any]) -> None:
+    def watch(self, outputs: list[Any]) -> list[Any]:
         self.watched.append(len(outputs))
+        return outputs
 
     def close(self) -> None:
         self.is_closed = True

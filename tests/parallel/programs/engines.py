@@ -55,7 +55,7 @@ class Setup:
             if self.records and self.device == "cpu":
                 tape.install(monkeypatch, fused=False)
             if self.engine == "auto":  # to be looked for on the CPU, too
-                monkeypatch.setattr(table, "choose_engine", lambda name, context: name)
+                monkeypatch.setattr(table, "can_gain", lambda context: True)
                 warnings.simplefilter("ignore", DeprecationWarning)  # importing torch's compiler warns of torch.jit
             yield
 

@@ -216,7 +216,7 @@ class TestPackedSequences:
     @pytest.mark.parametrize(
         ("lengths", "is_sorted"), [([1, 4, 2, 5, 3], False), ([5, 4, 2, 2, 1], True), ([3, 3, 3, 3, 3], False)]
     )
-    def test_a63_replicas_see_their_rows(self, devices, num_replicas, lengths, is_sorted):
+    def test_replicas_see_their_rows(self, devices, num_replicas, lengths, is_sorted):
         used = devices(num_replicas)
         module = Recurrent().to(used[0])
         (x, batch), (y, again) = (packed(lengths, is_sorted=is_sorted, device=used[0]) for _ in range(2))
@@ -240,7 +240,7 @@ class TestPackedSequences:
 class TestNestedTensors:
     @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
     @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-    def test_a63_replicas_see_their_rows(self, devices, layout):
+    def test_replicas_see_their_rows(self, devices, layout):
         used = devices(2)
         rows = [torch.ones(i + 1, 4, device=used[0], requires_grad=True) for i in range(3)]
         nested = torch.nested.as_nested_tensor(rows, layout=layout)
@@ -280,7 +280,7 @@ class TestNestedTensors:
         assert [s["x"].unbind()[0].shape for s in scatter(batch, used)] == [(1, 2), (3, 2)]
 
 
-def test_a63_libraries_are_found_by_name(monkeypatch):
+def test_libraries_are_found_by_name(monkeypatch):
     """Lists of a BatchEncoding's encodings are rows, once tokenizers is imported."""
     library = types.ModuleType("tokenizers")
     library.Encoding = type("Encoding", (), {})
@@ -305,7 +305,7 @@ class TableBase:
         return self
 
 
-def test_a63_tensordicts_have_their_rows_on_dim_0(monkeypatch):
+def test_tensordicts_have_their_rows_on_dim_0(monkeypatch):
     library = types.ModuleType("tensordict")
     library.TensorDictBase, library.is_tensorclass = TableBase, lambda kind: False
     monkeypatch.setitem(sys.modules, "tensordict", library)

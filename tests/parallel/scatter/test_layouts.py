@@ -21,7 +21,7 @@ class Product(nn.Module):
 
 class TestSparse:
     @pytest.mark.parametrize("dim", [0, 1, -1])
-    def test_a64_rows_are_cut(self, devices, dim):
+    def test_rows_are_cut(self, devices, dim):
         used = devices(2)
         shards = scatter(X.to(used[0]).to_sparse(), used, dim)
         assert [s.layout for s in shards] == [torch.sparse_coo] * 2
@@ -64,7 +64,7 @@ class TestSparse:
     ],
     ids=["coo with gradient", "csr", "csc", "bsr", "mkldnn", "per channel", "meta"],
 )
-def test_a64_what_cannot_be_cut_is_named(make, says):
+def test_what_cannot_be_cut_is_named(make, says):
     with pytest.raises(SplitError, match=says) as caught:
         scatter({"x": [make()]}, ["cpu"] * 2)
     assert 'shape (6, 4) in args[0]["x"][0]' in str(caught.value)

@@ -29,7 +29,7 @@ class TestOfObjects:
         [["a"] * 4, ("a",) * 4, [{"id": i} for i in range(4)], [Meta() for _ in range(4)], [(3, 4)] * 4, [{}] * 4],
         ids=["strings", "tuple", "dicts", "objects", "tuples", "empty dicts"],
     )
-    def test_a61_as_many_as_rows_go_whole_with_a_word(self, said, items):
+    def test_as_many_as_rows_go_whole_with_a_word(self, said, items):
         for _ in range(2):
             shards = scatter({"x": torch.ones(4, 2), "meta": items}, CPUS)
         assert all(len(s["meta"]) == 4 for s in shards)
@@ -88,7 +88,7 @@ class TestOfEntriesPerDevice:
 
 class TestOfTensors:
     @pytest.mark.parametrize("kind", [list, tuple])
-    def test_a62_images_of_several_sizes_are_cut_with_a_word(self, said, kind):
+    def test_images_of_several_sizes_are_cut_with_a_word(self, said, kind):
         for _ in range(2):
             scatter((kind([torch.ones(3, 4, 5), torch.ones(3, 6, 5)]), "mode"), CPUS)
         (message,) = said.messages

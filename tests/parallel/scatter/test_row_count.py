@@ -77,7 +77,7 @@ class Weighted(nn.Module):
 class TestEntryPerDevice:
     @pytest.mark.parametrize("shape", [(3,), (3, 1)])
     @pytest.mark.parametrize("make", [torch.Tensor.clone, torch.Tensor.numpy], ids=["tensor", "array"])
-    def test_a60_each_device_gets_its_own(self, devices, shape, make):
+    def test_each_device_gets_its_own(self, devices, shape, make):
         used = devices(3)
         numbers = make(torch.arange(float(len(used))).view(len(used), *shape[1:]))
         shards = scatter((torch.ones(7, 2), numbers), used)
@@ -123,7 +123,7 @@ class TestEntryPerDevice:
 
     @pytest.mark.parametrize("gather", ["sharded", "joined"])
     @pytest.mark.parametrize("num_rows", [6, 5, 2])
-    def test_a60_results_are_not_weighed_by_rows(self, devices, num_rows, gather):
+    def test_results_are_not_weighed_by_rows(self, devices, num_rows, gather):
         """The mean over replicas of sums by the same number is that of the whole batch, whatever their rows are."""
         used = devices(2)
         module, x = Weighted().to(used[0]), torch.randn(num_rows, 3, device=used[0])

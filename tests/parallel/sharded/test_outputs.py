@@ -59,7 +59,7 @@ def test_losses_and_gradients_equal_one_device(devices, loss, rows, count):
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
-def test_a01_no_device_gets_the_others_outputs(devices, loss):
+def test_no_device_gets_the_others_outputs(devices, loss):
     used = devices(3)
     _, model = pair(used)
     x, y = batch(12, used[0])

@@ -20,62 +20,31 @@ class ModelOutput:
     """Shape (rows, classes)."""
 
 
-class Embeddings(nn.Module):
-    """Tokens and their positions."""
-
-    position_ids: Tensor
-
-    def __init__(self, vocabulary: int, width: int, length: int, dropout: float) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width, padding_idx=0), nn.Embedding(length, width)
-        self.norm, self.dropout = nn.LayerNorm(width, eps=1e-12), nn.Dropout(dropout)
-        self.register_buffer("position_ids", torch.arange(length).unsqueeze(0), persistent=False)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        position_ids = self.position_ids[:, : input_ids.shape[1]]
-        embedded: Tensor = self.dropout(self.norm(self.tokens(input_ids) + self.positions(position_ids)))
-        return embedded
-
-
-class SelfAttention(nn.Module):
-    """Attention of all tokens to those that are no padding."""
-
-    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
-        super().__init__()
-        self.num_heads, self.dropout_p = num_heads, dropout
-        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
-        self.out, self.dropout = nn.Linear(width, width), nn.Dropout(dropout)
-
-    def split_heads(self, x: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        return x.view(rows, length, self.num_heads, width // self.num_heads).transpose(1, 2)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        query, key, value = (self.split_heads(layer(x)) for layer in (self.query, self.key, self.value))
-        dropout_p = self.dropout_p if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout_p)
-        attended: Tensor = self.dropout(self.out(mixed.transpose(1, 2).reshape(x.shape)))
-        return attended
-
-
 class Layer(nn.Module):
-    """A post-norm encoder layer."""
+    """A post-norm encoder layer: attention of all tokens to those that are no padding, and a perceptron."""
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()
-        self.attention = SelfAttention(width, num_heads, dropout)
+        self.num_heads = num_heads
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.norm1, self.norm2 = nn.LayerNorm(width, eps=1e-12), nn.LayerNorm(width, eps=1e-12)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        x = self.norm1(x + self.attention(x, mask))
+        heads = (*x.shape[:2], self.num_heads, -1)
+        query, key, value = (layer(x).view(heads).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        dropout_p = self.dropout.p if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout_p)
+        x = self.norm1(x + self.dropout(self.out(mixed.transpose(1, 2).reshape(x.shape))))
         changed: Tensor = self.norm2(x + self.dropout(self.down(F.gelu(self.up(x)))))
         return changed
 
 
 class BertClassifier(nn.Module):
     """BERT-base with a classifier on its first token, 109M parameters by default."""
+
+    position_ids: Tensor
 
     def __init__(
         self,
@@ -88,15 +57,17 @@ class BertClassifier(nn.Module):
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
-        self.embeddings = Embeddings(vocabulary, width, length, dropout)
+        self.tokens, self.positions = nn.Embedding(vocabulary, width, padding_idx=0), nn.Embedding(length, width)
+        self.norm, self.dropout = nn.LayerNorm(width, eps=1e-12), nn.Dropout(dropout)
         self.layers = nn.ModuleList(Layer(width, num_heads, dropout) for _ in range(num_layers))
-        self.pooler, self.dropout = nn.Linear(width, width), nn.Dropout(dropout)
-        self.classifier = nn.Linear(width, num_classes)
+        self.pooler, self.classifier = nn.Linear(width, width), nn.Linear(width, num_classes)
+        self.register_buffer("position_ids", torch.arange(length).unsqueeze(0), persistent=False)
         self.apply(_initialize)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> ModelOutput:
         mask = attention_mask[:, None, None, :].bool()
-        x = self.embeddings(input_ids)
+        position_ids = self.position_ids[:, : input_ids.shape[1]]
+        x = self.dropout(self.norm(self.tokens(input_ids) + self.positions(position_ids)))
         for layer in self.layers:
             x = layer(x, mask)
         logits = self.classifier(self.dropout(torch.tanh(self.pooler(x[:, 0]))))

@@ -7,10 +7,8 @@ import torch
 
 from everygpu.checkpoint.convert import convert
 from everygpu.checkpoint.directory import written_bytes
-from everygpu.cli.checkpoint.console import open_console
-from everygpu.cli.paths import UserPath
+from everygpu.cli.output import UserPath, make_console, plain
 from everygpu.cli.progress_bar import show_bar
-from everygpu.cli.text import plain
 
 _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
 
@@ -46,7 +44,7 @@ def convert_checkpoint(
                 f"writing {destination.name}", num_bytes, lambda: written_bytes(destination)
             ),
         )
-    console = open_console()
+    console = make_console(10_000)
     console.print(plain(f"{destination}: {outcome.num_tensors} tensors ({outcome.format})"))
     if outcome.left_out:
         console.print(plain(f"left out: {', '.join(outcome.left_out)}"))

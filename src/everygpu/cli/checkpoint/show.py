@@ -13,9 +13,7 @@ from torch import Tensor
 from everygpu.checkpoint.load import read_any
 from everygpu.checkpoint.parts import Contents, is_optimizer_state
 from everygpu.checkpoint.values import identity
-from everygpu.cli.checkpoint.console import open_console
-from everygpu.cli.paths import UserPath
-from everygpu.cli.text import harmless, plain
+from everygpu.cli.output import UserPath, harmless, make_console, plain
 from everygpu.units import format_size
 
 _MAX_TEXT = 60
@@ -40,7 +38,7 @@ class Node:
 def show_checkpoint(path: Path, as_json: bool, depth: int | None, section: str | None) -> None:
     """Show the tensors in a checkpoint."""
     contents = read_any(path, section=section, with_values=False)
-    console = open_console()
+    console = make_console(10_000)
     if as_json:
         console.out(json.dumps(describe(path, contents), indent=2))
         return

@@ -5,10 +5,8 @@ from pathlib import Path
 import click
 
 from everygpu.checkpoint.verify import examine, total_bytes
-from everygpu.cli.checkpoint.console import open_console
-from everygpu.cli.paths import UserPath
+from everygpu.cli.output import UserPath, harmless, make_console, plain
 from everygpu.cli.progress_bar import show_bar
-from everygpu.cli.text import harmless, plain
 from everygpu.units import format_size
 
 _INVALID = 4
@@ -23,8 +21,8 @@ def verify_checkpoint(context: click.Context, path: Path) -> None:
     Exits with 4 when something is wrong with it.
     """
     with show_bar(f"verifying {path.name}", total_bytes(path)) as bar:
-        report = examine(path, bar.advance)
-    console = open_console()
+        report = examine(path, bar.advance_by)
+    console = make_console(10_000)
     for fault in report.faults:
         console.print(plain(fault))
     if report.faults:

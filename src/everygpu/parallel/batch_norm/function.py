@@ -14,14 +14,20 @@ from everygpu.errors import CallError, CaptureError, ReplicaError
 from everygpu.parallel.buckets.copies import Streams
 from everygpu.ranks.group import Group
 from everygpu.ranks.spread_batch import SpreadBatch, batch_of_forward
-from everygpu.torch_private.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
+from everygpu.torch_private.autograd import (
+    backward_id,
+    checkpoint_frames,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    top_saved_tensor_hooks,
+)
 
-ReplicaInput = tuple[Tensor, Tensor | None, Tensor | None, "LiveStatistics"]
+ReplicaInput = tuple[Tensor, Tensor | None, Tensor | None, "RegionStatistics"]
 ReplicaOutput = tuple[Tensor, Tensor, Tensor, "int | Tensor"]
 
 
 def normalize_together(
-    eps: float, live: "LiveStatistics", inputs_of_replicas: list[ReplicaInput]
+    eps: float, live: "RegionStatistics", inputs_of_replicas: list[ReplicaInput]
 ) -> list[ReplicaOutput]:
     """Normalise all replicas' inputs in one node of the graph, whose backward therefore receives all gradients."""
     xs, weights, biases, layers = zip(*inputs_of_replicas)
@@ -36,7 +42,7 @@ def normalize_together(
     elif xs[0].is_cuda and torch.cuda.is_current_stream_capturing():
         raise CaptureError("SyncBatchNorm adds up over several processes, which no recording does.")
     with _without_saved_tensor_hooks():
-        mean, var, total, *ys = _Normalize.apply(eps, live, whole, len(xs), *xs, *weights, *biases)  # type: ignore[no-untyped-call]
+        mean, var, total, *ys = _Normalize.apply(eps, whole, len(xs), *xs, *weights, *biases)  # type: ignore[no-untyped-call]
     count = _count(xs) if total is None else total
     return [(y, m, v, count) for y, (m, v) in zip(ys, _copy_to_each([mean, var], xs))]
 
@@ -79,14 +85,14 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, eps: float, live: "LiveStatistics", whole: SpreadBatch | None, num: int, *tensors: Tensor | None
+        ctx: Any, eps: float, whole: SpreadBatch | None, num: int, *tensors: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         xs, weights, biases = _by_kind(tensors, num)
         mean, var, count = (*_statistics(xs), None) if whole is None else _statistics_over(whole.group, xs)
         ctx.eps, ctx.num, ctx.whole = eps, num, whole
         ctx.streams = Streams(*(x.device for x in xs))
         ctx.save_for_backward(*tensors)
-        ctx.statistics = live.add(mean, var, [_local_mean(x) for x in xs] if num > 1 else [])
+        ctx.statistics = mean, var
         ctx.mark_non_differentiable(*(t for t in (mean, var, count) if t is not None))
         ctx.set_materialize_grads(False)
         ys = (
@@ -105,7 +111,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _mean: Any, _var: Any, _count: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        mean, var = ctx.statistics.mean, ctx.statistics.var
+        mean, var = ctx.statistics
         xs, weights, biases = _by_kind(ctx.saved_tensors, ctx.num)
         given = [torch.zeros_like(x) if g is None else g for x, g in zip(xs, grads)]
         with ctx.streams.current():
@@ -118,66 +124,61 @@ class _Normalize(torch.autograd.Function):
                 found = _differentiable_grads(ctx.eps, xs, weights, biases, given)
             else:
                 found = _grads(ctx.eps, mean, var, xs, weights, biases, given, ctx.whole)
-        return (None, None, None, None, *found)
+        return (None, None, None, *found)
 
 
-class BatchStatistics:
-    """Mean and variance of one forward over all replicas, kept alive by its node in the graph."""
+class RegionStatistics:
+    """Mean and variance of a layer's forwards in checkpointed regions, for when a region is run again.
 
-    def __init__(self, mean: Tensor, var: Tensor, local_means: list[Tensor]) -> None:
-        self.mean = mean
-        self.var = var
-        self.local_means = local_means
-
-
-class LiveStatistics:
-    """Statistics of a layer's forwards whose backward is still to come. Copies of the layer start empty."""
+    By the region's frame, which lives as long as its graph, in the order of calls. Copies of the layer start empty.
+    """
 
     def __init__(self) -> None:
-        self._alive: list[weakref.ref[BatchStatistics]] = []
+        self._kept: weakref.WeakKeyDictionary[Any, list[tuple[Tensor, Tensor]]] = weakref.WeakKeyDictionary()
+        self._places: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+        """By frame, the backward that runs it again, and how many calls of it were answered."""
 
-    def add(self, mean: Tensor, var: Tensor, local_means: list[Tensor]) -> BatchStatistics:
-        statistics = BatchStatistics(mean, var, local_means)
-        self._alive = [ref for ref in self._alive if ref() is not None] + [weakref.ref(statistics)]
-        return statistics
+    def keep(self, mean: Tensor, var: Tensor) -> None:
+        """Keep what a call has found, on its replica's device."""
+        for frame in checkpoint_frames()[0]:
+            self._kept.setdefault(frame, []).append((mean, var))
 
-    def find(self, x: Tensor) -> BatchStatistics | None:
-        """Return the statistics of the forward that an input took part in, found by the mean of its own rows."""
-        alive = [statistics for ref in self._alive if (statistics := ref()) is not None]
-        if len(alive) < 2:
-            return alive[0] if alive else None
-        mean = _local_mean(x)
-        return min(alive, key=lambda r: min(float((comm.copy(m, x.device) - mean).abs().sum()) for m in r.local_means))
+    def again(self) -> tuple[Tensor, Tensor] | None:
+        """Return what the call that is run again has found; None where that isn't known."""
+        frame = checkpoint_frames()[1]
+        kept = self._kept.get(frame, []) if frame is not None else []
+        backward, place = self._places.get(frame, (None, 0)) if frame is not None else (None, 0)
+        place = place if backward == backward_id() else 0
+        if place >= len(kept):
+            return None
+        self._places[frame] = backward_id(), place + 1
+        self.keep(*kept[place])  # regions within this one are made anew
+        return kept[place]
 
-    def __deepcopy__(self, memo: Any) -> "LiveStatistics":
-        return LiveStatistics()
+    def __deepcopy__(self, memo: Any) -> "RegionStatistics":
+        return RegionStatistics()
 
     def __reduce__(self) -> Any:
-        return LiveStatistics, ()
+        return RegionStatistics, ()
 
 
-def run_again(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, live: LiveStatistics) -> Tensor:
+def run_again(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kept: RegionStatistics) -> Tensor:
     """Return the layer's output of the forward again, for a checkpointed region that is recomputed.
 
     Raises:
         ReplicaError: reentrant checkpointing, which needs the region's own graph: one replica alone doesn't have it.
     """
-    statistics = live.find(x)
+    statistics = kept.again()
     if statistics is None:
         raise ReplicaError(
             "SyncBatchNorm: a checkpointed region with this layer can't have its whole graph made again by one "
             "replica alone. Call torch.utils.checkpoint.checkpoint with use_reentrant=False."
         )
     with torch.no_grad():
-        mean, var = comm.copy(statistics.mean, x.device), comm.copy(statistics.var, x.device)
-        y = F.batch_norm(x, mean, var, weight, bias, training=False, eps=eps)
+        y = F.batch_norm(x, *statistics, weight, bias, training=False, eps=eps)
     # The graph has the node of the forward; the output only needs requires_grad for what follows to be recorded.
     connected = x.requires_grad or any(t is not None and t.requires_grad for t in (weight, bias))
     return y.requires_grad_(connected and torch.is_grad_enabled())
-
-
-def _local_mean(x: Tensor) -> Tensor:
-    return _upcast(x).mean(_dims(x)).detach()
 
 
 def _by_kind(tensors: Sequence[Any], num: int) -> tuple[Any, Any, Any]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from everygpu.errors import ModuleError
-from everygpu.parallel.batch_norm.function import LiveStatistics, normalize_together, run_again
+from everygpu.parallel.batch_norm.function import RegionStatistics, normalize_together, run_again
 from everygpu.parallel.engines.scheduler import barrier, is_recomputing
 from everygpu.torch_private.modules import BatchNorm
 
@@ -41,7 +41,7 @@ class SyncBatchNorm(BatchNorm):
     def __init__(self, num_features: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(num_features, *args, **kwargs)
         # Shared by all replicas, as every attribute that is no part of the module tree.
-        self._statistics = LiveStatistics()
+        self._statistics = RegionStatistics()
 
     @classmethod
     def convert(cls, module: Module) -> Module:
@@ -91,6 +91,7 @@ class SyncBatchNorm(BatchNorm):
         normalize = partial(normalize_together, self.eps, self._statistics)
         own_input = (input, _own_node(self.weight), _own_node(self.bias), self._statistics)
         output, mean, var, count = barrier(own_input, normalize)
+        self._statistics.keep(mean, var)
         if self.training and self.running_mean is not None:
             self._update_running_stats(mean, var, count)
         return output  # type: ignore[no-any-return]

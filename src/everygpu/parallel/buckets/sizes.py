@@ -20,14 +20,6 @@ backward is left to hide, is soon done."""
 NUM_UPDATE_BUCKETS = 32
 """A large model has about this many, which are larger: each costs Python a launch on every device."""
 
-PIECE_BYTES = 25 * MIB
-"""A piece of a compiled graph has parameters of at least this size: torch cuts likewise under DistributedDataParallel.
-``bucket_cap_mb`` doesn't change it, as each piece is a compilation of its own."""
-
-NUM_PIECES = 6
-"""A large compiled graph is cut into this many: at each cut values go through memory, which costs a little; and what
-is left to do after backward is the work on the last piece's gradients."""
-
 
 def check_bucket_cap(bucket_cap_mb: float | None, caller: str) -> None:
     """Refuse what is no size.

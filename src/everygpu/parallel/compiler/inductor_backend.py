@@ -2,50 +2,39 @@
 
 Tracing, optimizing and generating code takes torch's compiler tens of seconds for a large model; what comes out names
 its GPU in a few places. So for each further GPU the generated source is rewritten (``retarget.py``) and loaded again;
-its kernels are the same, and found in Triton's cache on disk. CUDA graphs are made per GPU, by torch's own code.
+its kernels are the same, and found in Triton's cache on disk.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from everygpu.parallel.compiler.cuda_graph_trees import CapturedGraph
 from everygpu.parallel.compiler.load_graph import load_version, unsupported_reason
 from everygpu.parallel.compiler.multi_device_graph import GraphPart, MultiDeviceGraph
-from everygpu.parallel.compiler.split_graph import WHOLE, Backend, SplitPolicy, compile_pieces
-from everygpu.parallel.cuda_graphs.deferred_linear import split_off
 from everygpu.torch_private.compiler import (
     InductorWrapper,
     compile_fx,
     compile_fx_inner,
     functorch_config,
-    inductor_config,
-    restart_analysis,
     tracing_context,
 )
 
 logger = logging.getLogger("everygpu")
+
+Backend = Callable[[Any, list[Any]], Callable[..., Any]]
+"""From Dynamo's graph and example inputs to what runs it."""
 
 
 class InductorBackend:
     """A backend for ``torch.compile``: Inductor, with graphs that run on every GPU of a kind.
 
     Args:
-        options: Inductor's, as in ``torch.compile(options=…)``.
-        policy: How graphs are cut.
+        options: Inductor's, as in ``torch.compile(options=…)``; CUDA graphs are left out.
     """
 
-    def __init__(self, options: Mapping[str, Any], policy: SplitPolicy = WHOLE) -> None:
-        self._options = dict(options)
-        self._policy = policy
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = {**options, "triton.cudagraphs": False}
         self._reasons: set[str] = set()
-
-    @property
-    def uses_cuda_graphs(self) -> bool:
-        """Tell whether results may lie in memory that the next run writes."""
-        return bool(self._options.get("triton.cudagraphs", inductor_config().triton.cudagraphs))
 
     def __call__(self, graph: Any, example_inputs: list[Any]) -> MultiDeviceGraph:
         parts: list[GraphPart] = []
@@ -53,35 +42,15 @@ class InductorBackend:
         def compile_part(*args: Any, **kwargs: Any) -> Any:
             return self._compile_part(parts, *args, **kwargs)
 
-        def compile_graph(graph: Any, inputs: list[Any]) -> Any:
-            return compile_fx(graph, inputs, inner_compile=compile_part, config_patches=self._options)
-
         # From its cache of whole compilations torch would answer without asking compile_part. Left for later, backward
         # would be compiled by autograd's threads, by one for each GPU.
         with functorch_config().patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
-            policy, function = self._policy if torch.is_grad_enabled() else WHOLE, None
-            put_behind = split_off(graph) if policy.defers_linear else None
-            if policy.in_pieces:
-                function = self._compile_pieces(graph, example_inputs, compile_graph)
-            if function is None:
-                parts.clear()
-                function = compile_graph(graph, example_inputs)
-        return MultiDeviceGraph(function if put_behind is None else put_behind(function), parts)
-
-    def _compile_pieces(self, graph: Any, example_inputs: list[Any], compile_piece: Backend) -> Any:
-        """Compile a graph in pieces; None where it is small or can't be cut."""
-        try:
-            return compile_pieces(graph, example_inputs, compile_piece)
-        except restart_analysis():  # by which torch asks to be called again with another graph
-            raise
-        except Exception as error:  # noqa: BLE001 - such as operations of a higher order; where it is ours, it comes again
-            self._tell(f"{type(error).__name__}: {error}", "graphs aren't cut, and gradients come all at once")
-            return None
+            function = compile_fx(graph, example_inputs, inner_compile=compile_part, config_patches=self._options)
+        return MultiDeviceGraph(function, parts)
 
     def _compile_part(self, parts: list[GraphPart], graph: Any, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Compile a forward or backward graph as torch does, and have it run on the GPU of its inputs."""
-        wanted, is_backward = (bool(kwargs.get(name)) for name in ("cudagraphs", "is_backward"))
-        if is_backward:
+        if kwargs.get("is_backward"):
             _keep_saved_tensors()
         compiled: Any = compile_fx_inner(graph, example_inputs, **kwargs)
         if all(node.op in ("placeholder", "output") for node in graph.graph.nodes):
@@ -96,13 +65,10 @@ class InductorBackend:
                 GraphPart(
                     next(iter(compiled.device_idxs)),
                     compiled.current_callable,
-                    lambda index: load_version(compiled, index, self._options, {**kwargs, "cudagraphs": wanted}),
+                    lambda index: load_version(compiled, index, self._options, kwargs),
                 )
             )
             compiled.current_callable = parts[-1]
-        if kwargs.get("cudagraphs") and hasattr(compiled, "current_callable"):  # torch has found out that they can be
-            static = kwargs.get("static_input_idxs") or ()
-            compiled.current_callable = CapturedGraph(compiled.current_callable, static, copies_outputs=is_backward)
         return compiled
 
     def _tell(self, reason: str, consequence: str) -> None:
@@ -111,23 +77,22 @@ class InductorBackend:
             logger.info("DataParallel: %s: %s", consequence, reason)
 
 
-def inductor(mode: str | None, policy: SplitPolicy = WHOLE) -> InductorBackend:
-    """Make the backend that ``torch.compile(mode=…)`` would take, compiling once for all GPUs.
-
-    Args:
-        mode: ``"reduce-overhead"`` for CUDA graphs; None for plain launches, which a CUDA graph can capture.
-        policy: How graphs are cut.
-    """
-    wrapper = InductorWrapper(mode, None, False)
-    return InductorBackend(wrapper.config, policy)
+def inductor() -> InductorBackend:
+    """Make torch's own backend with its own options, compiling once for all GPUs."""
+    return InductorBackend({})
 
 
-def compiling_once(backend: Backend, *, cuda_graphs: bool, policy: SplitPolicy = WHOLE) -> Backend:
-    """Replace torch's own backend by ours with the same options, perhaps without CUDA graphs; others stay."""
-    if not isinstance(backend, InductorWrapper):
-        return backend
-    options = backend.config if cuda_graphs else {**backend.config, "triton.cudagraphs": False}
-    return InductorBackend(options, policy)
+def compiling_once(backend: Backend) -> Backend:
+    """Replace torch's own backend by ours with the same options, but for CUDA graphs; others stay."""
+    return InductorBackend(backend.config) if isinstance(backend, InductorWrapper) else backend
+
+
+def backend_of(context: Any) -> Backend | None:
+    """Find the backend that a user's ``torch.compile`` was given; None where torch doesn't tell."""
+    found: Any = getattr(context, "callback", None)
+    while hasattr(found, "_torchdynamo_orig_backend"):
+        found = found._torchdynamo_orig_backend
+    return found if callable(found) else None
 
 
 def _keep_saved_tensors() -> None:

@@ -57,7 +57,7 @@ def load_version(
     version.cache_key = write_code(source or "")
     version.device_idxs = type(compiled.device_idxs)([index])
     # Not the boxes of the first GPU: what is found out about one graph decides on the next.
-    boxes = make_boxes(cudagraphs=kwargs["cudagraphs"], index=index)
+    boxes = make_boxes(index)
     with torch.cuda.device(index), inductor_config().patch(dict(options)):
         version.after_deserialization(constants)
         version.post_compile((), constants, {"is_backward": False, **kwargs, **boxes})

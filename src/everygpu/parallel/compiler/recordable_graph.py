@@ -4,7 +4,9 @@ Each function returns None, or a reason in one line.
 """
 
 import dis
+import os
 import re
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from traceback import FrameSummary
@@ -15,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from everygpu.parallel.compiler.dynamo import inputs_of, is_written, value_of
-from everygpu.torch_private.dynamo import is_from_before, is_higher_order, modified_variables
+from everygpu.torch_private.dynamo import is_from_before, is_higher_order, modified_variables, open_context_vars
 
 _TORCH = str(Path(torch.__file__).parent)
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
 _OURS = str(Path(__file__).parents[2])
 PROBE = "L['probe']"
 """The tensor that the prover adds to the call."""
@@ -25,6 +28,7 @@ _OPERATORS = {"aten", "prims", "prim"}
 _HIGHER_ORDER = {"tag_activation_checkpoint", "autograd_function_apply", "flex_attention"}
 _STATEMENTS = {"_set_grad_enabled", "_enter_autocast", "_exit_autocast"}
 """What returns nothing, and changes what the same trace changes back."""
+_WITHOUT_RESULT = {*_STATEMENTS, "setitem", "_log_api_usage_once"}
 _MOVES_TENSORS = {"set_", "shallow_copy_data_", "resize_", "resize_as_", "register_hook", "detach_", "swap_tensors"}
 """``x.data = y`` is the first up to torch 2.13, the second from 2.15 on."""
 _CONSTANTS = {"tensor", "as_tensor", "scalar_tensor", "full", "zeros", "ones", "arange", "linspace"}
@@ -59,6 +63,8 @@ def reason_in_python(trace: Any) -> str | None:
             stacks = getattr(effects, "mutation_user_stacks", {}).get(variable, [])
             where = in_line(stacks[-1] if stacks else [])
             return f"forward writes to {_written_name(effects, variable)}{where}, which a recording doesn't repeat"
+    if left := open_context_vars(trace):
+        return f"forward leaves the context variable {left[0]} set, which a recording doesn't repeat"
     if effects.tensor_hooks:
         return "forward adds a hook to a tensor, which a recording doesn't repeat"
     return None
@@ -80,16 +86,23 @@ def _plain(source: str) -> str:
 
 
 def code_reason(codes: Iterable[CodeType]) -> str | None:
-    """Name a function of a trace that reads what Dynamo has no guard on: the environment, an object's address."""
+    """Name a function of a trace that reads an object's address, on which Dynamo has no guard."""
     for code in codes:
-        if code.co_filename.startswith(_TORCH):
+        if code.co_filename.startswith(_TORCH) or _is_of_python(code):  # where addresses are keys only
             continue
         where = in_line([FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)])
-        if {"environ", "getenv"} & set(code.co_names):
-            return f"forward reads an environment variable{where}, which may change unseen"
         if any(i.argval == "id" and i.opname == "LOAD_GLOBAL" for i in dis.get_instructions(code)):
             return f"forward calls id(){where}, which Dynamo doesn't guard"
     return None
+
+
+def _is_of_python(code: CodeType) -> bool:
+    return code.co_filename.startswith(_STDLIB) and "-packages" not in code.co_filename
+
+
+def reads_environment(code: CodeType) -> bool:
+    """Tell whether code may read the environment's variables, on which Dynamo has no guard."""
+    return not code.co_filename.startswith(_TORCH) and bool({"environ", "getenv"} & set(code.co_names))
 
 
 def reason_in_graph(graph: Any) -> str | None:
@@ -145,7 +158,7 @@ def _call_reason(node: Any) -> str | None:
         return None if is_known else f"calls the custom operator {node.target}, whose code can't be seen"
     if home.split(".")[0] not in ("torch", "_operator", "math", "builtins"):
         return f"calls {home}.{label}, whose code can't be seen"
-    if label not in _STATEMENTS and value_of(node) is None:
+    if label not in _WITHOUT_RESULT and value_of(node) is None:
         return f"calls {label}, which returns no tensor"
     return None
 

@@ -1,10 +1,13 @@
 """Proof that a module's forward may be recorded: Dynamo traces a call as one graph, and guards all that it read."""
 
 import builtins
+import logging
 import operator
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import chain
 from types import CodeType, FunctionType, MappingProxyType
@@ -24,19 +27,24 @@ from everygpu.parallel.compiler.recordable_graph import (
     in_line,
     innermost,
     is_argument,
+    reads_environment,
     reason_in_graph,
     reason_in_python,
     source_of,
 )
 from everygpu.parallel.cuda_graphs.guards import find_hooks, is_observed, torch_settings
+from everygpu.parallel.replicas.module_tree import is_dense
 from everygpu.torch_private.dynamo import (
     cache_entries,
+    context_var_reads,
     current_trace,
     drop_code,
-    eager_answers,
+    recorded_answers,
     scoped_config,
     traced_code,
+    traced_context_vars,
     traced_objects,
+    value_in_context,
     without_warnings,
 )
 
@@ -45,7 +53,6 @@ _SETTINGS: Mapping[str, Any] = MappingProxyType(
     {
         # What a trace may ignore or postpone is part of what a call does.
         "reorderable_logging_functions": set(),
-        "ignore_logging_functions": set(),
         "replay_side_effects": True,
         "suppress_errors": False,
         # NumPy's calls would be traced as torch's; the call itself runs them on the host.
@@ -76,6 +83,8 @@ class _Findings:
     sources: list[str] = field(default_factory=list)
     classes: set[type] = field(default_factory=set)
     codes: list[CodeType] = field(default_factory=list)
+    context: dict[ContextVar[Any], Any] = field(default_factory=dict)
+    environment: dict[str, str] | None = None
     num_subtractions: int = 0
 
 
@@ -91,6 +100,10 @@ class _Proof:
     """See ``class_reader``."""
     classes: tuple[Any, ...]
     settings: tuple[Any, ...]
+    context: dict[ContextVar[Any], Any]
+    """Context variables that forward reads, with their values."""
+    environment: dict[str, str] | None
+    """The environment's variables, where forward reads any."""
 
 
 class WholeGraph:
@@ -167,6 +180,8 @@ class WholeGraph:
             and all(map(operator.is_, proof.read_tensors(values), proof.tensors))
             and proof.read_classes() == proof.classes
             and torch_settings() == proof.settings
+            and all(_is_same(value_in_context(var), value) for var, value in proof.context.items())
+            and (proof.environment is None or proof.environment == os.environ)
         )
 
 
@@ -194,9 +209,10 @@ def _prove(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
     values: dict[str, Any] = {"module": module, "probe": probe, "args": args, "kwargs": kwargs}
     values |= dict(zip(("args", "kwargs"), _as_aliases((args, kwargs))))
     with ExitStack() as stack:
-        stack.enter_context(eager_answers())
+        stack.enter_context(recorded_answers())
         stack.enter_context(without_warnings())
-        stack.enter_context(scoped_config(_SETTINGS))
+        stack.enter_context(traced_context_vars())
+        stack.enter_context(scoped_config({**_SETTINGS, "ignore_logging_functions": _logging_once()}))
         stack.enter_context(without_marks([*module.parameters(), *module.buffers()]))
         stack.enter_context(without_flattening(module))
         # Where torch.compile is switched off, a function that it is given runs: this one does no harm.
@@ -218,18 +234,38 @@ def _prove(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
         read_classes=read_classes,
         classes=read_classes(),
         settings=torch_settings(),
+        context=found.context,
+        environment=found.environment,
     )
+
+
+def _logging_once() -> set[Any]:
+    """Return the methods of loggers that say each message once, such as transformers' ``warning_once``."""
+    methods = (getattr(logging.Logger, name) for name in dir(logging.Logger))
+    return {method for method in methods if hasattr(method, "cache_info")}
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and a == b
 
 
 def _as_aliases(arguments: Any) -> Any:
     """Give each tensor without gradient another object: Dynamo may look one up that is a global or an attribute, too,
-    as either, and guards that the two are the same by halves. Different objects are guarded to stay different.
+    as either, and guards that the two are the same by halves. Different objects are guarded to stay different. Of two
+    that share memory, Dynamo takes the second one for written: that gets memory of its own.
     """
     aliases: dict[int, Tensor] = {}
+    places: set[int] = set()
 
     def alias(value: Any) -> Any:
-        is_plain = type(value) is Tensor and not value.requires_grad
-        return aliases.setdefault(id(value), value.detach()) if is_plain else value
+        if type(value) is not Tensor or value.requires_grad:
+            return value
+        if id(value) not in aliases:
+            place = value.untyped_storage().data_ptr() if is_dense(value) else 0
+            is_shared = place != 0 and place in places
+            places.add(place)
+            aliases[id(value)] = torch.empty_like(value) if is_shared else value.detach()
+        return aliases[id(value)]
 
     return tree.map_leaves(alias, arguments)
 
@@ -268,6 +304,8 @@ def _inspect(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
         found.codes = list(traced_code(trace))
         found.classes = {type(value) for value in traced_objects(trace)}
         found.reason = code_reason(found.codes) or reason_in_graph(graph)
+        found.context = context_var_reads(trace)
+        found.environment = dict(os.environ) if any(map(reads_environment, found.codes)) else None
     return _stop
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from everygpu.keys import compiled_original
 from everygpu.parallel.compiler.whole_graph import WholeGraph
 from everygpu.parallel.cuda_graphs.static_batch import Batch
 from everygpu.parallel.scatter.scatter import scatter_call
@@ -53,7 +54,7 @@ class ForwardProofs:
             return ForwardProof(known, call)
         if is_first:
             self._graphs, self._num_open = [], 0
-        graph = WholeGraph(module)
+        graph = WholeGraph(compiled_original(module) or module)  # compiled code does what it was made of
         # Not at first, as it takes longer and most models are trained on batches of one kind; nor again and again, as
         # some modules have to be traced for each shape.
         is_open = bool(self._graphs) and self._num_open < MAX_OPEN

@@ -18,7 +18,8 @@ from everygpu.parallel.replicas.watch import Watch
 from everygpu.torch_private.autograd import top_saved_tensor_hooks
 from everygpu.torch_private.modes import DeviceContext, function_modes, num_dispatch_modes
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+HOOKS = (*FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks")
 """A module's tables of hooks that its calls run."""
 
 _WRITES = 5
@@ -174,13 +175,19 @@ def is_observed() -> bool:
     )
 
 
-def find_hooks(roots: Sequence[nn.Module]) -> str | None:
-    """Say where there is Python code that a launch wouldn't run."""
+def find_hooks(roots: Sequence[nn.Module], *, are_proven: bool = False) -> str | None:
+    """Say where there is Python code that a launch wouldn't run.
+
+    Args:
+        roots: The modules, with all below them.
+        are_proven: Hooks of forward are part of what is proven.
+    """
+    tables = [table for table in HOOKS if not are_proven or table not in FORWARD_HOOKS]
     if any(vars(torch_module)[table] for table in _GLOBAL_HOOKS):
         return "there are hooks on all modules, which a recording wouldn't call"
     for root in roots:
         for name, m in root.named_modules():
-            if any(getattr(m, table, None) for table in HOOKS):
+            if any(getattr(m, table, None) for table in tables):
                 return f"module {name or type(m).__name__!r} has hooks, which a recording wouldn't call"
         for name, p in root.named_parameters():
             if has_hooks(p):

@@ -87,22 +87,27 @@ class MultiGpuGraph:
         """
         return MultiGpuGraph(self._devices, self._pool)
 
+    def may_replay(self) -> contextlib.AbstractContextManager[bool]:
+        """Have what is launched within find fresh random numbers; False where another thread is recording: before torch
+        2.13 none can be drawn then, and a recording that draws none is known as such only after its first launch.
+        """
+        return CAPTURE_LOCK.taken() if self._random else contextlib.nullcontext(True)
+
     def replay(self) -> None:
-        """Queue the work: after what is queued on the devices' current streams, and before what will be."""
+        """Queue the work: after what is queued on the devices' current streams, and before what will be.
+
+        Called within ``may_replay``, where that is True.
+        """
         home, *others = [torch.cuda.current_stream(d) for d in self._devices]
-        # Before torch 2.13 no random number can be drawn on a GPU while another thread records there, and a recording
-        # that draws none is known as such only after its first launch.
-        with CAPTURE_LOCK.taken() if self._random else contextlib.nullcontext(False) as may_draw:
-            for state in self._random if may_draw else ():
-                state.fill()
-            for stream in others:
-                home.wait_stream(stream)
-            with running("launch of a recording", self._devices[0]):
-                self._graph.replay()
-            for stream in others:
-                stream.wait_stream(home)
-            if may_draw:
-                self._random = [state for state in self._random if state.is_used()]
+        for state in self._random:
+            state.fill()
+        for stream in others:
+            home.wait_stream(stream)
+        with running("launch of a recording", self._devices[0]):
+            self._graph.replay()
+        for stream in others:
+            stream.wait_stream(home)
+        self._random = [state for state in self._random if state.is_used()]
 
     def _begin(self) -> None:
         for d in self._devices[1:]:

@@ -32,7 +32,7 @@ def go_backward(
     """
     events = ReadyEvents(devices)
     with events.watching(leaves, _on_gradient):
-        grads = find_grads(outputs, seeds, leaves, keeps_graph=False)
+        grads = find_grads(outputs, seeds, leaves)
     for b, (total, row) in enumerate(zip(sums, grads)):
         for replica in total.take(row):
             events.forget(b, replica)

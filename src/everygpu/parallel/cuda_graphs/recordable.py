@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -12,10 +12,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from everygpu import tree
 from everygpu.errors import CaptureError
-from everygpu.parallel.cuda_graphs.deferred_linear import LinearCall
-from everygpu.parallel.cuda_graphs.deferred_tensor import DeferredTensor, DeferredTensorError
 from everygpu.parallel.cuda_graphs.launch import Leaves
-from everygpu.parallel.cuda_graphs.slots import Slot
+from everygpu.parallel.cuda_graphs.opaque import Opaque
 from everygpu.parallel.cuda_graphs.static_batch import PLAIN_TYPES
 from everygpu.parallel.cuda_graphs.tensor_names import name_of
 from everygpu.parallel.replicas.module_tree import is_dense
@@ -31,19 +29,28 @@ def find_unsupported_tensor(module: nn.Module) -> str | None:
     return None
 
 
-def check_outputs(outputs: list[Any]) -> None:
-    """Refuse outputs that a launch can't return anew.
+def seal_outputs(outputs: list[Any]) -> list[Any]:
+    """Return outputs of which a launch can make others: in place of objects with tensors in them, ``Opaque``s.
 
     Raises:
-        CaptureError: one is neither a dense tensor nor a plain number or string.
+        CaptureError: one can't be made anew.
     """
-    for path, x in tree.leaves(outputs, "out"):
-        is_array = type(x) is Tensor and x.layout == torch.strided
-        if not is_array and type(x) not in (*PLAIN_TYPES, LinearCall):
-            raise CaptureError(
-                f"DataParallel: outputs must be dense tensors, numbers or strings to be recorded, "
-                f"got {type(x).__name__} at {path}. Pass engine='threads'."
-            )
+    sealed: list[Any] = tree.map_leaves(_seal, outputs)
+    return sealed
+
+
+def _seal(x: Any) -> Any:
+    if (type(x) is Tensor and x.layout == torch.strided) or type(x) in PLAIN_TYPES:
+        return x
+    try:
+        if isinstance(x, Tensor):
+            raise TypeError(f"of layout {x.layout}")
+        return Opaque(x)
+    except Exception as error:
+        raise CaptureError(
+            f"DataParallel: outputs must be dense tensors, numbers or strings, or objects of these to be recorded, got "
+            f"a {type(x).__name__} ({error}). Pass engine='threads'."
+        ) from error
 
 
 def check_graph(outputs: list[Tensor], params: list[Tensor], leaves: Leaves, module: nn.Module) -> None:
@@ -57,7 +64,6 @@ def check_graph(outputs: list[Tensor], params: list[Tensor], leaves: Leaves, mod
     Raises:
         CaptureError: the graph reaches an original, another tensor whose gradient a launch would lose, a reentrant
             checkpoint or a sparse gradient.
-        DeferredTensorError: the graph reaches a tensor without memory.
     """
     originals = set(map(id, params))
     known = {id(t) for rows in leaves for row in rows for t in row}
@@ -85,8 +91,6 @@ def _check_leaf(node: Any, originals: Collection[int], known: Collection[int], m
             "DataParallel: every parameter in forward must be a registered one, got one from a plain attribute "
             "of a module. Register it with register_parameter."
         )
-    if isinstance(leaf, DeferredTensor):
-        raise DeferredTensorError("an autograd function was given what isn't there yet")
     if is_held and id(leaf) not in known:
         raise CaptureError(
             f"DataParallel: what requires a gradient in forward must be a parameter of the module, got "
@@ -100,42 +104,15 @@ def _num_references(node: Any) -> int:
     return sys.getrefcount(node.variable)
 
 
-def find_used(slots: Sequence[Slot], outputs: set[int], *, is_known: bool) -> tuple[int, ...]:
-    """Return the slots that a recorded backward begins at.
-
-    Args:
-        slots: All of them.
-        outputs: Those that got a gradient.
-        is_known: A launch has shown that backward begins at these. An eager backward also reaches what other outputs
-            were computed from, such as logits beside their loss, used or not; mostly it isn't.
-    """
-    used = tuple(i for i, slot in enumerate(slots) if slot.output in outputs and slot.requires_grad)
-    if is_known:
-        return used
-    nodes = {i: get_gradient_edge(slots[i].tensor).node for i in used}
-    below = {i: _collect([n for n, _ in node.next_functions if n is not None]) for i, node in nodes.items()}
-    return tuple(i for i in used if not any(nodes[i] in below[j] for j in used if j != i))
-
-
-def find_watched(outputs: list[Tensor], written: list[Tensor]) -> tuple[list[Tensor], list[set[int]]]:
+def find_watched(outputs: list[Tensor], written: list[Tensor]) -> list[Tensor]:
     """Find which tensors the graph behind outputs has saved for its backward.
 
     Args:
-        outputs: Of the forward that was recorded.
+        outputs: That a recorded backward begins at.
         written: Tensors that Python may write.
-    Returns:
-        These tensors, and for each output which of them its own backward reads.
     """
-    saved = find_saved(outputs)
-    pairs = [(t, t.untyped_storage().data_ptr()) for t in written if not t.is_inference()]
-    watched = [(t, place) for t, place in pairs if any(place in places for places in saved)]
-    return [t for t, _ in watched], [{i for i, (_, p) in enumerate(watched) if p in places} for places in saved]
-
-
-def find_saved(outputs: list[Tensor]) -> list[set[int]]:
-    """Return for each output where the memory is that the graph behind it has saved for its backward; once a graph."""
-    saved = {node: {t.untyped_storage().data_ptr() for t in _saved_by(node)} for node in _nodes(outputs)}
-    return [set().union(*(saved[node] for node in _nodes([t]))) for t in outputs]
+    saved = {t.untyped_storage().data_ptr() for node in _nodes(outputs) for t in _saved_by(node)}
+    return [t for t in written if not t.is_inference() and t.untyped_storage().data_ptr() in saved]
 
 
 def _saved_by(node: Node) -> Iterator[Tensor]:

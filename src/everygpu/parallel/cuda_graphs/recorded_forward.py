@@ -1,9 +1,11 @@
 """The forward and the backward of all replicas, each recorded as one CUDA graph."""
 
+import itertools
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,33 +14,37 @@ from torch import Tensor, nn
 from everygpu import tree
 from everygpu.comm.streams import current_stream
 from everygpu.errors import CaptureError
-from everygpu.parallel import switches
 from everygpu.parallel.buckets.memory import Grads, Use
 from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof, ForwardProofs
-from everygpu.parallel.cuda_graphs.launch import Launch, Leaves, RecordedPass, reached
+from everygpu.parallel.cuda_graphs.launch import (
+    DIFFERENTIATED_AGAIN,
+    OTHER_OUTPUTS,
+    SECOND_BACKWARD,
+    Launch,
+    Leaves,
+    RecordedPass,
+    reached,
+)
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
+from everygpu.parallel.cuda_graphs.opaque import Opaque
 from everygpu.parallel.cuda_graphs.record_backward import go_backward
 from everygpu.parallel.cuda_graphs.recordable import (
     check_graph,
-    check_outputs,
     find_unsupported_tensor,
-    find_used,
     find_watched,
+    seal_outputs,
 )
 from everygpu.parallel.cuda_graphs.recorder import Capture
 from everygpu.parallel.cuda_graphs.recurrent_dropout import draw_seeds
-from everygpu.parallel.cuda_graphs.replica_call import ReplicaCall
-from everygpu.parallel.cuda_graphs.rewind import Rewind
-from everygpu.parallel.cuda_graphs.slots import Slot, slots_of, without_graph
 from everygpu.parallel.cuda_graphs.static_batch import StaticBatch
 from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
 from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
 from everygpu.parallel.engines.engine import Outputs, RunOn
-from everygpu.parallel.engines.scheduler import whole_forward
 from everygpu.parallel.replicas.replica_set import Leaves as Twins
 from everygpu.parallel.replicas.replica_set import ReplicaSet
+from everygpu.parallel.replicas.substitution import in_place_of
 from everygpu.parallel.scatter.split import ScatterSpec
-from everygpu.torch_private.autograd import is_transforming
+from everygpu.torch_private.autograd import after_backward, backward_id, is_transforming
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +54,16 @@ class _Prepared:
     leaves: Leaves
     sums: list[GradReducer]
     """For each bundle."""
-    rewind: Rewind
+    homes: list[list[Tensor]]
+    """Where the first device's leaves were made: other forwards may move the module's parameters elsewhere."""
 
 
 class RecordedForward:
     """Records a model's forward after a few of a kind, with its backward, and launches both from then on.
 
-    Outputs and gradients are copied out of the recording's memory, so that users can keep them. A large product at the
-    end, such as logits, is left out of the recording; see ``deferred_linear``. Until a launch's backward is over, its
-    activations need that memory: another forward runs eagerly meanwhile.
+    Outputs and gradients are copied out of the recording's memory, so that users can keep them. Until a launch's
+    backward is over, its activations need that memory: another forward runs eagerly meanwhile. A launch goes backward
+    once, as the forwards before were seen to: where these go backward in several ways, nothing is recorded.
 
     Args:
         module: Gives the module to run now.
@@ -90,21 +97,19 @@ class RecordedForward:
         self._modules: list[nn.Module] = []
         self._sync: ParameterSync | None = None
         self._use: weakref.ref[Use] | None = None
-        self._call = ReplicaCall(module, run)
-        self._may_defer = switches.is_on(switches.DEFERS_LINEAR)
-        # Which outputs the last backward began at, and how often that has changed.
-        self._used: set[int] = set()
-        self._num_patterns = 0
-        self._differentiated_again: set[int] = set()  # outputs, by create_graph=True
-        self._generators: list[Any] = []  # their states before a launch
+        self._run = run
+        self._used: dict[int, frozenset[int]] = {}
+        """The outputs that backwards begin at, by how many there are: a small batch may have fewer replicas."""
+        self._refused: str | None = None
+        """Why a recorded backward wouldn't do."""
         # Nothing that this holds refers back to it: when a model is dropped, its memory is free at once.
         self._me = weakref.proxy(self)
         self.capture: Capture[Outputs] = Capture(
             self._me,
             "DataParallel",
             route,
-            level=logging.DEBUG if proves else logging.WARNING,
-            sends_frozen=proves,
+            level=logging.DEBUG if proves and len(route.devices) > 1 else logging.WARNING,  # the engine says it
+            proves=proves,
             gives_up=proves,
         )
         """Makes recordings, drops them, and says why no forward will be recorded any more, if so."""
@@ -113,28 +118,55 @@ class RecordedForward:
         """Run a call by its recording, making one if it is time to; None where it has to run eagerly."""
         use = None if self._use is None else self._use()
         is_recordable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not is_transforming()
-        if not is_recordable or (use is not None and not use.is_over):
+        if not is_recordable or not self._used or (use is not None and not use.is_over):
             return None
         return self.capture.run((args, kwargs, ()))
 
-    def watch(self, outputs: list[Any]) -> None:
-        """Note which outputs of an eager call are used: a recording's backward will begin at these.
+    def watch(self, outputs: list[Any]) -> list[Any]:
+        """Return an eager call's outputs, which note how backward goes through them: a recording's will, too.
 
-        Gradients also reach an output that others were computed from, used or not; launches tell these apart.
+        They are aliases: gradients also reach an output that others were computed from, used or not.
         """
-        if torch.is_grad_enabled() and not self._num_patterns:
-            self._used = used = set()
-            again = self._differentiated_again
+        if not torch.is_grad_enabled() or self.capture.reason is not None:
+            return outputs
+        num = sum(isinstance(x, Tensor) for _, x in tree.leaves(outputs, "out"))
+        if self.capture.has_recordings and num in self._used:
+            return outputs
+        used: set[int] = set()
+        backwards: set[int] = set()
+        indices = itertools.count()
 
-            def note(i: int) -> None:
-                used.add(i)
-                if torch.is_grad_enabled():
-                    again.add(i)
+        def note(i: int) -> None:
+            used.add(i)
+            if backward_id() not in backwards:
+                backwards.add(backward_id())
+                after_backward(lambda: self._note_backward(num, frozenset(used), len(backwards)))
+            if torch.is_grad_enabled():
+                self._refused = self._refused or DIFFERENTIATED_AGAIN
 
-            tensors = [x for _, x in tree.leaves(outputs, "out") if isinstance(x, Tensor)]
-            for i, t in enumerate(tensors):
-                if t.requires_grad and not t.is_leaf:  # a leaf is the user's own, and no recording returns one
-                    t.register_hook(lambda _, i=i: note(i))  # type: ignore[no-untyped-call]
+        def alias(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            i = next(indices)
+            if not x.requires_grad or x.is_leaf:  # a leaf is the user's own, and no recording returns one
+                return x
+            y = x.view_as(x)
+            y.register_hook(lambda _: note(i))  # type: ignore[no-untyped-call]
+            return y
+
+        found: list[Any] = tree.map_leaves(alias, outputs)
+        return found
+
+    def _note_backward(self, num: int, used: frozenset[int], num_backwards: int) -> None:
+        if num_backwards > 1:
+            self._refused = self._refused or SECOND_BACKWARD
+        elif self._used.setdefault(num, used) != used:
+            self._refused = self._refused or OTHER_OUTPUTS
+
+    def refuse(self, reason: str) -> None:
+        """Record no more, as backward goes another way than a recorded one."""
+        self._refused = reason
+        self.capture.forget()
 
     # ``Recordable``, for ``Capture``.
 
@@ -143,7 +175,7 @@ class RecordedForward:
 
     def state(self) -> Hashable:
         # Dropping recordings waits for the GPUs: other streams may not write where earlier ones have yet to read.
-        return self._options(), self._num_patterns, tuple(map(current_stream, self._devices))
+        return self._options(), tuple(map(current_stream, self._devices))
 
     def unsupported_reason(self) -> str | None:
         return find_unsupported_tensor(self._module())
@@ -156,49 +188,45 @@ class RecordedForward:
         self._replicas.forget()  # frozen parameters are sent now, and no more unless by launches
         self._modules = self._replicas.refresh(range(len(self._devices)))
         leaves = [b.leaves() for b in self.sync.groups]
-        rewind = Rewind(self._module(), self._devices, [row[0] for row in leaves], self.sync.sent())
-        return _Prepared(leaves=leaves, sums=self.sync.make_reducers(), rewind=rewind)
+        homes = [[t.data for t in row[0]] for row in leaves]
+        return _Prepared(leaves=leaves, sums=self.sync.make_reducers(), homes=homes)
 
     def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: _Prepared) -> RecordedPass:
+        if self._refused is not None:
+            raise CaptureError(self._refused)
         proof = self._prove(batch) if self._proves else None
         draw_seeds(self.roots(), self._devices)
         outputs, joiner = graph.record(lambda: self._forward(batch, prepared))
-        check_outputs(outputs)
-        slots = slots_of(outputs)
-        # From all of them: what a recorded backward doesn't begin at may be used after a launch.
-        check_graph([slot.tensor for slot in slots], self.sync.params, prepared.leaves, self._module())
+        outputs = seal_outputs(outputs)
+        leaves = [x for _, x in tree.leaves(outputs, "out")]
+        slots = [x for x in leaves if isinstance(x, Tensor)]
+        if len(slots) not in self._used:
+            raise CaptureError("no backward has gone through a batch of this size yet")
+        used = tuple(i for i in sorted(self._used[len(slots)]) if slots[i].requires_grad)
+        slots += [t for x in leaves if isinstance(x, Opaque) for t in x.tensors]
+        check_graph(slots, self.sync.params, prepared.leaves, self._module())
+        begun = [slots[i] for i in used]
         kept = {id(t): t for m in self._modules for t in (*m.parameters(), *m.buffers())}
-        watched, needed = find_watched([slot.tensor for slot in slots], [*kept.values(), *batch.tensors()])
-        used = find_used(slots, self._used, is_known=self._num_patterns > 0)
-        begun = [slots[i].tensor for i in used]
+        watched = find_watched(begun, [*kept.values(), *batch.tensors()])
         seeds = [torch.zeros_like(t) for t in begun]
-        backward, grads = self._record_backward(graph, prepared, begun, seeds) if used else (None, [])
-        assert self._replicas is not None  # noqa: S101 - ``prepare`` has made them
+        backward, grads = self._record_backward(graph, prepared, begun, seeds)
         return RecordedPass(
-            outputs=without_graph(outputs),
-            joiner=joiner,
-            slots=[slot.detached() for slot in slots],
+            outputs=tree.map_leaves(lambda x: x.detach() if isinstance(x, Tensor) else x, outputs),
+            joiner=replace(joiner, modules=()),
+            slots=[t.detach() for t in slots],
+            differentiable=[t.requires_grad for t in slots],
             used=used,
             seeds=seeds,
-            leaves=prepared.leaves,
             sums=prepared.sums,
             sync=self.sync,
             backward=backward,
             reached=reached(grads),
             watched=watched,
-            needed=needed,
-            batch=batch,
-            replicas=self._replicas,
-            guards=self.capture.guards,
-            rewind=prepared.rewind,
-            has_deferred=self._call.has_deferred,
             proof=proof,
         )
 
     def try_otherwise(self) -> bool:
-        """Record the last products too; False where the last attempt has done so."""
-        has_deferred, self._call.has_deferred, self._may_defer = self._call.has_deferred, False, False
-        return has_deferred
+        return False
 
     def give_up(self, reason: str) -> None:
         self._replicas, self._modules, self._sync, self._use = None, [], None, None
@@ -207,11 +235,10 @@ class RecordedForward:
         if recorded.proof is not None and not recorded.proof.holds():
             self.capture.forget()
             return False
-        self._generators = recorded.rewind.generators()
         return True
 
     def finish(self, recorded: RecordedPass) -> Outputs:
-        launch = Launch(self, recorded, self._generators)
+        launch = Launch(self, recorded)
         self._use = weakref.ref(launch.use)
         return launch.run(self._devices), recorded.joiner
 
@@ -231,37 +258,18 @@ class RecordedForward:
         return self._sync
 
     def _forward(self, batch: StaticBatch, prepared: _Prepared) -> Outputs:
-        """Send the parameters and run the replicas."""
+        """Send the parameters and run the replicas, with leaves in place of the first one's."""
         assert self._replicas is not None  # noqa: S101 - ``prepare`` has made them
-        prepared.rewind.keep_buffers()
         if self._proves:
             self._replicas.forget()  # by each launch frozen parameters are sent, too, as in threads
         self.sync.send()
-        where = self.sync, prepared.leaves, prepared.rewind.homes
-        return self._call.run(self._replicas, batch, *where, may_defer=self._may_defer)
-
-    def run_again(self, recorded: RecordedPass, generators: Sequence[Any], *, is_connected: bool = False) -> list[Slot]:
-        """Run the forward of a recording eagerly, from what a launch started from; its outputs have their graph.
-
-        Args:
-            recorded: What was launched.
-            generators: Their states before.
-            is_connected: The graph leads to the parameters, not to the recording's leaves.
-        Raises:
-            CaptureError: the module has changed since.
-        """
-        replicas = recorded.replicas
-        with recorded.rewind.rewound(generators), whole_forward():
-            if replicas.module is not self._module() or not self.capture.is_current(recorded.guards):
-                raise CaptureError(
-                    "DataParallel: going backward in a way that isn't recorded takes the module as it was in forward, "
-                    "got another one, or with other attributes. Pass engine='threads'."
-                )
-            replicas.forget()
-            recorded.batch.rewind()
-            if is_connected:
-                return slots_of(self._call.run_connected(self._make_replicas(None), recorded))
-            return slots_of(self._call.run_again(replicas, recorded))
+        args, kwargs, _ = batch.read()
+        groups = list(zip(self.sync.groups, prepared.leaves, prepared.homes))
+        for group, row, home in groups:
+            group.put_back(row, home)
+        at_home = {id(p): t for group, row, _ in groups for p, t in zip(group.originals, row[0])}
+        with in_place_of(self._module(), at_home):
+            return self._run(self._replicas, args, kwargs, around=nullcontext)
 
     def _prove(self, batch: StaticBatch) -> ForwardProof:
         """Return the proof that a launch does what the forward would do.
@@ -269,8 +277,6 @@ class RecordedForward:
         Raises:
             CaptureError: there is none.
         """
-        if self._differentiated_again:
-            raise CaptureError("gradients are differentiated again (create_graph=True), which a recording can't do")
         proof = self._proofs.find(self.roots()[0], batch.read(), self._route, is_first=not self.capture.has_recordings)
         if isinstance(proof, str):
             raise CaptureError(proof)
@@ -289,12 +295,3 @@ class RecordedForward:
             total.write_tables()
             total.forget()
         return backward, grads
-
-    def is_latest(self, use: Use) -> bool:
-        """Tell whether nothing was launched since."""
-        return self._use is not None and self._use() is use
-
-    def note_pattern(self, used: set[int]) -> None:
-        """Have the next recording's backward begin at these outputs."""
-        self._used = used
-        self._num_patterns += 1

@@ -7,7 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import nn
 
-from everygpu.devices import spread_seeds
+from everygpu.devices.seed import spread_seeds
 from everygpu.errors import CaptureError, SplitError
 from everygpu.parallel.cuda_graphs.batch_kinds import WINDOW, BatchKinds
 from everygpu.parallel.cuda_graphs.capture_lock import CAPTURE_LOCK
@@ -85,7 +85,8 @@ class Capture(Generic[Result]):
         route: How batches are cut.
         must: Raise where a step can't be recorded, and record also where hooks would no longer be called.
         level: Of the log line that says why steps run eagerly.
-        sends_frozen: Frozen parameters are sent in each launch, too, and may be written in between.
+        proves: Each recording has a proof of what forward does, hooks and all, and sends frozen parameters, too, which
+            may be written in between.
         gives_up: Give up where hardly any kind of batch comes again, as ``BatchKinds`` says.
     """
 
@@ -97,12 +98,12 @@ class Capture(Generic[Result]):
         *,
         must: bool = False,
         level: int = logging.INFO,
-        sends_frozen: bool = False,
+        proves: bool = False,
         gives_up: bool = True,
     ) -> None:
         self.reason: str | None = None
         """Why no step will be recorded any more, if so."""
-        self._sends_frozen = sends_frozen
+        self._proves = proves
         self._gives_up = gives_up
         self._kinds = BatchKinds(name, route.devices)
         self._step = step
@@ -150,12 +151,15 @@ class Capture(Generic[Result]):
             with CAPTURE_LOCK.taken() as is_ours:
                 recording = self._record(key, batch) if is_ours else None
         spread_seeds(self._route.devices)
-        if recording is None or not self._step.begin(recording.recorded):
-            return None
-        recording.batch.write(batch)
-        recording.graph.replay()
+        return None if recording is None else self._launch(recording, batch)
+
+    def _launch(self, recording: _Recording, batch: Batch) -> Result | None:
+        with recording.graph.may_replay() as may_replay:
+            if not may_replay or not self._step.begin(recording.recorded):
+                return None
+            recording.batch.write(batch)
+            recording.graph.replay()
         self._num_launches += 1
-        recording.batch.write_back(batch)
         if self._num_launches % LONG == 0:
             self._num_attempts = 0
         return self._step.finish(recording.recorded)
@@ -164,22 +168,6 @@ class Capture(Generic[Result]):
     def has_recordings(self) -> bool:
         """Whether there are any."""
         return bool(self._recordings)
-
-    def is_current(self, guards: ModuleGuards | None) -> bool:
-        """Tell whether the modules are as they were, wherever their tensors are; recordings are dropped if not.
-
-        Args:
-            guards: What ``guards`` was then.
-        """
-        if (
-            self.guards is not None
-            and self.guards is guards
-            and self.guards.is_current(self._step.roots(), addresses=False)
-        ):
-            return True
-        self.guards = None
-        self.forget()
-        return False
 
     def forget(self) -> bool:
         """Drop all recordings, with their memory; tell whether there were any."""
@@ -202,9 +190,9 @@ class Capture(Generic[Result]):
         self.forget()
         self._num_failures += 1
         self._written = None if self.guards is None else self.guards.find_written()
-        guards = guards or ModuleGuards(roots, watches_frozen=not self._sends_frozen)
+        guards = guards or ModuleGuards(roots, watches_frozen=not self._proves)
         self.guards, self._guard_key = guards, key
-        reason = self._step.unsupported_reason() or find_hooks(roots)
+        reason = self._step.unsupported_reason() or find_hooks(roots, are_proven=self._proves)
         if reason is not None and not self._must:
             self._give_up(reason)
         elif self._num_failures > MAX_ATTEMPTS:
@@ -263,7 +251,8 @@ class Capture(Generic[Result]):
         try:
             prepared, before = self._step.prepare(), held.versions()
             recorded = self._step.record(graph, held, prepared)
-            held.note_written(before)
+            if held.versions() != before:
+                raise CaptureError("the batch is written to, and a recording has its own copy of it")
             return _Recording(batch=held, graph=graph, recorded=recorded)
         except Exception as error:  # noqa: BLE001 - whatever it is, the step runs eagerly
             kind = "" if isinstance(error, CaptureError) else f"{type(error).__name__}: "

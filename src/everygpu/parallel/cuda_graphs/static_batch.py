@@ -41,8 +41,9 @@ def describe_batch(batch: Batch, route: ScatterSpec) -> tuple[Any, ...]:
     """
     with without_torch_function():  # a batch that is spread says its shape at once
         plan = _plan(batch, route)
-        leaves = [(p, _describe(p, x, plan, route)) for p, x in _leaves(batch)]
-        return (None if plan is None else plan.rows, _containers(batch), *leaves)
+        found = _leaves(batch)
+        leaves = [(p, _describe(p, x, plan, route)) for p, x in found]
+        return (None if plan is None else plan.rows, _containers(batch), *leaves, _places(found))
 
 
 class StaticBatch:
@@ -58,16 +59,17 @@ class StaticBatch:
         self._plan = _plan(batch, route)
         # Each leaf is one of its own: attributes that show an item are known by its identity.
         self._structure = tree.map_leaves(lambda _: object(), batch)
-        self._slots = [self._make_slot(x) for _, x in _leaves(batch)]
-        self._written: list[Tensor] = []
-        self._values: list[Tensor] = []  # of these, before the work
+        leaves = _leaves(batch)
+        self._places = _places(leaves)
+        self._slots = {i: self._make_slot(leaves[i][1]) for i in dict.fromkeys(self._places)}
 
     @torch.no_grad()
     def write(self, batch: Batch) -> None:
         """Copy a batch here, on the current streams; from the host on streams of their own, which these wait for."""
         arriving: list[tuple[Tensor, Tensor]] = []
-        for slot, (_, leaf) in zip(self._slots, _leaves(batch)):
-            for target, source in zip(slot.tensors, slot.sources(leaf)):
+        leaves = _leaves(batch)
+        for i, slot in self._slots.items():
+            for target, source in zip(slot.tensors, slot.sources(leaves[i][1])):
                 if source.device.type == "cpu" and target.device.type == "cuda":
                     arriving.append((target, upload.upload(source, target.device)))
                 else:
@@ -75,51 +77,20 @@ class StaticBatch:
         upload.receive([source for _, source in arriving], upload.mark([t.device for t, _ in arriving]))
         for target, source in arriving:
             target.copy_(source)
-        self._values = [t.clone() for t in self._written]
-
-    @torch.no_grad()
-    def rewind(self) -> None:
-        """Have the batch be as it was written here last, before the work wrote to it."""
-        for target, value in zip(self._written, self._values):
-            target.copy_(value)
 
     def tensors(self) -> list[Tensor]:
         """List the memory."""
-        return [t for slot in self._slots for t in slot.tensors]
+        return [t for slot in self._slots.values() for t in slot.tensors]
 
     def versions(self) -> list[int]:
         """Return how often torch has counted a write to each tensor."""
         return [t._version for t in self.tensors()]
 
-    def note_written(self, since: Sequence[int]) -> None:
-        """Note which tensors the work writes to.
-
-        Args:
-            since: What ``versions`` returned before it.
-        """
-        self._written = [t for t, version in zip(self.tensors(), since) if t._version != version]
-
-    @torch.no_grad()
-    def write_back(self, batch: Batch) -> None:
-        """Copy what the work has changed to where it would have changed it in a batch that is given to the replicas.
-
-        Args:
-            batch: What was written here last.
-        """
-        written = set(map(id, self._written))
-        for slot, (_, leaf) in zip(self._slots if written else (), _leaves(batch)):
-            changed = [id(t) in written for t in slot.tensors]
-            if any(changed):
-                # Of a plain tensor the first replica sees a view, the others copies.
-                last = None if isinstance(leaf, ShardedBatch) else 1
-                for target, source, is_changed in list(zip(slot.tensors, slot.sources(leaf), changed))[:last]:
-                    if is_changed and source.device == target.device:
-                        source.copy_(target)
-
     def read(self) -> Batch:
         """Return the batch, made of this memory, for the current streams."""
-        slots = iter(self._slots)
-        made: Batch = tree.map_leaves(lambda _: next(slots).read(), self._structure)
+        values = {i: slot.read() for i, slot in self._slots.items()}
+        places = iter(self._places)
+        made: Batch = tree.map_leaves(lambda _: values[next(places)], self._structure)
         return made
 
     def _make_slot(self, leaf: Any) -> "_Slot":
@@ -187,6 +158,12 @@ class _Shares:
 
 def _leaves(batch: Batch) -> list[tuple[str, Any]]:
     return list(tree.leaves(batch, "batch"))
+
+
+def _places(leaves: list[tuple[str, Any]]) -> tuple[int, ...]:
+    """Return for each leaf where it comes first: compiled code knows inputs and labels that are one tensor."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(x), i) if isinstance(x, Tensor) else i for i, (_, x) in enumerate(leaves))
 
 
 def _containers(value: Any) -> Any:

@@ -49,8 +49,6 @@ class EngineContext:
     """Makes replicas whose parameters are leaves, or connected to the module's."""
     bucket_cap_mb: float | None
     """Size at which a group of parameters is closed, in MiB; None for the defaults."""
-    makes_graphs: bool
-    """Whether each compiled replica may become a CUDA graph of its own."""
 
 
 class Engine(Protocol):
@@ -98,9 +96,9 @@ class Engine(Protocol):
         (output,) = self.run([call], [device])
         return output
 
-    def watch(self, outputs: list[Any]) -> None:
-        """Take note of what the replicas returned from ``run``."""
-        return
+    def watch(self, outputs: list[Any]) -> list[Any]:
+        """Take note of what the replicas returned from ``run``, and return it."""
+        return outputs
 
     def close(self) -> None:
         """End the threads, and whatever else the engine keeps running."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from everygpu.parallel.replicas.callables import open_callable
 
@@ -26,7 +27,7 @@ CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _CONSTANTS = frozenset(
     {int, float, complex, str, bytes, bool, type(None), type(...), range, re.Pattern, types.ModuleType}
     | {torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
-    | {types.MethodDescriptorType, types.WrapperDescriptorType}
+    | {types.MethodDescriptorType, types.WrapperDescriptorType, RemovableHandle}
 )
 """Types of values that never change, or whose contents are no state of a model."""
 

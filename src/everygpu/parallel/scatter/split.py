@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from everygpu import tree
-from everygpu.devices import measure_shares
+from everygpu.devices.speed import measure_shares
 from everygpu.errors import OptionError
 
 Split = str | Sequence[float]

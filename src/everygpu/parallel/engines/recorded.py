@@ -1,8 +1,8 @@
-"""Record the forward of all replicas as CUDA graphs; what isn't recorded runs by another engine."""
+"""Launch recorded forwards; what isn't recorded runs by another engine."""
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,6 +12,8 @@ from everygpu.parallel.compiler.eval_frame import not_compiled
 from everygpu.parallel.cuda_graphs.recorded_forward import RecordedForward
 from everygpu.parallel.engines.engine import Call, Engine, EngineContext, Outputs
 
+T = TypeVar("T")
+
 logger = logging.getLogger("everygpu")
 
 
@@ -20,9 +22,9 @@ class RecordedReplicas(Engine):
 
     Args:
         context: What the recordings are made from.
-        eager: Runs what isn't recorded, and what is, while it is recorded.
+        eager: Runs what isn't recorded, and what is, while it is recorded: the first step waits for nothing.
         proves: Record only forwards of which Dynamo proves that a recording does the same, and only while most batches
-            are of a few shapes; ``reason`` says why not.
+            are of a few shapes; else give up, with one line that says why.
     """
 
     launches = True
@@ -30,8 +32,6 @@ class RecordedReplicas(Engine):
     def __init__(self, context: EngineContext, eager: Engine, *, proves: bool = False) -> None:
         self.recorder: RecordedForward | None = None
         self.is_fixed = eager.is_fixed
-        self.reason: str | None = None
-        """Why there will be no recordings, with ``proves``."""
         self._proves = proves
         self._context = context
         self._eager = eager
@@ -47,8 +47,8 @@ class RecordedReplicas(Engine):
             self._look()
         outputs = None if self.recorder is None else self.recorder.run(args, kwargs)
         self._was_launched = outputs is not None
-        if self._proves and self.recorder is not None:
-            self.reason = self.recorder.capture.reason
+        if self._proves and self.recorder is not None and self.recorder.capture.reason is not None:
+            self.give_up_recording(self.recorder.capture.reason)
         return outputs
 
     @property
@@ -59,24 +59,45 @@ class RecordedReplicas(Engine):
         self, calls: Sequence[Call], devices: Sequence[torch.device], positions: Sequence[int] | None = None
     ) -> list[Any]:
         """Make the calls by the other engine."""
-        return self._eager.run(calls, devices, positions)
+        return self._with_memory(lambda: self._eager.run(calls, devices, positions))
 
     def run_alone(self, call: Call, device: torch.device) -> Any:
-        """Make the call by the other engine."""
-        return self._eager.run_alone(call, device)
+        """Make the call by the other engine; compiled code is warmed up for the recording."""
+        run = super().run_alone if self.is_fixed and self.launches else self._eager.run_alone
+        return self._with_memory(lambda: run(call, device))
 
-    def watch(self, outputs: list[Any]) -> None:
+    def watch(self, outputs: list[Any]) -> list[Any]:
         """Note which outputs the loss is computed from."""
-        if self.recorder is not None:
-            self.recorder.watch(outputs)
+        return outputs if self.recorder is None else self.recorder.watch(outputs)
 
-    def forget(self) -> bool:
-        """Drop all recordings, with their memory; tell whether there were any."""
-        return self.recorder is not None and self.recorder.capture.forget()
+    def give_up_recording(self, reason: str) -> None:
+        """Leave all forwards to the other engine, and say so where that is slower.
+
+        Args:
+            reason: Why; on one device what records has said it.
+        """
+        if not self._proves or not self.launches:
+            return
+        self._has_looked, self.launches, self.recorder = True, False, None
+        if len(self._context.devices) > 1:
+            logger.warning(
+                "DataParallel: replicas run in threads, slower than a process a GPU. Not recorded: %s. Change that, or "
+                "start the script by everygpu run --processes auto; in a notebook, by everygpu.launch.",
+                reason,
+            )
 
     def close(self) -> None:
         """End the other engine's threads."""
         self._eager.close()
+
+    def _with_memory(self, run: Callable[[], T]) -> T:
+        """Run, once more without the recordings where memory doesn't suffice: each holds that of a step."""
+        try:
+            return run()
+        except torch.OutOfMemoryError:
+            if self.recorder is None or not self.recorder.capture.forget():
+                raise
+        return run()
 
     def _look(self) -> None:
         context = self._context
@@ -91,7 +112,7 @@ class RecordedReplicas(Engine):
                 proves=self._proves,
             )
         elif self._proves:
-            self.reason = "recordings need GPUs that reach each other's memory"
+            self.give_up_recording("recordings need GPUs that reach each other's memory")
         else:
             self.launches = False
             logger.warning(

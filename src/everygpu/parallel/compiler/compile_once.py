@@ -1,0 +1,97 @@
+"""Compile for one replica, run on all.
+
+Replicas have the same Python state, so Dynamo traces the others to the graphs that it traced the first one to, each on
+its own device: what was compiled for the first serves them all.
+"""
+
+import re
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everygpu.parallel.compiler.dynamo import inputs_of, value_of
+from everygpu.parallel.compiler.inductor_backend import Backend
+from everygpu.parallel.compiler.multi_device_graph import MultiDeviceGraph
+
+
+class CompileOnce:
+    """A compiler backend that gives alike graphs on several devices the same code.
+
+    Args:
+        backend: Compiles a graph.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._known: dict[Hashable, tuple[torch.device, Callable[..., Any]]] = {}
+        self._is_sharing = threading.local()
+
+    def __call__(self, graph: Any, example_inputs: list[Any]) -> Callable[..., Any]:
+        home = _home_of(graph)
+        key = _key_of(graph, home) if getattr(self._is_sharing, "now", False) else None
+        if key is None:
+            return self._backend(graph, example_inputs)
+        known = self._known.get(key)
+        if known is not None and _serves(*known, home):
+            return known[1]
+        function = self._backend(graph, example_inputs)
+        self._known.setdefault(key, (home, function))
+        return function
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        """Share what is compiled within, by this thread: settings of torch that a graph doesn't show are the same."""
+        self._known, self._is_sharing.now = {}, True
+        try:
+            yield
+        finally:
+            self._known, self._is_sharing.now = {}, False
+
+
+def _serves(home: torch.device, function: Callable[..., Any], device: torch.device) -> bool:
+    return home == device or (isinstance(function, MultiDeviceGraph) and function.serves(device))
+
+
+def _home_of(graph: Any) -> torch.device:
+    """Return the device of a graph's first input beside the CPU."""
+    devices = [value.device for value in map(value_of, inputs_of(graph)) if isinstance(value, Tensor)]
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+
+
+def _key_of(graph: Any, home: torch.device) -> Hashable | None:
+    """Return what is equal in two graphs that do the same on their devices; None where it can't be told: a graph has
+    tensors built in, or sizes are left open, of which compiling guards what it has used in the first graph only.
+    """
+    found: list[Hashable] = []
+    for node in graph.graph.nodes:
+        part = getattr(graph, node.target, None) if node.op == "get_attr" else None
+        nested = _key_of(part, home) if isinstance(part, torch.fx.GraphModule) else None
+        if node.op == "call_module" or (node.op == "get_attr" and nested is None):
+            return None
+        value = value_of(node) if node.op == "placeholder" else None
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return None
+        if isinstance(value, Tensor):
+            if not all(isinstance(n, int) for n in value.shape):
+                return None
+            found.append(_layout_of(value, home))
+        arguments = repr((node.args, node.kwargs))
+        found.append((node.op, node.name, node.target, _with_home(arguments, home), nested))
+    return tuple(found)
+
+
+def _layout_of(x: Tensor, home: torch.device) -> Hashable:
+    where = "home" if x.device == home else str(x.device)
+    strides = x.stride() if x.layout == torch.strided else ()
+    return type(x), tuple(x.shape), strides, x.dtype, x.layout, x.requires_grad, where
+
+
+def _with_home(arguments: str, home: torch.device) -> str:
+    """Write a replica's own device in a graph's arguments alike for all replicas."""
+    if home.type == "cpu":
+        return arguments
+    return re.sub(rf"device\(type='{home.type}', index={home.index}\)|'{home.type}:{home.index}'", "home", arguments)
