@@ -351,8 +351,8 @@ def test_autocast_around_some_steps(recording: Devices) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 def test_autocast_that_is_left_between_steps_or_not(recording: Devices, count: int) -> None:
     used = recording(count)
-    found = []
-    for capture in (False, "auto"):
+    found: dict[Any, list[Tensor]] = {False: [], "auto": []}
+    for capture in found:
         for num_steps in (1, 18, 9):  # in each context: the casts of one step are no other's
             net = Net().to(used[0])
             step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net), capture=capture)
@@ -361,9 +361,12 @@ def test_autocast_that_is_left_between_steps_or_not(recording: Devices, count: i
                 with torch.autocast(used[0].type, torch.bfloat16):
                     train_on(step, losses, num_steps)
             assert not capture or num_recordings(step) == 1
-            found.append(torch.stack(losses))
-    for losses_of in found[1:]:
-        torch.testing.assert_close(losses_of, found[0], rtol=1e-4, atol=1e-5)
+            found[capture].append(torch.stack(losses))
+    for first, *others in found.values():
+        for losses_of in others:
+            torch.testing.assert_close(losses_of, first, rtol=1e-4, atol=1e-5)
+    # One device steps by torch's fused optimizer or by our kernel: their last bits differ, and casts to bfloat16 tell.
+    torch.testing.assert_close(found["auto"][0], found[False][0], rtol=4e-3, atol=4e-3)
 
 
 class Normalised(Net):

@@ -37,7 +37,8 @@ _CONSTANTS = {"tensor", "as_tensor", "scalar_tensor", "full", "zeros", "ones", "
 
 def source_of(node: Any) -> str:
     """Return where an input of a graph comes from, as Python over ``L``, the call's arguments, and ``G``, globals."""
-    return name_of(node.meta["grapharg"].source)
+    argument = node.meta.get("grapharg")  # none in a graph within, as of a checkpointed region
+    return str(node.name) if argument is None else name_of(argument.source)
 
 
 def name_of(source: Any) -> str:

@@ -1,7 +1,6 @@
 """Proof that a module's forward may be recorded: Dynamo traces a call as one graph, and guards all that it read."""
 
 import builtins
-import logging
 import operator
 import os
 import weakref
@@ -60,6 +59,7 @@ _SETTINGS: Mapping[str, Any] = MappingProxyType(
         "capture_scalar_outputs": False,
         "capture_dynamic_output_shape_ops": False,
         "allow_rnn": True,
+        "specialize_float": True,  # else, with open shapes, a module's float is an input on the CPU
         # Guards that Dynamo leaves out for speed.
         "guard_nn_modules": True,
         "skip_nnmodule_hook_guards": False,
@@ -212,7 +212,7 @@ def _prove(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
         stack.enter_context(recorded_answers())
         stack.enter_context(without_warnings())
         stack.enter_context(traced_context_vars())
-        stack.enter_context(scoped_config({**_SETTINGS, "ignore_logging_functions": _logging_once()}))
+        stack.enter_context(scoped_config({**_SETTINGS, "ignore_logging_functions": _SaidOnce()}))
         stack.enter_context(without_marks([*module.parameters(), *module.buffers()]))
         stack.enter_context(without_flattening(module))
         # Where torch.compile is switched off, a function that it is given runs: this one does no harm.
@@ -239,10 +239,13 @@ def _prove(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
     )
 
 
-def _logging_once() -> set[Any]:
-    """Return the methods of loggers that say each message once, such as transformers' ``warning_once``."""
-    methods = (getattr(logging.Logger, name) for name in dir(logging.Logger))
-    return {method for method in methods if hasattr(method, "cache_info")}
+class _SaidOnce(set[Any]):
+    """The methods of loggers that say each message once, such as transformers' ``warning_once``. Not a set of them:
+    Dynamo sorts those for its log.
+    """
+
+    def __contains__(self, method: object) -> bool:
+        return hasattr(method, "cache_info")
 
 
 def _is_same(a: Any, b: Any) -> bool:
