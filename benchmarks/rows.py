@@ -3,11 +3,11 @@
 python benchmarks/rows.py --out benchmarks/results/NAME.json --source ../before=29a5692 --source . --resume
 python benchmarks/rows.py --compare benchmarks/results/NAME.json --before 29a5692 --after 3b1c7aa
 
-Each source is a checkout, whose src/ is imported by processes of its own; sources take turns. Two replicas and two
-ranks share the card: their times say what a change costs, not how fast two cards are. All rows of a model train on the
-same batches from the same weights, so their losses must agree; but for dropout (bert), and for BatchNorm, which sees
-half of the batch in two replicas or ranks. Two ranks on one GPU need NCCL 2.30 or newer: --nccl libnccl.so.2. Without
-GPUs everything runs on the CPU, best with --tiny.
+Each source is a checkout, whose src/ is imported by processes of its own; sources take turns. Without --cards 2, two
+replicas and two ranks share a card: their times say what a change costs, not how fast two cards are. All rows of a
+model train on the same batches from the same weights, so their losses must agree; but for dropout (bert), and for
+BatchNorm, which sees half of the batch in two replicas or ranks. Two ranks on one GPU need NCCL 2.30 or newer: --nccl
+libnccl.so.2. Without GPUs everything runs on the CPU, best with --tiny.
 """
 
 import argparse
@@ -105,10 +105,11 @@ def read_rows(path: Path) -> list[Found]:
     return rows
 
 
-def environment(source: Source, nccl: str | None) -> dict[str, str]:
+def environment(source: Source, nccl: str | None, cards: int) -> dict[str, str]:
     """What a source's processes have: its package first, and leave to share a card."""
     paths = [str(source.folder / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    more = {"PYTHONPATH": os.pathsep.join(paths), "EVERYGPU_SHARE_GPU": "1", "PYTHONUNBUFFERED": "1"}
+    more = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    more |= {"EVERYGPU_SHARE_GPU": "1"} if cards == 1 else {}
     if nccl:
         shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
         more |= {"LD_PRELOAD": nccl, **shared}
@@ -190,21 +191,23 @@ def measure(options: argparse.Namespace) -> None:
     deadline = time.monotonic() + options.limit_s
     on_gpu = options.device != "cpu"
     hardware = torch.cuda.get_device_name(options.device) if on_gpu else f"CPU, {platform.machine()}"
+    hardware = f"{options.cards} x {hardware}" if options.cards > 1 else hardware
     results = Results(options.out, options.resume)
-    sizes = {"window_s": options.window_s, "windows": options.windows, "timeout_s": options.timeout}
+    sizes = {"cards": options.cards, "window_s": options.window_s, "windows": options.windows}
+    sizes["timeout_s"] = options.timeout
     for done, workload, ranks in itertools.product(range(options.rounds), options.workloads, (1, 2)):
         turn = options.source if done % 2 == 0 else options.source[::-1]
         for source in turn:
             keys = {n: {"commit": source.commit, "hardware": hardware, "workload": workload, "row": n,
                         "replicas": ROWS[n].replicas, "ranks": ranks}
                     for n in options.rows if ROWS[n].ranks == ranks and (on_gpu or not ROWS[n].needs_gpu)}  # fmt: skip
-            if ranks > 1 and on_gpu and not options.nccl:
+            if ranks > 1 and on_gpu and options.cards == 1 and not options.nccl:
                 keys = {}
             names = [n for n, key in keys.items() if not is_done(results.find(key), done + 1)]
             if not names:
                 continue
             job = {"workload": workload, "rows": names, "device": options.device, "tiny": options.tiny, **sizes}
-            for outcome in run_job(job, environment(source, options.nccl), deadline):
+            for outcome in run_job(job, environment(source, options.nccl, options.cards), deadline):
                 print(describe(results.add(keys[outcome["row"]], outcome)), flush=True)
         if deadline - time.monotonic() < LEAST_S:
             print("the time is up: --resume goes on", flush=True)
@@ -283,6 +286,7 @@ def main() -> None:
         metavar="PATH",
         help="libnccl.so.2 for two ranks on one GPU; without it their rows are left out",
     )
+    more("--cards", type=int, default=1, help="cards for two replicas and two ranks")
     more("--tiny", action="store_true", help="small models in float32, to see everything run")
     more("--compare", type=Path, metavar="FILE")
     more("--before", metavar="COMMIT")

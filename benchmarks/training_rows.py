@@ -81,31 +81,6 @@ def llama(tiny: bool) -> tuple[Any, ...]:
     return LlamaForCausalLM(config), None, adamw, [{"input_ids": ids, "labels": ids.clone()}]
 
 
-class DLRM(nn.Module):
-    """Embedding tables and an MLP of dense features, whose products say whether somebody clicks."""
-
-    def __init__(self, num_rows: int, num_tables: int = 8, width: int = 64, num_dense: int = 13) -> None:
-        super().__init__()
-        self.tables = nn.ModuleList(nn.Embedding(num_rows, width) for _ in range(num_tables))
-        self.bottom = nn.Sequential(nn.Linear(num_dense, 512), nn.ReLU(), nn.Linear(512, width), nn.ReLU())
-        self.register_buffer("pairs", torch.triu_indices(num_tables + 1, num_tables + 1, 1), persistent=False)
-        self.top = nn.Sequential(nn.Linear(width + self.pairs.shape[1], 512), nn.ReLU(), nn.Linear(512, 1))
-
-    def forward(self, dense: Tensor, chosen: Tensor) -> Tensor:
-        bottom = self.bottom(dense)
-        vectors = torch.stack([bottom, *(table(chosen[:, i]) for i, table in enumerate(self.tables))], dim=1)
-        products = (vectors @ vectors.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
-        return self.top(torch.cat([bottom, products], dim=1)).squeeze(1)
-
-
-def dlrm(tiny: bool) -> tuple[Any, ...]:
-    rows, num_rows = (8, 50) if tiny else (2048, 50_000)
-    inputs = torch.randn(rows, 13), torch.randint(0, num_rows, (rows, 8))
-    clicks = torch.randint(0, 2, (rows,)).float()
-    sgd = lambda m: torch.optim.SGD(m.parameters(), lr=0.01)  # noqa: E731
-    return DLRM(num_rows), F.binary_cross_entropy_with_logits, sgd, [(inputs, clicks)]
-
-
 class Experts(nn.Module):
     """Gives each token to one of several experts; how many an expert gets, the host reads."""
 
@@ -151,7 +126,6 @@ WORKLOADS: dict[str, tuple[Callable[[bool], tuple[Any, ...]], str]] = {
     "bert": (bert, "bf16"),
     "gpt2": (gpt2, "bf16"),
     "llama": (llama, "bf16"),
-    "dlrm": (dlrm, "fp32"),
     "mlp": (mlp, "fp32"),
     "moe": (moe, "fp32"),
 }
@@ -229,16 +203,6 @@ def whole_graph(work: Work) -> Step:
     return run, None
 
 
-def reduce_overhead(work: Work) -> Step:
-    step, _ = plain(work, torch.compile(work.model, mode="reduce-overhead"))
-
-    def run(batch: Any) -> Tensor:
-        torch.compiler.cudagraph_mark_step_begin()
-        return step(batch)
-
-    return run, None
-
-
 def ddp(work: Work) -> Step:
     device_ids = [torch.device(work.device_ids[0])] if "cuda" in work.device_ids[0] else None
     is_sparse = any(isinstance(m, Experts) for m in work.model.modules())
@@ -274,7 +238,6 @@ class Row:
 ROWS = {
     "single": Row(make=lambda work: plain(work, work.model)),
     "single_graph": Row(make=whole_graph, needs_gpu=True),
-    "single_reduce_overhead": Row(make=reduce_overhead, compiles=True),
     "loop": Row(make=loop),
     "graphs": Row(make=lambda work: loop(work, "graphs"), needs_gpu=True),
     "step": Row(make=train_step),
@@ -299,7 +262,9 @@ def measure_rows(job: dict[str, Any]) -> None:
     """Measure rows of one model, in this process or as one rank."""
     import torch.distributed as dist
 
-    rank, ranks, device = int(os.environ.get("RANK", 0)), ROWS[job["rows"][0]].ranks, torch.device(job["device"])
+    rank, ranks, cards = int(os.environ.get("RANK", 0)), ROWS[job["rows"][0]].ranks, job["cards"]
+    names = [f"cuda:{i}" for i in range(cards)] if "cuda" in job["device"] and cards > 1 else [job["device"]]
+    device = torch.device(names[rank % len(names)])
     faulthandler.dump_traceback_later(job["timeout_s"], exit=True)
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")
@@ -318,9 +283,10 @@ def measure_rows(job: dict[str, Any]) -> None:
         if rank == 0:
             say(row=name)
         trained = copy.deepcopy(model)
+        device_ids = [names[(rank + i) % len(names)] for i in range(ROWS[name].replicas)]
         work = Work(
             model=trained, loss=loss, optimizer=make_optimizer(trained),
-            precision="fp32" if job["tiny"] else precision, device_ids=[job["device"]] * ROWS[name].replicas,
+            precision="fp32" if job["tiny"] else precision, device_ids=device_ids,
         )  # fmt: skip
         try:
             outcome = measure(ROWS[name], work, batches, job)

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
@@ -166,13 +166,25 @@ def same_numbers() -> None:
         (torch.manual_seed if torch.cuda.is_initialized() else torch.default_generator.manual_seed)(0)
 
 
+HAS_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    item.stash[HAS_FAILED] = item.stash.get(HAS_FAILED, False) or report.failed
+    return report
+
+
 @pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a thread, an open file, a changed environment or torch state behind."""
     threads = set(threading.enumerate())
     environment = dict(os.environ)
     files, num_modules = _num_open_files(), len(sys.modules)
     yield
+    if request.node.stash[HAS_FAILED]:
+        return  # its traceback holds what it has made
     assert not _wait_for_threads(threads), "the test left threads behind"
     changed = {k for k in set(environment) | set(os.environ) if environment.get(k) != os.environ.get(k)}
     # torch sets the others when an optimizer first makes it import its compiler, and when that generates code.

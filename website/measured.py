@@ -87,7 +87,8 @@ def section(name: str) -> Iterable[str]:
         groups.setdefault((row["hardware"], row["date"][:10], row.get("changed_since", False)), []).append(row)
     for (hardware, day, is_stale), rows in groups.items():
         versions = ", ".join(f"{part} {version}" for part, version in rows[0]["versions"].items() if part != "everygpu")
-        notes = [STALE] * is_stale + [SHARED] * any(row.get("replicas", 1) * row.get("ranks", 1) > 1 for row in rows)
+        is_shared = " x " not in hardware and any(row.get("replicas", 1) * row.get("ranks", 1) > 1 for row in rows)
+        notes = [STALE] * is_stale + [SHARED] * is_shared
         yield " ".join([f"{hardware}, {day}; {versions}.", *notes]) + "\n"
         yield "\n".join(table(rows)) + "\n"
 

@@ -30,12 +30,12 @@ def test_rows_of_a_model_have_one_loss_and_a_later_call_goes_on(tmp_path, capsys
     with pytest.raises(SystemExit, match="is there already"):
         measure(*first)
     assert measure(*first, "--resume") == 0
-    assert measure(f"{tmp_path}=other", "mlp", "dlrm", "--rows", "single", "loop", "--resume") == 4
+    assert measure(f"{tmp_path}=other", "mlp", "moe", "--rows", "single", "loop", "--resume") == 4
     *good, lacking = sorted(rows.read_rows(out), key=lambda row: "error" in row)[:6]
     assert "AttributeError" in lacking["error"]
     assert [(row["commit"], row["workload"], row["row"]) for row in good] == [
         ("mine", "mlp", "single"), ("mine", "mlp", "step_x2"), ("mine", "mlp", "loop_r2"),
-        ("other", "mlp", "single"), ("other", "dlrm", "single"),
+        ("other", "mlp", "single"), ("other", "moe", "single"),
     ]  # fmt: skip
     for row in good:
         assert row.keys() >= FIELDS

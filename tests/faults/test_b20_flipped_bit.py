@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import everygpu
 from everygpu.errors import DivergedError, OptionError
 from tests.faults.warned import warnings
-from tests.scripts import run_script
 from tests.step.test_step_edits import EDITS
 from tests.step.test_train_step import Devices, assert_replicas_bit_equal
 from tests.step.test_train_step import Net as PlainNet
@@ -288,8 +287,3 @@ def test_where_there_is_nothing_to_compare() -> None:
             step = everygpu.TrainStep(model, F.cross_entropy, kind(net.parameters(), lr=0.1), check_every=5)
         assert lines == ["TrainStep: check_every=5 compares nothing: parameters are kept on cpu alone."]
         step(torch.randn(4, 6), torch.zeros(4, dtype=torch.int64))
-
-
-def test_what_a_check_costs_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    run_script("benchmarks/replica_checks.py", "--width", 8, "--rows", 2, "--turns", 2)
-    assert "of a step, with check_every=100" in capsys.readouterr().out

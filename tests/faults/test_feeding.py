@@ -156,7 +156,7 @@ def test_b16_a_slow_loader_without_workers_is_a_timeout():
 
     def load():
         yield torch.ones(2, 1)
-        while not feeds or not feeds[0]._stop.is_set():
+        while not feeds or not feeds[0]._ahead.stop.is_set():
             time.sleep(0.01)
 
     feed = iter(Feeder(load(), "cpu", timeout=0.2))

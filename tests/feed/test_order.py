@@ -510,7 +510,7 @@ class TestPosition:
     def test_what_is_loaded_ahead_does_not_count(self, feeder):
         with iter(feeder) as feed:
             next(feed)
-            feed._thread.join()  # it has loaded the whole epoch
+            feed._ahead.thread.join()  # it has loaded the whole epoch
             assert place(feeder) == (0, 1)
             list(feed)
         assert place(feeder) == (1, 0)

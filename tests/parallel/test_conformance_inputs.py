@@ -361,7 +361,8 @@ def test_bad_input_wrong_output_device(devices):
 
 
 @pytest.mark.gpu
-def test_bad_input_the_same_gpu_twice():
+def test_bad_input_the_same_gpu_twice(monkeypatch):
+    monkeypatch.delenv("EVERYGPU_SHARE_GPU", raising=False)
     with pytest.raises(DeviceError, match="cuda:0"):
         everygpu.DataParallel(nn.Linear(3, 2), [0, "cuda:0"])
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from everygpu.errors import RankError
-from everygpu.ranks.differences import find_difference
 from everygpu.ranks.group import join, joined
 from tests.ranks.harness import ROOT, run_ranks, running
 
@@ -115,21 +114,5 @@ def test_descriptions_are_compared_and_lines_come_once(tmp_path):
     assert first == ["a warning of 1", "rank 0: an error of 1"]
     assert second == ["rank 1: an error of 1"]
     assert error == same
-    assert "parameters must be the same on all ranks, got ['weight'][0][1]: 3 on rank 0; 4 on rank 1" in error
-
-
-@pytest.mark.parametrize(
-    ("values", "difference"),
-    [
-        ([1, 1, 1], None),
-        ([1, 2, 1], "1 on ranks 0, 2; 2 on rank 1"),
-        ([1, True], "1 on rank 0; True on rank 1"),
-        ([[1, 2], [1, 2, 3]], "[1, 2] on rank 0; [1, 2, 3] on rank 1"),
-        ([[1, 2], [0, 2, 3]], "[0]: 1 on rank 0; 0 on rank 1"),
-        ([{"a": 1, "b": (2,)}, {"a": 1, "b": (3,)}], "['b'][0]: 2 on rank 0; 3 on rank 1"),
-        ([{"a": 1}, {"b": 1}], "{'a': 1} on rank 0; {'b': 1} on rank 1"),
-        (["x" * 500, "y"], f"'{'x' * 119}… on rank 0; 'y' on rank 1"),
-    ],
-)
-def test_the_first_difference_is_named(values, difference):
-    assert find_difference(values) == difference
+    shapes = "weight: [(2, 3), 'float32'] on rank 0, [(2, 4), 'float32'] on rank 1"
+    assert f"parameters must be the same on all ranks, got {shapes}" in error

@@ -100,7 +100,8 @@ def share_a_gpu():
     return group.uses_nccl
 
 
-def test_ranks_with_one_gpu_are_refused(tmp_path):
+def test_ranks_with_one_gpu_are_refused(tmp_path, monkeypatch):
+    monkeypatch.delenv("EVERYGPU_SHARE_GPU", raising=False)
     assert run_ranks(share_a_gpu, size=2, folder=tmp_path) == [True, True]
 
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import everygpu
-from everygpu.errors import OptimizerError
+from everygpu.errors import CallError, OptimizerError
 from everygpu.ranks.group import join
 from tests.ranks.harness import run_ranks
 
@@ -117,6 +118,8 @@ def train_each():
         "overflow": overflow(),
         "nonfinite": nonfinite(),
         "sparse": sparse(),
+        "beside": beside_backward(),
+        "twice": gradient_after_its_bucket(),
     }
 
 
@@ -135,6 +138,8 @@ def test_training_equals_one_device_and_an_overflow_on_one_rank_is_skipped_on_al
     assert skipped == ranks[1]["nonfinite"][0] == (1, True)
     assert "got others in update 2. The update is left out" in message
     assert [rank["sparse"] for rank in ranks] == [[2.0, 1.0, 1.0, 2.0]] * 2
+    assert [rank["beside"] for rank in ranks] == [[True] * 4] * 2
+    assert all("use_reentrant=False" in rank["twice"] for rank in ranks)
 
 
 def unequal():
@@ -191,6 +196,47 @@ def sparse():
     for _ in range(2):
         step(torch.tensor([1, 1] if join().rank else [1, 2]))
     return [round(x, 3) for x in net.weight.flatten().tolist()]
+
+
+def beside_backward():
+    """Tell of each bucket whether its sum began before the first layer's gradient was there."""
+    group, began = join(), []
+    net = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+    model = everygpu.DataParallel(net, ["cpu"], bucket_cap_mb=1e-6)
+    step = everygpu.TrainStep(model, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.1))
+    all_reduce = group.all_reduce
+
+    def watched(x):
+        began.append(net[0].weight.grad is not None and not net[0].weight.grad.any())
+        return all_reduce(x)
+
+    group.all_reduce = watched
+    try:
+        step(torch.randn(3, 2), torch.randn(3, 1))
+    finally:
+        del group.all_reduce
+    return began[:4]  # of the other layers
+
+
+class Reentrant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+def gradient_after_its_bucket():
+    net = Reentrant()
+    step = everygpu.TrainStep(
+        everygpu.DataParallel(net, ["cpu"], bucket_cap_mb=1e-6), signs, torch.optim.SGD(net.parameters(), lr=0.1)
+    )
+    with pytest.raises(CallError) as caught:
+        step(torch.randn(3, 2, requires_grad=True))
+    return str(caught.value)
 
 
 def signs(output):

@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass
-from threading import Event
 from typing import Any
 
 from everygpu.errors import FeedTimeoutError, WorkerError
@@ -39,38 +38,23 @@ class _Prepared:
     send_s: float = 0.0
 
 
-_Ready = queue.SimpleQueue[_Prepared | BaseException]
-"""Batches in order; then what the loader ended with, a StopIteration or an error."""
-
-
 class Feed:
     """One pass over a loader; made by ``iter(feeder)``."""
 
     def __init__(
         self, order: Order, route: ScatterSpec, prefetch: int, timeout_s: float | None, meter: WaitMeter
     ) -> None:
-        iterator, self._position, self._dealing = order.begin()
+        iterator, self._position, dealing = order.begin()
         self._route, self._timeout_s, self._meter = route, timeout_s, meter
-        self._lockstep = None if self._dealing is None else self._dealing.lockstep
+        self._lockstep = None if dealing is None else dealing.lockstep
         self._handed_over_at: float | None = None
         self._has_ended = False
-        self._ready: _Ready = queue.SimpleQueue()
-        self._room, self._stop = threading.Semaphore(prefetch), threading.Event()
-        self._source = Source(iterator, order.iterated, self._stop)
-        self._thread: threading.Thread | None = None
-        if prefetch:
-            self._thread = threading.Thread(
-                target=_prepare_batches,
-                args=(self._source, route, self._dealing, self._ready, self._room, self._stop),
-                name="everygpu-feeder",
-                daemon=True,  # in case the loader's next() never returns
-            )
+        stop = threading.Event()
+        self._ahead = _Ahead(Source(iterator, order.iterated, stop), route, dealing, prefetch, stop)
         # Also called when the interpreter ends, while threads still run.
-        self._finalizer = weakref.finalize(
-            self, _end_pass, self._source, self._ready, self._room, self._stop, self._thread, os.getpid()
-        )
-        if self._thread is not None:
-            self._thread.start()
+        self._finalizer = weakref.finalize(self, self._ahead.end)
+        if self._ahead.thread is not None:
+            self._ahead.thread.start()
 
     def __iter__(self) -> "Feed":
         return self
@@ -108,32 +92,13 @@ class Feed:
         self.close()
 
     def _take(self) -> _Prepared:
-        if self._thread is None:
-            return _prepare(self._source, self._route, self._dealing)
-        found = self._await_ready(self._thread)
-        self._room.release()
+        found = self._ahead.prepare() if self._ahead.thread is None else self._ahead.wait(self._timeout_s)
         if isinstance(found, _Prepared):
             return found
         try:
             raise found
         finally:
             del found  # its traceback holds all that its frames refer to
-
-    def _await_ready(self, thread: threading.Thread) -> _Prepared | BaseException:
-        deadline = math.inf if self._timeout_s is None else time.monotonic() + self._timeout_s
-        while True:
-            try:
-                return self._ready.get(timeout=max(0.0, min(_POLL_S, deadline - time.monotonic())))
-            except queue.Empty:
-                if time.monotonic() >= deadline:
-                    raise FeedTimeoutError(
-                        f"Feeder: no batch came within timeout={self._timeout_s:g} s. "
-                        f"{self._source.describe_workers()} Raise timeout, or look at what the loader waits for."
-                    ) from None
-                if not thread.is_alive() and self._ready.empty():
-                    raise WorkerError(
-                        "Feeder: a fork has no copy of the thread that loads batches. Begin a pass of its own there."
-                    ) from None
 
     def _take_in_lockstep(self, lockstep: Lockstep) -> _Prepared:
         """Take the next batch; after the loader's end one without rows, while other ranks go on."""
@@ -159,62 +124,90 @@ class Feed:
         if isinstance(error, StopIteration):
             self._position.finish()
         elif isinstance(error, (FeedTimeoutError, WorkerError)):
-            self._stop.set()
-            self._source.kill_workers()
+            self._ahead.stop.set()
+            self._ahead.source.kill_workers()
         self.close()
 
 
-def _prepare(source: Source, route: ScatterSpec, dealing: Dealing | None) -> _Prepared:
-    start = time.perf_counter()
-    with DRAW_GATE.drawing():
-        batch = source.fetch()
-    if dealing is not None:
-        batch = dealing.take(batch, route.dim)
-    loaded = time.perf_counter()
-    sent = send_batch(batch, route)
-    return _Prepared(sent=sent, load_s=loaded - start, send_s=time.perf_counter() - loaded)
+class _Ahead:
+    """Prepares batches, in a thread that is some of them ahead, or when asked; doesn't keep its pass."""
 
+    def __init__(
+        self, source: Source, route: ScatterSpec, dealing: Dealing | None, prefetch: int, stop: threading.Event
+    ) -> None:
+        self.source, self.stop, self._route, self._dealing = source, stop, route, dealing
+        self._ready: queue.SimpleQueue[_Prepared | BaseException] = queue.SimpleQueue()
+        """Batches in order; then what the loader ended with, a StopIteration or an error."""
+        self._room, self._pid = threading.Semaphore(prefetch), os.getpid()
+        self.thread: threading.Thread | None = None
+        if prefetch:  # a daemon, in case the loader's next() never returns
+            self.thread = threading.Thread(target=self._run, name="everygpu-feeder", daemon=True)
 
-def _prepare_batches(
-    source: Source, route: ScatterSpec, dealing: Dealing | None, ready: _Ready, room: threading.Semaphore, stop: Event
-) -> None:
-    """Prepare batches until the loader ends or the loop is left: the thread's target."""
-    kill = False
-    try:
-        while room.acquire() and not stop.is_set():
-            ready.put(_prepare(source, route, dealing))
-    except Stopped:
-        pass
-    except BaseException as error:  # noqa: BLE001 - raised again where the batch is asked for
-        kill = isinstance(error, WorkerError)
-        ready.put(error)
-    finally:
-        source.end(kill=kill)
+    def prepare(self) -> _Prepared:
+        start = time.perf_counter()
+        with DRAW_GATE.drawing():
+            batch = self.source.fetch()
+        if self._dealing is not None:
+            batch = self._dealing.take(batch, self._route.dim)
+        loaded = time.perf_counter()
+        sent = send_batch(batch, self._route)
+        return _Prepared(sent=sent, load_s=loaded - start, send_s=time.perf_counter() - loaded)
 
+    def wait(self, timeout_s: float | None) -> _Prepared | BaseException:
+        """Take what the thread has ready."""
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            try:
+                found = self._ready.get(timeout=max(0.0, min(_POLL_S, deadline - time.monotonic())))
+                self._room.release()
+                return found
+            except queue.Empty:
+                if time.monotonic() >= deadline:
+                    raise FeedTimeoutError(
+                        f"Feeder: no batch came within timeout={timeout_s:g} s. {self.source.describe_workers()} "
+                        f"Raise timeout, or look at what the loader waits for."
+                    ) from None
+                if self.thread is not None and not self.thread.is_alive() and self._ready.empty():
+                    raise WorkerError(
+                        "Feeder: a fork has no copy of the thread that loads batches. Begin a pass of its own there."
+                    ) from None
 
-def _end_pass(
-    source: Source, ready: _Ready, room: threading.Semaphore, stop: Event, thread: threading.Thread | None, pid: int
-) -> None:
-    """End a pass's thread and workers, whatever they are doing; in the thread of the loop."""
-    if pid != os.getpid():  # a fork has copied neither, and locks as they were: perhaps taken
-        return
-    stop.set()
-    room.release()
-    if thread is None or thread.ident is None:  # Ctrl-C came before it was started
-        source.end(kill=False)
-        return
-    if thread is threading.current_thread():  # the last reference was dropped there
-        return
-    try:
-        thread.join(GRACE_S)
-    except BaseException:  # a second Ctrl-C asks for an end at once
-        source.kill_workers()
-        thread.join(GRACE_S)
-        raise
-    if thread.is_alive():
-        source.kill_workers()
-        thread.join(GRACE_S)
-    if thread.is_alive():
-        logger.warning("Feeder: the loader's next() has not returned since the loop was left: its thread goes on.")
-    while not ready.empty():
-        ready.get_nowait()
+    def _run(self) -> None:
+        """Prepare batches until the loader ends or the loop is left."""
+        kill = False
+        try:
+            while self._room.acquire() and not self.stop.is_set():
+                self._ready.put(self.prepare())
+        except Stopped:
+            pass
+        except BaseException as error:  # noqa: BLE001 - raised again where the batch is asked for
+            kill = isinstance(error, WorkerError)
+            self._ready.put(error)
+        finally:
+            self.source.end(kill=kill)
+
+    def end(self) -> None:
+        """End the thread and the workers, whatever they are doing; in the thread of the loop."""
+        if self._pid != os.getpid():  # a fork has copied neither, and locks as they were: perhaps taken
+            return
+        self.stop.set()
+        self._room.release()
+        thread = self.thread
+        if thread is None or thread.ident is None:  # Ctrl-C came before it was started
+            self.source.end(kill=False)
+            return
+        if thread is threading.current_thread():  # the last reference was dropped there
+            return
+        try:
+            thread.join(GRACE_S)
+        except BaseException:  # a second Ctrl-C asks for an end at once
+            self.source.kill_workers()
+            thread.join(GRACE_S)
+            raise
+        if thread.is_alive():
+            self.source.kill_workers()
+            thread.join(GRACE_S)
+        if thread.is_alive():
+            logger.warning("Feeder: the loader's next() has not returned since the loop was left: its thread goes on.")
+        while not self._ready.empty():
+            self._ready.get_nowait()

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from typing import Any, TypeVar
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from everygpu.errors import RankError
 from everygpu.progress import running
-from everygpu.ranks.differences import find_difference
 from everygpu.ranks.first_batch import FirstBatch
 from everygpu.ranks.membership import Membership, find_membership
 from everygpu.torch_private.distributed import default_store
@@ -67,21 +66,21 @@ class Group:
             self._apart, self._control = None, before
             dist.destroy_process_group(alone)
 
-    def check_same(self, what: str, value: object) -> None:
-        """Make sure that all ranks have passed the same description, as before the first collective over what it names.
+    def check_same(self, what: str, mine: Mapping[str, object]) -> None:
+        """Make sure that all ranks have passed the same, as before the first collective over what it names.
 
-        Args:
-            what: Named in the error, as "parameters".
-            value: Numbers, strings and the like, in lists, tuples and dicts at any depth.
         Raises:
             RankError: they differ; on all ranks, with the first difference.
         """
-        difference = find_difference(self.gather(value))
-        if difference is not None:
-            raise RankError(
-                f"ranks: {what} must be the same on all ranks, got {difference}. Have every rank run the same script "
-                f"with the same arguments."
-            )
+        of_ranks = self.gather(dict(mine))
+        for name in dict.fromkeys(name for found in of_ranks for name in found):
+            values = [found.get(name, "missing") for found in of_ranks]
+            other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+            if other is not None:
+                raise RankError(
+                    f"ranks: {what} must be the same on all ranks, got {name}: {values[0]} on rank 0, {values[other]} "
+                    f"on rank {other}. Have every rank run the same script with the same arguments."
+                )
 
     def gather(self, value: T) -> list[T]:
         """Return what each rank has passed; any value that can be pickled."""

@@ -59,8 +59,6 @@ class ChunkShards(Shards):
     def step_alone(self, options: Sequence[Mapping[str, Any]]) -> None:
         """Update the parameters from their gradients, both on the primary device.
 
-        Args:
-            options: The stock optimizer's groups as they are now.
         Raises:
             OptimizerError: a gradient is sparse.
         """

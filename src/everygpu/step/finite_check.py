@@ -91,6 +91,7 @@ class FiniteCheck:
         self._read(0 if self._num_in_row else self._lag)
         error, self._error = self._error, None
         if error is not None and self._raises:
+            self.wait()  # whoever catches it finds no update counted that was left out; the next call raises of those
             raise error
         if error is not None:
             logger.error("%s", error)

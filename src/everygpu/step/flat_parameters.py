@@ -30,10 +30,6 @@ class FlatParameters:
     The primary's parameters move in, keeping their identity; each other device has leaf twins of them, so that
     backward leaves every replica's gradients in that replica's buckets.
 
-    Args:
-        params: Trainable parameters, on ``devices[0]``.
-        devices: One per replica.
-        bucket_cap_mb: Size at which a bucket is closed; see ``update_bucket_bytes``.
     Raises:
         PlacementError: a parameter is elsewhere.
         OptimizerError: two elements of parameters share memory, or gradients are to have another dtype.
@@ -155,11 +151,7 @@ class FlatParameters:
 
     @contextmanager
     def whole_grads(self, touched: set[int]) -> Iterator[None]:
-        """Between ``reduce`` and the update, let parameters have their gradients, to be looked at and written.
-
-        Args:
-            touched: Those that have one; changed where a gradient is set or removed within.
-        """
+        """Between ``reduce`` and the update, let parameters have their gradients, to be looked at and written."""
         for bucket in self.grads:
             comm.all_gather(bucket)
         for i, (p, slot) in enumerate(zip(self.params, self._grad_slots[0])):
@@ -182,11 +174,7 @@ class FlatParameters:
         return self._grad_slots[0][index]
 
     def touched(self, since: list[list[int]] | None = None) -> set[int]:
-        """Return the parameters that have got a gradient, on any device.
-
-        Args:
-            since: What ``grad_versions`` returned at the moment from which they count; ``begin`` if left out.
-        """
+        """Return the parameters that have got a gradient, on any device."""
         pairs = zip(self.grad_versions(), since or self._grad_versions)
         return {i for row, then in pairs for i, is_other in enumerate(map(operator.ne, row, then)) if is_other}
 

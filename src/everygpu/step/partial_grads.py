@@ -16,9 +16,6 @@ from everygpu.torch_private.autograd import will_execute
 def refusing_partial_grads(output: Any, leaves: Callable[[], Sequence[Tensor]]) -> Iterator[None]:
     """Refuse ``torch.autograd.grad(…, parameters)`` within, for replicas that have leaf parameters of their own.
 
-    Args:
-        output: What the replicas returned, gathered.
-        leaves: Asked only in a backward within: the first replica's.
     Raises:
         LossError: a gradient with respect to a leaf was asked for.
     """

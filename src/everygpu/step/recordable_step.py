@@ -2,6 +2,7 @@
 
 import logging
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,6 +41,8 @@ class _Recorded(NamedTuple):
     marks: dict[str, Mark]
     norm: Tensor | None = None
     """Of the gradient, where the update waits for all of it."""
+    moments: Sequence[torch.cuda.Event] = ()
+    """When backward has each bucket that is added up over ranks."""
 
 
 class RecordableStep:
@@ -68,6 +71,9 @@ class RecordableStep:
     def unsupported_reason(self) -> str | None:
         return self._strategy.why_not_recordable()
 
+    def may_record(self, batch: Batch) -> bool:
+        return True
+
     def prepare(self) -> EarlyUpdate | None:
         self._strategy.prepare()
         if not self._updates_at_once():
@@ -89,7 +95,8 @@ class RecordableStep:
         loss = step._learn(batch, update)
         if update is None:
             # Not those of the batches before, which this update may have, too.
-            return _Recorded(loss, self._strategy.touched(before), None, step._stopwatch.marks)
+            touched, moments = self._strategy.touched(before), self._strategy.moments()
+            return _Recorded(loss, touched, None, step._stopwatch.marks, moments=moments)
         norm = update.launch(step.clip_norm)
         step._stopwatch.mark("update")
         return _Recorded(loss, update.touched(), update, step._stopwatch.marks, norm)
@@ -124,7 +131,7 @@ class RecordableStep:
     def finish(self, recorded: _Recorded) -> Tensor:
         self._step._stopwatch.marks = dict(recorded.marks)
         if recorded.update is None:
-            self._strategy.note_grads(recorded.touched)
+            self._strategy.note_grads(recorded.touched, recorded.moments)
         else:
             self._strategy.finish_update(recorded.update.rows)
             made = FusedStatus(recorded.update.status, recorded.touched, recorded.norm)

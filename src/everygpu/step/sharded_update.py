@@ -1,8 +1,8 @@
 """Where a step's gradients are, and what applies them: spread over the devices, or on the primary device."""
 
 import operator
-from collections.abc import Hashable
-from contextlib import nullcontext
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.flat_parameters import FlatParameters, PerDevice
 from everygpu.step.fused import FusedUpdate, has_plain_options, make_fused
 from everygpu.step.hyperparameters import HyperparameterTable
+from everygpu.step.rank_sums import RankSums
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.shards import Shards, all_params
 from everygpu.step.update import FusedStatus, Share, nan_where, prefer_fused, step_unless
@@ -50,6 +51,7 @@ class ShardedUpdate:
         self._replicas: ReplicaSet | None = None
         self._touched: set[int] = set()
         self._flags: Tensor | None = None
+        self._is_added_up = False
         self._num_arrangements = 0
         self._fused: FusedUpdate | None = None
         self._flat_params: FlatParameters
@@ -104,6 +106,15 @@ class ShardedUpdate:
         """Clean up after a backward."""
         self._flat_params.detach_grads()
 
+    def adding_up(self, *, is_only: bool) -> AbstractContextManager[None]:
+        """Add the gradients of a backward within up over ranks, where that can go on beside it.
+
+        Args:
+            is_only: It is the only one of its update.
+        """
+        self._is_added_up = is_only and self._rank_sums is not None
+        return nullcontext() if self._rank_sums is None or not is_only else self._rank_sums.adding_up()
+
     def flags(self) -> Tensor | None:
         """Return, under ranks, 1 for each parameter that has got a gradient; None where gradients bring that along."""
         if self._sharded is None:
@@ -134,9 +145,10 @@ class ShardedUpdate:
 
     def _add_up_ranks(self, group: Group, chunks: list[PerDevice]) -> set[int]:
         """Add each device's part up with those of the same device on other ranks; return what any has a gradient of."""
-        waits = [group.all_reduce(chunk) for bucket in chunks for chunk in bucket if chunk.numel()]
-        for wait in waits:
+        pieces = () if self._is_added_up else (chunk for bucket in chunks for chunk in bucket if chunk.numel())
+        for wait in [group.all_reduce(chunk) for chunk in pieces]:
             wait()
+        self._is_added_up = False
         if self._flags is None or len(self._touched) == len(self._flat_params.params):
             return self._touched
         return {i for i, flag in enumerate(self._flags.tolist()) if flag}  # the host waits for the step
@@ -289,9 +301,16 @@ class ShardedUpdate:
         """Return the parameters that have got a gradient since a moment."""
         return self._flat_params.touched(since)
 
-    def note_grads(self, touched: set[int]) -> None:
-        """Take note of a backward that a recording has queued."""
+    def moments(self) -> list[torch.cuda.Event]:
+        """Return when the backward that is being recorded has each bucket to be added up over ranks."""
+        return [] if self._rank_sums is None else self._rank_sums.take_events()
+
+    def note_grads(self, touched: set[int], moments: Sequence[torch.cuda.Event]) -> None:
+        """Take note of a backward that a recording has queued, and add it up over ranks."""
         self._flat_params.note_grads(touched)
+        self._is_added_up = bool(moments)
+        if self._rank_sums is not None and moments:
+            self._rank_sums.add_up_recorded(moments)
 
     def _whole_update(self) -> FusedUpdate | None:
         """Return the kernels, unless a hook is to see whole gradients between reduction and update."""
@@ -316,7 +335,16 @@ class ShardedUpdate:
         self._flat_params = FlatParameters(params, model.replica_devices, model.bucket_cap_mb)
         if before is not None:
             self._flat_params.take_grads(before)
-        self._replicas = None
+        self._replicas, self._rank_sums = None, None
+        # Gloo's sums of GPUs' gradients have the host wait.
+        group, is_on_one = self._group, len(model.replica_devices) == 1
+        if (
+            self._sharded
+            and group is not None
+            and is_on_one
+            and (group.uses_nccl or model.replica_devices[0].type == "cpu")
+        ):
+            self._rank_sums = RankSums(group, self._flat_params)
         if self._sharded is not None:
             self._attach(self._sharded)
         self._flat_params.count_own_uses()

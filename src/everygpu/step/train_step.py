@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -273,7 +272,9 @@ class TrainStep:
                         update.check(loss.detach())
                 share = self._weights.scale(loss)
                 self._stopwatch.mark("forward")
-                with nullcontext() if update is None else update.watching(), running("backward", self._home):
+                is_only = self.accumulate == 1
+                watching = self._strategy.adding_up(is_only=is_only) if update is None else update.watching()
+                with watching, running("backward", self._home):
                     torch.autograd.backward(share if self._scale is None else self._scale.scale(share))
         finally:
             if update is None:

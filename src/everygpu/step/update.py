@@ -140,12 +140,16 @@ def prefer_fused(optimizer: Optimizer) -> None:
                     state["step"] = state["step"].to(p.device, torch.float32)
 
 
-def step_unless(found_inf: Tensor | None, optimizer: Any, updated: Iterable[Tensor]) -> None:
+def step_unless(found_inf: Tensor | None, optimizer: Any, updated: Sequence[Tensor]) -> None:
     """Step an optimizer; not where ``found_inf``, of shape (), is not 0, for which the host waits if need be.
 
     Args:
         updated: The parameters with gradients.
     """
+    # torch's fused kernels refuse these.
+    if any(p.grad is not None and (p.grad.is_sparse or p.grad.dtype is not p.dtype) for p in updated):
+        for group in optimizer.param_groups:
+            group.update({"fused": None} if group.get("fused") else {})
     if not skips_on_device(optimizer, updated):
         if found_inf is not None and found_inf.item():
             return

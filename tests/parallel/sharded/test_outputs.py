@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import time
 
 import pytest
 import torch
@@ -266,6 +267,11 @@ def test_gather_leaves_what_is_joined_already_alone(devices):
         everygpu.gather([out, out])
 
 
+def num_tensors():
+    gc.collect()
+    return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
+
+
 @pytest.mark.parametrize("end", ["no backward", "retain_graph", "create_graph"])
 @pytest.mark.parametrize(
     "loss",
@@ -285,6 +291,8 @@ def test_no_graph_keeps_itself_alive(devices, loss, end):
         if end != "no backward":
             torch.autograd.grad(value, model.module.weight, retain_graph=True, create_graph=end == "create_graph")
         del value
-        gc.collect()
-        counts.append(sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects()))
-    assert counts[1:] == counts[:1] * 3
+        deadline = time.monotonic() + 60  # a replica's thread lets go of its last call a moment later
+        while (count := num_tensors()) > min(counts, default=count) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        counts.append(count)
+    assert max(counts) == counts[0]

@@ -1,5 +1,6 @@
 """Proofs, by Dynamo, that recordings of a forward do what the forward would do."""
 
+import time
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,15 @@ from everygpu.parallel.scatter.split import ScatterSpec
 MAX_OPEN = 3
 """Proofs that leave shapes open: one for each way through forward that depends on these."""
 
+ALLOWED_S = 5.0
+"""Seconds that proofs of further kinds of batches may take together at any time."""
+ALLOWED_SHARE = 0.1
+"""What part of a run they may take besides: a language model with twelve lengths takes 3 to 4 s for each."""
+
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of the first replica."""
+
 
 class ForwardProof:
     """The proof behind one recording: replicas do with their rows what the first one does with its own.
@@ -22,7 +32,7 @@ class ForwardProof:
         call: The first replica's arguments.
     """
 
-    def __init__(self, graph: WholeGraph, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    def __init__(self, graph: WholeGraph, call: Call) -> None:
         self._graph, self._call = graph, call
 
     def holds(self) -> bool:
@@ -36,6 +46,14 @@ class ForwardProofs:
     def __init__(self) -> None:
         self._graphs: list[WholeGraph] = []
         self._num_open = 0
+        self._began: float | None = None
+        self._spent_s = 0.0
+
+    def may_find(self, batch: Batch, spec: ScatterSpec) -> bool:
+        """Tell whether looking for a proof takes no more of the run than is allowed."""
+        if self._began is None or self._spent_s <= ALLOWED_S + ALLOWED_SHARE * (time.monotonic() - self._began):
+            return True
+        return self._known(*_first_call(batch, spec)) is not None
 
     def find(self, module: nn.Module, batch: Batch, spec: ScatterSpec, *, is_first: bool) -> ForwardProof | str:
         """Return a proof, or why there is none.
@@ -46,12 +64,23 @@ class ForwardProofs:
             spec: How that is cut.
             is_first: Nothing is recorded now: proofs that don't hold are of no use any more.
         """
-        args, kwargs, _ = batch
-        first = scatter_call(args, kwargs, spec.devices, spec.dim, spec.split)[0]
-        call = (first.args, first.kwargs)
-        known = next((graph for graph in self._graphs if graph.holds(*call)), None)
+        call = _first_call(batch, spec)
+        known = self._known(*call)
         if known is not None:
             return ForwardProof(known, call)
+        start = time.monotonic()
+        try:
+            return self._prove(module, call, is_first=is_first)
+        finally:
+            if self._began is None:
+                self._began = time.monotonic()
+            else:
+                self._spent_s += time.monotonic() - start
+
+    def _known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WholeGraph | None:
+        return next((graph for graph in self._graphs if graph.holds(args, kwargs)), None)
+
+    def _prove(self, module: nn.Module, call: Call, *, is_first: bool) -> ForwardProof | str:
         if is_first:
             self._graphs, self._num_open = [], 0
         graph = WholeGraph(compiled_original(module) or module)  # compiled code does what it was made of
@@ -60,9 +89,17 @@ class ForwardProofs:
         is_open = bool(self._graphs) and self._num_open < MAX_OPEN
         self._num_open += is_open
         reason = graph.prove(*call, any_shapes=True) if is_open else None
+        if reason is not None:
+            self._num_open = MAX_OPEN  # it takes as long each time
         if not is_open or reason is not None:
             reason = graph.prove(*call)
         if reason is not None:
             return reason
         self._graphs.append(graph)
         return ForwardProof(graph, call)
+
+
+def _first_call(batch: Batch, spec: ScatterSpec) -> Call:
+    args, kwargs, _ = batch
+    first = scatter_call(args, kwargs, spec.devices, spec.dim, spec.split)[0]
+    return first.args, first.kwargs

@@ -36,7 +36,7 @@ from everygpu.parallel.cuda_graphs.recordable import (
 )
 from everygpu.parallel.cuda_graphs.recorder import Capture
 from everygpu.parallel.cuda_graphs.recurrent_dropout import draw_seeds
-from everygpu.parallel.cuda_graphs.static_batch import StaticBatch
+from everygpu.parallel.cuda_graphs.static_batch import Batch, StaticBatch
 from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
 from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
 from everygpu.parallel.engines.engine import Outputs, RunOn
@@ -179,6 +179,9 @@ class RecordedForward:
 
     def unsupported_reason(self) -> str | None:
         return find_unsupported_tensor(self._module())
+
+    def may_record(self, batch: Batch) -> bool:
+        return not self._proves or self._proofs.may_find(batch, self._route)
 
     def prepare(self) -> _Prepared:
         # Replicas accept another parameter that fits in place of one; ParameterSync is for the very tensors.

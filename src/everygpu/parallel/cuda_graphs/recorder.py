@@ -44,6 +44,9 @@ class Recordable(Protocol[Made]):
     def unsupported_reason(self) -> str | None:
         """Say why the step is better not recorded."""
 
+    def may_record(self, batch: Batch) -> bool:
+        """Tell whether a kind of batch that is due is to be recorded now, rather than later."""
+
     def prepare(self) -> Any:
         """Prepare for a recording; what is returned goes to ``record``."""
 
@@ -146,7 +149,7 @@ class Capture(Generic[Result]):
             self._give_up(f"of {WINDOW} batches hardly any had the shapes of one before")
             return None
         if recording is None:
-            if not self._kinds.is_due(key, len(self._recordings)):
+            if not self._kinds.is_due(key, len(self._recordings)) or not self._step.may_record(batch):
                 return None
             with CAPTURE_LOCK.taken() as is_ours:
                 recording = self._record(key, batch) if is_ours else None

@@ -102,7 +102,8 @@ class ThreadState:
         """Call a function in another thread as if from the captured one, with ``device`` current; see ``on_device``."""
 
         def call() -> T:
-            with self._restored(device), on_device(device, self._streams.get(device), mode):
+            own = on_device(device, self._streams.get(device), mode)
+            with self._restored(device), self._on_streams_beside(device), own:
                 return function()
 
         return context.run(call)
@@ -114,6 +115,15 @@ class ThreadState:
             stack.enter_context(self._packing())
             for mode in self._function_modes:
                 stack.enter_context(_pushed(_for_device(mode, device)))
+            yield
+
+    @contextmanager
+    def _on_streams_beside(self, device: torch.device) -> Iterator[None]:
+        """Enter the streams of the other devices: a replica may read a tensor there that is no parameter."""
+        with ExitStack() as stack:
+            for d, stream in self._streams.items():
+                if d != device and stream != torch.cuda.default_stream(d):
+                    stack.enter_context(torch.cuda.stream(stream))
             yield
 
     def _packing(self) -> AbstractContextManager[Any]:

@@ -1,5 +1,6 @@
 """Gradients that are added up over ranks while backward goes on."""
 
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from everygpu import comm, tree
 from everygpu.errors import CallError
 from everygpu.parallel.buckets.grouping import group_by_storage
+from everygpu.parallel.buckets.memory import fill_views
 from everygpu.parallel.buckets.plan import BucketPlan, plan_bucket
 from everygpu.ranks.group import Group
 from everygpu.torch_private.autograd import NO_BACKWARD, after_backward, backward_id, will_execute
@@ -60,7 +62,7 @@ class RankGradients:
         self._reached: dict[int, Weight] = {}
         """Weights of the forwards whose outputs the backward that is running has come to."""
         self._share: _Share | None = None
-        self._num_sent = 0
+        self._left = self._buckets[::-1]
         for bucket in self._buckets:
             bucket.clear()
 
@@ -105,30 +107,28 @@ class RankGradients:
 
     def after(self, p: Tensor) -> None:
         """Take a gradient that is complete; send buckets that are."""
+        share = self._share or self._begin(p.device)
+        if share is None:
+            return
+        self._bucket_of[id(p)].take(p)
+        while self._left and self._left[-1].is_ready:
+            self._left.pop().send(self._group, share)
+
+    def _begin(self, device: torch.device) -> "_Share | None":
+        """Begin with the first gradient; None where it is not to be added up now."""
         if not self._reached:
             is_other = self._group.last_forward is None or self._group.last_forward() is not self
             if is_other or self._group.reached_in == backward_id():
-                return  # another wrapper's forward, or a TrainStep's
-            if self._share is None and not self.is_held:
+                return None  # another wrapper's forward, or a TrainStep's
+            if not self.is_held:
                 after_backward(self._end)
         if self.is_held:
-            return
-        share = self._begun(p.device)
-        self._bucket_of[id(p)].take(p)
-        while self._num_sent < len(self._buckets) and self._buckets[self._num_sent].is_ready:
-            self._send_next(share)
-
-    def _begun(self, device: torch.device) -> "_Share":
-        if self._share is None:
-            # Parameters wait for all forwards that use them, so these have been reached by now.
-            weights = [*self._held, *(self._reached.values() or [self._last])]
-            self._held = []
-            self._share = _Share(self._group, weights, device)
+            return None
+        # Parameters wait for all forwards that use them, so these have been reached by now.
+        weights = [*self._held, *(self._reached.values() or [self._last])]
+        self._held = []
+        self._share = _Share(self._group, weights, device)
         return self._share
-
-    def _send_next(self, share: "_Share") -> None:
-        self._buckets[self._num_sent].send(self._group, share)
-        self._num_sent += 1
 
     @torch.no_grad()
     def _end(self) -> None:
@@ -136,8 +136,8 @@ class RankGradients:
         if self.is_held:
             self._held += self._reached.values()
         elif self._share is not None:
-            while self._num_sent < len(self._buckets):
-                self._send_next(self._share)
+            while self._left:
+                self._left.pop().send(self._group, self._share)
             for bucket in self._buckets:
                 bucket.finish()
         self._clear()
@@ -174,11 +174,12 @@ class Bucket:
     def __init__(self, params: Sequence[Tensor], plan: BucketPlan) -> None:
         self._plan = plan
         self.params = [params[slot.index] for slot in plan.slots]
+        self._places = [(slot.shape, slot.strides, slot.start) for slot in plan.slots]
         self.clear()
 
     def clear(self) -> None:
         self._taken: set[int] = set()
-        self._flat: Tensor | None = None
+        self._views: list[Tensor] = []
         self._flags: Tensor | None = None
         self._wait: Callable[[], None] | None = None
 
@@ -197,38 +198,37 @@ class Bucket:
     def send(self, group: Group, share: _Share | None = None) -> None:
         """Begin to add the gradients up, those of all ranks multiplied by their shares."""
         grads = [p.grad for p in self.params]
-        make, numel = torch.zeros if self._plan.has_gaps else torch.empty, self._plan.numel
+        kinds = list(map(_kind, grads))
+        is_whole = min(kinds) == max(kinds) == _STRIDED
+        make, numel = torch.empty if is_whole and not self._plan.has_gaps else torch.zeros, self._plan.numel
         whole = make(numel + len(grads), dtype=self._plan.dtype, device=self.params[0].device)
-        self._flat, flags = whole[:numel], whole[numel:]
-        self._plan.fill(self._flat, {s.index: _to_strided(g) for s, g in zip(self._plan.slots, grads)})
-        if share is not None:
-            share.scale_(self._flat)
-        if all(g is not None for g in grads):
+        flat, flags = whole[:numel], whole[numel:]
+        self._views = list(itertools.starmap(whole.as_strided, self._places))
+        fill_views(self._views, list(map(_to_strided, grads)))
+        if is_whole:
             flags.fill_(1)
         else:
-            flags.copy_(torch.tensor([_kind(g) for g in grads]), non_blocking=True)
+            flags.copy_(torch.tensor(kinds), non_blocking=True)
             self._flags = flags
+        if share is not None:
+            share.scale_(flat)
         self._wait = group.all_reduce(whole)
 
     def finish(self) -> None:
         """Write the gradients; a parameter that no rank has one for keeps what it had."""
-        if self._wait is None or self._flat is None:
+        if self._wait is None:
             return
         self._wait()
-        kinds = [_STRIDED] * len(self.params) if self._flags is None else self._flags.tolist()
-        targets, sources = [], []
-        for p, view, kind in zip(self.params, self._plan.views(self._flat), kinds):
+        if self._flags is None:
+            foreach_copy_([p.grad for p in self.params if p.grad is not None], self._views)
+            return
+        for p, view, kind in zip(self.params, self._views, self._flags.tolist()):
             if p.grad is None and kind:
                 p.grad = view.clone() if kind < _SPARSE else view.to_sparse(1)
-            elif p.grad is None:
-                continue
-            elif p.grad.layout is torch.strided:
-                targets.append(p.grad)
-                sources.append(view)
-            else:
+            elif p.grad is not None and p.grad.layout is torch.strided:
+                p.grad.copy_(view)
+            elif p.grad is not None:
                 p.grad = view.to_sparse(p.grad.sparse_dim())
-        if targets:
-            foreach_copy_(targets, sources)
 
 
 def make_buckets(params: Sequence[Tensor], bucket_bytes: int) -> list[Bucket]:

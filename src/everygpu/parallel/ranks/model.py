@@ -10,6 +10,7 @@ from torch import nn
 from everygpu.parallel.buckets.sizes import replica_bucket_bytes
 from everygpu.parallel.ranks.gradients import RankGradients, check_hooks
 from everygpu.parallel.ranks.start import copy_from_first
+from everygpu.parallel.replicas.module_tree import ModuleTree
 from everygpu.parallel.scatter.batch_weight import Weight, weigh_batch
 from everygpu.ranks.group import Group
 from everygpu.ranks.spread_batch import SpreadBatch, forward_of
@@ -44,6 +45,7 @@ class RankModel:
         self._gradients: RankGradients | None = None if before is None else before._gradients
         self._is_held: bool = before is not None and before._is_held
         self._is_apart = False
+        self._tree: ModuleTree | None = None
 
     def forward(self, function: Callable[..., Any], module: nn.Module, inputs: Any, kwargs: Any) -> Any:
         """Return a forward's output; layers compute over all ranks' batches, and gradients will be added up.
@@ -68,7 +70,8 @@ class RankModel:
         return output
 
     def _current_gradients(self, module: nn.Module) -> RankGradients:
-        named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._look_at(module)
+        named = {name: p for name, p in self._params.items() if p.requires_grad}
         check_hooks(named)
         params = list(named.values())
         if self._gradients is None or not self._gradients.fits(params):
@@ -79,7 +82,14 @@ class RankModel:
     def copy_buffers(self, module: nn.Module) -> None:
         """Have all ranks begin with rank 0's buffers, in training: those that will be saved."""
         if module.training:
-            copy_from_first(self.group, list(module.buffers()))
+            self._look_at(module)
+            copy_from_first(self.group, self._buffers)
+
+    def _look_at(self, module: nn.Module) -> None:
+        """Find the module's tensors anew where others have taken their places."""
+        if self._tree is None or self._tree.modules[0] is not module or not self._tree.is_same():
+            self._tree = ModuleTree(module)
+            self._params, self._buffers = dict(module.named_parameters()), list(module.buffers())
 
     @contextlib.contextmanager
     def apart(self, module: nn.Module) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """All ranks start from rank 0's model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from everygpu.errors import DeviceError
 from everygpu.parallel.buckets.grouping import group_tensors
 from everygpu.parallel.buckets.sizes import REPLICA_BYTES
 from everygpu.ranks.group import Group
+from everygpu.torch_private.tensors import foreach_copy_
 
 
 def start_alike(group: Group, module: nn.Module) -> None:
@@ -48,16 +49,10 @@ def check_devices(group: Group, devices: Sequence[torch.device]) -> None:
 @torch.no_grad()
 def copy_from_first(group: Group, tensors: Sequence[Tensor]) -> None:
     """Write rank 0's values into the other ranks' tensors."""
-    for members in _side_by_side(tensors):
+    for indices in group_tensors(tensors, lambda t: (t.dtype, t.device), REPLICA_BYTES):
+        members = [tensors[i] for i in indices]
         flat = torch.cat([t.reshape(-1) for t in members])
         group.broadcast(flat)
         if group.rank:
-            begin = 0
-            for t in members:
-                t.copy_(flat[begin : begin + t.numel()].view(t.shape))
-                begin += t.numel()
-
-
-def _side_by_side(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    for members in group_tensors(tensors, lambda t: (t.dtype, t.device), REPLICA_BYTES):
-        yield [tensors[i] for i in members]
+            parts = torch.split(flat, [t.numel() for t in members])
+            foreach_copy_(members, [part.view(t.shape) for part, t in zip(parts, members)])

@@ -93,6 +93,12 @@ def _nest(rows: Sequence[Tensor], layout: torch.layout) -> Tensor:
     return nested
 
 
+def _move_nested(batch: Tensor, device: torch.device) -> Tensor:
+    """Copy row by row: autograd takes no gradient of layout jagged from one GPU to another."""
+    rows = batch.unbind() if batch.device != device else ()
+    return _nest([comm.copy(row, device) for row in rows], batch.layout) if rows else comm.copy(batch, device)
+
+
 def _nest_nothing(batch: Any) -> Tensor:
     """Return a nested tensor like another, but without rows."""
     if batch.layout is not torch.jagged:
@@ -126,7 +132,7 @@ def _count_tensordict(batch: Any) -> int | None:
 
 
 PACKED = BatchType(count=lambda x: int(x.batch_sizes[0]), split=_split_packed, join=_join_packed, move=_move_packed)
-NESTED = BatchType(count=lambda x: x.size(0), split=_split_nested, join=_join_nested, move=comm.copy)
+NESTED = BatchType(count=lambda x: x.size(0), split=_split_nested, join=_join_nested, move=_move_nested)
 _GRAPHS = BatchType(count=lambda x: x.num_graphs, split=_split_graphs, join=_join_graphs, move=move_by_method)
 _TENSORDICT = BatchType(
     count=_count_tensordict,
