@@ -93,21 +93,18 @@ def test_saved_tensor_hooks_can_be_read_left_and_entered_again():
         assert autograd.top_saved_tensor_hooks() is None
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_a_hook_is_told_about_the_backward_it_runs_in(keep):
+def test_a_hook_is_told_about_the_backward_it_runs_in():
     x, other = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
     seen = []
 
     def look(_):
         nodes = [torch.autograd.graph.get_gradient_edge(t).node for t in (x, other)]
-        seen.append(
-            (autograd.backward_id() != autograd.NO_BACKWARD, autograd.keeps_graph(), *map(autograd.will_execute, nodes))
-        )
+        seen.append((autograd.backward_id() != autograd.NO_BACKWARD, *map(autograd.will_execute, nodes)))
 
     y = x * 2
     y.register_hook(look)
-    y.backward(retain_graph=keep)
-    assert seen == [(True, keep, True, False)]
+    y.backward()
+    assert seen == [(True, True, False)]
     assert autograd.backward_id() == autograd.NO_BACKWARD
 
 

@@ -20,7 +20,7 @@ def test_batched_tensors_are_told_from_others():
     assert autograd.are_batched([]) is False
 
 
-def test_torch_function_can_be_enabled_within():
+def test_torch_function_can_be_left_out():
     class Seen(torch.Tensor):
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -28,9 +28,6 @@ def test_torch_function_can_be_enabled_within():
 
     x = torch.ones(1).as_subclass(Seen)
     with modes.without_torch_function():
-        assert x.tanh() != "seen"
-        with modes.with_torch_function():
-            assert x.tanh() == "seen"
         assert x.tanh() != "seen"
 
 

@@ -59,11 +59,6 @@ def backward_id() -> int:
     return torch._C._current_graph_task_id()
 
 
-def keeps_graph() -> bool:
-    """Tell, within a backward, whether it was called with ``retain_graph=True``; nodes aren't told."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
-
-
 def will_execute(node: Node) -> bool:
     """Tell, within a backward, whether it will run a node; nodes aren't told what was asked of the engine.
 

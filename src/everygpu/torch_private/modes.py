@@ -28,9 +28,6 @@ pop_function_mode: Any = _pop_mode
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 """The context manager in which subclasses' ``__torch_function__`` isn't called, as "Extending PyTorch" documents it."""
 
-with_torch_function: Any = torch._C._EnableTorchFunction
-"""The context manager that undoes ``without_torch_function`` within it; torch's public ones only disable."""
-
 
 def function_modes() -> list[Any]:
     """Return the function modes that are entered now, the outermost first; torch can only enter and leave them."""
