@@ -33,26 +33,38 @@ TITLES = {
     "faults": "Faults",
     "costs": "What safety costs",
     "ranks": "A process for each GPU",
+    "one-gpu": "One GPU, models that nobody tuned for",
     "before-0.1": "One card, before 0.1",
 }
 """The sections of the page, in this order; other files follow under their own names."""
 
 WORKLOADS = {
     "bert": "BERT, 40 lengths",
+    "bert_12": "BERT, 12 lengths",
+    "convnext_t": "ConvNeXt-T, 128 px",
+    "dlrm": "DLRM",
     "gpt2": "GPT-2 124M",
+    "gpt2_checkpointed": "GPT-2 124M, checkpointed",
     "gpt2_compiled": "GPT-2 124M, compiled",
     "llama": "Llama 230M",
     "lstm": "LSTM",
     "moe": "mixture of experts",
     "resnet18": "ResNet-18, 32 px",
+    "qwen2": "Qwen2, 12 layers",
+    "resnet18_64": "ResNet-18, 64 px",
     "resnet50": "ResNet-50",
+    "simclr": "SimCLR, ResNet-18",
+    "t5_12": "T5, 12 pairs of lengths",
     "unet": "U-Net",
     "vit": "ViT-B/16",
     "vit_b_16": "ViT-B/16",
+    "vit_mae": "ViT-MAE",
+    "whisper": "Whisper, small",
 }
 ROWS = {
     "single": "one GPU",
     "single_graph": "one GPU, one CUDA graph",
+    "single_compiled": "one GPU, torch.compile by hand",
     "dp": "nn.DataParallel",
     "ddp": "DDP",
     "loop": "DataParallel",
