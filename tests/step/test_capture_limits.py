@@ -114,6 +114,22 @@ def test_hooks_are_called(recording: Devices) -> None:
     assert num_recordings(step) == 0
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing torch's compiler warns of torch.jit
+def test_hooks_whose_code_is_proven_are_recorded(recording: Devices) -> None:
+    used = recording(2)
+    found = []
+    for capture in (False, "auto"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5)).to(used[0])
+        handle = net[2].register_forward_hook(lambda module, args, output: output * 2)
+        losses, step = train(net, used, batches(10, used[0]), OPTIMIZERS["SGD"], capture=capture)
+        assert not capture or num_recordings(step) == 1
+        handle.remove()
+        losses = [*losses, *(step(x, y) for x, y in batches(3, used[0]))]
+        found.append(torch.stack([loss.detach().cpu() for loss in losses]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
 def test_a_hook_that_comes_later_ends_the_recording(recording: Devices) -> None:
     used = recording(2)
     net, calls = Net().to(used[0]), []

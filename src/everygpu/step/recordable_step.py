@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from everygpu.errors import CaptureError
 from everygpu.parallel.compiler.recordable_graph import innermost
-from everygpu.parallel.cuda_graphs.guards import referents
+from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof, ForwardProofs
+from everygpu.parallel.cuda_graphs.guards import find_hooks, referents
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.recorder import Capture
 from everygpu.parallel.cuda_graphs.recurrent_dropout import draw_seeds
@@ -20,6 +21,7 @@ from everygpu.parallel.scatter.split import ScatterSpec
 from everygpu.parallel.verbs import overridden
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.loss import roots_of
+from everygpu.step.options import autocast
 from everygpu.step.sharded_update import ShardedUpdate
 from everygpu.step.stats import Mark
 from everygpu.step.update import FusedStatus
@@ -43,6 +45,8 @@ class _Recorded(NamedTuple):
     """Of the gradient, where the update waits for all of it."""
     moments: Sequence[torch.cuda.Event] = ()
     """When backward has each bucket that is added up over ranks."""
+    proof: ForwardProof | None = None
+    """That hooks of forward do in a launch what they would do."""
 
 
 class RecordableStep:
@@ -51,11 +55,14 @@ class RecordableStep:
     Args:
         step: The step.
         strategy: Its own.
+        must: Hooks are left out where there are any: the caller has said so.
     """
 
-    def __init__(self, step: "TrainStep", strategy: ShardedUpdate) -> None:
+    def __init__(self, step: "TrainStep", strategy: ShardedUpdate, *, must: bool) -> None:
         self._step = step
         self._strategy = strategy
+        self._must = must
+        self._proofs = ForwardProofs()
         self._is_beside = True
 
     def roots(self) -> list[nn.Module]:
@@ -82,13 +89,41 @@ class RecordableStep:
         return self._strategy.early_update(beside=self._is_beside and not needs_all)
 
     def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: EarlyUpdate | None) -> _Recorded:
+        proof = self._prove_hooks(batch)
         draw_seeds(self.roots(), self._step.model.replica_devices)
         try:
-            return graph.record(lambda: self._run(batch.read(), prepared))
+            return graph.record(lambda: self._run(batch.read(), prepared))._replace(proof=proof)
         except Exception as error:
             raise _at_users_line(error) from error
         finally:
             self._strategy.put_back()
+
+    def _prove_hooks(self, batch: StaticBatch) -> ForwardProof | None:
+        """Return the proof that a launch does what hooks of forward do; None where there are none.
+
+        Raises:
+            CaptureError: it doesn't, or hooks are the loss's.
+        """
+        step, model = self._step, self._step.model
+        first, *others = self.roots()
+        if self._must or (find_hooks([first]) is None and find_hooks(others) is None):
+            return None
+        with torch.enable_grad(), autocast(step._home, step._dtype):
+            is_first = step._capture is None or not step._capture.has_recordings
+            route = ScatterSpec(devices=model.replica_devices, dim=model.dim, split=model.split)
+            proof = find_hooks(others) or self._proofs.find(first, batch.read(), route, is_first=is_first)
+        if isinstance(proof, str):
+            raise CaptureError(proof)
+        return proof
+
+    def _holds(self, proof: ForwardProof) -> bool:
+        step = self._step
+        with torch.enable_grad(), autocast(step._home, step._dtype):
+            if proof.holds():
+                return True
+        if step._capture is not None:
+            step._capture.forget()
+        return False
 
     def _run(self, batch: Batch, update: EarlyUpdate | None) -> _Recorded:
         step, before = self._step, self._strategy.grad_versions()
@@ -113,7 +148,7 @@ class RecordableStep:
         self._step.model.give_up_recording(reason)
 
     def begin(self, recorded: _Recorded) -> bool:
-        if not self._strategy.is_ready():
+        if not self._strategy.is_ready() or not (recorded.proof is None or self._holds(recorded.proof)):
             return False
         if recorded.update is None:
             if self._step._num_batches == 0:
@@ -170,4 +205,5 @@ def make_capture(step: "TrainStep", strategy: ShardedUpdate, *, must: bool) -> C
     route = ScatterSpec(devices=model.replica_devices, dim=model.dim, split=model.split)
     # With several devices, the engine that takes over says why where it is slower.
     level = logging.WARNING if len(model.replica_devices) == 1 else logging.INFO
-    return Capture(RecordableStep(step, strategy), "TrainStep", route, must=must, level=level, gives_up=not must)
+    work = RecordableStep(step, strategy, must=must)
+    return Capture(work, "TrainStep", route, must=must, level=level, proves_hooks=True, gives_up=not must)

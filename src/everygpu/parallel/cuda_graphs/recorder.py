@@ -90,6 +90,7 @@ class Capture(Generic[Result]):
         level: Of the log line that says why steps run eagerly.
         proves: Each recording has a proof of what forward does, hooks and all, and sends frozen parameters, too, which
             may be written in between.
+        proves_hooks: A recording has such a proof where there are hooks of forward.
         gives_up: Give up where hardly any kind of batch comes again, as ``BatchKinds`` says.
     """
 
@@ -102,11 +103,13 @@ class Capture(Generic[Result]):
         must: bool = False,
         level: int = logging.INFO,
         proves: bool = False,
+        proves_hooks: bool = False,
         gives_up: bool = True,
     ) -> None:
         self.reason: str | None = None
         """Why no step will be recorded any more, if so."""
         self._proves = proves
+        self._proves_hooks = proves or proves_hooks
         self._gives_up = gives_up
         self._kinds = BatchKinds(name, route.devices)
         self._step = step
@@ -195,7 +198,7 @@ class Capture(Generic[Result]):
         self._written = None if self.guards is None else self.guards.find_written()
         guards = guards or ModuleGuards(roots, watches_frozen=not self._proves)
         self.guards, self._guard_key = guards, key
-        reason = self._step.unsupported_reason() or find_hooks(roots, are_proven=self._proves)
+        reason = self._step.unsupported_reason() or find_hooks(roots, are_proven=self._proves_hooks)
         if reason is not None and not self._must:
             self._give_up(reason)
         elif self._num_failures > MAX_ATTEMPTS:
