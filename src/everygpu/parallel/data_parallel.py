@@ -14,7 +14,7 @@ from everygpu.devices.seed import spread_seeds
 from everygpu.errors import CallError
 from everygpu.parallel.buckets.sizes import replica_bucket_bytes
 from everygpu.parallel.compiler.eval_frame import not_compiled
-from everygpu.parallel.engines.engine import Around, Engine, EngineContext
+from everygpu.parallel.engines.engine import Around, Engine, EngineContext, may_launch
 from everygpu.parallel.engines.table import make_engine
 from everygpu.parallel.engines.thread_state import fresh_casts
 from everygpu.parallel.engines.threads import Workers
@@ -158,6 +158,7 @@ class DataParallel(MethodCalls):
             options=lambda: (me.split, me.dim, me.gather_rule, me.buffers_rule, me.output_device),
             run=lambda *call, around: me._forward_on(*call, around=around, gather=lambda *apart: apart),
             make_replicas=lambda make_leaves: me.make_replicas(make_leaves, fixed=True),
+            has_ranks=join() is not None,
             bucket_cap_mb=self.bucket_cap_mb,
         )
         engine = make_engine(self.engine, context)
@@ -177,7 +178,7 @@ class DataParallel(MethodCalls):
     def _forward_by_itself(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(self.replica_devices) > 1:
             check_transforms()
-        elif not self._engine.launches and not self._has_overrides:
+        elif not self._has_overrides and not (self._engine.launches and may_launch()):
             return self._forward_alone(inputs, kwargs)
         return self._one_at_a_time(self._forward_here, inputs, kwargs)
 
@@ -263,7 +264,9 @@ class DataParallel(MethodCalls):
         if kwargs or any(type(x) is not Tensor or x.device != device for x in inputs):
             inputs, kwargs = move_tree(inputs, device), move_tree(kwargs, device)
         if name is None:
-            (output,) = self._engine.watch([self._engine.run_alone((self.module, inputs, kwargs), device)])
+            output = self._engine.run_alone((self.module, inputs, kwargs), device)
+            if self._engine.launches and may_launch():
+                (output,) = self._engine.watch([output])
         else:
             output = self._threads.run_alone((getattr(self.module, name), inputs, kwargs), device)
         return self._at_output_device(output)

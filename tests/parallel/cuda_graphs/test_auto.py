@@ -1,7 +1,9 @@
 """``engine="auto"``: threads first, then recordings that are proven, else threads for good."""
 
 import logging
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -158,6 +160,49 @@ def test_one_device_that_is_not_recorded_runs_the_module_itself(
     kept = [torch.zeros(6, 2)]
     net.forward = lambda x: kept  # type: ignore[method-assign]
     assert model(torch.randn(6, 4, device=used[0])) is kept
+
+
+@pytest.mark.usefixtures("quick_guards")
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_wrapper_of_one_device_is_compiled_whole(recording: Devices) -> None:
+    torch.compiler.reset()
+    used, made = recording(1), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        made.append([str(node.target) for node in graph.graph.nodes])
+        return graph
+
+    net = Net().to(used[0])
+    model = everygpu.DataParallel(net, used)
+    compiled: Any = torch.compile(model, backend=backend)
+    for _ in range(8):
+        x = torch.randn(6, 4, device=used[0])
+        compiled(x).square().mean().backward()
+    assert len(made) == 1
+    assert sum("linear" in target for target in made[0]) == 2
+    torch.testing.assert_close(compiled(x), net(x))
+    torch.compiler.reset()
+
+
+def test_threads_evaluate_one_device_side_by_side(recording: Devices) -> None:
+    used = recording(1)
+    both = threading.Barrier(2)
+
+    class Meeting(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            both.wait(60)
+            return super().forward(x)
+
+    model = everygpu.DataParallel(Meeting().to(used[0]), used)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(torch.randn(6, 4, device=used[0]))
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(evaluate) for _ in range(2)]:
+            done.result()
 
 
 @pytest.mark.usefixtures("quick_guards")

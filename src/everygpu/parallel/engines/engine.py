@@ -47,6 +47,8 @@ class EngineContext:
     """Scatters a call, and applies replicas to the shards."""
     make_replicas: Callable[[Callable[[], Leaves] | None], ReplicaSet]
     """Makes replicas whose parameters are leaves, or connected to the module's."""
+    has_ranks: bool
+    """Whether gradients are added up over ranks, by hooks on parameters."""
     bucket_cap_mb: float | None
     """Size at which a group of parameters is closed, in MiB; None for the defaults."""
 
@@ -102,3 +104,8 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """End the threads, and whatever else the engine keeps running."""
+
+
+def may_launch() -> bool:
+    """Tell whether a call may be launched as a whole: one with gradients, that torch.compile doesn't trace."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()

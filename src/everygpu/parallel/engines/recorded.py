@@ -10,7 +10,7 @@ from everygpu.devices.p2p import reach_each_other
 from everygpu.parallel.buckets.sizes import replica_bucket_bytes
 from everygpu.parallel.compiler.eval_frame import not_compiled
 from everygpu.parallel.cuda_graphs.recorded_forward import RecordedForward
-from everygpu.parallel.engines.engine import Call, Engine, EngineContext, Outputs
+from everygpu.parallel.engines.engine import Call, Engine, EngineContext, Outputs, may_launch
 
 T = TypeVar("T")
 
@@ -63,6 +63,8 @@ class RecordedReplicas(Engine):
 
     def run_alone(self, call: Call, device: torch.device) -> Any:
         """Make the call by the other engine; compiled code is warmed up for the recording."""
+        if not may_launch():
+            return self._eager.run_alone(call, device)
         run = super().run_alone if self.is_fixed and self.launches else self._eager.run_alone
         return self._with_memory(lambda: run(call, device))
 

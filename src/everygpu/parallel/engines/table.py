@@ -27,9 +27,11 @@ def _recorded(context: EngineContext) -> Engine:
 
 
 def can_gain(context: EngineContext) -> bool:
-    """Tell whether recordings may be faster: not on the CPU, nor than one module that its user has compiled."""
+    """Tell whether recordings may be faster: not on the CPU, nor than one module that its user has compiled. Over ranks
+    there are none, for the hooks that add gradients up.
+    """
     is_users = len(context.devices) == 1 and compiled_original(context.module()) is not None
-    return context.devices[0].type == "cuda" and not is_users
+    return context.devices[0].type == "cuda" and not is_users and not context.has_ranks
 
 
 def _auto(context: EngineContext) -> Engine:
