@@ -53,22 +53,24 @@ class ModuleGuards:
 
     Args:
         roots: The modules, with all below them, as they are now.
-        watches_frozen: Count writes to frozen parameters as changes.
+        is_proven: A proof guards all that forward reads, attributes too, and launches send frozen parameters: here it
+            is tensors alone, which a proof knows by their objects.
     """
 
-    def __init__(self, roots: Sequence[nn.Module], *, watches_frozen: bool = True) -> None:
+    def __init__(self, roots: Sequence[nn.Module], *, is_proven: bool = False) -> None:
         self._roots = list(roots)
         self._layouts = [ModuleTree(root) for root in roots]
         self._tensors = [t for layout in self._layouts for t in layout.tensors]
         # An LSTM has a list of its parameters: what they are is compared here.
         known: list[nn.Module | Tensor] = [*self._tensors, *(m for layout in self._layouts for m in layout.modules)]
-        self._watches = [Watch(layout.modules, known) for layout in self._layouts]
+        self._watches = [] if is_proven else [Watch(layout.modules, known) for layout in self._layouts]
         for watch in self._watches:
             watch.changed()
         self._dense = [t for t in self._tensors if is_dense(t)]
         frozen = [t for t in self._tensors if isinstance(t, nn.Parameter) and not t.requires_grad]
-        self._fixed = frozen if watches_frozen else []
-        attributes = (v for layout in self._layouts for m in layout.modules for v in vars(m).values())
+        self._fixed = [] if is_proven else frozen
+        modules = [] if is_proven else [m for layout in self._layouts for m in layout.modules]
+        attributes = (v for m in modules for v in vars(m).values())
         self._objects = list({id(v): v for v in attributes if is_open(v)}.values())
         self._contents = _contents_of_objects(self._objects, known)
         self._key = self._guard_key()

@@ -196,7 +196,7 @@ class Capture(Generic[Result]):
         self.forget()
         self._num_failures += 1
         self._written = None if self.guards is None else self.guards.find_written()
-        guards = guards or ModuleGuards(roots, watches_frozen=not self._proves)
+        guards = guards or ModuleGuards(roots, is_proven=self._proves)
         self.guards, self._guard_key = guards, key
         reason = self._step.unsupported_reason() or find_hooks(roots, are_proven=self._proves_hooks)
         if reason is not None and not self._must:
