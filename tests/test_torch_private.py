@@ -423,6 +423,19 @@ def test_only_private_names_are_listed():
     assert private_names(Path(everygpu.__file__)) == set()
 
 
+def test_all_saved_tensor_hooks_are_left_and_entered_again():
+    def same(x):
+        return x
+
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    with hooks(same, same), hooks(abs, abs):
+        with autograd.without_saved_tensor_hooks() as left:
+            assert left == [(abs, abs), (same, same)]
+            assert autograd.top_saved_tensor_hooks() is None
+        assert autograd.top_saved_tensor_hooks() == (abs, abs)
+    assert autograd.top_saved_tensor_hooks() is None
+
+
 def test_frames_of_checkpoints():
     found = []
 

@@ -1,7 +1,8 @@
 """The autograd engine: the backward that is running, saved tensors and version counters."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -28,16 +29,26 @@ pop_saved_tensor_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 """Leave the innermost hooks, which another's context manager has entered."""
 
 
+@contextmanager
+def without_saved_tensor_hooks() -> Iterator[list[SavedTensorHooks]]:
+    """Leave all saved-tensor hooks of this thread within, and give them, the innermost first."""
+    hooks: list[SavedTensorHooks] = []
+    while (top := top_saved_tensor_hooks()) is not None:
+        hooks.append(top)
+        pop_saved_tensor_hooks()
+    try:
+        yield hooks
+    finally:
+        for pack, unpack in reversed(hooks):
+            push_saved_tensor_hooks(pack, unpack)
+
+
 def checkpoint_frames() -> tuple[list[Any], Any]:
     """Return the frames of the checkpointed regions that this thread is in, innermost first, and the frame of the one
     that it runs again, None beside that; ``torch.utils.checkpoint`` keeps them in the closures of its hooks.
     """
-    hooks = []
-    while (top := top_saved_tensor_hooks()) is not None:
-        hooks.append(top)
-        pop_saved_tensor_hooks()
-    for pack, unpack in reversed(hooks):
-        push_saved_tensor_hooks(pack, unpack)
+    with without_saved_tensor_hooks() as hooks:
+        pass
     frames, again = [], None
     for pack, _ in hooks:
         pack = inspect.unwrap(pack)

@@ -1,8 +1,7 @@
 """Batch normalisation over several tensors, each on its device: forward, gradient, second gradient."""
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +16,7 @@ from everygpu.ranks.spread_batch import SpreadBatch, batch_of_forward
 from everygpu.torch_private.autograd import (
     backward_id,
     checkpoint_frames,
-    pop_saved_tensor_hooks,
-    push_saved_tensor_hooks,
-    top_saved_tensor_hooks,
+    without_saved_tensor_hooks,
 )
 
 ReplicaInput = tuple[Tensor, Tensor | None, Tensor | None, "RegionStatistics"]
@@ -41,27 +38,11 @@ def normalize_together(
         _check_size(xs)
     elif xs[0].is_cuda and torch.cuda.is_current_stream_capturing():
         raise CaptureError("SyncBatchNorm adds up over several processes, which no recording does.")
-    with _without_saved_tensor_hooks():
+    # Even in a checkpointed region: the node belongs to all replicas, and one alone can't recompute what it saves.
+    with without_saved_tensor_hooks():
         mean, var, total, *ys = _Normalize.apply(eps, whole, len(xs), *xs, *weights, *biases)  # type: ignore[no-untyped-call]
     count = _count(xs) if total is None else total
     return [(y, m, v, count) for y, (m, v) in zip(ys, _copy_to_each([mean, var], xs))]
-
-
-@contextmanager
-def _without_saved_tensor_hooks() -> Iterator[None]:
-    """Save a node's tensors even in a checkpointed region, where one replica alone can't recompute them.
-
-    The node belongs to all replicas; of the region it saves only its input.
-    """
-    hooks = []
-    while (top := top_saved_tensor_hooks()) is not None:
-        hooks.append(top)
-        pop_saved_tensor_hooks()
-    try:
-        yield
-    finally:
-        for pack, unpack in reversed(hooks):
-            push_saved_tensor_hooks(pack, unpack)
 
 
 def _check_size(xs: Sequence[Tensor]) -> None:
