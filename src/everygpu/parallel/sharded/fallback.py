@@ -41,9 +41,8 @@ def _run_whole(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _reshape(x: ShardedBatch, func: Any, args: Args, kwargs: Kwargs) -> ShardedBatch:
     """``squeeze_`` and others, which torch's own functions call on what they have just made."""
-    view_of = getattr(
-        getattr(torch.ops.aten, func.overloadpacket.__name__[:-1], None), func._schema.overload_name, None
-    )
+    packet = getattr(torch.ops.aten, func.overloadpacket.__name__.removesuffix("_"), None)
+    view_of = getattr(packet, func._schema.overload_name or "default", None)
     view = None if view_of is None or x._memory.is_viewed or was_joined(x) else view_of(*args, **kwargs)
     if not isinstance(view, ShardedBatch):
         raise _refusal(func)
