@@ -1,7 +1,7 @@
 """Python, with torch imported, that forks where tests start a Python: tests/warm_python.py asks it to.
 
-Each fork runs what it was asked for and ends as a Python does, up to where that takes its modules apart: with torch that
-takes a quarter of a second.
+Each fork runs what it was asked for and ends as a Python does, but for taking its modules apart: with torch that would
+take a quarter of a second.
 """
 
 import atexit
@@ -18,9 +18,6 @@ import threading
 import types
 
 # What torch imports late: at its first optimizer, and at the first call of a tensor with its own __torch_function__.
-import torch._dynamo
-import torch.distributed.tensor
-import torch.utils.data
 
 BASE_PATH = sys.path[1:]  # without the folder of this file
 LARGEST_REQUEST = 1 << 18
