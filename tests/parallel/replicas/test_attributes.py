@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from everygpu.parallel.replicas.attributes import ReplicaModule
-from everygpu.parallel.replicas.watch import Watch
+from everygpu.parallel.replicas.replica_set import ReplicaSet
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "x y")
@@ -26,36 +25,21 @@ class Net(nn.Module):
         self.marks = {1, 2}
 
 
-def copied_tensors(modules, replica):
-    """Give the replica's modules copies of the tensors, as its owner does, and say whose copies they are."""
-    known = {}
-    for original, copied in zip(modules, replica.modules):
-        for table in ("_parameters", "_buffers"):
-            for key, t in getattr(original, table).items():
-                if t is not None and id(t) not in known:
-                    known[id(t)] = t.detach().clone()
-                getattr(copied, table)[key] = None if t is None else known[id(t)]
-    return known
-
-
 class Pairing:
     """An original and its replica, brought up to date as often as asked."""
 
     def __init__(self, net):
         self.net = net
-        self.modules = list(net.modules())
-        self.watch = Watch(self.modules)
-        self.replica = ReplicaModule(self.modules, CPU)
+        self._replicas = ReplicaSet(net, [CPU] * 2)
         self.update()
 
     def update(self):
-        self.replica.expire(self.watch.changed())
-        self.replica.update(copied_tensors(self.modules, self.replica))
-        return self.replica.root
+        _, self.replica = self._replicas.refresh([0, 1])
+        return self.replica
 
 
 def replica_of(net):
-    return Pairing(net).replica.root
+    return Pairing(net).replica
 
 
 class TestFollowing:
@@ -79,13 +63,13 @@ class TestFollowing:
 
     def test_what_the_replica_did_to_itself_is_undone_at_the_next_change(self):
         pairing = Pairing(Net())
-        pairing.replica.root.only_here = 1
+        pairing.replica.only_here = 1
         pairing.net.number = 9
         assert not hasattr(pairing.update(), "only_here")
 
     def test_nested_containers_are_the_originals_again_at_the_next_update(self):
         pairing = Pairing(Net())
-        net, replica = pairing.net, pairing.replica.root
+        net, replica = pairing.net, pairing.replica
         net.held = {"a": [1, [net.inner]], "b": ({},)}
         pairing.update()
         replica.held["a"][1].append(2)
@@ -108,14 +92,14 @@ class TestFollowing:
 
         net.register_forward_hook(hook)
         pairing = Pairing(net)
-        assert next(iter(pairing.replica.root._forward_hooks.values()))() is pairing.replica.root.inner
+        assert next(iter(pairing.replica._forward_hooks.values()))() is pairing.replica.inner
         used = net.other
-        assert next(iter(pairing.update()._forward_hooks.values()))() is pairing.replica.root.other
+        assert next(iter(pairing.update()._forward_hooks.values()))() is pairing.replica.other
 
     def test_follows_changes_it_missed(self):
         pairing = Pairing(Net())
         pairing.net.inner.note = 8
-        pairing.replica.expire(pairing.watch.changed())
+        pairing._replicas.refresh([0])
         pairing.net.names.append("c")
         replica = pairing.update()
         assert (replica.inner.note, replica.names) == (8, ["a", "b", "c"])
@@ -323,7 +307,7 @@ class TestSharedWithFunctions:
         net.inner.forward = lambda x: old(x) * settings["scale"]
         pairing = Pairing(net)
         x = torch.ones(1, 2)
-        before = pairing.replica.root.inner.forward(x)
+        before = pairing.replica.inner.forward(x)
         settings["scale"] = 3
         torch.testing.assert_close(pairing.update().inner.forward(x), before * 3)
 
@@ -332,7 +316,7 @@ class TestSharedWithFunctions:
         net.inner.forward = functools.partial(lambda s, old, x: old(x) * s["scale"], settings, net.inner.forward)
         pairing = Pairing(net)
         x = torch.ones(1, 2)
-        before = pairing.replica.root.inner.forward(x)
+        before = pairing.replica.inner.forward(x)
         settings["scale"] = 3
         torch.testing.assert_close(pairing.update().inner.forward(x), before * 3)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from everygpu.parallel.replicas.substitution import in_place_of
+from everygpu.parallel.replicas.remap import in_place_of
 
 
 class Net(nn.Module):
