@@ -185,14 +185,23 @@ class TestGraphs:
         sum(losses).backward()
         torch.testing.assert_close(originals[0].grad, 4 * originals[0].detach())
 
-    def test_originals_written_or_replaced_in_between(self, devices, fixed):
+    @pytest.mark.parametrize("replaced", [True, False])
+    def test_originals_written_or_replaced_in_between(self, devices, fixed, replaced):
         used = devices(2)
         originals = parameters_on(used[0], (2,))
         bucket = Bucket(originals, used[0], used[1:], fixed=fixed)
         loss, expected = squared(bucket.refresh(originals, [0])[0][0]), 2 * originals[0].detach()
-        with torch.no_grad():
-            originals[0].mul_(2)
-        bucket.refresh(originals, [0])
+        changed = originals
+        if replaced:
+            changed = [nn.Parameter(originals[0].detach() * 2)]
+        else:
+            with torch.no_grad():
+                originals[0].mul_(2)
+        bucket.refresh(changed, [0])
+        if fixed:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+            return
         loss.backward()
         torch.testing.assert_close(originals[0].grad, expected)
 

@@ -38,6 +38,38 @@ class Pairing:
         return self.replica
 
 
+class Munch(dict):
+    """Shows its items as attributes, as munch's does."""
+
+    def __getattr__(self, name):
+        return self[name]
+
+    def __setattr__(self, name, value):
+        self[name] = value
+
+    @property
+    def __dict__(self):
+        return dict(self)
+
+
+class Refusing(dict):
+    """As a frozen Box."""
+
+    def __setitem__(self, key, value):
+        raise TypeError
+
+    __copy__ = None
+
+
+class Irreps(tuple):
+    """As e3nn's."""
+
+    __slots__ = ()
+
+    def __len__(self):
+        raise NotImplementedError
+
+
 def replica_of(net):
     return Pairing(net).replica
 
@@ -111,6 +143,19 @@ class TestFollowing:
         replica.names.append("c")
         replica.marks.add(3)
         assert (net.flags["on"], net.names, net.marks) == (True, ["a", "b"], {1, 2})
+
+    def test_a_container_of_two_modules_stays_one(self):
+        net = Net()
+        net.names = net.inner.names = ["a"]
+        net.number = net.inner.other = [torch.ones(1)]
+        pairing = Pairing(net)
+        for change in (lambda: setattr(net, "note", 1), lambda: setattr(net.inner, "note", 1), lambda: None):
+            change()
+            replica = pairing.update()
+            assert replica.names is replica.inner.names
+            assert replica.names is not net.names
+            assert replica.number is replica.inner.other
+            pairing.replica.names.append("b")
 
     def test_class_without_a_plain_constructor(self):
         class Strict(nn.Module):
@@ -212,6 +257,16 @@ class TestTranslation:
         assert replica.thing is net.thing
         assert replica.function is net.function
         assert replica.constant is net.constant
+
+    @pytest.mark.parametrize("make", [lambda m: Munch(m=m), lambda m: Refusing(m=m), lambda m: Irreps((1, m))])
+    def test_objects_of_other_classes_than_the_built_in_are_shared(self, make):
+        net = Net()
+        net.held, net.listed = make(net.inner), [make(1)]
+        pairing = Pairing(net)
+        for _ in range(2):
+            assert pairing.replica.held is net.held
+            assert pairing.replica.listed[0] is net.listed[0]
+            pairing.update()
 
     def test_function_without_ties_to_the_tree_is_shared(self):
         net, scale = Net(), 3

@@ -1,7 +1,6 @@
 """Tensors handed from the primary device to the others, and their gradients added up on the way back."""
 
 import operator
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch.autograd.graph import increment_version
 
 from everygpu import comm
 from everygpu.parallel.buckets.copies import Streams, sum_on
-from everygpu.parallel.buckets.memory import Grads, Use, stand_in, versions_of
+from everygpu.parallel.buckets.memory import Grads, stand_in, versions_of
 from everygpu.parallel.buckets.plan import plan_bucket
 from everygpu.torch_private.autograd import are_batched
 
@@ -30,8 +29,8 @@ class Bucket:
         device: Where they are.
         devices: Where the copies go.
         keep_storage: Lay the copies out as the originals are in the one storage they share, not side by side.
-        fixed: Send to the same addresses, as CUDA graphs need it, unless a graph still has to go backward through what
-            is there.
+        fixed: Send to the same addresses, as CUDA graphs need it: a backward through other values than those of its
+            forward is torch's error then.
         keeps: Take note of what was sent, for ``current_copies``.
         trusts_versions: Send only when an original or its ``.data`` was replaced, or written as far as torch counts
             it: not in place through ``.data``; after that call ``forget``.
@@ -56,7 +55,6 @@ class Bucket:
         self._fixed = fixed
         self._keeps = keeps or trusts_versions
         self._trusts_versions = trusts_versions
-        self._uses: list[weakref.ref[Use]] = []
         self._copies: list[_Copy | None] = [None] * len(self.devices)
 
     def refresh(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> list[list[Tensor]]:
@@ -64,8 +62,7 @@ class Bucket:
 
         Args:
             originals: The tensors now, shaped as at construction.
-            replicas: Which of ``devices`` to serve; only graphs that have yet to run backward may hold on to
-                what these were given last, where addresses are fixed.
+            replicas: Which of ``devices`` to serve.
         Returns:
             For each of ``replicas``, its tensors; connected to ``originals``, also while autograd is off:
             activation checkpointing runs a replica again later, when it is on.
@@ -110,13 +107,6 @@ class Bucket:
             for k, column in enumerate(columns)
         ]
 
-    def begin_use(self) -> Use:
-        """Note that a graph has been connected; it says when its backward has run, or disappears."""
-        use = Use()
-        if self._fixed:
-            self._uses.append(weakref.ref(use))
-        return use
-
     def _send(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> None:
         if self._trusts_versions:
             replicas = [i for i in replicas if (copy := self._copies[i]) is None or not copy.is_of(originals)]
@@ -125,9 +115,9 @@ class Bucket:
             comm.broadcast(self.plan.flatten(dict(enumerate(originals)), self.device), targets)
 
     def _room(self, replica: int, originals: Sequence[Tensor]) -> Tensor:
-        """Return memory for a copy: that in use where addresses are fixed, unless a graph needs what is in it."""
+        """Return memory for a copy: that in use where addresses are fixed."""
         copy = self._copies[replica]
-        if copy is None or not self._fixed or self._awaits_backward():
+        if copy is None or not self._fixed:
             self._copies[replica] = copy = None  # its memory may be free for this one's
             flat = torch.empty(self.plan.numel, dtype=self.plan.dtype, device=self.devices[replica])
             # .data gives each slot a version counter of its own.
@@ -135,10 +125,6 @@ class Bucket:
         if self._fixed or self._keeps:
             copy.take(originals)
         return copy.flat
-
-    def _awaits_backward(self) -> bool:
-        self._uses = [ref for ref in self._uses if (use := ref()) is not None and not use.is_over]
-        return bool(self._uses)
 
 
 class _Copy:
@@ -183,7 +169,6 @@ class _Broadcast(torch.autograd.Function):
     def forward(ctx: Any, bucket: Bucket, replicas: Any, slots: Any, *originals: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.bucket = bucket
-        ctx.use = bucket.begin_use()
         ctx.width = len(originals)
         ctx.devices = [bucket.devices[i] for i in replicas]
         ctx.streams = Streams(bucket.device, *ctx.devices)
@@ -201,7 +186,6 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.use.is_over = True
         rows = [grads[i : i + ctx.width] for i in range(0, len(grads), ctx.width)]
         with ctx.streams.current():
             if torch.is_grad_enabled() or are_batched(grads):

@@ -286,18 +286,23 @@ class _Replica:
         """Warn of tensors that forward has left in attributes, with as many entries as the replica had rows."""
         held = [(m, name, value) for m in changed for name, value in vars(m).items() if name not in TABLES]
         held += [(m, name, value) for m in self.modules for name, value in m._buffers.items()]
-        for module, name, value in held:
-            for t in value if isinstance(value, (tuple, list)) else [value]:
-                if isinstance(t, Tensor) and id(t) not in self._given and self.num_rows in t.shape:
-                    _warn_of_rows(next(path for path, m in self.root.named_modules() if m is module), name)
+        found = [
+            (module, name)
+            for module, name, value in held
+            for t in (value if isinstance(value, (tuple, list)) else [value])
+            if isinstance(t, Tensor) and id(t) not in self._given and self.num_rows in t.shape
+        ]
+        if found:
+            paths = {m: f"{path}." if path else "" for path, m in self.root.named_modules()}
+            _warn_of_rows(", ".join(dict.fromkeys(paths[module] + name for module, name in found)))
 
 
 @functools.cache
-def _warn_of_rows(path: str, name: str) -> None:
+def _warn_of_rows(paths: str) -> None:
     logger.warning(
         "DataParallel: forward has left rows of the batch in %s: the module keeps those of the first replica alone, "
         "which all replicas get at the next forward. Return them, and pass them in as an argument. This is said once.",
-        f"{path}.{name}" if path else name,
+        paths,
     )
 
 

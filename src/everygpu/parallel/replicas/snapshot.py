@@ -47,6 +47,8 @@ class Snapshot:
         self._known: dict[int, Any] = {id(x): x for x in (*modules, *known)}
         self._is_strict = is_strict
         self._each: list[Contents | None] = [None] * len(modules)
+        self._containers: list[set[int]] = [set() for _ in modules]
+        self._linked: list[set[int]] = []
         # All records as one, so that one comparison tells whether any module has changed: usually none has.
         self._all: Contents | None = None
 
@@ -55,16 +57,31 @@ class Snapshot:
         return not self.volatile and self._all is not None and self._all.is_same()
 
     def changed(self) -> list[int]:
-        """Return the indices of the modules that have changed since the last call, and record their state."""
+        """Return the indices of the modules that have changed since the last call, and record their state.
+
+        With a module come those that share a container with it: replicas' share its copy then, too.
+        """
         if self._all is not None and self._all.is_same():
-            found = list(self.volatile)
+            found = set(self.volatile)
         else:
-            found = [i for i, c in enumerate(self._each) if c is None or i in self.volatile or not c.is_same()]
+            found = {i for i, c in enumerate(self._each) if c is None or i in self.volatile or not c.is_same()}
+        size = -1
+        while self._linked and size != len(found):
+            size = len(found)
+            found.update(*(group for group in self._linked if not group.isdisjoint(found)))
         self.accept(found)
         if self._all is None:
-            each = [c for c in self._each if c is not None]
-            self._all = Contents(*(list(_chain(parts)) for parts in zip(*(c.parts for c in each))))
-        return found
+            self._join()
+        return sorted(found)
+
+    def _join(self) -> None:
+        each = [c for c in self._each if c is not None]
+        self._all = Contents(*(list(_chain(parts)) for parts in zip(*(c.parts for c in each))))
+        owners: dict[int, set[int]] = {}
+        for i, ids in enumerate(self._containers):
+            for container in ids:
+                owners.setdefault(container, set()).add(i)
+        self._linked = [modules for modules in owners.values() if len(modules) > 1]
 
     def accept(self, indices: Iterable[int]) -> None:
         """Record the present state of these modules."""
@@ -80,6 +97,7 @@ class Snapshot:
         for name, value in vars(module).items():
             if name not in TABLES and name not in STATE_DICT_HOOKS:
                 search.add(name, value)
+        self._containers[index] = set(map(id, search.containers))
         self.volatile.pop(index, None)
         if search.unseen is not None:
             self.volatile[index] = search.unseen
