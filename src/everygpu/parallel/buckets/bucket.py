@@ -25,9 +25,7 @@ class Bucket:
     originals: what graphs and users still hold of earlier forwards stays as it was.
 
     Args:
-        originals: At least one tensor, all of one dtype and alike in ``requires_grad``.
-        device: Where they are.
-        devices: Where the copies go.
+        originals: At least one tensor, all of one dtype and alike in ``requires_grad``; on ``device``.
         keep_storage: Lay the copies out as the originals are in the one storage they share, not side by side.
         fixed: Send to the same addresses, as CUDA graphs need it: a backward through other values than those of its
             forward is torch's error then.
@@ -58,14 +56,10 @@ class Bucket:
         self._copies: list[_Copy | None] = [None] * len(self.devices)
 
     def refresh(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> list[list[Tensor]]:
-        """Bring copies up to date.
+        """Return copies of the tensors of now for some of ``devices``.
 
-        Args:
-            originals: The tensors now, shaped as at construction.
-            replicas: Which of ``devices`` to serve.
-        Returns:
-            For each of ``replicas``, its tensors; connected to ``originals``, also while autograd is off:
-            activation checkpointing runs a replica again later, when it is on.
+        They are connected to the originals also while autograd is off: activation checkpointing runs a replica again
+        later, when it is on.
         """
         # Outside inference mode, or buffers made in it could never be written by a training step.
         with torch.inference_mode(False):
@@ -89,13 +83,7 @@ class Bucket:
         return [copy.flat for copy in copies] if len(copies) == len(self._copies) else []
 
     def sum_grads(self, grads: Sequence[Grads]) -> list[Tensor | None]:
-        """Add the replicas' gradients, through one flat buffer each.
-
-        Args:
-            grads: One list per replica, None where a tensor took no part.
-        Returns:
-            One gradient per tensor on the primary device; None where no replica has one.
-        """
+        """Add the replicas' gradients on the primary device, through one flat buffer each; None where none has one."""
         columns = [[g for g in column if g is not None] for column in zip(*grads)]
         dense = {k for k, column in enumerate(columns) if column and all(g.layout == torch.strided for g in column)}
         rows = [{k: row[k] for k in dense} for row in grads]

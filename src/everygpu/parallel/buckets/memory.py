@@ -58,12 +58,7 @@ def stand_in(original: Tensor, slot: Tensor) -> Tensor:
 
 
 def make_twins(originals: Iterable[Tensor], slots: Iterable[Tensor]) -> list[Tensor]:
-    """Return leaf twins of parameters.
-
-    Args:
-        originals: The parameters.
-        slots: The twins' memory, each with a version counter of its own.
-    """
+    """Return leaf twins of parameters, in slots that have version counters of their own."""
     return [stand_in(t, slot).requires_grad_() for t, slot in zip(originals, slots)]
 
 

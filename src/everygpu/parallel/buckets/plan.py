@@ -30,7 +30,6 @@ class Slot:
     strides: tuple[int, ...]
 
     def view(self, flat: Tensor) -> Tensor:
-        """Return the parameter's place in a bucket's memory, shaped as the parameter is."""
         return flat.as_strided(self.shape, self.strides, int(flat.storage_offset()) + self.start)
 
 
@@ -66,7 +65,6 @@ class BucketPlan:
 
     @property
     def numel(self) -> int:
-        """Elements in the whole bucket, the gaps between parameters included."""
         return self.chunk_numel * self.num_chunks
 
     @property
@@ -88,12 +86,7 @@ class BucketPlan:
         return torch.zeros(self.chunk_numel, dtype=self.dtype, device=device)
 
     def flatten(self, tensors: Mapping[int, Tensor | None], device: torch.device) -> Tensor:
-        """Put tensors side by side in new memory, with zeros in the gaps.
-
-        Args:
-            tensors: By parameter, on the device; zeros take the place of one that is missing or None.
-            device: Where the memory is.
-        """
+        """Put tensors side by side in new memory on their device, with zeros in gaps and for those that are missing."""
         found = [tensors.get(slot.index) for slot in self.slots]
         has_zeros = self.has_gaps or any(t is None for t in found)
         flat = (torch.zeros if has_zeros else torch.empty)(self.numel, dtype=self.dtype, device=device)
@@ -112,16 +105,7 @@ class BucketPlan:
 
 
 def plan_buckets(params: Sequence[Tensor], num_chunks: int, limit_bytes: int = UPDATE_BYTES) -> list[BucketPlan]:
-    """Lay parameters out in buckets.
-
-    Args:
-        params: Strided; of any dtypes and shapes. Those that lie side by side in one storage, as a recurrent
-            layer's weights, stay so.
-        num_chunks: Devices that share the work.
-        limit_bytes: Size at which a bucket is closed; a larger parameter has one of its own.
-    Returns:
-        Buckets in the order in which backward usually finishes them: the last parameters first.
-    """
+    """Lay parameters out in buckets, in the order in which backward usually finishes them: the last ones first."""
     backwards = range(len(params))[::-1]
     return [
         plan_bucket(params, members, num_chunks, together=together)
@@ -137,13 +121,13 @@ def plan_bucket(
     together: bool = False,
     unit: int = BLOCK_NUMEL,
 ) -> BucketPlan:
-    """Lay parameters out in one bucket.
+    """Lay parameters of one dtype out in one bucket.
 
     Args:
         params: Strided; of any shapes.
-        members: Which of them, in order, as indices; of one dtype.
+        members: Which of them, in order, as indices.
         num_chunks: Devices that share the work.
-        together: They lie side by side in one storage, and stay so.
+        together: They lie side by side in one storage, as a recurrent layer's weights, and stay so.
         unit: Parameters begin at, and chunks are whole multiples of so many elements.
     """
     tensors = [params[i] for i in members]
@@ -184,15 +168,7 @@ def group_tensors(tensors: Sequence[Tensor], key: Callable[[Tensor], Any], limit
 def group_by_storage(
     tensors: Sequence[Tensor], which: Sequence[int], limit_bytes: int
 ) -> Iterator[tuple[list[int], bool]]:
-    """Put tensors together that can travel together.
-
-    Args:
-        tensors: Strided.
-        which: Those to group, in order, as indices.
-        limit_bytes: Size at which a group is closed.
-    Yields:
-        The indices of each group, and whether its members lie in one storage that is to be kept.
-    """
+    """Yield the indices of tensors that can travel together, and whether they lie in one storage that is to be kept."""
     owners: dict[tuple[int, torch.dtype, bool], list[int]] = {}
     for i in which:
         t = tensors[i]
@@ -229,10 +205,7 @@ class KeptBucket:
     """Whether they are side by side on the primary device."""
 
     def memory(self) -> list[Tensor]:
-        """Return each copy's flat memory, the primary's first.
-
-        Parameters that aren't side by side on the primary device are copied, unless there is just one.
-        """
+        """Return each copy's flat memory, the primary's first; made anew there if parameters aren't side by side."""
         if self.is_flat:
             return self.flats
         end = max(slot.start + slot.numel for slot in self.plan.slots)

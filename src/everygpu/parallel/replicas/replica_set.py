@@ -63,14 +63,12 @@ class ReplicaSet:
 
     Args:
         module: Serves as the replica on ``devices[0]``, and is moved there if it is elsewhere.
-        devices: One per replica.
         strict_device: Refuse to move the module.
         fixed: Keep the replicas' tensors at their addresses, for CUDA graphs.
         make_leaves: Returns leaf parameters that the caller keeps up to date: from ``id`` of an original to its
             copy on each device after the first. Called whenever the module's tree has changed. Frozen parameters
             are then sent only when torch counts a write to them, or always on the CPU, where a copy costs no more
             than a comparison.
-        bucket_bytes: Size at which a bucket is closed.
     """
 
     def __init__(
@@ -94,14 +92,12 @@ class ReplicaSet:
     def refresh(
         self, positions: Sequence[int], fresh: set[int] | None = None, rows: Sequence[int] = ()
     ) -> list[nn.Module]:
-        """Bring replicas up to date with the module as it is now.
+        """Bring replicas up to date with the module, and return them; their parameters are connected to the module's.
 
         Args:
             positions: Which replicas, counted in ``devices``.
             fresh: Positions of replicas that are up to date while no gradients are recorded; those refreshed are added.
             rows: Of the batch for each of these, to find what forward leaves of them in attributes.
-        Returns:
-            The replicas at these positions; their parameters are connected to the module's.
         """
         if fresh is None or torch.is_grad_enabled() or not fresh.issuperset(positions):
             self._update([p - 1 for p in positions if p > 0])
@@ -133,12 +129,7 @@ class ReplicaSet:
         return found
 
     def average_buffers(self, positions: Sequence[int], weights: Sequence[int]) -> None:
-        """Set the module's float buffers to their weighted average over the replicas that ran.
-
-        Args:
-            positions: The replicas that ran.
-            weights: One per position, such as its rows.
-        """
+        """Set the module's float buffers to their weighted average over the replicas that ran."""
         total = sum(weights)
         if total == 0:
             return
@@ -213,11 +204,7 @@ class ReplicaSet:
 
 
 class _Replica:
-    """One replica of a module tree.
-
-    It is built once. Before each forward its plain attributes (flags, containers, hooks, patched methods) are updated
-    from the original's, so it behaves as a copy made at that moment would.
-    """
+    """One replica of a module tree, built once: before each forward it becomes what a copy made then would be."""
 
     def __init__(self, tree: ModuleTree, device: torch.device) -> None:
         self._tree = tree

@@ -140,15 +140,9 @@ class Contents:
 
 
 class Search:
-    """Searches attributes for containers and functions whose contents can change, at every depth.
-
-    Args:
-        known: By ``id``, modules and tensors that are compared elsewhere: here by identity only.
-        is_strict: See ``Snapshot``.
+    """Searches attributes for containers and functions whose contents can change, at every depth; see ``Snapshot``.
 
     Attributes:
-        containers: Those found, to be compared; a dataclass's attributes are a dict among them.
-        functions: Those found, to be compared.
         unseen: Name of the first attribute with a value that may change unseen; None if there is none.
     """
 
@@ -161,8 +155,14 @@ class Search:
         self.unseen: str | None = None
 
     def add(self, name: str, value: Any) -> None:
-        """Search an attribute. An object in an attribute of its own doesn't count as one that changes unseen."""
+        """Search an attribute.
+
+        An object in an attribute of its own doesn't count as one that changes unseen. A recording runs no functions, and
+        so depends on nothing that they refer to but tensors.
+        """
         is_strict = self._is_strict and isinstance(value, CONTAINERS)
+        if self._is_strict and not isinstance(value, (*CONTAINERS, Tensor)) and not _refers_to_tensors(value, set()):
+            return
         if not self._search(value, is_strict=is_strict) and self.unseen is None:
             self.unseen = name
 
@@ -227,6 +227,14 @@ def is_open(value: Any) -> bool:
     return (
         not is_known and hasattr(value, "__dict__") and not type(value).__module__.startswith(("torch.", "everygpu."))
     )
+
+
+def _refers_to_tensors(value: Any, seen: set[int]) -> bool:
+    opened = open_callable(value) if id(value) not in seen else None
+    if opened is None:
+        return False
+    seen.add(id(value))
+    return any(isinstance(part, Tensor) or _refers_to_tensors(part, seen) for part in opened.children)
 
 
 def _referents(function: Any) -> tuple[Any, ...]:
