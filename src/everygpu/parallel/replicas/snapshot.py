@@ -157,8 +157,8 @@ class Search:
     def add(self, name: str, value: Any) -> None:
         """Search an attribute.
 
-        An object in an attribute of its own doesn't count as one that changes unseen. A recording runs no functions, and
-        so depends on nothing that they refer to but tensors.
+        An object in an attribute of its own doesn't count as one that changes unseen; nor does what a function there
+        refers to, unless it is a tensor: a recording runs no functions.
         """
         is_strict = self._is_strict and isinstance(value, CONTAINERS)
         if self._is_strict and not isinstance(value, (*CONTAINERS, Tensor)) and not _refers_to_tensors(value, set()):
