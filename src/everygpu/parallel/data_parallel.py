@@ -206,10 +206,11 @@ class DataParallel(MethodCalls):
     ) -> Any:
         """Scatter, replicate, apply, gather: a recording calls the replicas within ``around``, and gathers later."""
         shards = scatter_call(inputs, kwargs, self.replica_devices, self.dim, self.split)
-        modules = replicas.refresh([s.position for s in shards], fresh)
+        positions, rows = [s.position for s in shards], rows_of(shards)
+        modules = replicas.refresh(positions, fresh, rows)
         outputs = self._apply_to(modules, shards, around)
         note_writes((inputs, kwargs))
-        self._settle_buffers(replicas, [s.position for s in shards], rows_of(shards))
+        self._settle_buffers(replicas, positions, rows)
         return (gather or self._gather)(outputs, self._joiner(shards, modules))
 
     def make_replicas(self, make_leaves: Callable[[], Leaves] | None = None, *, fixed: bool = False) -> ReplicaSet:

@@ -223,9 +223,6 @@ class Verbs(DropIn):
             self._settle_buffers(known, positions, rows or (1,) * len(positions))
 
     def _settle_buffers(self, replicas: ReplicaSet, positions: Sequence[int], rows: Sequence[int]) -> None:
-        if positions[0] != 0:  # a split that gives the first device no rows
-            replicas.take_buffers(positions[0])
-            replicas.take_attributes(positions[0])
         if self.buffers_rule == "mean":
             replicas.average_buffers(positions, rows)
 

@@ -92,11 +92,11 @@ class TestEntryPerDevice:
     def test_replicas_without_rows_get_none(self):
         numbers = torch.arange(4)
         assert [s[1].tolist() for s in scatter((torch.ones(2), numbers), ["cpu"] * 4)] == [[0], [1]]
-        shards = scatter((torch.ones(3), numbers), ["cpu"] * 4, split=[0, 1, 0, 2])
-        assert [(len(s[0]), s[1].tolist()) for s in shards] == [(1, [1]), (2, [3])]
+        shards = scatter((torch.ones(3), numbers), ["cpu"] * 4, split=[1, 0, 0, 2])
+        assert [(len(s[0]), s[1].tolist()) for s in shards] == [(1, [0]), (2, [3])]
         spread = shard_batch(list(numbers.split(1)), torch.device("cpu"), 0)
-        shards = scatter((torch.ones(3), spread), ["cpu"] * 4, split=[0, 1, 0, 2])
-        assert [s[1].tolist() for s in shards] == [[1], [3]]
+        shards = scatter((torch.ones(3), spread), ["cpu"] * 4, split=[1, 0, 0, 2])
+        assert [s[1].tolist() for s in shards] == [[0], [3]]
         assert shards[1][1].data_ptr() == numbers[3].data_ptr()
 
     @pytest.mark.parametrize(
