@@ -9,8 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from everygpu.errors import OptimizerError, OptionError
-from everygpu.parallel.data_parallel import DataParallel
-from everygpu.parallel.verbs import overridden
+from everygpu.parallel.data_parallel import DataParallel, overridden
 from everygpu.step.finite_check import RULES
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.sharded_update import ShardedUpdate

@@ -257,9 +257,14 @@ def take_values(outcomes: list[Outcome], calls: Sequence[tuple[int, torch.device
     if failed is None:
         return values
     position, device, (_, args, kwargs) = calls[failed]
-    shapes = ", ".join(_shapes(args, kwargs)) or "no tensors"
-    where = ReplicaError(f"forward: replica {position} on {device} failed, called with {shapes}.")
-    error: Any = errors[failed]
+    shapes, error = _shapes(args, kwargs), errors[failed]
+    # Their rows may be no rows: a mask of as many rows as the batch was cut, too.
+    advice = " Wrap an input that every replica needs whole in everygpu.Replicated(...)."
+    where = ReplicaError(
+        f"forward: replica {position} on {device} failed, called with {', '.join(shapes) or 'no tensors'}."
+        f"{advice if len(shapes) > 1 and type(error) in (RuntimeError, ValueError, IndexError) else ''}"
+    )
+    assert error is not None  # noqa: S101 - it has failed
     where.__cause__ = error.__cause__
     try:
         raise error from where

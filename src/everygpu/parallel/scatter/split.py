@@ -86,7 +86,7 @@ def plan_split(num_rows: int, num_devices: int, split: Split = "chunk") -> Split
             ``"even"``: no two shares differ by more than one row; a list of ``num_devices`` weights, 0 or
             more: shares in proportion, rounded to whole rows.
     Returns:
-        A plan of ``num_devices`` shares.
+        A plan of ``num_devices`` shares. The first device, whose replica is the module itself, gets a row or more.
     Raises:
         OptionError: ``split`` is none of these.
     Source:
@@ -145,9 +145,10 @@ def _check_weights(split: Any, num_devices: int, names: str) -> Sequence[float]:
     except (TypeError, ValueError):  # no sequence, or not of numbers
         weights = []
     finite = all(0 <= w < float("inf") for w in weights)
-    if len(weights) != num_devices or not finite or sum(weights) == 0:
+    if len(weights) != num_devices or not finite or weights[0] == 0:
         raise OptionError(
-            f"split: must be {names} or one weight of 0 or more for each of the {num_devices} devices, got {split!r}."
+            f"split: must be {names} or one weight of 0 or more for each of the {num_devices} devices, the first more "
+            f"than 0, got {split!r}."
         )
     return weights
 
@@ -160,4 +161,7 @@ def _weighted_shares(num_rows: int, weights: Sequence[float]) -> list[int]:
         upto = round(num_rows * seen / total)
         shares.append(upto - given)
         given = upto
+    if num_rows and not shares[0]:
+        shares[shares.index(max(shares))] -= 1
+        shares[0] = 1
     return shares
