@@ -1,6 +1,6 @@
 """One call of a module by its replicas: what each gets, and what is known of the results."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,10 @@ class Call:
     kwargs: tuple[dict[str, Any], ...]
     rows: tuple[int, ...] | None
     """Of the batch; None when the call has no tensor to cut, or somebody else has cut it."""
-    weights: tuple[int, ...] | None
+    weights: Sequence[float] | None
     """How much a result for all of a replica's rows counts beside the others'; None where that isn't known."""
+    counts_alike: bool = False
+    """Whether all results count alike, as the caller normalizes them: the call came with an entry per device."""
     modules: tuple[nn.Module, ...] = ()
     """The replicas, whose parameters and buffers are written by later forwards."""
     method: str | None = None

@@ -31,6 +31,7 @@ from everygpu.parallel.ranks.start import check_devices, start_alike
 from everygpu.parallel.replicas.placement import check_module, place_module, without_wrappers
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
 from everygpu.parallel.scatter.batch_types import move_tree
+from everygpu.parallel.scatter.batch_weight import weigh_shares
 from everygpu.parallel.scatter.scatter import note_writes, scatter_call
 from everygpu.parallel.scatter.split import ScatterSpec, Split, check_split, default_split, settle_split
 from everygpu.parallel.transforms import check_transforms
@@ -87,8 +88,10 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         strict_device: Raise when the module is not on ``device_ids[0]``, instead of moving it.
         bucket_cap_mb: Parameters, and gradients on their way back, travel in buckets of about this many MiB; 25 when
             left out. ``TrainStep`` takes its buckets' size from here, too: left out, 16, or more for large models.
-        weight: Under torchrun: called with a batch, returns how much this rank's gradients count beside others', as the
-            number of tokens that the loss is the mean of; the batch's rows when left out.
+        weight: How much a share of the batch counts beside others', among replicas and, under torchrun, among ranks:
+            called with the arguments of a share, returns a number, such as the tokens that its loss is the mean of.
+            ``loss.mean()`` of a loss for each replica is then that of the whole batch. Left out, ``labels`` that aren't
+            -100 count where the module is called with such, else rows.
     Raises:
         ModuleError: ``module`` can't be replicated.
         DeviceError: a device is unknown, absent or named twice.
@@ -185,9 +188,10 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on all devices; see the class."""
+        run = self._forward_alone if self._is_alone() else self._run
         if self._ranks is None:
-            return self._forward(inputs, kwargs)
-        return self._ranks.forward(partial(self._forward, inputs, kwargs), self.module, inputs, kwargs)
+            return run(inputs, kwargs)
+        return self._ranks.forward(partial(run, inputs, kwargs), self.module, inputs, kwargs)
 
     def call_method(self, name: str, /, *inputs: Any, pad_value: float | None = None, **kwargs: Any) -> Any:
         """Call a method of the module on all devices, each on a share of the batch, as forward is called::
@@ -210,10 +214,9 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             Exception: what the method raised; its ``__cause__`` names the replica.
         """
         _check_method(self.module, name)
-        if self._ranks is None:
-            return self._forward(inputs, kwargs, name, pad_value)
-        run = partial(self._forward, inputs, kwargs, name, pad_value)
-        return self._ranks.forward(run, self.module, inputs, kwargs)
+        alone = self._is_alone(name)
+        run = partial(self._forward_alone if alone else self._run, inputs, kwargs, name, pad_value)
+        return run() if self._ranks is None else self._ranks.forward(run, self.module, inputs, kwargs)
 
     def forward_with(self, replicas: ReplicaSet, *inputs: Any, **kwargs: Any) -> Any:
         """Run on replicas that the caller keeps, as ``TrainStep`` does."""
@@ -225,14 +228,13 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         with nullcontext() if self._ranks is None else self._ranks.apart(self.module):
             return self._run(inputs, kwargs, replicas=replicas)
 
-    def _forward(
-        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None, pad_value: float | None = None
-    ) -> Any:
+    def _is_alone(self, method: str | None = None) -> bool:
+        """Tell whether the module is called as it is, on one device; refuse transforms on several."""
         if len(self.replica_devices) > 1:
             check_transforms()
-        elif not self._has_overrides and (method is not None or not (self._engine.launches and may_launch())):
-            return self._forward_alone(inputs, kwargs, method)
-        return self._run(inputs, kwargs, method, pad_value)
+            return False
+        may_record = method is None and self._engine.launches and may_launch()
+        return not self._has_overrides and not may_record
 
     @not_compiled
     def _run(
@@ -274,7 +276,9 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         call: Call | None = getattr(args, "call", None)
         positions = range(len(args)) if call is None else call.positions
         if replicas is None:
-            modules = self.replicate(self.module, [self._ids[p] for p in positions[: len(self._ids)]])
+            is_whole = len(positions) == len(self._ids)
+            ids = self._ids if is_whole else [self._ids[p] for p in positions[: len(self._ids)]]
+            modules = self.replicate(self.module, ids)
         else:
             modules = PerReplica(replicas.refresh(positions), replicas=replicas)
         calls = modules if method is None else [getattr(m, method) for m in modules]
@@ -292,7 +296,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             inputs, kwargs = tuple(args[0]) if args else (), kwargs_of[0] if kwargs_of else {}
         return self._forward_alone(inputs, kwargs, method)
 
-    def _forward_alone(self, inputs: Any, kwargs: Any, method: str | None = None) -> Any:
+    def _forward_alone(self, inputs: Any, kwargs: Any, method: str | None = None, _: float | None = None) -> Any:
         """Run on one device: no shards, no threads, only what is elsewhere is moved."""
         device = self.replica_devices[0]
         if self._ranks is not None:
@@ -336,6 +340,8 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         call = scatter_call(inputs if is_call else (inputs,), kwargs or {}, devices, self.dim, split)
         if device_ids is not self._ids and (own := self._positions_of(devices)):
             call.positions = tuple(own[p] for p in call.positions)
+        if len(call.positions) > 1 and self.gather_rule == "sharded":
+            weigh_shares(call, self.weight_rule, self._output_device)
         return ScatteredArgs(call.args if is_call else (a[0] for a in call.args), call), call.kwargs
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceLike]) -> list[nn.Module]:
@@ -416,8 +422,10 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             return self.replica_devices
         return [parse_target(device) for device in device_ids]
 
-    def _positions_of(self, devices: Sequence[torch.device]) -> list[int] | None:
+    def _positions_of(self, devices: Sequence[torch.device]) -> Sequence[int] | None:
         """Return the replicas on these devices, each once; None where there are none."""
+        if devices is self.replica_devices:
+            return range(len(devices))
         free = dict(enumerate(self.replica_devices))
         found = []
         for device in devices:

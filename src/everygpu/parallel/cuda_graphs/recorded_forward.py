@@ -44,6 +44,7 @@ from everygpu.parallel.replicas.replica_set import Leaves as Twins
 from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.parallel.replicas.substitution import in_place_of
 from everygpu.parallel.scatter.split import ScatterSpec
+from everygpu.parallel.sharded.layout import DeviceWeights
 from everygpu.torch_private.autograd import after_backward, backward_id, is_transforming
 
 
@@ -202,6 +203,8 @@ class RecordedForward:
         found = graph.record(lambda: self._forward(batch, prepared))
         call, outputs = found.call, seal_outputs(list(found))
         assert call is not None  # noqa: S101 - replicas' own outputs know it
+        if not isinstance(call.weights, DeviceWeights) and call.weights not in (call.rows, (1,) * len(outputs), None):
+            raise CaptureError("weight= returns numbers, which a recording would keep: return tensors, as mask.sum()")
         leaves = [x for _, x in tree.leaves(outputs, "out")]
         slots = [x for x in leaves if isinstance(x, Tensor)]
         if len(slots) not in self._used:
@@ -244,7 +247,10 @@ class RecordedForward:
     def finish(self, recorded: RecordedPass) -> PerReplica:
         launch = Launch(self, recorded)
         self._use = weakref.ref(launch.use)
-        return PerReplica(launch.run(self._devices), replace(recorded.call))
+        outputs, call = launch.run(self._devices), replace(recorded.call)
+        if isinstance(call.weights, DeviceWeights):  # in the recording's memory
+            call.weights = DeviceWeights(call.weights.tensor.clone())
+        return PerReplica(outputs, call)
 
     # What is recorded.
 

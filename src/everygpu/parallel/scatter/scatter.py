@@ -96,6 +96,7 @@ def scatter_call(
         kwargs=tuple({key: column[i] for key, column in zip(kwargs, columns[len(args) :])} for i in places),
         rows=rows,
         weights=(1,) * len(positions) if rows is None or cutter.has_entries else rows,
+        counts_alike=cutter.has_entries,
     )
 
 
@@ -149,7 +150,9 @@ class _Cutter:
         # As on several GPUs: the first replica receives the input itself, the others receive copies. Replicas may
         # write into their inputs, and views of one tensor would share its version counter and history.
         with keep_requires_grad(x):
-            return [comm.copy(part, d, fresh=i > 0) for i, (part, d) in enumerate(zip(shares, self.devices))]
+            copied = [comm.copy(part, d, fresh=True) for part, d in zip(shares[1:], self.devices[1:])]
+            is_there = shares[0].device == self.devices[0]
+            return [shares[0] if is_there else comm.copy(shares[0], self.devices[0]), *copied]
 
     def _copies(self, leaf: Any) -> Sequence[Any]:
         if isinstance(leaf, Tensor) and not leaf.is_nested:
