@@ -30,6 +30,7 @@ from everygpu.parallel.ranks.model import RankModel, own_devices
 from everygpu.parallel.ranks.start import check_devices, start_alike
 from everygpu.parallel.replicas.placement import check_module, place_module, without_wrappers
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
+from everygpu.parallel.row_state import NUM_LOOKS, tensor_attributes, warn_of_row_state
 from everygpu.parallel.scatter.batch_types import move_tree
 from everygpu.parallel.scatter.batch_weight import weigh_shares
 from everygpu.parallel.scatter.scatter import note_writes, scatter_call
@@ -103,8 +104,8 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
     """
 
     _transient = frozenset(
-        {"_replicas", "_has_told", "_fresh", "_engine", "_threads", "_has_overrides", "_lock", "_ranks", "_ids",
-         "_first_parameter"}
+        {"_replicas", "_has_told", "_num_looks", "_fresh", "_engine", "_threads", "_has_overrides", "_lock", "_ranks",
+         "_ids", "_first_parameter"}
     )  # fmt: skip
     replica_devices: tuple[torch.device, ...]
     """One per replica; ``device_ids`` names them as torch does."""
@@ -154,7 +155,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         self._ids = self.device_ids
         self._replicas: ReplicaSet | None = None
         self._fresh: set[int] | None = None  # within ``frozen``: the replicas that are up to date
-        self._has_told = False
+        self._has_told, self._num_looks = False, 0
         overrides = overridden(self)
         is_one = len(self.replica_devices) == 1
         self._has_overrides = "scatter" in overrides if is_one else bool(overrides)
@@ -282,8 +283,14 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         else:
             modules = PerReplica(replicas.refresh(positions), replicas=replicas)
         calls = modules if method is None else [getattr(m, method) for m in modules]
+        may_look = self._num_looks < NUM_LOOKS and isinstance(modules, PerReplica) and len(modules) > 1
+        rows = call.rows if call is not None and may_look else None
+        before = tensor_attributes(modules[1]) if rows else {}
         outputs = self.parallel_apply(calls, args, kwargs_of)
         note_writes((inputs, kwargs))
+        if rows:
+            self._num_looks += 1
+            warn_of_row_state(before, modules, rows)
         self._average_buffers(modules, call)
         if call is None or len(outputs) != len(positions):
             call = Call(positions=tuple(positions), args=args, kwargs=kwargs_of, rows=None, weights=None)
