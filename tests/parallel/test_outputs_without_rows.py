@@ -9,7 +9,6 @@ from torch import nn
 
 from everygpu import DataParallel, Rows, gather
 from everygpu.errors import GatherError, SplitError
-from everygpu.parallel import row_state
 from everygpu.parallel.scatter.row_count import find_rows
 from tests.parallel.models import Returning
 
@@ -161,25 +160,3 @@ def test_a_matrix_with_as_many_rows_as_the_batch_is_offered_whole():
     with pytest.raises(RuntimeError) as caught:
         DataParallel(Masked(), ["cpu"] * 2)(torch.ones(12, 12), torch.ones(12, 12))
     assert "everygpu.Replicated(...)" in str(caught.value.__cause__)
-
-
-class Carrying(nn.Module):
-    """Carries its state from one forward to the next, as a module around a GRU may."""
-
-    def __init__(self, carries):
-        super().__init__()
-        self.carries, self.table, self.h = carries, torch.ones(4, 2), None
-
-    def forward(self, x):
-        self.h = x * 2 if self.carries else x.sum()
-        return x
-
-
-@pytest.mark.parametrize(("num_rows", "carries"), [(8, True), (9, True), (8, False), (2, True)])
-def test_state_with_rows_is_warned_of(said, num_rows, carries):
-    row_state._say.cache_clear()
-    model = DataParallel(nn.Sequential(Carrying(carries)), ["cpu"] * 2, engine="threads")
-    for _ in range(3):
-        model(torch.ones(num_rows, 2))
-    expected = ["forward sets 0.h to a tensor with its rows"] if carries and num_rows > 2 else []
-    assert [m.split(". ")[0].removeprefix("DataParallel: ") for m in said.messages] == expected

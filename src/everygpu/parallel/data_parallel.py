@@ -30,7 +30,6 @@ from everygpu.parallel.ranks.model import RankModel, own_devices
 from everygpu.parallel.ranks.start import check_devices, start_alike
 from everygpu.parallel.replicas.placement import check_module, place_module, without_wrappers
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
-from everygpu.parallel.row_state import NUM_LOOKS, tensor_attributes, warn_of_row_state
 from everygpu.parallel.scatter.batch_types import move_tree
 from everygpu.parallel.scatter.batch_weight import weigh_shares
 from everygpu.parallel.scatter.scatter import note_writes, scatter_call
@@ -104,7 +103,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
     """
 
     _transient = frozenset(
-        {"_replicas", "_has_told", "_num_looks", "_fresh", "_engine", "_threads", "_has_overrides", "_lock", "_ranks",
+        {"_replicas", "_has_told", "_rows", "_fresh", "_engine", "_threads", "_has_overrides", "_lock", "_ranks",
          "_ids", "_first_parameter"}
     )  # fmt: skip
     replica_devices: tuple[torch.device, ...]
@@ -154,8 +153,9 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
     def _prepare(self) -> None:
         self._ids = self.device_ids
         self._replicas: ReplicaSet | None = None
+        self._rows: Sequence[int] = ()  # of the call that runs, for each replica
         self._fresh: set[int] | None = None  # within ``frozen``: the replicas that are up to date
-        self._has_told, self._num_looks = False, 0
+        self._has_told = False
         overrides = overridden(self)
         is_one = len(self.replica_devices) == 1
         self._has_overrides = "scatter" in overrides if is_one else bool(overrides)
@@ -276,21 +276,16 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             args, kwargs_of = ((),), ({},)
         call: Call | None = getattr(args, "call", None)
         positions = range(len(args)) if call is None else call.positions
+        self._rows = () if call is None or call.rows is None else call.rows
         if replicas is None:
             is_whole = len(positions) == len(self._ids)
             ids = self._ids if is_whole else [self._ids[p] for p in positions[: len(self._ids)]]
             modules = self.replicate(self.module, ids)
         else:
-            modules = PerReplica(replicas.refresh(positions), replicas=replicas)
+            modules = PerReplica(replicas.refresh(positions, None, self._rows), replicas=replicas)
         calls = modules if method is None else [getattr(m, method) for m in modules]
-        may_look = self._num_looks < NUM_LOOKS and isinstance(modules, PerReplica) and len(modules) > 1
-        rows = call.rows if call is not None and may_look else None
-        before = tensor_attributes(modules[1]) if rows else {}
         outputs = self.parallel_apply(calls, args, kwargs_of)
         note_writes((inputs, kwargs))
-        if rows:
-            self._num_looks += 1
-            warn_of_row_state(before, modules, rows)
         self._average_buffers(modules, call)
         if call is None or len(outputs) != len(positions):
             call = Call(positions=tuple(positions), args=args, kwargs=kwargs_of, rows=None, weights=None)
@@ -365,15 +360,15 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
         if positions is None or module is not self.module:
             return ReplicaSet(module, devices).refresh(range(len(devices)))
         if self._lock.is_inside():
-            replicas, fresh = self._current_replicas(), self._fresh
+            replicas, fresh, rows = self._current_replicas(), self._fresh, self._rows
         elif self._ranks is None:
-            replicas, fresh = self.make_replicas(), None
+            replicas, fresh, rows = self.make_replicas(), None, ()
         else:
             raise CallError(
                 "replicate: under torchrun, gradients are added up by DataParallel's forward, got a call outside of "
                 "it. Override scatter or gather, and leave forward to DataParallel."
             )
-        return PerReplica(replicas.refresh(positions, fresh), replicas=replicas)
+        return PerReplica(replicas.refresh(positions, fresh, rows), replicas=replicas)
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Call each replica with its arguments, all at once.

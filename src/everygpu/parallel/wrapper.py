@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from everygpu.keys import align_keys, unwrap
-from everygpu.parallel.replicas.watch import TABLES
+from everygpu.parallel.replicas.remap import TABLES
 
 
 class ModuleWrapper(nn.Module):

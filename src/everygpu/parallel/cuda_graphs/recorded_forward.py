@@ -40,9 +40,9 @@ from everygpu.parallel.cuda_graphs.static_batch import Batch, StaticBatch
 from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
 from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
 from everygpu.parallel.engines.engine import RunOn
+from everygpu.parallel.replicas.remap import in_place_of
 from everygpu.parallel.replicas.replica_set import Leaves as Twins
 from everygpu.parallel.replicas.replica_set import ReplicaSet
-from everygpu.parallel.replicas.substitution import in_place_of
 from everygpu.parallel.scatter.split import ScatterSpec
 from everygpu.parallel.sharded.layout import DeviceWeights
 from everygpu.torch_private.autograd import after_backward, backward_id, is_transforming

@@ -52,7 +52,7 @@ def scatter(
         device_ids: Devices, as ints (CUDA indices), names or ``torch.device``.
         dim: The dimension of the rows.
         split: ``"chunk"`` (as ``torch.chunk``), ``"even"`` (shares differ by one row at most), or one weight of 0 or
-            more per device.
+            more per device, the first above 0.
     Returns:
         One structure like ``inputs`` for each device that receives rows. Gradients flow back to ``inputs``.
     Raises:
