@@ -1,17 +1,14 @@
 """What can't go through several replicas: transforms and tracers of torch, which know one thread and one device."""
 
-from collections.abc import Iterable
-
 import torch
-from torch import Tensor
 
 from everygpu.errors import CallError
 from everygpu.parallel.compiler.eval_frame import left_to_run
-from everygpu.torch_private.autograd import are_batched, are_transforms_active
+from everygpu.torch_private.autograd import are_transforms_active, is_transforming
 
 
 def check_transforms() -> None:
-    """Refuse a forward on several devices within a transform of ``torch.func``, or while torch traces it.
+    """Refuse a forward on several devices within a transform of ``torch.func``, in forward mode, or while torch traces.
 
     Raises:
         CallError: naming the module to call in place of the wrapper.
@@ -25,23 +22,12 @@ def check_transforms() -> None:
         )
 
 
-def check_tangents(tangents: Iterable[Tensor | None]) -> None:
-    """Refuse forward-mode differentiation under ``vmap``.
-
-    Raises:
-        CallError: saying the ways out.
-    """
-    if are_batched(tangents):
-        raise CallError(
-            "DataParallel: forward-mode differentiation under vmap, as jacobian does it with vectorize=True, needs a "
-            "module on one device. Pass the module itself, model.module, or strategy='reverse-mode'."
-        )
-
-
 @left_to_run  # torch.compile before torch 2.13 takes is_exporting() for true
 def _find_transform() -> tuple[str, str] | None:
     if are_transforms_active():
         return "a transform of torch.func, such as vmap or grad,", "torch.func.vmap(model.module)(x)"
+    if is_transforming():
+        return "forward-mode differentiation", "torch.func.jvp(model.module, (x,), (v,))"
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return "torch.jit.trace", "torch.jit.trace(model.module, x)"
     if torch.compiler.is_exporting():

@@ -19,7 +19,7 @@ from everygpu.errors import GatherError, LossError
 from everygpu.parallel.sharded.batch import Join, ShardedBatch, has_shards, join, joined_values, parts_of
 from everygpu.parallel.sharded.dispatch import Args, Kwargs, Rule
 from everygpu.parallel.sharded.hooks import register_hook, retain_grad
-from everygpu.parallel.sharded.layout import ShardLayout, move_to_each
+from everygpu.parallel.sharded.layout import DeviceWeights, ShardLayout, move, move_to_each
 from everygpu.parallel.sharded.rules import HALF, dims_of, sum_parts
 from everygpu.torch_private.autograd import are_transforms_active
 from everygpu.torch_private.compiler import is_scripted
@@ -144,7 +144,8 @@ class _ReductionPlan:
     dims: tuple[int, ...]
     keepdim: bool
     dtype: torch.dtype | None
-    factors: tuple[float, ...]
+    factors: tuple[float | Tensor, ...]
+    """Tensors on the parts' devices where only these know them."""
     is_weighted: bool
 
 
@@ -175,12 +176,17 @@ def _plan(args: Args, kwargs: Kwargs, *, is_mean: bool) -> tuple[Any, _Reduction
     count, result = math.prod(x.shape[d] for d in dims), dtype or x.dtype
     if x.shard_dim not in dims or not count or not (result.is_floating_point or result.is_complex):
         return x, None
-    is_weighted = is_mean and sum(layout.weights or ()) > 0
+    has_device_weights = isinstance(layout.weights, DeviceWeights)
+    is_weighted = is_mean and (has_device_weights or sum(layout.weights or ()) > 0)
     # torch's own: make_fx's mode would take a gradient made of parts for a constant.
     if not is_weighted and (not (has_shards(x) and x.requires_grad and torch.is_grad_enabled()) or is_tracing()):
         return x, None
-    factors = (1 / count if is_mean else 1.0,) * len(layout.sizes)
-    if is_weighted:
+    factors: tuple[float | Tensor, ...] = (1 / count if is_mean else 1.0,) * len(layout.sizes)
+    if is_weighted and isinstance(layout.weights, DeviceWeights):
+        with layout.on_streams():
+            shares = layout.weights.shares(layout.sizes) * (layout.num_rows / count)
+            factors = tuple(map(move, shares.unbind(), layout.devices))
+    elif is_weighted:
         factors = tuple(share * layout.num_rows / count for share in layout.shares)
     plan = _ReductionPlan(
         dims=dims, keepdim=bool(keepdim), dtype=dtype, factors=factors, is_weighted=is_weighted
@@ -217,8 +223,16 @@ def _weighted_sum(shards: Sequence[Tensor], layout: ShardLayout, plan: _Reductio
     wide = torch.float32 if dtype in HALF else dtype
     parts = zip(shards, plan.factors)
     # The result of a replica without rows has weight 0, and is left out even if it is nan.
-    sums = [part.to(wide).sum(plan.dims, plan.keepdim) * factor for part, factor in parts if factor]
+    sums = [
+        _times(part.to(wide).sum(plan.dims, plan.keepdim), factor)
+        for part, factor in parts
+        if isinstance(factor, Tensor) or factor
+    ]
     return sum_parts(sums, layout).to(dtype)
+
+
+def _times(x: Tensor, factor: float | Tensor) -> Tensor:
+    return torch.where(factor == 0, 0, x) * factor if isinstance(factor, Tensor) else x * factor
 
 
 def _composed_loss(func: Any, args: Args, kwargs: Kwargs) -> Any:
