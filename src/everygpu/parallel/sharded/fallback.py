@@ -1,15 +1,14 @@
 """Operations on a ``ShardedBatch`` without a rule: they run on the joined tensor."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from everygpu.errors import GatherError
-from everygpu.parallel.sharded.batch import Memory, ShardedBatch, joined_values, was_joined, wrap
-from everygpu.parallel.sharded.dispatch import Args, Kwargs, operations, written_arguments
-from everygpu.parallel.sharded.rules import ShardSpec, shared_spec, split_rows
+from everygpu.parallel.sharded.batch import Memory, ShardedBatch, joined_values, was_joined
+from everygpu.parallel.sharded.dispatch import Args, Kwargs, written_arguments
 from everygpu.torch_private.modes import below_python_dispatch, reading_lazy_values
 
 
@@ -25,7 +24,6 @@ def _run_whole(func: Any, args: Args, kwargs: Kwargs) -> Any:
     batches = list(_batches((args, kwargs)))
     places = ((args[i] if i < len(args) else kwargs.get(name)) for i, name in written_arguments(func))
     written = [b for value in places for b in _batches(value)]
-    spec = None if written else _results_spec(func, batches)
     if written and torch.Tag.inplace_view in func.tags:
         return _reshape(written[0], func, args, kwargs)
     for b in written:
@@ -35,8 +33,7 @@ def _run_whole(func: Any, args: Args, kwargs: Kwargs) -> Any:
     result = func(*plain_args, **plain_kwargs)
     if any(joined_values(b).shape != b.shape for b in written):
         raise _refusal(func)  # by ``out=``
-    result = _map_tensors(lambda t: _batch_of(t, joined), result)
-    return result if spec is None else _map_tensors(lambda t: _with_weights(t, spec), result)
+    return _map_tensors(lambda t: _batch_of(t, joined), result)
 
 
 def _reshape(x: ShardedBatch, func: Any, args: Args, kwargs: Kwargs) -> ShardedBatch:
@@ -79,25 +76,6 @@ def _batches(value: Any) -> Iterator[ShardedBatch]:
     elif isinstance(value, (list, tuple, dict)):
         for v in value.values() if isinstance(value, dict) else value:
             yield from _batches(v)
-
-
-_ENTRY_PER_REPLICA = frozenset(operations("_softmax _log_softmax cumsum cumprod logcumsumexp native_dropout"))
-"""Operations that keep one entry per replica, beside those that torch tags as pointwise."""
-
-
-def _results_spec(func: Any, batches: Sequence[ShardedBatch]) -> ShardSpec | None:
-    """Return the layout of an operation's results, if it has one entry for each result per replica."""
-    if all(b._layout.weights is None for b in batches):
-        return None
-    is_keeping = torch.Tag.pointwise in getattr(func, "tags", ()) or func in _ENTRY_PER_REPLICA
-    return shared_spec(batches) if is_keeping else None
-
-
-def _with_weights(t: Tensor, spec: ShardSpec) -> Tensor:
-    """Keep the weights of a result that has an entry for each replica."""
-    dim = t.ndim - spec.from_right
-    parts = split_rows(t, dim, spec.layout) if dim >= 0 and not isinstance(t, ShardedBatch) else None
-    return t if parts is None else wrap(parts, spec.layout, dim)
 
 
 def _batch_of(t: Tensor, joined: dict[int, ShardedBatch]) -> Tensor:

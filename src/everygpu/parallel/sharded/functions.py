@@ -7,7 +7,6 @@ and means over the rows are functions of their own, whose gradients stay on the 
 import copy
 import inspect
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from everygpu.errors import GatherError, LossError
 from everygpu.parallel.sharded.batch import Join, ShardedBatch, has_shards, join, joined_values, parts_of
 from everygpu.parallel.sharded.dispatch import Args, Kwargs, Rule
 from everygpu.parallel.sharded.hooks import register_hook, retain_grad
-from everygpu.parallel.sharded.layout import DeviceWeights, ShardLayout, move, move_to_each
+from everygpu.parallel.sharded.layout import DeviceWeights, move, move_to_each
 from everygpu.parallel.sharded.rules import HALF, dims_of, sum_parts
 from everygpu.torch_private.autograd import are_transforms_active
 from everygpu.torch_private.compiler import is_scripted
@@ -143,20 +142,18 @@ class _ReductionPlan:
 
     dims: tuple[int, ...]
     keepdim: bool
-    dtype: torch.dtype | None
+    dtype: torch.dtype
     factors: tuple[float | Tensor, ...]
     """Tensors on the parts' devices where only these know them."""
-    is_weighted: bool
 
 
 def _reduce_rows(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``sum`` and ``mean``; the mean of results per replica weighs each by its replica's rows."""
     with without_torch_function():
-        x, plan = _plan(args, kwargs, is_mean=func in (torch.mean, Tensor.mean))
-        out = kwargs.get("out")
-        if plan is None or (out is not None and not plan.is_weighted):
+        x, out, plan = _plan(args, kwargs, is_mean=func in (torch.mean, Tensor.mean))
+        if plan is None:
             return func(*args, **kwargs)
-        result = _RowReduction.apply(x, func, plan)  # type: ignore[no-untyped-call]
+        result = _RowReduction.apply(x, plan)  # type: ignore[no-untyped-call]
         return result if out is None else torch.mul(result, 1, out=out)
 
 
@@ -164,47 +161,47 @@ _ARGUMENTS = ("input", "dim", "keepdim")
 _OTHER_NAMES = {"self": "input", "axis": "dim", "keepdims": "keepdim"}
 
 
-def _plan(args: Args, kwargs: Kwargs, *, is_mean: bool) -> tuple[Any, _ReductionPlan | None]:
-    """Return the tensor and plan a sum or mean over its rows; None for mistakes and where torch serves as well."""
+def _plan(args: Args, kwargs: Kwargs, *, is_mean: bool) -> tuple[Any, Tensor | None, _ReductionPlan | None]:
+    """Plan a sum or mean over the rows of the tensor that it returns; None for mistakes and where torch serves."""
     call = {**dict(zip(_ARGUMENTS, args)), **{_OTHER_NAMES.get(k, k): v for k, v in kwargs.items()}}
-    x, dim, keepdim, dtype = (call.pop(name, None) for name in (*_ARGUMENTS, "dtype"))
+    x, dim, keepdim, dtype, out = (call.pop(name, None) for name in (*_ARGUMENTS, "dtype", "out"))
     asked = dim if isinstance(dim, (tuple, list)) else [dim or 0]
-    is_usual = len(args) <= 3 and not call.keys() - {"out"} and all(type(d) is int for d in asked)
+    is_usual = len(args) <= 3 and not call and all(type(d) is int for d in asked)
     if not is_usual or not isinstance(x, ShardedBatch) or are_transforms_active():
-        return x, None
-    dims, layout = tuple(dims_of(dim, x.ndim)), x._layout
-    count, result = math.prod(x.shape[d] for d in dims), dtype or x.dtype
-    if x.shard_dim not in dims or not count or not (result.is_floating_point or result.is_complex):
-        return x, None
-    has_device_weights = isinstance(layout.weights, DeviceWeights)
-    is_weighted = is_mean and (has_device_weights or sum(layout.weights or ()) > 0)
-    # torch's own: make_fx's mode would take a gradient made of parts for a constant.
-    if not is_weighted and (not (has_shards(x) and x.requires_grad and torch.is_grad_enabled()) or is_tracing()):
-        return x, None
+        return x, out, None
+    dims, layout, dtype = tuple(dims_of(dim, x.ndim)), x._layout, dtype or x.dtype
+    count = math.prod(x.shape[d] for d in dims)
+    if x.shard_dim not in dims or not count or not (dtype.is_floating_point or dtype.is_complex):
+        return x, out, None
     factors: tuple[float | Tensor, ...] = (1 / count if is_mean else 1.0,) * len(layout.sizes)
-    if is_weighted and isinstance(layout.weights, DeviceWeights):
+    if is_mean and isinstance(layout.weights, DeviceWeights):
         with layout.on_streams():
             shares = layout.weights.shares(layout.sizes) * (layout.num_rows / count)
             factors = tuple(map(move, shares.unbind(), layout.devices))
-    elif is_weighted:
+    elif is_mean and sum(layout.weights or ()) > 0:
         factors = tuple(share * layout.num_rows / count for share in layout.shares)
-    plan = _ReductionPlan(
-        dims=dims, keepdim=bool(keepdim), dtype=dtype, factors=factors, is_weighted=is_weighted
-    )  # fmt: skip
-    return x, plan
+    # torch's own: make_fx's mode would take a gradient made of parts for a constant.
+    elif out is not None or is_tracing() or not (has_shards(x) and x.requires_grad and torch.is_grad_enabled()):
+        return x, out, None
+    return x, out, _ReductionPlan(dims=dims, keepdim=bool(keepdim), dtype=dtype, factors=factors)
 
 
 class _RowReduction(torch.autograd.Function):
     """A sum or mean over the rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: ShardedBatch, func: Any, plan: _ReductionPlan) -> Tensor:
+    def forward(ctx: Any, x: ShardedBatch, plan: _ReductionPlan) -> Tensor:
         ctx.plan, ctx.layout, ctx.dim, ctx.dtype = plan, x._layout, x.shard_dim, x.dtype
-        ctx.shapes = [[n if d == ctx.dim else s for d, s in enumerate(x.shape)] for n in x._layout.sizes]
-        if plan.is_weighted:
-            return _weighted_sum(parts_of(x), x._layout, plan)
-        result: Tensor = func(x, plan.dims, plan.keepdim, dtype=plan.dtype)
-        return result
+        ctx.shapes = [p.shape for p in x._parts]
+        wide = torch.float32 if plan.dtype in HALF else plan.dtype
+        with x._layout.on_streams():
+            # The result of a replica without rows has weight 0, and is left out even if it is nan.
+            sums = [
+                _times(part.sum(plan.dims, plan.keepdim, dtype=wide), factor)
+                for part, factor in zip(parts_of(x), plan.factors)
+                if isinstance(factor, Tensor) or factor
+            ]
+            return sum_parts(sums, x._layout).to(plan.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -215,24 +212,13 @@ class _RowReduction(torch.autograd.Function):
         with ctx.layout.on_streams():
             grads = zip(move_to_each(grad, ctx.layout.devices), plan.factors, ctx.shapes)
             parts = [(g * factor).to(ctx.dtype).expand(shape) for g, factor, shape in grads]
-            return Join.apply(ctx.layout, ctx.dim, *parts), None, None  # type: ignore[no-untyped-call]
-
-
-def _weighted_sum(shards: Sequence[Tensor], layout: ShardLayout, plan: _ReductionPlan) -> Tensor:
-    dtype = plan.dtype or shards[0].dtype
-    wide = torch.float32 if dtype in HALF else dtype
-    parts = zip(shards, plan.factors)
-    # The result of a replica without rows has weight 0, and is left out even if it is nan.
-    sums = [
-        _times(part.to(wide).sum(plan.dims, plan.keepdim), factor)
-        for part, factor in parts
-        if isinstance(factor, Tensor) or factor
-    ]
-    return sum_parts(sums, layout).to(dtype)
+            return Join.apply(ctx.layout, ctx.dim, *parts), None  # type: ignore[no-untyped-call]
 
 
 def _times(x: Tensor, factor: float | Tensor) -> Tensor:
-    return torch.where(factor == 0, 0, x) * factor if isinstance(factor, Tensor) else x * factor
+    if isinstance(factor, Tensor):
+        return torch.where(factor == 0, 0, x) * factor
+    return x if factor == 1 else x * factor
 
 
 def _composed_loss(func: Any, args: Args, kwargs: Kwargs) -> Any:

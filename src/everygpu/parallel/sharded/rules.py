@@ -45,8 +45,8 @@ class ShardSpec(NamedTuple):
         return wrap(parts, self.layout, dim)
 
 
-def shared_spec(values: Iterable[Any]) -> ShardSpec | None:
-    """Return the layout that all batches among the values share, or None."""
+def spec_of(values: Iterable[Any]) -> ShardSpec:
+    """Return the layout that all batches among the values share."""
     found: ShardSpec | None = None
     for v in values:
         if not isinstance(v, ShardedBatch) or not has_parts(v):
@@ -55,19 +55,14 @@ def shared_spec(values: Iterable[Any]) -> ShardSpec | None:
         if found is None:
             found = ShardSpec(layout, from_right)
         elif from_right != found.from_right or not same_rows(layout, found.layout):
-            return None
+            raise Declined
         elif layout.weights is not None and layout.weights != found.layout.weights:
             if found.layout.weights is not None:
-                return None
+                raise Declined
             found = ShardSpec(layout, from_right)
-    return found
-
-
-def spec_of(values: Iterable[Any]) -> ShardSpec:
-    spec = shared_spec(values)
-    if spec is None:
+    if found is None:
         raise Declined
-    return spec
+    return found
 
 
 # Operands, one for each part.
@@ -87,7 +82,7 @@ def shard_operand(value: Any, spec: ShardSpec) -> Sequence[Any]:
     dim = x.ndim - spec.from_right
     if dim < 0 or (x.shape[dim] == 1 != spec.layout.num_rows):
         return replicate_operand(x, spec.layout)
-    return _split_rows_of(x, dim, spec.layout)
+    return split_rows(x, dim, spec.layout)
 
 
 def shard_rows(value: Tensor, spec: ShardSpec) -> Sequence[Tensor]:
@@ -95,7 +90,7 @@ def shard_rows(value: Tensor, spec: ShardSpec) -> Sequence[Tensor]:
     if isinstance(value, ShardedBatch) and has_parts(value):
         return _parts_matching(value, spec)
     x = joined_values(value) if isinstance(value, ShardedBatch) else value
-    return _split_rows_of(x, x.ndim - spec.from_right, spec.layout)
+    return split_rows(x, x.ndim - spec.from_right, spec.layout)
 
 
 def constant(value: Any, layout: ShardLayout) -> list[Any]:
@@ -111,18 +106,11 @@ def replicate_operand(x: Tensor, layout: ShardLayout) -> list[Tensor]:
     return move_to_each(plain, layout.devices)
 
 
-def split_rows(x: Tensor, dim: int, layout: ShardLayout) -> list[Tensor] | None:
-    """Split a plain tensor as the batch is split; None if it has other rows, is sparse or elsewhere."""
+def split_rows(x: Tensor, dim: int, layout: ShardLayout) -> list[Tensor]:
+    """Split a plain tensor as the batch is split, if it has its rows, is dense and at home."""
     if dim < 0 or not _is_movable(x, layout) or x.shape[dim] != layout.num_rows:
-        return None
-    return [move(part, d) for part, d in zip(split(x, layout, dim), layout.devices)]
-
-
-def _split_rows_of(x: Tensor, dim: int, layout: ShardLayout) -> list[Tensor]:
-    parts = split_rows(x, dim, layout)
-    if parts is None:
         raise Declined
-    return parts
+    return [move(part, d) for part, d in zip(split(x, layout, dim), layout.devices)]
 
 
 def _parts_matching(x: ShardedBatch, spec: ShardSpec) -> Sequence[Tensor]:
