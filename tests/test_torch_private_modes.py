@@ -11,7 +11,7 @@ from everygpu.torch_private import autograd, distributed, modes
 def test_batched_tensors_are_told_from_others():
     x, seen = torch.ones(2, requires_grad=True), []
     y = x * 2
-    y.register_hook(lambda grad: seen.append(autograd.is_batched(grad)))
+    y.register_hook(lambda grad: seen.append(autograd.are_batched([grad])))
     y.sum().backward(retain_graph=True)
     torch.autograd.grad(y, x, torch.ones(3, 2), is_grads_batched=True, retain_graph=True)
     torch.func.vmap(lambda v: torch.autograd.grad(y, x, v, retain_graph=True))(torch.ones(3, 2))

@@ -204,8 +204,10 @@ def over_other_dims(func: Any, args: Args, kwargs: Kwargs) -> Any:
     spec, call = spec_of(args), named(func, args, kwargs)
     tensors = [a for a in args if isinstance(a, Tensor)]
     ndim, row = tensors[0].ndim, tensors[0].ndim - spec.from_right
+    if any(t.ndim != ndim for t in tensors):
+        raise Declined
     dims = dims_of(call["dim"], ndim)
-    if row in dims or any(t.ndim != ndim for t in tensors):
+    if row in dims:
         raise Declined
     columns = [shard_rows(a, spec) if isinstance(a, Tensor) else constant(a, spec.layout) for a in args]
     if func in _VARIANCES and not all(p.numel() for p in columns[0]):
