@@ -15,10 +15,11 @@ from torch import Tensor
 from everygpu.checkpoint.background import Background, Check
 from everygpu.checkpoint.directory import as_path, hold_lock, must_be_writable, remove_directory
 from everygpu.checkpoint.format import MODEL, cut, is_claimed, is_ours
-from everygpu.checkpoint.load import check_targets, load
+from everygpu.checkpoint.load import load
 from everygpu.checkpoint.run_directory import Best, Mode, Rotation, Saved, best_first, clear_run, list_saved, step_path
 from everygpu.checkpoint.save import Taken, one_writer, take, wait_for_devices, write_checkpoint
 from everygpu.checkpoint.snapshot import SnapshotMemory, copy_to
+from everygpu.checkpoint.states import check_targets
 from everygpu.checkpoint.stop import Stop
 from everygpu.errors import CheckpointError, CheckpointForeignError, OptionError
 from everygpu.ranks.group import joined
