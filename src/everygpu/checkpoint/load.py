@@ -23,7 +23,7 @@ from everygpu.checkpoint.format import (
     read_document,
     read_tensors,
 )
-from everygpu.checkpoint.modules import Fit, Match, check_module
+from everygpu.checkpoint.modules import Fit, check_module
 from everygpu.checkpoint.parts import KNOWN, Contents, Kind, Part
 from everygpu.checkpoint.rng import plan_rng_restore
 from everygpu.checkpoint.run_directory import is_run_directory, list_saved, step_of
@@ -49,7 +49,6 @@ def load(
     optimizer: Any = None,
     scheduler: Any = None,
     strict: bool = True,
-    match: Match = "name",
     prefix: str = "",
     ignore_mismatched: bool = False,
     rng: bool = False,
@@ -75,8 +74,6 @@ def load(
             state is found by the names of the parameters.
         scheduler: The scheduler to load into.
         strict: Whether a module's names must be exactly those saved. Shapes must fit in any case.
-        match: ``"name"``; or ``"order"`` for a model whose tensors have the same shapes in the same order
-            under other names.
         prefix: Load only those of the model's tensors whose saved names begin with it, without it.
         ignore_mismatched: Leave the model's tensors of other shapes as they are, and name them in the log.
         rng: Whether to restore the random states of Python, NumPy and torch. CUDA devices that are
@@ -96,7 +93,7 @@ def load(
             part was not saved.
         CheckpointContentError: a target can't be loaded into.
         DeviceError: map_location is no device.
-        OptionError: match is neither of the two; the path is none, or empty; or nothing is asked for, and there are
+        OptionError: the path is none, or empty; or nothing is asked for, and there are
             no extras to return.
     Source:
         ``torch.load(weights_only=True)`` and ``Module.load_state_dict``, which changes tensors before it has checked
@@ -105,9 +102,7 @@ def load(
     known = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     targets = {name: target for name, target in known.items() if target is not None} | extras
     check_targets(targets)
-    if match not in get_args(Match):
-        raise OptionError(f"load: match is 'name' or 'order', got {match!r}.")
-    fit = Fit(strict=strict, match=match, prefix=prefix, ignore_mismatched=ignore_mismatched)
+    fit = Fit(strict=strict, prefix=prefix, ignore_mismatched=ignore_mismatched)
     device = _parse_device(map_location)
     contents = read_any(as_path(path, "load"), verify=verify)
     if "model" in targets:

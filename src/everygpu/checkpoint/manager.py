@@ -98,8 +98,8 @@ class CheckpointManager:
         self._name = as_path(directory, "CheckpointManager")
         self.directory = self._name.absolute()
         self.keep, self.every = _require_positive("keep", keep), _require_positive("every", every)
-        self._best = _require_best(best)
         self.asynchronous, self._is_clearing = asynchronous, overwrite
+        self._best = _require_best(best)
         self._objects = {name: value for name, value in objects.items() if value is not None}
         check_targets(self._objects)
         self._stop = Stop(str(self._name), signals)
@@ -256,10 +256,9 @@ class CheckpointManager:
                 f"resume() first to go on from it, or pass overwrite=True to remove them."
             )
 
-    def _take_metrics(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+    def _take_metrics(self, given: Mapping[str, Any]) -> dict[str, float]:
         # A Meter's rows are those of one rank; all ranks come here.
-        synced = {name: value.sync() if hasattr(value, "sync") else value for name, value in metrics.items()}
-        numbers = {name: _number(name, value) for name, value in synced.items()}
+        numbers = {n: _number(n, value.sync() if hasattr(value, "sync") else value) for n, value in given.items()}
         if self._best is not None and numbers:
             self._has_metric |= self._best.metric in numbers
             if not self._has_metric:  # it may be computed at some saves only

@@ -24,7 +24,7 @@ from everygpu.errors import CheckpointContentError, CheckpointError, EveryGPUErr
 from everygpu.ranks.group import joined
 from everygpu.ranks.membership import is_main
 
-LOAD_OPTIONS = frozenset({"strict", "match", "prefix", "ignore_mismatched", "rng", "map_location", "verify"})
+LOAD_OPTIONS = frozenset({"strict", "prefix", "ignore_mismatched", "rng", "map_location", "verify"})
 """Names that `everygpu.load` takes for itself."""
 
 BEGIN_S = 600.0
