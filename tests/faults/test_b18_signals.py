@@ -1,5 +1,6 @@
 """b18: SIGTERM and SIGUSR1 in training, evaluation, warm-up and a save: a checkpoint, then exit 143."""
 
+import faulthandler
 import gc
 import os
 import signal
@@ -159,23 +160,25 @@ def test_b18_of_a_handler_of_the_users_both_are_called(tmp_path: Path) -> None:
     assert end_of(work) == 143
 
 
-@pytest.mark.parametrize("what", ["ignored", "set later", "not asked for"])
+@pytest.mark.parametrize("what", ["ignored", "of C", "set later", "not asked for"])
 def test_b18_what_the_user_has_set_stays(tmp_path: Path, what: str) -> None:
     def work() -> None:
         with open(tmp_path / "stacks", "w") as file:
             if what == "ignored":
                 signal.signal(USR1, signal.SIG_IGN)
+            if what == "of C":
+                faulthandler.register(USR1, file)
 
             def on(place: str) -> None:
                 if place == "step 2" and what == "set later":
-                    signal.signal(USR1, lambda number, frame: file.write("heard"))
+                    signal.signal(USR1, lambda number, frame: file.write("heard, most recent call first"))
                 at("step 3", USR1)(place)
 
             train(tmp_path / "run", on, signals=() if what == "not asked for" else None)
             send(USR1)
 
     assert end_of(work) == (-USR1 if what == "not asked for" else 0)
-    num_calls = (tmp_path / "stacks").read_text().count("heard")
+    num_calls = (tmp_path / "stacks").read_text().count("most recent call first")
     assert num_calls == {"ignored": 0, "not asked for": 0}.get(what, 2)
     assert saved_in(tmp_path / "run") == ([] if what == "not asked for" else [4])  # the last, as the block ends
 

@@ -7,6 +7,7 @@ Ctrl-C raises KeyboardInterrupt, as ever. Pressed twice, it ends the process: a 
 first one closes workers is lost in a finalizer, and one in a thread's last wait makes it wait again.
 """
 
+import ctypes
 import logging
 import math
 import os
@@ -65,7 +66,8 @@ class Stop:
             before = _beyond(signal.getsignal(number))
             if number is signal.SIGINT and (before is not signal.default_int_handler or hasattr(sys, "ps1")):
                 continue  # a notebook's process is not ours to end
-            if before not in (None, signal.SIG_IGN):  # None: of C code
+            # What C code has installed, as faulthandler.register, is hidden from Python, and would be lost.
+            if before not in (None, signal.SIG_IGN) and not (before is signal.SIG_DFL and _has_function(number)):
                 handler = partial(_pass_on, hear, before)
                 self._installed[number] = handler
                 signal.signal(number, handler)
@@ -176,3 +178,11 @@ def _check(signals: Collection[int] | None) -> tuple[signal.Signals, ...]:
             f"signals=[signal.SIGTERM], or signals=() for none."
         )
     return chosen
+
+
+def _has_function(number: int) -> bool:
+    """Tell whether a function handles a signal, by ``struct sigaction``, which begins with its address."""
+    answer = ctypes.create_string_buffer(512)
+    if sys.platform not in ("linux", "darwin") or ctypes.CDLL(None).sigaction(int(number), None, answer):
+        return False
+    return bool(ctypes.cast(answer, ctypes.POINTER(ctypes.c_size_t))[0])
