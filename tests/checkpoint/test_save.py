@@ -332,3 +332,18 @@ def test_nothing_to_save_or_to_load_into_is_refused(tmp_path: Path) -> None:
     assert everygpu.load(tmp_path / "a", rng=True) == {}
     everygpu.save(tmp_path / "b", extras=1, misplaced=2)
     assert everygpu.load(tmp_path / "b") == {"extras": 1, "misplaced": 2}
+
+
+def test_digests_are_right_where_threads_begin_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = threading.Thread.start, []
+
+    def start(thread: threading.Thread) -> None:
+        calls.append(thread)
+        if len(calls) % 3 == 2:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    for _ in range(9):
+        path = everygpu.save(tmp_path / "ckpt", model=nn.Linear(40, 40), x=torch.ones(300), y=torch.zeros(7))
+        assert everygpu.load(path)["y"].sum() == 0

@@ -248,7 +248,8 @@ class _Hasher:
     """Hashes the pieces of a file in a thread, while they are being written."""
 
     def __init__(self) -> None:
-        self._sha256, self._thread = hashlib.sha256(), ThreadPoolExecutor(1)
+        self._sha256, self._is_alone = hashlib.sha256(), False
+        self._thread = ThreadPoolExecutor(1)
         self._last: Future[None] | None = None
 
     def __enter__(self) -> "_Hasher":
@@ -258,11 +259,15 @@ class _Hasher:
         self._thread.shutdown(cancel_futures=True)
 
     def add(self, piece: bytes | memoryview) -> None:
-        try:
-            self._last = self._thread.submit(self._sha256.update, piece)
-        except RuntimeError:  # at the interpreter's end no thread begins
-            self.wait()
-            self._sha256.update(piece)
+        if not self._is_alone:
+            try:
+                self._last = self._thread.submit(self._sha256.update, piece)
+                return
+            except RuntimeError:  # no thread begins any more; the pool may have queued the piece all the same
+                self.wait()
+                self._thread.shutdown(cancel_futures=True)
+                self._is_alone = True
+        self._sha256.update(piece)
 
     def wait(self) -> None:
         if self._last is not None:
