@@ -206,10 +206,7 @@ def test_b18_handlers_are_there_while_a_manager_is_in_use(tmp_path: Path) -> Non
     del first, second, model
     gc.collect()
     assert kept() is None, "a manager that was dropped is kept by its handlers"
-    assert end_of(lambda: send(USR1)) == -USR1
-    signal.signal(TERM, signal.SIG_DFL)
-    signal.signal(USR1, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert not is_heard(USR1)
     with pytest.raises(OptionError, match="SIGTERM and signal.SIGUSR1"):
         CheckpointManager(tmp_path, signals=[signal.SIGINT])
 

@@ -15,6 +15,7 @@ import torch
 
 from everygpu.checkpoint.format import cut, damaged, open_regular
 from everygpu.errors import CheckpointDamagedError
+from everygpu.torch_private.distributed import unflatten
 
 METADATA = ".metadata"
 
@@ -30,8 +31,6 @@ _PATH_MODULES = ("pathlib", "pathlib._local")
 
 def read_dcp(directory: Path, *, with_values: bool = True) -> dict[Any, Any]:
     """Read what was passed to ``torch.distributed.checkpoint.save``; without values tensors are on the meta device."""
-    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict  # takes half a second
-
     path = directory / METADATA
     try:
         metadata = _read_metadata(path)
@@ -40,8 +39,8 @@ def read_dcp(directory: Path, *, with_values: bool = True) -> dict[Any, Any]:
         _check(directory, metadata, with_values)
         values = {name: value for name, value in state.items() if with_values or value is None}
         _read_values(directory, metadata, values)
-        places: Any = {name: (name,) for name in state} | dict(metadata.planner_data or {})
-        return unflatten_state_dict(state | values, places)
+        places = {name: (name,) for name in state} | dict(metadata.planner_data or {})
+        return dict(unflatten(state | values, places))
     except (CheckpointDamagedError, pickle.UnpicklingError):
         raise
     except Exception as cause:  # altered records fail in any way

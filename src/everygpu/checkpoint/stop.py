@@ -63,14 +63,15 @@ class Stop:
             return
         hear = weakref.WeakMethod(self._hear)  # a manager that is dropped is not kept
         for number in (*self._signals, signal.SIGINT):
-            before = _beyond(signal.getsignal(number))
+            is_default, before = signal.getsignal(number) is signal.SIG_DFL, _beyond(signal.getsignal(number))
             if number is signal.SIGINT and (before is not signal.default_int_handler or hasattr(sys, "ps1")):
                 continue  # a notebook's process is not ours to end
             # What C code has installed, as faulthandler.register, is hidden from Python, and would be lost.
-            if before not in (None, signal.SIG_IGN) and not (before is signal.SIG_DFL and _has_function(number)):
+            if before not in (None, signal.SIG_IGN) and not (is_default and _has_function(number)):
                 handler = partial(_pass_on, hear, before)
                 self._installed[number] = handler
                 signal.signal(number, handler)
+        weakref.finalize(self, _restore, self._installed).atexit = False
 
     def leave(self, *, has_failed: bool) -> None:
         """Hear nothing more; a signal that came after the last save acts now as it would without us."""
@@ -80,10 +81,7 @@ class Stop:
         if self._is_ending and not is_alone:  # torchrun ends the others as soon as one has ended
             return
         if threading.current_thread() is threading.main_thread():
-            installed, self._installed = self._installed, {}
-            for number, handler in installed.items():
-                if signal.getsignal(number) is handler:  # else it stays below another one, and passes on
-                    signal.signal(number, _beyond(handler))
+            _restore(self._installed)
             if missed is not None and is_alone and signal.getsignal(missed) is signal.SIG_DFL:
                 signal.raise_signal(missed)
 
@@ -146,6 +144,16 @@ def _pass_on(hear: Callable[[], Any], before: Any, number: int, frame: FrameType
         _act(number, frame, _beyond(before))
     else:
         heard_by(signal.Signals(number), frame, before)
+
+
+def _restore(handlers: dict[signal.Signals, partial[None]]) -> None:
+    """Put back what was there before; a handler below another one stays, and passes on."""
+    if threading.current_thread() is threading.main_thread():
+        installed = dict(handlers)
+        handlers.clear()
+        for number, handler in installed.items():
+            if signal.getsignal(number) is handler:
+                signal.signal(number, _beyond(handler))
 
 
 def _beyond(handler: Any) -> Any:
