@@ -120,8 +120,8 @@ def _refuse_one_each(x: ShardedBatch, name: str, call: str) -> None:
     if x.shard_rows is not None and x.numel() != 1:
         raise LossError(
             f"{name}: the loss must be one number, got one entry from each of {x.numel()} replicas. Call "
-            f"{call.format('loss.mean()')}, which weighs them by rows and so is the loss of the whole batch, or "
-            f"{call.format('loss.sum()')} if the loss is a sum over rows."
+            f"{call.format('loss.mean()')} if it is a mean: over rows, over labels that aren't -100, or over what "
+            f"DataParallel(weight=...) counts; {call.format('loss.sum()')} if it is a sum."
         )
 
 
