@@ -59,3 +59,9 @@ def test_the_store_of_a_process_group(tmp_path):
         assert distributed.default_store().get("key") == b"value"
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_flat_state_is_nested_again():
+    state = {"model.weight": 1, "optimizer.0": 2}
+    places = {"model.weight": ("model", "weight"), "optimizer.0": ("optimizer", 0)}
+    assert distributed.unflatten(state, places) == {"model": {"weight": 1}, "optimizer": [2]}

@@ -1,4 +1,4 @@
-"""torch's compiler: Dynamo's frames, AOTAutograd's settings, Inductor's graphs; imported at use, as it takes seconds."""
+"""torch's compiler: Dynamo's frames, AOTAutograd's settings, Inductor's graphs; imported at use, as it is slow."""
 
 from types import CodeType
 from typing import Any
