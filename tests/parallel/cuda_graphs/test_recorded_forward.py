@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import everygpu
+from everygpu.errors import CallError
 from tests.parallel.cuda_graphs.forwards import (
     NUM_STEPS,
     Devices,
@@ -157,6 +158,31 @@ def test_results_are_the_users(recording: Devices) -> None:
     for output, values, grads, copies in kept:
         torch.testing.assert_close(output, values, rtol=0, atol=0)
         assert all(map(torch.equal, grads, copies))
+
+
+class Inner(Net):
+    """Returns what its scores are computed from, too."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.norm(self.first(x)).tanh()
+        return h, self.last(h)
+
+
+@pytest.mark.parametrize("retains", [False, True])
+def test_gradients_between_outputs(recording: Devices, retains: bool) -> None:
+    used = recording(2)
+    model = everygpu.DataParallel(Inner().to(used[0]), used, engine="graphs")
+    for x, y in make_batches(NUM_STEPS):
+        h, scores = model(x)
+        if retains:
+            h.retain_grad()
+        loss_of(scores, y).backward()
+        assert not retains or everygpu.gather(h.grad).count_nonzero()
+    assert num_recordings(model) == (not retains)
+    if not retains:
+        h, _ = model(make_batches(1)[0][0])
+        with pytest.raises(CallError, match="engine='threads'"):
+            h.retain_grad()
 
 
 def test_gradients_add_up(recording: Devices) -> None:

@@ -17,7 +17,7 @@ from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.opaque import Opaque
 from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
 from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
-from everygpu.parallel.sharded.hooks import RECORDED, mark
+from everygpu.parallel.sharded.hooks import mark_recorded
 from everygpu.torch_private.autograd import are_batched
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ Leaves = list[list[list[Tensor]]]
 
 OTHER_OUTPUTS = "backwards begin at other outputs from step to step"
 SECOND_BACKWARD = "a forward is gone backward through twice"
+OUTPUTS_WATCHED = "gradients of one output of several are watched (retain_grad or a hook)"
 DIFFERENTIATED_AGAIN = "gradients are differentiated again (create_graph=True)"
 
 
@@ -78,7 +79,7 @@ class Launch:
         """Return each replica's outputs in memory of their own, connected to the parameters."""
         anchor, *tensors = _LaunchNode.apply(self, devices, *self.recorded.sync.params)  # type: ignore[no-untyped-call]
         if sum(self.recorded.differentiable) > len(devices):  # more than one output of each replica
-            mark(anchor.grad_fn, RECORDED)
+            mark_recorded(anchor.grad_fn)
         num_plain = sum(isinstance(x, Tensor) for _, x in tree.leaves(self.recorded.outputs, "out"))
         plain, inside = iter(tensors[:num_plain]), iter(tensors[num_plain:])
 

@@ -19,6 +19,7 @@ from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof, ForwardPro
 from everygpu.parallel.cuda_graphs.launch import (
     DIFFERENTIATED_AGAIN,
     OTHER_OUTPUTS,
+    OUTPUTS_WATCHED,
     SECOND_BACKWARD,
     Launch,
     Leaves,
@@ -44,7 +45,7 @@ from everygpu.parallel.replicas.remap import in_place_of
 from everygpu.parallel.replicas.replica_set import Leaves as Twins
 from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.parallel.scatter.split import ScatterSpec
-from everygpu.parallel.sharded.hooks import ALIAS, mark
+from everygpu.parallel.sharded.hooks import mark_alias
 from everygpu.parallel.sharded.layout import DeviceWeights
 from everygpu.torch_private.autograd import after_backward, backward_id, is_transforming
 
@@ -146,6 +147,10 @@ class RecordedForward:
             if torch.is_grad_enabled():
                 self._refused = self._refused or DIFFERENTIATED_AGAIN
 
+        def on_watch() -> None:
+            if num > len(outputs):
+                self.refuse(OUTPUTS_WATCHED)
+
         def alias(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
@@ -153,7 +158,7 @@ class RecordedForward:
             if not x.requires_grad or x.is_leaf:  # a leaf is the user's own, and no recording returns one
                 return x
             y = x.view_as(x)
-            mark(y.grad_fn, ALIAS)
+            mark_alias(y.grad_fn, on_watch)
             y.register_hook(lambda _: note(i))  # type: ignore[no-untyped-call]
             return y
 

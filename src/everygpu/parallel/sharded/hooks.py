@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +14,17 @@ from everygpu.parallel.sharded.dispatch import Args, Kwargs
 from everygpu.torch_private.autograd import after_backward
 from everygpu.torch_private.modes import without_torch_function
 
-ALIAS, RECORDED = "everygpu_alias", "everygpu_recorded"
-"""What ``mark`` says of nodes: a view that stands for its base, and a launch that only knows its own outputs."""
+_ALIAS, _RECORDED = "everygpu_alias", "everygpu_recorded"
 
 
-def mark(node: Any, name: str) -> None:
-    node.metadata[name] = True
+def mark_alias(node: Any, on_watch: Callable[[], None]) -> None:
+    """Say of a node that it is a view that stands for its base, and what to call when gradients there are watched."""
+    node.metadata[_ALIAS] = on_watch
+
+
+def mark_recorded(node: Any) -> None:
+    """Say of a node that it is a launch of several outputs, which knows no gradients between them."""
+    node.metadata[_RECORDED] = True
 
 
 def retain_grad(func: Any, args: Args, kwargs: Kwargs) -> None:
@@ -64,7 +69,7 @@ class _Watch:
         self._direct: Tensor | None = None
         self._totals: dict[int, Tensor] = {}
         shards = [_past_aliases(*place) for place in node.next_functions]
-        if any(shard is not None and RECORDED in shard.metadata for shard, _ in shards):
+        if any(shard is not None and _RECORDED in shard.metadata for shard, _ in shards):
             raise CallError(
                 f"{name}: this output came from a recorded forward, which knows no gradients between its outputs. "
                 f"Pass engine='threads', or call {name} inside forward."
@@ -109,6 +114,7 @@ def _is_same(total: Tensor, own: Tensor | None) -> bool:
 
 def _past_aliases(node: Any, place: int) -> tuple[Any, int]:
     """Return the node, and which of its outputs, that an alias stands for."""
-    while node is not None and ALIAS in node.metadata:
+    while node is not None and _ALIAS in node.metadata:
+        node.metadata[_ALIAS]()
         node, place = node.next_functions[0]
     return node, place
