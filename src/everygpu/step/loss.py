@@ -57,10 +57,10 @@ def as_number(loss: Any, *, is_models: bool = False) -> Tensor:
     if isinstance(loss, ShardedBatch) and (loss.shard_rows is not None or (is_models and _is_one_each(loss))):
         return loss.mean()  # one number per replica, weighed by rows
     if loss.numel() != 1:
-        raise LossError(
-            f"TrainStep: the loss must be one number, got shape {tuple(loss.shape)}. "
-            f"Take its mean, as with reduction='mean'."
-        )
+        advice = "Take its mean, as with reduction='mean'."
+        if is_models:
+            advice = f"{advice} Of a tuple the first item is taken: return (loss, logits)."
+        raise LossError(f"TrainStep: the loss must be one number, got shape {tuple(loss.shape)}. {advice}")
     return loss.reshape(())
 
 
