@@ -194,6 +194,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     changed -= {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
     changed -= {"TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"}
     changed -= {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}  # scikit-learn's import
+    changed -= {"CUDA_DEVICE_ORDER"}  # Lightning's, where there are GPUs
     assert not changed, f"the test changed the environment: {changed}"
     assert torch.is_grad_enabled(), "the test left grad mode off"
     assert torch.get_default_device() == torch.device("cpu"), "the test left a default device"

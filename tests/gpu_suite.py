@@ -59,7 +59,7 @@ def run_file(file: str, stage: str, limit_s: float) -> Outcome | None:
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        command = [*python_pytest(STAGES[stage]), "--tb=short", f"--junitxml={report}", file]
+        command = [*python_pytest(STAGES[stage]), "--tb=short", "--show-capture=log", f"--junitxml={report}", file]
         try:
             done = subprocess.run(
                 command, cwd=ROOT, capture_output=True, text=True, timeout=min(limit_s, FILE_LIMIT_S), check=False

@@ -228,6 +228,7 @@ class OnTwoGPUs(nn.DataParallel):
     ],
     ids=str,
 )
+@pytest.mark.cards(2)  # nn.DataParallel's own
 def test_training_equals_nn_data_parallel(devices, tmp_path, monkeypatch, request, name, options):
     """Trainer multiplies some losses by the number of GPUs; the same happens here, so a script may stay as it is."""
     chosen, trainers = devices(2), []

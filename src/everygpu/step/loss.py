@@ -57,10 +57,11 @@ def as_number(loss: Any, *, is_models: bool = False) -> Tensor:
     if isinstance(loss, ShardedBatch) and (loss.shard_rows is not None or (is_models and _is_one_each(loss))):
         return loss.mean()  # one number per replica, weighed by rows
     if loss.numel() != 1:
-        advice = "Take its mean, as with reduction='mean'."
-        if is_models:
-            advice = f"{advice} Of a tuple the first item is taken: return (loss, logits)."
-        raise LossError(f"TrainStep: the loss must be one number, got shape {tuple(loss.shape)}. {advice}")
+        first = "Return it first, or as {'loss': ...}; or take its mean." if is_models else None
+        raise LossError(
+            f"TrainStep: the loss must be one number, got shape {tuple(loss.shape)}. "
+            f"{first or 'Take its mean, as with reduction=' + repr('mean') + '.'}"
+        )
     return loss.reshape(())
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from everygpu.parallel.buckets.kept import KeptBucket
+from everygpu.parallel.buckets.plan import KeptBucket
 from everygpu.parallel.buckets.sizes import UPDATE_BYTES
 from everygpu.parallel.data_parallel import DataParallel
-from everygpu.parallel.ranks.gradients import make_buckets
+from everygpu.parallel.ranks.gradients import finish, make_buckets
 from everygpu.parallel.replicas.module_tree import has_hooks
 from everygpu.parallel.replicas.placement import place_module
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
@@ -374,5 +374,4 @@ def _add_up_ranks(group: Group, params: list[Tensor]) -> None:
     buckets = make_buckets(params, UPDATE_BYTES)
     for bucket in buckets:
         bucket.send(group)
-    for bucket in buckets:
-        bucket.finish()
+    finish(buckets)

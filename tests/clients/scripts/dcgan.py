@@ -48,10 +48,11 @@ def init_weights(module):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--devices", nargs="*", help="one replica each; one device without a wrapper if left out")
+    parser.add_argument("--device", default="cpu", help="of a run without a wrapper")
+    parser.add_argument("--devices", nargs="*", help="one replica each; no wrapper if left out")
     parser.add_argument("--out", required=True)
     opt = parser.parse_args()
-    device = torch.device(opt.devices[0] if opt.devices else "cpu")
+    device = torch.device(opt.devices[0] if opt.devices else opt.device)
     torch.manual_seed(3)
     torch.set_default_dtype(torch.float64)
 

@@ -2,7 +2,7 @@
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from everygpu import comm, tree
 from everygpu.errors import CallError
-from everygpu.parallel.buckets.grouping import group_by_storage
 from everygpu.parallel.buckets.memory import fill_views
-from everygpu.parallel.buckets.plan import BucketPlan, plan_bucket
+from everygpu.parallel.buckets.plan import BucketPlan, group_by_storage, plan_bucket
 from everygpu.ranks.group import Group
 from everygpu.torch_private.autograd import NO_BACKWARD, after_backward, backward_id, will_execute
 from everygpu.torch_private.tensors import foreach_copy_
@@ -24,6 +23,9 @@ Weight = float | Tensor
 
 _STRIDED, _SPARSE = 1.0, 1024.0
 """Flags of a parameter's gradient."""
+
+_ALIGNED = 8
+"""Gradients begin at multiples of so many elements, as kernels of optimizers read them fastest."""
 
 
 class RankGradients:
@@ -76,6 +78,8 @@ class RankGradients:
             self._clear()  # a backward may have ended midway
         self._num_forwards += 1
         self._last, self._group.last_forward = weight, weakref.ref(self)
+        for bucket in self._buckets:
+            bucket.note_grads()
         reach = partial(self._reach, self._num_forwards, weight)
         for _, leaf in tree.leaves(output, ""):
             for tensor in tree.tensors_in(leaf):
@@ -108,11 +112,9 @@ class RankGradients:
     def after(self, p: Tensor) -> None:
         """Take a gradient that is complete; send buckets that are."""
         share = self._share or self._begin(p.device)
-        if share is None:
-            return
-        self._bucket_of[id(p)].take(p)
-        while self._left and self._left[-1].is_ready:
-            self._left.pop().send(self._group, share)
+        if share is not None and self._bucket_of[id(p)].take(p):
+            while self._left and self._left[-1].is_ready:
+                self._left.pop().send(self._group, share)
 
     def _begin(self, device: torch.device) -> "_Share | None":
         """Begin with the first gradient; None where it is not to be added up now."""
@@ -138,8 +140,7 @@ class RankGradients:
         elif self._share is not None:
             while self._left:
                 self._left.pop().send(self._group, self._share)
-            for bucket in self._buckets:
-                bucket.finish()
+            finish(self._buckets)
         self._clear()
 
 
@@ -175,68 +176,96 @@ class Bucket:
         self._plan = plan
         self.params = [params[slot.index] for slot in plan.slots]
         self._places = [(slot.shape, slot.strides, slot.start) for slot in plan.slots]
+        self._places.append((torch.Size([len(plan.slots)]), (1,), plan.numel))
+        self._all_there: Tensor | None = None
         self.clear()
 
     def clear(self) -> None:
+        self._is_new = False
         self._taken: set[int] = set()
         self._views: list[Tensor] = []
-        self._flags: Tensor | None = None
+        self.flags: Tensor | None = None
+        """Of the gradients that were sent, where one is missing or sparse."""
         self._wait: Callable[[], None] | None = None
+
+    def note_grads(self) -> None:
+        """Note whether backward will make the gradients, which nobody else can refer to then."""
+        self._is_new = all(p.grad is None for p in self.params)
 
     @property
     def is_ready(self) -> bool:
         return len(self._taken) == len(self.params)
 
-    def take(self, p: Tensor) -> None:
+    def take(self, p: Tensor) -> bool:
+        """Take note of a gradient that is complete; tell whether all are."""
         if id(p) in self._taken:
             raise CallError(
                 "DataParallel: a parameter got its gradient twice in one backward, as by reentrant checkpoints, after "
                 "it was sent to other ranks. Call torch.utils.checkpoint.checkpoint with use_reentrant=False."
             )
         self._taken.add(id(p))
+        return len(self._taken) == len(self.params)
 
     def send(self, group: Group, share: _Share | None = None) -> None:
         """Begin to add the gradients up, those of all ranks multiplied by their shares."""
         grads = [p.grad for p in self.params]
-        kinds = list(map(_kind, grads))
-        is_whole = min(kinds) == max(kinds) == _STRIDED
-        make, numel = torch.empty if is_whole and not self._plan.has_gaps else torch.zeros, self._plan.numel
-        whole = make(numel + len(grads), dtype=self._plan.dtype, device=self.params[0].device)
-        flat, flags = whole[:numel], whole[numel:]
+        is_whole = all(g is not None and g.layout is torch.strided for g in grads)
+        device, numel = self.params[0].device, self._plan.numel
+        make = torch.empty if is_whole and not self._plan.has_gaps else torch.zeros
+        whole = make(numel + len(grads), dtype=self._plan.dtype, device=device)
         self._views = list(itertools.starmap(whole.as_strided, self._places))
-        fill_views(self._views, list(map(_to_strided, grads)))
         if is_whole:
-            flags.fill_(1)
+            if self._all_there is None:
+                self._all_there = torch.ones(len(grads), dtype=whole.dtype, device=device)
+            foreach_copy_(self._views, [*grads, self._all_there])  # type: ignore[list-item]
         else:
-            flags.copy_(torch.tensor(kinds), non_blocking=True)
-            self._flags = flags
+            fill_views(self._views, list(map(_to_strided, grads)))
+            self.flags = self._views[-1]
+            self.flags.copy_(torch.tensor(list(map(_kind, grads))), non_blocking=True)
         if share is not None:
-            share.scale_(flat)
+            share.scale_(whole[:numel])
         self._wait = group.all_reduce(whole)
 
-    def finish(self) -> None:
-        """Write the gradients; a parameter that no rank has one for keeps what it had."""
-        if self._wait is None:
-            return
-        self._wait()
-        if self._flags is None:
-            foreach_copy_([p.grad for p in self.params if p.grad is not None], self._views)
-            return
-        for p, view, kind in zip(self.params, self._views, self._flags.tolist()):
-            if p.grad is None and kind:
-                p.grad = view.clone() if kind < _SPARSE else view.to_sparse(1)
-            elif p.grad is not None and p.grad.layout is torch.strided:
-                p.grad.copy_(view)
-            elif p.grad is not None:
+    def wait(self) -> bool:
+        """Wait for the sums; tell whether there are any."""
+        if self._wait is not None:
+            self._wait()
+        return self._wait is not None
+
+    def finish(self, kinds: Iterator[float]) -> None:
+        """Give the sums to the parameters; one that no rank has a gradient for keeps what it had.
+
+        Args:
+            kinds: Has next the sums of ``flags``, if there are any.
+        """
+        pairs = []
+        for p, view in zip(self.params, self._views):
+            kind = _STRIDED if self.flags is None else next(kinds)
+            if p.grad is not None and p.grad.layout is not torch.strided:
                 p.grad = view.to_sparse(p.grad.sparse_dim())
+            elif p.grad is not None and not self._is_new:
+                pairs.append((p.grad, view))
+            elif kind:  # the gradient becomes a part of the bucket, as DDP's may
+                p.grad = view if p.grad is not None or kind < _SPARSE else view.to_sparse(1)
+        if pairs:
+            foreach_copy_([grad for grad, _ in pairs], [view for _, view in pairs])
 
 
 def make_buckets(params: Sequence[Tensor], bucket_bytes: int) -> list[Bucket]:
     """Put parameters side by side, in the order in which backward usually finishes them."""
     return [
-        Bucket(params, plan_bucket(params, members, 1, together=together, unit=1))
+        Bucket(params, plan_bucket(params, members, 1, together=together, unit=8))
         for members, together in group_by_storage(params, range(len(params))[::-1], bucket_bytes)
     ]
+
+
+def finish(buckets: Sequence[Bucket]) -> None:
+    """Wait for the sums of those buckets that were sent, and give them to the parameters."""
+    sent = [bucket for bucket in buckets if bucket.wait()]
+    flags = [bucket.flags for bucket in sent if bucket.flags is not None]
+    kinds = iter(torch.cat(flags).tolist() if flags else ())  # the host waits once
+    for bucket in sent:
+        bucket.finish(kinds)
 
 
 def _kind(grad: Tensor | None) -> float:
@@ -267,8 +296,8 @@ def check_hooks(named: Mapping[str, Tensor]) -> None:
         CallError: a parameter has one; the message names it.
     """
     for name, p in named.items():
-        later = p._post_accumulate_grad_hooks or {}
-        if p._backward_hooks or not all(isinstance(hook, _After) for hook in later.values()):
+        later = p._post_accumulate_grad_hooks
+        if p._backward_hooks or (later and not all(type(hook) is _After for hook in later.values())):
             raise CallError(
                 f"DataParallel: a hook on parameter {name} would see the gradient of this rank's rows alone. Change "
                 f"gradients after backward(), when they are those of all ranks, or remove the hook."

@@ -61,16 +61,17 @@ class RankModel:
             with forward_of(SpreadBatch(self.group, 1.0)):
                 return function()
         self.group.first_batch.compare(self.group, (inputs, kwargs))
-        self.copy_buffers(module)
+        self._look_at(module)
+        if module.training:
+            copy_from_first(self.group, self._buffers)
         weight = weigh_batch(self._weight, "DataParallel", inputs, kwargs, dim=self._dim, num_devices=self._num_devices)
-        gradients = self._current_gradients(module)
+        gradients = self._current_gradients()
         with forward_of(SpreadBatch(self.group, weight)):
             output = function()
         gradients.watch(output, weight)
         return output
 
-    def _current_gradients(self, module: nn.Module) -> RankGradients:
-        self._look_at(module)
+    def _current_gradients(self) -> RankGradients:
         named = {name: p for name, p in self._params.items() if p.requires_grad}
         check_hooks(named)
         params = list(named.values())
