@@ -79,9 +79,8 @@ def weigh_shares(call: Call, weight: Weight | None, home: torch.device) -> None:
 
 
 def _at(home: torch.device, x: float | Tensor) -> Tensor:
-    if isinstance(x, Tensor):
-        return comm.copy(x.to(torch.float32), home)
-    return torch.full((), x, dtype=torch.float32, device=home)
+    dtype = torch.float32 if home.type == "mps" else torch.float64
+    return comm.copy(x.to(dtype), home) if isinstance(x, Tensor) else torch.full((), x, dtype=dtype, device=home)
 
 
 def _count_labels(kwargs: Mapping[str, Any]) -> Tensor | None:
