@@ -138,7 +138,7 @@ def test_the_best_stay_and_ties_keep_the_earlier(tmp_path: Path) -> None:
         manager(tmp_path).best()
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     steps=st.lists(st.integers(0, 9), min_size=1, max_size=8),
     values=st.lists(st.sampled_from([0.0, 1.0, 2.0, float("nan")]), min_size=8, max_size=8),
