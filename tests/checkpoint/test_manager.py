@@ -570,7 +570,7 @@ import atexit, sys, threading, torch, everygpu
 class State(torch.nn.Module):
     def __init__(self, step):
         super().__init__()
-        self.register_buffer("x", torch.full((3_000_000,), float(step)))
+        self.register_buffer("x", torch.full((1_000_000,), float(step)))
 
 def save(name, step):
     checkpoints = everygpu.CheckpointManager(sys.argv[1] + "/" + name, asynchronous=True, model=State(step))
