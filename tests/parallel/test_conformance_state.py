@@ -435,3 +435,30 @@ def test_a_new_model_repeats_the_run(devices):
         model = everygpu.DataParallel(Drop(), devs)
         runs.append([model(x), model(x)])
     torch.testing.assert_close(*runs)
+
+
+class Keeping(nn.Module):
+    """Keeps an activation with its graph, in a buffer and in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.register_buffer("last", torch.zeros(1))
+
+    def forward(self, x):
+        self.last = self.kept = self.first(x)
+        return self.second(self.last)
+
+
+def test_an_activation_that_is_kept_with_its_graph(devices, caplog):
+    devs = devices(3)
+    model, bare = pair(Keeping, devs)
+    for _ in range(3):
+        model.zero_grad()
+        bare.zero_grad()
+        x = rows(7, 3, device=devs[0])
+        score(model(x)).backward()
+        score(bare(x)).backward()
+        assert_same_grads(model, bare)
+    said = [r.getMessage() for r in caplog.records if "left rows of the batch in kept, last" in r.getMessage()]
+    assert len(said) == 1

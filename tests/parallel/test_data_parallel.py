@@ -11,7 +11,6 @@ from torch import nn
 from everygpu import DataParallel, Replicated, data_parallel
 from everygpu.devices.parse import device_id
 from everygpu.errors import DeviceError, ModuleError, OptionError, PlacementError, SplitError
-from everygpu.parallel.scatter.split import plan_split
 
 pytestmark = pytest.mark.usefixtures("in_threads")
 
@@ -98,23 +97,6 @@ class TestCalls:
         monkeypatch.setenv("EVERYGPU_SPLIT", "fair")
         with pytest.raises(OptionError, match="'fair'"):
             DataParallel(nn.Linear(1, 1), ["cpu"] * 2)
-
-    def test_split_where_the_first_replica_gets_nothing(self, devices):
-        used = devices(3)
-        weights = [0, *range(1, len(used))]
-        bare, net = build(used[0]).train(), build(used[0]).train()
-        model = DataParallel(net, used, split=weights, buffers="mean")
-        x = torch.randn(9, 3, device=used[0])
-        parts = x.split([r for r in plan_split(9, len(used), weights).rows if r])
-        expected = torch.cat([bare(part) for part in parts])
-        actual = model(x)
-        torch.testing.assert_close(actual, expected)
-        actual.pow(2).sum().backward()
-        expected.pow(2).sum().backward()
-        for p, q in zip(net.parameters(), bare.parameters()):
-            torch.testing.assert_close(p.grad, q.grad)
-        assert net.rows == [len(parts[0])], "those of the first that ran"
-        assert not net.norm.running_mean.eq(0).any()
 
     def test_without_arguments(self):
         class Weight(nn.Module):

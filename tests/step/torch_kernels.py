@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everygpu.parallel.buckets.plan import BLOCK_NUMEL, BlockRange
+from everygpu.parallel.buckets.plan import BLOCK_NUMEL
+from everygpu.step.device_tables import BlockRange
 
 Rule = Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[float]], Tensor]
 """From value, gradient, states and options to the new value; the states are written."""

@@ -2,17 +2,46 @@
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from everygpu.parallel.buckets.plan import BLOCK_NUMEL, BlockRange, block_lengths
+from everygpu.parallel.buckets.plan import BLOCK_NUMEL, BucketPlan
+from everygpu.parallel.cuda_graphs.transfer.grad_tables import block_lengths
 from everygpu.step.flat_parameters import FlatParameters
 from everygpu.step.rules.rule import Options, UpdateRule
 from everygpu.step.shards import Fragment, Shards, State
 from everygpu.torch_private.tensors import foreach_add_
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRange:
+    """Blocks of one dtype, side by side in tables that have the blocks of one chunk of each bucket in them."""
+
+    first: int
+    num_blocks: int
+    dtype: torch.dtype
+
+
+def block_ranges(plans: Sequence[BucketPlan]) -> list[BlockRange]:
+    """Return where each bucket's blocks are in a device's tables: the same places on every device."""
+    spans, first = [], 0
+    for plan in plans:
+        spans.append(BlockRange(first=first, num_blocks=plan.num_blocks, dtype=plan.dtype))
+        first += spans[-1].num_blocks
+    return spans
+
+
+def join_ranges(spans: Sequence[BlockRange]) -> list[BlockRange]:
+    """Put neighbours of one dtype together."""
+    joined: list[BlockRange] = []
+    for span in spans:
+        if joined and joined[-1].dtype is span.dtype:
+            span = replace(span, first=joined[-1].first, num_blocks=joined.pop().num_blocks + span.num_blocks)
+        joined.append(span)
+    return joined
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from torch.utils.hooks import RemovableHandle
 
 from everygpu import comm
 from everygpu.comm.streams import queueing_on
-from everygpu.parallel.buckets.grad_tables import GradTables
 from everygpu.parallel.cuda_graphs.ready_events import ReadyEvents
+from everygpu.parallel.cuda_graphs.transfer.grad_tables import GradTables
 from everygpu.step.flat_parameters import FlatParameters
 from everygpu.step.fused import FusedUpdate
 

@@ -10,11 +10,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from everygpu import comm
-from everygpu.parallel.buckets.kept import KeptBucket
-from everygpu.parallel.buckets.memory import same_bytes, versions_of
-from everygpu.parallel.buckets.plan import BucketPlan, plan_buckets
+from everygpu.parallel.buckets.memory import make_twins, put_back, same_bytes, versions_of
+from everygpu.parallel.buckets.plan import BucketPlan, KeptBucket, plan_buckets
 from everygpu.parallel.buckets.sizes import update_bucket_bytes
-from everygpu.parallel.buckets.slot_alias import make_twins, put_back
 from everygpu.parallel.replicas.module_tree import has_hooks
 from everygpu.step.parameter_checks import check_grad_dtypes, check_memory, check_place
 from everygpu.torch_private.tensors import num_storage_uses

@@ -7,8 +7,8 @@ from torch.optim import Optimizer
 from everygpu import comm
 from everygpu.comm.streams import queueing_on, synchronize_streams
 from everygpu.devices.p2p import reach_each_other
-from everygpu.parallel.buckets.plan import BLOCK_NUMEL, BlockRange, block_ranges, join_ranges
-from everygpu.step.device_tables import make_tables
+from everygpu.parallel.buckets.plan import BLOCK_NUMEL
+from everygpu.step.device_tables import BlockRange, block_ranges, join_ranges, make_tables
 from everygpu.step.flat_parameters import FlatParameters
 from everygpu.step.hyperparameters import Hyperparameters, HyperparameterTable
 from everygpu.step.rules.rule import UpdateRule

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from everygpu.comm.streams import queueing_on
-from everygpu.parallel.buckets.plan import BlockRange
-from everygpu.step.device_tables import DeviceTables
+from everygpu.step.device_tables import BlockRange, DeviceTables
 from everygpu.step.rules.rule import UpdateRule
 
 Table = list[list[float]]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from everygpu.parallel.buckets.kept import KeptBucket
+from everygpu.parallel.buckets.plan import KeptBucket
 from everygpu.parallel.buckets.sizes import UPDATE_BYTES
 from everygpu.parallel.data_parallel import DataParallel
 from everygpu.parallel.ranks.gradients import finish, make_buckets

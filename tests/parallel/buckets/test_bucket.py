@@ -10,7 +10,7 @@ from torch import nn
 
 from everygpu.parallel.buckets.bucket import ALIGNMENT_BYTES, Bucket
 from everygpu.parallel.buckets.copies import Streams, broadcast_tensor
-from everygpu.parallel.buckets.grouping import group_tensors
+from everygpu.parallel.buckets.plan import group_tensors
 
 gpu_only = pytest.mark.parametrize("devices", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 PROPERTY = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -56,7 +56,7 @@ class TestCopies:
     def test_that_trust_versions_are_sent_when_torch_counts_a_write_or_memory_is_replaced(self, devices):
         used = devices(3)
         originals = [p.requires_grad_(False) for p in parameters_on(used[0], (3, 2), (5,))]
-        bucket = Bucket(originals, used[0], used[1:], trust_versions=True)
+        bucket = Bucket(originals, used[0], used[1:], trusts_versions=True)
         everyone = every_replica(used)
 
         def values(replicas):
@@ -75,10 +75,11 @@ class TestCopies:
         assert values([0])[0].equal(torch.full((5,), 8.0))
         assert all(value.equal(torch.full((5,), 8.0)) for value in values(everyone)), "also one that was idle"
 
-    def test_follow_every_way_of_writing_at_fixed_addresses(self, devices):
+    @pytest.mark.parametrize("fixed", [True, False])
+    def test_follow_every_way_of_writing(self, devices, fixed):
         used = devices(3)
         originals = parameters_on(used[0], (3, 2), (5,))
-        bucket = make_bucket(originals, used)
+        bucket = Bucket(originals, used[0], used[1:], fixed=fixed)
         addresses = [[t.data_ptr() for t in row] for row in bucket.refresh(originals, every_replica(used))]
 
         def write_through_no_grad():
@@ -96,7 +97,8 @@ class TestCopies:
             rows = bucket.refresh(originals, every_replica(used))
             for row in rows:
                 assert [c.cpu().tolist() for c in row] == [o.tolist() for o in originals]
-            assert [[t.data_ptr() for t in row] for row in rows] == addresses
+            if fixed:
+                assert [[t.data_ptr() for t in row] for row in rows] == addresses
             del row, rows
 
     def test_are_of_the_originals_kind(self, devices):
@@ -171,59 +173,54 @@ def squared(weight):
     return weight.pow(2).sum()
 
 
-class TestVersions:
-    """Autograd refuses a backward through values changed since: exactly when one device would."""
+@pytest.mark.parametrize("fixed", [True, False])
+class TestGraphs:
+    """A graph goes backward through the values of its forward, or raises torch's error."""
 
-    def test_move_when_the_originals_has_and_only_then(self, devices):
-        used = devices(3)
-        originals = parameters_on(used[0], (2,), (3,))
-        bucket = make_bucket(originals, used)
-
-        def versions():
-            return [[t._version for t in row] for row in bucket.refresh(originals, every_replica(used))]
-
-        first = versions()
-        assert versions() == first
-        originals[0].data.clamp_(min=0)
-        assert versions() == first
-        with torch.no_grad():
-            originals[1].mul_(2)
-        moved = versions()
-        for before, after in zip(first, moved):
-            assert after[0] == before[0]
-            assert after[1] > before[1]
-        assert versions() == moved
-
-    def test_two_forwards_before_one_backward(self, devices):
+    def test_two_forwards_before_one_backward(self, devices, fixed):
         used = devices(2)
         originals = parameters_on(used[0], (2,))
-        bucket = make_bucket(originals, used)
+        bucket = Bucket(originals, used[0], used[1:], fixed=fixed)
         losses = [squared(bucket.refresh(originals, [0])[0][0]) for _ in range(2)]
         sum(losses).backward()
         torch.testing.assert_close(originals[0].grad, 4 * originals[0].detach())
 
-    def test_backward_through_changed_values_is_torchs_error(self, devices):
+    @pytest.mark.parametrize("replaced", [True, False])
+    def test_originals_written_or_replaced_in_between(self, devices, fixed, replaced):
         used = devices(2)
         originals = parameters_on(used[0], (2,))
-        bucket = make_bucket(originals, used)
-        loss = squared(bucket.refresh(originals, [0])[0][0])
-        with torch.no_grad():
-            originals[0].mul_(2)
-        bucket.refresh(originals, [0])
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
+        bucket = Bucket(originals, used[0], used[1:], fixed=fixed)
+        loss, expected = squared(bucket.refresh(originals, [0])[0][0]), 2 * originals[0].detach()
+        changed = originals
+        if replaced:
+            changed = [nn.Parameter(originals[0].detach() * 2)]
+        else:
+            with torch.no_grad():
+                originals[0].mul_(2)
+        bucket.refresh(changed, [0])
+        if fixed:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+            return
+        loss.backward()
+        torch.testing.assert_close(originals[0].grad, expected)
 
-    def test_replica_idle_at_the_change_is_told_too(self):
-        used = [torch.device("cpu")] * 3
-        originals = parameters_on(used[0], (2,))
-        bucket = make_bucket(originals, used)
-        loss = squared(bucket.refresh(originals, [0, 1])[1][0])
-        with torch.no_grad():
-            originals[0].mul_(2)
-        bucket.refresh(originals, [0])
-        bucket.refresh(originals, [1])
+    def test_buffers_written_in_between(self, devices, fixed):
+        used = devices(2)
+        buffers = [torch.ones(2, device=used[0]), torch.ones(2, device=used[0])]
+        bucket = Bucket(buffers, used[0], used[1:], fixed=fixed)
+        x = torch.ones(2, device=used[1], requires_grad=True)
+        first, second = bucket.refresh(buffers, [0])[0]
+        kept, lost = (x * second).sum(), (x * first).sum()
+        buffers[0].fill_(2)
+        bucket.refresh(buffers, [0])
+        kept.backward()
+        if not fixed:
+            lost.backward()
+            assert x.grad.tolist() == [2, 2]
+            return
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
+            lost.backward()
 
 
 class TestGradients:

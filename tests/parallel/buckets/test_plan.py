@@ -5,13 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from everygpu.parallel.buckets.plan import (
-    BLOCK_NUMEL,
-    block_addresses,
-    block_lengths,
-    lay_out,
-    plan_buckets,
-)
+from everygpu.parallel.buckets.plan import BLOCK_NUMEL, plan_buckets
 from everygpu.parallel.buckets.sizes import NUM_UPDATE_BUCKETS, UPDATE_BYTES, update_bucket_bytes
 
 shapes = st.lists(st.lists(st.integers(0, 40), min_size=0, max_size=3), min_size=1, max_size=8)
@@ -86,37 +80,3 @@ def test_recurrent_weights_stay_in_one_piece_of_memory():
     starts = {slot.index: (k, slot.start) for k, plan in enumerate(plans) for slot in plan.slots}
     assert starts[0][0] == starts[1][0]
     assert (starts[0][1], starts[1][1]) == (0, 10)
-
-
-@given(shapes=shapes, num_chunks=st.integers(1, 9))
-def test_blocks_say_where_their_elements_are(shapes, num_chunks):
-    params = [torch.zeros(shape) for shape in shapes]
-    for plan in plan_buckets(params, num_chunks):
-        known = {slot.index: torch.randn(slot.numel) for slot in plan.slots[1:]}
-        seen = {slot.index: 0 for slot in plan.slots}
-        for chunk in range(num_chunks):
-            lengths, addresses = block_lengths(plan, chunk), block_addresses(plan, chunk, known, missing=7)
-            assert lengths.shape == addresses.shape == (plan.chunk_numel // BLOCK_NUMEL,)
-            for piece in plan.pieces(chunk):
-                assert int(lengths[piece.blocks].sum()) == piece.numel
-                seen[piece.index] += piece.numel
-                for k, address in enumerate(addresses[piece.blocks].tolist()):
-                    start = piece.offset + k * BLOCK_NUMEL
-                    assert address == (known[piece.index][start:].data_ptr() if piece.index in known else 7)
-            assert int(lengths.sum()) == sum(piece.numel for piece in plan.pieces(chunk))
-        assert seen == {slot.index: slot.numel for slot in plan.slots}
-
-
-def test_gradients_are_laid_out_as_their_slots():
-    weight = torch.zeros(4, 3, 2, 2).to(memory_format=torch.channels_last)
-    (plan,) = plan_buckets([weight], 1)
-    (slot,) = plan.slots
-    fits = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
-    assert lay_out(fits, slot, weight.dtype, weight.device) is fits
-    contiguous, expanded = torch.randn(4, 3, 2, 2), torch.ones(()).expand(4, 3, 2, 2)
-    unaligned = torch.randn(49)[1:].as_strided(slot.shape, slot.strides)
-    for grad in (contiguous, expanded, unaligned):
-        laid = lay_out(grad, slot, weight.dtype, weight.device)
-        assert laid.data_ptr() % 16 == 0
-        assert laid.as_strided(slot.shape, slot.strides).equal(grad)
-    assert lay_out(None, slot, weight.dtype, weight.device).equal(torch.zeros(48))

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from everygpu.parallel.replicas.attributes import ReplicaModule
-from everygpu.parallel.replicas.watch import Watch
+from everygpu.parallel.replicas.replica_set import ReplicaSet
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "x y")
@@ -26,36 +25,53 @@ class Net(nn.Module):
         self.marks = {1, 2}
 
 
-def copied_tensors(modules, replica):
-    """Give the replica's modules copies of the tensors, as its owner does, and say whose copies they are."""
-    known = {}
-    for original, copied in zip(modules, replica.modules):
-        for table in ("_parameters", "_buffers"):
-            for key, t in getattr(original, table).items():
-                if t is not None and id(t) not in known:
-                    known[id(t)] = t.detach().clone()
-                getattr(copied, table)[key] = None if t is None else known[id(t)]
-    return known
-
-
 class Pairing:
     """An original and its replica, brought up to date as often as asked."""
 
     def __init__(self, net):
         self.net = net
-        self.modules = list(net.modules())
-        self.watch = Watch(self.modules)
-        self.replica = ReplicaModule(self.modules, CPU)
+        self._replicas = ReplicaSet(net, [CPU] * 2)
         self.update()
 
     def update(self):
-        self.replica.expire(self.watch.changed())
-        self.replica.update(copied_tensors(self.modules, self.replica))
-        return self.replica.root
+        _, self.replica = self._replicas.refresh([0, 1])
+        return self.replica
+
+
+class Munch(dict):
+    """Shows its items as attributes, as munch's does."""
+
+    def __getattr__(self, name):
+        return self[name]
+
+    def __setattr__(self, name, value):
+        self[name] = value
+
+    @property
+    def __dict__(self):
+        return dict(self)
+
+
+class Refusing(dict):
+    """As a frozen Box."""
+
+    def __setitem__(self, key, value):
+        raise TypeError
+
+    __copy__ = None
+
+
+class Irreps(tuple):
+    """As e3nn's."""
+
+    __slots__ = ()
+
+    def __len__(self):
+        raise NotImplementedError
 
 
 def replica_of(net):
-    return Pairing(net).replica.root
+    return Pairing(net).replica
 
 
 class TestFollowing:
@@ -79,13 +95,13 @@ class TestFollowing:
 
     def test_what_the_replica_did_to_itself_is_undone_at_the_next_change(self):
         pairing = Pairing(Net())
-        pairing.replica.root.only_here = 1
+        pairing.replica.only_here = 1
         pairing.net.number = 9
         assert not hasattr(pairing.update(), "only_here")
 
     def test_nested_containers_are_the_originals_again_at_the_next_update(self):
         pairing = Pairing(Net())
-        net, replica = pairing.net, pairing.replica.root
+        net, replica = pairing.net, pairing.replica
         net.held = {"a": [1, [net.inner]], "b": ({},)}
         pairing.update()
         replica.held["a"][1].append(2)
@@ -108,14 +124,14 @@ class TestFollowing:
 
         net.register_forward_hook(hook)
         pairing = Pairing(net)
-        assert next(iter(pairing.replica.root._forward_hooks.values()))() is pairing.replica.root.inner
+        assert next(iter(pairing.replica._forward_hooks.values()))() is pairing.replica.inner
         used = net.other
-        assert next(iter(pairing.update()._forward_hooks.values()))() is pairing.replica.root.other
+        assert next(iter(pairing.update()._forward_hooks.values()))() is pairing.replica.other
 
     def test_follows_changes_it_missed(self):
         pairing = Pairing(Net())
         pairing.net.inner.note = 8
-        pairing.replica.expire(pairing.watch.changed())
+        pairing._replicas.refresh([0])
         pairing.net.names.append("c")
         replica = pairing.update()
         assert (replica.inner.note, replica.names) == (8, ["a", "b", "c"])
@@ -127,6 +143,19 @@ class TestFollowing:
         replica.names.append("c")
         replica.marks.add(3)
         assert (net.flags["on"], net.names, net.marks) == (True, ["a", "b"], {1, 2})
+
+    def test_a_container_of_two_modules_stays_one(self):
+        net = Net()
+        net.names = net.inner.names = ["a"]
+        net.number = net.inner.other = [torch.ones(1)]
+        pairing = Pairing(net)
+        for change in (lambda: setattr(net, "note", 1), lambda: setattr(net.inner, "note", 1), lambda: None):
+            change()
+            replica = pairing.update()
+            assert replica.names is replica.inner.names
+            assert replica.names is not net.names
+            assert replica.number is replica.inner.other
+            pairing.replica.names.append("b")
 
     def test_class_without_a_plain_constructor(self):
         class Strict(nn.Module):
@@ -229,6 +258,16 @@ class TestTranslation:
         assert replica.function is net.function
         assert replica.constant is net.constant
 
+    @pytest.mark.parametrize("make", [lambda m: Munch(m=m), lambda m: Refusing(m=m), lambda m: Irreps((1, m))])
+    def test_objects_of_other_classes_than_the_built_in_are_shared(self, make):
+        net = Net()
+        net.held, net.listed = make(net.inner), [make(1)]
+        pairing = Pairing(net)
+        for _ in range(2):
+            assert pairing.replica.held is net.held
+            assert pairing.replica.listed[0] is net.listed[0]
+            pairing.update()
+
     def test_function_without_ties_to_the_tree_is_shared(self):
         net, scale = Net(), 3
         net.function = lambda x: x * scale
@@ -323,7 +362,7 @@ class TestSharedWithFunctions:
         net.inner.forward = lambda x: old(x) * settings["scale"]
         pairing = Pairing(net)
         x = torch.ones(1, 2)
-        before = pairing.replica.root.inner.forward(x)
+        before = pairing.replica.inner.forward(x)
         settings["scale"] = 3
         torch.testing.assert_close(pairing.update().inner.forward(x), before * 3)
 
@@ -332,7 +371,7 @@ class TestSharedWithFunctions:
         net.inner.forward = functools.partial(lambda s, old, x: old(x) * s["scale"], settings, net.inner.forward)
         pairing = Pairing(net)
         x = torch.ones(1, 2)
-        before = pairing.replica.root.inner.forward(x)
+        before = pairing.replica.inner.forward(x)
         settings["scale"] = 3
         torch.testing.assert_close(pairing.update().inner.forward(x), before * 3)
 

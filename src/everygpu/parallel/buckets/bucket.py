@@ -1,7 +1,7 @@
 """Tensors handed from the primary device to the others, and their gradients added up on the way back."""
 
-import weakref
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,37 +10,28 @@ from torch.autograd.graph import increment_version
 
 from everygpu import comm
 from everygpu.parallel.buckets.copies import Streams, sum_on
-from everygpu.parallel.buckets.memory import Grads, Use, same_bytes, versions_of
-from everygpu.parallel.buckets.plan import BucketPlan, plan_bucket
-from everygpu.parallel.buckets.slot_alias import SlotAlias
+from everygpu.parallel.buckets.memory import Grads, stand_in, versions_of
+from everygpu.parallel.buckets.plan import plan_bucket
 from everygpu.torch_private.autograd import are_batched
-from everygpu.torch_private.tensors import num_storage_uses
 
 ALIGNMENT_BYTES = 256
 """Slots begin at multiples of this, as cuBLAS and vectorized kernels like it and torch's allocator does."""
 
-_Version = tuple["weakref.ref[Tensor]", int]
-"""Which tensor, and how often it had been written."""
-
 
 class Bucket:
-    """Tensors of one dtype that travel together, with a persistent copy on every other device.
+    """Tensors of one dtype that travel together.
 
-    A copy is one flat buffer per device; its slots have the shapes and strides of the originals. Refreshing
-    writes the buffers in place, so memory and addresses stay the same from step to step. Memory that a graph
-    or a user still holds is not overwritten: the copy then moves to new memory, unless the values are the same.
-    So two forwards before one backward work, and so do weights swapped for an evaluation in between.
+    Each time they are sent to new memory, one flat tensor per device whose slots have the shapes and strides of the
+    originals: what graphs and users still hold of earlier forwards stays as it was.
 
     Args:
-        originals: At least one tensor, all of one dtype and alike in ``requires_grad``.
-        device: Where they are.
-        devices: Where the copies go.
+        originals: At least one tensor, all of one dtype and alike in ``requires_grad``; on ``device``.
         keep_storage: Lay the copies out as the originals are in the one storage they share, not side by side.
-        fixed: Keep addresses also where others refer to the memory, as CUDA graphs do for good; only a graph
-            before its backward still counts.
-        trust_versions: Send only when an original or its ``.data`` was replaced, or written as far as torch counts
+        fixed: Send to the same addresses, as CUDA graphs need it: a backward through other values than those of its
+            forward is torch's error then.
+        keeps: Take note of what was sent, for ``current_copies``.
+        trusts_versions: Send only when an original or its ``.data`` was replaced, or written as far as torch counts
             it: not in place through ``.data``; after that call ``forget``.
-        kept: Take note of where the originals are, so that ``current_copies`` knows whether copies are theirs.
     """
 
     def __init__(
@@ -51,167 +42,112 @@ class Bucket:
         *,
         keep_storage: bool = False,
         fixed: bool = False,
-        trust_versions: bool = False,
-        kept: bool = False,
+        keeps: bool = False,
+        trusts_versions: bool = False,
     ) -> None:
         self.device = device
         self.devices = list(devices)
-        self._requires_grad = originals[0].requires_grad
         unit = 1 if keep_storage else max(1, ALIGNMENT_BYTES // originals[0].element_size())
-        self._plan = plan_bucket(originals, range(len(originals)), 1, together=keep_storage, unit=unit)
+        self.plan = plan_bucket(originals, range(len(originals)), 1, together=keep_storage, unit=unit)
+        self._requires_grad = originals[0].requires_grad
         self._fixed = fixed
-        self._trust_versions = trust_versions
-        self._kept = kept or trust_versions
-        self._uses: list[weakref.ref[Use]] = []
+        self._keeps = keeps or trusts_versions
+        self._trusts_versions = trusts_versions
         self._copies: list[_Copy | None] = [None] * len(self.devices)
 
-    @property
-    def plan(self) -> BucketPlan:
-        """How the tensors lie in a copy."""
-        return self._plan
-
     def refresh(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> list[list[Tensor]]:
-        """Bring copies up to date.
+        """Return copies of the tensors of now for some of ``devices``.
 
-        Args:
-            originals: The tensors now, shaped as at construction.
-            replicas: Which of ``devices`` to serve; only graphs that have yet to run backward may hold on to
-                what these were given last.
-        Returns:
-            For each of ``replicas``, its tensors; connected to ``originals``, also while autograd is off:
-            activation checkpointing runs a replica again later, when it is on.
+        They are connected to the originals also while autograd is off: activation checkpointing runs a replica again
+        later, when it is on.
         """
-        slots = self.send(originals, replicas)
-        with torch.inference_mode(False), torch.set_grad_enabled(self._requires_grad):
-            _, *outputs = _Broadcast.apply(self, replicas, slots, *originals)  # type: ignore[no-untyped-call]
+        # Outside inference mode, or buffers made in it could never be written by a training step.
+        with torch.inference_mode(False):
+            with torch.no_grad():
+                self._send(originals, replicas)
+            slots = [copy.slots for i in replicas if (copy := self._copies[i]) is not None]
+            with torch.set_grad_enabled(self._requires_grad):
+                _, *outputs = _Broadcast.apply(self, replicas, slots, *originals)  # type: ignore[no-untyped-call]
         width = len(originals)
         return [outputs[i * width : (i + 1) * width] for i in range(len(slots))]
-
-    def send(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> list[list[Tensor]]:
-        """Bring copies up to date without connecting them to the originals; arguments and result as for ``refresh``."""
-        # Outside inference mode, or buffers made in it could never be written by a training step.
-        with torch.inference_mode(False), torch.no_grad():
-            self._transfer(originals, replicas)
-        return [copy.slots for i in replicas if (copy := self._copies[i]) is not None]
-
-    def sum_grads(self, grads: Sequence[Grads]) -> list[Tensor | None]:
-        """Add the replicas' gradients, through one flat buffer each.
-
-        Args:
-            grads: One list per replica, None where a tensor took no part.
-        Returns:
-            One gradient per tensor on the primary device; None where no replica has one.
-        """
-        columns = [[g for g in column if g is not None] for column in zip(*grads)]
-        dense = [k for k, column in enumerate(columns) if column and all(g.layout == torch.strided for g in column)]
-        totals: list[Tensor | None] = [None] * len(columns)
-        for k, total in zip(dense, self._sum_flat([[row[k] for k in dense] for row in grads], dense)):
-            totals[k] = total
-        for k, column in enumerate(columns):
-            if column and totals[k] is None:
-                totals[k] = sum_on(column, self.device)
-        return totals
-
-    def _transfer(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> None:
-        versions = list(zip(map(weakref.ref, originals), versions_of(originals)))
-        if self._trust_versions:
-            replicas = [i for i in replicas if (copy := self._copies[i]) is None or not copy.is_of(versions, originals)]
-            if not replicas:
-                return
-        targets = [self._writable(i, versions) for i in replicas]
-        source = self._plan.flatten(dict(enumerate(originals)), self.device)
-        comm.broadcast(source, [target.flat for target in targets])
-        for i, target in zip(replicas, targets):
-            current = self._copies[i]
-            if current is None or (current is not target and not same_bytes(current.flat, target.flat)):
-                self._copies[i] = target
-            if self._kept and (copy := self._copies[i]) is not None:
-                copy.hold_memory(originals)
 
     def forget(self) -> None:
         """Send at the next refresh, whatever torch has counted."""
         for copy in self._copies:
             if copy is not None:
-                copy.hold_memory(())
+                copy.is_valid = False
 
     def current_copies(self, originals: Sequence[Tensor]) -> list[Tensor]:
-        """Return the flat memory of each copy, if ``kept``; none where originals were replaced or written since."""
-        versions = list(zip(map(weakref.ref, originals), versions_of(originals)))
-        copies = [copy for copy in self._copies if copy is not None and copy.is_of(versions, originals)]
+        """Return the flat memory of each copy; none where originals were replaced or written since."""
+        copies = [copy for copy in self._copies if copy is not None and copy.is_of(originals)]
         return [copy.flat for copy in copies] if len(copies) == len(self._copies) else []
 
-    def _writable(self, replica: int, versions: list[_Version]) -> "_Copy":
-        """Return memory for a copy: that in use, unless what is in it is still needed."""
-        current = self._copies[replica]
-        if current is not None:
-            current.age(versions)
-            if not (self._awaits_backward() if self._fixed else current.is_held()):
-                return current
-        flat = self._plan.make_flat(self.devices[replica])
-        # .data gives each slot a version counter of its own.
-        return _Copy(flat, [view.data for view in self._plan.views(flat)], versions)
+    def sum_grads(self, grads: Sequence[Grads]) -> list[Tensor | None]:
+        """Add the replicas' gradients on the primary device, through one flat buffer each; None where none has one."""
+        columns = [[g for g in column if g is not None] for column in zip(*grads)]
+        dense = {k for k, column in enumerate(columns) if column and all(g.layout == torch.strided for g in column)}
+        rows = [{k: row[k] for k in dense} for row in grads]
+        devices = [next((g.device for g in row.values() if g is not None), None) for row in rows]
+        flats = [self.plan.flatten(row, device) for row, device in zip(rows, devices) if device is not None]
+        sums = self.plan.views(comm.reduce(flats, self.device)) if flats else []
+        return [
+            sums[k] if k in dense else sum_on(column, self.device) if column else None
+            for k, column in enumerate(columns)
+        ]
 
-    def _awaits_backward(self) -> bool:
-        self._uses = [ref for ref in self._uses if (use := ref()) is not None and not use.is_over]
-        return bool(self._uses)
+    def _send(self, originals: Sequence[Tensor], replicas: Sequence[int]) -> None:
+        if self._trusts_versions:
+            replicas = [i for i in replicas if (copy := self._copies[i]) is None or not copy.is_of(originals)]
+        if replicas:
+            targets = [self._room(i, originals) for i in replicas]
+            comm.broadcast(self.plan.flatten(dict(enumerate(originals)), self.device), targets)
 
-    def begin_use(self) -> "Use":
-        """Note that a graph has been connected; it says when its backward has run, or disappears."""
-        use = Use()
-        if self._fixed:
-            self._uses.append(weakref.ref(use))
-        return use
-
-    def _sum_flat(self, grads: Sequence[Grads], which: Sequence[int]) -> list[Tensor]:
-        if not which:
-            return []
-        flats = [self._plan.flatten(dict(zip(which, row)), device) for row, device in _on_devices(grads)]
-        total = comm.reduce(flats, self.device)
-        return [self._plan.slots[k].view(total) for k in which]
+    def _room(self, replica: int, originals: Sequence[Tensor]) -> Tensor:
+        """Return memory for a copy: that in use where addresses are fixed."""
+        copy = self._copies[replica]
+        if copy is None or not self._fixed:
+            self._copies[replica] = copy = None  # its memory may be free for this one's
+            flat = torch.empty(self.plan.numel, dtype=self.plan.dtype, device=self.devices[replica])
+            # .data gives each slot a version counter of its own.
+            copy = self._copies[replica] = _Copy(flat, [view.data for view in self.plan.views(flat)])
+        if self._fixed or self._keeps:
+            copy.take(originals)
+        return copy.flat
 
 
 class _Copy:
     """A bucket's tensors on one device."""
 
-    def __init__(self, flat: Tensor, slots: list[Tensor], versions: list[_Version]) -> None:
+    def __init__(self, flat: Tensor, slots: list[Tensor]) -> None:
         self.flat = flat
         self.slots = slots
-        self._versions = versions
-        self._own_uses = num_storage_uses(flat)
+        self.is_valid = False
+        self._originals: list[Tensor] = []
+        self._versions: list[int] = []
         self._memory: list[Tensor] = []
 
-    def age(self, versions: list[_Version]) -> None:
-        """Tell autograd which originals were written since: a backward through their values is torch's error.
+    def take(self, originals: Sequence[Tensor]) -> None:
+        """Note what is sent, and tell autograd which slots were: a backward through other values is torch's error."""
+        versions, before = versions_of(originals), zip(self._originals, self._versions, self._memory)
+        written = [
+            slot
+            for slot, t, v, (was, w, memory) in zip(self.slots, originals, versions, before)
+            if t is not was or v != w or t.data_ptr() != memory.data_ptr()
+        ]
+        if written:
+            increment_version(written)
+        # Memory is kept alive: while it is, no other has its address.
+        self._originals, self._versions, self._memory = list(originals), versions, [t.detach() for t in originals]
+        self.is_valid = True
 
-        An original that was replaced is not one that was written: what is in its slot is still its value.
-        """
-        pairs = zip(self.slots, self._versions, versions)
-        moved = [slot for slot, (was, v), (now, w) in pairs if was() is now() and v != w]
-        if moved:
-            increment_version(moved)
-        self._versions = versions
-
-    def hold_memory(self, originals: Sequence[Tensor]) -> None:
-        """Keep the originals' memory alive: while it is, no other has its address."""
-        self._memory = [t.detach() for t in originals]
-
-    def is_of(self, versions: list[_Version], originals: Sequence[Tensor]) -> bool:
-        """Tell whether the originals are the same tensors, in the same memory and as often written, as at the copy."""
-        pairs = zip(self._versions, versions)
-        in_place = [t.data_ptr() for t in self._memory] == [t.data_ptr() for t in originals]
-        return in_place and all(was() is now() and v == w for (was, v), (now, w) in pairs)
-
-    def is_held(self) -> bool:
-        """Tell whether something else, such as a graph before its backward, refers to this memory."""
-        return num_storage_uses(self.flat) > self._own_uses
-
-
-def _on_devices(grads: Sequence[Grads]) -> Iterator[tuple[Grads, torch.device]]:
-    """Pair each replica's gradients with the device they are on, leaving out replicas that have none."""
-    for row in grads:
-        device = next((g.device for g in row if g is not None), None)
-        if device is not None:
-            yield row, device
+    def is_of(self, originals: Sequence[Tensor]) -> bool:
+        """Tell whether these are the tensors that were sent, in the same memory and as often written."""
+        return (
+            self.is_valid
+            and all(map(operator.is_, originals, self._originals))
+            and versions_of(originals) == self._versions
+            and list(map(Tensor.data_ptr, originals)) == list(map(Tensor.data_ptr, self._memory))
+        )
 
 
 class _Broadcast(torch.autograd.Function):
@@ -221,15 +157,13 @@ class _Broadcast(torch.autograd.Function):
     def forward(ctx: Any, bucket: Bucket, replicas: Any, slots: Any, *originals: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.bucket = bucket
-        ctx.use = bucket.begin_use()
         ctx.width = len(originals)
         ctx.devices = [bucket.devices[i] for i in replicas]
         ctx.streams = Streams(bucket.device, *ctx.devices)
         # Autograd runs a node where its first output is: this one has it add up on the primary device, in step
         # with the gradients it adds to.
         anchor = torch.empty(0, device=bucket.device)
-        looks = [SlotAlias(t) for t in originals]
-        return anchor, *(look.on(slot) for row in slots for slot, look in zip(row, looks))
+        return anchor, *(seen for row in slots for seen in map(stand_in, originals, row))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -240,7 +174,6 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.use.is_over = True
         rows = [grads[i : i + ctx.width] for i in range(0, len(grads), ctx.width)]
         with ctx.streams.current():
             if torch.is_grad_enabled() or are_batched(grads):

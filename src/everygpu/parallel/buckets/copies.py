@@ -13,11 +13,7 @@ from everygpu import comm
 def broadcast_tensor(x: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
     """Give every device a copy of its own; the first keeps ``x`` itself if it is there already.
 
-    Args:
-        x: Any shape, dtype and device.
-        devices: One or more.
-    Returns:
-        One tensor per device. Gradients are added up in the order of ``devices``.
+    Gradients are added up in the order of ``devices``.
     """
     with keep_requires_grad(x):
         if x.requires_grad and torch.is_grad_enabled() and len(devices) > 1:

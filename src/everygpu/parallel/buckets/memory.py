@@ -1,12 +1,12 @@
-"""Flat memory: filled, compared, and counted by its uses."""
+"""Flat memory: filled, compared, its writes counted, and tensors that stand in for others on it."""
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from everygpu.torch_private.tensors import foreach_copy_
+from everygpu.torch_private.tensors import foreach_copy_, make_subclass
 
 Grads = Sequence[Tensor | None]
 
@@ -42,3 +42,29 @@ def versions_of(tensors: Collection[Tensor]) -> list[int]:
         return list(map(_version, tensors))
     except RuntimeError:  # one was made in inference mode
         return list(map(version_of, tensors))
+
+
+def stand_in(original: Tensor, slot: Tensor) -> Tensor:
+    """Return what replicas see in place of a tensor: its class and attributes, on a slot's memory."""
+    is_parameter = isinstance(original, nn.Parameter)
+    kind = type(original) if is_parameter else Tensor
+    seen = make_subclass(kind, slot)
+    attributes = vars(original)
+    if attributes:
+        vars(seen).update(attributes)
+    if is_parameter and kind is Tensor:  # a plain tensor may count as a parameter by this mark alone
+        seen._is_param = True
+    return seen
+
+
+def make_twins(originals: Iterable[Tensor], slots: Iterable[Tensor]) -> list[Tensor]:
+    """Return leaf twins of parameters, in slots that have version counters of their own."""
+    return [stand_in(t, slot).requires_grad_() for t, slot in zip(originals, slots)]
+
+
+def put_back(tensors: Sequence[Tensor], slots: Sequence[Tensor]) -> None:
+    """Have tensors be in their slots again, without a copy, where ``t.data = …`` has moved them."""
+    now, then = list(map(Tensor.data_ptr, tensors)), list(map(Tensor.data_ptr, slots))
+    for t, slot, address, place in zip(tensors, slots, now, then) if now != then else ():
+        if address != place:
+            t.data = slot

@@ -1,20 +1,21 @@
-"""Parameters side by side in flat buckets, each cut into one chunk per device."""
+"""Tensors side by side in flat buckets, each cut into one chunk per device."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from everygpu.parallel.buckets.grouping import aligned_offsets, dense_strides, group_by_storage, storage_offsets
 from everygpu.parallel.buckets.memory import fill_views
 from everygpu.parallel.buckets.sizes import UPDATE_BYTES
 
 BLOCK_NUMEL = 1024
 """Parameters begin at, and chunks are whole multiples of: what one program of an update kernel works on."""
 
-ALIGNMENT_BYTES = 16
-"""Of what the kernels load at a time."""
+WORD_BYTES = 8
+"""Kept memory is compared by words of this size, and begins at a multiple of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,6 @@ class Slot:
     strides: tuple[int, ...]
 
     def view(self, flat: Tensor) -> Tensor:
-        """Return the parameter's place in a bucket's memory, shaped as the parameter is."""
         return flat.as_strided(self.shape, self.strides, int(flat.storage_offset()) + self.start)
 
 
@@ -54,7 +54,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketPlan:
-    """Parameters of one dtype that travel together."""
+    """Tensors of one dtype that travel together."""
 
     dtype: torch.dtype
     slots: tuple[Slot, ...]
@@ -65,7 +65,6 @@ class BucketPlan:
 
     @property
     def numel(self) -> int:
-        """Elements in the whole bucket, the gaps between parameters included."""
         return self.chunk_numel * self.num_chunks
 
     @property
@@ -87,27 +86,12 @@ class BucketPlan:
         return torch.zeros(self.chunk_numel, dtype=self.dtype, device=device)
 
     def flatten(self, tensors: Mapping[int, Tensor | None], device: torch.device) -> Tensor:
-        """Put tensors side by side in new memory.
-
-        Args:
-            tensors: By parameter, on the device; zeros take the place of one that is missing or None.
-            device: Where the memory is.
-        """
-        flat = (torch.zeros if self.has_gaps else torch.empty)(self.numel, dtype=self.dtype, device=device)
-        self.fill(flat, tensors)
-        return flat
-
-    def fill(self, flat: Tensor, tensors: Mapping[int, Tensor | None]) -> None:
-        """Put tensors side by side in memory of this plan's.
-
-        Args:
-            flat: The memory, with zeros in the gaps.
-            tensors: By parameter, on the same device; zeros take the place of one that is missing or None.
-        """
+        """Put tensors side by side in new memory on their device, with zeros in gaps and for those that are missing."""
         found = [tensors.get(slot.index) for slot in self.slots]
-        if any(t is None for t in found):
-            flat.zero_()
+        has_zeros = self.has_gaps or any(t is None for t in found)
+        flat = (torch.zeros if has_zeros else torch.empty)(self.numel, dtype=self.dtype, device=device)
         fill_views(self.views(flat), found)
+        return flat
 
     def pieces(self, chunk: int) -> Iterator[Piece]:
         """List what the ``chunk``-th chunk holds."""
@@ -121,16 +105,7 @@ class BucketPlan:
 
 
 def plan_buckets(params: Sequence[Tensor], num_chunks: int, limit_bytes: int = UPDATE_BYTES) -> list[BucketPlan]:
-    """Lay parameters out in buckets.
-
-    Args:
-        params: Strided; of any dtypes and shapes. Those that lie side by side in one storage, as a recurrent
-            layer's weights, stay so.
-        num_chunks: Devices that share the work.
-        limit_bytes: Size at which a bucket is closed; a larger parameter has one of its own.
-    Returns:
-        Buckets in the order in which backward usually finishes them: the last parameters first.
-    """
+    """Lay parameters out in buckets, in the order in which backward usually finishes them: the last ones first."""
     backwards = range(len(params))[::-1]
     return [
         plan_bucket(params, members, num_chunks, together=together)
@@ -146,109 +121,99 @@ def plan_bucket(
     together: bool = False,
     unit: int = BLOCK_NUMEL,
 ) -> BucketPlan:
-    """Lay parameters out in one bucket.
+    """Lay parameters of one dtype out in one bucket.
 
     Args:
         params: Strided; of any shapes.
-        members: Which of them, in order, as indices; of one dtype.
+        members: Which of them, in order, as indices.
         num_chunks: Devices that share the work.
-        together: They lie side by side in one storage, and stay so.
+        together: They lie side by side in one storage, as a recurrent layer's weights, and stay so.
         unit: Parameters begin at, and chunks are whole multiples of so many elements.
     """
     tensors = [params[i] for i in members]
-    starts, end = storage_offsets(tensors) if together else aligned_offsets(tensors, unit)
+    if together:
+        starts = [int(t.storage_offset()) for t in tensors]
+        end = tensors[0].untyped_storage().nbytes() // tensors[0].element_size()
+    else:
+        *starts, end = itertools.accumulate((-(-t.numel() // unit) * unit for t in tensors), initial=0)
     slots = [
-        Slot(index=i, start=start, numel=t.numel(), shape=t.shape, strides=dense_strides(t))
+        # Strides as the tensor's if it fills its memory, as channels_last does, else contiguous.
+        Slot(index=i, start=start, numel=t.numel(), shape=t.shape, strides=torch.empty_like(t, device="meta").stride())
         for i, t, start in zip(members, tensors, starts)
     ]
     chunk_numel = -(-end // (num_chunks * unit)) * unit
-    has_gaps = sum(t.numel() for t in tensors) < chunk_numel * num_chunks
     return BucketPlan(
         dtype=tensors[0].dtype,
         slots=tuple(slots),
         chunk_numel=chunk_numel,
         num_chunks=num_chunks,
-        has_gaps=has_gaps,
+        has_gaps=sum(t.numel() for t in tensors) < chunk_numel * num_chunks,
     )
 
 
+def group_tensors(tensors: Sequence[Tensor], key: Callable[[Tensor], Any], limit_bytes: int) -> list[list[int]]:
+    """Put tensors with equal keys together, in order, up to a size per group; return indices."""
+    groups: list[list[int]] = []
+    filling: dict[Any, tuple[list[int], int]] = {}
+    for index, t in enumerate(tensors):
+        members, size = filling.get(key(t), ([], 0))
+        if not members or size + t.nbytes > limit_bytes:
+            members, size = [], 0
+            groups.append(members)
+        members.append(index)
+        filling[key(t)] = (members, size + t.nbytes)
+    return groups
+
+
+def group_by_storage(
+    tensors: Sequence[Tensor], which: Sequence[int], limit_bytes: int
+) -> Iterator[tuple[list[int], bool]]:
+    """Yield the indices of tensors that can travel together, and whether they lie in one storage that is to be kept."""
+    owners: dict[tuple[int, torch.dtype, bool], list[int]] = {}
+    for i in which:
+        t = tensors[i]
+        owners.setdefault((t.untyped_storage().data_ptr(), t.dtype, t.requires_grad), []).append(i)
+    together = [members for members in owners.values() if _fill_storage([tensors[i] for i in members])]
+    yield from ((members, True) for members in together)
+    taken = {i for members in together for i in members}
+    rest = [i for i in which if i not in taken]
+    for members in group_tensors([tensors[i] for i in rest], lambda t: (t.dtype, t.requires_grad), limit_bytes):
+        yield [rest[k] for k in members], False
+
+
+def _fill_storage(tensors: Sequence[Tensor]) -> bool:
+    """Tell whether tensors lie side by side in their one storage, as the weights cuDNN wants for a recurrent layer."""
+    if len(tensors) < 2:
+        return False
+    spans = sorted((t.storage_offset(), t.storage_offset() + t.numel()) for t in tensors)
+    apart = all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    # A few views of a large table are not worth copying the table for.
+    used = sum(t.nbytes for t in tensors)
+    return apart and all(t.is_contiguous() for t in tensors) and 2 * used >= tensors[0].untyped_storage().nbytes()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockRange:
-    """Blocks of one dtype, side by side in tables that have the blocks of one chunk of each bucket in them."""
+class KeptBucket:
+    """Parameters of one dtype that several devices keep a copy of from one step to the next, laid out alike."""
 
-    first: int
-    num_blocks: int
-    dtype: torch.dtype
+    plan: BucketPlan
+    params: Mapping[int, Tensor]
+    """The parameters on the primary device, by slot."""
+    flats: list[Tensor]
+    """Flat memory on each device; without the primary's where parameters are not side by side there."""
+    is_flat: bool
+    """Whether they are side by side on the primary device."""
 
+    def memory(self) -> list[Tensor]:
+        """Return each copy's flat memory, the primary's first; made anew there if parameters aren't side by side."""
+        if self.is_flat:
+            return self.flats
+        end = max(slot.start + slot.numel for slot in self.plan.slots)
+        return [flat[:end] for flat in (self._on_primary(), *self.flats)]
 
-def block_ranges(plans: Sequence[BucketPlan]) -> list[BlockRange]:
-    """Return where each bucket's blocks are in a device's tables: the same places on every device."""
-    spans, first = [], 0
-    for plan in plans:
-        spans.append(BlockRange(first=first, num_blocks=plan.num_blocks, dtype=plan.dtype))
-        first += spans[-1].num_blocks
-    return spans
-
-
-def join_ranges(spans: Sequence[BlockRange]) -> list[BlockRange]:
-    """Put neighbours of one dtype together."""
-    joined: list[BlockRange] = []
-    for span in spans:
-        if joined and joined[-1].dtype is span.dtype:
-            span = replace(span, first=joined[-1].first, num_blocks=joined.pop().num_blocks + span.num_blocks)
-        joined.append(span)
-    return joined
-
-
-def addresses(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return where tensors are in memory, for kernels on a device; shape (tensors,), int64."""
-    return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)
-
-
-def block_lengths(plan: BucketPlan, chunk: int) -> Tensor:
-    """Return how many elements of a parameter are in each block of a chunk; shape (blocks,), int32, on the CPU."""
-    lengths = torch.zeros(plan.num_blocks, dtype=torch.int32, device="cpu")
-    for piece in plan.pieces(chunk):
-        lengths[piece.blocks] = BLOCK_NUMEL
-        if piece.numel % BLOCK_NUMEL:
-            lengths[piece.blocks.stop - 1] = piece.numel % BLOCK_NUMEL
-    return lengths
-
-
-def block_addresses(plan: BucketPlan, chunk: int, tensors: Mapping[int, Tensor], missing: int = 0) -> Tensor:
-    """Return where the blocks of a chunk are in memory beside the bucket; shape (blocks,), int64, on the CPU.
-
-    Args:
-        plan: Every parameter begins with a block.
-        chunk: Which chunk.
-        tensors: By parameter, laid out as its slot.
-        missing: The address of blocks that have none.
-    """
-    found = torch.full((plan.num_blocks,), missing, dtype=torch.int64, device="cpu")
-    for piece in plan.pieces(chunk):
-        if piece.index in tensors:
-            steps = (piece.offset + torch.arange(0, piece.numel, BLOCK_NUMEL, device="cpu")) * plan.dtype.itemsize
-            found[piece.blocks] = tensors[piece.index].data_ptr() + steps
-    return found
-
-
-def is_laid_out(t: Tensor, slot: Slot) -> bool:
-    """Tell whether a tensor's memory is in the order of a slot, and aligned as kernels need it."""
-    return t.stride() == slot.strides and t.data_ptr() % ALIGNMENT_BYTES == 0
-
-
-def lay_out(grad: Tensor | None, slot: Slot, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a gradient laid out as its parameter's slot, in its parameter's dtype: itself, most often.
-
-    Args:
-        grad: None for zeros.
-        slot: The parameter's.
-        dtype: The parameter's.
-        device: Where the gradient is.
-    """
-    if grad is not None and grad.dtype is dtype and is_laid_out(grad, slot):
-        return grad
-    laid = torch.zeros(slot.numel, dtype=dtype, device=device)
-    if grad is not None:
-        laid.as_strided(slot.shape, slot.strides).copy_(grad)
-    return laid
+    def _on_primary(self) -> Tensor:
+        slot, p = self.plan.slots[0], self.params[self.plan.slots[0].index]
+        is_whole = len(self.params) == 1 and slot.start == 0 and p.stride() == slot.strides
+        if is_whole and p.storage_offset() * p.element_size() % WORD_BYTES == 0:
+            return p.data.as_strided((p.numel(),), (1,))  # uncopied, as it may be large; writes to it aren't counted
+        return self.plan.flatten(self.params, p.device)

@@ -22,14 +22,7 @@ NUM_UPDATE_BUCKETS = 32
 
 
 def check_bucket_cap(bucket_cap_mb: float | None, caller: str) -> None:
-    """Refuse what is no size.
-
-    Args:
-        bucket_cap_mb: In MiB; None for the defaults.
-        caller: Named in the error.
-    Raises:
-        OptionError: it is no finite number above 0.
-    """
+    """Refuse what is no size with an OptionError."""
     is_number = isinstance(bucket_cap_mb, (int, float)) and not isinstance(bucket_cap_mb, bool)
     if bucket_cap_mb is not None and not (is_number and 0 < bucket_cap_mb < math.inf):
         raise OptionError(
@@ -44,13 +37,7 @@ def replica_bucket_bytes(bucket_cap_mb: float | None) -> int:
 
 
 def update_bucket_bytes(params: Sequence[Tensor], bucket_cap_mb: float | None) -> int:
-    """Return the size at which a bucket of updated parameters is closed.
-
-    Args:
-        params: All of them.
-        bucket_cap_mb: In MiB; None for ``UPDATE_BYTES``, or more where there would be more than about
-            ``NUM_UPDATE_BUCKETS``.
-    """
+    """Return the size at which a bucket of updated parameters is closed."""
     if bucket_cap_mb is not None:
         return _in_bytes(bucket_cap_mb)
     return max(UPDATE_BYTES, sum(p.nbytes for p in params) // NUM_UPDATE_BUCKETS)

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from everygpu.parallel.buckets.memory import version_of
-from everygpu.parallel.replicas.callables import cell_contents
-from everygpu.parallel.replicas.contents import Contents, Search, contents_of, identity_of, is_open
 from everygpu.parallel.replicas.module_tree import ModuleTree, has_hooks, is_dense
-from everygpu.parallel.replicas.watch import Watch
+from everygpu.parallel.replicas.remap import cell_contents
+from everygpu.parallel.replicas.snapshot import Contents, Search, Snapshot, is_open
 from everygpu.torch_private.autograd import top_saved_tensor_hooks
 from everygpu.torch_private.modes import DeviceContext, function_modes, num_dispatch_modes
 
@@ -63,14 +62,14 @@ class ModuleGuards:
         self._tensors = [t for layout in self._layouts for t in layout.tensors]
         # An LSTM has a list of its parameters: what they are is compared here.
         known: list[nn.Module | Tensor] = [*self._tensors, *(m for layout in self._layouts for m in layout.modules)]
-        self._watches = [] if is_proven else [Watch(layout.modules, known) for layout in self._layouts]
-        for watch in self._watches:
-            watch.changed()
+        layouts = [] if is_proven else self._layouts
+        self._snapshots = [Snapshot(layout.modules, known, is_strict=True) for layout in layouts]
+        for snapshot in self._snapshots:
+            snapshot.changed()
         self._dense = [t for t in self._tensors if is_dense(t)]
         frozen = [t for t in self._tensors if isinstance(t, nn.Parameter) and not t.requires_grad]
         self._fixed = [] if is_proven else frozen
-        modules = [] if is_proven else [m for layout in self._layouts for m in layout.modules]
-        attributes = (v for m in modules for v in vars(m).values())
+        attributes = (v for layout in layouts for m in layout.modules for v in vars(m).values())
         self._objects = list({id(v): v for v in attributes if is_open(v)}.values())
         self._contents = _contents_of_objects(self._objects, known)
         self._key = self._guard_key()
@@ -87,7 +86,7 @@ class ModuleGuards:
             len(roots) == len(self._roots)
             and all(map(operator.is_, roots, self._roots))
             and all(layout.is_same() for layout in self._layouts)
-            and not sum(len(watch.changed()) for watch in self._watches)
+            and all(snapshot.is_same() for snapshot in self._snapshots)
             and self._contents.is_same()
             and self._guard_key() == self._key
             and (not addresses or self._find_addresses() == self._addresses)
@@ -102,8 +101,8 @@ class ModuleGuards:
 
     def find_volatile(self) -> str | None:
         """Name a module whose attributes can't be compared with what they were."""
-        for root, layout, watch in zip(self._roots, self._layouts, self._watches):
-            for i, attribute in watch.volatile().items():
+        for root, layout, snapshot in zip(self._roots, self._layouts, self._snapshots):
+            for i, attribute in snapshot.volatile.items():
                 m = layout.modules[i]
                 name = next((n for n, other in root.named_modules() if other is m), "")
                 which = f"{type(m).__name__} {name!r}" if name else type(m).__name__
@@ -137,11 +136,11 @@ class ModuleGuards:
 
 def _contents_of_objects(objects: Sequence[Any], known: Sequence[nn.Module | Tensor]) -> Contents:
     """Record containers within objects' attributes, such as a configuration's dicts."""
-    search = Search({id(x): x for x in known})
+    search = Search({id(x): x for x in known}, is_strict=True)
     for value in objects:
         for name, held in vars(value).items():
             search.add(name, held)
-    return contents_of(search.containers, search.functions)
+    return Contents(search.containers, search.functions, [])
 
 
 def backend_settings() -> tuple[Any, ...]:
@@ -242,4 +241,4 @@ def _identity_of(value: Any) -> Any:
         # What is on the host goes into a recording as a number.
         written = version_of(value) if value.device.type == "cpu" else 0
         return id(value), value.data_ptr(), written, value.requires_grad
-    return identity_of(value)
+    return (type(value), value) if isinstance(value, (int, float, str, bool)) else id(value)  # equal ones are the same

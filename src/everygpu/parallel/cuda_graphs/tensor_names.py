@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from everygpu.parallel.replicas.callables import cell_contents, open_callable
-from everygpu.parallel.replicas.contents import CONTAINERS, is_constant, is_open
-from everygpu.parallel.replicas.watch import TABLES
+from everygpu.parallel.replicas.remap import TABLES, cell_contents, is_constant, open_callable
+from everygpu.parallel.replicas.snapshot import CONTAINERS, is_open
 
 
 def name_of(module: nn.Module, tensor: Tensor) -> str:

@@ -13,9 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from everygpu import comm, tree
 from everygpu.errors import CallError
-from everygpu.parallel.buckets.grouping import group_by_storage
 from everygpu.parallel.buckets.memory import fill_views
-from everygpu.parallel.buckets.plan import BucketPlan, plan_bucket
+from everygpu.parallel.buckets.plan import BucketPlan, group_by_storage, plan_bucket
 from everygpu.ranks.group import Group
 from everygpu.torch_private.autograd import NO_BACKWARD, after_backward, backward_id, will_execute
 from everygpu.torch_private.tensors import foreach_copy_

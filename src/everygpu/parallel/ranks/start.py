@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from everygpu.devices.parse import may_share_gpus
 from everygpu.errors import DeviceError
-from everygpu.parallel.buckets.grouping import group_tensors
+from everygpu.parallel.buckets.plan import group_tensors
 from everygpu.parallel.buckets.sizes import REPLICA_BYTES
 from everygpu.ranks.group import Group
 from everygpu.torch_private.tensors import foreach_copy_

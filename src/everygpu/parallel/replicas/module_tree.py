@@ -4,20 +4,21 @@ import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from everygpu.parallel.replicas.snapshot import Contents
+
 Table = dict[str, Any]
 """A module's ``_parameters`` or ``_buffers``."""
 
+_chain = itertools.chain.from_iterable
 _tables_of = operator.attrgetter("_parameters", "_buffers")
 _children_of = operator.attrgetter("_modules")
-_getters = [
-    operator.attrgetter(name)
-    for name in ("dtype", "shape", "requires_grad", "device", "_backward_hooks", "_post_accumulate_grad_hooks")
-]
+_getters = [operator.attrgetter(name) for name in ("dtype", "shape", "requires_grad", "is_leaf", "device")]
+_hooks = [operator.attrgetter(name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
 
 
 class ModuleTree:
@@ -31,35 +32,38 @@ class ModuleTree:
 
     def __init__(self, root: nn.Module) -> None:
         self.modules = list(root.modules())
-        self._children = _flatten(_children(self.modules))
-        self._contents = _flatten(_tensor_tables(self.modules))
-        self.tensors = _unique(self._contents.values)
-        self.order = _indices(self._contents.values, self.tensors)
+        self._children = Contents(list(map(_children_of, self.modules)), [], [])
+        self._keys, self._values = self._read()
+        self.tensors, self.order = _sort(self._values)
         self._metas = _metas(self.tensors)
 
     def is_same(self) -> bool:
         """Tell whether the tree holds the identical modules and tensors, whatever their properties."""
-        return self._has_same_children() and _is_same(_flatten(_tensor_tables(self.modules)), self._contents)
+        keys, values = self._read()
+        return self._children.is_same() and keys == self._keys and all(map(operator.is_, values, self._values))
 
     def is_current(self) -> bool:
         """Tell whether the tree has the same arrangement; adopt new tensors that fit in place of old ones."""
-        if not self._has_same_children():
+        keys, values = self._read()
+        if not self._children.is_same() or keys != self._keys:
             return False
-        contents = _flatten(_tensor_tables(self.modules))
-        if not _is_same(contents, self._contents):
-            tensors = _unique(contents.values)
-            if not _has_same_keys(contents, self._contents) or _indices(contents.values, tensors) != self.order:
+        if not all(map(operator.is_, values, self._values)):
+            tensors, order = _sort(values)
+            if order != self.order:
                 return False
-            self._contents, self.tensors = contents, tensors
+            self._values, self.tensors = values, tensors
         return _metas(self.tensors) == self._metas
-
-    def _has_same_children(self) -> bool:
-        return _is_same(_flatten(_children(self.modules)), self._children)
 
     def places(self, modules: Sequence[nn.Module]) -> list[tuple[Table, str]]:
         """List the places of another tree of the same arrangement, in the order of ``order``."""
-        pairs = zip(_tensor_tables(modules), self._contents.lengths)
-        return list(zip((table for table, length in pairs for _ in range(length)), self._contents.keys))
+        lengths, names = self._keys
+        tables = itertools.chain.from_iterable(map(itertools.repeat, _chain(map(_tables_of, modules)), lengths))
+        return list(zip(tables, names))
+
+    def _read(self) -> tuple[tuple[list[int], list[str]], list[Any]]:
+        """Return the tables' lengths and keys, and their values, one table after another; runs in every step."""
+        tables = list(_chain(map(_tables_of, self.modules)))
+        return (list(map(len, tables)), list(_chain(tables))), list(_chain(map(dict.values, tables)))
 
 
 def is_dense(t: Tensor) -> bool:
@@ -70,59 +74,6 @@ def is_dense(t: Tensor) -> bool:
 def has_hooks(t: Tensor) -> bool:
     """Tell whether a tensor has gradient hooks, which must receive the sum over all replicas."""
     return bool(t._backward_hooks or t._post_accumulate_grad_hooks)
-
-
-class _Flat(NamedTuple):
-    """Tables one after another."""
-
-    lengths: list[int]
-    """Of each table."""
-    keys: list[str]
-    values: list[Any]
-
-
-def _flatten(tables: Sequence[Table]) -> _Flat:
-    chain = itertools.chain.from_iterable
-    return _Flat(list(map(len, tables)), list(chain(tables)), list(chain(map(dict.values, tables))))
-
-
-def _has_same_keys(now: _Flat, before: _Flat) -> bool:
-    return now.lengths == before.lengths and now.keys == before.keys
-
-
-def _is_same(now: _Flat, before: _Flat) -> bool:
-    """Tell whether tables have identical values in the same places; runs in every step."""
-    return _has_same_keys(now, before) and all(map(operator.is_, now.values, before.values))
-
-
-def _tensor_tables(modules: Sequence[nn.Module]) -> list[Table]:
-    return list(itertools.chain.from_iterable(map(_tables_of, modules)))
-
-
-def _children(modules: Sequence[nn.Module]) -> list[Table]:
-    return list(map(_children_of, modules))
-
-
-def _unique(contents: Sequence[Tensor | None]) -> list[Tensor]:
-    return list({id(t): t for t in contents if t is not None}.values())
-
-
-def _indices(contents: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> list[int | None]:
-    index = {id(t): i for i, t in enumerate(tensors)}
-    return [None if t is None else index[id(t)] for t in contents]
-
-
-def _metas(tensors: Sequence[Tensor]) -> list[list[Any]]:
-    """Return the properties of tensors that their copies depend on, one list for each: it runs in every step."""
-    strided = [t for t in tensors if t.layout is torch.strided]
-    *plain, hooks, late_hooks = (list(map(get, tensors)) for get in _getters)
-    return [
-        *plain,
-        [isinstance(t, nn.Parameter) for t in tensors],
-        [bool(a or b) for a, b in zip(hooks, late_hooks)],
-        list(map(Tensor.stride, strided)),
-        list(map(Tensor.storage_offset, strided)),
-    ]
 
 
 @contextmanager
@@ -136,3 +87,23 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for m in training:
             m.training = True
+
+
+def _sort(values: Sequence[Tensor | None]) -> tuple[list[Tensor], list[int | None]]:
+    """Return each tensor once, and the index of that in each place."""
+    tensors = list({id(t): t for t in values if t is not None}.values())
+    index = {id(t): i for i, t in enumerate(tensors)}
+    return tensors, [None if t is None else index[id(t)] for t in values]
+
+
+def _metas(tensors: Sequence[Tensor]) -> list[list[Any]]:
+    """Return the properties of tensors that their copies depend on, one list for each: it runs in every step."""
+    strided = [t for t in tensors if t.layout is torch.strided]
+    hooks, late_hooks = (list(map(get, tensors)) for get in _hooks)
+    return [
+        *(list(map(get, tensors)) for get in _getters),
+        [isinstance(t, nn.Parameter) for t in tensors],
+        [bool(a or b) for a, b in zip(hooks, late_hooks)],
+        list(map(Tensor.stride, strided)),
+        list(map(Tensor.storage_offset, strided)),
+    ]

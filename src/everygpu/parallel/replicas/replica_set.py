@@ -1,24 +1,27 @@
 """Persistent replicas of a module, refreshed from it before each forward."""
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from everygpu import comm
 from everygpu.devices.parse import DeviceLike, parse_devices
+from everygpu.keys import compiled_original
 from everygpu.parallel.buckets.bucket import Bucket
 from everygpu.parallel.buckets.copies import broadcast_tensor
-from everygpu.parallel.buckets.grouping import group_by_storage
-from everygpu.parallel.buckets.kept import KeptBucket
+from everygpu.parallel.buckets.plan import KeptBucket, group_by_storage
 from everygpu.parallel.buckets.sizes import REPLICA_BYTES
-from everygpu.parallel.replicas.attributes import ReplicaModule
 from everygpu.parallel.replicas.module_tree import ModuleTree, has_hooks, is_dense
 from everygpu.parallel.replicas.placement import check_module, place_module
-from everygpu.parallel.replicas.plain_attributes import take_plain_attributes
-from everygpu.parallel.replicas.watch import Watch
+from everygpu.parallel.replicas.remap import TABLES, Remap
+from everygpu.parallel.replicas.snapshot import Snapshot
 
 Leaves = Mapping[int, Sequence[Tensor]]
+
+logger = logging.getLogger("everygpu")
 
 
 def replicate(network: nn.Module, devices: Sequence[DeviceLike], detach: bool = False) -> list[nn.Module]:
@@ -48,9 +51,10 @@ def replicate(network: nn.Module, devices: Sequence[DeviceLike], detach: bool = 
     parsed = parse_devices(devices)
     check_module(network, "replicate")
     replicas = ReplicaSet(network, parsed).refresh(range(len(parsed)))
-    if detach:
-        for replica in replicas[1:]:
-            _detach_parameters(replica)
+    for module in [m for replica in replicas[1:] for m in replica.modules()] if detach else ():
+        for name, p in module._parameters.items():
+            if p is not None:
+                module._parameters[name] = nn.Parameter(p.detach(), p.requires_grad)
     return replicas
 
 
@@ -59,14 +63,12 @@ class ReplicaSet:
 
     Args:
         module: Serves as the replica on ``devices[0]``, and is moved there if it is elsewhere.
-        devices: One per replica.
         strict_device: Refuse to move the module.
         fixed: Keep the replicas' tensors at their addresses, for CUDA graphs.
         make_leaves: Returns leaf parameters that the caller keeps up to date: from ``id`` of an original to its
             copy on each device after the first. Called whenever the module's tree has changed. Frozen parameters
             are then sent only when torch counts a write to them, or always on the CPU, where a copy costs no more
             than a comparison.
-        bucket_bytes: Size at which a bucket is closed.
     """
 
     def __init__(
@@ -87,19 +89,23 @@ class ReplicaSet:
         self._strict_device = strict_device
         self._build()
 
-    def refresh(self, positions: Sequence[int], fresh: set[int] | None = None) -> list[nn.Module]:
-        """Bring replicas up to date with the module as it is now.
+    def refresh(
+        self, positions: Sequence[int], fresh: set[int] | None = None, rows: Sequence[int] = ()
+    ) -> list[nn.Module]:
+        """Bring replicas up to date with the module, and return them; their parameters are connected to the module's.
 
         Args:
             positions: Which replicas, counted in ``devices``.
             fresh: Positions of replicas that are up to date while no gradients are recorded; those refreshed are added.
-        Returns:
-            The replicas at these positions; their parameters are connected to the module's.
+            rows: Of the batch for each of these, to find what forward leaves of them in attributes.
         """
         if fresh is None or torch.is_grad_enabled() or not fresh.issuperset(positions):
-            self._update(positions)
+            self._update([p - 1 for p in positions if p > 0])
             if fresh is not None and not torch.is_grad_enabled():
                 fresh.update(positions)
+        for i, p in enumerate(positions):
+            if p > 0:
+                self._replicas[p - 1].num_rows = rows[i] if rows else 0
         return [self._replicas[p - 1].root if p else self.module for p in positions]
 
     def position_of(self, root: nn.Module) -> int | None:
@@ -109,62 +115,44 @@ class ReplicaSet:
 
     def forget(self) -> None:
         """Send everything at the next refresh, after writes that torch doesn't count."""
-        for bucket in self._buckets:
+        for _, bucket in self._buckets:
             bucket.forget()
 
     def kept(self) -> list[KeptBucket]:
         """Return the frozen parameters, with the copies that replicas keep; without those that are out of date."""
         found = []
-        for members, bucket in self._frozen:
+        for members, bucket in self._buckets:
             params = [self._tree.tensors[i] for i in members]
-            copies = bucket.current_copies(params)
-            found.append(KeptBucket(plan=bucket.plan, params=dict(enumerate(params)), flats=copies, is_flat=False))
+            if self._make_leaves is not None and _is_frozen(params[0]):
+                copies = bucket.current_copies(params)
+                found.append(KeptBucket(plan=bucket.plan, params=dict(enumerate(params)), flats=copies, is_flat=False))
         return found
 
-    def take_buffers(self, position: int) -> None:
-        """Copy the buffers of the first replica that ran into the module, which did not run."""
-        with torch.no_grad():
-            for (table, key), (theirs, name), index in zip(
-                self._places[0], self._places[position], self._tree.order
-            ):  # fmt: skip
-                if index is not None and not isinstance(table[key], nn.Parameter) and not table[key].requires_grad:
-                    mine, other = table[key], theirs[name]
-                    if mine.shape == other.shape and mine.dtype is other.dtype and mine.layout is other.layout:
-                        mine.data.copy_(comm.copy(other, mine.device))
-
-    def take_attributes(self, position: int) -> None:
-        """Set the plain attributes that the first replica that ran has changed in the module, which did not run."""
-        take_plain_attributes(self._tree.modules, self._replicas[position - 1].modules)
-
     def average_buffers(self, positions: Sequence[int], weights: Sequence[int]) -> None:
-        """Set the module's float buffers to their weighted average over the replicas that ran.
-
-        Args:
-            positions: The replicas that ran.
-            weights: One per position, such as its rows.
-        """
+        """Set the module's float buffers to their weighted average over the replicas that ran."""
         total = sum(weights)
         if total == 0:
             return
+        places = [self._tree.places(self._tree.modules), *(replica.places for replica in self._replicas)]
+        first = {index: place for place, index in reversed(list(enumerate(self._tree.order)))}  # a shared one once
         with torch.no_grad():
-            for place in self._float_buffers():
-                mine, *theirs = (self._places[p][place][0][self._places[p][place][1]] for p in (0, *positions))
-                # Through .data, as batch_norm itself does: the version stays, so backward accepts what forward saved.
-                mine.data.add_(sum(_difference(t, mine) * (w / total) for t, w in zip(theirs, weights)))
+            for i, mine in enumerate(self._tree.tensors):
+                if not isinstance(mine, nn.Parameter) and mine.is_floating_point() and not mine.requires_grad:
+                    theirs = [table[key] for table, key in (places[p][first[i]] for p in positions)]
+                    # Through .data, as batch_norm itself does: the version stays, so backward accepts what forward
+                    # saved.
+                    mine.data.add_(sum(_difference(t, mine) * (w / total) for t, w in zip(theirs, weights)))
 
-    def _update(self, positions: Sequence[int]) -> None:
+    def _update(self, others: Sequence[int]) -> None:
         if not self._tree.is_current():
             self._build()
-        changed = self._watch.changed()
+        changed = self._snapshot.changed()
         for replica in self._replicas:
             replica.expire(changed)
-        others = [p - 1 for p in positions if p > 0]
         for i in others:
-            self._release(i)
+            self._replicas[i].release()
         for i, tensors in zip(others, self._broadcast(others)):
-            for (table, key), index in zip(self._places[i + 1], self._tree.order):
-                table[key] = None if index is None else tensors[index]
-            self._replicas[i].update({id(mine): copy for mine, copy in zip(self._tree.tensors, tensors)})
+            self._replicas[i].fill(tensors)
 
     def _build(self) -> None:
         """Build replicas and buckets for the module's present tree."""
@@ -172,78 +160,149 @@ class ReplicaSet:
         others = self._devices[1:]
         leaves = {} if self._make_leaves is None else self._make_leaves()
         self._tree = ModuleTree(self.module)
-        self._watch = Watch(self._tree.modules)
-        self._replicas = [ReplicaModule(self._tree.modules, device) for device in others]
-        trees = [self._tree.modules, *(replica.modules for replica in self._replicas)]
-        self._places = [self._tree.places(tree) for tree in trees]
+        self._snapshot = Snapshot(self._tree.modules)
+        self._replicas = [_Replica(self._tree, device) for device in others]
         tensors = self._tree.tensors
         self._leaves = [(i, leaves[id(t)]) for i, t in enumerate(tensors) if id(t) in leaves]
         sent = [i for i, t in enumerate(tensors) if id(t) not in leaves]
+        self._unbucketed = [i for i in sent if not is_dense(tensors[i])]
         flat = [i for i in sent if is_dense(tensors[i])]
-        self._unbucketed = sorted(set(sent) - set(flat))
-        self._members: list[list[int]] = []
-        self._buckets: list[Bucket] = []
-        self._frozen: list[tuple[list[int], Bucket]] = []
         frozen = [i for i in flat if self._make_leaves is not None and _is_frozen(tensors[i])]
         trusted = trusts_versions(self._devices)
-        # A bucket each: a node whose backward computes other parameters' gradients calls a hook without a gradient.
-        hooked = [[i] for i in flat if tensors[i].requires_grad and has_hooks(tensors[i])]
-        alone = {*frozen, *(i for (i,) in hooked)}
-        for which in (frozen, *hooked, [i for i in flat if i not in alone]):
+        # A bucket each: a node whose backward computes other parameters' gradients calls a hook without a gradient,
+        # and goes on into the graph of a buffer that an earlier forward has computed.
+        single = [[i] for i in flat if tensors[i].requires_grad and (has_hooks(tensors[i]) or not tensors[i].is_leaf)]
+        alone = {*frozen, *(i for (i,) in single)}
+        self._buckets: list[tuple[list[int], Bucket]] = []
+        for which in (frozen, *single, [i for i in flat if i not in alone]):
             for members, together in group_by_storage(tensors, which, self._bucket_bytes):
-                self._members.append(members)
-                self._buckets.append(
-                    Bucket(
-                        [tensors[i] for i in members],
-                        self._devices[0],
-                        others,
-                        keep_storage=together,
-                        fixed=self._fixed,
-                        trust_versions=trusted and which is frozen,
-                        kept=which is frozen,
-                    )
+                bucket = Bucket(
+                    [tensors[i] for i in members],
+                    self._devices[0],
+                    others,
+                    keep_storage=together,
+                    fixed=self._fixed,
+                    keeps=which is frozen,
+                    trusts_versions=trusted and which is frozen,
                 )
-                if which is frozen:
-                    self._frozen.append((members, self._buckets[-1]))
-
-    def _release(self, replica: int) -> None:
-        """Drop a replica's tensors, so that their memory may be written."""
-        for table, key in self._places[replica + 1]:
-            table[key] = None
-        self._replicas[replica].release()
+                self._buckets.append((members, bucket))
 
     def _broadcast(self, replicas: Sequence[int]) -> list[list[Tensor]]:
         """Return, for each of ``replicas``, its copies of the tree's tensors."""
         tensors = self._tree.tensors
         rows = [{i: copies[r] for i, copies in self._leaves} for r in replicas]
-        for members, bucket in zip(self._members, self._buckets):
+        for members, bucket in self._buckets:
             for row, copies in zip(rows, bucket.refresh([tensors[i] for i in members], replicas)):
                 row.update(zip(members, copies))
         for i in self._unbucketed:
             copies = broadcast_tensor(tensors[i], [self._devices[0], *(self._devices[r + 1] for r in replicas)])
             for row, copy in zip(rows, copies[1:]):
-                row[i] = _as_parameter(copy) if isinstance(tensors[i], nn.Parameter) else copy
+                # This flag makes isinstance(t, nn.Parameter) true for tensors of other classes.
+                copy._is_param = isinstance(tensors[i], nn.Parameter)
+                row[i] = copy
         return [[row[i] for i in range(len(tensors))] for row in rows]
 
-    def _float_buffers(self) -> list[int]:
-        """Return the places of float buffers, a shared one once."""
-        tensors, seen = self._tree.tensors, set()
-        places = []
-        for place, index in enumerate(self._tree.order):
-            if index is None or index in seen:
-                continue
-            seen.add(index)
-            t = tensors[index]
-            if not isinstance(t, nn.Parameter) and t.is_floating_point() and not t.requires_grad:
-                places.append(place)
-        return places
+
+class _Replica:
+    """One replica of a module tree, built once: before each forward it becomes what a copy made then would be."""
+
+    def __init__(self, tree: ModuleTree, device: torch.device) -> None:
+        self._tree = tree
+        self._device = device
+        self.modules = [_blank_copy(m) for m in tree.modules]
+        self._replica_of = {id(m): replica for m, replica in zip(tree.modules, self.modules)}
+        for original in tree.modules:
+            # torch.compile's wrapper calls the module that it was made from.
+            inner = compiled_original(original)
+            if inner is not None:
+                self._replica_of[id(original)] = self._replica_of[id(inner)]
+        for original, replica in zip(tree.modules, self.modules):
+            children = {k: None if c is None else self._replica_of[id(c)] for k, c in original._modules.items()}
+            replica._modules.update(children)
+        self.root = self._replica_of[id(tree.modules[0])]
+        self.places = tree.places(self.modules)
+        self.num_rows = 0
+        # Changes that forward makes to a replica's attributes are undone before the next.
+        self._snapshot = Snapshot(self.modules)
+        self._stale = set(range(len(self.modules)))
+        self._given: set[int] = set()
+
+    def expire(self, changed: Iterable[int]) -> None:
+        """Mark these modules as changed in the original, and those that have changed in the replica."""
+        mine = self._snapshot.changed()
+        if self.num_rows > 1:
+            self._look_for_rows([self.modules[i] for i in mine])
+        self._stale.update(changed, mine)
+
+    def release(self) -> None:
+        """Drop the tensors, and the attributes that ``fill`` will set: their memory may be free for the next ones."""
+        for table, key in self.places:
+            table[key] = None
+        for index in self._stale:
+            replica = vars(self.modules[index])
+            for name in [k for k in replica if k not in TABLES]:
+                del replica[name]
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """Set the tensors, copies of the tree's, and the attributes of changed modules."""
+        for (table, key), index in zip(self.places, self._tree.order):
+            table[key] = None if index is None else tensors[index]
+        self._given = set(map(id, tensors))
+        if not self._stale:
+            return
+        others = self._replica_of | dict(zip(map(id, self._tree.tensors), tensors))
+        remap = Remap(others, self._copy_tensor)
+        for index in self._stale:
+            original, replica = self._tree.modules[index], self.modules[index]
+            for name, value in vars(original).items():
+                if name not in TABLES:
+                    vars(replica)[name] = remap.of(value)
+            if type(replica) is not type(original):
+                object.__setattr__(replica, "__class__", type(original))
+        self._snapshot.accept(self._stale)
+        self._stale.clear()
+
+    def _copy_tensor(self, x: Tensor) -> Tensor:
+        """Copy a plain tensor attribute to the replica's device; one on the CPU stays there, as in the original."""
+        stays = x.device.type == "cpu" and self._device.type != "cpu"
+        copied = x if stays else comm.copy(x, self._device, fresh=not x.requires_grad)
+        self._given.add(id(copied))
+        return copied
+
+    def _look_for_rows(self, changed: Sequence[nn.Module]) -> None:
+        """Warn of tensors that forward has left in attributes, with as many entries as the replica had rows."""
+        held = [(m, name, value) for m in changed for name, value in vars(m).items() if name not in TABLES]
+        held += [(m, name, value) for m in self.modules for name, value in m._buffers.items()]
+        found = [
+            (module, name)
+            for module, name, value in held
+            for t in (value if isinstance(value, (tuple, list)) else [value])
+            if isinstance(t, Tensor) and id(t) not in self._given and self.num_rows in t.shape
+        ]
+        if found:
+            paths = {m: f"{path}." if path else "" for path, m in self.root.named_modules()}
+            _warn_of_rows(", ".join(dict.fromkeys(paths[module] + name for module, name in found)))
 
 
-def _detach_parameters(replica: nn.Module) -> None:
-    for module in replica.modules():
-        for name, p in module._parameters.items():
-            if p is not None:
-                module._parameters[name] = nn.Parameter(p.detach(), p.requires_grad)
+@functools.cache
+def _warn_of_rows(paths: str) -> None:
+    logger.warning(
+        "DataParallel: forward has left rows of the batch in %s: the module keeps those of the first replica alone, "
+        "which all replicas get at the next forward. Return them, and pass them in as an argument. This is said once.",
+        paths,
+    )
+
+
+def _blank_copy(original: nn.Module) -> nn.Module:
+    # Not type(original)(): the constructor's arguments are unknown. Not copy.copy: classes may define it.
+    replica: nn.Module = object.__new__(type(original))
+    vars(replica).update({name: {} for name in TABLES})
+    return replica
+
+
+def trusts_versions(devices: Sequence[torch.device]) -> bool:
+    """Tell whether frozen parameters are sent only when torch counts a write: comparing them would take too long."""
+    return any(d.type != "cpu" for d in devices)
 
 
 def _difference(theirs: Tensor, mine: Tensor) -> Tensor:
@@ -252,16 +311,5 @@ def _difference(theirs: Tensor, mine: Tensor) -> Tensor:
     return torch.where(theirs == mine, torch.zeros_like(mine), theirs - mine)
 
 
-def trusts_versions(devices: Sequence[torch.device]) -> bool:
-    """Tell whether frozen parameters are sent only when torch counts a write: comparing them would take too long."""
-    return any(d.type != "cpu" for d in devices)
-
-
 def _is_frozen(t: Tensor) -> bool:
     return isinstance(t, nn.Parameter) and not t.requires_grad
-
-
-def _as_parameter(t: Tensor) -> Tensor:
-    # This flag makes isinstance(t, nn.Parameter) true for tensors of other classes.
-    t._is_param = True
-    return t

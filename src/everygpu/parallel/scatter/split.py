@@ -84,7 +84,7 @@ def plan_split(num_rows: int, num_devices: int, split: Split = "chunk") -> Split
         num_devices: Devices to split over, 1 or more.
         split: ``"chunk"``: the sizes ``torch.chunk`` gives, which may leave the last devices idle;
             ``"even"``: no two shares differ by more than one row; a list of ``num_devices`` weights, 0 or
-            more: shares in proportion, rounded to whole rows.
+            more: shares in proportion, rounded to whole rows, of which the first device gets one at least.
     Returns:
         A plan of ``num_devices`` shares.
     Raises:
@@ -145,19 +145,23 @@ def _check_weights(split: Any, num_devices: int, names: str) -> Sequence[float]:
     except (TypeError, ValueError):  # no sequence, or not of numbers
         weights = []
     finite = all(0 <= w < float("inf") for w in weights)
-    if len(weights) != num_devices or not finite or sum(weights) == 0:
+    if len(weights) != num_devices or not finite or weights[0] == 0:
         raise OptionError(
-            f"split: must be {names} or one weight of 0 or more for each of the {num_devices} devices, got {split!r}."
+            f"split: must be {names} or one weight of 0 or more for each of the {num_devices} devices, the first above "
+            f"0, as the first replica is the module itself; got {split!r}. Leave a device out by device_ids."
         )
     return weights
 
 
 def _weighted_shares(num_rows: int, weights: Sequence[float]) -> list[int]:
-    """Round running totals, so that shares are whole, sum to the batch and stay within one row of exact."""
+    """Round running totals, so that shares are whole, sum to the batch and stay within one row of exact.
+
+    But the first device gets a row, where there is any: its replica is the module itself, with the buffers that stay.
+    """
     total, seen, given, shares = sum(weights), 0.0, 0, []
     for weight in weights:
         seen += weight
-        upto = round(num_rows * seen / total)
+        upto = max(round(num_rows * seen / total), min(1, num_rows))
         shares.append(upto - given)
         given = upto
     return shares

@@ -7,7 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from everygpu.comm.kernels import KINDS, at, num_programs, sum_blocks
-from everygpu.parallel.buckets.plan import BLOCK_NUMEL, BlockRange
+from everygpu.parallel.buckets.plan import BLOCK_NUMEL
+from everygpu.step.device_tables import BlockRange
 
 
 @triton.jit

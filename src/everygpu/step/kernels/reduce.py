@@ -5,7 +5,8 @@ import triton.language as tl
 from torch import Tensor
 
 from everygpu.comm.kernels import KINDS, at, sum_blocks
-from everygpu.parallel.buckets.plan import BLOCK_NUMEL, BlockRange
+from everygpu.parallel.buckets.plan import BLOCK_NUMEL
+from everygpu.step.device_tables import BlockRange
 from everygpu.step.kernels.blocks import grid, note_sources, numbers
 
 

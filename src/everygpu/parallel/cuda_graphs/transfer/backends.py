@@ -8,16 +8,14 @@ from torch import Tensor
 
 from everygpu import comm
 from everygpu.comm.streams import queueing_on
-from everygpu.parallel.buckets.grad_tables import GradTables
 from everygpu.parallel.buckets.memory import Grads, fill_views
-from everygpu.parallel.buckets.plan import (
-    BLOCK_NUMEL,
-    BucketPlan,
+from everygpu.parallel.buckets.plan import BLOCK_NUMEL, BucketPlan, plan_bucket
+from everygpu.parallel.cuda_graphs.transfer.grad_tables import (
+    GradTables,
     addresses,
     block_addresses,
     block_lengths,
     is_laid_out,
-    plan_bucket,
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

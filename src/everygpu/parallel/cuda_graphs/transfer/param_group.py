@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from everygpu import comm
-from everygpu.parallel.buckets.memory import Grads, fill_views
+from everygpu.parallel.buckets.memory import Grads, fill_views, make_twins, put_back
 from everygpu.parallel.buckets.plan import plan_bucket
-from everygpu.parallel.buckets.slot_alias import make_twins, put_back
 from everygpu.parallel.cuda_graphs.transfer.backends import (
     CopyBackend,
     KernelBackend,

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from everygpu import comm
 from everygpu.comm.streams import queueing_on, synchronize_streams
-from everygpu.parallel.buckets.grouping import group_tensors
 from everygpu.parallel.buckets.memory import Grads
+from everygpu.parallel.buckets.plan import group_tensors
 from everygpu.parallel.buckets.sizes import REPLICA_BYTES
 from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
 from everygpu.parallel.cuda_graphs.transfer.param_group import ParamGroup

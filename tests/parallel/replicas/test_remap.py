@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from everygpu.parallel.replicas.substitution import in_place_of
+from everygpu.parallel.replicas.remap import Remap, in_place_of
 
 
 class Net(nn.Module):
@@ -45,6 +45,33 @@ def test_wherever_an_attribute_leads_to_a_parameter(make, find):
     assert net.inner.weight is original
     assert net.held is held
     assert find(held) is original
+
+
+def test_partial_keeps_its_arguments_and_attributes():
+    old, new = nn.Linear(1, 1), nn.Linear(1, 1)
+    partial = functools.partial(lambda *args, **kwargs: (args, kwargs), 1, old, a=2, b=old)
+    partial.label, partial.owner = "mine", old
+    twin = Remap({id(old): new}).of(partial)
+    assert twin(5, c=6) == ((1, new, 5), {"a": 2, "b": new, "c": 6})
+    assert (twin.label, twin.owner) == ("mine", new)
+    assert partial.owner is old
+
+
+def test_every_way_in_which_a_function_refers():
+    old, new, count = nn.Linear(1, 1), nn.Linear(1, 1), 0
+
+    def function(default=old, *, keyword=old):
+        nonlocal count
+        count += 1  # a cell that stays is shared
+        return closed, default, keyword, function.attribute, count
+
+    closed, function.attribute = old, old
+    remap = Remap({id(old): new})
+    twin = remap.of(function)
+    assert twin() == (new, new, new, new, 1)
+    assert function() == (old, old, old, old, 2)
+    assert remap.of(function) is twin
+    assert Remap({id(new): old}).of(function) is function
 
 
 def test_what_leads_to_no_parameter_is_left_alone():

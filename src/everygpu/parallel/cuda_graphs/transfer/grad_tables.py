@@ -1,11 +1,68 @@
-"""Where a recorded backward leaves gradients, for kernels that read them there."""
+"""Where parameters and gradients are in memory, block by block, for kernels that find them there."""
 
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from everygpu.parallel.buckets.plan import BucketPlan, block_addresses, lay_out
+from everygpu.parallel.buckets.plan import BLOCK_NUMEL, BucketPlan, Slot
+
+ALIGNMENT_BYTES = 16
+"""Of what the kernels load at a time."""
+
+
+def addresses(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return where tensors are in memory, for kernels on a device; shape (tensors,), int64."""
+    return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)
+
+
+def block_lengths(plan: BucketPlan, chunk: int) -> Tensor:
+    """Return how many elements of a parameter are in each block of a chunk; shape (blocks,), int32, on the CPU."""
+    lengths = torch.zeros(plan.num_blocks, dtype=torch.int32, device="cpu")
+    for piece in plan.pieces(chunk):
+        lengths[piece.blocks] = BLOCK_NUMEL
+        if piece.numel % BLOCK_NUMEL:
+            lengths[piece.blocks.stop - 1] = piece.numel % BLOCK_NUMEL
+    return lengths
+
+
+def block_addresses(plan: BucketPlan, chunk: int, tensors: Mapping[int, Tensor], missing: int = 0) -> Tensor:
+    """Return where the blocks of a chunk are in memory beside the bucket; shape (blocks,), int64, on the CPU.
+
+    Args:
+        plan: Every parameter begins with a block.
+        chunk: Which chunk.
+        tensors: By parameter, laid out as its slot.
+        missing: The address of blocks that have none.
+    """
+    found = torch.full((plan.num_blocks,), missing, dtype=torch.int64, device="cpu")
+    for piece in plan.pieces(chunk):
+        if piece.index in tensors:
+            steps = (piece.offset + torch.arange(0, piece.numel, BLOCK_NUMEL, device="cpu")) * plan.dtype.itemsize
+            found[piece.blocks] = tensors[piece.index].data_ptr() + steps
+    return found
+
+
+def is_laid_out(t: Tensor, slot: Slot) -> bool:
+    """Tell whether a tensor's memory is in the order of a slot, and aligned as kernels need it."""
+    return t.stride() == slot.strides and t.data_ptr() % ALIGNMENT_BYTES == 0
+
+
+def lay_out(grad: Tensor | None, slot: Slot, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a gradient laid out as its parameter's slot, in its parameter's dtype: itself, most often.
+
+    Args:
+        grad: None for zeros.
+        slot: The parameter's.
+        dtype: The parameter's.
+        device: Where the gradient is.
+    """
+    if grad is not None and grad.dtype is dtype and is_laid_out(grad, slot):
+        return grad
+    laid = torch.zeros(slot.numel, dtype=dtype, device=device)
+    if grad is not None:
+        laid.as_strided(slot.shape, slot.strides).copy_(grad)
+    return laid
 
 
 class GradTables:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from everygpu.parallel.replicas.watch import Watch
+from everygpu.parallel.replicas.snapshot import Snapshot
 from tests.parallel.replicas.test_attributes import Net
 
 Pair = namedtuple("Pair", "x y")
@@ -22,9 +22,9 @@ ALIVE = torch.ones(1)
 
 def test_first_look_finds_everything_and_the_second_nothing():
     net = Net()
-    watch = Watch(list(net.modules()))
-    assert watch.changed() == [0, 1]
-    assert watch.changed() == []
+    snapshot = Snapshot(list(net.modules()))
+    assert snapshot.changed() == [0, 1]
+    assert snapshot.changed() == []
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,10 @@ def test_first_look_finds_everything_and_the_second_nothing():
 )
 def test_change_of_a_plain_attribute(change):
     net = Net()
-    watch = Watch(list(net.modules()))
-    watch.changed()
+    snapshot = Snapshot(list(net.modules()))
+    snapshot.changed()
     change(net)
-    assert watch.changed() == [0]
+    assert snapshot.changed() == [0]
 
 
 @pytest.mark.parametrize(
@@ -73,38 +73,39 @@ def test_change_of_a_plain_attribute(change):
 def test_change_to_something_equal(change):
     """``==`` doesn't see it, a forward does: ``range(net.flags["size"])``, ``next(iter(net.flags))``."""
     net = Net()
-    watch = Watch(list(net.modules()))
-    watch.changed()
+    snapshot = Snapshot(list(net.modules()))
+    snapshot.changed()
     change(net)
-    assert watch.changed() == [0]
+    assert snapshot.changed() == [0]
 
 
 def test_change_in_a_child_is_the_childs():
     net = Net()
-    watch = Watch(list(net.modules()))
-    watch.changed()
+    snapshot = Snapshot(list(net.modules()))
+    snapshot.changed()
     net.inner.note = "new"
-    assert watch.changed() == [1]
+    assert snapshot.changed() == [1]
     net.eval()
-    assert watch.changed() == [0, 1]
+    assert snapshot.changed() == [0, 1]
 
 
 def test_change_that_is_put_back_before_anyone_looks():
     net = Net()
-    watch = Watch(list(net.modules()))
-    watch.changed()
+    snapshot = Snapshot(list(net.modules()))
+    snapshot.changed()
     net.eval().train()
-    assert watch.changed() == []
+    assert snapshot.changed() == []
 
 
 def changes(net, change, known=()):
     """Tell whether a change is noticed, in a net that was not taken for changed before it."""
-    watch = Watch(list(net.modules()), known)
-    watch.changed()
-    assert watch.changed() == []
+    snapshot = Snapshot(list(net.modules()), known, is_strict=True)
+    snapshot.changed()
+    assert snapshot.changed() == []
+    assert snapshot.is_same()
     change(net.held)
-    found = watch.changed()
-    assert watch.changed() == []
+    found = snapshot.changed()
+    assert snapshot.changed() == []
     return found == [0]
 
 
@@ -216,11 +217,11 @@ def test_change_at_any_depth(value, change):
 )
 def test_change_where_the_trees_own_tensors_are(value, change):
     net = holding(value)
-    watch = Watch(list(net.modules()), known=list(net.parameters()))
-    watch.changed()
-    assert watch.changed() == []
+    snapshot = Snapshot(list(net.modules()), known=list(net.parameters()), is_strict=True)
+    snapshot.changed()
+    assert snapshot.changed() == []
     change(net.held)
-    assert watch.changed() == [0]
+    assert snapshot.changed() == [0]
 
 
 def test_function_over_the_trees_own_tensors():
@@ -239,7 +240,7 @@ def test_function_over_the_trees_own_tensors():
 
     net.held = make()
     assert changes(net, lambda function: function(second), known=[first, second])
-    assert Watch([net]).changed() == [0]
+    assert Snapshot([net]).changed() == [0]
 
 
 @pytest.mark.parametrize("make", [lambda t: [t], lambda t: {"all": [t]}, lambda t: lambda: t, weakref.ref])
@@ -247,9 +248,9 @@ def test_tensors_that_are_not_compared_elsewhere_are_always_stale(make):
     """A replica's copies are others at each forward: it gets its lists of them anew."""
     net = Net()
     net.held = make(net.inner.weight)
-    watch = Watch(list(net.modules()))
-    watch.changed()
-    assert watch.changed() == [0]
+    snapshot = Snapshot(list(net.modules()))
+    snapshot.changed()
+    assert snapshot.changed() == [0]
 
 
 @pytest.mark.parametrize(
@@ -279,13 +280,37 @@ def test_tensors_that_are_not_compared_elsewhere_are_always_stale(make):
 def test_what_can_change_unseen_is_always_stale(value):
     net = Net()
     net.held = value
-    watch = Watch(list(net.modules()))
-    watch.changed()
-    assert watch.changed() == [0]
-    assert watch.volatile() == {0: "held"}
+    snapshot = Snapshot(list(net.modules()), is_strict=True)
+    snapshot.changed()
+    assert snapshot.changed() == [0]
+    assert not snapshot.is_same()
+    assert snapshot.volatile == {0: "held"}
     net.held = None
-    assert watch.changed() == [0]
-    assert watch.changed() == []
+    assert snapshot.changed() == [0]
+    assert snapshot.changed() == []
+
+
+@pytest.mark.parametrize(
+    ("value", "is_volatile"),
+    [
+        ([Options()], False),
+        ([Plain(torch.ones(1))], False),
+        (Named(a=torch.ones(1)), False),
+        ([nn.Linear(1, 1)], False),
+        (lambda x, seen=[ALIVE]: seen, False),
+        ([torch.ones(1)], True),
+        ({"a": (torch.ones(1),)}, True),
+        ([lambda: ALIVE, ALIVE], True),
+        (functools.partial(read, torch.ones(1)), True),
+        (weakref.ref(ALIVE), True),
+    ],
+)
+def test_replicas_share_all_but_tensors_and_plain_containers(value, is_volatile):
+    net = Net()
+    net.held = value
+    snapshot = Snapshot(list(net.modules()))
+    snapshot.changed()
+    assert snapshot.changed() == ([0] if is_volatile else [])
 
 
 def test_container_that_contains_itself():
@@ -301,8 +326,8 @@ def test_hooks_of_state_dicts_are_no_part_of_a_forward():
     net.register_state_dict_post_hook(lambda *_: None)
     net.register_state_dict_pre_hook(lambda *_: None)
     net.register_load_state_dict_post_hook(lambda *_: None)
-    watch = Watch(list(net.modules()))
-    watch.changed()
-    assert watch.changed() == []
+    snapshot = Snapshot(list(net.modules()))
+    snapshot.changed()
+    assert snapshot.changed() == []
     net.register_state_dict_pre_hook(lambda *_: None)
-    assert watch.changed() == [0]
+    assert snapshot.changed() == [0]
