@@ -229,12 +229,6 @@ def test_a_truncated_file_with_sums_that_agree_is_named(path: Path, name: str) -
     assert_nothing_changes(CheckpointDamagedError, path, name)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_missing_file_is_named(path: Path, name: str) -> None:
-    (path / name).unlink()
-    assert_nothing_changes(CheckpointDamagedError, path, name)
-
-
 @pytest.mark.parametrize(
     "changes",
     [

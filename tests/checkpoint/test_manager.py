@@ -237,20 +237,6 @@ def test_going_on_from_the_best_one_leaves_the_run_where_it_is(tmp_path: Path) -
 # Damage.
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "checkpoint.json", "SHA256SUMS"])
-def test_a_damaged_one_is_stepped_over_with_a_warning_that_names_it(tmp_path: Path, name: str) -> None:
-    checkpoints = manager(tmp_path)
-    for step in range(3):
-        put(checkpoints, step)
-    flip(tmp_path / "step-00000002" / name)
-    with pytest.warns(UserWarning, match=rf"(?s)step-00000001 is taken.*step-00000002/.*{name}"):
-        assert loaded(tmp_path) == (1, 1)
-    with pytest.warns(UserWarning, match="is taken"):
-        assert everygpu.load(tmp_path) == {"step": 1}
-    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
-        checkpoints.resume(2)
-
-
 def test_a_damaged_one_saved_after_going_back_is_named(tmp_path: Path) -> None:
     checkpoints = manager(tmp_path)
     for step in (5, 3):
