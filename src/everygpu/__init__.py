@@ -1,4 +1,4 @@
-"""Give a PyTorch model every GPU of the box with one line: ``model = everygpu.DataParallel(model)``.
+"""Give a PyTorch model every GPU of the machine with one line: ``model = everygpu.DataParallel(model)``.
 
 Names are imported on first use, so that ``everygpu run`` can choose the visible devices before torch
 is loaded, and ``everygpu --help`` answers at once.
