@@ -71,38 +71,6 @@ def test_no_device_gets_the_others_outputs(devices, loss):
     assert out._joined.tensor is None, "the joined tensor was made"
 
 
-def test_a_loop_with_accuracy(devices):
-    used = devices(3)
-    bare, model = pair(used)
-    x, y = batch(11, used[0])
-    results = []
-    for net in (bare, model):
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-        for _ in range(5):
-            out = net(x)
-            loss = F.cross_entropy(out, y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        hits = (out.argmax(1) == y).sum().item()
-        top = out.topk(2, dim=1).indices.eq(y[:, None]).any(1).sum().item()
-        results.append((loss.item(), hits, top))
-    assert results[1] == pytest.approx(results[0])
-
-
-def test_language_model_loop(devices):
-    used = devices(3)
-    torch.manual_seed(0)
-    bare = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 9)).double().to(used[0])
-    model = everygpu.DataParallel(copy.deepcopy(bare), used)
-    ids = torch.randint(0, 9, (7, 5), device=used[0])
-    for net in (bare, model):
-        logits = net(ids)
-        shifted = logits[..., :-1, :].contiguous()
-        F.cross_entropy(shifted.view(-1, 9), ids[..., 1:].reshape(-1)).backward()
-    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in bare.parameters()])
-
-
 OTHER_USES = {
     "numpy": lambda out: out.detach().cpu().numpy(),
     "list": lambda out: out.tolist(),

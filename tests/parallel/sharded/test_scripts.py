@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import everygpu
-from everygpu.errors import OptionError
 from everygpu.parallel.sharded.batch import ShardedBatch, has_shards
 from tests.parallel.batches import CPU, assert_like, numbers
 from tests.parallel.oracle import TOLERANCE, Mlp, rows
@@ -34,15 +33,6 @@ class Outputs(nn.Module):
         return {"out": out, "input": x, "scale": self.scale, "calls": self.calls.expand(len(x), 2), "list": [out * 2]}
 
 
-class WithLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Mlp()
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.net(x), y)
-
-
 class TinyGpt(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -63,10 +53,10 @@ class Segmenter(nn.Module):
         return self.net(x)
 
 
-def pair(make: Callable[[], nn.Module], **options: Any) -> tuple[nn.Module, nn.Module]:
+def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     bare = make().double()
-    return everygpu.DataParallel(copy.deepcopy(bare), REPLICAS, **options), bare
+    return everygpu.DataParallel(copy.deepcopy(bare), REPLICAS), bare
 
 
 def trained(model: nn.Module, batches: list[Any], loss_of: Callable[..., Any]) -> tuple[list[float], list[Tensor]]:
@@ -163,14 +153,6 @@ class TestScripts:
         assert seen[0]._joined.tensor is None
         assert has_shards(seen[0])
 
-    @pytest.mark.parametrize("num_rows", [10, 7, 4, 1])
-    def test_a_module_that_returns_its_loss(self, num_rows: int) -> None:
-        model, bare = pair(WithLoss)
-        model(*vectors(num_rows)).mean().backward()
-        bare(*vectors(num_rows)).backward()
-        expected = [p.grad for p in bare.parameters()]
-        torch.testing.assert_close([p.grad for p in model.parameters()], expected, **TOLERANCE)
-
     def test_outputs_of_every_kind(self) -> None:
         model, bare = pair(Outputs)
         x = rows(7, 3, device=CPU)
@@ -193,15 +175,6 @@ class TestScripts:
         for name, value in expected.items():
             assert torch.equal(everygpu.gather(out[name]), value)
         assert everygpu.gather(out["calls"]).unique().numel() == 1
-
-    def test_joined_on_request(self) -> None:
-        model, bare = pair(Mlp, gather="joined")
-        x = rows(7, 3, device=CPU)
-        assert type(model(x)) is Tensor
-        assert type(model(x[:1])) is Tensor
-        torch.testing.assert_close(model(x), bare(x), **TOLERANCE)
-        with pytest.raises(OptionError, match="gather"):
-            everygpu.DataParallel(Mlp(), REPLICAS, gather="some")
 
     def test_an_output_outlives_its_model(self) -> None:
         model, bare = pair(Mlp)
