@@ -25,7 +25,7 @@ from everygpu.parallel.scatter.batch_types import (
 )
 from everygpu.parallel.scatter.row_count import find_rows, name_arguments
 from everygpu.parallel.scatter.split import Replicated, Split, SplitPlan, plan_split
-from everygpu.parallel.sharded.batch import ShardedBatch, has_shards
+from everygpu.parallel.sharded.batch import ShardedBatch, has_shards, was_joined
 
 
 def scatter(
@@ -190,7 +190,7 @@ def reuse_shards(
     is_fit = layout.devices == tuple(devices) and layout.sizes == tuple(rows) and x.shard_dim == dim % x.ndim
     if not is_fit or not has_shards(x):
         return None
-    if x.requires_grad or x._memory.is_viewed or x._joined.is_view or x._joined.tensor is not None:
+    if x.requires_grad or x._memory.is_viewed or was_joined(x):
         with keep_requires_grad(x):
             return [s.clone() for s in x.shards]
     x._reused_versions = tuple(map(version_of, x._parts))

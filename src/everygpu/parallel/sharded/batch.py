@@ -53,7 +53,6 @@ class JoinedValues:
     layout: ShardLayout
     is_inference: bool
     make: Callable[[], Tensor]
-    is_view: bool = False
     tensor: Tensor | None = None
 
     def get(self) -> Tensor:
@@ -267,7 +266,7 @@ def wrap_view(
     base._memory.is_viewed = True
     joined, (shape, strides, offset) = base._joined, place
     make: Callable[[], Tensor] = lambda: view(joined.get())  # noqa: E731
-    kept = JoinedValues(layout=layout, is_inference=joined.is_inference, make=make, is_view=True)
+    kept = JoinedValues(layout=layout, is_inference=joined.is_inference, make=make)
     offset += int(base.storage_offset())
     return _new(shape, strides, offset, parts, layout, dim, joined.is_inference, base._memory, kept)
 
