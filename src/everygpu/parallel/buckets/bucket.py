@@ -1,5 +1,6 @@
 """Tensors handed from the primary device to the others, and their gradients added up on the way back."""
 
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from everygpu import comm
 from everygpu.parallel.buckets.copies import Streams, sum_on
-from everygpu.parallel.buckets.memory import Grads, stand_in, versions_of
+from everygpu.parallel.buckets.memory import Grads, stand_ins, versions_of
 from everygpu.parallel.buckets.plan import plan_bucket
 from everygpu.torch_private.autograd import are_batched
 
@@ -163,7 +164,7 @@ class _Broadcast(torch.autograd.Function):
         # Autograd runs a node where its first output is: this one has it add up on the primary device, in step
         # with the gradients it adds to.
         anchor = torch.empty(0, device=bucket.device)
-        return anchor, *(seen for row in slots for seen in map(stand_in, originals, row))
+        return anchor, *itertools.chain.from_iterable(stand_ins(originals, slots))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
