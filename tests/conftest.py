@@ -30,8 +30,11 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Nor are vector instructions what is tested: to see which of them its C++ compiler knows takes that seconds.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
-# pytest captures what loggers write that don't propagate: torch would write down each step of each compilation.
-logging.getLogger("torch.__trace").propagate = True
+# pytest gives its handlers to each logger that doesn't propagate, three times a test, and torch has forty. By one of
+# them it would write down each step of each compilation.
+for logger in logging.Logger.manager.loggerDict.values():
+    if isinstance(logger, logging.Logger):
+        logger.propagate = True
 
 OPEN_FILES = Path("/proc/self/fd")
 MANY_MODULES = 50

@@ -76,5 +76,5 @@ def names(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", sorted(set(everygpu.__all__) - SLOW))
-def test_example_runs(name, names):
+def test_example_runs(name, names, warm_python):
     exec(compile(EXAMPLES[name], f"<example of {name}>", "exec"), names)

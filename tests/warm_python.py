@@ -7,6 +7,7 @@ an end of their own. What a Python does before it runs the first line isn't test
 import ctypes
 import inspect
 import json
+import multiprocessing.util
 import os
 import socket
 import subprocess
@@ -17,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+import everygpu
 
 SERVER = Path(__file__).with_name("warm_server.py")
 READ_AT_START = ("OMP_NUM_THREADS", "PYTHONSAFEPATH", "PYTHONUTF8", "PYTHONWARNINGS", "LANG", "LC_ALL")
@@ -34,7 +37,7 @@ class WarmPython:
         self._control, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
             environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-            command = [sys.executable, str(SERVER), str(its.fileno())]
+            command = [sys.executable, str(SERVER), str(its.fileno()), str(Path(everygpu.__file__).parents[1])]
             self._server = subprocess.Popen(
                 command, pass_fds=[its.fileno()], env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
             )
@@ -60,11 +63,17 @@ class WarmPython:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Have ``subprocess`` start Python by forks within, on Linux."""
+        """Have ``subprocess``, and ``multiprocessing`` by "spawn", start Python by forks within, on Linux."""
         with pytest.MonkeyPatch.context() as monkeypatch:
             if self._server is not None:
                 monkeypatch.setattr(subprocess, "Popen", self._popen())
+                monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", self._spawn)
             yield
+
+    def _spawn(self, path: bytes, args: list[str | bytes], files: list[int]) -> int:
+        words = [os.fsdecode(arg) for arg in args]
+        del words[1 : words.index("-c")]  # options of the interpreter, which are this one's
+        return self.fork(words, {file: file for file in (0, 1, 2, *files)}, os.getcwd(), dict(os.environ), False)
 
     def _popen(self) -> type:
         plain, fork = subprocess.Popen, self.fork

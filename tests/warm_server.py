@@ -1,19 +1,23 @@
 """Python, with torch imported, that forks where tests start a Python: tests/warm_python.py asks it to.
 
-Each fork unwinds to the end of this file, runs there what it was asked for, and ends as any Python does.
+Each fork runs what it was asked for and ends as a Python does, but for taking its modules apart: with torch that would
+take a quarter of a second.
 """
 
+import atexit
 import functools
 import gc
+import importlib.machinery
 import json
 import os
 import runpy
+import signal
 import socket
 import sys
+import threading
 import types
 
-import torch.distributed.tensor  # torch does, at the first call of a tensor with its own __torch_function__
-import torch.utils.data  # noqa: F401
+# What torch imports late: at its first optimizer, and at the first call of a tensor with its own __torch_function__.
 
 BASE_PATH = sys.path[1:]  # without the folder of this file
 LARGEST_REQUEST = 1 << 18
@@ -58,6 +62,14 @@ def take_over(request, files):
     sys.stderr = reopen(2, "w", errors="backslashreplace", buffering=1)
 
 
+def import_tested(folder):
+    """Import the package, from the folder that the tests have it from, and what they use themselves."""
+    sys.path[:] = [folder, *BASE_PATH]
+    everygpu = importlib.import_module("everygpu")
+    for name in ("pytest", "everygpu.cli", *(getattr(everygpu, name).__module__ for name in everygpu.__all__)):
+        importlib.import_module(name)
+
+
 def run(args):
     """Run ``-c code``, ``-m module`` or a file, as Python does, in a ``__main__`` of its own."""
     kind = args[0] if args[0] in ("-c", "-m") else ""
@@ -65,6 +77,9 @@ def run(args):
     first = {"-c": "", "-m": os.getcwd(), "": os.path.dirname(os.path.realpath(name))}[kind]
     added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = [first, *(os.path.abspath(path) for path in added if path), *BASE_PATH]
+    if importlib.machinery.PathFinder.find_spec("everygpu").origin != sys.modules["everygpu"].__file__:
+        for imported in [x for x in sys.modules if x.partition(".")[0] == "everygpu"]:
+            del sys.modules[imported]
     sys.argv = [kind or name, *options]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if kind == "-m":
@@ -79,11 +94,35 @@ def run(args):
     exec(code, vars(main))
 
 
+def run_to_the_end(args):
+    """Run, show what goes wrong, wait for threads, call exit handlers, flush; never return."""
+    code = 0
+    try:
+        run(args)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if code and code is not stop.code:
+            print(stop.code, file=sys.stderr)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code & 0xFF)
+
+
 if __name__ == "__main__":
+    import_tested(sys.argv[2])
     gc.collect()
     gc.freeze()
     control = socket.socket(fileno=int(sys.argv[1]))
     request, files = wait_for_request(control)
     control.close()
     take_over(request, files)
-    run(request["args"][1:])
+    run_to_the_end(request["args"][1:])

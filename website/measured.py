@@ -41,7 +41,8 @@ TITLES = {
 WORKLOADS = {
     "bert": "BERT, 40 lengths",
     "bert_12": "BERT, 12 lengths",
-    "convnext_t": "ConvNeXt-T, 128 px",
+    "convnext_t": "ConvNeXt-T",
+    "convnext_t128": "ConvNeXt-T, 32 rows of 128 px",
     "dlrm": "DLRM",
     "gpt2": "GPT-2 124M",
     "gpt2_checkpointed": "GPT-2 124M, checkpointed",
@@ -54,6 +55,7 @@ WORKLOADS = {
     "resnet18_64": "ResNet-18, 64 px",
     "resnet50": "ResNet-50",
     "simclr": "SimCLR, ResNet-18",
+    "t5_3": "T5, 3 pairs of lengths",
     "t5_12": "T5, 12 pairs of lengths",
     "unet": "U-Net",
     "vit": "ViT-B/16",

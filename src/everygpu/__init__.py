@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from everygpu.feed import tune_workers as tune_workers
     from everygpu.parallel.batch_norm.layer import SyncBatchNorm as SyncBatchNorm
     from everygpu.parallel.data_parallel import DataParallel as DataParallel
+    from everygpu.parallel.data_parallel import data_parallel as data_parallel
     from everygpu.parallel.engines.threads import parallel_apply as parallel_apply
-    from everygpu.parallel.functional import data_parallel as data_parallel
     from everygpu.parallel.gather import gather as gather
     from everygpu.parallel.replicas.replica_set import replicate as replicate
     from everygpu.parallel.scatter.batch_types import Rows as Rows

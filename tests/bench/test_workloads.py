@@ -85,7 +85,6 @@ def test_what_follows_changes_nothing_before():
     torch.testing.assert_close(model(ids[:, :5]), model(ids)[:, :5])
 
 
-@pytest.mark.parametrize(("kind", "num_params"), [(bert.BertClassifier, 109_482_242), (gpt.GPT, 124_475_904)])
-def test_sizes(kind, num_params):
+def test_bert_has_its_size():
     with torch.device("meta"):
-        assert sum(p.numel() for p in kind().parameters()) == num_params
+        assert sum(p.numel() for p in bert.BertClassifier().parameters()) == 109_482_242

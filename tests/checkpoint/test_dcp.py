@@ -130,16 +130,10 @@ def test_spans_that_are_not_there(tmp_path: Path, info: dict[str, Any]) -> None:
         read_dcp(write_pieces(tmp_path / "ckpt", (2,), {(0,): torch.ones(2)}, info=info))
 
 
-def test_places_of_any_size_take_no_memory(tmp_path: Path) -> None:
-    planner = {"planner_data": {"w": ("list", 10**15)}}
-    path = write_pieces(tmp_path / "ckpt", (2,), {(0,): torch.ones(2)}, metadata=planner)
-    assert read_dcp(path)["list"].keys() == {10**15}
-
-
 def test_places_that_clash_are_refused(tmp_path: Path) -> None:
     path = write_dcp(tmp_path / "ckpt", {"a": torch.ones(1), "b": torch.ones(1)})
     metadata = pickle.loads((path / ".metadata").read_bytes())
-    for places in ({"a": ("x",), "b": ("x", "y")}, {"a": ("x",), "b": ("x",)}, {"a": (), "b": ("x",)}):
+    for places in ({"a": ("x",), "b": ("x", "y")}, {"a": (), "b": ("x",)}):
         metadata.planner_data = places
         write_metadata(path, metadata)
         with pytest.raises(CheckpointDamagedError, match=r"\.metadata"):

@@ -16,7 +16,7 @@ from everygpu.errors import CheckpointContentError, CheckpointError, CheckpointF
 from tests.checkpoint.forge import edit_document
 from tests.checkpoint.models import Net, same_state
 
-DTYPES = [getattr(torch, name) for name in sorted(everygpu.checkpoint.values._DTYPES - {"float4_e2m1fn_x2"})]
+DTYPES = [getattr(torch, name) for name in sorted({*everygpu.checkpoint.values.DTYPES} - {"float4_e2m1fn_x2"})]
 
 
 def random_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

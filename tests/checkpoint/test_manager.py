@@ -505,7 +505,7 @@ def test_an_error_in_the_background_is_raised_once_at_the_next_call(tmp_path: Pa
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(format_module, "save_file", fail)
+        patch.setattr(format_module, "write_safetensors", fail)
         checkpoints.save(2)
         deadline = time.monotonic() + 60
         while not checkpoints._background._tasks[0].is_done:

@@ -9,10 +9,10 @@ from torch import nn
 from torch.optim import SGD, AdamW, lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
-from everygpu.checkpoint.load import _decode_part
+from everygpu.checkpoint.load import decode_part
 from everygpu.checkpoint.modules import Fit
 from everygpu.checkpoint.parts import Contents, Part
-from everygpu.checkpoint.states import Plan, encode_parts, kind_of
+from everygpu.checkpoint.states import encode_parts, kind_of, plan_parts
 from everygpu.errors import CheckpointContentError, CheckpointMismatchError
 from tests.checkpoint.models import Counting, Net, same_state, snapshot
 
@@ -23,7 +23,7 @@ def part_of(value: object, model: object = None) -> Any:
     parts = {"x": value} if model is None else {"x": value, "model": model}
     encoded = encode_parts(parts, tensors)
     copies = {name: tensor.clone() for group in tensors.values() for name, tensor in group.items()}
-    return _decode_part(encoded["x"], copies)
+    return decode_part(encoded["x"], copies)
 
 
 def stored(value: object) -> Any:
@@ -32,8 +32,8 @@ def stored(value: object) -> Any:
 
 
 def plan(target: object, part: Any, strict: bool = True) -> Callable[[], None]:
-    planned = Plan(Contents(format="", parts={}, extras={"x": part}), {"x": target}, Fit(strict=strict))
-    return lambda: [restore() for restore in planned.restores] and None
+    planned = plan_parts(Contents(format="", parts={}, extras={"x": part}), {"x": target}, Fit(strict=strict))
+    return lambda: [restore() for restore in planned] and None
 
 
 def restore(target: object, source: object, strict: bool = True) -> None:

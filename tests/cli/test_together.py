@@ -2,14 +2,18 @@
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from click.testing import CliRunner
 
+from everygpu.cli import main
 from everygpu.cli import plan as planning
+from everygpu.cli.launch import torchrun_arguments
 from everygpu.cli.options import Request
 from everygpu.cli.plan import plan_run
 from everygpu.devices import nvml
@@ -253,30 +257,44 @@ def test_auto_waits_rather_than_take_the_cpu(clock, monkeypatch):
 
 # ---- several processes --------------------------------------------------------------------------------
 
-REPORT = """
-import json, os, sys
-from everygpu.ranks.group import join
-group = join()
-own = [group.rank, group.size, sys.argv[1:], os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("EVERYGPU_SPLIT")]
-print(json.dumps(group.gather(own)) + "\\n", end="", flush=True)
+PASSED_ON = ["--local-ranks-filter", "0", "--max-restarts", "2"]
+
+
+def test_torchrun_starts_a_process_for_each_chosen_gpu(box, monkeypatch):
+    given = []
+
+    def note(arguments):
+        given.extend([arguments, *(os.environ[name] for name in ("CUDA_VISIBLE_DEVICES", "EVERYGPU_SPLIT"))])
+        return 7, "process 1 ended with exit code 7."
+
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", OWN, "EVERYGPU_SPLIT", "EVERYGPU_WATCHDOG"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(box))
+    monkeypatch.setattr(nvml, "sample_devices", lambda: [make_sample(0), make_sample(1)])
+    monkeypatch.setattr("everygpu.cli.run.launch", note)
+    script = str(box / "say.py")
+    done = CliRunner().invoke(main, ["run", "--processes", "auto", "--split", "weighted", *PASSED_ON, script, "-x"])
+    assert (done.exit_code, done.stderr) == (7, "everygpu run: process 1 ended with exit code 7.\n")
+    uuids = ",".join(make_sample(i).uuid for i in range(2))
+    assert given == [torchrun_arguments(2, dict(zip(PASSED_ON[::2], PASSED_ON[1::2])), script, ["-x"]), uuids, "auto"]
+
+
+FAIL = """
+import os, sys, time
+assert os.environ["EVERYGPU_SPLIT"] == "even" and sys.argv[1:] == ["-x", "1"]
+if os.environ["RANK"] == "1":
+    sys.exit(7)
+time.sleep(200)
 """
-
-
-def test_processes_hands_over_to_torchrun(box):
-    (box / "report.py").write_text(REPORT)
-    options = ["--processes", "auto", "--local-ranks-filter", "0", "--split", "weighted"]
-    done = everygpu("run", *options, box / "report.py", "-x", "1", fake_gpus=box)
-    assert done.returncode == 0, done.stderr
-    [line] = done.stdout.splitlines()  # of both processes
-    assert json.loads(line) == [[rank, 2, ["-x", "1"], f"{A},{B}", "auto"] for rank in range(2)]
 
 
 @pytest.mark.usefixtures("warm_python")
 def test_exit_code_of_the_process_that_failed_is_passed_on(box):
-    (box / "fail.py").write_text("import os, sys, time; os.environ['RANK'] == '1' and sys.exit(7); time.sleep(200)")
+    (box / "fail.py").write_text(FAIL)
     begin = time.monotonic()
-    done = everygpu("run", "--cpu", "--processes", "2", box / "fail.py", fake_gpus=box)
-    assert done.returncode == 7
+    done = everygpu("run", "--cpu", "--processes", "2", "--split", "even", box / "fail.py", "-x", "1", fake_gpus=box)
+    assert done.returncode == 7, done.stderr
     assert "process 1 ended with exit code 7" in done.stderr
     assert time.monotonic() - begin < 120
 

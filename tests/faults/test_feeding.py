@@ -48,10 +48,6 @@ def exit_at_once():
     os._exit(3)
 
 
-def leave_shared_memory():
-    Path(f"/dev/shm/torch_{os.getpid()}_0").touch()  # as torch does where /dev/shm is full, or when it is killed
-
-
 def drain(feeder):
     """Iterate until an error, noting the batches and the seconds that the last one took.
 
@@ -119,14 +115,6 @@ def test_b15_the_loader_can_be_used_again():
         with pytest.raises(WorkerError):
             drain(feeder)
         assert_nothing_left()
-
-
-def test_b15_shared_memory_that_workers_leave_is_removed():
-    feed = iter(Feeder(loader_of(leave_shared_memory), "cpu"))
-    next(feed)
-    (worker,) = multiprocessing.active_children()
-    assert len(list(feed)) == 49
-    assert not list(Path("/dev/shm").glob(f"torch_{worker.pid}_*"))
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"persistent_workers": True}], ids=str)

@@ -292,7 +292,7 @@ class TestResize:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"min_rows": 0}, OptionError, "needs 1 <= min_rows <= max_rows, got 0"),
+        ({"min_rows": 0}, OptionError, "1 <= min_rows <= max_rows, got 0"),
         ({"min_rows": 9, "max_rows": 8}, OptionError, "got 9 and 8"),
         ({"headroom_pct": 100}, OptionError, "headroom_pct must be"),
         ({"headroom_pct": -1}, OptionError, "headroom_pct must be"),
@@ -304,10 +304,10 @@ class TestResize:
         ({"model": nn.Linear}, ModuleError, "got the class Linear"),
         ({"optimizer": torch.optim.SGD}, OptimizerError, "must be a torch optimizer, got the class SGD"),
         ({"optimizer": [1]}, OptimizerError, "must be a torch optimizer, got list"),
-        ({"min_rows": "1"}, OptionError, "min_rows must be a whole number, got '1'"),
-        ({"max_rows": None}, OptionError, "max_rows must be a whole number, got None"),
-        ({"max_rows": float("inf")}, OptionError, "max_rows must be a whole number, got inf"),
-        ({"max_rows": True}, OptionError, "max_rows must be a whole number, got True"),
+        ({"min_rows": "1"}, OptionError, "are whole numbers, .* got '1' and"),
+        ({"max_rows": None}, OptionError, "are whole numbers, .* and None"),
+        ({"max_rows": float("inf")}, OptionError, "are whole numbers, .* and inf"),
+        ({"max_rows": True}, OptionError, "are whole numbers, .* and True"),
         ({"headroom_pct": "5"}, OptionError, "headroom_pct must be"),
         ({"headroom_pct": float("nan")}, OptionError, "headroom_pct must be"),
     ],
@@ -317,13 +317,6 @@ def test_wrong_options(options, error, message):
     arguments = {"step": lambda batch: None, "batch": EXAMPLE, "model": nn.Linear(2, 2), **options}
     with pytest.raises(error, match=message):
         find_batch_size(**arguments)
-
-
-def test_limits_of_numpy():
-    numpy = pytest.importorskip("numpy")
-    report = find_batch_size(lambda batch: None, EXAMPLE, nn.Linear(2, 2), max_rows=numpy.int64(8))
-    assert type(report.num_rows) is int
-    assert (report.num_rows, report.is_limit) == (8, True)
 
 
 @pytest.mark.gpu

@@ -603,8 +603,6 @@ class TestPosition:
             (lambda: DataLoader(range(9), 2), "number of batches was 3 then, 5 now"),
             (lambda: DataLoader(range(10), 4), "number of rows was 9 then, 10 now"),
             (lambda: DataLoader(range(9), 3), "batch_size was 4 then, 3 now"),
-            (lambda: DataLoader(range(9), 4, shuffle=True), "shuffle was False then, True now"),
-            (lambda: DataLoader(range(9), 4, sampler=WeightedRandomSampler([1.0] * 9, 9)), "shuffle was False"),
         ],
     )
     def test_other_data_is_refused_in_the_middle_of_a_pass(self, other, reason):

@@ -83,7 +83,7 @@ class TestWarning:
 
 class TestAdvice:
     def test_no_workers(self):
-        assert advise(report(), loader_with(), 2).startswith("Set num_workers in the DataLoader, 0 now: ")
+        assert advise(report(), loader_with(), 2).startswith("Raise num_workers, 0 now")
         assert "everygpu.tune_workers(loader)" in advise(report(), loader_with(), 2)
 
     def test_too_few_workers(self, monkeypatch):

@@ -59,8 +59,11 @@ def test_attributes_are_set_where_they_are_read(devices):
     assert list(model.state_dict()) == list(bare.state_dict())
     assert_same(model, bare, x)
     model.split = "even"
-    model.note = "not the module's"
+    model.note, model._mark = "the module's", "a library's"
     assert not hasattr(model.module, "split")
+    assert model.module.note == model.note == "the module's"
+    assert not hasattr(model.module, "_mark")
+    del model.note
     assert not hasattr(model.module, "note")
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from everygpu import DataParallel, gather
 from everygpu.errors import GatherError
-from everygpu.parallel.gather import Joiner, gather_outputs
 
 PROPERTY = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 Pair = namedtuple("Pair", "x y")
@@ -226,18 +225,6 @@ class Quantizing(nn.Linear):
 
     def forward(self, x):
         return torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
-
-
-def test_a_joiner_that_is_used_again_remembers_no_suspects():
-    """A recording's is, at every launch."""
-    joiner = Joiner(device=torch.device("cpu"), dim=0, rows=(3, 3), num_rows=(3, 3))
-    states = [torch.zeros(2, 3, 4), torch.zeros(2, 3, 4)]
-    assert joiner.join(states, "out").shape == (4, 3, 4)
-    assert len(joiner.suspects) == 1, "as the batch has three rows a replica"
-    joiner.suspects.clear()
-    for _ in range(3):
-        gather_outputs(states, joiner)
-        assert joiner.suspects == []
 
 
 class Wide(nn.Module):

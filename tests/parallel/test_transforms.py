@@ -7,10 +7,9 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.functional import jacobian
-from torch.nn import functional as F
 
 import everygpu
-from everygpu import DataParallel, Replicated
+from everygpu import DataParallel
 from everygpu.errors import CallError, ModuleError
 
 pytestmark = [
@@ -68,81 +67,18 @@ class TestRefused:
         with pytest.raises(CallError, match=r"torch.export needs.*torch.export.export\(model.module, \(x,\)\)"):
             torch.export.export(on(2), (x,))
 
-    def test_forward_mode_under_vmap(self, x):
-        with pytest.raises(CallError, match="strategy='reverse-mode'"):
+    def test_forward_mode(self, x):
+        def tangent(f):
+            with forward_ad.dual_level():
+                return forward_ad.unpack_dual(f(forward_ad.make_dual(x, x))).tangent
+
+        with pytest.raises(CallError, match=r"forward-mode .*torch.func.jvp\(model.module, \(x,\), \(v,\)\)"):
+            tangent(on(2))
+        torch.testing.assert_close(tangent(on(1)), tangent(Mlp()))
+        with pytest.raises(CallError, match="on one device"):
             jacobian(on(2), x, vectorize=True, strategy="forward-mode")
         ways = {"strategy": "reverse-mode", "vectorize": True}
         torch.testing.assert_close(jacobian(on(2), x, **ways), jacobian(Mlp(), x, **ways))
-
-
-FUNCTIONS = {
-    "output": lambda f, x: f(x),
-    "mean": lambda f, x: f(x).square().mean(),
-    "cross entropy": lambda f, x: F.cross_entropy(f(x), torch.tensor([0, 1, 2, 3, 0], device=x.device)),
-    "softmax": lambda f, x: f(x).softmax(-1).log().sum(0),
-    "two forwards": lambda f, x: f(f(x)),
-    "parts": lambda f, x: f(x)[1:4] @ x.t(),
-}
-
-
-def tangent(function, x, direction):
-    """Return a function's directional derivative at x, by dual numbers."""
-    with forward_ad.dual_level():
-        return forward_ad.unpack_dual(function(forward_ad.make_dual(x, direction))).tangent
-
-
-class TestForwardMode:
-    @pytest.mark.parametrize("name", FUNCTIONS)
-    @pytest.mark.parametrize("records", [True, False], ids=["grad", "no_grad"])
-    def test_of_the_input(self, devices, name, records):
-        used = devices(2)
-        model, bare = DataParallel(Mlp().to(used[0]), used), Mlp().to(used[0])
-        x, direction = torch.randn(2, 5, 4, dtype=torch.float64, device=used[0])
-        with torch.set_grad_enabled(records):
-            actual, expected = (tangent(partial(FUNCTIONS[name], f), x, direction) for f in (model, bare))
-        torch.testing.assert_close(actual, expected)
-
-    @pytest.mark.parametrize("gather", ["sharded", "joined"])
-    def test_of_the_parameters(self, x, gather):
-        model, bare = on(3, gather=gather), Mlp()
-
-        def call(f, prefix):
-            with forward_ad.dual_level():
-                pairs = {prefix + k: (p.detach(), torch.ones_like(p)) for k, p in bare.named_parameters()}
-                duals = {k: forward_ad.make_dual(*pair) for k, pair in pairs.items()}
-                return forward_ad.unpack_dual(torch.func.functional_call(f, duals, (x,))).tangent
-
-        torch.testing.assert_close(call(nn.Sequential(model), "0.module."), call(bare, ""))
-
-    def test_of_replicated_values_and_losses_per_replica(self, x):
-        class Loss(nn.Module):
-            def forward(self, x, w):
-                return (x * w).mean()
-
-        model, w = DataParallel(Loss(), ["cpu"] * 2), torch.randn(4, dtype=torch.float64)
-        for weights in (w, w.clone().requires_grad_()):
-            actual = tangent(lambda v: model(x, Replicated(v)).mean(), weights, torch.ones_like(w))
-            torch.testing.assert_close(actual.detach(), x.mean())
-
-    def test_over_reverse_mode(self, x):
-        def product(f):
-            with forward_ad.dual_level():
-                dual = forward_ad.make_dual(x.clone().requires_grad_(), torch.ones_like(x))
-                (grad,) = torch.autograd.grad(f(dual).square().sum(), dual, create_graph=True)
-                return forward_ad.unpack_dual(grad).tangent.detach()
-
-        torch.testing.assert_close(product(on(2)), product(Mlp()))
-
-    def test_synchronized_statistics(self, x):
-        model = DataParallel(everygpu.SyncBatchNorm(4).double(), ["cpu"] * 2)
-        with pytest.raises(CallError, match="SyncBatchNorm: forward-mode differentiation needs eval mode"):
-            tangent(model, x, x)
-        torch.testing.assert_close(tangent(model.eval(), x, x), x / (1 + model.module.eps) ** 0.5)
-
-    def test_batches_print(self, x):
-        with forward_ad.dual_level():
-            assert "ShardedBatch" in type(out := on(2)(forward_ad.make_dual(x, x))).__name__
-            assert "tangent" in str(out)
 
 
 class TestBatchedGradients:

@@ -22,7 +22,7 @@ def test_results_are_weighed_by_rows_but_where_the_caller_normalizes(wrapper):
     model, x = wrapper(SumOver(), ["cpu"] * 2), torch.arange(5.0).unsqueeze(1)
     torch.testing.assert_close(model(x).mean(), x.mean())
     for shape in ((2,), (2, 1)):  # as transformers' Trainer passes it
-        found = model(x, num_items=torch.full((1,), 5.0).expand(shape))
+        found = model(x, num_items=torch.tensor([5]).expand(shape))
         torch.testing.assert_close(found.mean() * 2, x.mean())
 
 

@@ -94,6 +94,48 @@ def compiled(net):
     return torch.compile(net, backend="eager")
 
 
+class TestNames:
+    """Names are the bare model's wherever they are asked for."""
+
+    @pytest.mark.parametrize("wrap", [lambda net: DataParallel(net, ["cpu"] * 2), lambda net: nested(lambda _: net)])
+    @pytest.mark.parametrize("inner", [lambda net: net, lambda net: torch.compile(net, backend="eager")])
+    def test_are_the_bare_models(self, wrap, inner):
+        net = wrap(inner(build()))
+        model = nested(lambda net: DataParallel(inner(net), ["cpu"] * 2)) if isinstance(net, nn.Sequential) else net
+        bare = nested(lambda net: net) if isinstance(net, nn.Sequential) else build()
+        tables = "named_parameters", "named_buffers"
+        assert [list(dict(getattr(model, t)())) for t in tables] == [list(dict(getattr(bare, t)())) for t in tables]
+        assert list(dict(model.named_modules())) == list(dict(bare.named_modules()))
+        joined = [
+            f"{m}.{p}".lstrip(".") for m, x in model.named_modules() for p, _ in x.named_parameters(recurse=False)
+        ]
+        assert sorted(joined) == sorted(dict(model.named_parameters())) == sorted(set(joined))
+
+    def test_a_hand_written_average(self):
+        model = DataParallel(build(), ["cpu"] * 2)
+        ema = {name: value.clone() for name, value in model.state_dict().items()}
+        for name, p in model.named_parameters():
+            ema[name].lerp_(p.detach(), 0.1)
+        assert all(name in model.state_dict() for name, _ in model.named_parameters())
+
+    def test_functional_call_takes_the_names(self):
+        model, x = DataParallel(build().eval(), ["cpu"] * 2), torch.randn(4, 3)
+        named = {name: p * 2 for name, p in model.named_parameters()}
+        found = torch.func.functional_call(nn.Sequential(model), {f"0.{name}": p for name, p in named.items()}, x)
+        torch.testing.assert_close(found, torch.func.functional_call(model.module, named, x))
+
+    def test_what_a_subclass_has_of_its_own_is_listed(self):
+        class Scaled(DataParallel):
+            def __init__(self, *args):
+                super().__init__(*args)
+                self.scale, self.head = nn.Parameter(torch.ones(())), nn.Linear(2, 1)
+
+        model = Scaled(build(), ["cpu"] * 2)
+        names = [name for name, _ in model.named_parameters()]
+        assert {"scale", "head.weight", "head.bias"} < set(names)
+        assert len(names) == len(set(names)) == 7
+
+
 def nested(wrap):
     torch.manual_seed(0)
     return nn.Sequential(OrderedDict(body=wrap(Net()), head=nn.Linear(2, 1)))

@@ -11,6 +11,8 @@ import everygpu
 from everygpu.errors import DeviceError, OptionError, RankError
 from everygpu.ranks.group import join
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 CELL = """
 import torch, everygpu
 

@@ -66,7 +66,7 @@ def test_migration_trains_on_two_replicas(capsys, monkeypatch):
     names.clear()
 
 
-@pytest.mark.usefixtures("two_replicas")
+@pytest.mark.usefixtures("two_replicas", "warm_python")
 @pytest.mark.parametrize("page", RUN)
 def test_code_of_pages_runs(page):
     run_page(page).clear()  # what a page registers with torch refers to its names, and they to replicas

@@ -90,7 +90,7 @@ def test_weights_swapped_for_averages_come_back(devices: Devices) -> None:
 def test_what_has_accumulated_survives_edits(devices: Devices, edit: str) -> None:
     used = devices(2)
     plain, ours = Net().to(used[0]), Net().to(used[0])
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(6)]
+    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(6, ignore=False)]
     step = everygpu.TrainStep(
         everygpu.DataParallel(ours, used), F.cross_entropy, OPTIMIZERS["AdamW"](ours.parameters()), accumulate=3
     )
@@ -115,7 +115,7 @@ def test_what_has_accumulated_survives_edits(devices: Devices, edit: str) -> Non
 def test_a_group_added_while_gradients_accumulate_brings_its_own(devices: Devices) -> None:
     used = devices(2)
     plain, ours = Net().to(used[0]), Net().to(used[0])
-    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(2)]
+    data = [(x.to(used[0]), y.to(used[0])) for x, y in batches(2, ignore=False)]
     optimizers = [torch.optim.AdamW(net.first.parameters(), lr=0.01) for net in (ours, plain)]
     step = everygpu.TrainStep(everygpu.DataParallel(ours, used), F.cross_entropy, optimizers[0], accumulate=2)
     for i, (x, y) in enumerate(data):

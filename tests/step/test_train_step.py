@@ -65,20 +65,21 @@ def train_plainly(
     clip_norm: float | None = None,
     accumulate: int = 1,
 ) -> tuple[list[float], list[float]]:
-    """Train in a loop; gradients of an update are the mean over its batches' rows, hooks see them in another unit."""
+    """Train in a loop; gradients of an update are the mean over its targets, hooks see them in another unit."""
     losses, norms = [], []
-    unit = len(data[0][1]) if data else 1
+    counts = [int((y != -100).sum()) for _, y in data]
+    unit = counts[0] if data else 1
     for i, (x, y) in enumerate(data):
         if i % accumulate == 0:
             optimizer.zero_grad()
         loss = loss_of(net(x), y)
-        (loss * (len(y) / unit / accumulate if accumulate > 1 else 1)).backward()
+        (loss * (counts[i] / unit / accumulate if accumulate > 1 else 1)).backward()
         losses.append(loss.item())
         if i % accumulate == accumulate - 1:
             if accumulate > 1:
-                num_rows = sum(len(y) for _, y in data[i + 1 - accumulate : i + 1])
+                num_targets = sum(counts[i + 1 - accumulate : i + 1])
                 torch._foreach_mul_(
-                    [p.grad for p in net.parameters() if p.grad is not None], accumulate * unit / num_rows
+                    [p.grad for p in net.parameters() if p.grad is not None], accumulate * unit / num_targets
                 )
             if clip_norm is not None:
                 norms.append(nn.utils.clip_grad_norm_(net.parameters(), clip_norm).item())

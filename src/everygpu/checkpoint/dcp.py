@@ -7,7 +7,6 @@ own, so that nothing in the file reaches torch's.
 
 import math
 import pickle
-from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from everygpu.checkpoint.format import cut, damaged, open_regular
 from everygpu.errors import CheckpointDamagedError
+from everygpu.torch_private.distributed import unflatten
 
 METADATA = ".metadata"
 
@@ -30,17 +30,7 @@ _PATH_MODULES = ("pathlib", "pathlib._local")
 
 
 def read_dcp(directory: Path, *, with_values: bool = True) -> dict[Any, Any]:
-    """Read a distributed checkpoint as what was passed to ``torch.distributed.checkpoint.save``.
-
-    Args:
-        directory: Holds ``.metadata``.
-        with_values: False gives tensors on the meta device, without reading the data.
-    Returns:
-        Nested dicts and lists as they were saved; keys that were numbers are text, as DCP keeps them.
-    Raises:
-        UnpicklingError: something in it needs more than tensors and plain containers.
-        CheckpointDamagedError: a file is missing, cut off or altered.
-    """
+    """Read what was passed to ``torch.distributed.checkpoint.save``; without values tensors are on the meta device."""
     path = directory / METADATA
     try:
         metadata = _read_metadata(path)
@@ -49,8 +39,8 @@ def read_dcp(directory: Path, *, with_values: bool = True) -> dict[Any, Any]:
         _check(directory, metadata, with_values)
         values = {name: value for name, value in state.items() if with_values or value is None}
         _read_values(directory, metadata, values)
-        state |= values
-        return _nest(state, metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {})
+        places = {name: (name,) for name in state} | dict(metadata.planner_data or {})
+        return dict(unflatten(state | values, places))
     except (CheckpointDamagedError, pickle.UnpicklingError):
         raise
     except Exception as cause:  # altered records fail in any way
@@ -143,31 +133,3 @@ def _read_values(directory: Path, metadata: Any, state: dict[str, Any]) -> None:
     reader.set_up_storage_reader(whole, is_coordinator=True)
     planner.set_up_planner(state, whole, is_coordinator=True)
     reader.read_data(planner.create_local_plan(), planner).wait()
-
-
-class _Branch(dict[Any, Any]):
-    """A container that was taken apart; a dict that was saved whole is a value."""
-
-
-def _nest(state: dict[str, Any], places: Mapping[str, Any]) -> dict[Any, Any]:
-    """Put values where they stood in what was saved."""
-    tree: Any = _Branch()
-    for name, value in state.items():
-        *steps, last = places.get(name, (name,))
-        branch = tree
-        for step in steps:
-            branch = branch.setdefault(step, _Branch())
-        if not isinstance(branch, _Branch) or last in branch:
-            raise ValueError(f"{name!r} stands where something else is")
-        branch[last] = value
-    return {key: _with_lists(value) for key, value in tree.items()}
-
-
-def _with_lists(value: Any) -> Any:
-    """Turn branches with the keys 0, 1, 2 … back into lists."""
-    if not isinstance(value, _Branch):
-        return value
-    items = {key: _with_lists(item) for key, item in value.items()}
-    if items and all(type(key) is int for key in items) and sorted(items) == list(range(len(items))):
-        return [items[i] for i in range(len(items))]
-    return items

@@ -40,11 +40,7 @@ def beside(target: Path, what: str) -> Path:
 
 
 def resolve_target(path: Path) -> Path:
-    """Follow symbolic links to the directory to write, and refuse to replace what is no checkpoint of ours.
-
-    Raises:
-        CheckpointForeignError: a file is there, the working directory, or a directory that holds no checkpoint.
-    """
+    """Follow symbolic links to the directory to write, and refuse to replace what is no checkpoint of ours."""
     target = Path(os.path.realpath(path))
     if not target.exists():
         return target
@@ -83,11 +79,7 @@ def must_be_writable(path: Path, caller: str) -> Iterator[None]:
 
 @contextmanager
 def hold_lock(path: Path) -> Iterator[None]:
-    """Keep every other saver away until the block ends, in this process and in others; ends with its holder.
-
-    Raises:
-        CheckpointBusyError: another saver holds it.
-    """
+    """Keep every other saver away until the block ends, in this process and in others; ends with its holder."""
     lock = FileLock(path, thread_local=False)
     try:
         lock.acquire(blocking=False)
@@ -112,12 +104,6 @@ def new_directory(target: Path, *, is_locked: bool = False) -> Iterator[Path]:
     Whenever the process dies, a complete checkpoint is under the target's name: the two are exchanged in one step
     where the system can, else the old one is renamed first, to where `find_directory` looks. What others have put
     beside the checkpoint goes along, such as a ``config.json``.
-
-    Args:
-        target: As `resolve_target` returned it. Missing parents are made.
-        is_locked: Whether the caller keeps other savers away.
-    Raises:
-        CheckpointBusyError: another saver is writing to the target.
     """
     for parent in reversed([target.parent, *target.parent.parents]):
         if not parent.exists():
@@ -148,9 +134,9 @@ def new_file(path: Path) -> Iterator[Path]:
         _remove(new)
         new.touch(exist_ok=False)
         try:
-            mode = (target if target.exists() else new).stat().st_mode
+            if target.exists():
+                shutil.copymode(target, new)
             yield new
-            os.chmod(new, mode)  # safetensors' writer makes files that nobody else may read
             sync_path(new)
             os.replace(new, target)
             sync_path(target.parent)
@@ -217,29 +203,27 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def _replace(new: Path, target: Path) -> None:
-    if not target.exists():
-        os.rename(new, target)
-        _sync_or(target.parent, lambda: os.rename(target, new))
-    elif exchange(new, target):
-        _sync_or(target.parent, lambda: exchange(new, target))
+    """Give a directory the target's name, and take that back where it can't be made durable."""
+    old = None
+    undo: Callable[[], object]
+    if target.exists() and exchange(new, target):
+        undo = lambda: exchange(new, target)  # noqa: E731
     else:
-        old = beside(target, "old")
-        os.rename(target, old)
-        try:
-            os.rename(new, target)
-            _sync_or(target.parent, lambda: os.rename(target, new))
-        except BaseException:
-            os.rename(old, target)
-            raise
-        _remove(old)
-
-
-def _sync_or(directory: Path, undo: Callable[[], object]) -> None:
+        if target.exists():
+            old = beside(target, "old")
+            os.rename(target, old)
+        undo = lambda: os.rename(target, new) if target.exists() else None  # noqa: E731
     try:
-        sync_path(directory)
+        if not target.exists():
+            os.rename(new, target)
+        sync_path(target.parent)
     except BaseException:
         undo()
+        if old is not None:
+            os.rename(old, target)
         raise
+    if old is not None:
+        _remove(old)
 
 
 def _take_along(target: Path, new: Path) -> None:

@@ -12,17 +12,19 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from everygpu.checkpoint.values import DTYPES, dtype_name
 from everygpu.errors import CheckpointDamagedError, CheckpointForeignError
 
 FORMAT, VERSION = "everygpu", 1
@@ -33,7 +35,7 @@ SHARD_BYTES = 5 * 10**9
 _HEAD = re.compile(rb'\s*\{\s*"format":\s*"everygpu"')
 _TENSOR_FILE = re.compile(r"(model|training)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _SUM = re.compile(r"([0-9a-f]{64})  ([^/\n]+)\n")
-_READ_BYTES = 2**20
+_PIECE_BYTES = 2**20
 _THREADS = 4
 _LIBRARIES = ("everygpu", "torch", "safetensors", "numpy")
 _MAX_SHOWN = 240
@@ -56,7 +58,7 @@ def is_claimed(path: Path) -> bool:
     if (path / DOCUMENT).exists():
         return True
     with suppress(OSError, ValueError), open_regular(path / SUMS) as file:
-        return f"  {DOCUMENT}\n" in file.read(_READ_BYTES).decode()
+        return f"  {DOCUMENT}\n" in file.read(_PIECE_BYTES).decode()
     return False
 
 
@@ -71,26 +73,27 @@ def write_files(
     document: Mapping[str, Any],
     check: Callable[[], object] = lambda: None,
 ) -> None:
-    """Write a checkpoint's files to an empty directory, several at a time, each hashed as soon as it is written.
+    """Write a checkpoint's files to an empty directory, several at a time; tensors by `MODEL` and `TRAINING`.
 
-    Tensors are by `MODEL` and `TRAINING`, and by name. ``check`` is called before each file; what it raises ends this.
+    ``check`` is called before each tensor; what it raises ends this.
     """
     shards = {file: part for stem, group in tensors.items() for file, part in _shards(stem, group).items()}
-    works = [partial(_write_tensors, directory / file, part, check) for file, part in shards.items()]
-    indices = {f"{stem}.safetensors.index.json": _index(stem, shards) for stem in tensors}
-    works += [partial(_write_text, directory / name, text) for name, text in indices.items() if text is not None]
-    written = dict(side_by_side(works))
+    works = [partial(write_safetensors, directory / file, part, check) for file, part in shards.items()]
+    digests = dict(zip(shards, side_by_side(works)))
+    for stem in tensors:
+        if (index := _index(stem, shards)) is not None:
+            digests[f"{stem}.safetensors.index.json"] = _write_text(directory / f"{stem}.safetensors.index.json", index)
     check()
     whole = {
         "format": FORMAT,
         "version": VERSION,
         **document,
         "libraries": _library_versions(),
-        "files": {name: (directory / name).stat().st_size for name in sorted(written)},
+        "files": {name: (directory / name).stat().st_size for name in sorted(digests)},
     }
     lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in whole.items())
-    written |= [_write_text(directory / DOCUMENT, f"{{\n{lines}\n}}\n")]
-    _write_text(directory / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(written.items())))
+    digests[DOCUMENT] = _write_text(directory / DOCUMENT, f"{{\n{lines}\n}}\n")
+    _write_text(directory / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items())))
 
 
 def read_document(directory: Path) -> dict[str, Any]:
@@ -132,7 +135,7 @@ def find_altered(
     if len(sums) != len(lines) or sums.keys() != wanted:
         return [damaged(path, f"doesn't list one digest of each of {', '.join(sorted(wanted))}")]
     names = sorted(sums)
-    found = side_by_side([partial(hash_file, directory / name, advance) for name in names])
+    found = side_by_side([partial(_hash_file, directory / name, advance) for name in names])
     return [
         damaged(directory / name, f"was altered: its SHA-256 is not the one in {SUMS}")
         for name, digest in zip(names, found)
@@ -158,23 +161,37 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         raise damaged(path, f"is no valid safetensors file ({cause})") from cause
 
 
-def write_safetensors(path: Path, tensors: Tensors) -> None:
-    """Write tensors to a new file; what overlaps in memory is copied, as safetensors' writer asks."""
-    path.touch()
-    mode = path.stat().st_mode
-    plain = {name: t.detach().resolve_conj().resolve_neg().contiguous() for name, t in tensors.items()}
-    end: tuple[str, int] = ("", 0)
-    for name, tensor in sorted(plain.items(), key=lambda item: (str(item[1].device), item[1].data_ptr())):
-        begin = (str(tensor.device), tensor.data_ptr())
-        plain[name] = tensor.clone() if begin < end else tensor
-        end = max(end, (begin[0], begin[1] + tensor.nbytes))
-    try:
-        save_file(plain, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        if (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
-    os.chmod(path, mode)  # the writer lets nobody else read it
+def write_safetensors(path: Path, tensors: Tensors, check: Callable[[], object] = lambda: None) -> str:
+    """Write tensors to a file and return its SHA-256, made of the memory that is being written.
+
+    Source:
+        ``safetensors.torch.save_file``, after which the file would have to be read to be hashed; which also wants
+        copies of what overlaps, and lets nobody else read the file.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    names, end = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)), 0  # each is aligned so
+    for name in names:
+        begin, end = end, end + tensors[name].nbytes
+        kind, shape = DTYPES[dtype_name(tensors[name])], list(tensors[name].shape)
+        if kind == "F4":  # of which torch counts pairs
+            shape[-1] *= 2
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file, _Hasher() as hasher:
+        hasher.add(head := len(text).to_bytes(8, "little") + text)
+        file.write(head)
+        for name in names:
+            check()
+            plain = tensors[name].detach().resolve_conj().resolve_neg().cpu().contiguous()
+            piece = memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            hasher.add(piece)
+            file.write(piece)
+            if plain.data_ptr() != tensors[name].data_ptr():  # a copy: not many of them at once
+                hasher.wait()
+        file.flush()
+        os.fsync(file.fileno())
+        return hasher.digest()
 
 
 def read_json(path: Path) -> Any:
@@ -192,16 +209,6 @@ def open_regular(path: Path) -> BinaryIO:
     if not path.is_file() and path.exists():
         raise OSError(f"{path} is no regular file")
     return open(path, "rb")
-
-
-def hash_file(path: Path, advance: Callable[[int], object] = lambda num_bytes: None) -> str:
-    """Return the SHA-256 of a file."""
-    digest, piece = hashlib.sha256(), memoryview(bytearray(_READ_BYTES))
-    with _opened(path) as file:
-        while count := file.readinto(piece):  # type: ignore[attr-defined]
-            digest.update(piece[:count])
-            advance(count)
-    return digest.hexdigest()
 
 
 def side_by_side(works: Iterable[Callable[[], _T]]) -> list[_T]:
@@ -226,6 +233,51 @@ def cut(text: object) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
+def sync_path(path: Path) -> None:
+    """Make a file's content, or a directory's entries, durable; Windows has no call for the latter."""
+    if path.is_dir() and sys.platform == "win32":
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _Hasher:
+    """Hashes the pieces of a file in a thread, while they are being written."""
+
+    def __init__(self) -> None:
+        self._sha256, self._is_alone = hashlib.sha256(), False
+        self._thread = ThreadPoolExecutor(1)
+        self._last: Future[None] | None = None
+
+    def __enter__(self) -> "_Hasher":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def add(self, piece: bytes | memoryview) -> None:
+        if not self._is_alone:
+            try:
+                self._last = self._thread.submit(self._sha256.update, piece)
+                return
+            except RuntimeError:  # no thread begins any more; the pool may have queued the piece all the same
+                self.wait()
+                self._thread.shutdown(cancel_futures=True)
+                self._is_alone = True
+        self._sha256.update(piece)
+
+    def wait(self) -> None:
+        if self._last is not None:
+            self._last.result()
+
+    def digest(self) -> str:
+        self.wait()
+        return self._sha256.hexdigest()
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
@@ -233,6 +285,15 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
             yield file
     except OSError as cause:
         raise damaged(path, f"can't be read ({cause.strerror or cause})") from cause
+
+
+def _hash_file(path: Path, advance: Callable[[int], object]) -> str:
+    digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE_BYTES))
+    with _opened(path) as file:
+        while count := file.readinto(piece):  # type: ignore[attr-defined]
+            digest.update(piece[:count])
+            advance(count)
+    return digest.hexdigest()
 
 
 def _shards(stem: str, tensors: Tensors) -> dict[str, dict[str, Tensor]]:
@@ -258,33 +319,10 @@ def _index(stem: str, shards: Mapping[str, Tensors]) -> str | None:
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1) if own else None
 
 
-def _write_tensors(path: Path, tensors: Tensors, check: Callable[[], object]) -> tuple[str, str]:
-    check()
-    write_safetensors(path, tensors)
-    return path.name, _finish(path)
-
-
-def _write_text(path: Path, text: str) -> tuple[str, str]:
+def _write_text(path: Path, text: str) -> str:
     path.write_text(text, encoding="utf-8")
-    return path.name, _finish(path)
-
-
-def _finish(path: Path) -> str:
-    """Hash a file while the disk writes it."""
-    digest, _ = side_by_side([partial(hash_file, path), partial(sync_path, path)])
-    return digest
-
-
-def sync_path(path: Path) -> str:
-    """Make a file's content, or a directory's entries, durable; Windows has no call for the latter."""
-    if path.is_dir() and sys.platform == "win32":
-        return path.name
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return path.name
+    sync_path(path)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _library_versions() -> dict[str, str]:

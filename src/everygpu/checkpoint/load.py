@@ -2,10 +2,9 @@
 
 import logging
 import os
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 from warnings import warn
 
 import torch
@@ -24,14 +23,13 @@ from everygpu.checkpoint.format import (
     read_document,
     read_tensors,
 )
-from everygpu.checkpoint.modules import Fit, Match, check_module
+from everygpu.checkpoint.modules import Fit, check_module
 from everygpu.checkpoint.parts import KNOWN, Contents, Kind, Part
 from everygpu.checkpoint.rng import plan_rng_restore
 from everygpu.checkpoint.run_directory import is_run_directory, list_saved, step_of
-from everygpu.checkpoint.states import Plan, check_parts, detach, kind_of, require_names
+from everygpu.checkpoint.states import check_targets, detach, plan_parts
 from everygpu.checkpoint.values import decode
 from everygpu.errors import (
-    CheckpointContentError,
     CheckpointDamagedError,
     CheckpointError,
     CheckpointForeignError,
@@ -42,17 +40,15 @@ from everygpu.errors import (
 
 logger = logging.getLogger("everygpu")
 _MAX_READS = 5
-_CPU = torch.device("cpu")
 
 
 def load(
     path: str | os.PathLike[str],
-    *misplaced: NoReturn,
+    *,
     model: Any = None,
     optimizer: Any = None,
     scheduler: Any = None,
     strict: bool = True,
-    match: Match = "name",
     prefix: str = "",
     ignore_mismatched: bool = False,
     rng: bool = False,
@@ -78,8 +74,6 @@ def load(
             state is found by the names of the parameters.
         scheduler: The scheduler to load into.
         strict: Whether a module's names must be exactly those saved. Shapes must fit in any case.
-        match: ``"name"``; or ``"order"`` for a model whose tensors have the same shapes in the same order
-            under other names.
         prefix: Load only those of the model's tensors whose saved names begin with it, without it.
         ignore_mismatched: Leave the model's tensors of other shapes as they are, and name them in the log.
         rng: Whether to restore the random states of Python, NumPy and torch. CUDA devices that are
@@ -99,48 +93,65 @@ def load(
             part was not saved.
         CheckpointContentError: a target can't be loaded into.
         DeviceError: map_location is no device.
-        OptionError: match is neither of the two; the path is none, or empty; or nothing is asked for, and there are
+        OptionError: the path is none, or empty; or nothing is asked for, and there are
             no extras to return.
     Source:
         ``torch.load(weights_only=True)`` and ``Module.load_state_dict``, which changes tensors before it has checked
         all of them.
     """
-    require_names(misplaced, "load", "load(path, model=model)")
     known = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     targets = {name: target for name, target in known.items() if target is not None} | extras
     check_targets(targets)
-    if match not in get_args(Match):
-        raise OptionError(f"load: match is 'name' or 'order', got {match!r}.")
-    fit = Fit(strict=strict, match=match, prefix=prefix, ignore_mismatched=ignore_mismatched)
+    fit = Fit(strict=strict, prefix=prefix, ignore_mismatched=ignore_mismatched)
     device = _parse_device(map_location)
-    contents = read_any(as_path(path, "load"), restored=targets.keys(), device=device, verify=verify)
+    contents = read_any(as_path(path, "load"), verify=verify)
     if "model" in targets:
         contents.require_model(path)
-    plan = Plan(contents, targets, fit)
+    restores = plan_parts(contents, targets, fit)
     if rng and contents.rng is None:
         raise CheckpointMismatchError(
             f"load: {path} has no random states; only checkpoints of everygpu.save do. Leave out rng=True."
         )
-    restores = [*plan.restores, *([plan_rng_restore(contents.rng)] if rng else [])]
-    rest = {name: _plain(part, device) for name, part in contents.extras.items() if name not in targets}
-    if not restores and not rest and contents.step is None:
+    if rng:
+        restores.append(plan_rng_restore(contents.rng))
+    rest = {name: part for name, part in contents.extras.items() if name not in targets}
+    values = detach({n: p.state["values"] if p.kind == "module" else p.state for n, p in rest.items()}, device)
+    if not restores and not values and contents.step is None:
         raise OptionError(
             f"load: There is nothing to load into, and {path} has no extras to return. Write load(path, model=model)."
         )
     for restore in restores:
         restore()
-    return rest if contents.step is None else {**rest, "step": contents.step}
+    return dict(values) if contents.step is None else {**values, "step": contents.step}
 
 
-def check_targets(targets: dict[str, Any]) -> None:
-    """Refuse what can't be restored in place."""
-    check_parts(targets, "load")
-    for name, target in targets.items():
-        if kind_of(target) == "plain":
-            raise CheckpointContentError(
-                f"load: {name} must be an object to restore in place, got {type(target).__qualname__}. "
-                f"Leave it out and read it from load's result."
-            )
+def read_any(path: Path, *, verify: bool = True, section: str | None = None, with_values: bool = True) -> Contents:
+    """Read a checkpoint of any format; its tensors are on the CPU, and may be backed by the files.
+
+    Args:
+        path: One of ours, a run's directory, of which the newest whole one is read, or what `read_foreign` takes.
+        verify: Whether to compare every byte with its digest.
+        section: The name of the state dict to take for the model's, where it is not the usual one.
+        with_values: False allows tensors on the meta device.
+    """
+    if is_run_directory(path):
+        contents = _read_run(path, verify)
+    elif not path.exists() or is_claimed(path):
+        contents = _read_steadily(path, verify)
+    else:
+        contents = read_foreign(path, section=section, with_values=with_values)
+        for note in contents.notes:
+            logger.warning("%s: %s.", path, note)
+        return contents
+    if section is None:
+        return contents
+    parts = {**contents.parts, **contents.extras}
+    modules = {name: part for name, part in parts.items() if part.kind == "module"}
+    if section not in modules:
+        raise CheckpointMismatchError(
+            f"load: {section!r} is no module in the checkpoint. There are: {', '.join(map(repr, modules)) or 'none'}."
+        )
+    return replace(contents, parts={"model": modules[section]}, extras={}, section=section)
 
 
 def _parse_device(map_location: Any) -> torch.device:
@@ -152,49 +163,13 @@ def _parse_device(map_location: Any) -> torch.device:
         ) from cause
 
 
-def _plain(part: Part, device: torch.device) -> Any:
-    state = part.state["values"] if part.kind == "module" else part.state
-    return state if part.kind not in (None, "module") else detach(state, device)
-
-
-def read_any(
-    path: Path,
-    *,
-    restored: Collection[str] = (),
-    device: torch.device = _CPU,
-    verify: bool = True,
-    section: str | None = None,
-    with_values: bool = True,
-) -> Contents:
-    """Read a checkpoint of any format: ours, a run's newest whole one, or what `read_foreign` takes.
-
-    Args:
-        path: Where it is.
-        restored: Names of the parts that go into objects, which want their tensors on the CPU.
-        device: Where the tensors of all other parts go.
-        verify: Whether to compare every byte with its digest.
-        section: The name of the state dict to take for the model's, where it is not the usual one.
-        with_values: False allows tensors on the meta device.
-    """
-    if is_run_directory(path):
-        contents = _read_run(path, restored, device, verify)
-    elif not path.exists() or is_claimed(path):
-        contents = _read_steadily(path, restored, device, verify)
-    else:
-        contents = read_foreign(path, section=section, with_values=with_values)
-        for note in contents.notes:
-            logger.warning("%s: %s.", path, note)
-        return contents
-    return contents if section is None else _take_section(contents, section)
-
-
-def _read_run(path: Path, restored: Collection[str], device: torch.device, verify: bool) -> Contents:
+def _read_run(path: Path, verify: bool) -> Contents:
     """Read a run's newest checkpoint that is whole."""
     problems: list[str] = []
     all_saved = list_saved(path)
     for position, saved in enumerate(all_saved, 1):
         try:
-            contents = _read_steadily(saved.path, restored, device, verify)
+            contents = _read_steadily(saved.path, verify)
         except (CheckpointDamagedError, CheckpointForeignError) as error:
             problems.append(str(error))
             continue
@@ -207,25 +182,21 @@ def _read_run(path: Path, restored: Collection[str], device: torch.device, verif
     raise CheckpointDamagedError(f"load: No checkpoint in {path} is whole. Nothing was loaded.{listed}")
 
 
-def _read_steadily(path: Path, restored: Collection[str], device: torch.device, verify: bool) -> Contents:
+def _read_steadily(path: Path, verify: bool) -> Contents:
     """Read the checkpoint at the path; again, if a save replaced it meanwhile."""
     for _ in range(_MAX_READS):
         directory = find_directory(path)
         before = _stamp(directory)
         try:
-            contents = read_native(directory, restored, device, verify)
+            contents = read_native(directory, verify)
         except CheckpointError:
             if _stamp(directory) == before:
                 raise
         else:
             if _stamp(directory) == before:
-                step = step_of(path)
-                if contents.step is not None and step is not None and contents.step != step:
-                    warn(
-                        f"load: {path} is taken, which holds the checkpoint of step {contents.step}: its files were "
-                        f"moved.",
-                        stacklevel=4,
-                    )
+                if step_of(path) is not None and contents.step not in (None, step_of(path)):
+                    which = f"{path} is taken, which holds the checkpoint of step {contents.step}"
+                    warn(f"load: {which}: its files were moved.", stacklevel=4)
                 return contents
     raise CheckpointDamagedError(
         f"load: {path} was replaced {_MAX_READS} times while it was read. Load it while nothing is saving there."
@@ -240,9 +211,7 @@ def _stamp(directory: Path) -> tuple[int, int] | None:
     return stat.st_ino, stat.st_mtime_ns
 
 
-def read_native(
-    directory: Path, restored: Collection[str] = (), device: torch.device = _CPU, verify: bool = False
-) -> Contents:
+def read_native(directory: Path, verify: bool = False) -> Contents:
     """Read every part of a checkpoint of ours."""
     document = read_document(directory)
     if not verify:
@@ -250,11 +219,9 @@ def read_native(
     elif altered := find_altered(directory, document):
         raise altered[0]
     model, training = (read_tensors(directory, document, stem) for stem in (MODEL, TRAINING))
-    to_objects, elsewhere = _Copies(training, _CPU), _Copies(training, device)
     try:
         parts = {
-            name: _decode_part(part, model if name == "model" else to_objects if name in restored else elsewhere)
-            for name, part in document["parts"].items()
+            name: decode_part(part, model if name == "model" else training) for name, part in document["parts"].items()
         }
         run = document.get("run")
         return Contents(
@@ -270,19 +237,8 @@ def read_native(
         raise damaged(directory / DOCUMENT, what) from cause
 
 
-class _Copies(dict[str, Tensor]):
-    """Tensors that outlive the file, each copied when it is first asked for."""
-
-    def __init__(self, tensors: dict[str, Tensor], device: torch.device) -> None:
-        super().__init__()
-        self._tensors, self._device = tensors, device
-
-    def __missing__(self, name: str) -> Tensor:
-        self[name] = self._tensors[name].to(self._device, copy=True)
-        return self[name]
-
-
-def _decode_part(part: Any, tensors: dict[str, Tensor]) -> Part:
+def decode_part(part: Any, tensors: dict[str, Tensor]) -> Part:
+    """Make a part of its JSON; a LookupError, TypeError or ValueError where it is none."""
     kind, state = part["kind"], decode(part["state"], tensors)
     if kind not in get_args(Kind):
         raise ValueError(f"unknown kind {kind!r}")
@@ -292,14 +248,3 @@ def _decode_part(part: Any, tensors: dict[str, Tensor]) -> Part:
     if not isinstance(class_name, str | None) or not isinstance(parameters, list | None):
         raise TypeError(f"class and parameters must be names, got {class_name!r} and {parameters!r}")
     return Part(kind=kind, state=state, class_name=class_name, parameters=parameters)
-
-
-def _take_section(contents: Contents, section: str) -> Contents:
-    """Take a module that was saved under another name for the model."""
-    parts = {**contents.parts, **contents.extras}
-    modules = {name: part for name, part in parts.items() if part.kind == "module"}
-    if section not in modules:
-        raise CheckpointMismatchError(
-            f"load: {section!r} is no module in the checkpoint. There are: {', '.join(map(repr, modules)) or 'none'}."
-        )
-    return replace(contents, parts={"model": modules[section]}, extras={}, section=section)

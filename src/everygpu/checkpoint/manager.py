@@ -15,10 +15,11 @@ from torch import Tensor
 from everygpu.checkpoint.background import Background, Check
 from everygpu.checkpoint.directory import as_path, hold_lock, must_be_writable, remove_directory
 from everygpu.checkpoint.format import MODEL, cut, is_claimed, is_ours
-from everygpu.checkpoint.load import check_targets, load
+from everygpu.checkpoint.load import load
 from everygpu.checkpoint.run_directory import Best, Mode, Rotation, Saved, best_first, clear_run, list_saved, step_path
 from everygpu.checkpoint.save import Taken, one_writer, take, wait_for_devices, write_checkpoint
 from everygpu.checkpoint.snapshot import SnapshotMemory, copy_to
+from everygpu.checkpoint.states import check_targets
 from everygpu.checkpoint.stop import Stop
 from everygpu.errors import CheckpointError, CheckpointForeignError, OptionError
 from everygpu.ranks.group import joined
@@ -97,8 +98,8 @@ class CheckpointManager:
         self._name = as_path(directory, "CheckpointManager")
         self.directory = self._name.absolute()
         self.keep, self.every = _require_positive("keep", keep), _require_positive("every", every)
-        self._best = _require_best(best)
         self.asynchronous, self._is_clearing = asynchronous, overwrite
+        self._best = _require_best(best)
         self._objects = {name: value for name, value in objects.items() if value is not None}
         check_targets(self._objects)
         self._stop = Stop(str(self._name), signals)
@@ -255,10 +256,9 @@ class CheckpointManager:
                 f"resume() first to go on from it, or pass overwrite=True to remove them."
             )
 
-    def _take_metrics(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+    def _take_metrics(self, given: Mapping[str, Any]) -> dict[str, float]:
         # A Meter's rows are those of one rank; all ranks come here.
-        synced = {name: value.sync() if hasattr(value, "sync") else value for name, value in metrics.items()}
-        numbers = {name: _number(name, value) for name, value in synced.items()}
+        numbers = {n: _number(n, value.sync() if hasattr(value, "sync") else value) for n, value in given.items()}
         if self._best is not None and numbers:
             self._has_metric |= self._best.metric in numbers
             if not self._has_metric:  # it may be computed at some saves only

@@ -1,4 +1,4 @@
-"""A module's state by name: taken without the prefixes of wrappers, put into a module of the same or other names.
+"""A module's state by name: taken without the prefixes of wrappers, put into a module of other wrappers.
 
 ``torch.compile`` adds ``_orig_mod.``, DataParallel and DistributedDataParallel add ``module.``. They are
 removed where the wrapper that adds them is found, at the top or inside, so that a user's own submodule
@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -27,9 +27,6 @@ logger = logging.getLogger("everygpu")
 
 _MAX_LISTED = 20
 
-Match: TypeAlias = Literal["name", "order"]
-"""How saved tensors find theirs in the target: by name, or one after the other."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
@@ -37,7 +34,6 @@ class Fit:
 
     strict: bool = True
     """Whether names that only one of them has are an error."""
-    match: Match = "name"
     prefix: str = ""
     """Only saved names that begin with it are loaded, without it."""
     ignore_mismatched: bool = False
@@ -47,42 +43,13 @@ class Fit:
 def module_state(model: nn.Module) -> dict[str, Any]:
     """Return a module's values by name and the versions of its parts, without prefixes of wrappers."""
     state = model.state_dict()
-    names = clean_names(model, state)
-    clean = name_cleaner(model)
+    names, clean = clean_names(model, state), name_cleaner(model)
     versions = getattr(state, "_metadata", {})
     return {
         "values": {names[name]: value for name, value in state.items()},
         # Modules read their own version from here to understand old states (BatchNorm, for one).
         "versions": {clean(f"{path}.").rstrip("."): dict(version) for path, version in versions.items()},
     }
-
-
-def plan_module(model: nn.Module, name: str, state: Any, fit: Fit) -> tuple[Callable[[], object], dict[str, str]]:
-    """Check that a state fits a module; return what changes the module, and its own names by the saved ones."""
-    own = model.state_dict()
-    prefix = fit.prefix or ("" if fit.match == "order" else find_prefix(state["values"], own.keys()))
-    versions = _select_versions({bare_key(p): v for p, v in state["versions"].items()} | state["versions"], prefix)
-    if fit.prefix:
-        saved, saved_names = _select(state["values"], prefix), {}
-    else:
-        saved_names = {strip_prefix(there, prefix): there for there in state["values"]}
-        saved = rename(state["values"], lambda there: strip_prefix(there, prefix))
-    saved = _with_tied(saved, own)
-    if fit.match == "order":
-        pairs = _pair_by_order(name, saved, own)
-    else:
-        own_names = {clean: raw for raw, clean in clean_names(model, own).items()}
-        pairs = {there: own_names[here] for there, here in match_names(saved, own_names).items()}
-    own_versions = _own_versions(model, own, versions, _paths(pairs) if fit.match == "order" else {})
-    made = _made_by_torch(model, own_versions, set(pairs.values()))
-    left_out = _check_names(name, saved, own, pairs, fit, made)
-    values = {there: value for there, value in saved.items() if there not in left_out}
-    loaded = OrderedDict((pairs.get(there, there), _outliving(there, value)) for there, value in values.items())
-    # torch reads the versions from this attribute: Module.load_state_dict.
-    loaded._metadata = own_versions  # type: ignore[attr-defined]
-    strict = fit.strict and not left_out
-    named = {saved_names.get(there, fit.prefix + there): here for there, here in pairs.items()}
-    return lambda: model.load_state_dict(loaded, strict=strict), named
 
 
 def check_module(state: Any) -> None:
@@ -94,20 +61,29 @@ def check_module(state: Any) -> None:
         raise TypeError("a version must be a dict with a whole number")
 
 
-def _select(saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    selected = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
-    if saved and not selected:
+def plan_module(model: nn.Module, name: str, state: Any, fit: Fit) -> tuple[Callable[[], object], dict[str, str]]:
+    """Check that a state fits a module; return what changes the module, and its own names by the saved ones."""
+    own = model.state_dict()
+    chosen = {there: value for there, value in state["values"].items() if there.startswith(fit.prefix)}
+    if state["values"] and not chosen:
         raise CheckpointMismatchError(
-            f"load: No name in the checkpoint begins with the prefix {prefix!r}; they are "
-            f"{', '.join(list(saved)[:3])}, … Pass what stands before the names of the part to load."
+            f"load: No name in the checkpoint begins with the prefix {fit.prefix!r}; they are "
+            f"{', '.join(list(state['values'])[:3])}, … Pass what stands before the names of the part to load."
         )
-    return selected
-
-
-def _select_versions(saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Give versions by the path inside the part behind the prefix; the part itself has the empty path."""
-    paths = {f"{path}.".lstrip("."): version for path, version in saved.items()}
-    return {path.removeprefix(prefix)[:-1]: version for path, version in paths.items() if path.startswith(prefix)}
+    prefix = fit.prefix or find_prefix(chosen, own)
+    new_name = {there: there.removeprefix(prefix) if fit.prefix else strip_prefix(there, prefix) for there in chosen}
+    saved_names = {new: there for there, new in new_name.items()}
+    saved = _with_tied(rename(chosen, new_name.__getitem__), own)
+    own_names = {clean: raw for raw, clean in clean_names(model, own).items()}
+    pairs = {there: own_names[here] for there, here in match_names(saved, own_names).items()}
+    versions = _own_versions(model, own, state["versions"], prefix)
+    left_out = _check_names(name, saved, own, pairs, fit, _made_by_torch(model, versions, set(pairs.values())))
+    loaded = OrderedDict((pairs.get(n, n), _outliving(n, value)) for n, value in saved.items() if n not in left_out)
+    # torch reads the versions from this attribute: Module.load_state_dict.
+    loaded._metadata = versions  # type: ignore[attr-defined]
+    strict = fit.strict and not left_out
+    named = {saved_names.get(there, there): here for there, here in pairs.items()}
+    return lambda: model.load_state_dict(loaded, strict=strict), named
 
 
 def _with_tied(values: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,32 +100,6 @@ def _outliving(name: str, value: Any) -> Any:
     if isinstance(value, Tensor) and not name.endswith(EXTRA_STATE):
         return value
     return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
-
-
-def _pair_by_order(name: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, str]:
-    """Pair the tensors of both sides one after the other; all must have the same shapes."""
-    theirs = [(key, value.shape) for key, value in saved.items() if isinstance(value, Tensor)]
-    ours = [(key, value.shape) for key, value in own.items() if isinstance(value, Tensor)]
-    for index, ((there, saved_shape), (here, shape)) in enumerate(zip(theirs, ours), 1):
-        if saved_shape != shape:
-            raise CheckpointMismatchError(
-                f"load: Tensor {index} is {there} {tuple(saved_shape)} in the checkpoint, {here} {tuple(shape)} in "
-                f"{name}. Nothing was loaded; use match='name', or bring the modules into the same order."
-            )
-    if len(theirs) != len(ours):
-        longer = theirs if len(theirs) > len(ours) else ours
-        raise CheckpointMismatchError(
-            f"load: The checkpoint has {len(theirs)} tensors, {name} {len(ours)}; the first without a partner is "
-            f"{longer[min(len(theirs), len(ours))][0]}. Nothing was loaded; prefix= selects a part of the checkpoint."
-        )
-    pairs = {there: here for (there, _), (here, _) in zip(theirs, ours)}
-    paths = _paths(pairs)
-    for here, value in own.items():  # what is no tensor is paired as the tensors of its module
-        path, _, last = here.rpartition(".")
-        there = f"{paths.get(path, path)}.{last}".lstrip(".")
-        if not isinstance(value, Tensor) and there in saved and not isinstance(saved[there], Tensor):
-            pairs[there] = here
-    return pairs
 
 
 def _check_names(
@@ -187,27 +137,27 @@ def _difference(name: str, saved: object, own: object) -> str | None:
     return None
 
 
+def _own_versions(
+    model: nn.Module, own: Any, saved: Mapping[str, Any], prefix: str
+) -> "OrderedDict[str, dict[str, Any]]":
+    clean = name_cleaner(model)
+    # Versions in foreign files stand under paths without wrappers' segments, their tensors need not.
+    found = {bare_key(path): version for path, version in saved.items()} | dict(saved)
+    versions = OrderedDict()
+    for path in getattr(own, "_metadata", {}):
+        there = clean(f"{path}.")
+        version = found.get(f"{prefix}{there}".rstrip("."), found.get(bare_key(f"{prefix}{there}".rstrip("."))))
+        if version is not None:
+            versions[path] = dict(version)
+    return versions
+
+
 def _made_by_torch(model: nn.Module, versions: Mapping[str, Any], found: Set[str]) -> set[str]:
     """Name the counters that BatchNorm's states of before its version 2 lack, in PyTorch 0.4.0: it keeps its own."""
     norms = [path for path, module in model.named_modules(remove_duplicate=False) if isinstance(module, NormBase)]
     old = [path for path in norms if (versions.get(path, {}).get("version") or 1) < 2]
-    names = [(f"{path}.running_mean".lstrip("."), f"{path}.num_batches_tracked".lstrip(".")) for path in old]
-    return {counter for mean, counter in names if mean in found}
-
-
-def _paths(pairs: Mapping[str, str]) -> dict[str, str]:
-    """Return the saved path of each module that has tensors, by its own path."""
-    return {here.rpartition(".")[0]: there.rpartition(".")[0] for there, here in pairs.items()}
-
-
-def _own_versions(
-    model: nn.Module, own: object, saved: Mapping[str, Any], partners: Mapping[str, str]
-) -> "OrderedDict[str, Any]":
-    clean = name_cleaner(model)
-    paths = {path: partners.get(path, clean(f"{path}.").rstrip(".")) for path in getattr(own, "_metadata", {})}
-    # Versions in foreign files stand under paths without wrappers' segments, their tensors need not.
-    found = ((path, saved.get(there, saved.get(bare_key(there)))) for path, there in paths.items())
-    return OrderedDict((path, dict(version)) for path, version in found if version is not None)
+    stems = [f"{path}.".lstrip(".") for path in old]
+    return {f"{stem}num_batches_tracked" for stem in stems if f"{stem}running_mean" in found}
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -256,7 +206,9 @@ def find_prefix(state: Mapping[str, Any], expected: Collection[str]) -> str:
     Segments of wrappers count for nothing. Empty where the names fit at least as well without.
     """
     wanted = {bare_key(name) for name in expected}
-    fits = Counter(prefix for name in state for prefix in _prefixes(bare_key(name), wanted))
+    names = [bare_key(name) for name in state]
+    starts = ((name, [0, *(i + 1 for i, letter in enumerate(name) if letter == ".")]) for name in names)
+    fits = Counter(name[:i] for name, where in starts for i in where if name[i:] in wanted)
     best = max(fits.values(), default=0)
     leading = sorted(prefix for prefix, count in fits.items() if count == best)
     if 2 * best <= len(wanted) or fits[""] == best:
@@ -291,18 +243,20 @@ def rename(state: Mapping[str, Any], new_name: Callable[[str], str]) -> dict[str
 
 def describe_mismatch(missing: list[str], unexpected: list[str], shapes: Mapping[str, str]) -> str:
     """List names that don't fit, with the nearest name on the other side; each line begins with a line break."""
-    differing = {name: f"{name}: {what}" for name, what in shapes.items()}
-    lines = [
-        *_listed("missing in the checkpoint", missing, lambda name: _with_nearest(name, unexpected)),
-        *_listed("unknown to the target", unexpected, lambda name: _with_nearest(name, missing)),
-        *_listed("of another shape", list(differing), differing.__getitem__),
-    ]
+
+    def with_nearest(name: str, others: list[str]) -> str:
+        near = get_close_matches(name, others, n=1)
+        return f"{name} (nearest: {near[0]})" if near else name
+
+    lines = []
+    for title, num, words in (
+        ("missing in the checkpoint", len(missing), [with_nearest(n, unexpected) for n in missing[:_MAX_LISTED]]),
+        ("unknown to the target", len(unexpected), [with_nearest(n, missing) for n in unexpected[:_MAX_LISTED]]),
+        ("of another shape", len(shapes), [f"{name}: {what}" for name, what in list(shapes.items())[:_MAX_LISTED]]),
+    ):
+        lines += [f"{title} ({num}):", *(f"  {line}" for line in words)] if num else []
+        lines += [f"  … and {num - _MAX_LISTED} more"] if num > _MAX_LISTED else []
     return "".join(f"\n  {line}" for line in lines)
-
-
-def _prefixes(name: str, wanted: Collection[str]) -> list[str]:
-    starts = [0, *(i + 1 for i, letter in enumerate(name) if letter == ".")]
-    return [name[:start] for start in starts if name[start:] in wanted]
 
 
 def _wrapped_prefixes(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
@@ -321,16 +275,3 @@ def _by_bare_name(names: Iterable[str]) -> dict[str, list[str]]:
     for name in names:
         bare.setdefault(bare_key(name), []).append(name)
     return bare
-
-
-def _with_nearest(name: str, others: list[str]) -> str:
-    near = get_close_matches(name, others, n=1)
-    return f"{name} (nearest: {near[0]})" if near else name
-
-
-def _listed(title: str, names: list[str], describe: Callable[[str], str]) -> list[str]:
-    if not names:
-        return []
-    rest = len(names) - _MAX_LISTED
-    more = [f"  … and {rest} more"] if rest > 0 else []
-    return [f"{title} ({len(names)}):", *(f"  {describe(name)}" for name in names[:_MAX_LISTED]), *more]

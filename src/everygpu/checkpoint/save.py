@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from warnings import warn
 
 import torch
@@ -18,13 +18,13 @@ from everygpu.checkpoint.background import Background, Check
 from everygpu.checkpoint.directory import as_path, must_be_writable, new_directory, resolve_target
 from everygpu.checkpoint.format import MODEL, TRAINING, write_files
 from everygpu.checkpoint.rng import take_rng_states
-from everygpu.checkpoint.states import check_parts, encode_parts, require_names
+from everygpu.checkpoint.states import check_parts, encode_parts
 from everygpu.checkpoint.values import Json, encode
 from everygpu.errors import CheckpointContentError, CheckpointError, EveryGPUError, OptionError
 from everygpu.ranks.group import joined
 from everygpu.ranks.membership import is_main
 
-LOAD_OPTIONS = frozenset({"strict", "match", "prefix", "ignore_mismatched", "rng", "map_location", "verify"})
+LOAD_OPTIONS = frozenset({"strict", "prefix", "ignore_mismatched", "rng", "map_location", "verify"})
 """Names that `everygpu.load` takes for itself."""
 
 BEGIN_S = 600.0
@@ -45,7 +45,7 @@ class Taken:
 
 def save(
     path: str | os.PathLike[str],
-    *misplaced: NoReturn,
+    *,
     model: Any = None,
     optimizer: Any = None,
     scheduler: Any = None,
@@ -88,7 +88,6 @@ def save(
     Source:
         ``torch.save``, which writes a pickle over the old file; safetensors for the tensors.
     """
-    require_names(misplaced, "save", "save(path, model=model)")
     known = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     parts = {name: part for name, part in known.items() if part is not None} | extras
     if not parts:

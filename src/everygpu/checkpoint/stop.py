@@ -51,8 +51,7 @@ class Stop:
         self._key = f"last save to {name}"
         self._heard: signal.Signals | None = None
         self._heard_at = self._pressed_at = -math.inf
-        self._installed: dict[signal.Signals, tuple[Any, Any, int]] = {}
-        """What was there before, our handler, and the address of the function that the system calls since."""
+        self._installed: dict[signal.Signals, partial[None]] = {}
         self._pid = os.getpid()
         self.num_calls = 0
         self._last: int | None = None
@@ -62,18 +61,16 @@ class Stop:
         """Hear signals from now on; only the main thread can set that up."""
         if not self._signals or self._installed or threading.current_thread() is not threading.main_thread():
             return
-        # The handlers don't keep a manager that is dropped, whose end restores what was there before.
-        hear = weakref.WeakMethod(self._hear)
+        hear = weakref.WeakMethod(self._hear)  # a manager that is dropped is not kept
         for number in (*self._signals, signal.SIGINT):
-            before = signal.getsignal(number)
+            is_default, before = signal.getsignal(number) is signal.SIG_DFL, _beyond(signal.getsignal(number))
             if number is signal.SIGINT and (before is not signal.default_int_handler or hasattr(sys, "ps1")):
                 continue  # a notebook's process is not ours to end
             # What C code has installed, as faulthandler.register, is hidden from Python, and would be lost.
-            if before is None or before is signal.SIG_IGN or (before is signal.SIG_DFL and _address(number)):
-                continue
-            handler = partial(_pass_on, hear, before)
-            signal.signal(number, handler)
-            self._installed[number] = (before, handler, _address(number))
+            if before not in (None, signal.SIG_IGN) and not (is_default and _has_function(number)):
+                handler = partial(_pass_on, hear, before)
+                self._installed[number] = handler
+                signal.signal(number, handler)
         weakref.finalize(self, _restore, self._installed).atexit = False
 
     def leave(self, *, has_failed: bool) -> None:
@@ -121,52 +118,52 @@ class Stop:
         return None if note is None else int(note)
 
     def _hear(self, number: signal.Signals, frame: FrameType | None, before: Any) -> None:
+        before, now, since_press, since_heard = _beyond(before), time.monotonic(), self._pressed_at, self._heard_at
         if number not in self._installed or os.getpid() != self._pid:  # no longer in use; a DataLoader's worker
             _act(number, frame, before)
         elif number is signal.SIGINT:
-            self._interrupt(number, frame)
-        else:
-            now, is_first = time.monotonic(), self._heard is None
+            self._pressed_at = now
+            if now - since_press >= PRESS_S:
+                _act(number, frame, signal.SIG_DFL if now - since_press < TWICE_S else before)
+        elif self._heard is None:
+            self._heard, self._heard_at = number, now
             if callable(before):
                 before(number, frame)
-            if self._is_ending or (number is self._heard and now - self._heard_at < AGAIN_S):
-                return
-            if is_first:
-                self._heard, self._heard_at = number, now
-                with suppress(RuntimeError):  # the signal has come while this stream was being written
-                    logger.warning(
-                        "%s: the run ends at the next save of its CheckpointManager; a second one ends it now.",
-                        number.name,
-                    )
-            elif not callable(before):
-                _act(number, frame, signal.SIG_DFL)
-
-    def _interrupt(self, number: signal.Signals, frame: FrameType | None) -> None:
-        since, self._pressed_at = time.monotonic() - self._pressed_at, time.monotonic()
-        if since < PRESS_S:
-            return
-        _act(number, frame, signal.SIG_DFL if since < TWICE_S else signal.default_int_handler)
+            with suppress(RuntimeError):  # the signal has come while this stream was being written
+                logger.warning(
+                    "%s: the run ends at the next save of its CheckpointManager; a second one ends it now.", number.name
+                )
+        elif callable(before):
+            before(number, frame)
+        elif not self._is_ending and (number is not self._heard or now - since_heard >= AGAIN_S):
+            _act(number, frame, signal.SIG_DFL)
 
 
 def _pass_on(hear: Callable[[], Any], before: Any, number: int, frame: FrameType | None) -> None:
     if (heard_by := hear()) is None:
-        _act(number, frame, before)
+        _act(number, frame, _beyond(before))
     else:
         heard_by(signal.Signals(number), frame, before)
 
 
-def _restore(installed: dict[signal.Signals, tuple[Any, Any, int]]) -> None:
-    """Put the handlers of before back, where no other one has replaced ours."""
+def _restore(handlers: dict[signal.Signals, partial[None]]) -> None:
+    """Put back what was there before; a handler below another one stays, and passes on."""
     if threading.current_thread() is threading.main_thread():
-        for number, (before, handler, address) in installed.items():
-            while isinstance(before, partial) and before.func is _pass_on:  # of another manager, perhaps gone
-                heard_by = before.args[0]()
-                if heard_by is not None and heard_by.__self__._installed:
-                    break
-                before = before.args[1]
-            if signal.getsignal(number) is handler and _address(number) == address:
-                signal.signal(number, before)
-        installed.clear()
+        installed = dict(handlers)
+        handlers.clear()
+        for number, handler in installed.items():
+            if signal.getsignal(number) is handler:
+                signal.signal(number, _beyond(handler))
+
+
+def _beyond(handler: Any) -> Any:
+    """Return the handler below those of managers that are gone or closed."""
+    while isinstance(handler, partial) and handler.func is _pass_on:
+        heard_by = handler.args[0]()
+        if heard_by is not None and heard_by.__self__._installed:
+            break
+        handler = handler.args[1]
+    return handler
 
 
 def _act(number: int, frame: FrameType | None, handler: Any) -> None:
@@ -191,11 +188,9 @@ def _check(signals: Collection[int] | None) -> tuple[signal.Signals, ...]:
     return chosen
 
 
-def _address(number: int) -> int:
-    """Return the address of the function that handles a signal; 0 for the default, or where that can't be asked."""
-    if sys.platform not in ("linux", "darwin"):
-        return 0
-    answer = ctypes.create_string_buffer(512)  # more than any struct sigaction, which begins with the address
-    if ctypes.CDLL(None).sigaction(int(number), None, answer):
-        return 0
-    return int(ctypes.cast(answer, ctypes.POINTER(ctypes.c_size_t))[0])
+def _has_function(number: int) -> bool:
+    """Tell whether a function handles a signal, by ``struct sigaction``, which begins with its address."""
+    answer = ctypes.create_string_buffer(512)
+    if sys.platform not in ("linux", "darwin") or ctypes.CDLL(None).sigaction(int(number), None, answer):
+        return False
+    return bool(ctypes.cast(answer, ctypes.POINTER(ctypes.c_size_t))[0])

@@ -19,40 +19,35 @@ from everygpu.errors import CheckpointContentError
 
 Json: TypeAlias = Any
 
-STORABLE = (
-    "None, bool, int, float, complex, str, bytes, tensors, NumPy arrays and scalars, and list, tuple and dict of these"
-)
+DTYPES = {
+    **{f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint") for bits in (64, 32, 16, 8)},
+    **{f"float{bits}": f"F{bits}" for bits in (64, 32, 16)},
+    **{f"float8_{kind}": f"F8_{kind.upper()}" for kind in ("e5m2", "e4m3fnuz", "e5m2fnuz")},
+    **{"float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0", "float4_e2m1fn_x2": "F4"},  # noqa: PIE800
+    **{"bfloat16": "BF16", "complex64": "C64", "bool": "BOOL"},  # noqa: PIE800
+}
+"""What safetensors calls torch's types of elements."""
 
 _MAX_INT_BITS = 14_000
 """Python refuses to read or write longer decimal numbers: ``sys.get_int_max_str_digits``."""
 
-_DTYPES = frozenset(
-    {
-        *("float64", "float32", "float16", "bfloat16", "complex64", "bool"),
-        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
-        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
-    }
-)
-"""Those that safetensors has, by torch's names."""
-
 
 def encode(value: object, path: str, tensors: dict[str, Tensor]) -> Json:
-    """Turn a value into JSON, putting its tensors aside.
+    """Turn a value into JSON, putting its tensors aside under names; they appear as ``{"$tensor": name}``.
 
     Subclasses come back as the type they derive from (a namedtuple as tuple, an IntEnum as int, a
     defaultdict as dict), except OrderedDict and Counter, which are kept. A Parameter comes back as Tensor.
 
     Args:
-        value: Anything that `STORABLE` lists, nested at will.
+        value: None, bool, int, float, complex, str, bytes, tensors, NumPy arrays, and containers of these.
         path: Where the value stands, dotted; names its tensors and appears in errors.
         tensors: Receives every tensor in the value; equal views of the same memory once.
-    Returns:
-        The skeleton; tensors appear in it as ``{"$tensor": name}``.
     Raises:
         CheckpointContentError: something in the value has no place in a checkpoint.
     """
+    names = {identity(tensor): name for name, tensor in tensors.items()}
     try:
-        return _Encoder(tensors).encode(value, path)
+        return _encode(value, path, tensors, names)
     except RecursionError as cause:
         raise CheckpointContentError(
             f"save: {path} contains itself, or is nested hundreds deep ({type(value).__name__}). Flatten it."
@@ -60,11 +55,7 @@ def encode(value: object, path: str, tensors: dict[str, Tensor]) -> Json:
 
 
 def decode(skeleton: Json, tensors: Mapping[str, Tensor]) -> Any:
-    """Turn a skeleton back into the value it was made from.
-
-    Raises:
-        LookupError, TypeError, ValueError: the skeleton is not one that `encode` makes.
-    """
+    """Turn a skeleton back into the value; a LookupError, TypeError or ValueError where `encode` made no such one."""
     if isinstance(skeleton, list):
         return [decode(item, tensors) for item in skeleton]
     if not isinstance(skeleton, dict):
@@ -102,79 +93,62 @@ def check_storable(tensor: Tensor, name: str) -> None:
         problem = f"has the layout {tensor.layout}"
     elif tensor.is_meta:
         problem = "is on the meta device, which holds no data"
-    elif str(tensor.dtype).removeprefix("torch.") not in _DTYPES:
+    elif dtype_name(tensor) not in DTYPES:
         problem = f"is of {tensor.dtype}, which safetensors lacks"
     if problem is not None:
         raise CheckpointContentError(f"save: the tensor at {shown} {problem}. Turn it into an ordinary one first.")
 
 
-class _Encoder:
-    """Puts tensors aside under names of their own."""
+def dtype_name(tensor: Tensor) -> str:
+    """Name the type of a tensor's elements, without ``torch.``."""
+    return str(tensor.dtype).removeprefix("torch.")
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self._tensors = tensors
-        self._names = {identity(tensor): name for name, tensor in tensors.items()}
 
-    def encode(self, value: object, path: str) -> Json:
-        if isinstance(value, Tensor):
-            return {"$tensor": self._put_aside(value, path)}
-        if isinstance(value, dict):
-            return self._dict(value, path)
-        if isinstance(value, tuple | list):
-            items = [item if _is_json(item) else self.encode(item, _join(path, i)) for i, item in enumerate(value)]
-            return {"$tuple": items} if isinstance(value, tuple) else items
-        if isinstance(value, numpy.generic | numpy.ndarray):
-            return self._numpy(value, path)
-        return _encode_scalar(value, path)
-
-    def _dict(self, value: Mapping[object, object], path: str) -> Json:
-        special = next((tag for tag, kind in _DICTS.items() if isinstance(value, kind)), None)
-        if special is None and all(type(key) is str and not key.startswith("$") for key in value):
-            return {str(key): self.encode(item, _join(path, key)) for key, item in value.items()}
-        pairs = [[_encode_key(key, path), self.encode(item, _join(path, key))] for key, item in value.items()]
-        return {special or "$dict": pairs}
-
-    def _numpy(self, value: Any, path: str) -> Json:
-        if isinstance(value, numpy.generic):
-            item = value.item()
-            # Python has no number for longdouble; and dates and times in nanoseconds would become bare numbers.
-            if type(item) is type(value) or value.dtype.kind in "mM":
-                raise _unstorable(value, path)
-            return _encode_scalar(item, path)
-        if hasattr(value, "mask"):  # a masked array would lose it
-            raise _unstorable(value, path)
+def _encode(value: object, path: str, tensors: dict[str, Tensor], names: dict[object, str]) -> Json:
+    if isinstance(value, Tensor):
+        return {"$tensor": _put_aside(value, path, tensors, names)}
+    if isinstance(value, dict):
+        items = {key: _encode(item, _join(path, key), tensors, names) for key, item in value.items()}
+        tag = next((tag for tag, kind in _DICTS.items() if isinstance(value, kind)), None)
+        if tag is None and all(type(key) is str and not key.startswith("$") for key in items):
+            return items
+        return {tag or "$dict": [[_encode_key(key, path), item] for key, item in items.items()]}
+    if isinstance(value, tuple | list):
+        found = [
+            item if _is_json(item) else _encode(item, _join(path, i), tensors, names) for i, item in enumerate(value)
+        ]
+        return {"$tuple": found} if isinstance(value, tuple) else found
+    if type(value) is numpy.ndarray:
         try:
             # A copy: torch refuses negative strides and warns of arrays that can't be written to.
-            return {"$array": self._put_aside(torch.from_numpy(value.copy(order="C")), path)}
+            array = torch.from_numpy(value.copy(order="C"))
         except (TypeError, ValueError) as cause:  # ValueError: bytes in another order than the machine's
             raise _unstorable(value, f"{path} (dtype {value.dtype})") from cause
+        return {"$array": _put_aside(array, path, tensors, names)}
+    if isinstance(value, numpy.generic) and value.dtype.kind not in "mM":  # of dates a bare number would be left
+        value = value.item()
+    return _encode_scalar(value, path)
 
-    def _put_aside(self, tensor: Tensor, path: str) -> str:
-        check_storable(tensor, path)
-        key = identity(tensor)
-        if key not in self._names:
-            name, number = path, 1
-            while name in self._tensors:
-                number += 1
-                name = f"{path}~{number}"
-            self._tensors[name] = tensor.detach()
-            self._names[key] = name
-        return self._names[key]
+
+def _put_aside(tensor: Tensor, path: str, tensors: dict[str, Tensor], names: dict[object, str]) -> str:
+    check_storable(tensor, path)
+    key = identity(tensor)
+    if key not in names:
+        name, number = path, 1
+        while name in tensors:
+            number += 1
+            name = f"{path}~{number}"
+        tensors[name] = tensor.detach()
+        names[key] = name
+    return names[key]
 
 
 def _encode_key(key: object, path: str) -> Json:
     found: dict[str, Tensor] = {}
-    skeleton = _Encoder(found).encode(key, f"a key of {path}")
+    skeleton = _encode(key, f"a key of {path}", found, {})
     if found:
         raise _unstorable(key, f"a key of {path}")
     return skeleton
-
-
-def _is_json(value: object) -> bool:
-    """Tell quickly that JSON holds a value as it is: lists of random states and parameters are long."""
-    if type(value) is int:
-        return value.bit_length() <= _MAX_INT_BITS
-    return value is None or type(value) in (str, bool)
 
 
 def _encode_scalar(value: object, path: str) -> Json:
@@ -195,10 +169,16 @@ def _encode_scalar(value: object, path: str) -> Json:
     raise _unstorable(value, path)
 
 
+def _is_json(value: object) -> bool:
+    """Tell quickly that JSON holds a value as it is: lists of random states and parameters are long."""
+    return type(value) is str or (type(value) is int and value.bit_length() <= _MAX_INT_BITS)
+
+
 def _unstorable(value: object, path: str) -> CheckpointContentError:
     return CheckpointContentError(
         f"save: {path} is a {type(value).__qualname__}, which JSON and safetensors can't hold. A checkpoint holds "
-        f"{STORABLE}; at the top also objects with state_dict and load_state_dict, and torch.Generator."
+        f"None, bool, int, float, complex, str, bytes, tensors, NumPy arrays and scalars, in list, tuple and dict; "
+        f"at the top also objects with state_dict and load_state_dict, and torch.Generator."
     )
 
 
@@ -215,10 +195,9 @@ _DECODERS: dict[str, Callable[[Json, Mapping[str, Tensor]], Any]] = {
     "$array": lambda content, tensors: tensors[content].cpu().numpy(),
     "$bytes": lambda content, _: base64.b64decode(content, validate=True),
     "$complex": lambda content, tensors: complex(decode(content[0], tensors), decode(content[1], tensors)),
-    "$counter": _pairs(Counter),
     "$dict": _pairs(dict),
     "$float": lambda content, _: float(content),
-    "$ordered": _pairs(OrderedDict),
     "$tensor": lambda content, tensors: tensors[content],
     "$tuple": lambda content, tensors: tuple([decode(item, tensors) for item in content]),
+    **{tag: _pairs(kind) for tag, kind in _DICTS.items()},
 }

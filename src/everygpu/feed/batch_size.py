@@ -4,8 +4,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import index
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,40 +99,42 @@ def find_batch_size(
     _check_kinds(step, model, optimizer)
     route = find_route(model, None, None)
     count, gpus, wrapper = len(route.devices), require_gpus(route.devices), data_parallel_in(model)
-    most = _as_whole(max_rows, "max_rows")
-    lowest = min(count, most) if min_rows is None else _as_whole(min_rows, "min_rows")
+    lowest = min_rows if min_rows is not None else min(count, max_rows) if type(max_rows) is int else 1
+    if not (type(lowest) is type(max_rows) is int) or not 1 <= lowest <= max_rows:
+        raise OptionError(
+            f"find_batch_size: min_rows and max_rows are whole numbers, 1 <= min_rows <= max_rows, got {lowest!r} and "
+            f"{max_rows!r}."
+        )
+    if not is_number(headroom_pct) or not 0 <= headroom_pct < 100:
+        raise OptionError(f"find_batch_size: headroom_pct must be from 0 to below 100, got {headroom_pct!r}.")
     num_rows = find_rows([("batch", batch)], route.dim, count)
     if not num_rows:
         raise OptionError(
             "find_batch_size: batch must have a tensor with rows, got none. Pass one batch of the loader."
         )
-    if not 1 <= lowest <= most:
-        raise OptionError(f"find_batch_size: needs 1 <= min_rows <= max_rows, got {lowest} and {most}.")
-    if not is_number(headroom_pct) or not 0 <= headroom_pct < 100:
-        raise OptionError(f"find_batch_size: headroom_pct must be from 0 to below 100, got {headroom_pct!r}.")
     trials: list[BatchTrial] = []
 
     def fits(size: int) -> bool:
         for gpu in gpus:
             torch.cuda.reset_peak_memory_stats(gpu)
         is_fit = _attempt(step, resize(batch, size, route.dim, count), gpus)
-        peak = max((torch.cuda.max_memory_reserved(gpu) for gpu in gpus), default=0)
+        peak = max(map(torch.cuda.max_memory_reserved, gpus), default=0)
         trials.append(BatchTrial(num_rows=size, fits=is_fit, peak_bytes=peak))
         if wrapper is not None:
             wrapper.release()  # of each size, compiled replicas keep memory
         _return_memory(gpus)
         return is_fit
 
-    start = min(max(num_rows, lowest), most)
+    start = min(max(num_rows, lowest), max_rows)
     with _limited_memory(gpus, headroom_pct), _restored(model, optimizer):
-        everywhere = _on_all_ranks(lambda: _find_size(fits, start, lowest, most, grain=count))
-    sizes = [size for size in everywhere if size is not None]
-    if len(sizes) < len(everywhere):
+        everywhere = _on_all_ranks(lambda: _find_size(fits, start, lowest, max_rows, grain=count))
+    if 0 in everywhere:
         raise torch.OutOfMemoryError(
             f"find_batch_size: not even {lowest} rows fit. Pass a smaller min_rows, or make the model's memory "
             f"smaller: lower precision, activation checkpointing."
         )
-    return BatchSizeReport(num_rows=min(sizes) * len(sizes), trials=tuple(trials), is_limit=min(sizes) == most)
+    size = min(everywhere)
+    return BatchSizeReport(num_rows=size * len(everywhere), trials=tuple(trials), is_limit=size == max_rows)
 
 
 def require_gpus(devices: Sequence[torch.device]) -> list[torch.device]:
@@ -169,46 +170,45 @@ def resize(batch: Any, num_rows: int, dim: int, num_devices: int = 0) -> Any:
         return tree.map_leaves(repeat, batch, open_batch)
 
 
-def _find_size(fits: Callable[[int], bool], start: int, lowest: int, highest: int, grain: int) -> int | None:
-    """Double or halve until a smaller size fits and a larger doesn't, then bisect in multiples of the grain."""
+def _find_size(fits: Callable[[int], bool], start: int, lowest: int, highest: int, grain: int) -> int:
+    """Double or halve until a smaller size fits and a larger doesn't, then bisect in multiples of the grain; or 0."""
     low, high, size = 0, highest + 1, start
-    while True:
+    while low < size < high:
         if fits(size):
             low = size
         else:
             high = size
-        if high == lowest:
-            return None
-        if low == 0:
+        if not low:
             size = max(high // 2, lowest)
         elif high > highest:
             size = min(2 * low, highest)
+        elif high - low <= max(1, PRECISION * low):
+            break
         else:
             middle = (low + high) // 2
             rounded = middle // grain * grain
-            size = rounded if low < rounded < high else middle if low < grain else low
-        if size == low or (low and high <= highest and high - low <= max(1, PRECISION * low)):
-            return low
+            size = rounded if rounded > low else middle if low < grain else low
+    return low
 
 
-def _on_all_ranks(search: Callable[[], int | None]) -> list[int | None]:
+def _on_all_ranks(search: Callable[[], int]) -> list[int]:
     """Have each rank search by itself; return what all have found, or raise a RankError if the step failed on one."""
     group = joined()
     if group is None:
         return [search()]
-    found, error = None, None
+    found: int | Exception
     with group.apart():
         try:
             found = search()
-        except Exception as raised:  # noqa: BLE001 - raised below
-            error = raised
-    everywhere = group.gather((found, None if error is None else f"{type(error).__name__}: {error}"))
-    if error is not None:
-        raise error
-    for rank, (_, failure) in enumerate(everywhere):
-        if failure is not None:
-            raise RankError(f"find_batch_size: the step failed on rank {rank}: {failure}")
-    return [size for size, _ in everywhere]
+        except Exception as error:  # noqa: BLE001 - raised below
+            found = error
+    everywhere = group.gather(found if isinstance(found, int) else f"{type(found).__name__}: {found}")
+    if isinstance(found, Exception):
+        raise found
+    failed = {rank: one for rank, one in enumerate(everywhere) if isinstance(one, str)}
+    for rank, failure in failed.items():
+        raise RankError(f"find_batch_size: the step failed on rank {rank}: {failure}")
+    return [one for one in everywhere if isinstance(one, int)]
 
 
 @contextmanager
@@ -287,23 +287,11 @@ def _on_host(leaf: Any) -> Any:
 
 
 def _check_kinds(step: Any, model: Any, optimizer: Any) -> None:
-    if not callable(step):
-        raise OptionError(
-            f"find_batch_size: step must be callable as step(batch), got {describe(step)}. "
-            f"Pass a function that trains on one batch."
-        )
-    if not isinstance(model, nn.Module):
-        raise ModuleError(
-            f"find_batch_size: model must be a torch.nn.Module, got {describe(model)}. Pass the model that step trains."
-        )
-    if optimizer is not None and not isinstance(getattr(optimizer, "module", optimizer), torch.optim.Optimizer):
-        raise OptimizerError(
-            f"find_batch_size: optimizer must be a torch optimizer, got {describe(optimizer)}. "
-            f"Pass the one that step uses, or leave it out."
-        )
-
-
-def _as_whole(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise OptionError(f"find_batch_size: {name} must be a whole number, got {value!r}. Pass an int.")
-    return index(value)
+    inner = getattr(optimizer, "module", optimizer)
+    for error, name, value, is_one, what in (
+        (OptionError, "step", step, callable(step), "callable as step(batch)"),
+        (ModuleError, "model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
+        (OptimizerError, "optimizer", optimizer, isinstance(inner, torch.optim.Optimizer | None), "a torch optimizer"),
+    ):
+        if not is_one:
+            raise error(f"find_batch_size: {name} must be {what}, got {describe(value)}. Pass that of the training.")

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from everygpu import tree
 from everygpu.comm.upload import Mark, mark, receive, upload
-from everygpu.parallel.scatter.batch_types import ROWS, batch_type, move_tree, open_batch, open_known
-from everygpu.parallel.scatter.ready_types import spans
+from everygpu.parallel.scatter.batch_types import ROWS, batch_type, move_tree, open_batch, open_known, spans
 from everygpu.parallel.scatter.row_count import find_rows, has_entry_per_device
 from everygpu.parallel.scatter.split import Replicated, ScatterSpec, SplitPlan, plan_split
 from everygpu.parallel.sharded.batch import ShardedBatch, shard_batch

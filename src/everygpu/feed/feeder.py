@@ -208,15 +208,15 @@ def describe(value: Any) -> str:
 
 
 def _check_options(prefetch: Any, seed: Any, dim: Any, timeout: Any, sharded: Any) -> None:
-    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
-        raise OptionError(f"Feeder: prefetch must be a whole number from 0, got {prefetch!r}. Leave it out for 2.")
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63):
-        raise OptionError(f"Feeder: seed must be a whole number from 0 to 2**63 - 1, got {seed!r}. Pass an int.")
-    if timeout is not None and not (is_number(timeout) and timeout > 0):
-        raise OptionError(f"Feeder: timeout must be more than 0 seconds, got {timeout!r}. Leave it out to wait.")
+    is_whole = {name: type(value) is int for name, value in (("prefetch", prefetch), ("seed", seed), ("dim", dim))}
+    for name, value, is_right, what in (
+        ("prefetch", prefetch, is_whole["prefetch"] and prefetch >= 0, "a whole number from 0"),
+        ("seed", seed, seed is None or (is_whole["seed"] and 0 <= seed < 2**63), "a whole number from 0 to 2**63 - 1"),
+        ("timeout", timeout, timeout is None or (is_number(timeout) and timeout > 0), "more than 0 seconds"),
+        ("dim", dim, dim is None or is_whole["dim"], "an int"),
+        ("sharded", sharded, isinstance(sharded, bool), "True or False"),
+    ):
+        if not is_right:
+            raise OptionError(f"Feeder: {name} must be {what}, got {value!r}. Leave it out for its default.")
     if timeout is not None and prefetch == 0:
         raise OptionError("Feeder: timeout needs a thread that loads ahead, got prefetch=0. Leave out one of them.")
-    if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
-        raise OptionError(f"Feeder: dim must be an int, got {dim!r}. Leave it out for the model's, else 0.")
-    if not isinstance(sharded, bool):
-        raise OptionError(f"Feeder: sharded must be True or False, got {sharded!r}. Leave it out for False.")

@@ -1,12 +1,18 @@
-"""One pass over a loader: a thread prepares batches, the training loop takes them."""
+"""One pass over a loader: a thread prepares batches, the training loop takes them, and worker processes may die.
 
+Knows the insides of torch's DataLoader. Loaders of other kinds are iterated as they are.
+"""
+
+import contextlib
 import logging
 import math
 import os
 import queue
+import signal
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,19 +20,31 @@ from everygpu.errors import FeedTimeoutError, WorkerError
 from everygpu.feed.batches import SentBatch, send_batch, unpack_batch
 from everygpu.feed.dealing import Dealing
 from everygpu.feed.order import Order
-from everygpu.feed.source import Source, Stopped
 from everygpu.feed.waiting import StepTime, WaitMeter
 from everygpu.parallel.cuda_graphs.host_rng import DRAW_GATE
 from everygpu.parallel.scatter.split import ScatterSpec
 from everygpu.ranks.lockstep import Lockstep
+from everygpu.torch_private.data import LoaderIterator, remove_worker_pids
 
 GRACE_S = 5.0
 """How long a loader's next() may take to return when the loop is left."""
-
-_POLL_S = 0.2
+_WAIT_S = 0.2
 """Waiting is cut into pieces of this length: on Windows, Ctrl-C gets through only in between."""
+_POLL_S = 0.1
+"""How often a DataLoader's iterator looks whether a worker has died, or the loop was left; by itself every 5 s."""
+_DEATH_S = 1.0
+"""How long a worker may take from closing its connections, which is seen first, to its end."""
+
+_HINTS = {
+    "SIGKILL": "The kernel's out-of-memory killer does this: take fewer workers, or smaller items.",
+    "SIGBUS": "Shared memory may be full: see `df -h /dev/shm`, or take fewer workers.",
+}
 
 logger = logging.getLogger("everygpu")
+
+
+class Stopped(Exception):  # noqa: N818 - no error: the loop was left
+    """Ends a thread that loads batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +67,7 @@ class Feed:
         self._lockstep = None if dealing is None else dealing.lockstep
         self._handed_over_at: float | None = None
         self._has_ended = False
-        stop = threading.Event()
-        self._ahead = _Ahead(Source(iterator, order.iterated, stop), route, dealing, prefetch, stop)
+        self._ahead = _Ahead(iterator, order.iterated, route, dealing, prefetch)
         # Also called when the interpreter ends, while threads still run.
         self._finalizer = weakref.finalize(self, self._ahead.end)
         if self._ahead.thread is not None:
@@ -74,9 +91,17 @@ class Feed:
         try:
             prepared = self._take() if self._lockstep is None else self._take_in_lockstep(self._lockstep)
             batch = unpack_batch(prepared.sent)
-            self._measure(prepared, asked_at)
+            now, before = time.perf_counter(), self._handed_over_at
+            if before is not None:
+                self._meter.add(StepTime(now - before, now - asked_at, prepared.load_s, prepared.send_s))
+            self._handed_over_at = now
         except BaseException as error:
-            self._finish(error)
+            if isinstance(error, StopIteration):
+                self._position.finish()
+            elif isinstance(error, (FeedTimeoutError, WorkerError)):
+                self._ahead.stop.set()
+                self._ahead.kill_workers()
+            self.close()
             raise
         self._position.count()  # last: what interrupts the above has not used the batch
         return batch
@@ -110,32 +135,23 @@ class Feed:
                 self._has_ended = True
         if not lockstep.goes_on(prepared is not None):
             raise StopIteration
-        if prepared is not None:
-            return prepared
-        return _Prepared(sent=send_batch(lockstep.empty_batch(), self._route))
-
-    def _measure(self, prepared: _Prepared, asked_at: float) -> None:
-        now, before = time.perf_counter(), self._handed_over_at
-        if before is not None:
-            self._meter.add(StepTime(now - before, now - asked_at, prepared.load_s, prepared.send_s))
-        self._handed_over_at = now
-
-    def _finish(self, error: BaseException) -> None:
-        if isinstance(error, StopIteration):
-            self._position.finish()
-        elif isinstance(error, (FeedTimeoutError, WorkerError)):
-            self._ahead.stop.set()
-            self._ahead.source.kill_workers()
-        self.close()
+        return prepared or _Prepared(sent=send_batch(lockstep.empty_batch(), self._route))
 
 
 class _Ahead:
     """Prepares batches, in a thread that is some of them ahead, or when asked; doesn't keep its pass."""
 
     def __init__(
-        self, source: Source, route: ScatterSpec, dealing: Dealing | None, prefetch: int, stop: threading.Event
+        self, iterator: Iterator[Any], loader: Any, route: ScatterSpec, dealing: Dealing | None, prefetch: int
     ) -> None:
-        self.source, self.stop, self._route, self._dealing = source, stop, route, dealing
+        self.stop = threading.Event()
+        self._iterator: Any = iterator
+        self._loader, self._route, self._dealing = loader, route, dealing
+        self._workers: list[Any] = []
+        self._has_killed = False
+        if isinstance(iterator, LoaderIterator) and hasattr(iterator, "_workers"):
+            self._workers = list(iterator._workers)
+            _watch(iterator, self.stop)
         self._ready: queue.SimpleQueue[_Prepared | BaseException] = queue.SimpleQueue()
         """Batches in order; then what the loader ended with, a StopIteration or an error."""
         self._room, self._pid = threading.Semaphore(prefetch), os.getpid()
@@ -146,7 +162,7 @@ class _Ahead:
     def prepare(self) -> _Prepared:
         start = time.perf_counter()
         with DRAW_GATE.drawing():
-            batch = self.source.fetch()
+            batch = self._fetch()
         if self._dealing is not None:
             batch = self._dealing.take(batch, self._route.dim)
         loaded = time.perf_counter()
@@ -158,19 +174,59 @@ class _Ahead:
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
             try:
-                found = self._ready.get(timeout=max(0.0, min(_POLL_S, deadline - time.monotonic())))
+                found = self._ready.get(timeout=max(0.0, min(_WAIT_S, deadline - time.monotonic())))
                 self._room.release()
                 return found
             except queue.Empty:
                 if time.monotonic() >= deadline:
+                    workers = "The loader has no worker processes: its own next() has not returned."
+                    if self._workers:
+                        workers = f"The loader's worker processes: pid {', '.join(str(w.pid) for w in self._workers)}."
                     raise FeedTimeoutError(
-                        f"Feeder: no batch came within timeout={timeout_s:g} s. {self.source.describe_workers()} "
+                        f"Feeder: no batch came within timeout={timeout_s:g} s. {workers} "
                         f"Raise timeout, or look at what the loader waits for."
                     ) from None
                 if self.thread is not None and not self.thread.is_alive() and self._ready.empty():
                     raise WorkerError(
                         "Feeder: a fork has no copy of the thread that loads batches. Begin a pass of its own there."
                     ) from None
+
+    def end(self) -> None:
+        """End the thread and the workers, whatever they are doing; in the thread of the loop."""
+        if self._pid != os.getpid():  # a fork has copied neither, and locks as they were: perhaps taken
+            return
+        self.stop.set()
+        self._room.release()
+        thread = self.thread
+        if thread is None or thread.ident is None:  # Ctrl-C came before it was started
+            self._let_go(kill=False)
+            return
+        if thread is threading.current_thread():  # the last reference was dropped there
+            return
+        try:
+            thread.join(GRACE_S)
+        except BaseException:  # a second Ctrl-C asks for an end at once
+            self.kill_workers()
+            thread.join(GRACE_S)
+            raise
+        if thread.is_alive():
+            self.kill_workers()
+            thread.join(GRACE_S)
+        if thread.is_alive():
+            logger.warning("Feeder: the loader's next() has not returned since the loop was left: its thread goes on.")
+        while not self._ready.empty():
+            self._ready.get_nowait()
+
+    def kill_workers(self) -> None:
+        """End worker processes that wouldn't end by themselves, as one that is stopped never would."""
+        self._has_killed = True
+        for worker in self._workers:
+            if worker.is_alive():
+                worker.kill()
+        for worker in self._workers:
+            worker.join(5)
+        if getattr(self._loader, "_iterator", None) is not None:  # of persistent workers: the next pass starts others
+            self._loader._iterator = None
 
     def _run(self) -> None:
         """Prepare batches until the loader ends or the loop is left."""
@@ -184,30 +240,65 @@ class _Ahead:
             kill = isinstance(error, WorkerError)
             self._ready.put(error)
         finally:
-            self.source.end(kill=kill)
+            self._let_go(kill=kill)
 
-    def end(self) -> None:
-        """End the thread and the workers, whatever they are doing; in the thread of the loop."""
-        if self._pid != os.getpid():  # a fork has copied neither, and locks as they were: perhaps taken
-            return
-        self.stop.set()
-        self._room.release()
-        thread = self.thread
-        if thread is None or thread.ident is None:  # Ctrl-C came before it was started
-            self.source.end(kill=False)
-            return
-        if thread is threading.current_thread():  # the last reference was dropped there
-            return
+    def _fetch(self) -> Any:
+        """Return the loader's next batch; raise Stopped where the loop was left, a WorkerError if a worker has died."""
         try:
-            thread.join(GRACE_S)
-        except BaseException:  # a second Ctrl-C asks for an end at once
-            self.source.kill_workers()
-            thread.join(GRACE_S)
-            raise
-        if thread.is_alive():
-            self.source.kill_workers()
-            thread.join(GRACE_S)
-        if thread.is_alive():
-            logger.warning("Feeder: the loader's next() has not returned since the loop was left: its thread goes on.")
-        while not self._ready.empty():
-            self._ready.get_nowait()
+            return next(self._iterator)
+        except (RuntimeError, OSError, EOFError) as error:
+            if "in DataLoader worker process" in str(error):  # raised by the dataset
+                raise
+            dead: list[Any] = []
+            deadline = time.monotonic() + _DEATH_S
+            while self._workers and not dead and time.monotonic() < deadline:
+                dead = [w for w in self._workers if not w.is_alive() and w.exitcode]
+                time.sleep(0.01)
+            if not dead:
+                raise
+            ends = ", ".join(f"pid {w.pid} {_describe_end(w.exitcode)}" for w in dead)
+            hint = next((_HINTS[name] for name in _HINTS if name in ends), "Run with num_workers=0 to see its error.")
+            raise WorkerError(f"Feeder: a worker process of the loader has died: {ends}. {hint}") from error
+
+    def _let_go(self, *, kill: bool) -> None:
+        """Let go of the iterator, and see its workers out, in the thread that used it; ``kill`` doesn't ask them."""
+        iterator, self._iterator = self._iterator, iter(())
+        if not self._workers:
+            return
+        vars(iterator).pop("_try_get_data", None)
+        if kill:
+            self.kill_workers()
+        if self._has_killed or not iterator._persistent_workers:
+            iterator._shutdown_workers()
+            self.kill_workers()
+
+
+def _watch(iterator: Any, stop: threading.Event) -> None:
+    """Have a DataLoader's iterator look more often whether it should go on.
+
+    torch also raises the death of a worker in the main thread, out of a signal handler, wherever that thread
+    is: from here on it shows where the batch is asked for.
+    """
+    if iterator._worker_pids_set:
+        remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
+    plain, of = type(iterator)._try_get_data, weakref.ref(iterator)
+
+    def try_get_data(timeout: float = _POLL_S) -> tuple[bool, Any]:
+        deadline = time.monotonic() + timeout  # which is the DataLoader's own, where it has one
+        while True:
+            if stop.is_set():
+                raise Stopped
+            found: tuple[bool, Any] = plain(of(), _POLL_S)
+            if found[0] or time.monotonic() >= deadline:
+                return found
+
+    iterator._try_get_data = try_get_data
+
+
+def _describe_end(code: int) -> str:
+    if code > 0:
+        return f"ended with exit status {code}"
+    with contextlib.suppress(ValueError):  # not every signal has a name
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"was ended by signal {-code}"

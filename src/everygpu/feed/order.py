@@ -19,17 +19,7 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from everygpu.checkpoint.rng import rng_states_kept
 from everygpu.devices.seed import derive_seed
@@ -42,7 +32,6 @@ _WORDS = {
     "batches": "number of batches",
     "rows": "number of rows",
     "batch_size": "batch_size",
-    "shuffle": "shuffle",
     "num_workers": "num_workers (over an IterableDataset)",
 }
 """What has to be the same for a pass to go on in its middle."""
@@ -54,14 +43,12 @@ class Pass:
 
     epoch: int = 0
     batch: int = 0
-    digest: int | None = None
-    """Of the indices of the last batch that was used before the pass was resumed."""
+    last: Any = None
+    """Indices of the batch that was used last, or their digest where the pass was resumed."""
     own: Any = None
     """The loader's own state, or its sampler's or dataset's, after the last batch that was used."""
     is_last: bool = False
     """Whether that is the state after the whole pass."""
-    indices: Any = None
-    """Of the batch that was used last; None before the first one."""
     drawn: deque[tuple[Any, Any, bool]] = field(default_factory=deque)
     """Indices, own state and whether it is the last one, of the batches that are drawn and not used yet."""
 
@@ -69,12 +56,11 @@ class Pass:
         """Count a batch as used."""
         self.batch += 1
         if self.drawn:
-            self.indices, self.own, self.is_last = self.drawn.popleft()
+            self.last, self.own, self.is_last = self.drawn.popleft()
 
     def finish(self) -> None:
         """Count the pass as complete."""
-        self.epoch, self.batch = self.epoch + 1, 0
-        self.digest, self.indices, self.is_last = None, None, False
+        self.epoch, self.batch, self.last, self.is_last = self.epoch + 1, 0, None, False
 
 
 class Order:
@@ -124,10 +110,9 @@ class Order:
             The batches, where to count those that are used, and what takes this rank's rows of each.
         """
         old, is_resumed = self._pass, self._is_resumed
+        now = Pass(epoch=old.epoch + (old.batch > 0), own=None if old.batch else old.own)
         if is_resumed:
             now = replace(old, drawn=deque())
-        else:
-            now = Pass(epoch=old.epoch + (old.batch > 0), own=None if old.batch else old.own)
         group = None if self.is_alone else join()
         dealing = None if group is None else Dealing(group, self.kind)
         rank = 0
@@ -138,10 +123,12 @@ class Order:
                 say_once(self.kind)
         number = derive_seed(self.seed, now.epoch)
         with _seeded(derive_seed(number, rank), self._dataset_generators):
-            if self._sampler is not None:
-                batches = self._begin_indexed(self._sampler, now, number, is_resumed, dealing)
-            else:
+            if self._sampler is None:
                 batches = self._begin_iterable(now, is_resumed)
+            else:
+                cuts = dealing if dealing is not None and dealing.kind == "indexed" else None
+                self._sampler.prepare(now, number, is_resumed, cuts)
+                batches = self._begin_indexed(self._sampler, now)
         if dealing is not None and self._sampler is not None:
             dealing.check(self._sampler)
         # Only now: what interrupts the beginning leaves the position as it was.
@@ -151,15 +138,8 @@ class Order:
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that was used."""
         now = self._pass
-        return {
-            "epoch": now.epoch,
-            "batch": now.batch,
-            "seed": self.seed,
-            "last_batch": now.digest if now.indices is None else _digest_of(now.indices),
-            "own": now.own,
-            "is_last": now.is_last,
-            "data": self._describe(),
-        }
+        position = {"epoch": now.epoch, "batch": now.batch, "seed": self.seed, "last_batch": _digest_of(now.last)}
+        return {**position, "own": now.own, "is_last": now.is_last, "data": self._describe()}
 
     def load_state_dict(self, state: Any) -> None:
         """Go to a position, where the next pass begins; one of other data is refused in the middle of a pass."""
@@ -187,20 +167,16 @@ class Order:
                     f"the position out."
                 )
         # Of parts, what was saved is rank 0's.
-        digest = None if self.kind == "sharded" else state["last_batch"]
+        last = None if self.kind == "sharded" else state["last_batch"]
         about = {name: state[name] for name in ("epoch", "batch", "own", "is_last")}
-        self._pass, self.seed, self._is_resumed = Pass(**about, digest=digest), state["seed"], True
+        self._pass, self.seed, self._is_resumed = Pass(**about, last=last), state["seed"], True
 
     def close(self) -> None:
         """End the workers that wait for the next pass."""
         if self.iterated is not self._loader:
             self.iterated._iterator = None
 
-    def _begin_indexed(
-        self, sampler: "_OrderSampler", now: Pass, number: int, is_resumed: bool, dealing: Dealing | None
-    ) -> Iterator[Any]:
-        cuts = dealing if dealing is not None and dealing.kind == "indexed" else None
-        sampler.prepare(now, number, is_resumed, cuts)
+    def _begin_indexed(self, sampler: "_OrderSampler", now: Pass) -> Iterator[Any]:
         batches: Iterator[Any] = iter(self.iterated)
         if not isinstance(batches, LoaderIterator):  # an __iter__ of its own, which may begin later
             batches = _begun(batches)
@@ -229,14 +205,13 @@ class Order:
 
     def _describe(self) -> dict[str, Any]:
         """Return what has to be the same for a pass to go on, where it is known."""
-        loader = self._loader
-        reads_again = isinstance(getattr(loader, "dataset", None), IterableDataset) and self._holder is None
+        dataset = getattr(self._loader, "dataset", None)
+        reads_again = isinstance(dataset, IterableDataset) and self._holder is None
         return {
-            "batches": _length_of(loader),
-            "rows": _length_of(getattr(loader, "dataset", None)),
-            "batch_size": getattr(loader, "batch_size", None),
-            "shuffle": _is_shuffled(loader),
-            "num_workers": getattr(loader, "num_workers", None) if reads_again else None,
+            "batches": _length_of(self._loader),
+            "rows": _length_of(dataset),
+            "batch_size": getattr(self._loader, "batch_size", None),
+            "num_workers": getattr(self._loader, "num_workers", None) if reads_again else None,
         }
 
 
@@ -270,7 +245,7 @@ class _OrderSampler:
                 self.holder.load_state_dict(copy.deepcopy(self._start))
             batches = iter(()) if now.is_last and is_first else iter(self._sampler)
             if is_first and not (has_own and self.holder is not None):
-                _check_drawn_again(deque(islice(batches, now.batch), maxlen=1), now.digest)
+                _check_drawn_again(deque(islice(batches, now.batch), maxlen=1), now.last)
             first = list(islice(batches, 1))  # samplers draw their order when they are asked for an index
         found = self._noted(chain(first, batches), now)
         if cuts is None:
@@ -381,14 +356,14 @@ def _draw(batches: Iterator[Any]) -> tuple[Any] | BaseException:
 
 
 def _frozen(indices: Any) -> Any:
-    """Return what stays as it is: samplers may use their list again. An empty tuple stands for what isn't compared."""
-    return tuple(indices) if isinstance(indices, (list, tuple)) else (indices,) if isinstance(indices, int) else ()
+    """Return what stays as it is: samplers may use their list again."""
+    return tuple(indices) if isinstance(indices, (list, tuple)) else (indices,) if isinstance(indices, int) else None
 
 
-def _digest_of(indices: Sequence[Any]) -> int | None:
+def _digest_of(last: Any) -> int | None:
     """Return the CRC-32 of a batch's indices as a list in text; None where they are no whole numbers."""
     try:
-        return zlib.crc32(str([index(i) for i in indices]).encode()) if indices else None
+        return zlib.crc32(str([index(i) for i in last]).encode()) if isinstance(last, tuple) else last
     except TypeError:
         return None
 
@@ -409,13 +384,3 @@ def _length_of(data: Any) -> int | None:
         return len(data)
     except (TypeError, NotImplementedError):  # an IterableDataset without a length
         return None
-
-
-def _is_shuffled(loader: Any) -> bool | None:
-    """Tell whether a loader draws its order at random; None where that isn't known."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    if not isinstance(loader, DataLoader) or type(batch_sampler) not in (BatchSampler, type(None)):
-        return None
-    kind = type(getattr(loader if batch_sampler is None else batch_sampler, "sampler", None))
-    is_drawn = kind in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-    return False if kind is SequentialSampler else True if is_drawn else None

@@ -113,7 +113,7 @@ def _numbers_to_try(candidates: Iterable[int] | None) -> list[int]:
         limit = count_cores()
         return [0, *(2**i for i in range(limit.bit_length()) if 2**i < limit), limit]
     numbers = list(candidates) if isinstance(candidates, Iterable) else []
-    if not numbers or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers):
+    if not numbers or any(type(n) is not int or n < 0 for n in numbers):
         raise OptionError(
             f"tune_workers: candidates must be one or more whole numbers from 0, got {numbers or candidates!r}. "
             f"Leave them out for 0, 1, 2, 4 and so on."

@@ -90,22 +90,20 @@ class WaitMeter:
 
 def advise(report: FeedReport, loader: Any, prefetch: int) -> str:
     """Name the one knob to turn first."""
+    num_cores, measure = count_cores(), "everygpu.tune_workers(loader) measures which number is best."
+    num_workers = loader.num_workers if isinstance(loader, DataLoader) else None
     if report.send_s > report.load_s:
-        if isinstance(loader, DataLoader) and loader.num_workers and not loader.pin_memory:
+        if num_workers and not loader.pin_memory:
             return "Set pin_memory=True in the DataLoader, so that batches come in memory that GPUs copy from."
         return "Send less: smaller types (uint8 instead of float32), converted on the GPU."
     if report.load_s + report.send_s < report.step_s - report.wait_s:
         return f"Batches come unevenly: raise prefetch={prefetch}, to have more of them ready."
-    if not isinstance(loader, DataLoader):
+    if num_workers is None:
         return "The iterable itself is slow: make it a Dataset, and load it with DataLoader(..., num_workers=...)."
-    measure = "everygpu.tune_workers(loader) measures which number is best."
-    if loader.num_workers == 0:
-        return f"Set num_workers in the DataLoader, 0 now: {measure}"
-    num_cores = count_cores()
-    if loader.num_workers < num_cores:
-        return f"Raise num_workers, {loader.num_workers} now on {num_cores} cores: {measure}"
+    if num_workers < num_cores:
+        return f"Raise num_workers, {num_workers} now on {num_cores} cores: {measure}"
     return (
-        f"All {num_cores} cores load data ({loader.num_workers} workers): make the dataset's work for an item "
+        f"All {num_cores} cores load data ({num_workers} workers): make the dataset's work for an item "
         f"cheaper, store it prepared, or do part of it on the GPU."
     )
 

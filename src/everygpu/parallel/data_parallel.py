@@ -1,43 +1,52 @@
-"""The drop-in layer: one module, every device."""
+"""``DataParallel``: one module, every device."""
 
+import difflib
 import itertools
+import logging
+import operator
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
+import torch
 from torch import Tensor, nn
+from torch.nn import DataParallel as TorchDataParallel
 
-from everygpu.devices.parse import DeviceLike, parse_devices
+from everygpu.devices.parse import DeviceLike, device_id, parse_devices, parse_target
 from everygpu.devices.seed import spread_seeds
-from everygpu.errors import CallError
-from everygpu.parallel.buckets.sizes import replica_bucket_bytes
+from everygpu.errors import CallError, DeviceError, ModuleError, OptionError
+from everygpu.parallel.buckets.sizes import check_bucket_cap, replica_bucket_bytes
+from everygpu.parallel.call import Call, PerReplica, ScatteredArgs
 from everygpu.parallel.compiler.eval_frame import not_compiled
-from everygpu.parallel.engines.engine import Around, Engine, EngineContext, may_launch
-from everygpu.parallel.engines.table import make_engine
+from everygpu.parallel.engines import table
+from everygpu.parallel.engines.engine import Engine, EngineContext, may_launch
 from everygpu.parallel.engines.thread_state import fresh_casts
-from everygpu.parallel.engines.threads import Workers
-from everygpu.parallel.forward_lock import kept_lock
+from everygpu.parallel.engines.threads import Workers, parallel_apply
+from everygpu.parallel.forward_lock import ForwardLock
 from everygpu.parallel.gather import Joiner, gather_outputs
-from everygpu.parallel.method_calls import MethodCalls
-from everygpu.parallel.options import check_options
 from everygpu.parallel.ranks.model import RankModel, own_devices
 from everygpu.parallel.ranks.start import check_devices, start_alike
 from everygpu.parallel.replicas.placement import check_module, place_module, without_wrappers
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
 from everygpu.parallel.scatter.batch_types import move_tree
-from everygpu.parallel.scatter.counts import counted_rows, rows_of, weights_of
-from everygpu.parallel.scatter.reuse import note_writes
-from everygpu.parallel.scatter.scatter import Shard, scatter_call
-from everygpu.parallel.scatter.split import ScatterSpec, Split, default_split, settle_split
+from everygpu.parallel.scatter.batch_weight import weigh_shares
+from everygpu.parallel.scatter.scatter import note_writes, scatter_call
+from everygpu.parallel.scatter.split import ScatterSpec, Split, check_split, default_split, settle_split
 from everygpu.parallel.transforms import check_transforms
-from everygpu.parallel.verbs import log_fallback, overridden
+from everygpu.parallel.wrapper import ModuleWrapper
 from everygpu.ranks.group import join
 from everygpu.watchdog.watch import watch_as_told
 
+VERBS = ("scatter", "replicate", "parallel_apply", "gather")
+GATHER_RULES = ("sharded", "joined")
+BUFFER_RULES = ("first", "mean")
 
-class DataParallel(MethodCalls):
+logger = logging.getLogger("everygpu")
+
+
+class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
     """Run a module on several devices at once, each on a share of the batch.
 
     Called like the module itself: the batch is cut into shards, replicas run side by side, and the result is
@@ -79,8 +88,10 @@ class DataParallel(MethodCalls):
         strict_device: Raise when the module is not on ``device_ids[0]``, instead of moving it.
         bucket_cap_mb: Parameters, and gradients on their way back, travel in buckets of about this many MiB; 25 when
             left out. ``TrainStep`` takes its buckets' size from here, too: left out, 16, or more for large models.
-        weight: Under torchrun: called with a batch, returns how much this rank's gradients count beside others', as the
-            number of tokens that the loss is the mean of; the batch's rows when left out.
+        weight: How much a share of the batch counts beside others', among replicas and, under torchrun, among ranks:
+            called with the arguments of a share, returns a number, such as the tokens that its loss is the mean of.
+            ``loss.mean()`` of a loss for each replica is then that of the whole batch. Left out, ``labels`` that aren't
+            -100 count where the module is called with such, else rows.
     Raises:
         ModuleError: ``module`` can't be replicated.
         DeviceError: a device is unknown, absent or named twice.
@@ -92,9 +103,11 @@ class DataParallel(MethodCalls):
     """
 
     _transient = frozenset(
-        {"_replicas", "_outside", "_has_told", "_fresh", "_engine", "_threads", "_has_overrides", "_lock", "_ranks",
-         "_first_parameter"}
+        {"_replicas", "_has_told", "_rows", "_fresh", "_engine", "_threads", "_has_overrides", "_lock", "_ranks",
+         "_ids", "_first_parameter"}
     )  # fmt: skip
+    replica_devices: tuple[torch.device, ...]
+    """One per replica; ``device_ids`` names them as torch does."""
 
     def __init__(
         self,
@@ -111,16 +124,20 @@ class DataParallel(MethodCalls):
         bucket_cap_mb: float | None = None,
         weight: Callable[..., float | Tensor] | None = None,
     ) -> None:
-        super().__init__()
+        # Not torch's own, which moves the module and knows no CPU. What follows it in a subclass is called, as there.
+        # By a name of this file's, as ``torch.nn.DataParallel = everygpu.DataParallel`` makes libraries' classes ours.
+        super(TorchDataParallel, self).__init__()
         watch_as_told()
         group = join()
         module = without_wrappers(module, "DataParallel")
         check_module(module, "DataParallel")
-        self.replica_devices = tuple(parse_devices(own_devices(group) if device_ids is None else device_ids))
+        self.replica_devices = _replica_devices(own_devices(group) if device_ids is None else device_ids)
         self.output_device = self.replica_devices[0] if output_device is None else output_device
         self.split = split = default_split() if split is None else split
-        num = len(self.replica_devices)
-        check_options(split, num, dim, engine=engine, gather=gather, buffers=buffers, bucket_cap_mb=bucket_cap_mb)
+        if not isinstance(split, str) or split != "auto":
+            check_split(split, len(self.replica_devices))
+        _check_options(engine=engine, gather=gather, buffers=buffers, dim=dim)
+        check_bucket_cap(bucket_cap_mb, "DataParallel")
         self.dim = dim
         self.engine, self.bucket_cap_mb, self.weight_rule = engine, bucket_cap_mb, weight
         self.gather_rule, self.buffers_rule = gather, buffers
@@ -134,15 +151,17 @@ class DataParallel(MethodCalls):
         self._prepare()
 
     def _prepare(self) -> None:
+        self._ids = self.device_ids
         self._replicas: ReplicaSet | None = None
-        self._fresh: set[int] | None = None
-        self._outside, self._has_told = None, False
+        self._rows: Sequence[int] = ()  # of the call that runs, for each replica
+        self._fresh: set[int] | None = None  # within ``frozen``: the replicas that are up to date
+        self._has_told = False
         overrides = overridden(self)
         is_one = len(self.replica_devices) == 1
         self._has_overrides = "scatter" in overrides if is_one else bool(overrides)
         self._engine = self._make_engine(overrides)
         self._threads = self._engine if isinstance(self._engine, Workers) else Workers(len(self.replica_devices) - 1)
-        self._lock = kept_lock(vars(self).get("_lock"))
+        self._lock = ForwardLock.kept(vars(self).get("_lock"))
         group = join()
         more = self.dim, len(self.replica_devices), self.bucket_cap_mb, self.weight_rule
         self._ranks = None if group is None else RankModel(group, *more, vars(self).get("_ranks"))
@@ -156,62 +175,276 @@ class DataParallel(MethodCalls):
             devices=self.replica_devices,
             spec=lambda: ScatterSpec(devices=me.replica_devices, dim=me.dim, split=me.split),
             options=lambda: (me.split, me.dim, me.gather_rule, me.buffers_rule, me.output_device),
-            run=lambda *call, around: me._forward_on(*call, around=around, gather=lambda *apart: apart),
+            run=lambda replicas, args, kwargs: me._run_replicas(args, kwargs, replicas=replicas),
             make_replicas=lambda make_leaves: me.make_replicas(make_leaves, fixed=True),
             has_ranks=join() is not None,
             bucket_cap_mb=self.bucket_cap_mb,
         )
-        engine = make_engine(self.engine, context)
+        engine = table.make_engine(self.engine, context)
         if not overrides or isinstance(engine, Workers):
             return engine
         if len(self.replica_devices) > 1:
-            log_fallback(self, overrides)
-        return make_engine("threads", context)
+            self._tell_of(overrides)
+        return table.make_engine("threads", context)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on all devices; see the class."""
+        run = self._forward_alone if self._is_alone() else self._run
         if self._ranks is None:
-            return self._forward_by_itself(inputs, kwargs)
-        run = partial(self._forward_by_itself, inputs, kwargs)
-        return self._ranks.forward(run, self.module, inputs, kwargs)
+            return run(inputs, kwargs)
+        return self._ranks.forward(partial(run, inputs, kwargs), self.module, inputs, kwargs)
 
-    def _forward_by_itself(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_method(self, name: str, /, *inputs: Any, pad_value: float | None = None, **kwargs: Any) -> Any:
+        """Call a method of the module on all devices, each on a share of the batch, as forward is called::
+
+            tokens = model.call_method("generate", ids, max_new_tokens=20, pad_value=0)
+
+        Replicas are brought up to date first, and run in threads, whatever the engine.
+
+        Args:
+            name: Of the method.
+            *inputs: Positional arguments; cut by rows as forward's are.
+            pad_value: What fills up outputs at their ends whose sizes, but for the rows, differ between replicas: a
+                replica's ``generate`` stops when all of its rows have ended.
+            **kwargs: Keyword arguments; cut by rows, too.
+        Returns:
+            What the method returns for the whole batch.
+        Raises:
+            CallError: the module has no such method.
+            GatherError: outputs differ in sizes, and there is no ``pad_value``.
+            Exception: what the method raised; its ``__cause__`` names the replica.
+        """
+        _check_method(self.module, name)
+        alone = self._is_alone(name)
+        run = partial(self._forward_alone if alone else self._run, inputs, kwargs, name, pad_value)
+        return run() if self._ranks is None else self._ranks.forward(run, self.module, inputs, kwargs)
+
+    def forward_with(self, replicas: ReplicaSet, *inputs: Any, **kwargs: Any) -> Any:
+        """Run on replicas that the caller keeps, as ``TrainStep`` does."""
+        if self._has_overrides:
+            raise CallError(
+                f"TrainStep: must be made after {' and '.join(overridden(self))} of the DataParallel are overridden. "
+                f"Make a new TrainStep."
+            )
+        with nullcontext() if self._ranks is None else self._ranks.apart(self.module):
+            return self._run(inputs, kwargs, replicas=replicas)
+
+    def _is_alone(self, method: str | None = None) -> bool:
+        """Tell whether the module is called as it is, on one device; refuse transforms on several."""
         if len(self.replica_devices) > 1:
             check_transforms()
-        elif not self._has_overrides and not (self._engine.launches and may_launch()):
-            return self._forward_alone(inputs, kwargs)
-        return self._one_at_a_time(self._forward_here, inputs, kwargs)
+            return False
+        may_record = method is None and self._engine.launches and may_launch()
+        return not self._has_overrides and not may_record
 
-    def _forward_here(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._has_overrides:
-            return self._run_verbs(inputs, kwargs)
-        launched = self._engine.launch(inputs, kwargs)
-        if len(self.replica_devices) > 1:
-            if launched is not None:
-                return gather_outputs(*launched)
-            return self._forward_on(self._current_replicas(), inputs, kwargs, self._fresh)
-        if launched is None:
-            return self._forward_alone(inputs, kwargs)
-        (output,), _ = launched
-        return self._at_output_device(output)
-
-    def _forward_on(
+    @not_compiled
+    def _run(
         self,
-        replicas: ReplicaSet,
         inputs: tuple[Any, ...],
         kwargs: dict[str, Any],
-        fresh: set[int] | None = None,
-        around: Around = nullcontext,
-        gather: Callable[[list[Any], Joiner], Any] | None = None,
+        method: str | None = None,
+        pad_value: float | None = None,
+        replicas: ReplicaSet | None = None,
     ) -> Any:
-        """Scatter, replicate, apply, gather: a recording calls the replicas within ``around``, and gathers later."""
-        shards = scatter_call(inputs, kwargs, self.replica_devices, self.dim, self.split)
-        positions, rows = [s.position for s in shards], rows_of(shards)
-        modules = replicas.refresh(positions, fresh, rows)
-        outputs = self._apply_to(modules, shards, around)
+        """Scatter, replicate, apply and gather; a recording launches all but the last. One thread at a time."""
+        self._lock.check()
+        if self._lock.is_forked():
+            self._prepare()
+        with self._lock.lock, self._lock.inside():
+            outputs = self._engine.launch(inputs, kwargs) if method is None and replicas is None else None
+            if len(self.replica_devices) == 1:
+                if outputs is not None:
+                    return self._at_output_device(outputs[0])
+                return self._run_alone(inputs, kwargs, method)
+            if outputs is None:
+                outputs = self._run_replicas(inputs, kwargs, method, pad_value, replicas)
+                if self._engine.launches:
+                    outputs[:] = self._engine.watch(list(outputs))
+            return self.gather(outputs, self.output_device)
+
+    def _run_replicas(
+        self,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        method: str | None = None,
+        pad_value: float | None = None,
+        replicas: ReplicaSet | None = None,
+    ) -> PerReplica:
+        """Return what each replica returned, of our replicas or those given."""
+        args, kwargs_of = self.scatter(inputs, kwargs, self._ids)
+        if not args and not kwargs_of:
+            args, kwargs_of = ((),), ({},)
+        call: Call | None = getattr(args, "call", None)
+        positions = range(len(args)) if call is None else call.positions
+        self._rows = () if call is None or call.rows is None else call.rows
+        if replicas is None:
+            is_whole = len(positions) == len(self._ids)
+            ids = self._ids if is_whole else [self._ids[p] for p in positions[: len(self._ids)]]
+            modules = self.replicate(self.module, ids)
+        else:
+            modules = PerReplica(replicas.refresh(positions, None, self._rows), replicas=replicas)
+        calls = modules if method is None else [getattr(m, method) for m in modules]
+        outputs = self.parallel_apply(calls, args, kwargs_of)
         note_writes((inputs, kwargs))
-        self._settle_buffers(replicas, positions, rows)
-        return (gather or self._gather)(outputs, self._joiner(shards, modules))
+        self._average_buffers(modules, call)
+        if call is None or len(outputs) != len(positions):
+            call = Call(positions=tuple(positions), args=args, kwargs=kwargs_of, rows=None, weights=None)
+        call.modules, call.method, call.pad_value = tuple(modules), method, pad_value
+        return PerReplica(outputs, call)
+
+    def _run_alone(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], method: str | None) -> Any:
+        if self._has_overrides:
+            args, kwargs_of = self.scatter(inputs, kwargs, self._ids)
+            inputs, kwargs = tuple(args[0]) if args else (), kwargs_of[0] if kwargs_of else {}
+        return self._forward_alone(inputs, kwargs, method)
+
+    def _forward_alone(self, inputs: Any, kwargs: Any, method: str | None = None, _: float | None = None) -> Any:
+        """Run on one device: no shards, no threads, only what is elsewhere is moved."""
+        device = self.replica_devices[0]
+        if self._ranks is not None:
+            spread_seeds(self.replica_devices)
+        if any(p.device != device for p in self._first_parameter):
+            place_module(self.module, device, "DataParallel", strict=self.strict_device)
+        if kwargs or any(type(x) is not Tensor or x.device != device for x in inputs):
+            inputs, kwargs = move_tree(inputs, device), move_tree(kwargs, device)
+        if method is None:
+            output = self._engine.run_alone((self.module, inputs, kwargs), device)
+            if self._engine.launches and may_launch():
+                (output,) = self._engine.watch([output])
+        else:
+            output = self._threads.run_alone((getattr(self.module, method), inputs, kwargs), device)
+        return self._at_output_device(output)
+
+    def _at_output_device(self, output: Any) -> Any:
+        is_there = self._output_device == self.replica_devices[0]
+        return output if is_there else move_tree(output, self._output_device)
+
+    # The four verbs of ``torch.nn.DataParallel``, to call and to override.
+
+    def scatter(self, inputs: Any, kwargs: Mapping[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
+        """Cut a call's arguments into one share per replica, each on its device.
+
+        Args:
+            inputs: Positional arguments; a tuple.
+            kwargs: Keyword arguments, if there are any.
+            device_ids: Devices, as ints, names or ``torch.device``; -1 is the CPU.
+        Returns:
+            Positional arguments of each replica that runs, and their keyword arguments.
+        Raises:
+            SplitError: the arguments can't be cut.
+        Source:
+            ``torch.nn.DataParallel.scatter``.
+        """
+        devices = self._parsed(device_ids)
+        is_call = type(inputs) is tuple
+        fits = isinstance(self.split, str) or len(self.split) == len(devices)
+        split = self.split if fits else "chunk"
+        call = scatter_call(inputs if is_call else (inputs,), kwargs or {}, devices, self.dim, split)
+        if device_ids is not self._ids and (own := self._positions_of(devices)):
+            call.positions = tuple(own[p] for p in call.positions)
+        if len(call.positions) > 1 and self.gather_rule == "sharded":
+            weigh_shares(call, self.weight_rule, self._output_device)
+        return ScatteredArgs(call.args if is_call else (a[0] for a in call.args), call), call.kwargs
+
+    def replicate(self, module: nn.Module, device_ids: Sequence[DeviceLike]) -> list[nn.Module]:
+        """Bring replicas of a module up to date, and return one per device; the first is the module itself.
+
+        Args:
+            module: To be replicated.
+            device_ids: Devices, as for ``scatter``.
+        Source:
+            ``torch.nn.DataParallel.replicate``. Within forward, replicas of the wrapped module persist.
+        """
+        devices = self._parsed(device_ids)
+        positions = self._positions_of(devices)
+        if positions is None or module is not self.module:
+            return ReplicaSet(module, devices).refresh(range(len(devices)))
+        if self._lock.is_inside():
+            replicas, fresh, rows = self._current_replicas(), self._fresh, self._rows
+        elif self._ranks is None:
+            replicas, fresh, rows = self.make_replicas(), None, ()
+        else:
+            raise CallError(
+                "replicate: under torchrun, gradients are added up by DataParallel's forward, got a call outside of "
+                "it. Override scatter or gather, and leave forward to DataParallel."
+            )
+        return PerReplica(replicas.refresh(positions, fresh, rows), replicas=replicas)
+
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        """Call each replica with its arguments, all at once.
+
+        Args:
+            replicas: One per call; modules, or their methods.
+            inputs: Positional arguments of each: a tuple or a list; anything else is the only one.
+            kwargs: Keyword arguments of each, if there are any.
+        Returns:
+            What each replica returned.
+        Raises:
+            OptionError: there are not as many arguments as replicas.
+            Exception: what a replica raised; its ``__cause__`` names the replica.
+        Source:
+            ``torch.nn.DataParallel.parallel_apply``.
+        """
+        call: Call | None = getattr(inputs, "call", None)
+        positions = range(len(replicas)) if call is None else call.positions
+        devices = [self.replica_devices[p] for p in positions[: len(self.replica_devices)]]
+        args = [tuple(i) if isinstance(i, (tuple, list)) else (i,) for i in inputs]
+        more = list(kwargs or [{}] * len(args))
+        with fresh_casts():
+            spread_seeds(self.replica_devices)
+            if self._lock.is_inside() and 0 < len(replicas) == len(args) == len(more) == len(devices):
+                engine = self._engine if isinstance(replicas, PerReplica) else self._threads
+                return PerReplica(engine.run(list(zip(replicas, args, more)), devices, positions), call)
+            if not self._lock.is_inside() and self._engine is not self._threads and not self._has_told:
+                self._has_told = True
+                self._tell_of(["forward"])
+            outputs = PerReplica(parallel_apply(replicas, args, more, devices or None), call)
+        self._average_buffers(replicas, call)
+        return outputs
+
+    def gather(self, outputs: Sequence[Any], output_device: DeviceLike) -> Any:
+        """Join what the replicas returned.
+
+        Args:
+            outputs: Of each replica, alike in structure.
+            output_device: Where joined tensors are, or their ``ShardedBatch`` is; -1 is the CPU.
+        Raises:
+            GatherError: the outputs can't be joined.
+        Source:
+            ``torch.nn.DataParallel.gather``.
+        """
+        device = self._output_device if output_device == self.output_device else parse_target(output_device)
+        call: Call | None = getattr(outputs, "call", None)
+        return gather_outputs(
+            list(outputs), Joiner(device=device, dim=self.dim, call=call, is_sharded=self.gather_rule == "sharded")
+        )
+
+    def _parsed(self, device_ids: Sequence[DeviceLike]) -> Sequence[torch.device]:
+        if device_ids is self._ids:
+            return self.replica_devices
+        return [parse_target(device) for device in device_ids]
+
+    def _positions_of(self, devices: Sequence[torch.device]) -> Sequence[int] | None:
+        """Return the replicas on these devices, each once; None where there are none."""
+        if devices is self.replica_devices:
+            return range(len(devices))
+        free = dict(enumerate(self.replica_devices))
+        found = []
+        for device in devices:
+            position = next((p for p, d in free.items() if d == device), None)
+            if position is None:
+                return None
+            found.append(position)
+            del free[position]
+        return found
+
+    def _average_buffers(self, modules: Sequence[Any], call: Call | None) -> None:
+        replicas = getattr(modules, "replicas", None)
+        if self.buffers_rule == "mean" and replicas is not None:
+            positions = [replicas.position_of(m) for m in modules]
+            replicas.average_buffers(positions, (call and call.rows) or (1,) * len(positions))
+
+    # Replicas.
 
     def make_replicas(self, make_leaves: Callable[[], Leaves] | None = None, *, fixed: bool = False) -> ReplicaSet:
         """Make replicas of the module as it is now; see ``ReplicaSet``."""
@@ -225,74 +458,37 @@ class DataParallel(MethodCalls):
             bucket_bytes=replica_bucket_bytes(self.bucket_cap_mb),
         )
 
-    def forward_with(self, replicas: ReplicaSet, *inputs: Any, **kwargs: Any) -> Any:
-        """Run on replicas that the caller keeps, as ``TrainStep`` does."""
-        if self._has_overrides:
-            raise CallError(
-                f"TrainStep: must be made after {' and '.join(overridden(self))} of the DataParallel are overridden. "
-                f"Make a new TrainStep."
-            )
-        with nullcontext() if self._ranks is None else self._ranks.apart(self.module):
-            return self._one_at_a_time(self._forward_on, replicas, inputs, kwargs)
+    def _current_replicas(self) -> ReplicaSet:
+        if self._replicas is None or self._replicas.module is not self.module:
+            self._replicas = self.make_replicas()
+            self._fresh = None if self._fresh is None else set()
+        return self._replicas
 
-    def _apply_to(self, replicas: list[nn.Module], shards: list[Shard], around: Around) -> list[Any]:
-        positions = [s.position for s in shards]
-        calls = [(replica, s.args, s.kwargs) for replica, s in zip(replicas, shards)]
-        with fresh_casts(), around(replicas):
-            spread_seeds(self.replica_devices)
-            return self._engine.run(calls, [self.replica_devices[p] for p in positions], positions)
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Promise that the module doesn't change within, so that it is sent to the devices only once.
 
-    def _gather(self, outputs: list[Any], joiner: Joiner) -> Any:
-        return gather_outputs(self._engine.watch(outputs), joiner)
+            with model.frozen(), torch.no_grad():
+                for batch in loader:
+                    model(batch)
 
-    def _joiner(self, shards: list[Shard], modules: list[nn.Module]) -> Joiner:
-        weights = weights_of(shards) if self.gather_rule == "sharded" else None
-        return Joiner(
-            device=self._output_device,
-            dim=self.dim,
-            rows=weights,
-            num_rows=counted_rows(shards),
-            modules=tuple(modules),
-        )
+        Parameters, buffers, modes and attributes must stay as they are at the first forward. Forwards that record
+        gradients are as ever.
+        """
+        before, self._fresh = self._fresh, set()
+        try:
+            yield
+        finally:
+            self._fresh = before
 
-    def _forward_alone(self, inputs: Any, kwargs: Any, name: str | None = None) -> Any:
-        """Run on one device: no shards, no threads, only what is elsewhere is moved."""
-        device = self.replica_devices[0]
-        if self._ranks is not None:
-            spread_seeds(self.replica_devices)
-        if any(p.device != device for p in self._first_parameter):
-            place_module(self.module, device, "DataParallel", strict=self.strict_device)
-        if kwargs or any(type(x) is not Tensor or x.device != device for x in inputs):
-            inputs, kwargs = move_tree(inputs, device), move_tree(kwargs, device)
-        if name is None:
-            output = self._engine.run_alone((self.module, inputs, kwargs), device)
-            if self._engine.launches and may_launch():
-                (output,) = self._engine.watch([output])
-        else:
-            output = self._threads.run_alone((getattr(self.module, name), inputs, kwargs), device)
-        return self._at_output_device(output)
+    def release(self) -> None:
+        """Give up the replicas, their memory and their threads, after forwards in other threads; the next makes new."""
+        self._lock.run_apart(self._end)
 
-    def _at_output_device(self, output: Any) -> Any:
-        is_there = self._output_device == self.replica_devices[0]
-        return output if is_there else move_tree(output, self._output_device)
-
-    @not_compiled
-    def _one_at_a_time(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Let one thread at a time use the replicas."""
-        self._lock.check()
-        if self._lock.is_forked():
-            self._prepare()
-        return self._lock.run(function, *args)
-
-    @property
-    def engine_in_use(self) -> str:
-        """The engine that replicas run by now: ``"threads"``, ``"graphs"`` or ``"compile"``."""
-        return self._engine.in_use
-
-    @property
-    def rank_model(self) -> RankModel | None:
-        """What keeps the module and its gradients equal on all ranks; None without torchrun."""
-        return self._ranks
+    def _end(self) -> None:
+        self._engine.close()
+        self._threads.close()
+        self._prepare()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Leave gradients to the first backward after the block, to add micro-batches up by one exchange over ranks::
@@ -313,14 +509,150 @@ class DataParallel(MethodCalls):
         """Have another engine run what ``TrainStep`` won't record."""
         self._engine.give_up_recording(reason)
 
-    def release(self) -> None:
-        """Give up the replicas, their memory and their threads, after forwards in other threads; the next makes new."""
-        self._lock.run_apart(self._end)
+    def _tell_of(self, overrides: Sequence[str]) -> None:
+        logger.warning(
+            "DataParallel: replicas run in threads, whatever the engine, as %s has its own %s.",
+            type(self).__qualname__,
+            " and ".join(overrides),
+        )
 
-    def _end(self) -> None:
-        self._engine.close()
-        self._threads.close()
-        self._prepare()
+    # What it is, to code that looks at ``torch.nn.DataParallel``, too.
+
+    @property
+    def engine_in_use(self) -> str:
+        """The engine that replicas run by now: ``"threads"``, ``"graphs"`` or ``"compile"``."""
+        return self._engine.in_use
+
+    @property
+    def rank_model(self) -> RankModel | None:
+        """What keeps the module and its gradients equal on all ranks; None without torchrun."""
+        return self._ranks
+
+    @property  # type: ignore[override]
+    def device_ids(self) -> list[int | torch.device]:
+        """The replicas' devices: ints for CUDA, as of ``torch.nn.DataParallel``, else ``torch.device``."""
+        return [device_id(device) for device in self.replica_devices]
+
+    @device_ids.setter
+    def device_ids(self, value: Sequence[DeviceLike]) -> None:
+        self.replica_devices = _replica_devices(value)
+        if "_lock" in vars(self):
+            self.release()
+
+    @property  # type: ignore[override]
+    def output_device(self) -> int | torch.device:
+        """Where outputs go: an int for CUDA, as of ``torch.nn.DataParallel``, else a ``torch.device``."""
+        return device_id(self._output_device)
+
+    @output_device.setter
+    def output_device(self, value: DeviceLike) -> None:
+        self._output_device = parse_target(value)
+
+    @property
+    def output_device_obj(self) -> torch.device:
+        """``output_device`` as a ``torch.device``."""
+        return self._output_device
+
+    @property
+    def src_device_obj(self) -> torch.device:  # type: ignore[override]
+        """The device of the module's parameters and buffers."""
+        return self.replica_devices[0]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "gather" and isinstance(value, str):
+            raise OptionError(
+                f"DataParallel: gather must be a method, as torch.nn.DataParallel's, got {value!r}. Set gather_rule."
+            )
+        super().__setattr__(name, value)
+        if name in VERBS and "_lock" in vars(self):
+            self.release()
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        if name in VERBS and "_lock" in vars(self):
+            self.release()
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise ModuleError(
+            "DataParallel: torch.jit.script needs a module without the wrapper, got a DataParallel. Script the module "
+            "itself: torch.jit.script(model.module)."
+        )
 
     def extra_repr(self) -> str:
         return f"device_ids={[str(d) for d in self.replica_devices]}, split={self.split!r}"
+
+
+def overridden(wrapper: DataParallel) -> tuple[str, ...]:
+    """Return which of the four verbs are a subclass's, or this object's own."""
+    own = vars(wrapper)
+    return tuple(v for v in VERBS if v in own or getattr(type(wrapper), v) is not getattr(DataParallel, v))
+
+
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[DeviceLike] | None = None,
+    output_device: DeviceLike | None = None,
+    dim: int = 0,
+    module_kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """Run a module on several devices once::
+
+        output = everygpu.data_parallel(module, x)
+
+    Args:
+        module: Any ``torch.nn.Module``; see ``DataParallel``.
+        inputs: Positional arguments: a tuple, or a single value.
+        device_ids: As for ``DataParallel``.
+        output_device: As for ``DataParallel``.
+        dim: Where the rows of the batch are.
+        module_kwargs: Keyword arguments.
+    Returns:
+        What the module returns for the whole batch.
+    Raises:
+        EveryGPUError: as ``DataParallel`` does.
+    Source:
+        ``torch.nn.parallel.data_parallel``. Replicas are made for this one call: in a loop, keep a
+        ``DataParallel``.
+    """
+    model = DataParallel(module, device_ids, output_device, dim, engine="threads")
+    args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+    try:
+        return model(*args, **(module_kwargs or {}))
+    finally:
+        model.release()
+
+
+def _replica_devices(device_ids: Any) -> tuple[torch.device, ...]:
+    if isinstance(device_ids, SupportsIndex) and not isinstance(device_ids, bool):
+        index = operator.index(device_ids)
+        several = f", {list(range(index))} for {index} GPUs" if index > 1 else ""
+        raise DeviceError(f"device_ids={index} is no list. Pass [{index}] for GPU {index} alone{several}.")
+    return tuple(parse_devices(device_ids))
+
+
+def _check_options(*, engine: Any, gather: Any, buffers: Any, dim: Any) -> None:
+    if engine == "processes":
+        raise OptionError(
+            "DataParallel: engine='processes' is no engine any more. Start one process a GPU: everygpu run --processes "
+            "auto train.py, or everygpu.launch(...) in a notebook."
+        )
+    for name, value, values in (
+        ("engine", engine, table.ENGINES),
+        ("gather", gather, GATHER_RULES),
+        ("buffers", buffers, BUFFER_RULES),
+    ):
+        if value not in values:
+            raise OptionError(f"DataParallel: {name} must be one of {values}, got {value!r}.")
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise OptionError(f"DataParallel: dim must be an int, got {dim!r}.")
+
+
+def _check_method(module: nn.Module, name: str) -> None:
+    if not callable(getattr(module, name, None)):
+        names = [n for n in dir(module) if not n.startswith("_")]
+        close = difflib.get_close_matches(
+            name, names, 1, 0.75
+        )  # 'genrate' is like 'generate', not like 'get_parameter'
+        advice = f"Did you mean {close[0]!r}?" if close else "Define it in the module's class."
+        raise CallError(f"call_method: {type(module).__qualname__} must have the method, got {name!r}. {advice}")

@@ -2,9 +2,10 @@
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Optional
 
 from everygpu.errors import CallError
 from everygpu.parallel.engines.scheduler import is_in_replica
@@ -14,43 +15,48 @@ _running: ContextVar[frozenset[object]] = ContextVar("everygpu_running", default
 
 
 class ForwardLock:
-    """Lets one thread at a time run a forward; others wait."""
+    """Lets one thread at a time run a forward, within ``with lock.lock, lock.inside()``; others wait.
+
+    Ctrl-C can come between any two lines: a plain lock that ``with`` takes is given back all the same, and a mark that
+    stays in ``_running`` is not that of the call which has the lock.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._call: object | None = None
         self._pid = os.getpid()
 
+    @staticmethod
+    def kept(before: Optional["ForwardLock"]) -> "ForwardLock":
+        """Return the lock that threads may be waiting for; a new one at the start, and in a forked child."""
+        return ForwardLock() if before is None or before.is_forked() else before
+
     def check(self) -> None:
-        """Refuse a forward within the forward that has the lock.
+        """Refuse a forward within the forward that has the lock: it would wait forever.
 
         Raises:
-            CallError: waiting for the lock would take forever.
+            CallError: it is one.
         """
         if self.is_inside():
             raise CallError("DataParallel: forward can't be called from within its own forward. Call the inner module.")
 
     def is_inside(self) -> bool:
         """Tell whether the present call is within the forward that has the lock."""
-        return self._call in _running.get() and self._lock.locked()
+        return self._call in _running.get() and self.lock.locked()
 
     def is_forked(self) -> bool:
         """Tell whether this is a child's copy: a fork copies no threads, and locks as they were."""
         return self._pid != os.getpid()
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function while no other thread does.
-
-        Ctrl-C can come between any two lines: a lock that ``with`` takes is given back all the same, and a mark that
-        stays in ``_running`` is not that of the call which has the lock.
-        """
-        with self._lock:
-            self._call = object()
-            token = _running.set(_running.get() | {self._call})
-            try:
-                return function(*args)
-            finally:
-                _running.reset(token)
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Mark what runs within as the forward that has the lock."""
+        self._call = object()
+        token = _running.set(_running.get() | {self._call})
+        try:
+            yield
+        finally:
+            _running.reset(token)
 
     def run_apart(self, function: Callable[[], Any]) -> None:
         """Call a function while no other thread runs a forward: at once in the verbs of one, and in a forked child.
@@ -62,10 +68,6 @@ class ForwardLock:
             raise CallError("DataParallel: a replica can't release its wrapper. Call release() after forward.")
         if self.is_forked() or self.is_inside():
             function()
-        else:
-            self.run(function)
-
-
-def kept_lock(before: ForwardLock | None) -> ForwardLock:
-    """Return the lock that threads may be waiting for; a new one at the start, and in a forked child."""
-    return ForwardLock() if before is None or before.is_forked() else before
+            return
+        with self.lock, self.inside():
+            function()

@@ -1,24 +1,26 @@
 """Join the replicas' outputs into what one device would have returned."""
 
+import functools
 import itertools
+import logging
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from everygpu import comm, tree
 from everygpu.devices.parse import DeviceLike, parse_target
 from everygpu.errors import GatherError, OptionError
-from everygpu.parallel.listed_rows import are_listed_rows
+from everygpu.parallel.call import Call
 from everygpu.parallel.replicas.module_tree import is_dense
-from everygpu.parallel.rows_elsewhere import find_rows_elsewhere, find_state_rows, warn_of_rows_elsewhere
-from everygpu.parallel.scatter.batch_types import ROWS, Rows, batch_type, known_type, move_tree, open_known
-from everygpu.parallel.scatter.ready_types import BatchType
+from everygpu.parallel.scatter.batch_types import ROWS, BatchType, Rows, batch_type, known_type, move_tree, open_known
 from everygpu.parallel.sharded.batch import ShardedBatch, join, shard_batch
 
+logger = logging.getLogger("everygpu")
+
+_NUMBERS = (int, float, complex, bool, type(None))
 _SMALL = 2**20
 """Bytes up to which copying costs less than finding out whose a tensor is."""
 
@@ -73,74 +75,108 @@ def _join_batches(output: Any, device: torch.device | None) -> Any:
     return tree.map_leaves(join_leaf, output, open_known)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Joiner:
-    """How tensors are joined."""
+    """How outputs are joined, and what was seen in them."""
 
     device: torch.device
     """Device of the joined tensors, unless all of them are on the CPU."""
     dim: int
-    rows: tuple[int, ...] | None = None
-    """How much each replica's results count: tensors are kept on their devices, as a ``ShardedBatch``."""
-    num_rows: tuple[int, ...] | None = None
-    """Rows of the batch behind each replica."""
-    pad_value: float | None = None
-    """What fills up tensors and arrays at their ends whose sizes along other dimensions differ; None to refuse them."""
-    advice: str = "Pad to a common length inside forward."
-    """Against such sizes."""
-    modules: tuple[nn.Module, ...] = field(default=(), compare=False)
-    """The replicas, whose parameters and buffers are written by later forwards; none where that isn't known."""
-    suspects: list[tuple[str, int]] = field(default_factory=list, compare=False)
-    """Filled by ``join``: outputs whose rows may be on another dimension, and on which."""
+    call: Call | None = None
+    is_sharded: bool = False
+    """Whether tensors are kept on their devices, as a ``ShardedBatch``, where it is known what each counts."""
+    has_rows: bool = False
+    odd: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    """Outputs whose shape, equal in all replicas, says that they have no rows where these should be."""
+
+    @property
+    def rows(self) -> tuple[int, ...] | None:
+        return None if self.call is None else self.call.rows
 
     def join(self, tensors: list[Tensor], path: str) -> Tensor:
         """Join one tensor of the output."""
         _check_layouts(tensors, path)
+        weights = self.call.weights if self.is_sharded and self.call is not None else None
         target = torch.device("cpu") if all(t.device.type == "cpu" for t in tensors) else self.device
-        stays_sharded = self.rows is not None and len(tensors) > 1 and _can_stay_sharded(tensors)
-        entries, dim, rows = [self._copy_if_shared(t) for t in tensors] if stays_sharded else tensors, self.dim, None
+        is_sharded = weights is not None and len(tensors) > 1 and _can_stay_sharded(tensors)
+        entries, dim = [self._copy_if_shared(t) for t in tensors] if is_sharded else tensors, self.dim
         if all(t.ndim == 0 for t in tensors):
-            entries, dim, rows = [t.unsqueeze(0) for t in entries], 0, self.rows
+            entries, dim = [t.unsqueeze(0) for t in entries], 0
         else:
-            if self.pad_value is not None:
-                entries = [_filled(t, widths, self.pad_value) for t, widths in zip(entries, self._missing(entries))]
-            _check_shapes([tuple(t.shape) for t in entries], self, path)
-            rows = self.rows if _are_results_per_replica(tensors, self.rows) else None
+            entries = self._filled(entries)
+            self._check_shapes([tuple(t.shape) for t in entries], path)
             self._look_for_rows(tensors, path)
-        if stays_sharded:
-            return shard_batch(entries, target, dim, rows)
+            # One number per replica, as a loss of shape (1,), is no row; with one row each, the two are equal.
+            if any(t.numel() != 1 for t in tensors) or max(self.rows or (2,)) < 2:
+                weights = None
+        if is_sharded:
+            return shard_batch(entries, target, dim, weights)
         return torch.cat([comm.copy(t, target) for t in entries], dim)
+
+    def join_arrays(self, arrays: list[Any], path: str) -> Any:
+        """Join one NumPy array of the output."""
+        numpy = sys.modules["numpy"]  # an array is here, so NumPy is loaded; torch works without it
+        if all(a.ndim == 0 for a in arrays):
+            return numpy.stack(arrays)
+        arrays = self._filled(arrays)
+        self._check_shapes([a.shape for a in arrays], path)
+        return numpy.concatenate(arrays, self.dim)
 
     def _copy_if_shared(self, t: Tensor) -> Tensor:
         """Copy a tensor that forward may not have made: an input, a parameter or a buffer, which is written later."""
         root = t if t._base is None else t._base
         if not root.is_leaf:
             return t
-        if self.modules and t.nbytes > _SMALL and not t.is_nested:  # without gradients everything is a leaf
-            held = (x for m in self.modules for x in itertools.chain(m.parameters(), m.buffers()) if is_dense(x))
+        modules = () if self.call is None else self.call.modules
+        if modules and t.nbytes > _SMALL and not t.is_nested:  # without gradients everything is a leaf
+            held = (x for m in modules for x in itertools.chain(m.parameters(), m.buffers()) if is_dense(x))
             place = t.untyped_storage().data_ptr()
             return t.clone() if any(x.untyped_storage().data_ptr() == place for x in held) else t
         return t.clone()
 
-    def _look_for_rows(self, tensors: list[Tensor], path: str) -> None:
-        if self.num_rows and len(tensors) > 1 and tensors[0].shape[self.dim] != self.num_rows[0]:
-            found = find_state_rows(tensors, self.num_rows, self.dim)
-            if found is not None:
-                self.suspects.append((path, found))
-
-    def _missing(self, entries: Sequence[Any]) -> list[list[int]]:
-        """Return by how much each entry is shorter than the longest, along each dimension but that of the rows."""
+    def _filled(self, entries: list[Any]) -> list[Any]:
+        """Fill tensors or arrays up that are shorter than the longest, but for their rows."""
+        value = None if self.call is None else self.call.pad_value
         shapes = [tuple(e.shape) for e in entries]
-        if len({len(shape) for shape in shapes}) > 1:
-            return [[0] * len(shape) for shape in shapes]
-        longest = list(map(max, zip(*shapes)))
-        row_dim = self.dim % max(1, len(longest))
-        return [[0 if i == row_dim else longest[i] - n for i, n in enumerate(shape)] for shape in shapes]
+        if value is None or len({len(shape) for shape in shapes}) > 1:
+            return entries
+        longest, row_dim = list(map(max, zip(*shapes))), self.dim % len(shapes[0])
+        widths = [[0 if d == row_dim else longest[d] - n for d, n in enumerate(shape)] for shape in shapes]
+        if isinstance(entries[0], Tensor):
+            pads = [[n for width in reversed(w) for n in (0, width)] for w in widths]
+            return [torch.nn.functional.pad(t, p, value=value) if any(p) else t for t, p in zip(entries, pads)]
+        pad = sys.modules["numpy"].pad
+        return [pad(a, [(0, n) for n in w], constant_values=value) for a, w in zip(entries, widths)]
 
+    def _check_shapes(self, shapes: list[tuple[int, ...]], path: str) -> None:
+        ndim, dim = len(shapes[0]), self.dim
+        if any(len(shape) != ndim for shape in shapes):
+            raise _structure_error(path, [f"shape {shape}" for shape in shapes], _KEEP_ROWS)
+        if not -ndim <= dim < ndim:
+            raise GatherError(
+                f"gather: {path} must have the batch on dim {dim}, got shape {shapes[0]}. "
+                f"Return it with that dimension, or as a 0-dim tensor for one entry per replica."
+            )
+        at = dim % ndim
+        if len({shape[:at] + shape[at + 1 :] for shape in shapes}) > 1:
+            advice = "Pad to a common length inside forward."
+            if self.call is not None and self.call.method is not None:
+                advice = "Pass pad_value=... to call_method to fill the shorter ones up."
+            found = next((d for d in range(ndim) if d != at and tuple(s[d] for s in shapes) == self.rows), None)
+            raise GatherError(
+                f"gather: {path} must have equal shapes except on dim {dim}, got "
+                f"{', '.join(map(str, shapes))} from the replicas. "
+                + (advice if found is None else f"If its rows are on dim {found}, permute it inside forward.")
+            )
 
-def _are_results_per_replica(tensors: list[Tensor], rows: tuple[int, ...] | None) -> bool:
-    """Tell one number per replica, as a loss of shape (1,), from rows; with one row each, the two are equal."""
-    return rows is not None and any(n > 1 for n in rows) and all(t.numel() == 1 for t in tensors)
+    def _look_for_rows(self, tensors: list[Tensor], path: str) -> None:
+        if self.rows is None or len(tensors) < 2:
+            return
+        sizes, shape = [t.shape[self.dim] for t in tensors], tensors[0].shape
+        if sizes == list(self.rows):
+            self.has_rows = True
+        elif sizes[0] > 1 and sizes[0] % self.rows[0] and all(t.shape == shape for t in tensors):
+            self.odd.append((path, tuple(shape)))
 
 
 def _can_stay_sharded(tensors: list[Tensor]) -> bool:
@@ -161,21 +197,23 @@ def _check_layouts(tensors: list[Tensor], path: str) -> None:
             )
 
 
-def _filled(t: Tensor, widths: Sequence[int], value: float) -> Tensor:
-    """Append a value to a tensor along its dimensions."""
-    if not any(widths):
-        return t
-    return torch.nn.functional.pad(t, [n for width in reversed(widths) for n in (0, width)], value=value)
+@functools.cache
+def _warn_of_no_rows(path: str, shape: tuple[int, ...], dim: int, num_replicas: int) -> None:
+    logger.warning(
+        "gather: %s has shape %s in each of %d replicas, which are no rows on dim %d: joined there all the same, as "
+        "torch.nn.DataParallel joins it. Return the state of an nn.LSTM with its rows permuted to that dimension, and "
+        "what is of a whole batch, such as counts, with a dimension of size 1 there. This is said once.",
+        path, shape, num_replicas, dim,
+    )  # fmt: skip
 
 
 def gather_outputs(outputs: list[Any], joiner: Joiner) -> Any:
     """Join the replicas' outputs; see ``gather``."""
     if not outputs:
         raise GatherError("gather: needs the output of at least one replica, got none.")
-    joiner = replace(joiner, suspects=[])  # a recording's is used again
     joined = _join(outputs, joiner, "out")
-    if joiner.suspects and joiner.num_rows:
-        warn_of_rows_elsewhere(joiner.suspects, outputs[0], joiner.num_rows[0], joiner.dim)
+    if joiner.odd and joiner.has_rows:  # beside outputs with rows
+        _warn_of_no_rows(*joiner.odd[0], joiner.dim, len(outputs))
     return joined
 
 
@@ -186,7 +224,7 @@ def _join(values: list[Any], joiner: Joiner, path: str) -> Any:
     known = batch_type(first)
     if known is not None:
         return _join_batches_of(known, values, joiner, path)
-    if joiner.num_rows and len(values) > 1 and are_listed_rows(values, joiner.num_rows, joiner.dim, path, _is_equal):
+    if _are_listed_rows(values, joiner):
         return [_to_device(item, joiner.device) for items in values for item in items]
     opened = [tree.open_container(v) for v in values]
     if all(node is None for node in opened):
@@ -221,22 +259,25 @@ def _is_on_cpu(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.device.type == "cpu"
 
 
-def _check_shapes(shapes: list[tuple[int, ...]], joiner: Joiner, path: str) -> None:
-    ndim, dim = len(shapes[0]), joiner.dim
-    if any(len(shape) != ndim for shape in shapes):
-        raise _structure_error(path, [f"shape {shape}" for shape in shapes], _KEEP_ROWS)
-    if not -ndim <= dim < ndim:
-        raise GatherError(
-            f"gather: {path} must have the batch on dim {dim}, got shape {shapes[0]}. "
-            f"Return it with that dimension, or as a 0-dim tensor for one entry per replica."
-        )
-    others = [shape[: dim % ndim] + shape[dim % ndim + 1 :] for shape in shapes]
-    if any(other != others[0] for other in others):
-        found = find_rows_elsewhere(shapes, joiner.num_rows, dim)
-        raise GatherError(
-            f"gather: {path} must have equal shapes except on dim {dim}, got {_list(shapes)} from the replicas. "
-            + (joiner.advice if found is None else f"If its rows are on dim {found}, permute it inside forward.")
-        )
+def _are_listed_rows(lists: list[Any], joiner: Joiner) -> bool:
+    """Tell lists with a dict, text or object for each row, as detections are, from lists with an item per output.
+
+    ``torch.nn.DataParallel`` joins either item by item, which would mix rows.
+    """
+    rows = joiner.rows
+    if not rows or len(lists) < 2 or any(type(x) is not list or len(x) != n for x, n in zip(lists, rows)):
+        return False
+    pairs = [(item, n) for items, n in zip(lists, rows) for item in items]
+    if not pairs or any(isinstance(i, (Tensor, list, tuple, *_NUMBERS)) or tree.is_array(i) for i, _ in pairs):
+        return False
+    leaves = [(x, n) for item, n in pairs for _, x in tree.leaves(item, "")]
+    tensors = [(x, n) for x, n in leaves if isinstance(x, Tensor) or tree.is_array(x)]
+    if len(set(rows)) > 1:
+        return True
+    if not tensors:
+        return not all(_is_equal(items, lists[0]) for items in lists[1:])
+    dims = [(x, n, range(-x.ndim, x.ndim)) for x, n in tensors if x.ndim and x.shape != (1,)]
+    return any(joiner.dim not in allowed or x.shape[joiner.dim] != n for x, n, allowed in dims)
 
 
 def _join_leaves(values: list[Any], joiner: Joiner, path: str) -> Any:
@@ -244,7 +285,7 @@ def _join_leaves(values: list[Any], joiner: Joiner, path: str) -> Any:
     if any(isinstance(v, Tensor) for v in values) or (arrays and len(arrays) < len(values)):
         raise _structure_error(path, [_describe(v) for v in values])
     if arrays:
-        return _join_arrays(arrays, joiner, path)
+        return joiner.join_arrays(arrays, path)
     if any(_holds_tensors(v) for v in values):
         raise GatherError(
             f"gather: {path} is a {type(values[0]).__name__} with tensors in it, which has no order to join by. "
@@ -254,17 +295,6 @@ def _join_leaves(values: list[Any], joiner: Joiner, path: str) -> Any:
     if any(none) and not all(none):
         raise _structure_error(path, [_describe(v) for v in values])
     return values[0] if all(_is_equal(v, values[0]) for v in values[1:]) else values
-
-
-def _join_arrays(arrays: list[Any], joiner: Joiner, path: str) -> Any:
-    numpy = sys.modules["numpy"]  # an array is here, so NumPy is loaded; torch works without it
-    if all(a.ndim == 0 for a in arrays):
-        return numpy.stack(arrays)
-    if joiner.pad_value is not None:
-        pairs = zip(arrays, joiner._missing(arrays))
-        arrays = [numpy.pad(a, [(0, n) for n in w], constant_values=joiner.pad_value) for a, w in pairs]
-    _check_shapes([a.shape for a in arrays], joiner, path)
-    return numpy.concatenate(arrays, joiner.dim)
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -303,7 +333,3 @@ def _describe(value: Any) -> str:
 
 def _describe_places(value: Any, accessors: list[str]) -> str:
     return f"{type(value).__name__} of {len(accessors)} ({', '.join(accessors[:8])})"
-
-
-def _list(shapes: list[tuple[int, ...]]) -> str:
-    return ", ".join(str(shape) for shape in shapes)

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from everygpu.errors import CallError
 from everygpu.parallel.compiler.eval_frame import left_to_run
-from everygpu.torch_private.autograd import are_batched, are_transforms_active
+from everygpu.torch_private.autograd import are_batched, are_transforms_active, is_transforming
 
 
 def check_transforms() -> None:
-    """Refuse a forward on several devices within a transform of ``torch.func``, or while torch traces it.
+    """Refuse a forward on several devices within a transform of ``torch.func``, in forward mode, or while torch traces.
 
     Raises:
         CallError: naming the module to call in place of the wrapper.
@@ -42,6 +42,8 @@ def check_tangents(tangents: Iterable[Tensor | None]) -> None:
 def _find_transform() -> tuple[str, str] | None:
     if are_transforms_active():
         return "a transform of torch.func, such as vmap or grad,", "torch.func.vmap(model.module)(x)"
+    if is_transforming():
+        return "forward-mode differentiation", "torch.func.jvp(model.module, (x,), (v,))"
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return "torch.jit.trace", "torch.jit.trace(model.module, x)"
     if torch.compiler.is_exporting():

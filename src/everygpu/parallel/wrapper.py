@@ -1,6 +1,6 @@
 """What makes a wrapper look like its module: state dicts, attributes, registration, pickles."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -21,6 +21,12 @@ class ModuleWrapper(nn.Module):
     """Marks the class for ``everygpu.keys.unwrap``."""
     _transient: ClassVar[frozenset[str]] = frozenset()
     """Attributes that a copy or a pickle makes anew. They are the wrapper's, even if the module has such names, too."""
+    _keeps_attributes: ClassVar[bool] = False
+    """Whether new attributes stay on the wrapper: a subclass's methods set their own."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._keeps_attributes = not cls.__module__.startswith("everygpu.")
 
     def _prepare(self) -> None:
         """Set the transient attributes."""
@@ -42,6 +48,25 @@ class ModuleWrapper(nn.Module):
         state_dict.update({prefix + key: value for key, value in align_keys(mine, expected).items()})
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield this wrapper, then the module and its submodules under the module's own names.
+
+        ``named_parameters()`` and ``named_buffers()`` come from here, and have no ``module.`` in front, either.
+        """
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        for name, child in self._modules.items():
+            if name == "module":
+                yield from unwrap(self).named_modules(memo, prefix, remove_duplicate)
+            elif child is not None:
+                yield from child.named_modules(memo, f"{prefix}.{name}".lstrip("."), remove_duplicate)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -53,11 +78,21 @@ class ModuleWrapper(nn.Module):
             return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set what is read from the module on the module, as in ``model.fc = nn.Linear(model.fc.in_features, 10)``."""
-        if self._has_own(name) or not hasattr(self.module, name):
+        """Set attributes on the module, as in ``model.fc = nn.Linear(model.fc.in_features, 10)``, but for its own."""
+        if self._has_own(name) or (self._stays(name) and not hasattr(self.module, name)):
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._has_own(name):
+            super().__delattr__(name)
+        else:
+            delattr(self.module, name)
+
+    def _stays(self, name: str) -> bool:
+        """Tell whether an attribute that neither has is the wrapper's: libraries mark it by private names."""
+        return self._keeps_attributes or name.startswith("_")
 
     def _has_own(self, name: str) -> bool:
         """Tell whether a name is the wrapper's; all are until it has its module."""

@@ -57,9 +57,10 @@ def as_number(loss: Any, *, is_models: bool = False) -> Tensor:
     if isinstance(loss, ShardedBatch) and (loss.shard_rows is not None or (is_models and _is_one_each(loss))):
         return loss.mean()  # one number per replica, weighed by rows
     if loss.numel() != 1:
+        first = "Return it first, or as {'loss': ...}; or take its mean." if is_models else None
         raise LossError(
             f"TrainStep: the loss must be one number, got shape {tuple(loss.shape)}. "
-            f"Take its mean, as with reduction='mean'."
+            f"{first or 'Take its mean, as with reduction=' + repr('mean') + '.'}"
         )
     return loss.reshape(())
 

@@ -9,8 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from everygpu.errors import OptimizerError, OptionError
-from everygpu.parallel.data_parallel import DataParallel
-from everygpu.parallel.verbs import overridden
+from everygpu.parallel.data_parallel import DataParallel, overridden
 from everygpu.step.finite_check import RULES
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.sharded_update import ShardedUpdate
@@ -82,7 +81,7 @@ def check_model(model: DataParallel, loss: Any, optimizer: Any, weight: Any) -> 
             "TrainStep: loss=None needs a DataParallel with gather='sharded', which knows the rows behind each loss, "
             "got gather='joined'. Pass gather='sharded' there, or a loss here."
         )
-    if weight is None and model.weight_rule is not None:
+    if loss is not None and weight is None and model.weight_rule is not None:
         raise OptionError(
             "TrainStep: weight must be passed to the step, which calls it as weight(inputs, *targets), got one of the "
             "DataParallel alone. Pass TrainStep(..., weight=...)."

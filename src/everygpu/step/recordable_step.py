@@ -17,8 +17,8 @@ from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.recorder import Capture
 from everygpu.parallel.cuda_graphs.recurrent_dropout import draw_seeds
 from everygpu.parallel.cuda_graphs.static_batch import Batch, StaticBatch
+from everygpu.parallel.data_parallel import overridden
 from everygpu.parallel.scatter.split import ScatterSpec
-from everygpu.parallel.verbs import overridden
 from everygpu.step.early_update import EarlyUpdate
 from everygpu.step.loss import roots_of
 from everygpu.step.options import autocast

@@ -71,7 +71,9 @@ class TrainStep:
             code 5. ``"raise"``: it is left out, and a call soon
             after raises. ``"ignore"``: nothing looks for it.
         weight: Called with the batch's inputs and targets, for ``step((x, mask), y)`` as weight(x, mask, y), returns
-            how much it counts in an update, of all ranks: such as its tokens that aren't ignored; else its rows count.
+            how much it counts in an update, of all ranks: such as its tokens that aren't ignored. Left out, it is known
+            what torch's ``CrossEntropyLoss`` and ``NLLLoss`` average over; of a model that returns its loss, ``labels``
+            that aren't -100 count; else rows do.
         check_every: Before every so many updates, compare all replicas' and ranks' parameters bit by bit; see
             "Flipped bits" in docs/reliability.md.
     Raises:
@@ -102,6 +104,8 @@ class TrainStep:
         check_options(loss, precision, accumulate, clip_norm, on_nonfinite, weight, check_every)
         self.model = wrap_model(model, compile=compile)
         check_model(self.model, loss, optimizer, weight)
+        if loss is None:  # a loss for each replica is weighed alike
+            self.model.weight_rule = weight = weight or self.model.weight_rule
         self.loss = loss
         self.optimizer = optimizer
         self.accumulate = accumulate
@@ -112,7 +116,7 @@ class TrainStep:
         self._dtype = PRECISIONS[precision]
         self._ranks = self.model.rank_model
         group = None if self._ranks is None else self._ranks.group
-        self._weights = BatchWeights(weight, group, self._home, self.model.dim, len(self.model.device_ids))
+        self._weights = BatchWeights(weight, group, self._home, self.model.dim, len(self.model.device_ids), loss)
         self._scale = LossScale(self._home) if precision == "fp16" else None
         self._num_batches = 0
         self._was_launched = False

@@ -1,5 +1,7 @@
 """How much each batch counts in an update: by its rows, or what the user counts, on all ranks."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,21 +15,29 @@ class BatchWeights:
     """Makes an update's gradient the mean over all rows of its batches, not a mean of their means.
 
     Args:
-        weight: Called with a batch's inputs and targets; the batch's rows when left out.
+        weight: Called with a batch's inputs and targets; see ``weigh_batch`` where it is left out.
         group: The ranks; None for a process alone.
         home: Where the loss is.
         dim: Where the rows of a batch are.
         num_devices: Of this process.
+        loss: Called with the output and the targets; None where the model returns it.
     """
 
     def __init__(
-        self, weight: Weight | None, group: Group | None, home: torch.device, dim: int, num_devices: int
+        self,
+        weight: Weight | None,
+        group: Group | None,
+        home: torch.device,
+        dim: int,
+        num_devices: int,
+        loss: Any = None,
     ) -> None:
         self._weight = weight
         self._group = group
         self._home = home
         self._dim = dim
         self._num_devices = num_devices
+        self._loss = loss
         self._accumulate = 1
         self._is_needed = False
         self._unit: float | None = None  # gradients stay in the range that they have with one batch
@@ -104,7 +114,14 @@ class BatchWeights:
     def _count(self, batch: Batch) -> float | Tensor:
         args, kwargs, targets = batch
         found = weigh_batch(
-            self._weight, "TrainStep", args, kwargs, targets, dim=self._dim, num_devices=self._num_devices
+            self._weight,
+            "TrainStep",
+            args,
+            kwargs,
+            targets,
+            loss=self._loss,
+            dim=self._dim,
+            num_devices=self._num_devices,
         )
         return found.to(self._home, torch.float32) if isinstance(found, Tensor) else found
 

@@ -103,6 +103,47 @@ def test_a_model_that_returns_its_loss(recording: Devices) -> None:
     assert num_recordings(model) == 1
 
 
+class Tagger(nn.Module):
+    """Returns the mean loss over the targets that aren't -100."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 5)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.linear(x), labels)
+
+
+def train_tagger(used: list[torch.device], weight: Any) -> tuple[everygpu.DataParallel, list[tuple[Tensor, Tensor]]]:
+    """Train with more and fewer targets; return the losses, each beside that of one device."""
+    bare, net = Tagger().to(used[0]), Tagger().to(used[0])
+    model = everygpu.DataParallel(net, used, engine="graphs", weight=weight)
+    losses = []
+    for i in range(NUM_STEPS):
+        x, labels = torch.randn(8, 3, device=used[0]), torch.randint(5, (8,), device=used[0])
+        labels[: i % 4 + 1] = -100
+        losses.append((model(x, labels=labels).mean(), bare(x, labels)))
+        for loss, linear in zip(losses[-1], (net.linear, bare.linear)):
+            (grad,) = torch.autograd.grad(loss, linear.weight)
+            linear.weight.data.sub_(grad)
+    return model, losses
+
+
+@pytest.mark.parametrize("weight", [None, lambda x, labels: (labels >= 0).sum()], ids=["known", "given"])
+def test_losses_are_weighed_by_what_each_batch_says(recording: Devices, weight: Any) -> None:
+    model, losses = train_tagger(recording(2), weight)
+    for found, expected in losses:
+        torch.testing.assert_close(found, expected)
+    assert num_recordings(model) == 1
+
+
+def test_weights_that_are_no_tensors_are_not_recorded(recording: Devices, caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = train_tagger(recording(2), lambda x, labels: 7 + len(x))
+    assert num_recordings(model) == 0
+    assert "return tensors, as mask.sum()" in caplog.text
+
+
 def test_results_are_the_users(recording: Devices) -> None:
     used = recording(2)
     model = everygpu.DataParallel(Net().to(used[0]), used, engine="graphs")

@@ -25,14 +25,10 @@ def run(devices: list[torch.device], body: Callable[[ReplicaScheduler, int], Any
 
     def replica(i: int) -> None:
         try:
-            scheduler.enter(i)
-            with scheduler.context(i):
+            with scheduler.turn(i):
                 results[i] = body(scheduler, i)
         except BaseException as error:
             results[i] = error
-            scheduler.stop()
-        finally:
-            scheduler.leave(i)
 
     threads = [threading.Thread(target=replica, args=(i,)) for i in range(len(devices))]
     random.Random(0).shuffle(threads)

@@ -9,12 +9,12 @@ from torch import nn
 
 import everygpu
 from everygpu.errors import OptionError
+from everygpu.parallel.call import Call, PerReplica
 from everygpu.parallel.engines import table
 from everygpu.parallel.engines.compiled import CompiledReplicas
-from everygpu.parallel.engines.engine import Engine, EngineContext, Outputs
+from everygpu.parallel.engines.engine import Engine, EngineContext
 from everygpu.parallel.engines.recorded import RecordedReplicas
 from everygpu.parallel.engines.threads import Workers
-from everygpu.parallel.gather import Joiner
 
 
 def make_net(*, compiled: bool) -> nn.Module:
@@ -49,9 +49,9 @@ class InOrder(Engine):
         self.watched: list[int] = []
         self.is_closed = False
 
-    def launch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
-        joiner = Joiner(device=self.context.devices[0], dim=self.context.spec().dim)
-        return ([self.context.module()(*args) + 1], joiner) if len(args[0]) == 1 else None
+    def launch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PerReplica | None:
+        call = Call(positions=(0,), args=(args,), kwargs=(kwargs,), rows=None, weights=None)
+        return PerReplica([self.context.module()(*args) + 1], call) if len(args[0]) == 1 else None
 
     def run(self, calls: Any, devices: Any, positions: Any = None) -> list[Any]:
         return [module(*args, **kwargs) for module, args, kwargs in calls]
@@ -67,7 +67,7 @@ class InOrder(Engine):
 @pytest.mark.parametrize("count", [1, 3])
 def test_another_engine_is_a_line_in_the_table(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(table, "_MAKERS", MappingProxyType({"in order": InOrder}))
-    monkeypatch.setattr("everygpu.parallel.options.ENGINES", ("in order",))
+    monkeypatch.setattr(table, "ENGINES", ("in order",))
     net = nn.Linear(3, 2)
     model = everygpu.DataParallel(net, ["cpu"] * count, engine="in order")
     x = torch.randn(6, 3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from everygpu import DataParallel, Feeder, Replicated, Rows, scatter
-from everygpu.parallel.scatter.lists import warn_of_entries, warned_kinds
+from everygpu.parallel.scatter import row_count
 
 CPUS = ["cpu"] * 2
 
@@ -14,7 +14,7 @@ CPUS = ["cpu"] * 2
 @pytest.fixture(autouse=True)
 def said(caplog):
     """Give what is said, from the beginning of the test on."""
-    warned_kinds().clear()
+    row_count._warn_of_list.cache_clear()
     caplog.set_level(logging.WARNING, logger="everygpu")
     return caplog
 
@@ -54,35 +54,12 @@ class TestOfObjects:
         DataParallel(torch.nn.Identity(), ["cpu"])((torch.ones(4), ["a"] * 4))
         assert said.messages == []
 
-    def test_each_class_of_items_once(self, said):
-        for items in (["a", "b"], ["c", "d"], [{}, {}], [{}, {}]):
-            scatter((torch.ones(2), items), CPUS)
-        assert [m.split("(")[1].split(")")[0] for m in said.messages] == ["str", "dict"]
-
     def test_arguments_of_a_call_are_no_list(self, said):
         class Model(torch.nn.Module):
             def forward(self, x, mode, *, kind):
                 return x
 
         DataParallel(Model(), CPUS)(torch.ones(2), "mode", kind="x")
-        assert said.messages == []
-
-
-class TestOfEntriesPerDevice:
-    def test_vectors_are_cut_with_a_word(self, said):
-        warn_of_entries.cache_clear()
-        for _ in range(2):
-            scatter({"x": torch.ones(5, 2), "size": torch.ones(2)}, CPUS)
-        (message,) = said.messages
-        assert message.startswith('scatter: args[0]["size"] has 2 numbers')
-        assert "everygpu.Replicated(...)" in message
-
-    def test_others_without(self, said):
-        warn_of_entries.cache_clear()
-        scatter((torch.ones(5, 2), torch.ones(2, 1)), CPUS)
-        scatter([torch.ones(5, 2), torch.ones(2, 1)], CPUS)
-        scatter((torch.ones(2, 2), torch.ones(2)), CPUS)
-        scatter((torch.ones(5, 2), torch.ones(1)), ["cpu"])
         assert said.messages == []
 
 

@@ -75,42 +75,45 @@ class Weighted(nn.Module):
 
 
 class TestEntryPerDevice:
+    """Equal integers, one for each device, as ``transformers`` passes ``num_items_in_batch``."""
+
     @pytest.mark.parametrize("shape", [(3,), (3, 1)])
     @pytest.mark.parametrize("make", [torch.Tensor.clone, torch.Tensor.numpy], ids=["tensor", "array"])
     def test_each_device_gets_its_own(self, devices, shape, make):
         used = devices(3)
-        numbers = make(torch.arange(float(len(used))).view(len(used), *shape[1:]))
+        numbers = make(torch.full((len(used), *shape[1:]), 8))
         shards = scatter((torch.ones(7, 2), numbers), used)
         assert [s[1].shape for s in shards] == [(1, *shape[1:])] * len(used)
-        assert [s[1].item() for s in shards] == list(range(len(used)))
+        assert [s[1].item() for s in shards] == [8] * len(used)
 
     @pytest.mark.parametrize(("dim", "shape"), [(1, (1, 3)), (-1, (3,)), (-2, (3, 1))])
     def test_along_the_dim_of_the_rows(self, dim, shape):
-        shards = scatter((torch.ones(7, 7), torch.arange(3).view(shape)), ["cpu"] * 3, dim)
-        assert [s[1].item() for s in shards] == [0, 1, 2]
+        shards = scatter((torch.ones(7, 7), torch.tensor(6).expand(shape)), ["cpu"] * 3, dim)
+        assert [s[1].item() for s in shards] == [6] * 3
 
     def test_replicas_without_rows_get_none(self):
-        numbers = torch.arange(4)
-        assert [s[1].tolist() for s in scatter((torch.ones(2), numbers), ["cpu"] * 4)] == [[0], [1]]
-        shards = scatter((torch.ones(3), numbers), ["cpu"] * 4, split=[1, 0, 0, 2])
-        assert [(len(s[0]), s[1].tolist()) for s in shards] == [(1, [0]), (2, [3])]
+        numbers = torch.tensor([5] * 4)
+        assert [s[1].tolist() for s in scatter((torch.ones(2), numbers), ["cpu"] * 4)] == [[5]] * 2
         spread = shard_batch(list(numbers.split(1)), torch.device("cpu"), 0)
         shards = scatter((torch.ones(3), spread), ["cpu"] * 4, split=[1, 0, 0, 2])
-        assert [s[1].tolist() for s in shards] == [[0], [3]]
+        assert [(len(s[0]), s[1].tolist()) for s in shards] == [(1, [5]), (2, [5])]
         assert shards[1][1].data_ptr() == numbers[3].data_ptr()
 
     @pytest.mark.parametrize(
         "inputs",
         [
-            (torch.ones(9), torch.ones(8), torch.ones(2)),
+            (torch.ones(9), torch.ones(8), torch.tensor([2, 2])),
             (torch.ones(9), torch.ones(3)),
+            (torch.ones(9), torch.ones(2)),
+            (torch.ones(9), torch.tensor([2, 3])),
+            (torch.ones(9), torch.tensor([True, True])),
             (torch.ones(9), torch.ones(2, 2)),
             (torch.ones(9), Rows(["a", "b"])),
         ],
-        ids=["the others differ", "another number", "more than one each", "rows"],
+        ids=["the others differ", "another number", "floats", "unequal", "flags", "more than one each", "rows"],
     )
     def test_others_are_refused(self, inputs):
-        with pytest.raises(SplitError, match="the same number of rows"):
+        with pytest.raises(SplitError, match=r"the same number of rows.*needs whole in everygpu.Replicated"):
             scatter(inputs, ["cpu"] * 2)
 
     def test_a_rank_with_one_device(self):
@@ -127,7 +130,7 @@ class TestEntryPerDevice:
         """The mean over replicas of sums by the same number is that of the whole batch, whatever their rows are."""
         used = devices(2)
         module, x = Weighted().to(used[0]), torch.randn(num_rows, 3, device=used[0])
-        total = torch.tensor([[num_rows / 2.0]], device=used[0])
+        total = torch.tensor([[num_rows + 1]], device=used[0])
         expected = module(x, total)["loss"] / 2
         found = DataParallel(module, used, gather=gather)(x, total.expand(2, -1))
         assert found["rows"].shape == (num_rows,)
@@ -136,11 +139,11 @@ class TestEntryPerDevice:
     @pytest.mark.parametrize("num_rows", [5, 1])
     def test_the_feeder_sends_each_device_its_own(self, devices, num_rows):
         used = devices(3)
-        batch = {"x": torch.ones(num_rows, 3), "num_items": torch.arange(1.0, len(used) + 1)}
+        batch = {"x": torch.ones(num_rows, 3), "num_items": torch.full((len(used),), 7)}
         (sent,) = list(Feeder([batch], used))
         assert sent["num_items"].tolist() == batch["num_items"].tolist()
         shards = scatter(sent, used)
-        assert [s["num_items"].tolist() for s in shards] == [[i + 1.0] for i in range(len(shards))]
+        assert [s["num_items"].tolist() for s in shards] == [[7]] * len(shards)
         assert [s["num_items"].device for s in shards] == used[: len(shards)]
         if num_rows > 1:
             assert [p.device for p in sent["num_items"].shards] == used
@@ -149,20 +152,20 @@ class TestEntryPerDevice:
     def test_a_recording_has_a_place_for_each(self, devices, num_rows):
         used = devices(3)
         route = ScatterSpec(devices=tuple(used), dim=0, split="chunk")
-        batch = ((torch.ones(num_rows, 3),), {"num_items": torch.arange(1.0, len(used) + 1)}, ())
+        batch = ((torch.ones(num_rows, 3),), {"num_items": torch.full((len(used),), 7)}, ())
         held = StaticBatch(batch, route)
         assert len(held.tensors()) == (2 if num_rows == 1 else 2 * len(used))
-        other = ((torch.zeros(num_rows, 3),), {"num_items": torch.arange(2.0, len(used) + 2)}, ())
+        other = ((torch.zeros(num_rows, 3),), {"num_items": torch.full((len(used),), 8)}, ())
         assert describe_batch(batch, route) == describe_batch(other, route)
         held.write(other)
         args, kwargs, _ = held.read()
         shards = scatter((args, kwargs), used)
-        assert [s[1]["num_items"].tolist() for s in shards] == [[i + 2.0] for i in range(len(shards))]
+        assert [s[1]["num_items"].tolist() for s in shards] == [[8]] * len(shards)
         assert describe_batch(held.read(), route) == describe_batch(batch, route)
 
     def test_a_training_step(self):
         """A step computes with the batch at fixed addresses, as a recording would."""
-        x, total = torch.randn(5, 3), torch.full((2, 1), 2.5)
+        x, total = torch.randn(5, 3), torch.full((2, 1), 3)
         module = Weighted()
         expected = module(x, total[:1])["loss"].item() / 2
         optimizer = torch.optim.SGD(module.parameters(), lr=0.0)

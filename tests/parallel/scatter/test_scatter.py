@@ -24,7 +24,7 @@ sizes = st.integers(0, 40)
 
 @st.composite
 def splits(draw, num_devices):
-    weights = st.lists(st.integers(0, 5), min_size=num_devices, max_size=num_devices).filter(lambda w: w[0] > 0)
+    weights = st.lists(st.integers(0, 5), min_size=num_devices, max_size=num_devices).filter(lambda weights: weights[0])
     return draw(st.sampled_from(["chunk", "even"]) | weights)
 
 
@@ -220,27 +220,27 @@ def test_wrong_options():
 
 class TestScatterCall:
     def test_every_shard_has_all_arguments(self):
-        shards = scatter_call((torch.ones(9), 1), {"y": torch.ones(9, 2)}, [CPU] * 4, 0, "chunk")
-        assert [s.position for s in shards] == [0, 1, 2]
-        assert [s.rows for s in shards] == [3, 3, 3]
-        assert [(s.args[0].shape, s.args[1], s.kwargs["y"].shape) for s in shards] == [((3,), 1, (3, 2))] * 3
+        call = scatter_call((torch.ones(9), 1), {"y": torch.ones(9, 2)}, [CPU] * 4, 0, "chunk")
+        assert (call.positions, call.rows, call.weights) == ((0, 1, 2), (3, 3, 3), (3, 3, 3))
+        found = [(x.shape, one, more["y"].shape) for (x, one), more in zip(call.args, call.kwargs)]
+        assert found == [((3,), 1, (3, 2))] * 3
 
     def test_positions_are_those_of_the_devices(self):
-        shards = scatter_call((torch.arange(4),), {}, [CPU] * 3, 0, [1, 0, 1])
-        assert [(s.position, s.rows, s.args[0].tolist()) for s in shards] == [(0, 2, [0, 1]), (2, 2, [2, 3])]
+        call = scatter_call((torch.arange(4),), {}, [CPU] * 3, 0, [1, 0, 1])
+        assert (call.positions, call.rows, [x.tolist() for (x,) in call.args]) == ((0, 2), (2, 2), [[0, 1], [2, 3]])
 
     def test_without_a_tensor_everyone_runs(self):
-        shards = scatter_call((3,), {"mode": "x"}, [CPU] * 3, 0, "chunk")
-        assert [(s.rows, s.args, s.kwargs) for s in shards] == [(None, (3,), {"mode": "x"})] * 3
+        call = scatter_call((3,), {"mode": "x"}, [CPU] * 3, 0, "chunk")
+        assert (call.rows, call.weights, call.args, call.kwargs) == (None, (1,) * 3, ((3,),) * 3, ({"mode": "x"},) * 3)
 
     def test_without_any_argument_the_first_runs(self):
-        (shard,) = scatter_call((), {}, [CPU] * 3, 0, "chunk")
-        assert (shard.position, shard.rows, shard.args, shard.kwargs) == (0, None, (), {})
+        call = scatter_call((), {}, [CPU] * 3, 0, "chunk")
+        assert (call.positions, call.rows, call.args, call.kwargs) == ((0,), None, ((),), ({},))
 
     def test_shards_do_not_share_their_containers(self):
-        first, second = scatter_call(([torch.ones(2)],), {"d": {"k": 1}}, [CPU] * 2, 0, "chunk")
-        assert first.args[0] is not second.args[0]
-        assert first.kwargs["d"] is not second.kwargs["d"]
+        call = scatter_call(([torch.ones(2)],), {"d": {"k": 1}}, [CPU] * 2, 0, "chunk")
+        assert call.args[0][0] is not call.args[1][0]
+        assert call.kwargs[0]["d"] is not call.kwargs[1]["d"]
 
 
 class TestMoveTree:

@@ -101,5 +101,5 @@ class ForwardProofs:
 
 def _first_call(batch: Batch, spec: ScatterSpec) -> Call:
     args, kwargs, _ = batch
-    first = scatter_call(args, kwargs, spec.devices, spec.dim, spec.split)[0]
-    return first.args, first.kwargs
+    call = scatter_call(args, kwargs, spec.devices, spec.dim, spec.split)
+    return call.args[0], call.kwargs[0]

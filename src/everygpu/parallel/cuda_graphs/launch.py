@@ -11,12 +11,12 @@ from everygpu import comm, tree
 from everygpu.errors import CaptureError
 from everygpu.parallel.buckets.copies import Streams
 from everygpu.parallel.buckets.memory import Grads, Use, versions_of
+from everygpu.parallel.call import Call
 from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof
 from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.opaque import Opaque
 from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
 from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
-from everygpu.parallel.gather import Joiner
 from everygpu.torch_private.autograd import are_batched
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class RecordedPass:
 
     outputs: list[Any]
     """Of each replica."""
-    joiner: Joiner
+    call: Call
     slots: list[Tensor]
     """The tensors in the outputs, in order, then those in ``Opaque``s; they have the values of the last launch."""
     differentiable: list[bool]

@@ -4,7 +4,6 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from everygpu import tree
 from everygpu.comm.streams import current_stream
 from everygpu.errors import CaptureError
 from everygpu.parallel.buckets.memory import Grads, Use
+from everygpu.parallel.call import PerReplica
 from everygpu.parallel.cuda_graphs.forward_proof import ForwardProof, ForwardProofs
 from everygpu.parallel.cuda_graphs.launch import (
     DIFFERENTIATED_AGAIN,
@@ -39,11 +39,12 @@ from everygpu.parallel.cuda_graphs.recurrent_dropout import draw_seeds
 from everygpu.parallel.cuda_graphs.static_batch import Batch, StaticBatch
 from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
 from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
-from everygpu.parallel.engines.engine import Outputs, RunOn
+from everygpu.parallel.engines.engine import RunOn
 from everygpu.parallel.replicas.remap import in_place_of
 from everygpu.parallel.replicas.replica_set import Leaves as Twins
 from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.parallel.scatter.split import ScatterSpec
+from everygpu.parallel.sharded.layout import DeviceWeights
 from everygpu.torch_private.autograd import after_backward, backward_id, is_transforming
 
 
@@ -104,7 +105,7 @@ class RecordedForward:
         """Why a recorded backward wouldn't do."""
         # Nothing that this holds refers back to it: when a model is dropped, its memory is free at once.
         self._me = weakref.proxy(self)
-        self.capture: Capture[Outputs] = Capture(
+        self.capture: Capture[PerReplica] = Capture(
             self._me,
             "DataParallel",
             route,
@@ -114,7 +115,7 @@ class RecordedForward:
         )
         """Makes recordings, drops them, and says why no forward will be recorded any more, if so."""
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PerReplica | None:
         """Run a call by its recording, making one if it is time to; None where it has to run eagerly."""
         use = None if self._use is None else self._use()
         is_recordable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not is_transforming()
@@ -199,8 +200,11 @@ class RecordedForward:
             raise CaptureError(self._refused)
         proof = self._prove(batch) if self._proves else None
         draw_seeds(self.roots(), self._devices)
-        outputs, joiner = graph.record(lambda: self._forward(batch, prepared))
-        outputs = seal_outputs(outputs)
+        found = graph.record(lambda: self._forward(batch, prepared))
+        call, outputs = found.call, seal_outputs(list(found))
+        assert call is not None  # noqa: S101 - replicas' own outputs know it
+        if not isinstance(call.weights, DeviceWeights) and call.weights not in (call.rows, (1,) * len(outputs), None):
+            raise CaptureError("weight= returns numbers, which a recording would keep: return tensors, as mask.sum()")
         leaves = [x for _, x in tree.leaves(outputs, "out")]
         slots = [x for x in leaves if isinstance(x, Tensor)]
         if len(slots) not in self._used:
@@ -215,7 +219,7 @@ class RecordedForward:
         backward, grads = self._record_backward(graph, prepared, begun, seeds)
         return RecordedPass(
             outputs=tree.map_leaves(lambda x: x.detach() if isinstance(x, Tensor) else x, outputs),
-            joiner=replace(joiner, modules=()),
+            call=replace(call, args=(), kwargs=(), modules=()),
             slots=[t.detach() for t in slots],
             differentiable=[t.requires_grad for t in slots],
             used=used,
@@ -240,10 +244,13 @@ class RecordedForward:
             return False
         return True
 
-    def finish(self, recorded: RecordedPass) -> Outputs:
+    def finish(self, recorded: RecordedPass) -> PerReplica:
         launch = Launch(self, recorded)
         self._use = weakref.ref(launch.use)
-        return launch.run(self._devices), recorded.joiner
+        outputs, call = launch.run(self._devices), replace(recorded.call)
+        if isinstance(call.weights, DeviceWeights):  # in the recording's memory
+            call.weights = DeviceWeights(call.weights.tensor.clone())
+        return PerReplica(outputs, call)
 
     # What is recorded.
 
@@ -260,7 +267,7 @@ class RecordedForward:
         assert self._sync is not None  # noqa: S101 - ``prepare`` has made it
         return self._sync
 
-    def _forward(self, batch: StaticBatch, prepared: _Prepared) -> Outputs:
+    def _forward(self, batch: StaticBatch, prepared: _Prepared) -> PerReplica:
         """Send the parameters and run the replicas, with leaves in place of the first one's."""
         assert self._replicas is not None  # noqa: S101 - ``prepare`` has made them
         if self._proves:
@@ -272,7 +279,7 @@ class RecordedForward:
             group.put_back(row, home)
         at_home = {id(p): t for group, row, _ in groups for p, t in zip(group.originals, row[0])}
         with in_place_of(self._module(), at_home):
-            return self._run(self._replicas, args, kwargs, around=nullcontext)
+            return self._run(self._replicas, args, kwargs)
 
     def _prove(self, batch: StaticBatch) -> ForwardProof:
         """Return the proof that a launch does what the forward would do.

@@ -1,34 +1,21 @@
 """What an engine promises, and what it is made from."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from everygpu.parallel.gather import Joiner
+from everygpu.parallel.call import PerReplica
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
 from everygpu.parallel.scatter.split import ScatterSpec
 
 Call = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]
 """A module with its positional and keyword arguments."""
 
-Outputs = tuple[list[Any], Joiner]
-"""What each replica returned, and how that is joined."""
-
-Around = Callable[[list[nn.Module]], AbstractContextManager[Any]]
-"""Gives what replicas are called within."""
-
-
-class RunOn(Protocol):
-    """Runs replicas on a call's arguments."""
-
-    def __call__(
-        self, replicas: ReplicaSet, args: tuple[Any, ...], kwargs: dict[str, Any], /, *, around: Around
-    ) -> Outputs:
-        """Return what they returned."""
+RunOn = Callable[[ReplicaSet, tuple[Any, ...], dict[str, Any]], PerReplica]
+"""Runs replicas on a call's arguments, and returns what they returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +60,7 @@ class Engine(Protocol):
         """Take note that the caller makes no recordings, either, and why."""
         return
 
-    def launch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
+    def launch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PerReplica | None:
         """Run a whole call in the engine's own way; None to have it scattered and run by ``run``."""
         return None
 

@@ -8,9 +8,10 @@ import torch
 
 from everygpu.devices.p2p import reach_each_other
 from everygpu.parallel.buckets.sizes import replica_bucket_bytes
+from everygpu.parallel.call import PerReplica
 from everygpu.parallel.compiler.eval_frame import not_compiled
 from everygpu.parallel.cuda_graphs.recorded_forward import RecordedForward
-from everygpu.parallel.engines.engine import Call, Engine, EngineContext, Outputs, may_launch
+from everygpu.parallel.engines.engine import Call, Engine, EngineContext, may_launch
 
 T = TypeVar("T")
 
@@ -40,7 +41,7 @@ class RecordedReplicas(Engine):
         self._has_looked = False
 
     @not_compiled
-    def launch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
+    def launch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PerReplica | None:
         """Launch a recording; None where none serves."""
         if not self._has_looked:
             self._has_looked = True

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,16 +20,6 @@ _replica_context: ContextVar["tuple[ReplicaScheduler, int] | None"] = ContextVar
 
 _forward_backward_id: ContextVar[int] = ContextVar("everygpu_forward_backward", default=NO_BACKWARD)
 """The backward within which the present forward has begun: a checkpoint's, or a recording's, may run a whole one."""
-
-
-@contextmanager
-def whole_forward() -> Iterator[None]:
-    """Run a whole forward within, though it may be in a backward; see ``is_recomputing``."""
-    token = _forward_backward_id.set(backward_id())
-    try:
-        yield
-    finally:
-        _forward_backward_id.reset(token)
 
 
 def is_recomputing() -> bool:
@@ -87,24 +77,34 @@ class ReplicaScheduler:
         self._num_barriers = 0
         self._streams = Streams(*devices)
 
-    def context(self, index: int) -> AbstractContextManager[Any]:
-        """Let ``barrier`` find this replica, in what runs within."""
-        return _as_replica((self, index)) if len(self._lines) > 1 else nullcontext()
-
-    def enter(self, index: int) -> None:
-        """Wait until the replicas before this one, on its device, have ended or wait at a barrier.
+    @contextmanager
+    def turn(self, index: int) -> Iterator[None]:
+        """Run a replica within, once those before it on its device have ended or wait at a barrier; an exception stops
+        the others.
 
         Raises:
             Cancelled: another replica has failed, and this one has not begun.
         """
-        with self._changed:
-            self._wait_for_turn(index)
-
-    def leave(self, index: int) -> None:
-        """End this replica: the next one on its device may run."""
-        with self._changed:
-            self._ended.add(index)
-            self._pass_on(index)
+        try:
+            with self._changed:
+                self._wait_for_turn(index)
+            if len(self._lines) == 1:
+                yield
+                return
+            # ``barrier`` finds this replica in what runs within, which is a whole forward.
+            tokens = _replica_context.set((self, index)), _forward_backward_id.set(backward_id())
+            try:
+                yield
+            finally:
+                _replica_context.reset(tokens[0])
+                _forward_backward_id.reset(tokens[1])
+        except BaseException:
+            self.stop()
+            raise
+        finally:
+            with self._changed:
+                self._ended.add(index)
+                self._pass_on(index)
 
     def stop(self) -> None:
         """Cancel the replicas that have not begun, or wait at a barrier."""
@@ -161,14 +161,3 @@ class ReplicaScheduler:
                 f"forward: replica {index} waits for the others at a synchronised layer, which replica "
                 f"{min(self._ended)} ended without reaching. All replicas must take the same way through the model."
             )
-
-
-@contextmanager
-def _as_replica(replica: tuple[ReplicaScheduler, int]) -> Iterator[None]:
-    """Run a replica's forward within."""
-    token = _replica_context.set(replica)
-    try:
-        with whole_forward():
-            yield
-    finally:
-        _replica_context.reset(token)

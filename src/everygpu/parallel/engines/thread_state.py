@@ -83,9 +83,11 @@ class ThreadState:
         self._hooks = _one_at_a_time(*hooks) if hooks is not None and self.counts_saved_tensors else hooks
         self._streams = {d: torch.cuda.current_stream(d) for d in devices if d.type == "cuda"}
 
-    def run_here(self, function: Callable[[], T]) -> T:
+    def run_here(
+        self, function: Callable[[], T], device: torch.device | None = None, mode: "MakeMode | None" = None
+    ) -> T:
         """Call a function in the captured thread, with the saved-tensor hooks that the others get."""
-        with self._packing():
+        with self._packing(), self._on_device(device, mode):
             return function()
 
     def snapshot(self) -> contextvars.Context:
@@ -102,8 +104,8 @@ class ThreadState:
         """Call a function in another thread as if from the captured one, with ``device`` current; see ``on_device``."""
 
         def call() -> T:
-            own = on_device(device, self._streams.get(device), mode)
-            with self._restored(device), self._on_streams_beside(device), own:
+            beside = self._on_streams_beside(device) if self._streams else nullcontext()
+            with self._restored(device), beside, self._on_device(device, mode):
                 return function()
 
         return context.run(call)
@@ -125,6 +127,11 @@ class ThreadState:
                 if d != device and stream != torch.cuda.default_stream(d):
                     stack.enter_context(torch.cuda.stream(stream))
             yield
+
+    def _on_device(self, device: torch.device | None, mode: "MakeMode | None") -> AbstractContextManager[None]:
+        if device is None or device.type == "cpu":
+            return nullcontext()
+        return on_device(device, self._streams.get(device), mode)
 
     def _packing(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._hooks is None else torch.autograd.graph.saved_tensors_hooks(*self._hooks)

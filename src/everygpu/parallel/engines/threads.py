@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from everygpu import tree
-from everygpu.comm.streams import current_stream
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import OptionError, ReplicaError
 from everygpu.parallel.engines.engine import Call, Engine
 from everygpu.parallel.engines.scheduler import Cancelled, ReplicaScheduler
-from everygpu.parallel.engines.thread_state import FactoryUse, MakeMode, ThreadState, leave_checkpoints, on_device
+from everygpu.parallel.engines.thread_state import FactoryUse, ThreadState, leave_checkpoints
 from everygpu.progress import running
 
 Outcome = tuple[Any, BaseException | None]
@@ -152,14 +151,14 @@ class Workers(Engine):
         state = ThreadState(list(devices))
         scheduler = ReplicaScheduler(devices, in_order=state.counts_saved_tensors)
         names = positions if positions is not None else range(len(calls))
-        jobs = [_Job(scheduler, i, *each) for i, each in enumerate(zip(calls, devices, names))]
+        jobs = [functools.partial(_call, scheduler, i, *each) for i, each in enumerate(zip(calls, devices, names))]
         futures: list[Future[Any]] = []
         mode = self._factories.mode_for(calls[0][0])
         try:
             for worker, job, device in zip(self._started(), jobs[1:], devices[1:]):
                 futures.append(worker.submit(state.run, state.snapshot(), device, job, mode))
-            first = functools.partial(state.run_here, jobs[0])
-            outcomes = [attempt(lambda: run_here(first, devices[0], mode, alone=len(jobs) == 1))]
+            own = devices[0] if len(jobs) > 1 else None
+            outcomes = [attempt(functools.partial(state.run_here, jobs[0], own, mode))]
             while futures:  # a future of a failed call would hold its exception, and that this frame
                 outcomes.append(attempt(futures.pop(0).result))
         except BaseException:  # Ctrl-C while waiting: no replica may still run in the next call
@@ -203,27 +202,15 @@ def _nothing() -> None:
     """Run after what a thread is doing."""
 
 
-class _Job:
-    """One replica's call."""
-
-    def __init__(
-        self, scheduler: ReplicaScheduler, index: int, call: Call, device: torch.device, position: int
-    ) -> None:
-        self._scheduler, self._index = scheduler, index
-        self._device, self._position = device, position
-        self._module, self._args, self._kwargs = call
-
-    def __call__(self) -> Any:
-        try:
-            self._scheduler.enter(self._index)
-            with self._scheduler.context(self._index), running("forward", self._device, self._position):
-                return self._module(*self._args, **self._kwargs)
-        except BaseException as error:
-            self._scheduler.stop()
-            leave_checkpoints(error)
-            raise
-        finally:
-            self._scheduler.leave(self._index)
+def _call(scheduler: ReplicaScheduler, index: int, call: Call, device: torch.device, position: int) -> Any:
+    """Make one replica's call."""
+    module, args, kwargs = call
+    try:
+        with scheduler.turn(index), running("forward", device, position):
+            return module(*args, **kwargs)
+    except BaseException as error:
+        leave_checkpoints(error)
+        raise
 
 
 def attempt(function: Callable[[], Any]) -> Outcome:
@@ -234,14 +221,6 @@ def attempt(function: Callable[[], Any]) -> Outcome:
         return None, error
     finally:
         del function  # the traceback holds this frame, and a future's method the exception
-
-
-def run_here(job: Callable[[], Any], device: torch.device, mode: MakeMode | None, *, alone: bool = False) -> Any:
-    """Make a replica's call in this thread, with its device current, unless it is the only one; see ``on_device``."""
-    if device.type == "cpu" or alone:
-        return job()
-    with on_device(device, current_stream(device), mode):
-        return job()
 
 
 def take_values(outcomes: list[Outcome], calls: Sequence[tuple[int, torch.device, Any]]) -> list[Any]:
@@ -257,9 +236,14 @@ def take_values(outcomes: list[Outcome], calls: Sequence[tuple[int, torch.device
     if failed is None:
         return values
     position, device, (_, args, kwargs) = calls[failed]
-    shapes = ", ".join(_shapes(args, kwargs)) or "no tensors"
-    where = ReplicaError(f"forward: replica {position} on {device} failed, called with {shapes}.")
-    error: Any = errors[failed]
+    shapes, error = _shapes(args, kwargs), errors[failed]
+    # Their rows may be no rows: a mask of as many rows as the batch was cut, too.
+    advice = " Wrap an input that every replica needs whole in everygpu.Replicated(...)."
+    where = ReplicaError(
+        f"forward: replica {position} on {device} failed, called with {', '.join(shapes) or 'no tensors'}."
+        f"{advice if len(shapes) > 1 and type(error) in (RuntimeError, ValueError, IndexError) else ''}"
+    )
+    assert error is not None  # noqa: S101 - it has failed
     where.__cause__ = error.__cause__
     try:
         raise error from where

@@ -1,13 +1,18 @@
-"""How much a batch counts beside others: by its rows, or what the user counts."""
+"""How much a batch, or a share of one, counts beside others: what the user counts, or what is known, or rows."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from everygpu import comm
 from everygpu.errors import OptionError
+from everygpu.parallel.call import Call
 from everygpu.parallel.scatter.row_count import find_rows, name_arguments
+from everygpu.parallel.sharded.layout import DeviceWeights
 
 Weight = Callable[..., float | Tensor]
 
@@ -19,16 +24,20 @@ def weigh_batch(
     kwargs: Mapping[str, Any],
     targets: Sequence[Any] = (),
     *,
+    loss: Any = None,
     dim: int,
     num_devices: int,
 ) -> float | Tensor:
     """Return how much a batch counts.
 
     Args:
-        weight: Called with the arguments, the targets after those by position; the batch's rows when left out.
+        weight: Called with the arguments, the targets after those by position. Left out, the targets count that torch's
+            ``CrossEntropyLoss`` and ``NLLLoss`` average over, or the ``labels`` of a model that returns its loss; else
+            the rows.
         caller: For errors.
         args, kwargs: Of the model.
         targets: Of the loss.
+        loss: Called with the output and the targets; None where the model returns it.
         dim: Where the rows are.
         num_devices: As for ``find_rows``.
     Returns:
@@ -37,6 +46,9 @@ def weigh_batch(
         OptionError: weight doesn't take these arguments, or returns no number.
     """
     if weight is None:
+        counted = _count_labels(kwargs) if loss is None else _count_targets(loss, targets)
+        if counted is not None:
+            return counted
         rows = find_rows(name_arguments(args, kwargs), dim, num_devices)
         return 1.0 if rows is None else float(rows)
     try:
@@ -45,6 +57,57 @@ def weigh_batch(
         _check_takes(weight, caller, (*args, *targets), kwargs)
         raise
     return _number(found, caller)
+
+
+def weigh_shares(call: Call, weight: Weight | None, home: torch.device) -> None:
+    """Note how much the result of each replica of a call counts, where that isn't by its rows."""
+    found: list[float | Tensor | None]
+    if call.rows is None or call.counts_alike:
+        return
+    if weight is None:
+        found = [_count_labels(kwargs) for kwargs in call.kwargs]
+    else:
+        shares = zip(call.args, call.kwargs)
+        found = [weigh_batch(weight, "DataParallel", a, k, dim=0, num_devices=1) for a, k in shares]
+    numbers = [x for x in found if x is not None]
+    if len(numbers) < len(found):
+        return
+    if any(isinstance(x, Tensor) for x in numbers):
+        call.weights = DeviceWeights(torch.stack([_at(home, x) for x in numbers]))
+    else:
+        call.weights = tuple(float(x) for x in numbers)
+
+
+def _at(home: torch.device, x: float | Tensor) -> Tensor:
+    if isinstance(x, Tensor):
+        return comm.copy(x.to(torch.float32), home)
+    return torch.full((), x, dtype=torch.float32, device=home)
+
+
+def _count_labels(kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Count the ``labels`` that aren't -100, as a model of ``transformers`` averages its loss over them."""
+    labels = kwargs.get("labels")
+    return torch.ne(labels, -100).sum() if isinstance(labels, Tensor) and _are_classes(labels) else None
+
+
+def _count_targets(loss: Any, targets: Sequence[Any]) -> Tensor | None:
+    """Count the targets that the mean of torch's own losses is of, by their classes' weights."""
+    ignored, classes = -100, None
+    if type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss) and loss.reduction == "mean":
+        ignored, classes = loss.ignore_index, loss.weight
+    elif loss not in (F.cross_entropy, F.nll_loss):
+        return None
+    if len(targets) != 1 or not _are_classes(targets[0]):
+        return None
+    target = targets[0] if classes is None else comm.copy(targets[0], classes.device)
+    is_counted: Tensor = torch.ne(target, ignored)
+    if classes is None:
+        return is_counted.sum()
+    return torch.where(is_counted, classes[torch.where(is_counted, target, 0)], 0).sum()
+
+
+def _are_classes(x: Any) -> bool:
+    return isinstance(x, Tensor) and not (x.is_floating_point() or x.is_complex() or x.is_nested)
 
 
 def _check_takes(weight: Weight, caller: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -1,5 +1,7 @@
 """How many rows a batch has, and what in it has them."""
 
+import functools
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,9 +12,11 @@ from torch import Tensor
 from everygpu import tree
 from everygpu.errors import SplitError
 from everygpu.parallel.scatter.batch_types import batch_type, open_batch
-from everygpu.parallel.scatter.lists import warn_of_entries, warn_of_lists
-from everygpu.torch_private.modes import num_dispatch_modes
+from everygpu.parallel.sharded.batch import ShardedBatch
 
+logger = logging.getLogger("everygpu")
+
+_NUMBERS = (int, float, complex, bool, type(None), Tensor)
 _WITHOUT_ROWS = frozenset({int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size})
 
 Named = Sequence[tuple[str, Any]]
@@ -27,13 +31,10 @@ def name_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple
 def find_rows(named: Named, dim: int, num_devices: int = 0, *, warns: bool = False) -> int | None:
     """Read the batch size off the tensors of a call, and off what else has rows.
 
-    A tensor or array with one entry per device, of shape (devices,), (devices, 1) or the like, isn't counted where the
-    others agree on another number: ``has_entry_per_device`` tells it from rows.
-
     Args:
         named: Arguments with their names; containers are searched.
         dim: The dimension along which tensors are split.
-        num_devices: Devices that the rows are for; 0 if that isn't known.
+        num_devices: Devices that the rows are for; 0 if that isn't known. See ``has_entry_per_device``.
         warns: Warn of lists that may have an item per row, as they are about to reach the replicas in another way.
     Returns:
         The batch size all tensors, arrays, ``Rows`` and registered batches agree on; None when there is none to split.
@@ -49,36 +50,38 @@ def find_rows(named: Named, dim: int, num_devices: int = 0, *, warns: bool = Fal
         return _compare(named, dim, num_devices)
     if not sizes:
         return None
-    num_rows: int = sizes[0]
-    if sizes.count(num_rows) != len(sizes):
-        num_rows = _compare(named, dim, num_devices, warns=warns)
+    num_rows = sizes[0] if sizes.count(sizes[0]) == len(sizes) else _compare(named, dim, num_devices)
     if warns and lists and num_devices > 1 and num_rows > 1:
-        warn_of_lists(named, lists, num_rows, len(sizes), dim)
+        for items in lists:
+            _look_at_list(items, named, num_rows, len(sizes), dim)
     return num_rows
 
 
 def has_entry_per_device(leaf: Any, num_rows: int, num_devices: int, dim: int) -> bool:
-    """Tell a tensor with one number for each device from one with rows of the batch.
+    """Tell one number for each device, of which each replica gets its own, from rows of the batch.
 
-    Args:
-        leaf: A tensor or array that has dimensions.
-        num_rows: Rows of the batch.
-        num_devices: All of them, whether they get rows or not.
-        dim: The dimension of the rows.
+    It is an integer for each, of shape (devices,), (devices, 1) or the like, all of them equal, as ``transformers``
+    passes ``num_items_in_batch``; beside a batch of another number of rows.
     """
-    return num_rows != num_devices and _num_entries(leaf, dim) == num_devices
+    return num_rows != num_devices and _is_entry_per_device(leaf, num_devices, dim)
 
 
-def _num_entries(leaf: Any, dim: int) -> int | None:
-    """Count the numbers in a tensor whose other dimensions have a size of 1; None for another, or what is none."""
-    if not tree.has_dims(leaf) or (isinstance(leaf, Tensor) and leaf.is_nested):
-        return None
-    size: int = leaf.shape[dim]
-    return size if size == (leaf.numel() if isinstance(leaf, Tensor) else leaf.size) else None
+def _is_entry_per_device(leaf: Any, num_devices: int, dim: int) -> bool:
+    if not tree.has_dims(leaf) or (isinstance(leaf, Tensor) and leaf.is_nested) or leaf.shape[dim] != num_devices:
+        return False
+    if not isinstance(leaf, Tensor):
+        return bool(leaf.size == num_devices and leaf.dtype.kind in "iu" and (leaf == leaf.flat[0]).all())
+    if num_devices == 1:  # it goes whole to the only one
+        return leaf.numel() == 1
+    if leaf.numel() != num_devices or leaf.is_floating_point() or leaf.is_complex() or leaf.dtype is torch.bool:
+        return False
+    # Without waiting for a GPU where that isn't needed; the Feeder has looked at what it has spread.
+    is_expanded = leaf.stride(dim) == 0 or isinstance(leaf, ShardedBatch)
+    return is_expanded or bool((leaf == leaf.flatten()[0]).all())
 
 
 def _collect(value: Any, dim: int, sizes: list[int], lists: list[Sequence[Any]]) -> None:
-    """Collect the numbers of rows, and lists that may be lists of rows; as ``_sized``, but without names."""
+    """Collect the numbers of rows, and lists that may be lists of rows."""
     kind = type(value)
     if kind is Tensor and not value.is_nested:
         if value.ndim:
@@ -87,8 +90,7 @@ def _collect(value: Any, dim: int, sizes: list[int], lists: list[Sequence[Any]])
         for child in value.values():
             _collect(child, dim, sizes, lists)
     elif kind not in _WITHOUT_ROWS:
-        known = batch_type(value)
-        if known is not None or tree.has_dims(value):
+        if tree.has_dims(value) or batch_type(value) is not None:
             sizes.append(_count(value, dim))
         else:
             opened = tree.open_container(value)
@@ -102,52 +104,50 @@ def _count(value: Any, dim: int) -> int:
     """Count the rows of what has some; an IndexError where ``dim`` has none."""
     known = batch_type(value)
     if known is None:
-        if _is_fake(value):
-            raise IndexError
         size: int = value.shape[dim]
         return size
     if known.is_on_dim_0 and dim != 0:
-        raise IndexError
+        raise IndexError(dim)
     return known.count(value) or 0
 
 
-def _compare(named: Named, dim: int, num_devices: int, *, warns: bool = False) -> int:
+def _compare(named: Named, dim: int, num_devices: int) -> int:
     """Return the number of rows that all but one entry per device agree on, or say which don't."""
     sized = [(path, leaf, _checked(path, leaf, dim)) for path, leaf in _sized(named)]
-    rows = [found for found in sized if num_devices == 0 or _num_entries(found[1], dim) != num_devices] or sized
-    first_path, first, num_rows = rows[0]
-    for path, leaf, size in rows:
+    rows = [found for found in sized if num_devices == 0 or not _is_entry_per_device(found[1], num_devices, dim)]
+    first_path, first, num_rows = (rows or sized)[0]
+    for path, leaf, size in rows or sized:
         if size != num_rows:
             shape = f" {tree.shape_of(leaf)}" if tree.has_dims(leaf) else ""
-            of_rows = " A list whose items are each a row goes into everygpu.Rows(...)." if _is_in_list(path) else ""
-            elsewhere = _advise_other_dim(((path, leaf, num_rows), (first_path, first, size)), dim, num_devices)
             raise SplitError(
                 f"scatter: every tensor must have the same number of rows on dim {dim}, got {num_rows} in "
-                f"{first_path} and {size} in {path}{shape}. Wrap an input that every replica "
-                f"needs whole in everygpu.Replicated(...).{of_rows}{elsewhere}"
+                f"{first_path} and {size} in {path}{shape}. Wrap an input that every replica needs whole in "
+                f"everygpu.Replicated(...).{_advise((path, leaf, num_rows), (first_path, first, size))}"
             )
-    for path, leaf, size in sized if warns and num_devices > 1 else ():
-        if size != num_rows and leaf.ndim == 1:  # (devices, 1) is no shape of sizes or weights
-            warn_of_entries(path, size)
     return num_rows
 
 
-def _advise_other_dim(tensors: Sequence[tuple[str, Any, int]], dim: int, num_devices: int) -> str:
-    """Say what to do with the first tensor whose rows seem to be on another dimension; with a space before it.
+def _advise(*found: tuple[str, Any, int]) -> str:
+    """Say what else to do with two leaves that disagree, each beside the other's rows."""
+    advice = " A list whose items are each a row goes into everygpu.Rows(...)." if _is_in_list(found[0][0]) else ""
+    leaves = [leaf for _, leaf, _ in found]
+    if all(isinstance(x, Tensor) and x.ndim == 1 and not x.is_floating_point() for x in leaves):
+        advice += (
+            " For nn.EmbeddingBag, pass everygpu.Rows with a tensor for each bag in place of offsets, or bags of one "
+            "length in two dimensions, with padding_idx."
+        )
+    for path, leaf, rows in found:
+        shape = tree.shape_of(leaf) if tree.has_dims(leaf) else ()
+        if len(shape) > 2 and rows > 1 and rows in shape:
+            advice += (
+                f" If the rows of {path} are on dim {shape.index(rows)}, as in the state of an nn.LSTM, permute it "
+                f"inside forward, or have all rows there, and pass dim={shape.index(rows)}."
+            )
+    return advice
 
-    There, it has as many entries as the other tensor has rows, or as many as the rows of each of its replicas: so a
-    state comes back from replicas whose outputs were joined along ``dim``.
-    """
-    for path, leaf, rows in tensors if dim >= 0 else ():
-        is_plain = tree.has_dims(leaf) and not (isinstance(leaf, Tensor) and leaf.is_nested)
-        for at, size in enumerate(leaf.shape if is_plain and leaf.ndim > 2 else ()):
-            was_joined = size * num_devices == rows and leaf.shape[dim] % num_devices == 0
-            if at != dim and rows > 1 and (size == rows or was_joined):
-                return (
-                    f" If the rows of {path} are on dim {at}, as in the state of an nn.LSTM, permute it inside "
-                    f"forward, or have the rows of all inputs and outputs on dim {at}, and pass dim={at}."
-                )
-    return ""
+
+def _is_in_list(path: str) -> bool:
+    return re.search(r"\[\d+\]", re.sub(r"^(args|batch)\[", "", path)) is not None
 
 
 def _sized(named: Named) -> Iterator[tuple[str, Any]]:
@@ -157,26 +157,17 @@ def _sized(named: Named) -> Iterator[tuple[str, Any]]:
                 yield path, leaf
 
 
-def _is_in_list(path: str) -> bool:
-    return re.search(r"\[\d+\]", re.sub(r"^(args|batch)\[", "", path)) is not None
-
-
 def _checked(path: str, leaf: Any, dim: int) -> int:
     try:
         return _count(leaf, dim)
     except IndexError as error:
-        known, is_tensor = batch_type(leaf), tree.has_dims(leaf)
-        if is_tensor and _is_fake(leaf):
-            raise SplitError(
-                f"scatter: tensors must have values, got a FakeTensor of shape {tuple(leaf.shape)} in {path}. "
-                f"Call the module itself under its FakeTensorMode."
-            ) from error
+        known = batch_type(leaf)
         if known is not None and known.is_on_dim_0 and dim != 0:
             raise SplitError(
                 f"scatter: a {type(leaf).__qualname__} must have its rows on dim 0, got dim={dim} for {path}. "
                 f"Pass a dict of its tensors."
             ) from error
-        if known is not None or not is_tensor or -leaf.ndim <= dim < leaf.ndim:
+        if known is not None or -leaf.ndim <= dim < leaf.ndim:
             raise
         raise SplitError(
             f"scatter: every tensor needs the batch on dim {dim}, got shape {tuple(leaf.shape)} in {path}. "
@@ -184,5 +175,44 @@ def _checked(path: str, leaf: Any, dim: int) -> int:
         ) from None
 
 
-def _is_fake(value: Any) -> bool:
-    return type(value).__name__ == "FakeTensor" and num_dispatch_modes() == 0
+def _look_at_list(items: Sequence[Any], named: Named, num_rows: int, num_sized: int, dim: int) -> None:
+    """Warn of a list whose items may be rows of the batch: it is taken as ``torch.nn.DataParallel`` takes it."""
+    kind = type(items[0])
+    if not issubclass(kind, _NUMBERS):
+        holds_tensors = any(tree.has_dims(leaf) for _, leaf in tree.leaves(items[0], ""))
+        if len(items) == num_rows and not holds_tensors:
+            what = f"of {num_rows} items ({kind.__qualname__}), as many as the batch has rows, and goes whole to every"
+            _warn_of_list(_path_of(items, named), f"{type(items).__qualname__} {what} replica")
+    elif issubclass(kind, Tensor) and len(items) == num_sized and _differ_elsewhere(items, dim):
+        shapes = ", ".join(str(tuple(x.shape)) for x in items[:3])
+        what = f"of tensors of several shapes ({shapes}), each of which is cut along dim {dim}"
+        _warn_of_list(_path_of(items, named), f"{type(items).__qualname__} {what}")
+
+
+def _differ_elsewhere(items: Sequence[Any], dim: int) -> bool:
+    """Tell whether tensors are of equal depth, and differ in another dimension than that of the rows."""
+    if any(not isinstance(x, Tensor) or x.is_nested or x.ndim != items[0].ndim for x in items):
+        return False
+    at = dim % items[0].ndim
+    return len({x.shape[:at] + x.shape[at + 1 :] for x in items}) > 1
+
+
+def _path_of(wanted: Any, named: Named) -> str:
+    """Find a container in the arguments."""
+    pending = list(named)
+    for path, value in pending:  # which grows meanwhile
+        if value is wanted:
+            return path
+        opened = tree.open_container(value)
+        if opened is not None:
+            pending += [(path + a, child) for a, child in zip(opened.accessors, opened.children)]
+    return ""
+
+
+@functools.cache
+def _warn_of_list(path: str, what: str) -> None:
+    logger.warning(
+        "scatter: %s is a %s. Wrap it in everygpu.Rows(...) if each item is a row, in everygpu.Replicated(...) if "
+        "every replica needs all of them. This is said once.",
+        path, what,
+    )  # fmt: skip

@@ -1,44 +1,31 @@
-"""Split a batch into one shard per replica, each on its device."""
+"""Cut a call's arguments into one share per replica, each on its device."""
 
-import sys
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from everygpu import comm, tree
 from everygpu.comm import upload
 from everygpu.devices.parse import DeviceLike, parse_devices
 from everygpu.errors import SplitError
 from everygpu.parallel.buckets.copies import broadcast_tensor, keep_requires_grad
-from everygpu.parallel.scatter.batch_types import batch_type, known_type, move_tree, open_batch, split_batch
-from everygpu.parallel.scatter.layouts import cut_rows, explain_layout
-from everygpu.parallel.scatter.ready_types import BatchType, spans
-from everygpu.parallel.scatter.reuse import reuse_shards
+from everygpu.parallel.buckets.memory import version_of
+from everygpu.parallel.call import Call
+from everygpu.parallel.scatter.batch_types import (
+    batch_type,
+    known_type,
+    move_tree,
+    open_batch,
+    spans,
+    split_batch,
+)
 from everygpu.parallel.scatter.row_count import find_rows, name_arguments
 from everygpu.parallel.scatter.split import Replicated, Split, SplitPlan, plan_split
-from everygpu.parallel.sharded.batch import ShardedBatch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
-    """The arguments of one replica."""
-
-    position: int
-    """Of the replica in ``device_ids``."""
-    rows: int | None
-    """Rows of the batch; None when the call has no tensor to split."""
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    counts_alike: bool = False
-    """Whether a result for all rows counts as much as other replicas': the call came with an entry per device."""
-
-    @property
-    def weight(self) -> int:
-        """How much a result for all rows counts beside other replicas'."""
-        return 1 if self.rows is None or self.counts_alike else self.rows
+from everygpu.parallel.sharded.batch import ShardedBatch, has_shards
 
 
 def scatter(
@@ -58,9 +45,9 @@ def scatter(
 
     Args:
         inputs: A tensor of shape (..., rows, ...), or any nesting of containers with such tensors. NumPy arrays
-            are split alike, and stay arrays; so are ``Rows`` and what ``register_batch`` knows. Of a tensor with one
-            number per device, of shape (devices,) or (devices, 1), beside others that agree on another number of rows,
-            each device gets its own, of shape (1,) or (1, 1). 0-dim tensors, ``Replicated`` values and everything else
+            are split alike, and stay arrays; so are ``Rows`` and what ``register_batch`` knows. Of a tensor with the
+            same integer for each device, of shape (devices,) or (devices, 1), as ``transformers`` passes
+            ``num_items_in_batch``, each device gets its own. 0-dim tensors, ``Replicated`` values and everything else
             go to every device.
         device_ids: Devices, as ints (CUDA indices), names or ``torch.device``.
         dim: The dimension of the rows.
@@ -78,113 +65,94 @@ def scatter(
     """
     devices = parse_devices(device_ids)
     if type(inputs) is tuple and inputs and batch_type(inputs) is None:  # a call's arguments, most often
-        return [shard.args for shard in scatter_call(inputs, {}, devices, dim, split)]
-    shards = scatter_call((inputs,), {}, devices, dim, split)
-    return [shard.args[0] for shard in shards]
+        return list(scatter_call(inputs, {}, devices, dim, split).args)
+    return [args[0] for args in scatter_call((inputs,), {}, devices, dim, split).args]
 
 
 def scatter_call(
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    devices: Sequence[torch.device],
-    dim: int,
-    split: Split,
-) -> list[Shard]:
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], devices: Sequence[torch.device], dim: int, split: Split
+) -> Call:
     """Split a call's arguments by one plan, so that every replica receives all of them.
 
-    Returns:
-        The shards of the replicas that run, in order. A call without tensors runs on every device; one
-        without any argument runs on the first only.
+    A call without tensors runs on every device; one without any argument runs on the first only.
     """
     named = name_arguments(args, kwargs)
     num_rows = find_rows(named, dim, len(devices), warns=True)
     plan = None if num_rows is None else plan_split(num_rows, len(devices), split)
-    all_positions = tuple(range(len(devices))) if named else (0,)
-    active = all_positions if plan is None else plan.active
-    scatter_leaf = _LeafScatter(plan, active, devices, dim)
-    try:
-        columns = [tree.fan_out(scatter_leaf, value, len(active), open_batch) for _, value in named]
-    except RuntimeError as error:
-        explain_layout(named, error)
-        raise
-    return [
-        Shard(
-            position=position,
-            rows=None if plan is None else plan.rows[position],
-            args=tuple(column[i] for column in columns[: len(args)]),
-            kwargs={key: column[i] for key, column in zip(kwargs, columns[len(args) :])},
-            counts_alike=scatter_leaf.has_entries,
-        )
-        for i, position in enumerate(active)
-    ]
+    positions = plan.active if plan is not None else tuple(range(len(devices) if named else 1))
+    cutter = _Cutter(plan, positions, devices, dim)
+    columns = []
+    for name, value in named:
+        try:
+            columns.append(tree.fan_out(cutter.cut, value, len(positions), open_batch))
+        except RuntimeError as error:
+            _explain_layout(name, value, error)
+            raise
+    places = range(len(positions))
+    rows = None if plan is None else tuple(plan.rows[p] for p in positions)
+    return Call(
+        positions=positions,
+        args=tuple(tuple(column[i] for column in columns[: len(args)]) for i in places),
+        kwargs=tuple({key: column[i] for key, column in zip(kwargs, columns[len(args) :])} for i in places),
+        rows=rows,
+        weights=(1,) * len(positions) if rows is None or cutter.has_entries else rows,
+        counts_alike=cutter.has_entries,
+    )
 
 
-class _LeafScatter:
+class _Cutter:
     """From one leaf of the arguments to one value per running replica."""
 
     def __init__(
-        self, plan: SplitPlan | None, active: Sequence[int], all_devices: Sequence[torch.device], dim: int
+        self, plan: SplitPlan | None, positions: Sequence[int], all_devices: Sequence[torch.device], dim: int
     ) -> None:
         self.num_rows = None if plan is None else plan.num_rows
-        self.rows = [] if plan is None else [plan.rows[position] for position in active]
-        self.active = active
-        self.devices = [all_devices[position] for position in active]
+        self.rows = () if plan is None else tuple(plan.rows[p] for p in positions)
+        self.positions = positions
+        self.devices = [all_devices[p] for p in positions]
         self.all_devices = all_devices
         self.dim = dim
         self.has_entries = False
-        """Whether one of the leaves had an entry per device."""
+        """Whether a leaf had an entry per device, so that results of all replicas count alike."""
 
-    def __call__(self, leaf: Any) -> Sequence[Any]:
+    def cut(self, leaf: Any) -> Sequence[Any]:
         known = None if type(leaf) is Tensor and not leaf.is_nested else batch_type(leaf)
         if known is not None:
-            return self._split_batch(leaf, known)
+            parts = split_batch(leaf, known, self.rows) if len(self.rows) > 1 else [leaf]
+            return [known.move(part, device) for part, device in zip(parts, self.devices)]
         if self.num_rows is not None and tree.has_dims(leaf):
-            if leaf.shape[self.dim] != self.num_rows:
-                return self._pick_entries(leaf)
-            return self._split_rows(leaf)
+            if leaf.shape[self.dim] == self.num_rows:
+                return self._cut_rows(leaf, self.rows, range(len(self.positions)))
+            self.has_entries = True
+            return self._cut_rows(leaf, (1,) * len(self.all_devices), self.positions)
         if isinstance(leaf, Replicated):
-            copies = leaf.copies_on(self.devices, self.active)
-            if copies is not None:
-                return copies
-            return tree.fan_out(self._copies, leaf.value, len(self.devices), open_batch)
+            copies = leaf.copies_on(self.devices, self.positions)
+            return copies or tree.fan_out(self._copies, leaf.value, len(self.devices), open_batch)
         if len(self.devices) > 1:
             _check_object(leaf)
         return self._copies(leaf)
 
-    def _split_batch(self, batch: Any, known: BatchType) -> Sequence[Any]:
-        parts = split_batch(batch, known, self.rows) if len(self.rows) > 1 else [batch]
-        return [known.move(part, device) for part, device in zip(parts, self.devices)]
-
-    def _pick_entries(self, x: Any) -> Sequence[Any]:
-        """Give each replica the number at its position among all devices, which the caller has for it."""
-        self.has_entries = True
+    def _cut_rows(self, x: Any, rows: tuple[int, ...], wanted: Sequence[int]) -> Sequence[Any]:
+        """Cut a tensor or array into parts of so many rows, and return those that are wanted."""
         if not isinstance(x, Tensor):
-            parts = sys.modules["numpy"].split(x, len(self.all_devices), self.dim)
-            return [parts[position] for position in self.active]
-        ones = [1] * len(self.all_devices)
-        reused = reuse_shards(x, self.all_devices, ones, self.dim) if isinstance(x, ShardedBatch) else None
-        if reused is not None:
-            return [reused[position] for position in self.active]
-        entries = cut_rows(x, ones, self.dim)
-        return self._put([entries[position] for position in self.active], x)
-
-    def _split_rows(self, x: Any) -> Sequence[Any]:
-        if not isinstance(x, Tensor):
-            views: list[Any] = [x[(slice(None),) * (self.dim % x.ndim) + (part,)] for part in spans(self.rows)]
-            return views
-        reused = reuse_shards(x, self.devices, self.rows, self.dim) if isinstance(x, ShardedBatch) else None
-        if reused is not None:
-            return reused
+            parts = spans(rows)
+            return [x[(slice(None),) * (self.dim % x.ndim) + (parts[i],)] for i in wanted]
+        if isinstance(x, ShardedBatch):
+            devices = self.devices if len(wanted) == len(rows) else self.all_devices
+            reused = reuse_shards(x, devices, rows, self.dim)
+            if reused is not None:
+                return [reused[i] for i in wanted]
+        shares = cut_rows(x, rows, self.dim)
+        shares = shares if len(wanted) == len(rows) else [shares[i] for i in wanted]
         is_plain = x.layout is torch.strided and not x.requires_grad
         if is_plain and x.device.type == "cpu" and self.devices[0].type == "cuda":
-            return _upload_rows(cut_rows(x, self.rows, self.dim), self.devices)
-        return self._put(cut_rows(x, self.rows, self.dim), x)
-
-    def _put(self, parts: Sequence[Tensor], whole: Tensor) -> list[Tensor]:
+            return _upload(shares, self.devices)
         # As on several GPUs: the first replica receives the input itself, the others receive copies. Replicas may
         # write into their inputs, and views of one tensor would share its version counter and history.
-        with keep_requires_grad(whole):
-            return [comm.copy(part, device, fresh=i > 0) for i, (part, device) in enumerate(zip(parts, self.devices))]
+        with keep_requires_grad(x):
+            copied = [comm.copy(part, d, fresh=True) for part, d in zip(shares[1:], self.devices[1:])]
+            is_there = shares[0].device == self.devices[0]
+            return [shares[0] if is_there else comm.copy(shares[0], self.devices[0]), *copied]
 
     def _copies(self, leaf: Any) -> Sequence[Any]:
         if isinstance(leaf, Tensor) and not leaf.is_nested:
@@ -192,6 +160,52 @@ class _LeafScatter:
         if known_type(leaf) is not None:
             return [move_tree(leaf, device) for device in self.devices]
         return [leaf] * len(self.devices)
+
+
+def cut_rows(x: Tensor, rows: Sequence[int], dim: int) -> list[Tensor]:
+    """Cut a tensor into parts of so many rows: views, but of a sparse tensor copies."""
+    starts = itertools.accumulate(rows, initial=0)
+    if x.layout is torch.sparse_coo and not x.requires_grad:
+        return [torch.narrow_copy(x, dim % x.ndim, start, n) for start, n in zip(starts, rows)]
+    # Not torch.split, whose results must not be written when there is a graph.
+    return [x.narrow(dim, start, n) for start, n in zip(starts, rows)]
+
+
+def _upload(parts: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
+    """Copy host memory to each device on its copy stream, while the computing streams go on."""
+    uploads = [upload.upload(part, device) for part, device in zip(parts, devices)]
+    upload.receive(uploads, upload.mark(devices))
+    return uploads
+
+
+def reuse_shards(
+    x: ShardedBatch, devices: Sequence[torch.device], rows: Sequence[int], dim: int
+) -> list[Tensor] | None:
+    """Return the shards of a batch that is split as the call is, so that nothing moves; None for another.
+
+    They are the shards themselves, so that a replica that writes into its input writes into the batch, as on one
+    device. Copies on the same devices where a graph, a view or the joined tensor may read that memory.
+    """
+    layout = x._layout
+    is_fit = layout.devices == tuple(devices) and layout.sizes == tuple(rows) and x.shard_dim == dim % x.ndim
+    if not is_fit or not has_shards(x):
+        return None
+    if x.requires_grad or x._memory.is_viewed or x._joined.is_view or x._joined.tensor is not None:
+        with keep_requires_grad(x):
+            return [s.clone() for s in x.shards]
+    x._reused_versions = tuple(map(version_of, x._parts))
+    return [p.detach() for p in x._parts]
+
+
+def note_writes(inputs: Any) -> None:
+    """Increment the version of batches that replicas wrote through reused shards.
+
+    A graph that saved the batch then raises torch's usual error instead of computing a wrong gradient.
+    """
+    for _, leaf in tree.leaves(inputs, ""):
+        if isinstance(leaf, ShardedBatch) and leaf._reused_versions not in (None, tuple(map(version_of, leaf._parts))):
+            leaf._reused_versions = None
+            increment_version(leaf)
 
 
 def _check_object(leaf: Any) -> None:
@@ -207,8 +221,17 @@ def _check_object(leaf: Any) -> None:
         )
 
 
-def _upload_rows(parts: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
-    """Copy host memory to each device on its copy stream, while the computing streams go on."""
-    uploads = [upload.upload(part, device) for part, device in zip(parts, devices)]
-    upload.receive(uploads, upload.mark(devices))
-    return uploads
+def _explain_layout(name: str, value: Any, error: RuntimeError) -> None:
+    """Name the tensor that torch has no way to cut, or to send to a device."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return
+    for path, x in tree.leaves(value, name, open_batch):
+        if isinstance(x, Tensor) and not x.is_nested:
+            what = "meta" if x.is_meta else "quantized" if x.is_quantized else str(x.layout).removeprefix("torch.")
+            if what == "strided" or (what == "sparse_coo" and not x.requires_grad):
+                continue
+            ways = {"meta": "Make it on a device.", "quantized": "Pass x.dequantize()."}
+            raise SplitError(
+                f"scatter: tensors must have rows that torch can cut, got a {what.removeprefix('_')} tensor of shape "
+                f"{tuple(x.shape)} in {path}. {ways.get(what, 'Pass x.to_dense().')}"
+            ) from error

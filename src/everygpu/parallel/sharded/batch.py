@@ -49,14 +49,15 @@ class ShardedBatch(Tensor):
     among their operands are split alike. Every other operation, also in third-party code, runs on the joined tensor,
     which is made at its first use, then kept.
 
-    The mean over results per replica, as of a module that returns its loss, weighs each by its replica's rows.
+    The mean over results per replica, as of a module that returns its loss, weighs each by its replica's rows, or by
+    what ``DataParallel``'s ``weight`` says.
 
     Attributes:
         shards: One tensor per replica that ran, in order, of shape (..., rows of the replica, ...), on its device,
             connected to the graph.
         shard_dim: The dimension of the rows.
-        shard_rows: Rows of the batch behind each shard, in rows, when each replica returned one number for all its
-            rows: 0-dim, or of a shape such as (1,). None otherwise.
+        shard_rows: How much each shard counts in a mean, when each replica returned one number for all its rows: 0-dim,
+            or of a shape such as (1,). By its rows, or what ``DataParallel``'s ``weight`` says. None otherwise.
     Raises:
         LossError: one loss per replica, which is not one number, is asked for ``backward()``, ``item()`` or the like.
         GatherError: ``data`` is set to a tensor of another shape, dtype or device.
@@ -80,8 +81,8 @@ class ShardedBatch(Tensor):
         return shards_of(self, self._layout, self.shard_dim)
 
     @property
-    def shard_rows(self) -> tuple[int, ...] | None:
-        """Rows of the batch behind each result per replica; None when the shards have rows of their own."""
+    def shard_rows(self) -> Sequence[float] | None:
+        """How much each result per replica counts, by its rows most often; None when the shards have rows."""
         return self._layout.weights
 
     @property
@@ -128,7 +129,7 @@ def _streams_of(args: Args) -> AbstractContextManager[object]:
 
 
 def shard_batch(
-    shards: Sequence[Tensor], device: torch.device, dim: int, rows: Sequence[int] | None = None
+    shards: Sequence[Tensor], device: torch.device, dim: int, rows: Sequence[float] | None = None
 ) -> ShardedBatch:
     """Make one batch of shards, without copying any.
 
@@ -136,7 +137,7 @@ def shard_batch(
         shards: Shape (..., rows, ...), equal but for the rows; each on its device; must not be written afterwards.
         device: Device of the batch, where the joined tensor is made when needed.
         dim: The dimension of the rows.
-        rows: Rows of the data behind each entry, when shards are results per replica.
+        rows: How much each entry counts, when shards are results per replica.
     Returns:
         A batch connected to the shards' graph.
     """

@@ -19,6 +19,39 @@ NOTHING = nullcontext()
 """A context that may be entered again and again: making one takes as long as a small operation."""
 
 
+class DeviceWeights(Sequence[float]):
+    """Weights of results per replica that are still being computed: only reading one as a number waits for them.
+
+    Args:
+        tensor: One entry for each replica, where results are joined.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._numbers: tuple[float, ...] | None = None
+
+    def shares(self, sizes: Sequence[int]) -> Tensor:
+        """Return each one's share of the whole, on the device; that of its size where all are 0."""
+        counts = torch.where(self.tensor.sum() > 0, self.tensor, self.tensor.new_tensor(sizes))
+        return counts / counts.sum()
+
+    def _read(self) -> tuple[float, ...]:
+        if self._numbers is None:
+            self._numbers = tuple(self.tensor.tolist())
+        return self._numbers
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._read()[index]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, (tuple, DeviceWeights)) and tuple(self) == tuple(other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardLayout:
     """Where the rows of a batch are."""
@@ -28,8 +61,8 @@ class ShardLayout:
     devices: tuple[torch.device, ...]
     sizes: tuple[int, ...]
     """Rows of each part."""
-    weights: tuple[int, ...] | None
-    """Rows of the data behind each part, when every replica returned one number for all its rows."""
+    weights: Sequence[float] | None
+    """How much each part counts, by its rows most often, when every replica returned one number for all its rows."""
     home_stream: torch.cuda.Stream | None
     streams: tuple[torch.cuda.Stream, ...]
     """Streams of the other GPUs on which the parts were computed."""
@@ -58,7 +91,7 @@ class ShardLayout:
 
 
 def layout_of(
-    home: torch.device, devices: Sequence[torch.device], sizes: Sequence[int], weights: Sequence[int] | None
+    home: torch.device, devices: Sequence[torch.device], sizes: Sequence[int], weights: Sequence[float] | None
 ) -> ShardLayout:
     """Describe a batch whose parts were computed on the current streams."""
     others = dict.fromkeys(d for d in devices if d.type == "cuda" and d != home)
@@ -66,7 +99,7 @@ def layout_of(
         home=home,
         devices=tuple(devices),
         sizes=tuple(sizes),
-        weights=None if weights is None else tuple(weights),
+        weights=weights if weights is None or isinstance(weights, DeviceWeights) else tuple(weights),
         home_stream=torch.cuda.current_stream(home) if home.type == "cuda" else None,
         streams=tuple(torch.cuda.current_stream(d) for d in others),
     )

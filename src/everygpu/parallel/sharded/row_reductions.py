@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from everygpu.parallel.sharded.batch import Join, ShardedBatch, has_shards, join, parts_of, shards_of
 from everygpu.parallel.sharded.dispatch import Args, Kwargs, Rule
-from everygpu.parallel.sharded.layout import ShardLayout, move_to_each
+from everygpu.parallel.sharded.layout import DeviceWeights, ShardLayout, move, move_to_each
 from everygpu.parallel.sharded.operands import HALF, dims_of, sum_parts
 from everygpu.torch_private.autograd import are_transforms_active
 from everygpu.torch_private.modes import is_tracing, without_torch_function
@@ -29,7 +29,8 @@ class _ReductionPlan:
     dims: tuple[int, ...]
     keepdim: bool
     dtype: torch.dtype | None
-    factors: tuple[float, ...]
+    factors: tuple[float | Tensor, ...]
+    """Tensors on the parts' devices where only these know them."""
     is_weighted: bool
 
 
@@ -95,8 +96,12 @@ def _plan(call: Kwargs, *, is_mean: bool) -> _ReductionPlan | None:
     dtype = call["dtype"] or x.dtype
     if x.shard_dim not in dims or not count or not (dtype.is_floating_point or dtype.is_complex):
         return None
-    factors: tuple[float, ...] | None = None
-    if is_mean and sum(x.shard_rows or ()) > 0:
+    factors: tuple[float | Tensor, ...] | None = None
+    if is_mean and isinstance(x.shard_rows, DeviceWeights):
+        with x._layout.on_streams():
+            shares = x.shard_rows.shares(x._layout.sizes) * (x._layout.num_rows / count)
+            factors = tuple(map(move, shares.unbind(), x._layout.devices))
+    elif is_mean and sum(x.shard_rows or ()) > 0:
         factors = tuple(share * x._layout.num_rows / count for share in x._layout.shares)
     elif not (has_shards(x) and x.requires_grad and torch.is_grad_enabled()) or is_tracing():
         return None  # torch's own: make_fx's mode would take a gradient made of parts for a constant
@@ -145,8 +150,16 @@ def _weighted_sum(shards: Sequence[Tensor], layout: ShardLayout, plan: _Reductio
     wide = torch.float32 if dtype in HALF else dtype
     parts = zip(shards, plan.factors)
     # The result of a replica without rows has weight 0, and is left out even if it is nan.
-    sums = [part.to(wide).sum(plan.dims, plan.keepdim) * factor for part, factor in parts if factor]
+    sums = [
+        _times(part.to(wide).sum(plan.dims, plan.keepdim), factor)
+        for part, factor in parts
+        if isinstance(factor, Tensor) or factor
+    ]
     return sum_parts(sums, layout).to(dtype)
+
+
+def _times(x: Tensor, factor: float | Tensor) -> Tensor:
+    return torch.where(factor == 0, 0, x) * factor if isinstance(factor, Tensor) else x * factor
 
 
 def composed_loss(func: Any, args: Args, kwargs: Kwargs) -> Any:

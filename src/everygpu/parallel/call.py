@@ -1,0 +1,51 @@
+"""One call of a module by its replicas: what each gets, and what is known of the results."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from everygpu.parallel.replicas.replica_set import ReplicaSet
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Call:
+    """A call's arguments, cut by rows, with an entry for each replica that runs, in their order."""
+
+    positions: tuple[int, ...]
+    """Of the replicas among all devices."""
+    args: tuple[tuple[Any, ...], ...]
+    kwargs: tuple[dict[str, Any], ...]
+    rows: tuple[int, ...] | None
+    """Of the batch; None when the call has no tensor to cut, or somebody else has cut it."""
+    weights: Sequence[float] | None
+    """How much a result for all of a replica's rows counts beside the others'; None where that isn't known."""
+    counts_alike: bool = False
+    """Whether all results count alike, as the caller normalizes them: the call came with an entry per device."""
+    modules: tuple[nn.Module, ...] = ()
+    """The replicas, whose parameters and buffers are written by later forwards."""
+    method: str | None = None
+    """Of the replicas, where they aren't called themselves."""
+    pad_value: float | None = None
+    """What fills up outputs at their ends whose sizes, but for the rows, differ; None to refuse them."""
+
+
+class ScatteredArgs(tuple[Any, ...]):
+    """The positional arguments of each replica, and the call that they are of."""
+
+    call: Call
+
+    def __new__(cls, args: Iterable[Any], call: Call) -> "ScatteredArgs":
+        self = super().__new__(cls, args)
+        self.call = call
+        return self
+
+
+class PerReplica(list[Any]):
+    """What each replica returned, and the call that it is of; or the replicas themselves, and what keeps them."""
+
+    def __init__(self, items: Iterable[Any], call: Call | None = None, replicas: "ReplicaSet | None" = None) -> None:
+        super().__init__(items)
+        self.call, self.replicas = call, replicas
