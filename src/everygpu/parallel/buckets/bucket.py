@@ -67,7 +67,9 @@ class Bucket:
             with torch.no_grad():
                 self._send(originals, replicas)
             slots = [copy.slots for i in replicas if (copy := self._copies[i]) is not None]
-            with torch.set_grad_enabled(self._requires_grad):
+            if not self._requires_grad:
+                return stand_ins(originals, slots)
+            with torch.enable_grad():
                 _, *outputs = _Broadcast.apply(self, replicas, slots, *originals)  # type: ignore[no-untyped-call]
         width = len(originals)
         return [outputs[i * width : (i + 1) * width] for i in range(len(slots))]
@@ -159,19 +161,11 @@ class _Broadcast(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.bucket = bucket
         ctx.width = len(originals)
-        ctx.devices = [bucket.devices[i] for i in replicas]
-        ctx.streams = Streams(bucket.device, *ctx.devices)
+        ctx.streams = Streams(bucket.device, *(bucket.devices[i] for i in replicas))
         # Autograd runs a node where its first output is: this one has it add up on the primary device, in step
         # with the gradients it adds to.
         anchor = torch.empty(0, device=bucket.device)
         return anchor, *itertools.chain.from_iterable(stand_ins(originals, slots))
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Give the replicas' parameters the tangents of the originals."""
-        moved = tangents[-ctx.width :]
-        anchor = torch.empty(0, device=ctx.bucket.device)
-        return anchor, *(None if t is None else comm.copy(t, d, fresh=True) for d in ctx.devices for t in moved)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -104,9 +104,9 @@ class ReplicaSet:
             self._update([p - 1 for p in positions if p > 0])
             if fresh is not None and not torch.is_grad_enabled():
                 fresh.update(positions)
-        for i, p in enumerate(positions):
-            if p > 0:
-                self._replicas[p - 1].num_rows = rows[i] if rows else 0
+        rows_of = dict(zip(positions, rows))
+        for p, replica in enumerate(self._replicas, 1):
+            replica.num_rows = rows_of.get(p, 0)
         return [self._replicas[p - 1].root if p else self.module for p in positions]
 
     def position_of(self, root: nn.Module) -> int | None:
