@@ -194,7 +194,7 @@ def definition(name: str, module: str) -> ast.ClassDef | ast.FunctionDef:
     for node in statements(parse(path)):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
             return node
-        if isinstance(node, ast.ImportFrom) and any(name in (a.name, a.asname) for a in node.names):
+        if isinstance(node, ast.ImportFrom) and any(name == (a.asname or a.name) for a in node.names):
             return definition(name, str(node.module).removeprefix("everygpu."))
     raise SystemExit(f"website/prepare.py: found no {name} in {path}, where everygpu/__init__.py has it from.")
 

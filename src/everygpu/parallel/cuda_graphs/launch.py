@@ -17,6 +17,7 @@ from everygpu.parallel.cuda_graphs.multi_gpu_graph import MultiGpuGraph
 from everygpu.parallel.cuda_graphs.opaque import Opaque
 from everygpu.parallel.cuda_graphs.transfer.backends import GradReducer
 from everygpu.parallel.cuda_graphs.transfer.parameter_sync import ParameterSync
+from everygpu.parallel.sharded.hooks import RECORDED, mark
 from everygpu.torch_private.autograd import are_batched
 
 if TYPE_CHECKING:
@@ -75,7 +76,9 @@ class Launch:
 
     def run(self, devices: Sequence[torch.device]) -> list[Any]:
         """Return each replica's outputs in memory of their own, connected to the parameters."""
-        _, *tensors = _LaunchNode.apply(self, devices, *self.recorded.sync.params)  # type: ignore[no-untyped-call]
+        anchor, *tensors = _LaunchNode.apply(self, devices, *self.recorded.sync.params)  # type: ignore[no-untyped-call]
+        if sum(self.recorded.differentiable) > len(devices):  # more than one output of each replica
+            mark(anchor.grad_fn, RECORDED)
         num_plain = sum(isinstance(x, Tensor) for _, x in tree.leaves(self.recorded.outputs, "out"))
         plain, inside = iter(tensors[:num_plain]), iter(tensors[num_plain:])
 

@@ -44,6 +44,7 @@ from everygpu.parallel.replicas.remap import in_place_of
 from everygpu.parallel.replicas.replica_set import Leaves as Twins
 from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.parallel.scatter.split import ScatterSpec
+from everygpu.parallel.sharded.hooks import ALIAS, mark
 from everygpu.parallel.sharded.layout import DeviceWeights
 from everygpu.torch_private.autograd import after_backward, backward_id, is_transforming
 
@@ -152,6 +153,7 @@ class RecordedForward:
             if not x.requires_grad or x.is_leaf:  # a leaf is the user's own, and no recording returns one
                 return x
             y = x.view_as(x)
+            mark(y.grad_fn, ALIAS)
             y.register_hook(lambda _: note(i))  # type: ignore[no-untyped-call]
             return y
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from everygpu.comm.streams import current_stream
 from everygpu.keys import compiled_original
-from everygpu.parallel.batch_norm.layer import SyncBatchNorm
+from everygpu.parallel.batch_norm import SyncBatchNorm
 from everygpu.parallel.compiler.compile_once import CompileOnce
 from everygpu.parallel.compiler.inductor_backend import backend_of, compiling_once, inductor
 from everygpu.parallel.engines.engine import Call, Engine
