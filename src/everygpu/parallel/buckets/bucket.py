@@ -28,8 +28,8 @@ class Bucket:
     Args:
         originals: At least one tensor, all of one dtype and alike in ``requires_grad``; on ``device``.
         keep_storage: Lay the copies out as the originals are in the one storage they share, not side by side.
-        fixed: Send to the same addresses, as CUDA graphs need it: a backward through other values than those of its
-            forward is torch's error then.
+        fixed: Send to the same addresses, as CUDA graphs need it, unless they take gradients: a backward through other
+            values than those of its forward is torch's error then.
         keeps: Take note of what was sent, for ``current_copies``.
         trusts_versions: Send only when an original or its ``.data`` was replaced, or written as far as torch counts
             it: not in place through ``.data``; after that call ``forget``.
@@ -51,7 +51,8 @@ class Bucket:
         unit = 1 if keep_storage else max(1, ALIGNMENT_BYTES // originals[0].element_size())
         self.plan = plan_bucket(originals, range(len(originals)), 1, together=keep_storage, unit=unit)
         self._requires_grad = originals[0].requires_grad
-        self._fixed = fixed
+        # Those that take gradients are leaves in recordings; elsewhere their old values may yet go backward.
+        self._fixed = fixed and not self._requires_grad
         self._keeps = keeps or trusts_versions
         self._trusts_versions = trusts_versions
         self._copies: list[_Copy | None] = [None] * len(self.devices)
