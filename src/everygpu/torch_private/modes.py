@@ -11,6 +11,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 from torch.utils import _mode_utils
 from torch.utils._device import DeviceContext as _DeviceContext
 from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 DeviceContext = _DeviceContext
@@ -47,6 +48,9 @@ def is_tracing() -> bool:
 
 
 _TRACING_MODES = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
+
+TorchDispatchMode = _TorchDispatchMode
+"""Sees every operation of this thread that reaches torch's dispatcher; "Extending PyTorch" documents it."""
 
 without_dispatch_modes = _disable_current_modes
 """The context manager in which no ``TorchDispatchMode`` is entered; tensor subclasses are dispatched as before."""
