@@ -343,7 +343,7 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
             call.positions = tuple(own[p] for p in call.positions)
         is_weighed = self.weight_rule is not None or (kwargs is not None and "labels" in kwargs)
         if is_weighed and len(call.positions) > 1 and self.gather_rule == "sharded":
-            weigh_shares(call, self.weight_rule, self.replica_devices[0])
+            weigh_shares(call, self.weight_rule, self.module, self.replica_devices[0])
         return ScatteredArgs(call.args if is_call else (a[0] for a in call.args), call), call.kwargs
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceLike]) -> list[nn.Module]:
