@@ -169,12 +169,15 @@ class TestInThisProcess:
             ("import everygpu; raise everygpu.EveryGPUError('the script has its own')", 1),
         ],
     )
-    def test_every_ending(self, script, ending, code, monkeypatch):
+    def test_every_ending(self, script, ending, code, monkeypatch, tmp_path):
+        monkeypatch.setenv("EVERYGPU_REASON_FILE", str(tmp_path / "reason"))
         monkeypatch.setattr(sys, "stdin", open(os.devnull))  # noqa: SIM115 - closed below
         try:
             assert run_script(str(script(f"import sys\n{ending}")), []) == code
         finally:
             sys.stdin.close()
+        is_ours = "DivergedError" in ending or "NonFiniteError" in ending
+        assert (tmp_path / "reason").exists() == is_ours, "a script's own exit codes have no reason of ours"
 
     @pytest.mark.parametrize(("ending", "code"), [("7", 7), ("None", 0), ("'broken'", 1)])
     def test_command_passes_the_code_on(self, script, ending, code):

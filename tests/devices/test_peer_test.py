@@ -78,19 +78,22 @@ def test_bytes_of_another_device_are_noticed():
     assert find_wrong(pattern, pattern, 3, from_device_0) is not None
 
 
-def lines_of(capsys, *arguments, **options):
+def states(capsys, *arguments, **options):
     main(arguments, **options)
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+def pairs_of(said):
+    return [pair[:2] for pair in said[-1]["pairs"]]
+
+
 def test_every_ordered_pair_is_announced_and_reported(capsys):
-    said = lines_of(capsys, "3", "--full", devices=CPUS)
+    said = states(capsys, "3", "--full", devices=CPUS)
     pairs = [[0, 1], [0, 2], [1, 0], [1, 2], [2, 0], [2, 1]]
-    assert said[0] == {"ready": [0, 1, 2]}
-    assert [line["begin"] for line in said if "begin" in line] == [*pairs, "collective"]
-    assert [line["pair"] for line in said if "pair" in line] == pairs
-    assert all(line["wrong"] is None for line in said if "wrong" in line)
-    assert said[-1] == {"done": True}
+    assert [state["now"] for state in said] == [*pairs, "collective", None]
+    assert said[-1] == {
+        "ready": [0, 1, 2], "now": None, "collective": [None, None], "pairs": [[*pair, None, None] for pair in pairs]
+    }  # fmt: skip
 
 
 def test_device_without_room_is_left_out(capsys, monkeypatch):
@@ -104,24 +107,22 @@ def test_device_without_room_is_left_out(capsys, monkeypatch):
         return plain()
 
     monkeypatch.setattr(peer_test, "make_pattern", make)
-    said = lines_of(capsys, "3", devices=CPUS)
-    assert said[0] == {"ready": [0, 2]}
-    assert [line["pair"] for line in said if "pair" in line] == [[0, 2], [2, 0]]
+    said = states(capsys, "3", devices=CPUS)
+    assert said[0]["ready"] == [0, 2]
+    assert pairs_of(said) == [[0, 2], [2, 0]]
 
 
 def test_device_that_is_wrong_with_itself_is_left_out(capsys, monkeypatch):
     monkeypatch.setattr(peer_test, "find_wrong", lambda *arguments: "uint8 by a kernel")
-    said = lines_of(capsys, "2", devices=CPUS[:2])
-    assert said == [{"ready": []}, {"done": True}]
+    (said,) = states(capsys, "2", devices=CPUS[:2])
+    assert said["ready"] == said["pairs"] == []
 
 
 def test_pair_without_room_is_not_reported(capsys):
     def refuse(target, source):
         raise torch.OutOfMemoryError("full")
 
-    said = lines_of(capsys, "2", devices=CPUS[:2], transfer=refuse)
-    assert [line for line in said if "pair" in line] == []
-    assert said[-1] == {"done": True}
+    assert pairs_of(states(capsys, "2", devices=CPUS[:2], transfer=refuse)) == []
 
 
 def test_collective_of_one_device_is_no_test():
@@ -131,8 +132,7 @@ def test_collective_of_one_device_is_no_test():
 @pytest.mark.gpu
 @pytest.mark.cards(2)
 def test_real_gpus(capsys):
-    said = lines_of(capsys, "2", "--full")
-    speeds = [line["gigabytes_per_s"] for line in said if "pair" in line]
-    assert all(1 < speed < 2000 for speed in speeds)
-    assert [line["wrong"] for line in said if "wrong" in line] == [None] * 3
+    said = states(capsys, "2", "--full")[-1]
+    assert all(wrong is None and 1 < speed < 2000 for _, _, wrong, speed in said["pairs"])
+    assert (len(said["pairs"]), said["collective"]) == (2, [None, None])
     assert len(DTYPES) == 5

@@ -52,7 +52,7 @@ def test_whole_range_is_taken(number):
 
 @pytest.mark.parametrize("wrong", [-1, 2**64, 1.0, True, "1", None])
 def test_what_is_no_seed(wrong):
-    with pytest.raises(OptionError, match="seed_all: the seed must be a whole number") as caught:
+    with pytest.raises(OptionError, match="is no seed. Pass a whole number") as caught:
         seed_all(wrong)
     assert repr(wrong) in str(caught.value)
 

@@ -17,7 +17,7 @@ import torch
 import everygpu
 from everygpu.checkpoint.background import Background
 from everygpu.errors import OptionError
-from everygpu.exit_codes import STUCK
+from everygpu.exit_codes import REASON_FILE, STUCK
 from everygpu.progress import progress, running
 from everygpu.ranks.group import join
 from tests.cli.runs import command_of
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
 ]
 SOON_S = 0.5
-CALM_S, LONG_S = 1.0, 2.2
+CALM_S, LONG_S = 2.0, 2.6
 LINE = wait_for_ever.__code__.co_firstlineno + 2
 
 
@@ -239,9 +239,11 @@ def test_everygpu_run_ends_it_and_torchrun_starts_it_again(tmp_path: Path, resta
     again = ["--processes", 1, "--max-restarts", restarts] if restarts else []
     asked = command_of("run", "--cpu", "--watchdog", SOON_S, *again, "train.py")
     asked["env"]["PYTHONPATH"] += os.pathsep + str(Path(__file__).parents[2])
+    asked["env"][REASON_FILE] = "reason"
     done = subprocess.run(**asked, cwd=tmp_path, capture_output=True, check=False)
     assert (done.returncode, done.stdout) == ((0, "done\n") if restarts else (STUCK, "")), done.stderr
-    assert "forward of replica 1 on cpu" in done.stderr
+    for said in (done.stderr, (tmp_path / "reason").read_text()):
+        assert "forward of replica 1 on cpu" in said
 
 
 def step_for(seconds: float) -> None:
@@ -280,11 +282,12 @@ def stopped() -> None:
             while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
                 time.sleep(0.01)  # until it sleeps
             os.kill(pid, signal.SIGSTOP)
-            time.sleep(3 * CALM_S)
+            time.sleep(1.5 * CALM_S)
             os.kill(pid, signal.SIGCONT)
+            os.write(writing, b"!")
             os._exit(0)
         os.read(reading, 1)  # a fork may take its time
-        time.sleep(3.5 * CALM_S)
+        os.read(reading, 1)
 
     everygpu.watch(timeout=CALM_S)
     train_slowly(wait)

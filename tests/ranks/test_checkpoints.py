@@ -19,12 +19,14 @@ pytestmark = pytest.mark.usefixtures("warm_python")
 writing = import_module("everygpu.checkpoint.save")
 
 
-def slowly(monkeypatch):
-    """Have rank 0 take its time to write."""
+def slowly(monkeypatch, folder):
+    """Have rank 0 take its time to write; while there is a file "hold", until both ranks have looked."""
     write = writing.write_checkpoint
 
     def write_slowly(*args, **options):
         time.sleep(0.03)
+        while (folder / "hold").exists() and not all((folder / f"looked{rank}").exists() for rank in range(2)):
+            time.sleep(0.01)
         return write(*args, **options)
 
     for module in (writing, import_module("everygpu.checkpoint.manager")):
@@ -40,7 +42,7 @@ def model_of(rank):
 def save_and_load(folder):
     rank = join().rank
     with pytest.MonkeyPatch.context() as monkeypatch:
-        slowly(monkeypatch)
+        slowly(monkeypatch, folder)
         save_alone(folder, rank)
         save_by_all(folder, rank)
         save_in_the_background(folder, rank)
@@ -76,8 +78,10 @@ def save_by_all(folder, rank):
 
 def save_in_the_background(folder, rank):
     with everygpu.CheckpointManager(folder / "background", asynchronous=True, model=model_of(rank)) as manager:
+        (folder / "hold").touch()
         path = manager.save(1)
         assert not path.exists(), "copied, but not written"
+        (folder / f"looked{rank}").touch()
         assert manager.latest() == path
         assert threading.active_count() < 10
         manager.save(2)

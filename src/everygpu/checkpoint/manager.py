@@ -47,7 +47,7 @@ class CheckpointManager:
     Under torchrun rank 0 writes what it has, and the others wait: in `save` until it is written, or, with
     ``asynchronous=True``, copied; in `resume`, `latest`, `best`, `wait` and `close` until it is written. What fails is
     raised on all. Where only rank 0 saves, as under ``if everygpu.is_main()``, nothing waits. All ranks load the same
-    files: the directory must be one that all boxes see.
+    files: the directory must be one that all machines see.
 
     SIGTERM and SIGUSR1 end a run, in the ``with`` block or after the first save, at the next `save`: it is written
     whatever ``every`` says, and the exit code is 143. A second signal ends the process at once.

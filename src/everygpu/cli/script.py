@@ -11,7 +11,7 @@ from types import CodeType, ModuleType
 import click
 
 from everygpu.errors import DivergedError, NonFiniteError
-from everygpu.exit_codes import BAD_NUMBERS, INTERRUPTED
+from everygpu.exit_codes import BAD_NUMBERS, INTERRUPTED, tell_reason
 
 
 def require_script(script: str, is_module: bool) -> None:
@@ -55,7 +55,10 @@ def run_script(script: str, args: Sequence[str], is_module: bool = False) -> str
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         if isinstance(error, KeyboardInterrupt):
             return INTERRUPTED
-        return BAD_NUMBERS if isinstance(error, (DivergedError, NonFiniteError)) else 1
+        if isinstance(error, (DivergedError, NonFiniteError)):
+            tell_reason(str(error))
+            return BAD_NUMBERS
+        return 1
     return 0
 
 

@@ -12,7 +12,8 @@ import os
 import subprocess
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,11 +43,10 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairReport:
-    """What came of copying from one GPU to another."""
+    """What came of copying from one GPU to another; ``detail`` is the fault."""
 
     verdict: Verdict
     detail: str = ""
-    """The fault."""
     gigabytes_per_s: float | None = None
     """10**9 bytes a second; None when not measured."""
 
@@ -56,23 +56,14 @@ UNTESTED = PairReport(verdict="untested")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of a whole test."""
+    """What came of a whole test: of pairs, by positions of source and target, and of NCCL's sum over all."""
 
     pairs: Mapping[Pair, PairReport]
-    """By positions of source and target."""
     collective: PairReport = UNTESTED
-    """Of NCCL's sum over all."""
 
 
 def trusted_peers(devices: Iterable[torch.device]) -> bool:
-    """Tell whether copies among these devices arrive; finds it out when it is asked first.
-
-    Returns:
-        False when one of them must not be copied to another directly. At the first use of two GPUs after a
-        boot this takes seconds, and tests all that are visible; later it is looked up.
-    Raises:
-        OptionError: the variable ``EVERYGPU_P2P`` has no such value.
-    """
+    """Tell whether copies among these devices arrive: after a boot all visible pairs are tested once, in seconds."""
     indices = {device.index for device in devices if device.type == "cuda"}
     if len(indices) < 2:
         return True
@@ -150,74 +141,54 @@ def examine(command: Sequence[str], environ: Mapping[str, str], num_devices: int
     except OSError as error:
         logger.info("Copies between GPUs are not tested: %s.", error)
         return judge("", "", num_devices)
-    ending = HANGING
     try:
         output, _ = process.communicate(timeout=limit_s)
         ending = f"exit code {process.returncode}"
     except subprocess.TimeoutExpired as late:
-        output = late.output or b""
-    finally:
-        _end(process)
+        output, ending = late.output or b"", HANGING
+    finally:  # one that is stuck in the driver doesn't die, and isn't waited for
+        process.kill()
+        if process.stdout is not None:
+            process.stdout.close()
+        try:
+            process.wait(timeout=_END_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("The test of copies between GPUs (process %d) can't be ended.", process.pid)
     return judge(output.decode(errors="replace"), ending, num_devices)
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Kill it. One that is stuck in the driver doesn't die, and isn't waited for."""
-    process.kill()
-    if process.stdout is not None:
-        process.stdout.close()
-    try:
-        process.wait(timeout=_END_S)
-    except subprocess.TimeoutExpired:
-        logger.warning("The test of copies between GPUs (process %d) can't be ended.", process.pid)
-
-
 def judge(output: str, ending: str, num_devices: int) -> Outcome:
-    """Make reports of what the test has written until it ended.
+    """Make reports of the last state that the test has written.
 
     Returns:
         A report for each ordered pair. Once a pair hangs, or ends the process, those after it count for no
         better: the GPUs are left alone.
     """
-    ready: list[int] = []
-    pairs: dict[Pair, PairReport] = {}
-    collective = rest = UNTESTED
-    now: Any = None
-    for said in map(_read_record, output.splitlines()):
-        if said is None:
-            continue
-        ready, now = said.get("ready", ready), said.get("begin")
-        if "pair" in said:
-            pairs[said["pair"][0], said["pair"][1]] = _report(said)
-        elif "collective" in said:
-            collective = _report(said)
+    said: dict[str, Any] = {"ready": [], "now": None, "pairs": [], "collective": None}
+    for line in output.splitlines():
+        with suppress(ValueError):  # others may write to the same stream
+            state = json.loads(line)
+            said = state if isinstance(state, dict) and "ready" in state else said
     fault = PairReport(verdict="wrong", detail=f"the test ended with {ending}")
     if ending == HANGING or HANGING in output:
         fault = PairReport(verdict="hangs", detail="no answer")
-    if now == "collective":
-        collective = fault
-    elif now is not None:
-        pairs[now[0], now[1]] = fault
-        rest = PairReport(verdict=fault.verdict, detail="not tried any more")
-    elif not ready:
-        logger.info("Copies between GPUs are not tested: the test did not start (%s).", ending)
+    now = said["now"]
+    rest = replace(fault, detail="not tried any more") if isinstance(now, list) else UNTESTED
     every = itertools.permutations(range(num_devices), 2)
-    known = {pair: pairs.get(pair, rest if set(pair) <= set(ready) else UNTESTED) for pair in every}
-    return Outcome(pairs=known, collective=collective)
+    pairs = {pair: rest if set(pair) <= set(said["ready"]) else UNTESTED for pair in every}
+    pairs |= {(i, j): _report(*result) for i, j, *result in said["pairs"]}
+    if isinstance(now, list):
+        pairs[now[0], now[1]] = fault
+    if now is None and not said["ready"]:
+        logger.info("Copies between GPUs are not tested: the test did not start (%s).", ending)
+    collective = UNTESTED if said["collective"] is None else _report(*said["collective"])
+    return Outcome(pairs=pairs, collective=fault if now == "collective" else collective)
 
 
-def _read_record(line: str) -> dict[str, Any] | None:
-    try:
-        said = json.loads(line)
-    except ValueError:
-        return None  # what others write to the same stream is none of ours
-    return said if isinstance(said, dict) else None
-
-
-def _report(said: Mapping[str, Any]) -> PairReport:
-    if said.get("wrong") is not None:
-        return PairReport(verdict="wrong", detail=str(said["wrong"]))
-    return PairReport(verdict="right", gigabytes_per_s=said.get("gigabytes_per_s"))
+def _report(wrong: str | None, gigabytes_per_s: float | None) -> PairReport:
+    if wrong is None:
+        return PairReport(verdict="right", gigabytes_per_s=gigabytes_per_s)
+    return PairReport(verdict="wrong", detail=wrong)
 
 
 def look_up(uuids: Sequence[str]) -> dict[Pair, PairReport] | None:

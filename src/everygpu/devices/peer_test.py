@@ -2,8 +2,8 @@
 
     python -m everygpu.devices.peer_test NUM_DEVICES [--limit SECONDS] [--full]
 
-Writes a line of JSON before and after each pair. One that takes longer than the limit ends the process, which the
-reader sees by ``faulthandler``'s words.
+Writes a line of JSON before each pair and at the end: what is known so far, and what comes now. What takes longer than
+the limit ends the process, which the reader sees by ``faulthandler``'s words.
 """
 
 import faulthandler
@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -45,31 +46,30 @@ def main(arguments: Sequence[str], devices: Sequence[torch.device] | None = None
     is_full = "--full" in arguments
     limit_s = float(arguments[arguments.index("--limit") + 1]) if "--limit" in arguments else None
 
-    def say(**what: Any) -> None:
-        sys.stdout.write(json.dumps(what) + "\n")
-        sys.stdout.flush()
-        if (
-            limit_s is not None and "begin" in what
-        ):  # a thread in C ends the process, whatever the interpreter waits for
-            faulthandler.dump_traceback_later(limit_s, exit=True, file=1)
-        else:
-            faulthandler.cancel_dump_traceback_later()
-
     used = devices or [torch.device("cuda", index) for index in range(int(arguments[0]))]
     patterns = {i: pattern for i, device in enumerate(used) if (pattern := _try_pattern(device)) is not None}
-    say(ready=list(patterns))
+    pairs: list[list[Any]] = []
+    state: dict[str, Any] = {"ready": list(patterns), "pairs": pairs, "collective": None}
+
+    def say(now: Any = None) -> None:
+        """Write what is known; from now on ``now`` has its limit."""
+        sys.stdout.write(json.dumps({**state, "now": now}) + "\n")
+        sys.stdout.flush()
+        faulthandler.cancel_dump_traceback_later()
+        if limit_s is not None and now is not None:
+            # A thread in C ends the process, whatever the interpreter waits for.
+            faulthandler.dump_traceback_later(limit_s, exit=True, file=1)
+
     for source, target in itertools.permutations(patterns, 2):
-        say(begin=[source, target])
-        try:
+        say(now=[source, target])
+        with suppress(torch.OutOfMemoryError):  # others fill the GPU: nothing is known of the pair
             wrong = find_wrong(patterns[source], patterns[target], source, transfer)
-        except torch.OutOfMemoryError:
-            continue  # others fill the GPU: nothing is known of the pair
-        speed = _measure(used[source], used[target]) if is_full and wrong is None else None
-        say(pair=[source, target], wrong=wrong, gigabytes_per_s=speed)
+            speed = _measure(used[source], used[target]) if is_full and wrong is None else None
+            pairs.append([source, target, wrong, speed])
     if is_full:
-        say(begin="collective")
-        say(collective=True, wrong=find_wrong_sum([used[i] for i in patterns]))
-    say(done=True)
+        say(now="collective")
+        state["collective"] = [find_wrong_sum([used[i] for i in patterns]), None]
+    say()
 
 
 def _try_pattern(device: torch.device) -> Tensor | None:

@@ -17,8 +17,8 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio, odd
 def seed_all(seed: int) -> None:
     """Seed Python, NumPy and torch on every device, so that the whole run can be repeated.
 
-    Replicas still draw different numbers, from the first forward on: see ``spread_seeds``. Under several ranks pass
-    all of them the same seed: parameters made before the first forward are alike, and so is the data's order::
+    Replicas still draw different numbers, from the first forward on. Under several ranks pass all of them the same
+    seed: parameters made before the first forward are alike, and so is the data's order::
 
         everygpu.seed_all(0)
 
@@ -30,22 +30,18 @@ def seed_all(seed: int) -> None:
         ``torch.manual_seed``, which seeds each device's generator when the device is first used.
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= _MASK:
-        raise OptionError(
-            f"seed_all: the seed must be a whole number from 0 to 2**64 - 1, got {seed!r}. Pass an int such as 0."
-        )
+        raise OptionError(f"seed_all: {seed!r} is no seed. Pass a whole number from 0 to 2**64 - 1, such as 0.")
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def spread_seeds(devices: Sequence[torch.device]) -> None:
-    """Give each replica's generator a seed of its own, where it has that of the run.
+    """Give each replica's generator a seed of its own, where it has that of the run; called at every forward.
 
-    Called at every forward: ``torch.manual_seed`` gives all devices of all ranks the same seed, so replicas would
-    draw the same dropout masks. Replica j of rank r counts as replica r * len(devices) + j; the first of all keeps
-    the run's seed. Costs one comparison per device when there is nothing to do. CPU replicas of one process share one
-    generator, which keeps the run's seed on rank 0 alone.
-
+    ``torch.manual_seed`` gives all devices of all ranks the same seed, so replicas would draw the same dropout masks.
+    Replica j of rank r counts as replica r * len(devices) + j; the first of all keeps the run's seed. CPU replicas of
+    one process share one generator, which keeps the run's seed on rank 0 alone.
     """
     membership = find_membership()
     first = 0 if membership is None else membership.rank * len(devices)
@@ -53,20 +49,17 @@ def spread_seeds(devices: Sequence[torch.device]) -> None:
         return
     if all(device.type == "cuda" for device in devices):
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        spread_generators([torch.cuda.default_generators[i] for i in dict.fromkeys(map(_index_of, devices))], first)
+        indices = dict.fromkeys(torch.cuda.current_device() if d.index is None else d.index for d in devices)
+        spread_generators([torch.cuda.default_generators[i] for i in indices], first)
     elif first:
         _spread_cpu(first)
 
 
-def _index_of(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
 def spread_generators(generators: Sequence[torch.Generator], first: int = 0) -> None:
-    """Reseed each generator that was seeded like the first replica's, by its position.
+    """Reseed each generator that was seeded like the first replica's, by its position among all ranks' replicas.
 
-    ``first`` is the first generator's position among all ranks' replicas. From 1 on the first replica is another
-    rank's, and its seed is taken to be that of this process's CPU generator, as ``torch.manual_seed`` sets both.
+    From ``first`` 1 on the first replica is another rank's, and its seed is taken to be that of this process's CPU
+    generator, as ``torch.manual_seed`` sets both.
     """
     own = generators[0].initial_seed()
     run = torch.initial_seed() if first else own
@@ -78,10 +71,7 @@ def spread_generators(generators: Sequence[torch.Generator], first: int = 0) -> 
 
 
 def _spread_cpu(position: int) -> None:
-    """Reseed the CPU's generator from its state, unless it was: its seed shows that.
-
-    The state is that of the run's beginning, or of a checkpoint, and the same on all ranks.
-    """
+    """Reseed the CPU's generator from its state, which is the same on all ranks, unless its seed shows that it was."""
     generator = torch.default_generator
     if generator.initial_seed() != _marked(generator.initial_seed() >> 32, position):
         state = zlib.crc32(generator.get_state().numpy().tobytes())

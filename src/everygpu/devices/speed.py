@@ -32,20 +32,17 @@ class DeviceSpeed:
 
 
 def measure_shares(devices: Sequence[torch.device]) -> list[float] | None:
-    """Measure what share of the rows each device should get; takes about 0.2 s per device.
+    """Measure what share of the rows each device should get, in about 0.2 s per device; None when all get the same.
 
     A share is in proportion to the device's speed, or to its memory where that is scarcer: each relative to the
     best device, the smaller counts. Memory held by this process counts as free, for every replica will hold as much.
-
-    Returns:
-        One weight per device, adding up to 1; None when they are equal within what the measurement can tell.
     """
     known = {device: measure_speed(device) for device in dict.fromkeys(devices)}
     return share_out([known[device] for device in devices])
 
 
 def share_out(speeds: Sequence[DeviceSpeed]) -> list[float] | None:
-    """Turn measurements into weights; see ``measure_shares``."""
+    """Turn measurements into weights that add up to 1."""
     by_speed = _relative([_overall_rate(s, speeds[0]) for s in speeds], max(NOISE, *(s.spread for s in speeds)))
     memory = [s.available_bytes for s in speeds if s.available_bytes is not None]
     by_memory = _relative(memory, NOISE) if len(memory) == len(speeds) else [1.0] * len(speeds)
@@ -62,12 +59,10 @@ def measure_speed(device: torch.device) -> DeviceSpeed:
     available = None
     if device.type == "cuda":
         available = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    rates, spreads = {}, []
     with torch.inference_mode():
-        for name, task in _tasks(device).items():
-            rounds = _time_rounds(task, device)
-            rates[name] = 1 / statistics.median(rounds)
-            spreads.append((max(rounds) - min(rounds)) / statistics.median(rounds))
+        rounds = {name: _time_rounds(task, device) for name, task in _tasks(device).items()}
+    rates = {name: 1 / statistics.median(times) for name, times in rounds.items()}
+    spreads = [(max(times) - min(times)) / statistics.median(times) for times in rounds.values()]
     return DeviceSpeed(rates=rates, spread=statistics.median(spreads), available_bytes=available)
 
 
@@ -80,8 +75,7 @@ def _relative(figures: Sequence[float], noise: float) -> list[float]:
 
 def _overall_rate(speed: DeviceSpeed, unit: DeviceSpeed) -> float:
     """Average the rates of all tasks, none weighing more for being quick: geometrically, in units of one device."""
-    ratios = [speed.rates[name] / rate for name, rate in unit.rates.items()]
-    return math.prod(ratios) ** (1 / len(ratios))
+    return math.prod(speed.rates[name] / rate for name, rate in unit.rates.items()) ** (1 / len(unit.rates))
 
 
 def _tasks(device: torch.device) -> dict[str, Callable[[], Any]]:
@@ -96,18 +90,18 @@ def _tasks(device: torch.device) -> dict[str, Callable[[], Any]]:
 
 def _time_rounds(task: Callable[[], Any], device: torch.device) -> list[float]:
     """Return seconds per run, of several rounds that each last long enough to be timed."""
-    _run(task, 2, device)  # loads kernels, and wakes the clocks up
-    num_runs = max(1, math.ceil(_ROUND_S / max(1e-9, _run(task, 2, device))))
-    return [_run(task, num_runs, device) for _ in range(_NUM_ROUNDS)]
 
+    def run(num_runs: int) -> float:
+        _wait(device)
+        start = time.perf_counter()
+        for _ in range(num_runs):
+            task()
+        _wait(device)
+        return (time.perf_counter() - start) / num_runs
 
-def _run(task: Callable[[], Any], num_runs: int, device: torch.device) -> float:
-    _wait(device)
-    start = time.perf_counter()
-    for _ in range(num_runs):
-        task()
-    _wait(device)
-    return (time.perf_counter() - start) / num_runs
+    run(2)  # loads kernels, and wakes the clocks up
+    num_runs = max(1, math.ceil(_ROUND_S / max(1e-9, run(2))))
+    return [run(num_runs) for _ in range(_NUM_ROUNDS)]
 
 
 def _wait(device: torch.device) -> None:

@@ -14,11 +14,11 @@ class Membership(NamedTuple):
     rank: int
     """0 to ``size`` - 1."""
     size: int
-    """Processes on all boxes."""
+    """Processes on all machines."""
     local_rank: int
-    """Among the processes of this box."""
+    """Among the processes of this machine."""
     local_size: int
-    """Processes on this box."""
+    """Processes on this machine."""
 
 
 def find_membership() -> Membership | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from everygpu.errors import NonFiniteError
-from everygpu.exit_codes import BAD_NUMBERS
+from everygpu.exit_codes import BAD_NUMBERS, tell_reason
 
 logger = logging.getLogger("everygpu")
 
@@ -95,6 +95,7 @@ class FiniteCheck:
             raise error
         if error is not None:
             logger.error("%s", error)
+            tell_reason(str(error))
             raise SystemExit(BAD_NUMBERS) from error
 
     def wait(self) -> None:

@@ -18,7 +18,7 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any, TypeAlias
 
 from everygpu.errors import OptionError
-from everygpu.exit_codes import STUCK
+from everygpu.exit_codes import STUCK, tell_reason
 from everygpu.progress import SAVING_THREAD, Operation, progress
 from everygpu.watchdog.gpus import GpuWatch, find_loss
 
@@ -252,6 +252,7 @@ def end_process(reason: str, with_stacks: bool = True) -> None:
     rank = os.environ.get("RANK")
     place = "" if rank is None else f"rank {rank} (host {socket.gethostname()}, process {os.getpid()}): "
     _write(f"{place}{reason} The process ends with exit code {STUCK}.")
+    tell_reason(f"{place}{reason}")
     if with_stacks:
         _write(", ".join(f"thread 0x{t.ident or 0:016x} is {t.name}" for t in threading.enumerate()))
         with suppress(OSError, ValueError):

@@ -131,7 +131,7 @@ class RankModel:
 
 
 def own_devices(group: Group | None) -> Sequence[int | str] | None:
-    """Return the devices of a rank that names none: its own, unless it is the only one of its box."""
+    """Return the devices of a rank that names none: its own, unless it is the only one of its machine."""
     if group is None or group.local_size == 1:
         return None
     return [group.local_rank] if torch.cuda.is_available() else ["cpu"]

@@ -82,8 +82,9 @@ def weigh_shares(call: Call, weight: Weight | None, module: nn.Module, home: tor
 
 
 def _at(home: torch.device, x: float | Tensor) -> Tensor:
-    dtype = torch.float32 if home.type == "mps" else torch.float64
-    return comm.copy(x.to(dtype), home) if isinstance(x, Tensor) else torch.full((), x, dtype=dtype, device=home)
+    if isinstance(x, Tensor):
+        return comm.copy(x.to(torch.float64), home)
+    return torch.full((), x, dtype=torch.float64, device=home)
 
 
 def _count_labels(kwargs: Mapping[str, Any], module: nn.Module) -> Tensor | None:

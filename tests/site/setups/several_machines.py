@@ -1,4 +1,4 @@
-"""What a reader of docs/several-boxes.md has."""
+"""What a reader of docs/several-machines.md has."""
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
