@@ -97,12 +97,7 @@ def write_files(
 
 
 def read_document(directory: Path) -> dict[str, Any]:
-    """Read ``checkpoint.json``, and see that the files it lists are there in full size.
-
-    Raises:
-        CheckpointForeignError: it is none of ours, or of a newer format.
-        CheckpointDamagedError: a file is missing, cut off or altered.
-    """
+    """Read ``checkpoint.json``, and see that the files it lists are there in full size."""
     path = directory / DOCUMENT
     document = read_json(path)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
