@@ -179,11 +179,11 @@ def write_safetensors(path: Path, tensors: Tensors, check: Callable[[], object] 
         for name in names:
             check()
             plain = tensors[name].detach().resolve_conj().resolve_neg().cpu().contiguous()
+            if plain.data_ptr() != tensors[name].data_ptr():  # a copy: no more than two of them at once
+                hasher.wait()
             piece = memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
             hasher.add(piece)
             file.write(piece)
-            if plain.data_ptr() != tensors[name].data_ptr():  # a copy: not many of them at once
-                hasher.wait()
         file.flush()
         os.fsync(file.fileno())
         return hasher.digest()

@@ -441,7 +441,6 @@ class DataParallel(ModuleWrapper, TorchDataParallel):  # type: ignore[type-arg]
 
     def make_replicas(self, make_leaves: Callable[[], Leaves] | None = None, *, fixed: bool = False) -> ReplicaSet:
         """Make replicas of the module as it is now; see ``ReplicaSet``."""
-        fixed = fixed or self._engine.is_fixed
         return ReplicaSet(
             self.module,
             self.replica_devices,
