@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -22,14 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter, tree_map_only
 
 import everygpu.comm
-import everygpu.step.kernels
 from everygpu.parallel.compiler.recordable_graph import innermost
 from everygpu.parallel.cuda_graphs.host_rng import draw_idly
 from everygpu.parallel.cuda_graphs.transfer.backends import fits_kernels
 from everygpu.parallel.engines.thread_state import ThreadState
 from everygpu.parallel.replicas.replica_set import ReplicaSet
 from everygpu.parallel.sharded.batch import ShardedBatch
-from everygpu.step.fused import has_kernel
+from everygpu.step import early_update, sharded_update, shards
 from tests.step import torch_kernels
 
 T = TypeVar("T")
@@ -118,21 +116,24 @@ class Tape:
         is_write = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
         is_empty = name.startswith(("empty", "new_empty", "lift_fresh"))
         if (targets and not is_empty) or is_write or "batch_norm" in name:
-            self._moments.append(lambda: _run_again(func, *held, targets))
+            self._add(lambda: _run_again(func, *held, targets))
         self._clear_the_dead()
         return result
 
-    def call(self, function: Callable[..., object], tensors: Sequence[Tensor], after: "Sequence[Moment]" = ()) -> None:
-        """Record a kernel: it runs as soon as it may, that is, right after these moments; not while recording.
-
-        Args:
-            tensors: What it is called with.
-            after: Now if left out.
-        """
+    def call(self, function: Callable[..., object], tensors: Sequence[Tensor]) -> None:
+        """Record a kernel, which doesn't run while recording."""
         with _disable_current_modes():
             held = [self.hold(t) for t in tensors]
-        place = max((self._moments.index(m) + 1 for m in after), default=len(self._moments))
-        self._moments.insert(place, lambda: function(*held))
+        self._add(lambda: function(*held))
+
+    def _add(self, moment: "Callable[[], object]") -> None:
+        """Have something run as soon as it may: after what is queued on its stream, and what that waits for."""
+        stream = HERE.streams[-1] if HERE.streams else None
+        if stream is None or not stream.after:
+            self._moments.append(moment)
+        else:
+            self._moments.insert(max(self._moments.index(m) for m in stream.after) + 1, moment)
+            stream.after = [moment]
 
     def mark(self) -> "Moment":
         moment = Moment()
@@ -247,7 +248,7 @@ class _Stream:
     """Keeps in mind what its kernels have to wait for."""
 
     def __init__(self) -> None:
-        self.after: list[Moment] = []
+        self.after: list[Callable[[], object]] = []
 
     def record_event(self) -> Moment:
         tape = current_tape()
@@ -266,6 +267,9 @@ class _Here(threading.local):
 
     def __init__(self) -> None:
         self.streams: list[_Stream] = []
+
+
+HERE = _Here()
 
 
 def current_tape() -> Tape | None:
@@ -295,12 +299,16 @@ def install(monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> None:
     queue = _install_streams(monkeypatch)
     if fused:
         kernels = torch_kernels.Kernels(queue)
-        monkeypatch.setattr("everygpu.step.fused.can_fuse", has_kernel)
+        monkeypatch.setattr(shards, "can_fuse", _can_fuse)
+        monkeypatch.setattr(sharded_update, "can_update_early", early_update.fits)
         monkeypatch.setattr("everygpu.parallel.cuda_graphs.transfer.param_group.can_use_kernels", fits_kernels)
         monkeypatch.setattr(everygpu.comm, "kernels", kernels, raising=False)
-        for name, run in kernels.of_updates().items():
-            monkeypatch.setattr(everygpu.step.kernels, name, SimpleNamespace(run=run), raising=False)
-            monkeypatch.setitem(sys.modules, f"everygpu.step.kernels.{name}", SimpleNamespace(run=run))
+
+
+def _can_fuse(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> bool:
+    """As on GPUs, but for SGD in smaller dtypes, which torch 2.13 gets wrong on the CPU."""
+    is_right = not isinstance(optimizer, torch.optim.SGD) or all(p.dtype is torch.float32 for p in params)
+    return is_right and shards.has_fused(optimizer, params)
 
 
 def prepare(used: Sequence[torch.device], monkeypatch: pytest.MonkeyPatch, *, fused: bool, switch: str) -> None:
@@ -317,22 +325,21 @@ def prepare(used: Sequence[torch.device], monkeypatch: pytest.MonkeyPatch, *, fu
 
 def _install_streams(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Act streams out; return what queues kernels."""
-    here = _Here()
 
     @contextlib.contextmanager
     def queueing_on(device: torch.device, stream: _Stream | None = None) -> Iterator[None]:
-        here.streams.append(stream or (here.streams[-1] if here.streams else _Stream()))
+        HERE.streams.append(stream or (HERE.streams[-1] if HERE.streams else _Stream()))
         try:
             yield
         finally:
-            here.streams.pop()
+            HERE.streams.pop()
 
     def queue(function: Callable[..., object], *tensors: Tensor) -> None:
-        tape, stream = current_tape(), here.streams[-1] if here.streams else None
+        tape = current_tape()
         if tape is None:
             function(*tensors)
         else:
-            tape.call(function, tensors, stream.after if stream else ())
+            tape.call(function, tensors)
 
     streams: list[_Stream] = []
 
@@ -346,6 +353,7 @@ def _install_streams(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         "parallel.engines.thread_state",
         "parallel.cuda_graphs.transfer.backends",
         "step.early_update",
+        "step.shards",
     ):
         monkeypatch.setattr(f"everygpu.{module}.queueing_on", queueing_on)
     current: dict[tuple[int, torch.device], _Stream] = {}

@@ -96,7 +96,7 @@ def test_every_file_has_its_layer():
 
 
 # Imported where its kernels run: torch for GPUs brings Triton, torch for the CPU doesn't.
-NEEDS_TRITON = () if importlib.util.find_spec("triton") else ("everygpu.comm.kernels", "everygpu.step.kernels.")
+NEEDS_TRITON = () if importlib.util.find_spec("triton") else ("everygpu.comm.kernels",)
 
 
 def run_python(code):

@@ -85,3 +85,36 @@ def test_what_movers_use_kernels_for(used: list[torch.device]) -> None:
     from everygpu.comm import kernels
 
     assert set(kernels.KINDS) == set(DTYPES)
+
+
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
+@pytest.mark.parametrize("num_sources", [1, 2, 8])
+def test_sums_are_looked_at(used: list[torch.device], num_sources: int, bad: float | None) -> None:
+    from everygpu.comm import kernels
+
+    sources, lengths = used[:num_sources], torch.tensor(LENGTHS, dtype=torch.int32)
+    blocks = [make_blocks(torch.float32, d) for d in sources]
+    if bad is not None:
+        blocks[-1][2][99] = bad
+    flat = torch.zeros(BLOCK * len(LENGTHS), device=used[0])
+    status, found = torch.zeros(len(sources), device=used[0]), torch.zeros(2, device=used[0])
+    squares = torch.zeros(len(LENGTHS), device=used[0])
+    synchronize_streams(used)
+    kernels.run_add(
+        torch.stack([table(row, used[0]) for row in blocks]),
+        lengths.to(used[0]),
+        addresses([flat], used[0]),
+        dtype=torch.float32,
+        block=BLOCK,
+        begin=0,
+        index=0,
+        rank=0,
+        squares=squares,
+        status=addresses([status], used[0]),
+        found=found,
+    )
+    synchronize_streams(used)
+    expected = [float(part[:n].square().sum()) for n, part in zip(LENGTHS, flat.split(BLOCK))]
+    torch.testing.assert_close(squares.tolist(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert status.tolist() == [0.0] * (len(sources) - 1) + [float(bad is not None)]
+    assert found.tolist() == [float(bad is not None), 0.0]

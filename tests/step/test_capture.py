@@ -89,7 +89,7 @@ def assert_nets_equal(a: nn.Module, b: nn.Module, **tolerance: float) -> None:
 
 
 def assert_replicas_equal(step: everygpu.TrainStep) -> None:
-    for first, *others in step._strategy._flat_params.values:
+    for first, *others in step._strategy.flat_params.values:
         assert all(first.cpu().equal(other.cpu()) for other in others)
 
 

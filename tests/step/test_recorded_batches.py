@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import everygpu
 from tests.parallel.cuda_graphs.forwards import OwnLoss, check_own_loss
@@ -213,3 +213,25 @@ def test_kinds_that_cannot_be_recorded_leave_the_others(recording: Devices, rows
         assert step._capture is None or step._capture._step._is_beside
 
     check(recording, scenario, make=Sometimes)
+
+
+class LossInside(nn.Module):
+    """As transformers' models: its loss is the mean over the labels that aren't -100."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.cross_entropy(self.net(x), labels)}
+
+
+def test_models_that_weigh_their_loss_by_labels(recording: Devices) -> None:
+    labels = Y.clone()
+    labels[: len(Y) // 2 - 1] = -100
+
+    def scenario(step: Step, losses: list[Tensor]) -> None:
+        losses += [step({"x": X, "labels": labels}) for _ in range(4)]
+        assert step._capture is None or step.stats().engine == "graphs"
+
+    check(recording, scenario, make=LossInside, loss=None, first=(({"x": X, "labels": labels},), {}))

@@ -43,13 +43,12 @@ def test_what_takes_no_part_stays_as_it_is(recording: Devices, options: dict[str
 
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=str)
 def test_after_one_step_without_a_head_launches_go_on(recording: Devices, options: dict[str, Any]) -> None:
-    """Its step count is another one from then on, and so are the options that its update takes."""
+    """Its step count is another one from then on: it is no longer updated as one with the others."""
 
     def scenario(step: Step, losses: list[Tensor]) -> None:
         losses.append(step(X, Y, head="other"))
-        for _ in range(6):
-            losses.append(step(X, Y, head="both"))
-            assert step._capture is None or step.stats().engine == "graphs"
+        train_on(step, losses, 6, head="both")
+        assert step._capture is None or step.stats().engine == "graphs"
 
     check(recording, scenario, make=TwoHeads, first=((X, Y), {"head": "both"}), **options)
 
@@ -332,7 +331,7 @@ def test_recordings_that_served_may_be_followed_by_others(recording: Devices, mo
     used = recording(2)
     net = Net().to(used[0])
     step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net))
-    for num_steps, num_expected in ((8, 1), (8, 1), (8, 1), (5, 1), (5, 1), (5, 0)):
+    for num_steps, num_expected in ((9, 1), (8, 1), (8, 1), (5, 1), (5, 1), (5, 0)):
         net.train(not net.training)
         for _ in range(num_steps):
             step(X, Y)
@@ -432,3 +431,14 @@ def test_random_generators_of_modules(recording: Devices, kind: str) -> None:
         step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net), capture=capture)
         found.append(torch.stack([step(X, Y) for _ in range(12)]))
     assert found[1].tolist() == pytest.approx(found[0].tolist(), rel=1e-4)
+
+
+def test_a_recording_makes_no_states(recording: Devices) -> None:
+    """What takes part for the first time while it is recorded has none yet: each launch would make one anew."""
+    used = recording(1)
+    net = TwoHeads().to(used[0])
+    step = Step(everygpu.DataParallel(net, used), F.cross_entropy, adamw(net))
+    for _ in range(6):
+        step(X, Y, head="last")
+    assert not step._strategy._shards.fuses or step._strategy._shards.may_record(step._strategy._touched)
+    assert not step._strategy._shards.may_record(range(len(step._strategy.flat_params.params)))

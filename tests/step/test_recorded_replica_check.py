@@ -27,7 +27,7 @@ def make(used: list[torch.device], check_every: int | None) -> Step:
 
 def trainable(step: Step, replica: int) -> Tensor:
     """Return a replica's copy of the first layer's weight."""
-    flat_params = step._strategy._flat_params
+    flat_params = step._strategy.flat_params
     return flat_params._slots[replica][
         next(i for i, p in enumerate(flat_params.params) if p is step.model.module.first.weight)
     ]

@@ -96,7 +96,7 @@ def assert_close(ours: nn.Module, plain: nn.Module, rtol: float = 1e-5) -> None:
 
 
 def assert_replicas_bit_equal(step: everygpu.TrainStep) -> None:
-    flat_params = step._strategy._flat_params
+    flat_params = step._strategy.flat_params
     for first, *others in flat_params.values:
         assert all(other.cpu().view(torch.uint8).equal(first.cpu().view(torch.uint8)) for other in others)
 

@@ -98,22 +98,42 @@ def _add(
     index,
     num_blocks,
     rank,
+    squares,
+    status,
+    found,
     SOURCES: tl.constexpr,
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
     inside = tl.arange(0, BLOCK)
+    bad = tl.zeros((BLOCK,), WIDE)
     for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
         length = tl.load(lengths + block)
         if length > 0:
-            total = sum_blocks(sources, lengths, block, num_blocks, rank, SOURCES, BLOCK, KIND, WIDE).to(KIND)
+            total = sum_blocks(sources, lengths, block, num_blocks, rank, SOURCES, BLOCK, KIND, WIDE)
             start = tl.multiple_of(begin + tl.cast(block, tl.int64) * BLOCK, BLOCK)
             target = at(targets, index, KIND) + start + inside
             if length == BLOCK:
-                tl.store(target, total)
+                tl.store(target, total.to(KIND))
             else:
-                tl.store(target, total, mask=inside < length)
+                tl.store(target, total.to(KIND), mask=inside < length)
+            if squares is not None:
+                tl.store(squares + block, tl.sum(total * total, axis=0))
+            bad += total * 0.0
+    if status is not None:  # noqa: SIM102 - None is known when compiling
+        # Looked at block by block, this would hold up those behind: a sum over a block waits for all of its threads.
+        if tl.sum(bad, axis=0) != 0.0:
+            if found is not None:
+                tl.store(found + index, 1.0)
+            for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+                length = tl.load(lengths + block)
+                if length > 0:
+                    for source in tl.static_range(SOURCES):
+                        place = at(sources, source * num_blocks + block, KIND) + inside
+                        value = tl.load(place, mask=inside < length, other=0.0).to(WIDE)
+                        if tl.sum(value * 0.0, axis=0) != 0.0:
+                            tl.store(at(status, 0, tl.float32) + source, 1.0)
 
 
 @triton.jit(do_not_specialize=["source", "target", "num_words"])
@@ -166,6 +186,9 @@ def run_add(
     begin: int,
     index: int,
     rank: int,
+    squares: Tensor | None = None,
+    status: Tensor | None = None,
+    found: Tensor | None = None,
 ) -> None:
     """Add the blocks of several devices up, on the current stream of one of them; others as for ``run_send``.
 
@@ -174,10 +197,13 @@ def run_add(
         targets: A table in which ``index`` is the address of the flat memory, on any device, that gets the sums.
         begin: Where the first goes.
         rank: This device's place in ``sources``.
+        squares: Where the sum of the squares of each block's sums goes, shape (blocks,), float32.
+        status: Address of a number for each device, shape (1,): 1 is put where its blocks aren't finite.
+        found: A table in which ``index`` becomes 1 where a sum isn't finite; with ``status``.
     """
     kind, wide = KINDS[dtype]
     num_blocks = lengths.numel()
     _add[(num_programs(num_blocks, lengths.device, sources.shape[0] - 1),)](
-        sources, lengths, targets, begin, index, num_blocks, rank,
+        sources, lengths, targets, begin, index, num_blocks, rank, squares, status, found,
         SOURCES=sources.shape[0], BLOCK=block, KIND=kind, WIDE=wide,
     )  # fmt: skip

@@ -1,77 +1,83 @@
-"""Gradients added up while backward goes on, or updated from, where backward leaves them."""
+"""Updates that are recorded with a backward, from gradients where that leaves them."""
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from everygpu import comm
-from everygpu.comm.streams import queueing_on
+from everygpu.comm.streams import queueing_on, synchronize_streams
+from everygpu.devices.p2p import reach_each_other
+from everygpu.errors import CaptureError
+from everygpu.parallel.buckets.plan import BLOCK_NUMEL
 from everygpu.parallel.cuda_graphs.ready_events import ReadyEvents
-from everygpu.parallel.cuda_graphs.transfer.grad_tables import GradTables
+from everygpu.parallel.cuda_graphs.transfer.grad_tables import (
+    GradTables,
+    addresses,
+    block_addresses,
+    block_lengths,
+    lay_out,
+)
+from everygpu.step.finite_check import MADE
 from everygpu.step.flat_parameters import FlatParameters
-from everygpu.step.fused import FusedUpdate
+from everygpu.step.shards import Shards
+from everygpu.step.update import clip_factor, norm_of
 
 _LOSS = -1
 """Stands among the buckets for what is done when the loss is there."""
 
 
-class EarlyUpdate:
-    """Takes each bucket when all devices have its gradients, beside what is left of the backward; when recording.
+def can_update_early(flat_params: FlatParameters, shards: Shards) -> bool:
+    """Tell whether an update can be recorded: several devices must read and write each other's memory in kernels."""
+    devices = flat_params.devices
+    is_alone = len(devices) == 1
+    reach = is_alone or (len(set(devices)) == len(devices) and reach_each_other(devices) and comm.has_triton())
+    return fits(flat_params, shards) and reach
 
-    Beside backward it is updated, or only added up, where the update has to know all gradients. A recording's memory
-    stays where it is: gradients are read where backward has put them.
+
+def fits(flat_params: FlatParameters, shards: Shards) -> bool:
+    """Tell whether parameters and optimizers are such as recorded updates serve."""
+    slots = [slot for plan in flat_params.plans for slot in plan.slots]
+    whole_blocks = len(flat_params.devices) == 1 or all(slot.start % BLOCK_NUMEL == 0 for slot in slots)
+    return shards.fuses and bool(slots) and whole_blocks
+
+
+class EarlyUpdate(ABC):
+    """An update that is recorded with the backward. A recording's memory stays where it is: so do gradients.
 
     Args:
         flat_params: The parameters, on CUDA devices.
-        fused: Their update.
-        expected: Parameters that will probably get a gradient: a bucket waits for those of its own.
-        beside: Update beside backward; else after it.
+        shards: Their optimizers, prepared for the parameters that will probably get a gradient.
+        checks: Leave out what isn't finite.
     """
 
-    def __init__(self, flat_params: FlatParameters, fused: FusedUpdate, expected: set[int], *, beside: bool) -> None:
-        self.rows = fused.blank_rows()
-        """Written before each launch."""
-        self._expected = expected
+    def __init__(self, flat_params: FlatParameters, shards: Shards, *, checks: bool) -> None:
         self._flat_params = flat_params
-        self._fused = fused
-        self._is_beside = beside
-        self._marks = ReadyEvents(flat_params.devices)
+        self._shards = shards
+        self._checks = checks
+        self._devices = flat_params.devices
+        self._plans = flat_params.plans
         self._touched: set[int] = set()
-        self._is_checked = False
-        self._factors: list[Tensor | None] = [None] * len(flat_params.devices)
-        self._sources = GradTables(flat_params.plans, flat_params.devices, flat_params.devices)
-
-    @property
-    def status(self) -> Tensor:
-        """Of the update; see ``FiniteCheck``."""
-        return self._fused.status
+        self._made = torch.full((), MADE, dtype=torch.float32, device=self._devices[0])
+        self.status = torch.zeros(len(self._devices) + 1, dtype=torch.float32, device=self._devices[0])
+        """Of the last update; see ``FiniteCheck``."""
 
     def check(self, loss: Tensor) -> None:
         """Have the update be left out where the loss, of shape (), isn't finite; before the backward."""
-        self._is_checked = True
-        self._fused.begin(loss)
-        self._marks.mark(_LOSS)
+        self.status[:-1].zero_()
+        torch.add(self._made, comm.copy(loss, self.status.device), alpha=0, out=self.status[-1])
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Take the gradients of a backward within, and mark when each device has all of a bucket.
-
-        Raises:
-            RuntimeError: torch's, in backward, where a parameter is needed after its gradient is complete.
-        """
+        """Take the gradients of a backward within."""
         self._clear()
-        handles = []
+        handles = self._watch()
         try:
-            for b, plan in enumerate(self._flat_params.plans):
-                for replica, tensors in enumerate(self._replicas()):
-                    members = {slot.index: tensors[slot.index] for slot in plan.slots}
-                    # An event is noted anew at each gradient that comes once all expected ones are there.
-                    note = self._marks.counter(b, replica, [t for i, t in members.items() if i in self._expected])
-                    handles += [self._on_accumulation(t, note) for t in members.values()]
             yield
             self._touched = {i for tensors in self._replicas() for i, t in enumerate(tensors) if t.grad is not None}
             self._take_grads()
@@ -79,78 +85,174 @@ class EarlyUpdate:
             for handle in handles:
                 handle.remove()
             self._clear()
+        if not self._shards.may_record(self._touched):
+            raise CaptureError("other parameters take part than in the steps before")
 
     def touched(self) -> set[int]:
         """Return the parameters that got a gradient, on any device."""
         return self._touched
 
+    @abstractmethod
     def launch(self, clip_norm: float | None = None) -> Tensor | None:
-        """Queue the kernels, and have the devices' current streams wait for them.
+        """Queue the update, and have the devices' current streams wait for it.
 
         Args:
-            clip_norm: The largest norm that the gradient may have, in an update after backward.
+            clip_norm: The largest norm that the gradient may have.
         Returns:
             The norm before that, shape (), if it had to be known.
         """
-        if self._is_beside:
-            self._run_on_buckets(self._update, has_gate=self._is_checked)
-            return None
-        self._run_on_buckets(self._reduce)
-        return self._fused.update_from_sums(self.rows, clip_norm=clip_norm, is_checked=self._is_checked)
 
-    def _update(self, b: int, rank: int) -> None:
-        self._fused.launch_range(
-            self._fused.spans[b],
-            rank,
-            self.rows,
-            factor=self._factors[rank],
-            is_reduced=False,
-            grads=self._sources.tables[rank],
-        )
+    @abstractmethod
+    def finish_recording(self) -> None:
+        """Before a launch: do once what was no part of the recording, and let go of gradients."""
 
-    def _reduce(self, b: int, rank: int) -> None:
-        self._fused.reduce_range(self._fused.spans[b], rank, self.rows, self._sources.tables[rank])
+    def _watch(self) -> list[RemovableHandle]:
+        """Register hooks for a backward."""
+        return []
 
-    def _used_buckets(self) -> list[int]:
-        plans = enumerate(self._flat_params.plans)
-        return [b for b, plan in plans if any(slot.index in self._touched for slot in plan.slots)]
-
-    def _send_gate(self) -> None:
-        self._factors = list(comm.copy_to_each(self._fused.gate, self._flat_params.devices))
-
-    def _run_on_buckets(self, launch: Callable[[int, int], None], *, has_gate: bool = False) -> None:
-        """Have each device do something with its chunk of each bucket, when all have the bucket's gradients.
-
-        Args:
-            launch: Called with a bucket and a device.
-            has_gate: All devices must have the update's gate before.
-        """
-
-        def work(b: int) -> None:
-            for rank, d in enumerate(self._flat_params.devices):
-                with queueing_on(d):
-                    launch(b, rank)
-
-        works: dict[int, Callable[[], None]] = {b: functools.partial(work, b) for b in self._used_buckets()}
-        if has_gate:
-            works[_LOSS] = self._send_gate
-        self._marks.run_beside(works)
-
-    def write_tables(self) -> None:
-        """After the recording, before its first launch: tell the kernels where the gradients are."""
-        self._sources.write()
-        self._sources.forget()
-
+    @abstractmethod
     def _take_grads(self) -> None:
-        """Keep all gradients; zeros for those of parameters that only other replicas have one of."""
-        for replica, tensors in enumerate(self._replicas()):
-            for b, plan in enumerate(self._flat_params.plans):
-                touched = [slot.index for slot in plan.slots if slot.index in self._touched]
-                if self._sources.take(b, replica, {i: tensors[i].grad for i in touched}):
-                    self._marks.forget(b, replica)
+        """Keep all gradients."""
+
+    def _step(self, norm: Tensor | None, clip_norm: float | None) -> None:
+        """Step on gradients of which all are known, if the status says so; their norm is on the first device."""
+        found_inf, scales = None, None
+        if self._checks:
+            if norm is not None:
+                self.status[-1:].add_(norm, alpha=0)
+            found_inf = comm.copy_to_each(torch.ne(self.status[-1], MADE).float(), self._devices)
+        if clip_norm is not None and norm is not None:
+            scales = comm.copy_to_each(clip_factor(norm, clip_norm).reciprocal(), self._devices)
+        self._shards.step(self._touched, found_inf, grads=self._own_grads(), grad_scales=scales)
+
+    def _own_grads(self) -> dict[int, Tensor] | None:
+        """Return where gradients are, if not in flat memory."""
+        return None
 
     def _replicas(self) -> list[list[Tensor]]:
         return [self._flat_params.params, *self._flat_params.twins]
+
+    def _clear(self) -> None:
+        for tensors in self._replicas():
+            for t in tensors:
+                t.grad = None
+
+
+class UpdateInPlace(EarlyUpdate):
+    """Steps on one device, after backward, as a plain loop does: on all parameters and their own gradients at once."""
+
+    def __init__(self, flat_params: FlatParameters, shards: Shards, *, checks: bool) -> None:
+        super().__init__(flat_params, shards, checks=checks)
+        self._grads: dict[int, Tensor] = {}
+
+    def launch(self, clip_norm: float | None = None) -> Tensor | None:
+        needs_norm = self._checks or clip_norm is not None
+        norm = norm_of(list(self._grads.values())).float() if needs_norm and self._grads else None
+        self._step(norm, clip_norm)
+        return norm
+
+    def finish_recording(self) -> None:
+        self._grads = {}
+
+    def _take_grads(self) -> None:
+        for plan in self._plans:
+            for slot in plan.slots:
+                if slot.index in self._touched:
+                    grad = self._flat_params.params[slot.index].grad
+                    laid = lay_out(grad, slot, plan.dtype, self._devices[0])
+                    self._grads[slot.index] = laid.as_strided((slot.numel,), (1,))
+
+    def _own_grads(self) -> dict[int, Tensor]:
+        return self._grads
+
+
+class UpdateByChunks(EarlyUpdate):
+    """Takes each bucket when all devices have its gradients, beside what is left of the backward.
+
+    One kernel adds each device's part of the gradients up, torch's fused kernels update it, and another kernel sends it
+    to the other devices. Beside backward that is done with each bucket, or it is only added up, where the update has to
+    know all gradients.
+
+    Args:
+        flat_params: As for ``EarlyUpdate``.
+        shards: As for ``EarlyUpdate``.
+        expected: Parameters that will probably get a gradient: a bucket waits for those of its own.
+        beside: Update beside backward; else after it.
+        checks: As for ``EarlyUpdate``.
+    """
+
+    def __init__(
+        self, flat_params: FlatParameters, shards: Shards, expected: set[int], *, beside: bool, checks: bool
+    ) -> None:
+        super().__init__(flat_params, shards, checks=checks)
+        self._expected = expected
+        self._is_beside = beside
+        self._is_recorded = False
+        devices, plans = self._devices, self._plans
+        self._marks = ReadyEvents(devices)
+        comm.connect(devices)
+        self._found_inf = [torch.zeros(len(plans), dtype=torch.float32, device=d) for d in devices]
+        """For each device and bucket, 1 where it is not updated."""
+        # What the kernels read: tables that are filled once the recording is made.
+        self._sources = [GradTables([plan], devices, devices) for plan in plans]
+        self._lengths = [[torch.zeros(plan.num_blocks, dtype=torch.int32, device=d) for d in devices] for plan in plans]
+        self._squares = [[torch.zeros_like(row, dtype=torch.float32) for row in bucket] for bucket in self._lengths]
+        self._targets = [addresses(flats, d) for d, *flats in zip(devices, *flat_params.grads)]
+        self._status_at = [addresses([self.status], d) for d in devices]
+        self._values = [
+            [block_addresses(plan, rank, flat_params.slots(rank)).to(d) for rank, d in enumerate(devices)]
+            for plan in plans
+        ]
+        self._others = [
+            [addresses([*flats[:rank], *flats[rank + 1 :]], d) for rank, d in enumerate(devices)]
+            for flats in flat_params.values
+        ]
+        for b in range(len(plans)):  # nothing is moved yet, but kernels are loaded, as while recording is forbidden
+            self._reduce(b)
+            self._send(b)
+
+    def check(self, loss: Tensor) -> None:
+        super().check(loss)
+        self._marks.mark(_LOSS)
+
+    def launch(self, clip_norm: float | None = None) -> Tensor | None:
+        plans = enumerate(self._plans)
+        used = [b for b, plan in plans if any(slot.index in self._touched for slot in plan.slots)]
+        work = self._update if self._is_beside else self._reduce
+        works: dict[int, Callable[[], None]] = {b: functools.partial(work, b) for b in used}
+        if self._checks and self._is_beside:
+            works[_LOSS] = self._send_gate
+        self._marks.run_beside(works)
+        if self._is_beside:
+            return None
+        synchronize_streams(self._devices)
+        squares = [torch.cat(rows).sum() for rows in zip(*self._squares)]
+        norm = torch.stack([comm.copy(s, self.status.device) for s in squares]).sum().sqrt()
+        self._step(norm, clip_norm)
+        for b in used:
+            self._send(b)
+        synchronize_streams(self._devices)
+        return norm
+
+    def finish_recording(self) -> None:
+        if self._is_recorded:
+            return
+        self._is_recorded = True
+        for plan, sources, lengths in zip(self._plans, self._sources, self._lengths):
+            sources.write()
+            sources.forget()
+            for rank, row in enumerate(lengths):
+                row.copy_(block_lengths(plan, rank, self._touched))
+
+    def _watch(self) -> list[RemovableHandle]:
+        handles = []
+        for b, plan in enumerate(self._plans):
+            for replica, tensors in enumerate(self._replicas()):
+                members = {slot.index: tensors[slot.index] for slot in plan.slots}
+                # An event is noted anew at each gradient that comes once all expected ones are there.
+                note = self._marks.counter(b, replica, [t for i, t in members.items() if i in self._expected])
+                handles += [self._on_accumulation(t, note) for t in members.values()]
+        return handles
 
     def _on_accumulation(self, t: Tensor, note: Callable[[Tensor], None]) -> RemovableHandle:
         def complete(t: Tensor) -> None:
@@ -160,7 +262,56 @@ class EarlyUpdate:
 
         return t.register_post_accumulate_grad_hook(complete)  # type: ignore[no-any-return, no-untyped-call]
 
-    def _clear(self) -> None:
-        for tensors in self._replicas():
-            for t in tensors:
-                t.grad = None
+    def _take_grads(self) -> None:
+        """Keep all gradients; zeros for those of parameters that only other replicas have one of."""
+        for replica, tensors in enumerate(self._replicas()):
+            for b, plan in enumerate(self._plans):
+                touched = [slot.index for slot in plan.slots if slot.index in self._touched]
+                if self._sources[b].take(0, replica, {i: tensors[i].grad for i in touched}):
+                    self._marks.forget(b, replica)
+
+    def _send_gate(self) -> None:
+        first = self._found_inf[0]
+        torch.ne(self.status[-1:].expand_as(first), MADE, out=first)
+        self._found_inf = list(comm.copy_to_each(first, self._devices))
+
+    def _reduce(self, b: int) -> None:
+        from everygpu.comm import kernels  # needs Triton, which not every machine has
+
+        plan = self._plans[b]
+        for rank, d in enumerate(self._devices):
+            with queueing_on(d):
+                kernels.run_add(
+                    self._sources[b].tables[rank],
+                    self._lengths[b][rank],
+                    self._targets[rank],
+                    dtype=plan.dtype,
+                    block=BLOCK_NUMEL,
+                    begin=rank * plan.chunk_numel,
+                    index=b,
+                    rank=rank,
+                    squares=None if self._is_beside else self._squares[b][rank],
+                    status=self._status_at[rank] if self._checks else None,
+                    found=self._found_inf[rank] if self._checks and self._is_beside else None,
+                )
+
+    def _update(self, b: int) -> None:
+        self._reduce(b)
+        self._shards.step(self._touched, [found[b] for found in self._found_inf] if self._checks else None, bucket=b)
+        self._send(b)
+
+    def _send(self, b: int) -> None:
+        from everygpu.comm import kernels
+
+        plan = self._plans[b]
+        for rank, d in enumerate(self._devices):
+            with queueing_on(d):
+                kernels.run_send(
+                    self._values[b][rank],
+                    self._lengths[b][rank],
+                    self._others[b][rank],
+                    dtype=plan.dtype,
+                    block=BLOCK_NUMEL,
+                    begin=rank * plan.chunk_numel,
+                    rank=rank,
+                )

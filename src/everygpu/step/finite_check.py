@@ -2,15 +2,18 @@
 
 import logging
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from everygpu import comm
 from everygpu.errors import NonFiniteError
 from everygpu.exit_codes import BAD_NUMBERS, tell_reason
+from everygpu.torch_private.modules import NormBase
+from everygpu.torch_private.tensors import foreach_copy_
 
 logger = logging.getLogger("everygpu")
 
@@ -28,8 +31,6 @@ class _Update(NamedTuple):
     status: Tensor
     """On the host, once the event has come."""
     event: "torch.cuda.Event | None"
-    touched: set[int] | None
-    """Parameters whose updates were counted already, where kernels left the update out."""
 
 
 class FiniteCheck:
@@ -41,18 +42,10 @@ class FiniteCheck:
     Args:
         home: Where statuses are.
         devices: One per replica, for messages.
-        uncount: Called with parameters that an update was counted for, and had none.
         rule: One of ``RULES``.
     """
 
-    def __init__(
-        self,
-        home: torch.device,
-        devices: Sequence[torch.device],
-        uncount: Callable[[set[int]], None],
-        *,
-        rule: str,
-    ) -> None:
+    def __init__(self, home: torch.device, devices: Sequence[torch.device], *, rule: str) -> None:
         self.is_on = rule != "ignore"
         self.is_whole = rule == "raise"
         """Whether updates are to wait for all gradients. Waiting exposes the whole update, 6% of a BERT's step: under
@@ -60,7 +53,6 @@ class FiniteCheck:
         self.num_skipped = 0
         self._raises = rule == "raise"
         self._devices = list(devices)
-        self._uncount = uncount
         self._lag = LAG if home.type == "cuda" else 0
         # Not where a default device would have it.
         self._rows = torch.zeros(self._lag + 1, len(devices) + 1, device="cpu", pin_memory=home.type == "cuda")
@@ -68,12 +60,12 @@ class FiniteCheck:
         self._num_in_row = 0
         self._error: NonFiniteError | None = None
 
-    def submit(self, number: int, status: Tensor, touched: set[int] | None = None) -> None:
+    def submit(self, number: int, status: Tensor) -> None:
         """Queue the status of an update to be read."""
         row = self._rows[number % len(self._rows)]
         row.copy_(status, non_blocking=True)
         event = torch.cuda.current_stream(status.device).record_event() if status.device.type == "cuda" else None
-        self._queued.append(_Update(number, row, event, touched))
+        self._queued.append(_Update(number, row, event))
 
     def restart(self, num_skipped: int) -> None:
         """Go on from a state that was saved."""
@@ -125,8 +117,6 @@ class FiniteCheck:
         is_partial = not math.isnan(update.status[-1])
         if is_partial:
             self.is_whole = True
-        elif update.touched is not None:
-            self._uncount(update.touched)
         is_last = self._num_in_row >= MAX_IN_ROW
         if not (self._raises or is_last or self._num_in_row == 1):
             return
@@ -147,10 +137,36 @@ class FiniteCheck:
 
 _LEFT_OUT = "The update is left out: parameters and optimizer are as before."
 _PARTLY = (
-    "It was recorded beside backward, and the loss was finite: only values with such gradients are as before. "
+    "It was recorded beside backward, and the loss was finite: only buckets with such gradients are as before. "
     "From now on updates wait for all gradients, and are left out as a whole."
 )
 _ADVICE = (
     "Look at this batch, whose mean is nan if it has 0 rows, and at the learning rate; "
     "torch.autograd.set_detect_anomaly(True) finds the operation."
 )
+
+
+Kept = list[tuple[list[Tensor], Tensor]]
+"""Statistics of one dtype and device, and side by side their values before a forward."""
+
+
+@torch.no_grad()
+def keep_statistics(roots: Iterable[nn.Module], devices: Collection[torch.device]) -> Kept:
+    """Copy the statistics of layers in training mode, on the devices: elsewhere something would wait for the loss."""
+    layers = [m for root in roots for m in root.modules() if isinstance(m, NormBase) and m.training]
+    found = {id(t): t for m in layers for t in (m.running_mean, m.running_var) if t is not None}
+    groups = defaultdict(list)
+    for t in found.values():
+        if t.device in devices:
+            groups[t.dtype, t.device].append(t)
+    return [(tensors, torch.cat(tensors)) for tensors in groups.values()]
+
+
+@torch.no_grad()
+def put_back_unless_finite(kept: Kept, loss: Tensor) -> None:
+    """Put all back where a loss, of shape (), isn't finite; without waiting for it."""
+    for tensors, before in kept:
+        is_finite = comm.copy(loss.detach(), before.device) * 0 == 0  # isfinite launches twice as many kernels
+        torch.where(is_finite, torch.cat(tensors), before, out=before)
+        # Through .data, as batch_norm itself does: the version stays, so backward accepts what forward saved.
+        foreach_copy_([t.data for t in tensors], torch.split(before, [t.numel() for t in tensors]))

@@ -24,7 +24,6 @@ from everygpu.step.loss import roots_of
 from everygpu.step.options import autocast
 from everygpu.step.sharded_update import ShardedUpdate
 from everygpu.step.stats import Mark
-from everygpu.step.update import FusedStatus
 
 if TYPE_CHECKING:
     from everygpu.step.train_step import TrainStep
@@ -73,7 +72,13 @@ class RecordableStep(Recordable[Tensor]):
         rules = (model.split, model.dim, model.engine, model.gather_rule, model.buffers_rule, model.output_device)
         options = (step.accumulate, step.clip_norm, overridden(model), *rules)
         waits = step._finite_check.is_whole
-        return self._strategy.recorded_state(), waits, options, id(step.loss), referents(step.loss)
+        return (
+            self._strategy.recorded_state(has_update=self._updates_at_once()),
+            waits,
+            options,
+            id(step.loss),
+            referents(step.loss),
+        )
 
     def unsupported_reason(self) -> str | None:
         return self._strategy.why_not_recordable()
@@ -83,7 +88,8 @@ class RecordableStep(Recordable[Tensor]):
         if not self._updates_at_once():
             return None
         needs_all = self._step.clip_norm is not None or self._step._finite_check.is_whole
-        return self._strategy.early_update(beside=self._is_beside and not needs_all)
+        checks = self._step._finite_check.is_on
+        return self._strategy.early_update(beside=self._is_beside and not needs_all, checks=checks)
 
     def record(self, graph: MultiGpuGraph, batch: StaticBatch, prepared: EarlyUpdate | None) -> _Recorded:
         proof = self._prove_hooks(batch)
@@ -93,7 +99,7 @@ class RecordableStep(Recordable[Tensor]):
         except Exception as error:
             raise _at_users_line(error) from error
         finally:
-            self._strategy.put_back()
+            self._strategy.flat_params.put_back()
 
     def _prove_hooks(self, batch: StaticBatch) -> ForwardProof | None:
         """Return the proof that a launch does what hooks of forward do; None where there are none.
@@ -122,11 +128,11 @@ class RecordableStep(Recordable[Tensor]):
         return False
 
     def _run(self, batch: Batch, update: EarlyUpdate | None) -> _Recorded:
-        step, before = self._step, self._strategy.grad_versions()
+        step, before = self._step, self._strategy.flat_params.grad_versions()
         loss = step._learn(batch, update)
         if update is None:
             # Not those of the batches before, which this update may have, too.
-            touched, moments = self._strategy.touched(before), self._strategy.moments()
+            touched, moments = self._strategy.flat_params.touched(before), self._strategy.moments()
             return _Recorded(loss, touched, None, step._stopwatch.marks, moments=moments)
         norm = update.launch(step.clip_norm)
         step._stopwatch.mark("update")
@@ -150,11 +156,8 @@ class RecordableStep(Recordable[Tensor]):
             if self._step._num_batches == 0:
                 self._strategy.begin()
             return True
-        recorded.update.write_tables()
-        rows = self._strategy.prepare_update(recorded.touched)
-        if rows is None:
-            return False
-        recorded.update.rows.follow(rows)
+        recorded.update.finish_recording()
+        self._strategy.prepare_update()
         if self._step._replica_check is not None:
             self._step._replica_check.before_update()
         return True
@@ -164,9 +167,8 @@ class RecordableStep(Recordable[Tensor]):
         if recorded.update is None:
             self._strategy.note_grads(recorded.touched, recorded.moments)
         else:
-            self._strategy.finish_update(recorded.update.rows)
-            made = FusedStatus(recorded.update.status, recorded.touched, recorded.norm)
-            self._step._updater.finish_recorded(made)
+            self._strategy.finish_update()
+            self._step._updater.finish_recorded(recorded.update.status, recorded.norm)
         return recorded.loss.clone()
 
     def _updates_at_once(self) -> bool:

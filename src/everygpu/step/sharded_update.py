@@ -1,7 +1,7 @@
 """Where a step's gradients are, and what applies them: spread over the devices, or on the primary device."""
 
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from everygpu import comm
 from everygpu.parallel.buckets.plan import KeptBucket
 from everygpu.parallel.buckets.sizes import UPDATE_BYTES
 from everygpu.parallel.data_parallel import DataParallel
@@ -17,14 +18,16 @@ from everygpu.parallel.replicas.module_tree import has_hooks
 from everygpu.parallel.replicas.placement import place_module
 from everygpu.parallel.replicas.replica_set import Leaves, ReplicaSet
 from everygpu.ranks.group import Group
-from everygpu.step.early_update import EarlyUpdate
+from everygpu.step.early_update import EarlyUpdate, UpdateByChunks, UpdateInPlace, can_update_early
 from everygpu.step.flat_parameters import FlatParameters, PerDevice
-from everygpu.step.fused import FusedUpdate, has_plain_options, make_fused
-from everygpu.step.hyperparameters import HyperparameterTable
 from everygpu.step.rank_sums import RankSums
 from everygpu.step.sharded_optimizer import ShardedOptimizer
 from everygpu.step.shards import Shards, all_params
-from everygpu.step.update import FusedStatus, Share, nan_where, prefer_fused, step_unless
+from everygpu.step.update import Share, prefer_fused, step_unless
+
+MAX_CHANGES = 3
+"""Of an optimizer's options besides the learning rate: where they change more often, as by ``OneCycleLR``, updates are
+no part of recordings, which would have to be made anew."""
 
 
 class ShardedUpdate:
@@ -53,8 +56,11 @@ class ShardedUpdate:
         self._flags: Tensor | None = None
         self._is_added_up = False
         self._num_arrangements = 0
-        self._fused: FusedUpdate | None = None
-        self._flat_params: FlatParameters
+        self._has_kernels = False
+        self._options: Any = None
+        self._num_changes = 0
+        self.flat_params: FlatParameters
+        """Parameters and gradients; others after ``prepare`` has found others. Empty where nothing is spread."""
         self._settles = settles
         if self._sharded is None:
             prefer_fused(optimizer)
@@ -71,11 +77,11 @@ class ShardedUpdate:
             return  # DataParallel does so at every forward
         self._sharded.check_owner()
         params = self._trainable()
-        if not self._flat_params.fits(params) or self._flat_params.is_held():
-            self._arrange(params, self._flat_params)
+        if not self.flat_params.fits(params) or self.flat_params.is_held():
+            self._arrange(params, self.flat_params)
         elif not self._sharded.holds(self._shards):
             self._attach(self._sharded)
-        self._flat_params.follow_edits()
+        self.flat_params.follow_edits()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model on all devices."""
@@ -90,21 +96,13 @@ class ShardedUpdate:
     def leaves(self) -> list[Tensor]:
         """List the parameters of which each replica has a leaf of its own."""
         # The hooks of a parameter are to see the sum of all replicas' gradients: its replicas are no leaves.
-        return [p for p in self._flat_params.params if not has_hooks(p)] if len(self._model.replica_devices) > 1 else []
+        return [p for p in self.flat_params.params if not has_hooks(p)] if len(self._model.replica_devices) > 1 else []
 
     def begin(self) -> None:
         """Start with no gradients."""
         if self._sharded is None:
             self._optimizer.zero_grad()
-        self._flat_params.begin()
-
-    def attach_grads(self) -> None:
-        """Prepare for a backward."""
-        self._flat_params.attach_grads()
-
-    def detach_grads(self) -> None:
-        """Clean up after a backward."""
-        self._flat_params.detach_grads()
+        self.flat_params.begin()
 
     def adding_up(self, *, is_only: bool) -> AbstractContextManager[None]:
         """Add the gradients of a backward within up over ranks, where that can go on beside it.
@@ -119,7 +117,7 @@ class ShardedUpdate:
         """Return, under ranks, 1 for each parameter that has got a gradient; None where gradients bring that along."""
         if self._sharded is None:
             return None
-        touched, num, device = self._flat_params.touched(), len(self._flat_params.params), self._flat_params.devices[0]
+        touched, num, device = self.flat_params.touched(), len(self.flat_params.params), self.flat_params.devices[0]
         if len(touched) == num:
             return torch.ones(num, device=device)  # no copy from the host
         return torch.tensor([float(i in touched) for i in range(num)]).to(device, non_blocking=True)
@@ -128,6 +126,15 @@ class ShardedUpdate:
         """Take note of all ranks' flags, added up."""
         self._flags = flags
 
+    def find_nonfinite(self) -> Tensor | None:
+        """Tell, before ``reduce``, which replicas' gradients are not finite; None where there is nothing to tell apart.
+
+        Returns:
+            Shape (replicas,), on the first device: 1 where they are not, else 0.
+        """
+        flat_params = self.flat_params
+        return flat_params.find_nonfinite() if len(flat_params.devices) > 1 and flat_params.plans else None
+
     def reduce(self) -> list[Share]:
         """Add the gradients of all replicas up, and return each device's part."""
         if self._sharded is None:
@@ -135,13 +142,13 @@ class ShardedUpdate:
                 _add_up_ranks(self._model.rank_model.group, list(all_params(self._optimizer)))
             grads = [p.grad for p in all_params(self._optimizer) if p.grad is not None]
             return [Share(device=self._model.replica_devices[0], grads=grads)]
-        self._touched = self._flat_params.touched()
-        self._flat_params.reduce()
-        chunks = self._flat_params.chunks(self._flat_params.grads)
+        self._touched = self.flat_params.touched()
+        self.flat_params.reduce()
+        chunks = self.flat_params.chunks(self.flat_params.grads)
         if self._group is not None:
             self._touched = self._add_up_ranks(self._group, chunks)
         columns = zip(*chunks)
-        return [Share(device=d, grads=list(chunks)) for d, chunks in zip(self._flat_params.devices, columns)]
+        return [Share(device=d, grads=list(chunks)) for d, chunks in zip(self.flat_params.devices, columns)]
 
     def _add_up_ranks(self, group: Group, chunks: list[PerDevice]) -> set[int]:
         """Add each device's part up with those of the same device on other ranks; return what any has a gradient of."""
@@ -149,71 +156,37 @@ class ShardedUpdate:
         for wait in [group.all_reduce(chunk) for chunk in pieces]:
             wait()
         self._is_added_up = False
-        if self._flags is None or len(self._touched) == len(self._flat_params.params):
+        if self._flags is None or len(self._touched) == len(self.flat_params.params):
             return self._touched
         return {i for i, flag in enumerate(self._flags.tolist()) if flag}  # the host waits for the step
 
-    def apply(self, found_inf: Tensor | None, *, is_common: bool = True) -> set[int] | None:
-        """Step the optimizer; not at all where ``found_inf`` is not 0.
-
-        Args:
-            found_inf: Shape (), on the first device.
-            is_common: It is often not 0: such an update may not be counted even for a while.
-        Returns:
-            Parameters that an update is counted for whatever ``found_inf`` is; None where the optimizer knows.
-        """
+    def apply(self, found_inf: Tensor | None) -> None:
+        """Step the optimizer; not at all where ``found_inf``, of shape () on the first device, is 1 and not 0."""
         if self._sharded is None:
-            with_grads = [p for p in all_params(self._optimizer) if p.grad is not None]
-            step_unless(found_inf, self._optimizer, with_grads)
-            return None
-        fused = self._kernels()
-        if is_common and found_inf is not None:
-            fused = None
-        if fused is None and found_inf is not None and not self._shards.skip_on_devices(self._touched):
+            step_unless(found_inf, self._optimizer, [p for p in all_params(self._optimizer) if p.grad is not None])
+            return
+        can_skip = self._shards.prepare(self._sharded.param_groups, self._touched)
+        if found_inf is not None and not can_skip:
             if found_inf.item():
-                return None
+                return
             found_inf = None
         if self._sharded.has_pre_hooks():
-            with self._flat_params.whole_grads(self._touched):
+            with self.flat_params.whole_grads(self._touched):
                 self._sharded.before_step()
+            self._shards.prepare(self._sharded.param_groups, self._touched)
         # Forward and hooks may have written parameters; here each device updates its own copy of a chunk.
-        self._flat_params.follow_edits()
-        if fused is not None:
-            fused.run_on_sums(self._touched, factor=1.0 if found_inf is None else nan_where(found_inf))
-            self._note_update()
-            return self._touched
+        self.flat_params.follow_edits()
+        places = None if found_inf is None else comm.copy_to_each(found_inf, self._shards.devices)
         try:
-            self._shards.step(self._sharded.param_groups, self._touched, found_inf)
+            self._shards.step(self._touched, places)
         finally:  # or replicas would differ after an interruption
-            self._flat_params.all_gather_params()
+            self.flat_params.all_gather_params()
         self._sharded.after_step()
-        return None
-
-    def fuse(self, factor: float | Tensor, losses: Tensor | None) -> FusedStatus | None:
-        """Reduce, multiply by a factor and apply in one go; or do nothing and return None.
-
-        Args:
-            factor: A tensor has shape () and is on the first device.
-            losses: Their sum; nothing is updated where it isn't finite.
-        """
-        fused = self._whole_update()
-        if fused is None or self._group is not None:
-            return None
-        self._flat_params.follow_edits()
-        self._touched = self._flat_params.touched()
-        norm = fused.run(self._touched, factor=factor, losses=losses)
-        self._note_update()
-        return FusedStatus(fused.status, self._touched, norm)
-
-    def uncount(self, counted: set[int]) -> None:
-        """Have an update of parameters not be counted."""
-        if self._fused is not None:
-            self._fused.uncount(counted)
 
     def refresh(self) -> None:
         """Send the parameters to every device."""
         self.prepare()
-        self._flat_params.adopt()
+        self.flat_params.adopt()
         if self._replicas is not None:
             # Now, as a step that is recorded sends no frozen parameters.
             self._replicas.forget()
@@ -222,39 +195,36 @@ class ShardedUpdate:
     def kept(self) -> list[KeptBucket]:
         """Return the parameters of which each device keeps a copy from step to step."""
         frozen = [] if self._replicas is None else self._replicas.kept()
-        return [*self._flat_params.kept(), *frozen]
+        return [*self.flat_params.kept(), *frozen]
 
     def settle(self) -> None:
         """Where it may, give the stock optimizer its state back and go on as a plain loop: no step will be recorded."""
         if self._sharded is None or not self._settles:
             return
-        for i in self._flat_params.touched():  # of the batches before, that this update has, too
-            self._flat_params.params[i].grad = self._flat_params.whole_grad(i)
+        for i in self.flat_params.touched():  # of the batches before, that this update has, too
+            self.flat_params.params[i].grad = self.flat_params.whole_grad(i)
         self._sharded.hand_back()
         self._num_arrangements += 1
-        self._optimizer, self._sharded, self._fused = self._sharded.module, None, None
+        self._optimizer, self._sharded = self._sharded.module, None
         prefer_fused(self._optimizer)
-        self._flat_params = FlatParameters([], self._flat_params.devices)
+        self.flat_params = FlatParameters([], self.flat_params.devices)
 
     # How a step is recorded.
 
-    def put_back(self) -> None:
-        """Have the parameters be where a recording finds them, though its forward has moved them."""
-        self._flat_params.put_back()
-
-    def recorded_state(self) -> Hashable:
-        """Return which addresses and arrangements a recording depends on."""
-        return self._num_arrangements, self._whole_update() is not None
+    def recorded_state(self, *, has_update: bool) -> Any:
+        """Return which addresses, arrangements and options a recording depends on, with the update in it or without."""
+        options = self._early_options() if has_update else None
+        return self._num_arrangements, None if options is None else (self._shards.version, options)
 
     def is_ready(self) -> bool:
         """Do what ``prepare`` does, where the module is known to be as it was; False where that is not enough."""
         params = self._trainable()
-        if len(params) != len(self._flat_params.params) or not all(map(operator.is_, params, self._flat_params.params)):
+        if len(params) != len(self.flat_params.params) or not all(map(operator.is_, params, self.flat_params.params)):
             return False
         if self._sharded is None or not self._sharded.holds(self._shards):
             return False
         self._sharded.check_owner()
-        self._flat_params.send_written()
+        self.flat_params.send_written()
         return True
 
     def why_not_recordable(self) -> str | None:
@@ -266,40 +236,34 @@ class ShardedUpdate:
         others = [n for n, p in self._model.module.named_parameters() if p.requires_grad and id(p) not in mine]
         return f"parameter {others[0]} takes gradients, but the optimizer doesn't have it" if others else None
 
-    def prepare_update(self, touched: set[int]) -> HyperparameterTable | None:
-        """Put the optimizer's options of now where recorded kernels find them; None where that isn't for them.
+    def early_update(self, *, beside: bool, checks: bool) -> EarlyUpdate | None:
+        """Return what queues reduction and update with a backward that is recorded; None where that can't be.
 
         Args:
-            touched: Parameters that will have a gradient.
+            beside: On several devices, update beside backward, not only reduce.
+            checks: Leave out what isn't finite.
         """
-        fused = self._whole_update()
-        if fused is None:
+        shards = self._shards
+        if self._sharded is None or self._early_options() is None:
             return None
-        self._touched = touched
-        return fused.prepare(touched)
+        if not shards.prepare(self._sharded.param_groups, self._touched):
+            return None
+        # A step that is left out: what it makes and loads isn't to be made and loaded while recording.
+        shards.step(self._touched, [torch.ones((), dtype=torch.float32, device=d) for d in shards.devices])
+        if len(shards.devices) == 1:
+            return UpdateInPlace(self.flat_params, shards, checks=checks)
+        return UpdateByChunks(self.flat_params, shards, self._touched, beside=beside, checks=checks)
 
-    def early_update(self, *, beside: bool) -> EarlyUpdate | None:
-        """Return what queues reduction and update with a backward that is recorded; None where no kernel does so.
+    def prepare_update(self) -> None:
+        """Have an update that is recorded take the learning rates of now."""
+        if self._sharded is not None:
+            self._shards.follow(self._sharded.param_groups)
 
-        Args:
-            beside: Update beside backward, not only reduce.
-        """
-        fused = self._whole_update()
-        return None if fused is None else EarlyUpdate(self._flat_params, fused, self._touched, beside=beside)
-
-    def finish_update(self, rows: HyperparameterTable) -> None:
+    def finish_update(self) -> None:
         """Take note of an update that a recording has queued."""
-        if self._fused is not None:
-            self._fused.finish(set(rows.row_of))
-            self._note_update()
-
-    def grad_versions(self) -> list[list[int]]:
-        """Return what ``touched`` counts from."""
-        return self._flat_params.grad_versions()
-
-    def touched(self, since: list[list[int]]) -> set[int]:
-        """Return the parameters that have got a gradient since a moment."""
-        return self._flat_params.touched(since)
+        self.flat_params.note_update()
+        if self._sharded is not None:
+            self._sharded.after_step()
 
     def moments(self) -> list[torch.cuda.Event]:
         """Return when the backward that is being recorded has each bucket to be added up over ranks."""
@@ -307,20 +271,22 @@ class ShardedUpdate:
 
     def note_grads(self, touched: set[int], moments: Sequence[torch.cuda.Event]) -> None:
         """Take note of a backward that a recording has queued, and add it up over ranks."""
-        self._flat_params.note_grads(touched)
+        self.flat_params.note_grads(touched)
         self._is_added_up = bool(moments)
         if self._rank_sums is not None and moments:
             self._rank_sums.add_up_recorded(moments)
 
-    def _whole_update(self) -> FusedUpdate | None:
-        """Return the kernels, unless a hook is to see whole gradients between reduction and update."""
-        return None if self._sharded is None or self._sharded.has_pre_hooks() else self._kernels()
+    def _early_options(self) -> Any:
+        """Return the options that a recorded update goes on with; None where updates are no part of recordings.
 
-    def _kernels(self) -> FusedUpdate | None:
-        """Return the kernels, where they do what the optimizer's options say now."""
-        if self._sharded is None or not has_plain_options(self._sharded.module):
+        That is where a hook is to see whole gradients between reduction and update, too.
+        """
+        if self._sharded is None or not (self._has_kernels and self._shards.fuses) or self._sharded.has_pre_hooks():
             return None
-        return self._fused
+        options = self._shards.fixed_options(self._sharded.param_groups)
+        self._num_changes += self._options is not None and options != self._options
+        self._options = options
+        return options if self._num_changes <= MAX_CHANGES else None
 
     def _trainable(self) -> list[Tensor]:
         """Return the parameters that are spread over the devices."""
@@ -332,9 +298,9 @@ class ShardedUpdate:
         model = self._model
         if self._sharded is not None:
             place_module(model.module, model.replica_devices[0], "TrainStep", strict=model.strict_device)
-        self._flat_params = FlatParameters(params, model.replica_devices, model.bucket_cap_mb)
+        self.flat_params = FlatParameters(params, model.replica_devices, model.bucket_cap_mb)
         if before is not None:
-            self._flat_params.take_grads(before)
+            self.flat_params.take_grads(before)
         self._replicas, self._rank_sums = None, None
         # Gloo's sums of GPUs' gradients have the host wait.
         group, is_on_one = self._group, len(model.replica_devices) == 1
@@ -344,28 +310,23 @@ class ShardedUpdate:
             and is_on_one
             and (group.uses_nccl or model.replica_devices[0].type == "cpu")
         ):
-            self._rank_sums = RankSums(group, self._flat_params)
+            self._rank_sums = RankSums(group, self.flat_params)
         if self._sharded is not None:
             self._attach(self._sharded)
-        self._flat_params.count_own_uses()
+        self.flat_params.count_own_uses()
 
     def _attach(self, optimizer: ShardedOptimizer) -> None:
         """Have the optimizer's state where the gradients are."""
-        flat_params = self._flat_params
+        flat_params = self.flat_params
         self._num_arrangements += 1
         values, grads = flat_params.chunks(flat_params.values), flat_params.chunks(flat_params.grads)
-        self._shards = Shards(optimizer.module, flat_params.params, flat_params.plans, values, grads)
+        self._shards = Shards(optimizer.module, flat_params.params, flat_params.plans, values, grads, fuses=True)
         optimizer.attach(flat_params.params, self._shards)
-        self._fused = make_fused(optimizer.module, flat_params, self._shards)
-
-    def _note_update(self) -> None:
-        self._flat_params.note_update()
-        if self._sharded is not None:
-            self._sharded.after_step()
+        self._has_kernels = can_update_early(flat_params, self._shards)
 
     def _make_leaves(self) -> Leaves:
-        self._flat_params.adopt()
-        twins = {id(p): list(row) for p, *row in zip(self._flat_params.params, *self._flat_params.twins)}
+        self.flat_params.adopt()
+        twins = {id(p): list(row) for p, *row in zip(self.flat_params.params, *self.flat_params.twins)}
         return {id(p): twins[id(p)] for p in self.leaves()}
 
 

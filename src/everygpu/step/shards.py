@@ -1,12 +1,11 @@
 """A stock optimizer's work and state, spread over the devices.
 
-Each device holds a chunk of every bucket. What a chunk holds of a parameter is a parameter to an optimizer of the
-stock one's own class, so each element is updated by torch's own code, by exactly one device.
+Each device holds a chunk of every bucket. Neighbours in a chunk that are updated alike are one parameter to an
+optimizer of the stock one's own class: each element is updated by torch's own code, by one device, in few launches.
 """
 
 import itertools
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 
 from everygpu import comm
 from everygpu.comm.streams import queueing_on
-from everygpu.parallel.buckets.plan import BucketPlan, Piece, Slot
+from everygpu.parallel.buckets.plan import BucketPlan, Piece
 from everygpu.step.update import skips_on_device
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -34,8 +33,15 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 )
 """Optimizers that update each element by itself, so that it doesn't matter where a parameter is cut."""
 
+FUSED: tuple[type[Optimizer], ...] = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Those with fused kernels on CUDA, which leave a step out, and take the learning rate, on the device."""
+
+FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 _PER_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
 """Their states that are one number for the whole parameter."""
+
+_NO_OPTIONS = ("params", "param_names")
 
 State = dict[str, Any]
 
@@ -45,24 +51,56 @@ def can_shard(optimizer: Optimizer) -> bool:
     return type(optimizer) in ELEMENTWISE and not any(g.get("differentiable") for g in optimizer.param_groups)
 
 
+def can_fuse(optimizer: Optimizer, params: Sequence[Tensor]) -> bool:
+    """Tell whether torch's fused kernels serve some of an optimizer's parameters."""
+    return has_fused(optimizer, params) and all(p.is_cuda for p in params)
+
+
+def has_fused(optimizer: Optimizer, params: Sequence[Tensor]) -> bool:
+    """Tell whether torch has fused kernels for parameters as these; a learning rate on the device is in float32."""
+    return type(optimizer) in FUSED and all(p.dtype in FUSED_DTYPES for p in params)
+
+
 def all_params(optimizer: Optimizer) -> Iterator[Any]:
     """List the parameters of all groups."""
     return itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fragment:
-    """A piece of a parameter, in the memory of the device that updates it."""
+    """Neighbours in a chunk, in the memory of the device that updates them: one parameter to its optimizer."""
 
     bucket: int
-    """Which bucket it is a piece of."""
-    piece: Piece
-    slot: Slot
-    """The whole parameter's, whose memory the piece is cut from: the parameter may be laid out anew."""
+    group: int
+    """Which of the optimizer's groups they are of."""
+    pieces: tuple[Piece, ...]
+    start: int
+    """Where the first begins in the chunk."""
     param: nn.Parameter
-    """Shape (numel,); a view of the values' memory."""
+    """A flat view of the values' memory, with the gaps between the pieces."""
     grad: Tensor
-    """Shape (numel,); a view of the gradients' memory."""
+    """Likewise of the gradients'."""
+
+    def part(self, flat: Tensor, piece: Piece) -> Tensor:
+        """Return a piece's place in memory that is as long as ``param``."""
+        return flat.narrow(0, piece.start - self.start, piece.numel)
+
+    def split(self, kinds: Sequence[int]) -> "list[Fragment]":
+        """Cut where parameters of different kinds meet; a fragment of one kind stays itself."""
+        runs = [list(run) for _, run in itertools.groupby(self.pieces, lambda piece: kinds[piece.index])]
+        if len(runs) == 1:
+            return [self]
+        return [
+            Fragment(
+                bucket=self.bucket,
+                group=self.group,
+                pieces=tuple(run),
+                start=run[0].start,
+                param=nn.Parameter(_span(self.param.data, run, self.start)),
+                grad=_span(self.grad, run, self.start),
+            )
+            for run in runs
+        ]
 
 
 class Shards:
@@ -74,6 +112,7 @@ class Shards:
         plans: Their buckets.
         values: For each bucket, one chunk per device of shape (chunk_numel,), holding the parameters.
         grads: Likewise, for the gradients.
+        fuses: Step by torch's fused kernels where they can serve.
     """
 
     def __init__(
@@ -83,38 +122,153 @@ class Shards:
         plans: Sequence[BucketPlan],
         values: Sequence[Sequence[Tensor]],
         grads: Sequence[Sequence[Tensor]],
+        *,
+        fuses: bool = False,
     ) -> None:
         self.params = list(params)
-        self.grads = grads
         self.devices = [chunk.device for chunk in values[0]] if values else []
-        self.fragments = [_cut(plans, values, grads, j) for j in range(len(self.devices))]
-        self.optimizers = [_make_optimizer(optimizer, self.params, fragments) for fragments in self.fragments]
+        self.version = 0
+        """Changes with the memory of the states."""
+        self._stock = optimizer
+        self._values, self._grads, self._plans = values, grads, plans
+        self._slots = {slot.index: slot for plan in plans for slot in plan.slots}
+        owner = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._group_of = [owner[id(p)] for p in self.params]
+        self._updated: frozenset[int] = frozenset()
+        self._kinds = [0] * len(self.params)
+        """Parameters have equal numbers as long as they were always updated together: others are in no fragment."""
+        self._may_fuse = fuses and can_fuse(optimizer, params)
+        self._rates: list[list[Tensor]] = []
+        self._sent: list[list[Any]] = []
+        self.take_state({})
 
-    def step(self, options: Sequence[Mapping[str, Any]], touched: set[int], found_inf: Tensor | None = None) -> None:
-        """Update every element once, from the gradients in their memory.
+    def take_state(self, state: Mapping[Tensor, State]) -> None:
+        """Give each device its part of a state as the stock optimizer has it; parameters left out have none."""
+        wholes = [state.get(p) or {} for p in self.params]
+        kinds = [_kind_of(whole, p) for whole, p in zip(wholes, self.params)]
+        self.version += 1
+        self._known: set[int] = set()
+        """Parameters that were updated since, so that they have a state, if any have."""
+        # torch's fused kernels fail where a momentum has kept its precision, after ``model.bfloat16()``.
+        self.fuses = self._may_fuse and not any(map(_is_wide, wholes, self.params))
+        self.fragments = [self._cut(chunk, kinds) for chunk in range(len(self.devices))]
+        self.optimizers = [self._make_optimizer(fragments) for fragments in self.fragments]
+        self._rates = [
+            [torch.zeros((), dtype=torch.float32, device=d) for _ in self._stock.param_groups] for d in self.devices
+        ]
+        self._sent = [[None] * len(self._stock.param_groups) for _ in self.devices]
+        for fragments, optimizer in zip(self.fragments, self.optimizers):
+            for f in fragments:
+                parts = [wholes[piece.index] for piece in f.pieces]
+                if optimizer is not None and parts[0]:
+                    optimizer.state[f.param] = {name: self._join_parts(name, parts, f) for name in parts[0]}
+        self.follow(self._stock.param_groups)
+
+    def prepare(self, options: Sequence[Mapping[str, Any]], touched: Collection[int]) -> bool:
+        """Take on the learning rate and all else that schedulers and users may have changed, before a step.
 
         Args:
             options: The stock optimizer's groups as they are now.
-            touched: Parameters that have a gradient; the others are left alone, as torch does.
-            found_inf: Shape (); where it is not 0, fused optimizers leave everything as it was.
+            touched: Parameters that have a gradient.
+        Returns:
+            Whether the step can be left out on the devices: see ``found_inf``.
         """
-        for device, fragments, optimizer in zip(self.devices, self.fragments, self.optimizers):
-            if optimizer is None:
-                continue
-            _follow(optimizer, options, device)
-            for f in fragments:
-                f.param.grad = f.grad if f.piece.index in touched else None
-            # Where fused optimizers look for it.
-            optimizer.found_inf = None if found_inf is None else comm.copy(found_inf, device)  # type: ignore[attr-defined]
-            with queueing_on(device):
-                optimizer.step()
-
-    def skip_on_devices(self, touched: set[int]) -> bool:
-        """Tell whether every optimizer can leave a step of some parameters out on its device."""
+        self._separate(frozenset(touched))
+        self._known |= frozenset(touched)
+        self.follow(options)
         return all(
-            optimizer is None or skips_on_device(optimizer, [f.param for f in fragments if f.piece.index in touched])
+            optimizer is None
+            or skips_on_device(optimizer, [f.param for f in fragments if f.pieces[0].index in touched])
             for fragments, optimizer in zip(self.fragments, self.optimizers)
         )
+
+    def step(
+        self,
+        touched: Collection[int],
+        found_inf: Sequence[Tensor] | None = None,
+        *,
+        bucket: int | None = None,
+        grads: Mapping[int, Tensor] | None = None,
+        grad_scales: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Update every element once, from the gradients in their memory.
+
+        Args:
+            touched: As for ``prepare``; other parameters are left alone, as torch does.
+            found_inf: For each device, shape (): where it is 1, and not 0, fused kernels leave everything as it was.
+            bucket: The one to update; all when left out.
+            grads: On one device, where each parameter's gradient is, flat; in the shards' memory when left out.
+            grad_scales: For each device, shape (): what fused kernels divide the gradients by.
+        """
+        for rank, (device, fragments, optimizer) in enumerate(zip(self.devices, self.fragments, self.optimizers)):
+            if optimizer is None:
+                continue
+            for f in fragments:
+                is_updated = f.pieces[0].index in touched and bucket in (None, f.bucket)
+                grad = f.grad if grads is None else grads.get(f.pieces[0].index)
+                f.param.grad = grad if is_updated else None
+            # Where fused optimizers look for them.
+            optimizer.found_inf = None if found_inf is None else found_inf[rank]  # type: ignore[attr-defined]
+            optimizer.grad_scale = None if grad_scales is None else grad_scales[rank]  # type: ignore[attr-defined]
+            with queueing_on(device):
+                optimizer.step()
+            for f in fragments if grads is not None else ():
+                f.param.grad = None  # or a recording's memory would be held
+
+    def follow(self, options: Sequence[Mapping[str, Any]]) -> None:
+        """Take on all options as they are now."""
+        for rank, (device, optimizer) in enumerate(zip(self.devices, self.optimizers)):
+            groups = optimizer.param_groups if optimizer is not None else []
+            for k, (mine, group) in enumerate(zip(groups, options)):
+                for name, value in group.items():
+                    if name == "lr" and self.fuses:
+                        self._send_rate(rank, k, value)
+                    elif name not in _NO_OPTIONS:
+                        is_away = isinstance(value, Tensor) and value.device.type != "cpu"
+                        mine[name] = comm.copy(value, device) if is_away else value
+                if self.fuses:
+                    mine.update(lr=self._rates[rank][k], foreach=None, fused=True)
+                    if "capturable" in mine:
+                        mine["capturable"] = device.type == "cuda"
+
+    def may_record(self, touched: Collection[int]) -> bool:
+        """Tell whether a step of some parameters makes nothing new, neither fragments nor states."""
+        return self._known.issuperset(touched) and all(
+            len({piece.index in touched for piece in f.pieces}) == 1 for fragments in self.fragments for f in fragments
+        )
+
+    def _separate(self, touched: frozenset[int]) -> None:
+        """Cut fragments of which some parameters have a gradient, and some don't."""
+        if touched == self._updated:
+            return
+        self._updated = touched
+        numbers: dict[tuple[int, bool], int] = {}
+        self._kinds = [numbers.setdefault((kind, i in touched), len(numbers)) for i, kind in enumerate(self._kinds)]
+        for fragments, optimizer in zip(self.fragments, self.optimizers):
+            pairs = [(f, f.split(self._kinds)) for f in fragments]
+            if optimizer is None or all(len(parts) == 1 for _, parts in pairs):
+                continue
+            self.version += 1
+            for f, parts in pairs:
+                state = optimizer.state.pop(f.param, None) or {}
+                for part in parts if state else ():
+                    optimizer.state[part.param] = {k: _part_of(k, v, f, part) for k, v in state.items()}
+            fragments[:] = [part for _, parts in pairs for part in parts]
+            for k, group in enumerate(optimizer.param_groups):
+                group["params"] = [f.param for f in fragments if f.group == k]
+
+    def fixed_options(self, options: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]] | None:
+        """Return all that recorded kernels can't take from the device: the learning rate they can.
+
+        Returns:
+            For each group; None where an option is a tensor, which may change unnoticed.
+        """
+        names = [name for name in self._stock.defaults if name != "lr"]
+        found = [tuple(group.get(name) for name in names) for group in options]
+        values = [
+            v for row in found for value in row for v in (value if isinstance(value, (tuple, list)) else (value,))
+        ]
+        return None if any(isinstance(v, Tensor) for v in values) else found
 
     def collect_state(self, home: torch.device) -> dict[Tensor, State]:
         """Put the state together as the stock optimizer would have it.
@@ -124,20 +278,15 @@ class Shards:
         Returns:
             From each parameter that has a state to it.
         """
-        found: dict[int, list[tuple[Fragment, State]]] = defaultdict(list)
+        found: dict[int, State] = {}
         for fragments, optimizer in zip(self.fragments, self.optimizers):
-            for f in fragments:
-                if optimizer is not None and optimizer.state.get(f.param):
-                    found[f.piece.index].append((f, optimizer.state[f.param]))
-        return {self.params[i]: _join_state(found[i], home) for i in sorted(found)}
-
-    def take_state(self, state: Mapping[Tensor, State]) -> None:
-        """Give each device its part of a state as the stock optimizer has it; parameters left out have none."""
-        for fragments, optimizer in zip(self.fragments, self.optimizers):
-            for f in fragments:
-                whole = state.get(self.params[f.piece.index])
-                if optimizer is not None and whole:
-                    optimizer.state[f.param] = {name: _cut_value(name, value, f) for name, value in whole.items()}
+            for f in fragments if optimizer is not None else ():
+                state = optimizer.state.get(f.param) or {}  # type: ignore[union-attr]
+                for piece in f.pieces if state else ():
+                    whole = found.setdefault(piece.index, {})
+                    for name, value in state.items():
+                        self._put(whole, name, value, f, piece, home)
+        return {self.params[i]: found[i] for i in sorted(found)}
 
     def forget_state(self) -> None:
         """Drop all state, before another is loaded."""
@@ -147,72 +296,124 @@ class Shards:
 
     def state_bytes(self) -> list[int]:
         """Count the bytes of state on each device."""
-        tensors = [_tensors(o) for o in self.optimizers]
-        return [sum(t.nbytes for t in found) for found in tensors]
+        states = [o.state.values() if o is not None else () for o in self.optimizers]
+        return [sum(v.nbytes for s in found for v in s.values() if isinstance(v, Tensor)) for found in states]
+
+    def _cut(self, chunk: int, kinds: Sequence[Hashable]) -> list[Fragment]:
+        """Make the fragments of a device: as few as there can be."""
+
+        def key(piece: Piece) -> Hashable:
+            i = piece.index
+            # One without elements lies in another's place. On one device torch's kernels are quicker with many tensors.
+            alone = i if piece.numel == 0 or len(self.devices) == 1 else None
+            return self._group_of[i], kinds[i], alone, self._kinds[i]
+
+        fragments = []
+        for b, plan in enumerate(self._plans):
+            for _, run in itertools.groupby(plan.pieces(chunk), key):
+                pieces = tuple(run)
+                fragments.append(
+                    Fragment(
+                        bucket=b,
+                        group=self._group_of[pieces[0].index],
+                        pieces=pieces,
+                        start=pieces[0].start,
+                        param=nn.Parameter(_span(self._values[b][chunk], pieces)),
+                        grad=_span(self._grads[b][chunk], pieces),
+                    )
+                )
+        return fragments
+
+    def _make_optimizer(self, fragments: Sequence[Fragment]) -> Optimizer | None:
+        if not fragments:
+            return None
+        groups = [
+            {
+                "params": [f.param for f in fragments if f.group == k],
+                **{name: v for name, v in group.items() if name not in _NO_OPTIONS},
+            }
+            for k, group in enumerate(self._stock.param_groups)
+        ]
+        kind: Any = type(self._stock)
+        made: Optimizer = kind(groups)
+        return made
+
+    def _send_rate(self, rank: int, k: int, value: Any) -> None:
+        """Put a group's learning rate where kernels find it; a number only where it has changed."""
+        rate = self._rates[rank][k]
+        with queueing_on(rate.device):
+            if isinstance(value, Tensor):
+                rate.copy_(comm.copy(value, rate.device))
+                self._sent[rank][k] = None
+            elif value != self._sent[rank][k]:
+                rate.fill_(value)
+                self._sent[rank][k] = value
+
+    def _join_parts(self, name: str, wholes: Sequence[State], f: Fragment) -> Any:
+        """Return a fragment's part of a state that the stock optimizer has."""
+        value = wholes[0][name]
+        if not isinstance(value, Tensor) or _is_number(name, value, self._slots[f.pieces[0].index].shape):
+            device = f.param.device
+            on_device = self.fuses and name == "step"
+            return value.to(device, torch.float32, copy=True) if on_device else _copy_number(value, device)
+        joined = torch.zeros(f.param.numel(), dtype=value.dtype, device=f.param.device)
+        for piece, whole in zip(f.pieces, wholes):
+            # In the order of the parameter's memory, whatever the state's own is.
+            slot, part = self._slots[piece.index], whole[name]
+            laid = torch.empty_strided(slot.shape, slot.strides, dtype=part.dtype, device=part.device).copy_(part)
+            memory = laid.as_strided((laid.numel(),), (1,))
+            comm.fill(f.part(joined, piece), memory.narrow(0, piece.offset, piece.numel))
+        return joined
+
+    def _put(self, whole: State, name: str, value: Any, f: Fragment, piece: Piece, home: torch.device) -> None:
+        """Put a piece's part of a fragment's state into that of the whole parameter."""
+        slot = self._slots[piece.index]
+        if not isinstance(value, Tensor) or name in _PER_PARAMETER or value.numel() != f.param.numel():
+            group = self._stock.param_groups[f.group]
+            on_host = self.fuses and not (group.get("fused") or group.get("capturable"))
+            copied = isinstance(value, Tensor) and on_host
+            whole[name] = value.to("cpu", copy=True) if copied else _copy_number(value, home)
+            return
+        if name not in whole:
+            whole[name] = torch.empty_strided(slot.shape, slot.strides, dtype=value.dtype, device=home)
+        memory = whole[name].as_strided((slot.numel,), (1,))
+        comm.fill(memory.narrow(0, piece.offset, piece.numel), f.part(value, piece))
 
 
-def _tensors(optimizer: Optimizer | None) -> Iterator[Tensor]:
-    states = optimizer.state.values() if optimizer is not None else ()
-    yield from (v for state in states for v in state.values() if isinstance(v, Tensor))
+def _span(flat: Tensor, pieces: Sequence[Piece], start: int = 0) -> Tensor:
+    """Return the memory of neighbours, of a tensor that begins at an element of their chunk."""
+    begin = pieces[0].start
+    return flat.narrow(0, begin - start, pieces[-1].start + pieces[-1].numel - begin)
 
 
-def _cut(
-    plans: Sequence[BucketPlan], values: Sequence[Sequence[Tensor]], grads: Sequence[Sequence[Tensor]], chunk: int
-) -> list[Fragment]:
-    slots = {slot.index: slot for plan in plans for slot in plan.slots}
-    return [
-        Fragment(
-            bucket=b,
-            piece=piece,
-            slot=slots[piece.index],
-            param=nn.Parameter(value[chunk].narrow(0, piece.start, piece.numel)),
-            grad=grad[chunk].narrow(0, piece.start, piece.numel),
-        )
-        for b, (plan, value, grad) in enumerate(zip(plans, values, grads))
-        for piece in plan.pieces(chunk)
-    ]
+def _is_number(name: str, value: Tensor, shape: torch.Size) -> bool:
+    """Tell whether a state is one number for the whole parameter, rather than one for each element."""
+    return name in _PER_PARAMETER or value.shape != shape
 
 
-def _make_optimizer(stock: Optimizer, params: Sequence[Tensor], fragments: Sequence[Fragment]) -> Optimizer | None:
-    owner = {id(p): k for k, group in enumerate(stock.param_groups) for p in group["params"]}
-    members: list[list[nn.Parameter]] = [[] for _ in stock.param_groups]
-    for f in fragments:
-        members[owner[id(params[f.piece.index])]].append(f.param)
-    if not fragments:
-        return None
-    kept = ("params", "param_names")
-    groups = [
-        {"params": mine, **{k: v for k, v in group.items() if k not in kept}}
-        for mine, group in zip(members, stock.param_groups)
-    ]
-    kind: Any = type(stock)
-    made: Optimizer = kind(groups)
-    return made
+def _is_wide(state: State, param: Tensor) -> bool:
+    """Tell whether a state has another dtype than its parameter."""
+    tensors = [(name, v) for name, v in state.items() if isinstance(v, Tensor)]
+    return any(v.dtype is not param.dtype and not _is_number(name, v, param.shape) for name, v in tensors)
 
 
-def _follow(optimizer: Optimizer, options: Sequence[Mapping[str, Any]], device: torch.device) -> None:
-    """Take on the learning rate and all else that schedulers and users may have changed."""
-    for mine, group in zip(optimizer.param_groups, options):
-        for name, value in group.items():
-            if name in ("params", "param_names"):
-                continue
-            mine[name] = comm.copy(value, device) if isinstance(value, Tensor) and value.device.type != "cpu" else value
+def _kind_of(state: State, param: Tensor) -> Hashable:
+    """Return what states have in common that are kept side by side: names, dtypes, and numbers."""
+    return tuple(
+        (name, value.dtype)
+        if isinstance(value, Tensor) and not _is_number(name, value, param.shape)
+        else (name, str(value.tolist() if isinstance(value, Tensor) else value))
+        for name, value in state.items()
+    )
 
 
-def _join_state(parts: list[tuple[Fragment, State]], home: torch.device) -> State:
-    parts = sorted(parts, key=lambda part: part[0].piece.offset)
-    slot, first = parts[0][0].slot, parts[0][1]
-    joined: State = {}
-    for name, value in first.items():
-        if isinstance(value, Tensor) and name not in _PER_PARAMETER:
-            whole = torch.empty_strided(slot.shape, slot.strides, dtype=value.dtype, device=home)
-            memory = whole.as_strided((whole.numel(),), (1,))
-            for f, state in parts:
-                comm.fill(memory.narrow(0, f.piece.offset, f.piece.numel), state[name])
-            joined[name] = whole
-        else:
-            joined[name] = _copy_number(value, home)
-    return joined
+def _part_of(name: str, value: Any, f: Fragment, part: Fragment) -> Any:
+    """Return what a part of a fragment has of its state."""
+    if part is f:
+        return value
+    if not isinstance(value, Tensor) or name in _PER_PARAMETER or value.numel() != f.param.numel():
+        return value.clone() if isinstance(value, Tensor) else value
+    return value.narrow(0, part.start - f.start, part.param.numel())
 
 
 def _copy_number(value: Any, device: torch.device) -> Any:
@@ -220,14 +421,3 @@ def _copy_number(value: Any, device: torch.device) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.clone() if value.device.type == "cpu" else comm.copy(value, device, fresh=True)
-
-
-def _cut_value(name: str, value: Any, f: Fragment) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if name in _PER_PARAMETER or value.shape != f.slot.shape:
-        return _copy_number(value, f.param.device)
-    # In the order of the parameter's memory, whatever the state's own is.
-    laid = torch.empty_strided(f.slot.shape, f.slot.strides, dtype=value.dtype, device=value.device).copy_(value)
-    memory = laid.as_strided((laid.numel(),), (1,))
-    return comm.copy(memory.narrow(0, f.piece.offset, f.piece.numel), f.param.device, fresh=True)

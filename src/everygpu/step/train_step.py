@@ -15,8 +15,7 @@ from everygpu.parallel.engines.thread_state import fresh_casts
 from everygpu.parallel.replicas.module_tree import evaluating
 from everygpu.progress import running
 from everygpu.step.early_update import EarlyUpdate
-from everygpu.step.finite_check import FiniteCheck
-from everygpu.step.kept_buffers import keep_statistics, put_back_unless_finite
+from everygpu.step.finite_check import FiniteCheck, keep_statistics, put_back_unless_finite
 from everygpu.step.loss import as_batch, as_number, at_device, loss_in, roots_of
 from everygpu.step.options import (
     PRECISIONS,
@@ -116,14 +115,15 @@ class TrainStep:
         self._dtype = PRECISIONS[precision]
         self._ranks = self.model.rank_model
         group = None if self._ranks is None else self._ranks.group
-        self._weights = BatchWeights(weight, group, self._home, self.model.dim, len(self.model.device_ids), loss)
+        num_devices = len(self.model.device_ids)
+        self._weights = BatchWeights(weight, group, self._home, self.model.dim, num_devices, self.model.module, loss)
         self._scale = LossScale(self._home) if precision == "fp16" else None
         self._num_batches = 0
         self._was_launched = False
         self._last_loss = torch.full((), float("nan"), device=self._home)
         self._stopwatch = Stopwatch(self._home)
         devices = self.model.replica_devices
-        self._finite_check = FiniteCheck(self._home, devices, self._strategy.uncount, rule=on_nonfinite)
+        self._finite_check = FiniteCheck(self._home, devices, rule=on_nonfinite)
         self._updater = Updater(self._strategy, devices, self._scale, self._finite_check, self._stopwatch)
         self._replica_check = make_check(self.model, self._strategy, check_every)
         self._capture = make_capture(self, self._strategy, must=capture is True) if captures else None
@@ -263,7 +263,7 @@ class TrainStep:
     def _learn(self, batch: Batch, update: EarlyUpdate | None = None) -> Tensor:
         self._stopwatch.start()
         if update is None:
-            self._strategy.attach_grads()
+            self._strategy.flat_params.attach_grads()
         before = None
         if self._finite_check.is_on:
             before = keep_statistics(roots_of(self.model, self.loss), self.model.replica_devices)
@@ -282,7 +282,7 @@ class TrainStep:
                     torch.autograd.backward(share if self._scale is None else self._scale.scale(share))
         finally:
             if update is None:
-                self._strategy.detach_grads()
+                self._strategy.flat_params.detach_grads()
         self._stopwatch.mark("backward")
         return loss.detach()
 

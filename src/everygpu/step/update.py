@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,17 +21,6 @@ class Share:
 
     device: torch.device
     grads: list[Tensor]
-
-
-class FusedStatus(NamedTuple):
-    """What kernels say of an update that they were queued for."""
-
-    status: Tensor
-    """See ``FiniteCheck``."""
-    counted: set[int]
-    """Parameters that an update is counted for, whether the kernels leave it out or not."""
-    norm: Tensor | None = None
-    """Of the whole gradient before it was clipped, where it had to be known."""
 
 
 class LossScale:
@@ -94,15 +83,10 @@ def total_norm(shares: Sequence[Share], home: torch.device) -> Tensor:
     Source:
         ``torch.nn.utils.get_total_norm``, over several devices.
     """
-    norms: list[Tensor] = [comm.copy(_norm(share.grads), home) for share in shares if share.grads]
+    norms: list[Tensor] = [comm.copy(norm_of(share.grads), home) for share in shares if share.grads]
     if not norms:
         return torch.zeros((), dtype=torch.float32, device=home)
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-
-
-def nan_where(found_inf: Tensor) -> Tensor:
-    """Return a factor with which the kernels of a fused update leave all as it was where ``found_inf`` is not 0."""
-    return torch.where(found_inf != 0, float("nan"), 1.0)
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
@@ -182,7 +166,8 @@ def skips_on_device(optimizer: Optimizer, updated: Iterable[Tensor]) -> bool:
     return True
 
 
-def _norm(grads: Sequence[Tensor]) -> Tensor:
+def norm_of(grads: Sequence[Tensor]) -> Tensor:
+    """Return the norm of one device's gradients as if they were one vector, shape ()."""
     dense = [g if g.layout is torch.strided else g.coalesce().values() for g in grads]
     dtypes = {g.dtype for g in dense}
     wide = torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32

@@ -10,7 +10,7 @@ from everygpu.progress import running
 from everygpu.step.finite_check import MADE, SCALED, FiniteCheck
 from everygpu.step.sharded_update import ShardedUpdate
 from everygpu.step.stats import Stopwatch
-from everygpu.step.update import FusedStatus, LossScale, clip_factor, multiply, total_norm
+from everygpu.step.update import LossScale, clip_factor, multiply, total_norm
 
 
 class Updater:
@@ -62,45 +62,45 @@ class Updater:
             clip_norm: The largest norm that they may have then.
         """
         losses, self._losses = self._losses, None
-        is_whole = self._scale is None and clip_norm is None
         self.num_steps += 1
         with running("update", self._home):
-            made = self._strategy.fuse(factor, losses) if is_whole else None
-            if made is None:
-                self._run_in_turn(factor, clip_norm, losses)
-        if made is not None:
-            self._note(made)
+            self._run(factor, clip_norm, losses)
         self._stopwatch.mark("update")
 
-    def finish_recorded(self, made: FusedStatus) -> None:
-        """Take note of an update that a recording has queued."""
+    def finish_recorded(self, status: Tensor, norm: Tensor | None) -> None:
+        """Take note of an update that a recording has queued.
+
+        Args:
+            status: Of the update; see ``FiniteCheck``.
+            norm: Of the gradient, where it had to be known.
+        """
         self.num_steps += 1
-        self._note(made)
-
-    def _note(self, made: FusedStatus) -> None:
-        if made.norm is not None:
-            self.norm = made.norm.clone()  # a recording's own is written anew by each launch
+        if norm is not None:
+            self.norm = norm.clone()  # a recording's own is written anew by each launch
         if self._check.is_on:
-            self._check.submit(self.num_steps, made.status, made.counted)
+            self._check.submit(self.num_steps, status)
 
-    def _run_in_turn(self, factor: float | Tensor, clip_norm: float | None, losses: Tensor | None) -> None:
+    def _run(self, factor: float | Tensor, clip_norm: float | None, losses: Tensor | None) -> None:
+        looks = losses is not None and self._scale is None  # a scale looks at all itself
+        places = self._strategy.find_nonfinite() if looks else None
         shares = self._strategy.reduce()
         self._stopwatch.mark("reduce")
         if isinstance(factor, Tensor) or factor != 1:
             multiply(shares, factor)
         found_inf = None if self._scale is None else self._scale.unscale(shares)
-        if clip_norm is not None or (losses is not None and found_inf is None):  # a scale has looked at all already
+        if clip_norm is not None or looks:
             self.norm = total_norm(shares, self._home)
         if clip_norm is not None:
             multiply(shares, clip_factor(self.norm, clip_norm))
         value = None if losses is None else self._judge(losses, found_inf)
         if value is not None:
             found_inf = torch.ne(value, MADE, out=torch.empty_like(value))
-        counted = self._strategy.apply(found_inf, is_common=self._scale is not None)
+        self._strategy.apply(found_inf)
         if self._scale is not None and found_inf is not None:
             self._scale.update(found_inf)
         if value is not None:
-            self._check.submit(self.num_steps, torch.cat([self._no_places, value.view(1)]), counted)
+            places = self._no_places if places is None else places.masked_fill(~value.isnan(), 0)
+            self._check.submit(self.num_steps, torch.cat([places, value.view(1)]))
 
     def _judge(self, losses: Tensor, found_inf: Tensor | None) -> Tensor:
         """Return the value of the status; see ``FiniteCheck``."""

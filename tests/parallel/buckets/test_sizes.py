@@ -79,7 +79,7 @@ def test_train_step_takes_its_buckets_from_the_model(fused: bool, monkeypatch: p
         F.mse_loss(plain(x), y).backward()
         optimizers[0].step()
         step(x, y)
-    assert len(step._strategy._flat_params.plans) == 4
+    assert len(step._strategy.flat_params.plans) == 4
     torch.testing.assert_close(list(ours.parameters()), list(plain.parameters()))
 
 

@@ -31,7 +31,9 @@ class DeviceWeights(Sequence[float]):
 
     def shares(self, sizes: Sequence[int]) -> Tensor:
         """Return each one's share of the whole, on the device; that of its size where all are 0."""
-        counts = torch.where(self.tensor.sum() > 0, self.tensor, self.tensor.new_tensor(sizes))
+        are_any = self.tensor.sum() > 0
+        # Sizes as numbers: a tensor of them would be copied from the host, which a recording can't.
+        counts = torch.stack([torch.where(are_any, x, n) for x, n in zip(self.tensor.unbind(), sizes)])
         return counts / counts.sum()
 
     def _read(self) -> tuple[float, ...]:

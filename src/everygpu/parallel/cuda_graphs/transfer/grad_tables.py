@@ -1,6 +1,6 @@
 """Where parameters and gradients are in memory, block by block, for kernels that find them there."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,10 +16,18 @@ def addresses(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)
 
 
-def block_lengths(plan: BucketPlan, chunk: int) -> Tensor:
-    """Return how many elements of a parameter are in each block of a chunk; shape (blocks,), int32, on the CPU."""
+def block_lengths(plan: BucketPlan, chunk: int, members: Container[int] | None = None) -> Tensor:
+    """Return how many elements of a parameter are in each block of a chunk; shape (blocks,), int32, on the CPU.
+
+    Args:
+        plan: Every parameter begins with a block.
+        chunk: Which chunk.
+        members: The parameters that count; all when left out.
+    """
     lengths = torch.zeros(plan.num_blocks, dtype=torch.int32, device="cpu")
     for piece in plan.pieces(chunk):
+        if members is not None and piece.index not in members:
+            continue
         lengths[piece.blocks] = BLOCK_NUMEL
         if piece.numel % BLOCK_NUMEL:
             lengths[piece.blocks.stop - 1] = piece.numel % BLOCK_NUMEL

@@ -1,1 +1,0 @@
-"""Optimizers that one kernel can do the work of: a rule each."""
