@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import everygpu
 from everygpu.devices.nvml import sample_devices
 from everygpu.devices.visible import (
     pick_visible,
@@ -181,12 +180,6 @@ def test_gpu_in_mig_mode_without_instances_is_no_device():
     assert [d.uuid for d in resolve_environ({}, box)] == [A]
 
 
-def test_environment_is_read_as_given():
-    box = [make_sample(0), make_sample(1)]
-    assert [d.index for d in resolve_environ({"CUDA_VISIBLE_DEVICES": "1"}, box)] == [1]
-    assert [d.index for d in resolve_environ({}, box)] == [0, 1]
-
-
 @pytest.mark.parametrize(
     ("environ", "warns"),
     [
@@ -286,10 +279,6 @@ def test_no_accelerator_is_an_empty_list(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
     assert visible_devices() == []
-
-
-def test_public_name():
-    assert everygpu.visible_devices is visible_devices
 
 
 def test_choosing_devices_does_not_load_torch():
