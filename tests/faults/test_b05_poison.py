@@ -116,8 +116,8 @@ def test_b05_pickles_inside_json_are_text(tmp_path: Path) -> None:
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text("a$./é\0", max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("a$./é\0", max_size=8), inner, max_size=3),
     max_leaves=8,
 )
 
